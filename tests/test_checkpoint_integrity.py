@@ -248,7 +248,7 @@ def test_one_process_that_is_told_of_more_ranks_reads_every_file(start, monkeypa
     flip(folder / DISTCP, 1234)  # of two ranks, the second one's
     monkeypatch.setattr(dist, "get_backend", lambda *group: "fake")
     monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
-    monkeypatch.setattr(dist, "all_reduce", fails(0, "nobody answers"))
+    monkeypatch.setattr(dist, "all_gather_object", fails(0, "nobody answers"))
     assert damage(folder, 0, 2) is None
     assert run.manager._damage(str(folder)).startswith(f"{DISTCP} differs from its hash")
 

@@ -9,6 +9,7 @@ import pytest
 from tests.command_line import ROOT
 from titan_disp.cli import main
 from titan_disp.cluster import freeze, launch
+from titan_disp.errors import ConfigError
 
 CONFIG = str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
 
@@ -91,7 +92,7 @@ def test_a_run_folder_that_cannot_be_written(tmp_path):
 
     argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(tmp_path)]
     (tmp_path / "launch").write_text("a file")
-    with pytest.raises(freeze.ConfigError, match="is not writable: "):
+    with pytest.raises(ConfigError, match="is not writable: "):
         freeze.freeze(load_config(argv), argv, "8")
 
 

@@ -30,13 +30,9 @@ Pair = tuple[str, str, float]  # two nodes, and bytes per second in each directi
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
     """Split a ring of neighbours into as few rounds as possible. A node is in at most one pair of each round."""
-    if nodes < 2:
-        return []
-    ring = [(i, i + 1) for i in range(nodes - 1)]
-    if nodes == 2:
-        return [ring]
-    last = (nodes - 1, 0)
-    return [ring[0::2], [*ring[1::2], last]] if nodes % 2 == 0 else [ring[0::2], ring[1::2], [last]]
+    ring = [(i, (i + 1) % nodes) for i in range(nodes if nodes > 2 else nodes - 1)]
+    even = len(ring) // 2 * 2  # the last pair of an odd number has a round of its own
+    return [pairs for pairs in (ring[0:even:2], ring[1:even:2], ring[even:]) if pairs]
 
 
 def pair_bandwidths(times: Iterable[tuple[str, Mapping[str, float]]], size: int) -> list[Pair]:

@@ -11,7 +11,6 @@ network. Trees, latency and other jobs are ignored. Neither estimate has been co
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -52,6 +51,14 @@ def elements(module: torch.nn.Module, tp: int) -> int:
     return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
 
 
+def fsdp_groups(model: DispModel, tp: int) -> tuple[int, int, int]:
+    """Count a rank's elements in FSDP's groups (models/parallelize.py): the blocks, untied embeddings, and the rest."""
+    blocks = sum(elements(block, tp) for block in model.layers.values())
+    untied = [] if model.model_args.enable_weight_tying else model.embeddings
+    embeddings = sum(elements(table, tp) for table in untied)
+    return blocks, embeddings, elements(model, tp) - blocks - embeddings
+
+
 def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
     """Count the saved activations of all blocks, with one block's recomputation: elements per token of a CP rank."""
     ac = job_config.activation_checkpoint
@@ -84,20 +91,17 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memor
     """Estimate one rank's memory, with the model on the meta device and FSDP over ``fsdp_degree`` ranks, those of CP too."""
     p, t, args = job_config.parallelism, job_config.training, model.model_args
     tp = p.tensor_parallel_degree
-    held = partial(elements, tp=tp)
     dtype = compute_dtype(job_config, fsdp_degree)
     parameter_bytes = 0 if t.enable_cpu_offload else TORCH_DTYPE_MAP[t.dtype].itemsize
-    shard = -(-held(model) // fsdp_degree) * parameter_bytes
-    blocks = sum(held(block) for block in model.layers.values())
+    whole, (blocks, _, rest) = elements(model, tp), fsdp_groups(model, tp)
+    shard = -(-whole // fsdp_degree) * parameter_bytes
     if fsdp_degree == 1:  # autocast keeps the cast weights for backward; they have no gradients of their own
-        unsharded = held(model) * dtype.itemsize if dtype != TORCH_DTYPE_MAP[t.dtype] else 0
+        unsharded = whole * dtype.itemsize if dtype != TORCH_DTYPE_MAP[t.dtype] else 0
     else:
         # The final norm, the output and a tied model's embeddings stay gathered until their backward. Of the blocks,
         # the current and the next one are gathered. Untied embeddings are not gathered while the output is.
-        never = p.fsdp_reshard_after_forward == "never"
-        gathered = blocks if never else 2 * blocks // args.n_layers
-        elsewhen = 0 if never or args.enable_weight_tying else sum(map(held, model.embeddings))
-        unsharded = (held(model) - blocks - elsewhen + gathered) * dtype.itemsize * 2
+        gathered = whole if p.fsdp_reshard_after_forward == "never" else rest + 2 * blocks // args.n_layers
+        unsharded = gathered * dtype.itemsize * 2
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
     head = args.dim / tp + args.dim  # the final norm's input and output
     return Memory(
@@ -214,9 +218,6 @@ class Sent:
     def __mul__(self, factor: float) -> "Sent":
         return Sent(self.within * factor, self.between * factor)
 
-    def seconds(self, node_bandwidth: float, network_bandwidth: float) -> float:
-        return max(self.within / node_bandwidth, self.between / network_bandwidth)
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -238,7 +239,7 @@ class Traffic:
         """Return the seconds that communication adds to ``computing`` seconds of a step. Bandwidths are in bytes/s."""
 
         def seconds(sent: Iterable[Sent]) -> float:
-            return sum(s.seconds(node_bandwidth, network_bandwidth) for s in sent)
+            return sum(max(s.within / node_bandwidth, s.between / network_bandwidth) for s in sent)
 
         # a lower bound: all of the computing hides communication that can overlap with it
         last_backward = 2 / 3 * computing / self.microbatches  # backward is two thirds of a microbatch's computing
@@ -267,13 +268,9 @@ def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_s
     dp = data_parallel_degree(job_config, world_size)
     microbatches = global_batch_size(job_config, dp) // (t.local_batch_size * dp)
 
-    held = partial(elements, tp=tp)
-    # FSDP's groups (models/parallelize.py) are the blocks, untied embeddings, and the rest.
-    blocks = sum(held(block) for block in model.layers.values())
-    embedding = 0 if args.enable_weight_tying else sum(map(held, model.embeddings))
-    head = held(model) - blocks - embedding
+    blocks, embedding, head = fsdp_groups(model, tp)
     outer = embedding or head  # a microbatch begins and ends with this group
-    inner = held(model) - outer
+    inner = elements(model, tp) - outer
     parameter, gradient = (TORCH_DTYPE_MAP[d].itemsize for d in (t.mixed_precision_param, t.mixed_precision_reduce))
     # Weights are gathered for forward, and for backward if they were resharded. Gradients are reduced after backward.
     policy = p.fsdp_reshard_after_forward

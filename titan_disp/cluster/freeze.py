@@ -1,8 +1,4 @@
-"""A launch folder, RUN/launch/NAME, keeps what a job runs: config, overrides, scripts, and the versions of the code.
-
-``titan-disp submit`` writes it before sbatch, and the batch script at its first start if it was submitted by hand. Every
-start of the job reads the scripts and the config there, so that no edit and no ``git pull`` changes a queued run.
-"""
+"""A launch folder, RUN/launch/NAME, keeps what a job runs, so that no edit changes a queued run (docs/run_folder.md)."""
 
 import argparse
 import hashlib
@@ -17,12 +13,13 @@ from typing import Any
 from torchtitan.config import JobConfig
 
 from titan_disp.config.load import load_config
-from titan_disp.errors import EXIT_CODE, ConfigError, UserError
-from titan_disp.run.folder import versions
+from titan_disp.errors import EXIT_CODE, UserError
+from titan_disp.run.folder import versions, writing
 
 LAUNCH = "titan-disp-launch: "  # marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
 PACKAGE = Path(__file__).parents[1]
 SCRIPTS = Path(__file__).with_name("slurm").resolve()  # in a checkout, this is a link to its folder slurm
+UNUSED = ("__pycache__", "sites", "README.md", "Containerfile", "*.def", "install_in_image.sh")  # by a job
 
 
 def code_hash() -> str:
@@ -46,28 +43,24 @@ def freeze(
     run = Path(job_config.job.dump_folder).absolute()
     folder = run / "launch" / name
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")
-    try:
+    with writing(run):
         partial.mkdir(parents=True)
-        unused = shutil.ignore_patterns(
-            "__pycache__", "sites", "README.md", "Containerfile", "*.def", "install_in_image.sh"
-        )
-        shutil.copytree(SCRIPTS, partial / "slurm", ignore=unused)
+        shutil.copytree(SCRIPTS, partial / "slurm", ignore=shutil.ignore_patterns(*UNUSED))
         if site is not None:
             shutil.copyfile(site, partial / "slurm" / "site.sh")
         shutil.copyfile(argv[1], partial / "config.toml")
         (partial / "resolved.json").write_text(json.dumps(job_config.to_dict(), indent=2))
-        # The last one counts. The job may run in another folder (sbatch --chdir).
-        where = ("--job.dump_folder", os.fspath(run))
         launch = {
             "run": os.fspath(run),
-            "argv": [os.fspath(folder / "config.toml"), *argv[2:], *where],
+            # The last option counts. The job may run in another folder (sbatch --chdir).
+            "argv": [os.fspath(folder / "config.toml"), *argv[2:], "--job.dump_folder", os.fspath(run)],
             "given": argv[1],
+            "sbatch": list(sbatch),
+            **installed(),
         }
-        text = json.dumps({**launch, "sbatch": list(sbatch), **installed()}, indent=2, ensure_ascii=False)
+        text = json.dumps(launch, indent=2, ensure_ascii=False)
         (partial / "launch.json").write_bytes(text.encode(errors="surrogateescape"))  # any bytes of a path
         partial.rename(folder)
-    except OSError as error:
-        raise ConfigError(f"job.dump_folder {os.fspath(run)!r} is not writable: {error}") from error
     return folder
 
 

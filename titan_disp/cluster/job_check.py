@@ -18,9 +18,9 @@ from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
 from titan_disp.data.files import streams_from_hub
 from titan_disp.data.hub import fetch_arguments, is_hub_name, parse_name
-from titan_disp.data.sources import DataSet, training_sets
+from titan_disp.data.sources import training_sets
 from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError, UserError
-from titan_disp.run.folder import lock_folder
+from titan_disp.run.folder import lock_folder, writing
 
 FEW_NODES = 4  # so many nodes may stream without a warning: our choice
 C4_FILES = 1024  # files of the training split
@@ -30,11 +30,7 @@ FREE_ACCOUNT = 5000
 
 
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
-    """Check that a config can start on ``nodes`` × ``nproc`` ranks.
-
-    ``nproc`` is a number, or "gpu" for one rank per GPU of this node. Raises ConfigError if the run would fail at its
-    start, and InUseError if another job uses the run folder.
-    """
+    """Check that a config can start on ``nodes`` × ``nproc`` ranks. ``nproc`` is a number, or "gpu": one per GPU of this node."""
     job_config = load_config(argv)
     if nproc != "gpu" and not nproc.isdecimal():
         raise ConfigError(f"TITAN_DISP_NPROC is {nproc!r}, expected gpu or a number of ranks per node")
@@ -48,11 +44,9 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
     check_device(job_config)
     check_inputs(job_config)
     run = Path(job_config.job.dump_folder).absolute()
-    try:
+    with writing(run):
         run.mkdir(parents=True, exist_ok=True)
         lock_folder(run).close()
-    except OSError as error:
-        raise ConfigError(f"job.dump_folder {str(run)!r} is not writable: {error}") from error
     for changed in differences(job_config.job.config_file):
         print(f"titan-disp: warning: the job was submitted with another installation: {changed}", flush=True)
 
@@ -62,26 +56,24 @@ def hub_warnings(job_config: JobConfig, ranks: int, nodes: int | None = None) ->
     nodes = nodes or -(-ranks // 8)  # a preflight does not know them: a node mostly has 8 GPUs
     if nodes <= FEW_NODES:
         return []
-    streamed = [data for data in training_sets(job_config) if streams_from_hub(data.dataset, data.path)]
-    return [_warning(data, data_parallel_degree(job_config, ranks), ranks, nodes) for data in streamed]
-
-
-def _warning(data: DataSet, streams: int, ranks: int, nodes: int) -> str:
-    dataset = data.dataset
-    named = is_hub_name(dataset)
-    fetch = fetch_arguments(parse_name(dataset, f"{data.key}.dataset")) if named else "DIR"
-    # Every stream reads each file that has its documents (at most files + streams reads), on all of its ranks.
-    if named:
-        count = f"at least {2 * ranks:,} requests (two per Parquet file and rank)"
-    else:
+    warnings, streams = [], data_parallel_degree(job_config, ranks)
+    for data in training_sets(job_config):
+        if not streams_from_hub(data.dataset, data.path):
+            continue
+        # Every stream reads each file that has its documents (at most files + streams reads), on all of its ranks.
+        fetch = "DIR"
         count = f"{(C4_FILES + streams) * (ranks // streams):,} requests (one per file and rank that reads it)"
-    return (
-        f"{data.key}.dataset {dataset!r} is streamed from the Hugging Face hub by {ranks:,} ranks on {nodes} nodes. "
-        f"Every epoch takes {count}, most of them at once; every resume repeats them, and every broken connection adds "
-        f"one. By its documentation, the hub answers {WITHOUT_TOKEN:,} requests in 5 minutes from one address without "
-        f"a token, and {FREE_ACCOUNT:,} from a free account. Read a copy: titan-disp data fetch {fetch}, and "
-        f"{data.path_key} = DIR"
-    )
+        if is_hub_name(data.dataset):
+            fetch = fetch_arguments(parse_name(data.dataset, f"{data.key}.dataset"))
+            count = f"at least {2 * ranks:,} requests (two per Parquet file and rank)"
+        warnings.append(
+            f"{data.key}.dataset {data.dataset!r} is streamed from the Hugging Face hub by {ranks:,} ranks on {nodes} nodes. "
+            f"Every epoch takes {count}, most of them at once; every resume repeats them, and every broken connection adds "
+            f"one. By its documentation, the hub answers {WITHOUT_TOKEN:,} requests in 5 minutes from one address without "
+            f"a token, and {FREE_ACCOUNT:,} from a free account. Read a copy: titan-disp data fetch {fetch}, and "
+            f"{data.path_key} = DIR"
+        )
+    return warnings
 
 
 def main() -> None:

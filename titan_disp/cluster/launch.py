@@ -1,7 +1,4 @@
-"""``titan-disp train`` starts torchrun on this machine, and ``titan-disp submit`` starts sbatch.
-
-Both check a run first, so that an error is printed once.
-"""
+"""``titan-disp train`` starts torchrun on this machine, and ``titan-disp submit`` starts sbatch."""
 
 import contextlib
 import dataclasses
@@ -46,22 +43,17 @@ def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[Non
             return
         heard(number, frame)
 
-    previous = {}
-    try:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(ValueError):  # outside of the main thread, Python forbids signal handlers
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    previous[number] = signal.signal(number, once)
+                    stack.callback(signal.signal, number, signal.signal(number, once))
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def launch(options: TrainOptions) -> int:
-    """Check everything in this process, then start the ranks.
+    """Check everything in this process, so that an error is printed once, then start the ranks.
 
-    SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the run: the ranks finish their step, save and end. A second signal kills them.
     Returns 0, the exit status of the first rank that failed, or 128 plus the number of the signal that stopped the run.
     """
     job_config = load_config(options.argv)

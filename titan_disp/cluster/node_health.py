@@ -1,14 +1,8 @@
 """``python -m titan_disp.cluster.node_health`` checks whether this node can train.
 
-The batch script starts it once per node before training, and so does check_nodes.sbatch. It prints the node's report as
-one line of JSON, and writes it to a file with ``--out``. The batch host compares the reports of all nodes. With
-TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that this node can read the data and tokenizer of
-the config.
-
-Faulty GPUs are found as far as their drivers report faults to users other than root. nvidia-smi, amd-smi and rocm-smi
-count uncorrectable errors. nvidia-smi does not show Xids, the errors that NVIDIA's driver writes to the kernel log. Newer
-drivers report the action that they require (``gpu_recovery_action``). With older drivers, the kernel log is read if this
-user has permission.
+It prints the node's report as one line of JSON, and writes it to a file with ``--out``. With TorchTitan's arguments
+(``--job.config_file CONFIG …``), it also checks that this node can read the data and tokenizer of the config. Faulty
+GPUs are found as far as their drivers report faults to users other than root (slurm/README.md lists which).
 """
 
 import argparse
@@ -22,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +64,7 @@ def gpu_problems() -> list[str]:
         problems += [f"GPU {gpu}: {count} uncorrectable errors" for gpu, count in _amd().items() if count]
     except subprocess.TimeoutExpired as error:
         return [f"{error.cmd[0]} does not answer within {LIMIT} s"]
+    # Newer drivers report the action that they require. With older ones, only the kernel log has Xids.
     told = [value for value in nvidia[RECOVERY].values() if value not in UNKNOWN]
     return problems if told else problems + list(dict.fromkeys(_xids()))
 
@@ -109,10 +104,9 @@ def _parts(head: str, text: str) -> Iterable[tuple[str, str]]:
 
 def _xids() -> Iterator[str]:
     """Yield the last day's Xids of hardware, from dmesg, or from the journal if only root may run dmesg."""
+    journal = ("journalctl", "--dmesg", "--since=-24h", "--output=cat", "--no-pager", "--quiet")
     try:
-        log = _output("dmesg") or _output(
-            *["journalctl", "--dmesg", "--since=-24h", "--output=cat", "--no-pager", "--quiet"]
-        )
+        log = _output("dmesg") or _output(*journal)
     except subprocess.TimeoutExpired:  # a slow disk says nothing about the GPUs
         return
     for seconds, gpu, xid, text in XID.findall(log):
@@ -179,28 +173,23 @@ def _read_data(data: DataSet) -> None:
         file.read(1)
 
 
-def check_node(
-    local: str, shared: Sequence[str], readable: Sequence[str], gpus: int | None, job_config: JobConfig | None = None
-) -> dict[str, Any]:
-    """Check this node: a folder on its own disk, the folders and files of others, its GPUs, and what a config reads.
+def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any]:
+    """Check this node: a folder on its own disk, its GPUs, and what a config writes and reads.
 
     ``free_gpu_bytes`` of the report is the free memory of its fullest GPU, or 0 if a GPU cannot compute. ``free_bytes``
     and ``run_free_bytes`` are the free space for ``local`` and for the run folder.
     """
-    shared = list(shared)
+    folders = [local]
     if job_config is not None:
         run = job_config.job.dump_folder
         checkpoints = os.path.join(run, job_config.checkpoint.folder)
         # The checkpoint folder is not created here: an empty one would change how the run starts.
-        shared += [run, checkpoints] if os.path.isdir(checkpoints) else [run]
-    problems = [problem for folder in (local, *shared) if (problem := writable(folder))]
-    problems += [f"{path} is missing or not readable" for path in readable if not os.access(path, os.R_OK)]
+        folders += [run, checkpoints] if os.path.isdir(checkpoints) else [run]
+    problems = [problem for folder in folders if (problem := writable(folder))]
     free = _free_disk(local)
     if free < MINIMUM_DISK:
         problems.append(f"{local} has {free / 1e9:.1f} GB free, expected at least {MINIMUM_DISK / 1e9:.1f} GB")
     count = torch.cuda.device_count()
-    if gpus is not None and count != gpus:
-        problems.append(f"the number of visible GPUs is {count}, expected {gpus}")
     checked = [check_gpu(i) for i in range(count)]
     problems += [problem for _, problem in checked if problem]
     problems += gpu_problems() if count else []
@@ -235,16 +224,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--out", help="folder for the report, on a shared file system")
     parser.add_argument("--local", required=True, help="a folder on the node's own disk")
-    parser.add_argument("--writable", action="append", default=[])
-    parser.add_argument("--readable", action="append", default=[])
-    parser.add_argument("--gpus", type=int)
     args, titan = parser.parse_known_args()
     job_config, unreadable = None, []
     try:
         job_config = load_config(titan) if titan else None
     except ConfigError as error:
         unreadable = [str(error)]
-    report = check_node(args.local, args.writable, args.readable, args.gpus, job_config)
+    report = check_node(args.local, job_config)
     report["problems"] += unreadable
     if args.out:
         out = Path(args.out)

@@ -10,14 +10,13 @@ table, and exits with status 1 if there is a problem.
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_disp.cluster.bandwidth import Pair, best_bandwidths, slow_links, slow_nodes, usual_bandwidth
+from titan_disp.cluster.bandwidth import best_bandwidths, slow_links, slow_nodes, usual_bandwidth
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.node_health import in_order, writable
 from titan_disp.config.checks import check_config, check_device
@@ -30,14 +29,6 @@ NAMED = 4  # most nodes that one line names
 
 Report = dict[str, Any]
 Problems = dict[str, list[str]]  # by node
-
-
-def run_folder(argv: Sequence[str]) -> Path:
-    """Return the absolute path of a config's run folder, which is created, or raise ConfigError if it is not writable."""
-    run = Path(load_config(argv).job.dump_folder).absolute()
-    if problem := writable(str(run)):
-        raise ConfigError(f"job.dump_folder: {problem}")
-    return run
 
 
 def collect(folder: Path, expected: Sequence[str]) -> tuple[dict[str, Report], Problems]:
@@ -88,9 +79,8 @@ def able_nodes(reports: Mapping[str, Report], nproc: str) -> list[str]:
 def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
     """Find nodes with a slow network or a wrong clock."""
     problems = defaultdict(list)
-    pairs: list[Pair] = [tuple(pair) for pair in bandwidth["pairs"]]  # type: ignore[misc]
-    usual = usual_bandwidth(pairs)
-    for node, best in slow_nodes(pairs).items():
+    usual = usual_bandwidth(bandwidth["pairs"])
+    for node, best in slow_nodes(bandwidth["pairs"]).items():
         problems[node].append(
             f"slow: at most {best / 1e9:.2f} GB/s with its neighbours; the median node reaches {usual / 1e9:.2f} GB/s"
         )
@@ -129,7 +119,7 @@ def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[s
     found = [gpu_problems(reports, nproc), {"the config": wrong}]
     if bandwidth is not None:
         found.append(bandwidth_problems(bandwidth))
-        links = slow_links([tuple(pair) for pair in bandwidth["pairs"]])  # type: ignore[misc]
+        links = slow_links(bandwidth["pairs"])
         notes += [f"{a} – {b} is slow ({speed / 1e9:.2f} GB/s), but both are fast with others" for a, b, speed in links]
         if untested := [node for node in in_order(expected) if node not in able]:
             notes.append(f"not in the bandwidth test: {_named(untested)}")
@@ -175,7 +165,7 @@ def render(report: Report, expected: Sequence[str]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if bandwidth is not None:
-        speeds = best_bandwidths(tuple(pair) for pair in bandwidth["pairs"])  # type: ignore[misc]
+        speeds = best_bandwidths(bandwidth["pairs"])
         reduced = bandwidth["all_reduce"]
         lines.append(
             f"all-reduce of {reduced['bytes'] >> 20} MiB over {counted(bandwidth['ranks'], 'rank')} of "
@@ -200,7 +190,10 @@ def main() -> None:
     args, titan = parser.parse_known_args()
     if args.what == "folder":
         try:
-            print(os.fspath(run_folder(titan)))
+            run = Path(load_config(titan).job.dump_folder).absolute()
+            if problem := writable(str(run)):  # this creates it
+                raise ConfigError(f"job.dump_folder: {problem}")
+            print(run)
         except UserError as error:
             print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
             sys.exit(EXIT_CODE)

@@ -196,8 +196,7 @@ def find_machine(machine: Machine) -> Machine:
 def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> Plan:
     """Plan a config, which is not changed, on a machine. With ``strict``, missing data or a missing tokenizer is an error.
 
-    Raises:
-        ConfigError: The run would fail at its start, or a number of the machine is out of range.
+    Raises ConfigError if the run would fail at its start, or a number of the machine is out of range.
     """
     machine, given, job_config = find_machine(machine), job_config, copy.deepcopy(job_config)
     gpu, world = GPUS[machine.gpu], machine.nodes * machine.gpus_per_node

@@ -153,8 +153,6 @@ def for_cpu(r: Reduced) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the result of one step of rank 0."""
-
     config: str
     ranks: int
     reduced: list[str]  # changes to the config for this step, as "key old → new"
@@ -248,12 +246,6 @@ class RandomTokens(BaseDataLoader):
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
             yield {"input": self.tokens[:, :-1]}, self.tokens[:, 1:]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
 
 
 @contextmanager

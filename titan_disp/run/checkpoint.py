@@ -1,11 +1,7 @@
 """This module extends TorchTitan's checkpoint manager so that a run survives failing nodes and damaged checkpoints.
 
-- A checkpoint is *complete* if it has DCP's ``.metadata``, which is written last. Runs resume only from complete
-  checkpoints, and the retention (``checkpoint.keep_latest_k``) counts only these.
-- DCP's files have hashes. Before a checkpoint is loaded, its files' lengths and hashes are verified.
-- A run resumes from the newest complete checkpoint that verifies and loads. Newer ones that do not are moved aside,
-  never deleted, and the log says so.
-- If a load or save fails on any rank, all ranks learn of it and stop together.
+docs/resilience.md says what it promises. A checkpoint is *complete* if it has DCP's ``.metadata``, which is written last.
+If a load or save fails on any rank, all ranks learn of it and stop together.
 """
 
 import os
@@ -102,8 +98,6 @@ class Hooks(Protocol):
 
 
 class DispCheckpointManager(CheckpointManager):
-    """Save, verify and load checkpoints."""
-
     folder: str
     sd_adapter: HfAdapter
     save_future: Any  # a Future of an asynchronous save, or None
@@ -452,10 +446,6 @@ def _first(reason: str | None) -> str | None:
     """Return the reason of the first rank that has one, or None. This is a collective call."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return reason
-    failed = torch.tensor(float(reason is not None), device=utils.device_type)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if not failed.item():
-        return None
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    return next(r for r in reasons if r is not None)
+    return next((r for r in reasons if r is not None), None)

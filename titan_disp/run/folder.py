@@ -9,7 +9,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,6 +54,15 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
 def write_json(path: Path, content: Any) -> None:
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def writing(run: Path) -> Iterator[None]:
+    """Raise an OSError of this context as a ConfigError that names the run folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"job.dump_folder {os.fspath(run)!r} is not writable: {error}") from error
 
 
 def job_id() -> str:
@@ -120,15 +129,12 @@ class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create, lock and take it.
-
-        Raises ConfigError if another job uses it, it is not writable, or its config.json cannot be read.
-        """
+        """Create, lock and take it. Raises ConfigError if another job uses it, or its files cannot be written or read."""
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
         self._world_size = world_size
         job = os.environ.get("SLURM_JOB_ID", "none")
-        try:
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path)
             # The data's prefetch worker is a fork that outlives a killed rank by some seconds. It must not hold the lock.
@@ -142,8 +148,6 @@ class RunFolder:
             # that have the lock, the one that opened the folder last keeps it.
             self._owner = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "job": job_id(), "time": time.time()}
             write_json(self.path / OWNER, self._owner)
-        except OSError as error:
-            raise self._not_writable(error) from error
 
     def _refuse_living(self) -> None:
         """Raise InUseError if the heartbeat of another job on another node changes. A killed start leaves one, too."""
@@ -187,16 +191,11 @@ class RunFolder:
             ) from error
         return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
 
-    def _not_writable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}")
-
     def record_start(self) -> None:
         """Write config.json and environment.json. Only a start that trains may: reports and the next start read them."""
-        try:
+        with writing(self.path):
             write_json(self.path / CONFIG, self._config)
             write_json(self.path / ENVIRONMENT, _environment(self._world_size))
-        except OSError as error:
-            raise self._not_writable(error) from error
 
     def event(self, name: str, step: int, **details: Any) -> None:
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -221,9 +220,8 @@ def wandb_run_id(folder: str | Path) -> str:
     if not file.exists() or not file.read_text().strip():
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as partial:
-            partial.write_text(
-                uuid.uuid4().hex + "\n"
-            )  # no hash of the path: a run in an emptied folder is another run
+            # This is no hash of the path, because a run in an emptied folder is another run.
+            partial.write_text(uuid.uuid4().hex + "\n")
     return file.read_text().strip()
 
 

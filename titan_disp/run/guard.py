@@ -45,14 +45,11 @@ class GuardedOptimizers(OptimizersContainer):
         """Return the number of steps skipped since the last good one."""
         return int(self._counts[2])
 
-    def _gradients(self) -> list[Tensor]:
-        gradients = [p.grad for model in self.model_parts for p in model.parameters() if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        return [g for g in local if g.numel()]
-
     def _message(self) -> Tensor:
         """Return [4 + flags] float32, each 0 or 1, as ``_verdict`` reads them."""
-        gradients = self._gradients()
+        whole = [p.grad for model in self.model_parts for p in model.parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in whole]
+        gradients = [g for g in local if g.numel()]
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
         terms = self.non_finite_terms()
         if terms is None:

@@ -1,7 +1,4 @@
-"""This module reconstructs the starts of a run: what ended each of them, what was lost between them, and their goodput.
-
-Goodput is the fraction of the time since an allocation began that went into steps which no later start repeated.
-"""
+"""This module reconstructs the starts of a run: what ended them, what was lost, and their goodput (docs/resilience.md)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

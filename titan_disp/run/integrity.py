@@ -77,22 +77,14 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_save`` would take for the stager too
-    """Extend DCP's default writer to write hashes."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self.fs: _HashingFileSystem = _HashingFileSystem()
-        self._is_coordinator = False
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        self._is_coordinator = is_coordinator
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        plan = super().prepare_local_plan(plan)
-        if self._is_coordinator:
-            (Path(self.path) / SAVING).touch()
-        return plan
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Mark the folder, which is still empty. DCP calls this on the coordinator only, before any rank writes."""
+        (Path(self.path) / SAVING).touch()
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner).wait()
@@ -231,10 +223,7 @@ def rename_step(path: Path, kind: str) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Delete in the background what unfinished saves and deletions have left in a checkpoint folder, and log it.
-
-    That is ``purging-N``, and every ``step-N`` that ``is_unfinished``. Any other ``step-N`` without ``.metadata`` may be a
-    checkpoint whose ``.metadata`` was moved away, or a save of TorchTitan's own trainer: only its owner can tell.
+    """Delete ``purging-N``, and every ``step-N`` that ``is_unfinished``, in the background, and log it.
 
     Only the process that owns the run folder may call this, and only while it is not saving.
     """

@@ -34,18 +34,14 @@ PAUSE = 1.0  # seconds between two writes of the same kind: steps may be shorter
 class Heartbeat:
     """Write what the run is doing and how long that may take, and arm the faulthandler.
 
-    Collective operations have time-outs. A stall in which no rank waits for another, as of a file system, has none and
-    would hold all GPUs until the job's time limit. Rank 0 therefore writes RUN/heartbeat.json whenever it begins
-    something, and slurm/supervise.py ends a run that is silent for longer than this file allows. At that moment, Python's
-    faulthandler writes the stack traces of every rank's threads into the rank's log, to show which rank hangs.
+    A stall in which no rank waits for another, as of a file system, has no time-out. slurm/supervise.py therefore ends a
+    run that is silent for longer than RUN/heartbeat.json allows. At that moment, the faulthandler writes the stack traces
+    of every rank's threads into the rank's log, to show which rank hangs.
     """
 
     def __init__(self, run: Path | None, job_config: JobConfig) -> None:
         self.file = run / HEARTBEAT if run is not None else None
-        comm, guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
-        # The first one holds until the first step has ended.
-        self.init_timeout, self.train_timeout = comm.init_timeout_seconds, comm.train_timeout_seconds
-        self.save, self.silence = guard.save_seconds, guard.silence_seconds
+        self.comm, self.guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
         self.slowest = 0.0  # seconds of the slowest step so far, without the first one, which compiles
         self._steps = 0
         self._doing, self._written, self._began = "", -PAUSE, time.monotonic()
@@ -53,10 +49,12 @@ class Heartbeat:
     def allowed(self, doing: str) -> float:
         """Return the seconds allowed until the next heartbeat."""
         if doing == "save":
-            return self.save + self.silence
-        timeout = self.train_timeout if doing == "step" and self._steps else self.init_timeout
+            return self.guard.save_seconds + self.guard.silence_seconds
+        # TorchTitan's first time-out holds until the first step has ended.
+        stepped = doing == "step" and self._steps
+        timeout = self.comm.train_timeout_seconds if stepped else self.comm.init_timeout_seconds
         # Twice, because the time-out of another rank may have to pass before this rank's begins.
-        return 2 * max(timeout, self.slowest) + self.silence
+        return 2 * max(timeout, self.slowest) + self.guard.silence_seconds
 
     def step(self, step: int) -> None:
         """Note that the announced step has ended, and announce the next one."""
@@ -102,9 +100,8 @@ class Stragglers:
     From the arrival of its last microbatch to its first forward, a rank waits for the slowest one. The rest of a step's
     wall time is the rank's *own* time. Measuring it waits for no GPU.
 
-    This finds hosts that are slow at loading data, in Python or at writing logs, or that stop for a while. It finds no
-    GPU that computes slowly, because the host cannot tell computing from waiting inside collective operations
-    (slurm/check_nodes.sbatch checks GPUs), and no difference between ranks of one tensor- or context-parallel group.
+    This finds slow hosts, but no slow GPU (docs/resilience.md), and no difference between ranks of one tensor- or
+    context-parallel group.
     """
 
     def __init__(self) -> None:
@@ -205,8 +202,7 @@ class StopRequest:
     """Hold this rank's view of the request to stop, which is a signal or a file in the run folder.
 
     SLURM signals a job some minutes before its end. The batch script cannot pass the signal on through torchrun (USR1
-    kills torchrun's agent), so it writes the name of the start to the file RUN/stop. A rank may also be signalled
-    directly. A user may also create RUN/stop: until the user removes that file, no start of the run trains.
+    kills torchrun's agent), so it writes the name of the start to the file RUN/stop. A user may create this file, too.
     """
 
     def __init__(self, run: Path | None) -> None:

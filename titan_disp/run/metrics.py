@@ -99,10 +99,9 @@ class DispersionMetrics(MetricsProcessor):
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard: TensorBoardFolder | None = None
-        self.tensorboard_folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
+        below = [] if own is None else [f"rank_{own}"]
+        self.tensorboard_folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder, *below)
         if job_config.metrics.enable_tensorboard and (rank == 0 or own is not None):
-            if own is not None:
-                self.tensorboard_folder = os.path.join(self.tensorboard_folder, f"rank_{own}")
             both = LoggerContainer()
             both.add_logger(self.logger)
             self._tensorboard = TensorBoardFolder(self.tensorboard_folder)
@@ -154,17 +153,16 @@ class DispersionMetrics(MetricsProcessor):
     ) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
         terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
-        fit_error = self.ledger.worst_fit(mesh)
+        if (fit_error := self.ledger.worst_fit(mesh)) is not None:
+            terms["dispersion_fit_error"] = fit_error
+            if (warning := bad_fit(fit_error)) and not self._bad_fit:
+                self._bad_fit = True
+                logger.warning(f"step {step}: {warning}")
         self.ledger.reset()
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
         extra["loss_metrics/cross_entropy"] = terms["ce"]
-        extra["loss_metrics/dispersion"] = terms["dispersion"]
-        if fit_error is not None:
-            extra["loss_metrics/dispersion_fit_error"] = fit_error
-            if (warning := bad_fit(fit_error)) and not self._bad_fit:
-                self._bad_fit = True
-                logger.warning(f"step {step}: {warning}")
+        extra |= {f"loss_metrics/{name}": value for name, value in terms.items() if name != "ce"}
         seconds = time.perf_counter() - self.time_last_log
         data = self.data_metrics(seconds)
         extra.update({f"data/{name}": value for name, value in data.items()})
@@ -187,7 +185,6 @@ class DispersionMetrics(MetricsProcessor):
                 "time": time.time(),
                 "loss": global_avg_loss,
                 **terms,
-                **({} if fit_error is None else {"dispersion_fit_error": fit_error}),
                 "grad_norm": grad_norm,
                 "lr": extra.get("lr"),
                 "tokens": tokens,

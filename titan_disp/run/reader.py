@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,17 @@ def read_config(run: str | Path) -> dict[str, Any]:
     return _read_object(Path(run) / CONFIG)
 
 
-def read_environment(run: str | Path) -> dict[str, Any]:
-    """Read what the newest start that trained ran on; {} if that is not recorded."""
-    return _read_optional(Path(run) / ENVIRONMENT)
+def _read_optional(name: str, run: str | Path) -> dict[str, Any]:
+    """Read a file of a run, or return {} if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return _read_object(Path(run) / name)
+    return {}
 
 
-def read_heartbeat(run: str | Path) -> dict[str, Any]:
-    """Read what rank 0 has announced last; {} if no process trains, or none has announced anything yet."""
-    return _read_optional(Path(run) / HEARTBEAT)
-
-
-def read_owner(run: str | Path) -> dict[str, Any]:
-    """Read which start has opened the folder last; {} if that is not recorded."""
-    return _read_optional(Path(run) / OWNER)
-
-
-def read_failures(run: str | Path) -> dict[str, Any]:
-    """Read what the supervisor says of failures in a row without a new checkpoint; {} if there are none."""
-    return _read_optional(Path(run) / REQUEUE)
+read_environment = partial(_read_optional, ENVIRONMENT)  # what the newest start that trained ran on
+read_heartbeat = partial(_read_optional, HEARTBEAT)  # what rank 0 has announced last, while a process trains
+read_owner = partial(_read_optional, OWNER)  # which start has opened the folder last
+read_failures = partial(_read_optional, REQUEUE)  # failures in a row without a new checkpoint, by the supervisor
 
 
 def read_transitions(run: str | Path) -> list[dict[str, Any]]:
@@ -114,9 +108,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, expected an object")
     return content
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(FileNotFoundError):
-        return _read_object(path)
-    return {}
