@@ -61,17 +61,23 @@ def log(metrics, step):
     metrics.log(step, 3.0, 3.0, 1.0)
 
 
-def test_terms_are_those_of_the_logged_step(one_rank, tmp_path):
-    """A step that is not logged leaves nothing in the ledger, and so does a logged one."""
+def test_terms_are_those_of_the_logged_step(one_rank, tmp_path, caplog):
+    """A step that is not logged leaves nothing in the ledger, and so does a logged one. A bad fit is said once."""
     logged = metrics(tmp_path)
-    for step in (9, 10, 11, 20):
+    for step in (9, 10, 11, 20, 30, 40):
         logged.ledger.add(torch.tensor(step * 2.0), torch.tensor(step * -1.0), torch.tensor(2))
-        logged.ledger.add_fit_errors(torch.tensor([1 / step]))
+        logged.ledger.add_fit_errors(torch.tensor([0.5 / step if step < 30 else 0.2]))
         if logged.should_log(step):
             log(logged, step)
     rows = read_metrics(tmp_path)
-    assert {step: (row["ce"], row["dispersion"]) for step, row in rows.items()} == {10: (10, -5), 20: (20, -10)}
-    assert rows[20]["dispersion_fit_error"] == pytest.approx(0.05)
+    assert {step: (row["ce"], row["dispersion"]) for step, row in rows.items()} == {
+        step: (step, -step / 2) for step in (10, 20, 30, 40)
+    }
+    assert rows[20]["dispersion_fit_error"] == pytest.approx(0.025)
+    (said,) = [record.message for record in caplog.records if "moments" in record.message]
+    assert said.startswith(
+        "step 30: the moments estimator fits some tokens badly: the error of its gradient may be 20%."
+    )
 
 
 def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
