@@ -149,7 +149,10 @@ def prepare(room: str) -> Path:
         "source_paths": ["titan_disp", "slurm"],
         "only_mutate": files,
         "do_not_mutate_patterns": [MESSAGES],
-        "also_copy": ["train_configs", "benchmarks", "docs", "README.md", "CHANGELOG.md", "Makefile"],
+        "also_copy": [
+            *("train_configs", "benchmarks", "docs", "README.md", "CHANGELOG.md", "Makefile"),
+            "titan_disp/cluster/slurm",  # a link, which mutmut does not follow
+        ],
         "pytest_add_cli_args_test_selection": [f"tests/{test}.py" for test in tests],
         # Inductor cannot trace mutmut's switches. The plugins that look for exceptions in destructors and threads are
         # off because they collect garbage five times, which takes seconds after many imports.

@@ -77,6 +77,7 @@ def copy(checkout: Path, folder: Path) -> None:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=checkout, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in names:
-        if (checkout / name).is_file():
+        if (checkout / name).is_file() or (checkout / name).is_symlink():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(checkout / name, folder / name)
+            (folder / name).unlink(missing_ok=True)  # a link cannot be replaced
+            shutil.copy(checkout / name, folder / name, follow_symlinks=False)

@@ -1680,7 +1680,7 @@ class TestBatchScript:
         ],
     )
     def test_settings_that_are_wrong(self, cluster, restart, given, code, said):
-        found, log = self.run(cluster, restart, **given)
+        found, log = self.run(cluster, restart, TITAN_DISP_HOST_PYTHON=sys.executable, **given)
         assert (found, len(cluster.requeues())) == (code, code % 2)
         assert said in log
 
