@@ -1533,6 +1533,12 @@ class TestEdges:
         outcome = cluster.supervisor().check_nodes()
         assert "no node answered; SLURM says that n3 cannot run jobs" in outcome.reason
         assert list(cluster.kept("bad_nodes.json")) == ["n3"]
+        cluster.write("sinfo", "exit 1")
+        assert "SLURM says" not in cluster.supervisor().check_nodes().reason
+
+    def test_slurm_that_does_not_know_the_time_limit(self, cluster):
+        del cluster.job["TimeLimit"]
+        assert cluster.supervisor().check_time_limit().state == "unpack"
 
     def test_a_clock_that_is_put_back(self, cluster):
         cluster.bad(n2=-48, n3=-1)
@@ -1570,6 +1576,7 @@ class TestNotify:
 
         class Hook(BaseHTTPRequestHandler):
             def do_POST(self):  # noqa: N802
+                got.append(self.headers["Content-Type"])
                 got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 self.send_response(200)
                 self.end_headers()
@@ -1582,7 +1589,8 @@ class TestNotify:
             supervisor = cluster.supervisor(TITAN_DISP_NOTIFY=f"http://127.0.0.1:{server.server_port}/x")
             supervisor.note(Outcome("end", "the run is complete: step 9"))
             supervisor.messages[0].join()
-        assert got == [{"text": f"titan-disp: job 7, {cluster.run}: end: the run is complete: step 9"}]
+        told = {"text": f"titan-disp: job 7, {cluster.run}: end: the run is complete: step 9"}
+        assert got == ["application/json", told]
 
     @pytest.mark.parametrize("target", ["/nowhere", "http://127.0.0.1:1/secret", "false", "'"])
     def test_it_never_fails(self, cluster, capsys, target):
