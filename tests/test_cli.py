@@ -126,7 +126,7 @@ def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys, tmp_path):
     (line,) = started
     assert line[:3] == ["sbatch", "--nodes=2", "--time=1:00:00"]
     script = next(i for i, word in enumerate(line) if word.endswith("pretrain.sbatch"))
-    assert line[script + 2 :] == [*OVERRIDES]  # after the launch folder's config
+    assert line[script + 2 : -2] == [*OVERRIDES]  # between the launch folder's config and its run
     assert "300 of 512 tokens" in capsys.readouterr().out
 
 
