@@ -6,7 +6,7 @@
 say() { echo "titan-disp: $(date -u +%FT%TZ) $*"; }
 
 site=$here/site.sh # a launch folder has a copy of the file
-if [ ! -f "$site" ]; then
+if [ ! -f "${here%/slurm}/launch.json" ] || [ ! -f "$site" ]; then
   site=${TITAN_DISP_SITE:-generic}
   [ -f "$site" ] || site=$here/sites/$site.sh
 fi
@@ -15,13 +15,13 @@ if [ ! -f "$site" ]; then
   say "error: no site file $site; there are: $(cd "$here/sites" && echo *.sh)"
   exit 2
 fi
-TITAN_DISP_SITE_FILE=$(realpath "$site")
+TITAN_DISP_SITE_FILE=$(cd "$(dirname "$site")" && pwd)/$(basename "$site")
 export TITAN_DISP_SITE_FILE
 # Modules and conda read variables that may be unset.
 set +u
 # shellcheck source=/dev/null
 . "$site"
-set -u
+set +e -u # under set -e, a signal would end this script
 
 # With this, srun's tasks get all variables that are set here and above, also after sbatch --export=NONE or
 # --export=ALL,NAME=VALUE.
@@ -31,9 +31,16 @@ export TITAN_DISP_NPROC=${TITAN_DISP_NPROC:-gpu}
 export TITAN_DISP_PYTHON=${TITAN_DISP_PYTHON:-python}
 
 # Prints the words of a text, one per line, split as supervise.py does.
-words() { "${TITAN_DISP_HOST_PYTHON:-python3}" -c 'import shlex, sys; print(*shlex.split(sys.argv[1]), sep="\n")' "$1"; }
+words() {
+  "${TITAN_DISP_HOST_PYTHON:-python3}" -c '
+import shlex, sys
+try:
+    print(*shlex.split(sys.argv[1]), sep="\n")
+except ValueError:
+    sys.exit(9)' "$1"
+}
 TITAN_DISP_PREFIX_WORDS=
-[ -z "${TITAN_DISP_PREFIX:-}" ] || TITAN_DISP_PREFIX_WORDS=$(words "$TITAN_DISP_PREFIX") || [ $? -ne 1 ] || { # another status: no Python
+[ -z "${TITAN_DISP_PREFIX:-}" ] || TITAN_DISP_PREFIX_WORDS=$(words "$TITAN_DISP_PREFIX") || [ $? -ne 9 ] || { # another status: no Python
   say "error: TITAN_DISP_PREFIX is $TITAN_DISP_PREFIX, which cannot be split into words"
   exit 2
 }

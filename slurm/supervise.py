@@ -21,6 +21,7 @@ import collections
 import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import glob
 import json
 import os
@@ -46,6 +47,7 @@ MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in the bat
 # These fields of scontrol take a whole line, and may contain anything, even the name of another field.
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
+REQUEUED, UNKNOWN = "SLURM has requeued the job itself", "[the options that you gave to sbatch]"
 LATER_SIGNAL = "sbatch --signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
 # A command that submits the job again sets all variables but those of one start.
 GIVEN = r"TITAN_DISP_(?!(START|RUN|ENDPOINT|HEAD|NOTIFY|SLURM_DIR|SITE_FILE|LAUNCH_POINTER|PREFIX_WORDS)$)"
@@ -321,7 +323,7 @@ class Supervisor:
 
     def _read_launch(self, folder):
         """Take the run folder, CONFIG and overrides from a launch folder (cluster/freeze.py), if this is one."""
-        if os.path.basename(os.path.dirname(folder)) == "launch":
+        if re.search(r"/launch/(\d+[.]\d+[.][0-9a-f]{6}|\d{8}-\d{6}-\d+)$", folder):
             # The batch script starts again if this fails.
             with open(os.path.join(folder, "launch.json"), **TEXT) as file:
                 self.launch = json.load(file)
@@ -353,7 +355,11 @@ class Supervisor:
 
     def show_job(self):
         """Return the fields of ``scontrol show job``, or the last known ones if slurmctld does not answer."""
-        _, text = self.call("scontrol", "show", "job", self.address)
+        for pause in (0,) + self.requeue_pauses[:2]:
+            time.sleep(pause)
+            _, text = self.call("scontrol", "show", "job", self.address)
+            if text:
+                break
         found = {}
         for line in text.replace(" JobName=", "\nJobName=", 1).splitlines():
             name, _, value = line.strip().partition("=")
@@ -364,10 +370,11 @@ class Supervisor:
         self.fields = found or self.fields
         return self.fields
 
-    def time_left(self):
-        """Return the seconds until the job's time limit, without end if there is none or SLURM does not answer."""
-        left = seconds_of(self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")[1].strip())
-        return float("inf") if left is None else left
+    def time_left(self, unknown=float("inf")):
+        """Return the seconds until the job's time limit, without end if it has none; ``unknown`` without an answer."""
+        text = self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")[1].strip()
+        left = seconds_of(text)
+        return left if left is not None else float("inf") if text else unknown
 
     def requeued_already(self):
         """Tell whether SLURM has requeued this job, or even started it again, since this start began."""
@@ -490,19 +497,25 @@ class Supervisor:
             folders, problem, _ = self._ask("freeze", "--name", self.start, "--job.config_file", *self.argv)
             if self.signalled():
                 return Outcome(DECIDE, "signalled while the config was read")
+            if folders and not problem:
+                try:
+                    self._read_launch(folders[-1])
+                    shutil.copyfile(self.environment["TITAN_DISP_SITE_FILE"], os.path.join(self.here, "site.sh"))
+                except OSError as error:  # a container may have the run folder under another path
+                    problem = f"the launch folder cannot be used on this node: {error}"
             if problem and self.restart > 0:  # a file system may be unavailable
                 return self.count_failure(problem)
             if problem or not folders:
                 problem = problem or "the config could not be read"
                 return Outcome(END, problem + ". Not requeued: fix it, and submit again", 2)
-            self._read_launch(folders[-1])
-            shutil.copyfile(self.environment["TITAN_DISP_SITE_FILE"], os.path.join(self.here, "site.sh"))
             try:
                 pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]  # which a requeued job reads
                 os.makedirs(os.path.dirname(pointer), exist_ok=True)
                 write(pointer, folders[-1])
             except (OSError, KeyError) as error:
-                say(f"a requeue will read the config again, because {error} cannot be written")
+                say(
+                    f"a requeue will look for the launch folder in the run folder, because a file cannot be written: {error}"
+                )
         return Outcome(CHECK, f"this job runs {self.here[: -len('/slurm')]}")
 
     def check_nodes(self):
@@ -670,7 +683,7 @@ class Supervisor:
             if self.signalled() and deadline is None:
                 say(f"{' and '.join(self.signalled())} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
-                left = self.time_left()
+                left = self.time_left(self.lead) or self.lead  # 0 beyond the limit, where SLURM permits that
                 last = min(45.0, self.lead / 2, left / 2)  # in which the step is killed and the job requeued
                 deadline = time.monotonic() + left - last
             self.stalled = self.silence()
@@ -738,7 +751,7 @@ class Supervisor:
             self.forget()
             return Outcome(END, "the run is complete: step {}".format(last["step"]))
         if self.requeued_already():  # a second requeue would fail, or end the next start
-            return Outcome(END, "SLURM has requeued the job itself")
+            return Outcome(END, REQUEUED)
         preempted = self.fields.get("PreemptTime", "None") != "None"
         ended = self.fields.get("JobState") in ("CANCELLED", "COMPLETING")
         # SLURM has just been asked. A job that is preempted or at its time limit is COMPLETING, too.
@@ -880,7 +893,7 @@ class Supervisor:
         _, names, added = self.exclusion()
         command = self.resubmission(names)
         words = [f"{name}={shlex.quote(value)}" for name, value in self.given] + [shlex.quote(word) for word in command]
-        if self._setting("RESUBMIT", "0") == "1":
+        if self._setting("RESUBMIT", "0") == "1" and UNKNOWN not in command:
             self.environment.pop("SLURM_RESTART_COUNT", None)  # SLURM does not set it at a first start
             status, text = self.call(*command, loud=True)
             if status == 0:
@@ -936,9 +949,11 @@ class Supervisor:
             line = shlex.split(line)
         except ValueError:
             line = line.split()
-        script = next((i for i, word in enumerate(line) if word.endswith(".sbatch")), 0)
-        options = self.launch.get("sbatch") or [word for word in line[1:script] if not word.startswith("--array=")]
-        options = options or ([] if line else ["[the options that you gave to sbatch]"])
+        script = next((i for i, word in enumerate(line) if word.endswith(".sbatch")), None)
+        options = self.launch.get("sbatch")
+        if not options:
+            known = re.sub(r"\0(--array[=\0]|-a\0?)[^\0]*", "", "".join("\0" + word for word in line[1:script]))
+            options = [UNKNOWN] if script is None else known.split("\0")[1:]
         exclude = ["--exclude=" + ",".join(excluded)] if excluded else []
         return ["sbatch", *options, *exclude, os.path.join(self.here, "pretrain.sbatch"), *self.argv]
 
@@ -1002,8 +1017,9 @@ class Supervisor:
             self.note(outcome)
         if outcome.state == REQUEUE:
             return self.requeue(outcome.pause)
-        with contextlib.suppress(OSError, KeyError):
-            os.remove(self.environment["TITAN_DISP_LAUNCH_POINTER"])
+        if outcome.reason != REQUEUED:  # the next start needs the file
+            with contextlib.suppress(OSError, KeyError):
+                within(self.patience, functools.partial(os.remove, self.environment["TITAN_DISP_LAUNCH_POINTER"]))
         if outcome.status:
             self.on_top(outcome.reason)
         return outcome.status
@@ -1014,7 +1030,11 @@ def watch(script, supervisor):
     while os.getppid() == script:
         time.sleep(0.1)
     # SLURM sends TERM before it ends a job.
-    if "TERM" not in supervisor.signalled() and supervisor.restart < MOST_RESTARTS:
+    if "TERM" in supervisor.signalled() or supervisor.restart >= MOST_RESTARTS:
+        supervisor.on_top(
+            f"the batch script was killed, after SIGTERM or {MOST_RESTARTS} restarts; the job is not requeued"
+        )
+    else:
         supervisor.call("scontrol", "requeue", supervisor.address)
         supervisor.on_top("the batch script was killed; the job is requeued")
     os._exit(1)

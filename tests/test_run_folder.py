@@ -118,11 +118,14 @@ def test_a_run_that_lives_on_another_node_is_left_alone(tmp_path, monkeypatch):
     beat = threading.Timer(0.1, write_json, (tmp_path / "heartbeat.json", {"allowed_seconds": 100, "step": 2}))
     beat.start()
     (tmp_path / ".lock").write_text("host far, pid 1, SLURM job 6")
+    seen = []  # while the other one is watched, the lock says who holds it
+    threading.Timer(0.05, lambda: seen.append((tmp_path / ".lock").read_text())).start()
     names = ("owner.json", ".lock")
     before = [(tmp_path / name).read_bytes() for name in names]
     with pytest.raises(InUseError, match=r"is in use by another job \(host far, SLURM job 6.0\), whose heartbeat"):
         RunFolder(job_config(tmp_path), 1)
     assert [(tmp_path / name).read_bytes() for name in names] == before
+    assert seen[0].endswith("SLURM job 7")
 
 
 @pytest.mark.parametrize("what", ["same job", "same node", "old", "dead", "ended"])

@@ -1,6 +1,7 @@
 """These tests check the plan and the sbatch command of ``titan-disp submit``."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -84,7 +85,21 @@ def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
     assert json.loads((folder / "resolved.json").read_text())["training"]["dataset_path"] == "/data/c4"
     for name in ("supervise.py", "common.sh", "node.sh", "unpack.sh"):
         assert (folder / "slurm" / name).read_bytes() == (ROOT / "slurm" / name).read_bytes()
+    assert (folder / "slurm" / "sites" / "aws_efa.sh").exists()  # which a site's file may include
     assert (folder / "slurm" / "site.sh").read_bytes() == (ROOT / "slurm" / "sites" / "frontier.sh").read_bytes()
+
+
+def test_a_read_only_installation(tmp_path, monkeypatch):
+    from titan_disp.config.load import load_config
+
+    scripts = tmp_path / "installed"
+    shutil.copytree(ROOT / "slurm", scripts)
+    for path in (scripts / "node.sh", scripts / "sites", scripts):
+        path.chmod(0o555)
+    monkeypatch.setattr(freeze, "SCRIPTS", scripts)
+    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(tmp_path / "run")]
+    folder = freeze.freeze(load_config(argv), argv, "7.0.abcdef") / "slurm"
+    assert all(path.stat().st_mode & 0o200 for path in (folder, folder / "sites", folder / "node.sh"))
 
 
 def test_a_run_folder_that_cannot_be_written(tmp_path):

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -630,7 +631,7 @@ class TestPrepare:
 class TestLaunch:
     """What a job runs is kept in RUN/launch, and every start of the job reads it there."""
 
-    def frozen(self, cluster, sample, monkeypatch, capsys, run, name="7"):
+    def frozen(self, cluster, sample, monkeypatch, capsys, run, name="7.0.abcdef"):
         from titan_disp.cluster import freeze
 
         config = cluster.folder / "config.toml"
@@ -650,18 +651,20 @@ class TestLaunch:
         pointer = cluster.folder / "home" / "7"
         supervisor = cluster.supervisor(TITAN_DISP_LAUNCH_POINTER=str(pointer))
         supervisor.run, supervisor.launch = "", {}
-        assert supervisor.freeze() == Outcome("check nodes", f"this job runs {run}/launch/7")
+        assert supervisor.freeze() == Outcome("check nodes", f"this job runs {run}/launch/7.0.abcdef")
         assert cluster.calls("python")[0].startswith(
             "-m titan_disp.cluster.freeze --name 7.0 --job.config_file config.toml"
         )
         assert supervisor.run == str(run)
-        assert supervisor.argv == [f"{run}/launch/7/config.toml", *options[2:], "--job.dump_folder", str(run)]
-        assert (run / "launch" / "7" / "slurm" / "site.sh").read_text().startswith("# shellcheck shell=bash\n# ")
-        assert supervisor.script("node.sh") == ["bash", f"{run}/launch/7/slurm/node.sh"]
-        assert os.fsdecode(pointer.read_bytes()) == f"{run}/launch/7"
-        (run / "launch" / "7" / "slurm" / "supervise.py").read_text()
+        assert supervisor.argv == [f"{run}/launch/7.0.abcdef/config.toml", *options[2:], "--job.dump_folder", str(run)]
+        assert (
+            (run / "launch" / "7.0.abcdef" / "slurm" / "site.sh").read_text().startswith("# shellcheck shell=bash\n# ")
+        )
+        assert supervisor.script("node.sh") == ["bash", f"{run}/launch/7.0.abcdef/slurm/node.sh"]
+        assert os.fsdecode(pointer.read_bytes()) == f"{run}/launch/7.0.abcdef"
+        (run / "launch" / "7.0.abcdef" / "slurm" / "supervise.py").read_text()
         config.write_text("edited")
-        again = supervise.Supervisor(["x"], "", cluster.environment(), here=f"{run}/launch/7/slurm")
+        again = supervise.Supervisor(["x"], "", cluster.environment(), here=f"{run}/launch/7.0.abcdef/slurm")
         assert (again.run, again.argv) == (supervisor.run, supervisor.argv)
         assert again.freeze().state == "check nodes"
         assert Path(again.argv[0]).read_text() == DEMO.read_text()
@@ -671,7 +674,7 @@ class TestLaunch:
 
         run = cluster.run
         _, options, _ = self.frozen(cluster, sample, monkeypatch, capsys, run)
-        options[1] = str(run / "launch" / "7" / "config.toml")
+        options[1] = str(run / "launch" / "7.0.abcdef" / "config.toml")
         job_check.prepare(options, 1, "1")
         assert "another installation" not in capsys.readouterr().out
         monkeypatch.setattr(freeze, "code_hash", lambda: "edited")
@@ -680,6 +683,41 @@ class TestLaunch:
         said = capsys.readouterr().out
         assert re.search(r"another installation: torch [\d.]+\S* then, 99 now", said)
         assert "another installation: the code of titan_disp" in said
+
+    def test_a_requeued_job_without_the_file(self, cluster, sample, monkeypatch, capsys):
+        """Its home folder is another node's, or cannot be written. The newest launch of the job counts, and no other job's."""
+        run = cluster.run
+        for name in ("7.0.aaaaaa", "17.0.abcdef", "7.0.bbbbbb"):  # an earlier job had the number 7, too
+            self.frozen(cluster, sample, monkeypatch, capsys, run, name)
+        (run / "launch" / "7.1.cccccc.partial-5").mkdir()
+        (run / "launch" / "7.1.cccccc.partial-5" / "launch.json").touch()
+        assert json.loads(
+            self.frozen(cluster, sample, monkeypatch, capsys, run, "7.1.dddddd")[2][len(supervise.LAUNCH) :]
+        ).endswith("/7.0.bbbbbb")
+        assert json.loads(
+            self.frozen(cluster, sample, monkeypatch, capsys, run, "8.1.dddddd")[2][len(supervise.LAUNCH) :]
+        ).endswith("/8.1.dddddd")
+
+    def test_a_job_that_slurm_requeues_itself_keeps_the_file(self, cluster):
+        pointer = cluster.folder / "pointer"
+        for reason, kept in ((supervise.REQUEUED, True), ("the job was cancelled", False)):
+            pointer.touch()
+            supervisor = cluster.supervisor(TITAN_DISP_LAUNCH_POINTER=str(pointer))
+            supervisor.check_time_limit = lambda reason=reason: Outcome("end", reason)
+            assert supervisor.supervise() == 0
+            assert pointer.exists() is kept
+
+    def test_other_folders_named_launch(self, cluster):
+        scripts = cluster.folder / "launch" / "titan-disp" / "slurm"
+        assert supervise.Supervisor(["c.toml"], "", cluster.environment(), here=str(scripts)).launch == {}
+
+    def test_a_launch_folder_that_this_node_does_not_see(self, cluster):
+        cluster.write("python", f"echo '{supervise.LAUNCH}\"/in/the/container/launch/7.0.abcdef\"'")
+        supervisor = cluster.supervisor()
+        supervisor.run, supervisor.launch = "", {}
+        outcome = supervisor.freeze()
+        assert (outcome.state, outcome.status) == ("end", 2)
+        assert "the launch folder cannot be used on this node: [Errno 2]" in outcome.reason
 
     def test_a_config_that_cannot_be_read(self, cluster):
         cluster.write("python", "exit 2")
@@ -698,7 +736,7 @@ def test_a_group_that_has_ended_is_not_killed():
 
 def test_any_bytes_in_any_locale(cluster):
     """In the C locale, Python 3.6 reads and writes ASCII. Newer ones do so without coercion and without UTF-8 mode."""
-    scripts, run = cluster.folder / "läunch" / "launch" / "7" / "slurm", cluster.folder / "läufe"
+    scripts, run = cluster.folder / "läunch" / "launch" / "7.0.abcdef" / "slurm", cluster.folder / "läufe"
     scripts.mkdir(parents=True)
     shutil.copy(ROOT / "slurm" / "supervise.py", scripts)
     launch = {"run": str(run), "argv": ["λ.toml"]}
@@ -993,6 +1031,9 @@ class TestRequeue:
     def test_refused_and_resubmitted(self, cluster, capfd):
         cluster.write("sbatch", 'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"')
         cluster.bad(n3=0)
+        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1  # nobody knows with which options
+        assert not cluster.calls("sbatch")
+        cluster.job["SubmitLine"] = "sbatch -N 4 /x/pretrain.sbatch c.toml"
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1", restart=2).requeue() == 0
         assert len(cluster.calls("sbatch")) == 1
         assert "submitted again as Submitted batch job 8\n" in capfd.readouterr().out
@@ -1021,9 +1062,11 @@ SHOWN = """JobId=7 JobName=my run
         ("", "[the options that you gave to sbatch]"),
         ("sacct", "-N|3"),
         ("   SubmitLine=sbatch --array=0-3 --comment='a /x/pretrain.sbatch\n", "--comment='a"),
+        ("   SubmitLine=sbatch -a 0-3 -A b --array 0-3 -a1 -N 2 /x/sweep.sbatch f\n", "-A|b|-N|2"),
+        ("   SubmitLine=sbatch -N 2 /x/mine.sh f\n", "[the options that you gave to sbatch]"),
         ("   SubmitLine=sbatch -N 2 '--comment=a b' /x/pretrain.sbatch c.toml -N 9\n", "-N|2|--comment=a b"),
     ],
-    ids=["unknown", "accounting", "an open quote", "SLURM 24.05"],
+    ids=["unknown", "accounting", "an open quote", "an array", "another script", "SLURM 24.05"],
 )
 def test_the_options_of_a_job_that_was_submitted_by_hand(cluster, more, options):
     """Newer versions of SLURM show the line, and its accounting has it."""
@@ -1097,7 +1140,7 @@ def test_the_program(cluster, monkeypatch, capsys):
 
 def test_another_config_for_a_launch_folder(cluster):
     """Its scripts run what they were written with. A restart in the folder, whose command has the config as given, may."""
-    launch = cluster.folder / "launch" / "7"
+    launch = cluster.folder / "launch" / "7.0.abcdef"
     shutil.copytree(ROOT / "slurm", launch / "slurm")
     command = [sys.executable, launch / "slurm" / "supervise.py", cluster.signals, "other.toml"]
 
@@ -1118,10 +1161,12 @@ def test_a_batch_script_that_is_gone(cluster, monkeypatch, signals, restart, req
     """It was killed, unless SLURM ends the job: then SLURM sends SIGTERM first."""
     cluster.signals.write_text(signals)
     exits = []
+    cluster.write("scontrol", f'[ "$1" = requeue ] || {{ {cluster.SHOW}; }}')
     monkeypatch.setattr(os, "_exit", exits.append)
     supervise.watch(-1, cluster.supervisor(restart=restart))
     assert exits[0] == 1
     assert len(cluster.requeues()) == requeues
+    assert re.match("titan-disp: the batch script was killed.* the job is (not )?requeued\\n", cluster.log.read_text())
 
 
 @pytest.mark.parametrize(
@@ -1281,10 +1326,10 @@ class TestNode:
 
 @pytest.mark.parametrize(("script", "name"), [("pretrain", "USR1"), ("sweep", "TERM")])
 def test_the_script_forwards_signals_and_the_status(cluster, tmp_path, script, name):
-    """It runs in a checkout whose path has a space, with a site file that reads an unset variable."""
-    here = tmp_path / "a run" / "launch" / "7" / "slurm"
+    """It runs in a folder whose path has a space, with a site file that reads an unset variable, and once on a full disk."""
+    here = tmp_path / "a run" / "launch" / "7.0.abcdef" / "slurm"
     shutil.copytree(ROOT / "slurm", here)
-    (here / "site.sh").write_text("echo $UNSET_BY_THE_SITE; export SITE=1\n")
+    (here / "site.sh").write_text("set -e; echo $UNSET_BY_THE_SITE; export SITE=1\n")
     cluster.job["Command"] = f"{here}/{script}.sbatch config.toml"
     words = ["config.toml", "--job.dump_folder", str(cluster.run)]
     (here.parent / "launch.json").write_text(json.dumps({"run": str(cluster.run), "argv": words}))
@@ -1293,6 +1338,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path, script, n
     given = {"TITAN_DISP_SITE": "/of/the/user/site.sh", "TITAN_DISP_CHECK_NODES": "0", RETRIES: "0"}
     given |= {"TMPDIR": "/only/on/the/login/node", "SLURM_EXPORT_ENV": "NONE", "TITAN_DISP_HOST_PYTHON": sys.executable}
     if script == "sweep":
+        cluster.write("mktemp", f"echo {cluster.folder}/missing/signals")  # which cannot be written, as on a full disk
         given |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
         words = [str(cluster.run)]
     command = ["bash", ROOT / "slurm" / f"{script}.sbatch", *words]
@@ -1514,7 +1560,7 @@ class TestEdges:
     @pytest.mark.parametrize("log", ["/dev/full", "closed"])
     def test_a_log_that_cannot_be_written(self, cluster, log):
         """The job ends or requeues as if it could, and with the status that was meant."""
-        launch = cluster.folder / "launch" / "7"
+        launch = cluster.folder / "launch" / "7.0.abcdef"
         shutil.copytree(ROOT / "slurm", launch / "slurm")
         (launch / "launch.json").write_text(json.dumps({"run": str(cluster.run), "argv": ["c.toml"]}))
         cluster.job["TimeLimit"] = "00:00:01"
@@ -1535,6 +1581,20 @@ class TestEdges:
         assert list(cluster.kept("bad_nodes.json")) == ["n3"]
         cluster.write("sinfo", "exit 1")
         assert "SLURM says" not in cluster.supervisor().check_nodes().reason
+
+    def test_slurm_does_not_answer_once(self, cluster):
+        """The job was cancelled, and the controller is busy."""
+        cluster.signals.write_text("TERM")
+        cluster.job |= COMPLETING
+        cluster.write("scontrol", f'[ $(wc -l < "$0.calls") -gt 1 ] || exit 1; {cluster.SHOW}')
+        assert cluster.decide().reason == "the job was cancelled"
+
+    @pytest.mark.parametrize(
+        ("squeue", "left"), [("exit 1", 300), ("echo UNLIMITED", math.inf), ("echo 0:00", 0), ("echo 1:00", 60)]
+    )
+    def test_time_left(self, cluster, squeue, left):
+        cluster.write("squeue", squeue)
+        assert cluster.supervisor().time_left(300) == left
 
     def test_slurm_that_does_not_know_the_time_limit(self, cluster):
         del cluster.job["TimeLimit"]
@@ -1621,7 +1681,7 @@ class TestBatchScript:
         at = {
             name: kill if name == state else "true" for name in ("unpack", "freeze", "check nodes", "prepare", "train")
         }
-        launch = cluster.folder / "launch" / "7"
+        launch = cluster.folder / "launch" / "7.0.abcdef"
         for folder in (cluster.folder, launch):
             shutil.copytree(ROOT / "slurm", folder / "slurm")
         launched = json.dumps({"run": str(cluster.run), "argv": ["config.toml"]})
@@ -1684,11 +1744,17 @@ class TestBatchScript:
             (0, {"TITAN_DISP_SITE": "nowhere"}, 2, "error: no site file"),
             (1, {"TITAN_DISP_SITE": "nowhere"}, 1, "no site file"),  # a file system may be unavailable
             (1, {"TITAN_DISP_PREFIX": "env 'a"}, 2, "TITAN_DISP_PREFIX is env 'a, which cannot be split into words"),
+            (
+                1,
+                {"TITAN_DISP_PREFIX": "env", "TITAN_DISP_HOST_PYTHON": "false"},
+                1,
+                "the supervisor ended with status 1",
+            ),
             (1, {"TITAN_DISP_SRUN_ARGS": "'a"}, 2, "TITAN_DISP_SRUN_ARGS cannot be split into words: No closing"),
         ],
     )
     def test_settings_that_are_wrong(self, cluster, restart, given, code, said):
-        found, log = self.run(cluster, restart, TITAN_DISP_HOST_PYTHON=sys.executable, **given)
+        found, log = self.run(cluster, restart, **{"TITAN_DISP_HOST_PYTHON": sys.executable, **given})
         assert (found, len(cluster.requeues())) == (code, code % 2)
         assert said in log
 

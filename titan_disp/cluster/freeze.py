@@ -19,7 +19,6 @@ from titan_disp.run.folder import versions, writing
 LAUNCH = "titan-disp-launch: "  # marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
 PACKAGE = Path(__file__).parents[1]
 SCRIPTS = Path(__file__).with_name("slurm").resolve()  # in a checkout, this is a link to its folder slurm
-UNUSED = ("__pycache__", "sites", "README.md", "Containerfile", "*.def", "install_in_image.sh")  # by a job
 
 
 def code_hash() -> str:
@@ -44,8 +43,11 @@ def freeze(
     folder = run / "launch" / name
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")
     with writing(run):
-        partial.mkdir(parents=True)
-        shutil.copytree(SCRIPTS, partial / "slurm", ignore=shutil.ignore_patterns(*UNUSED))
+        (partial / "slurm" / "sites").mkdir(parents=True)  # a site's file may include another
+        for file in (*SCRIPTS.glob("*.*"), *SCRIPTS.glob("sites/*.sh")):
+            # Without the mode, because an installation may be read-only.
+            if file.suffix in (".py", ".sh", ".sbatch"):
+                shutil.copyfile(file, partial / "slurm" / file.relative_to(SCRIPTS))
         if site is not None:
             shutil.copyfile(site, partial / "slurm" / "site.sh")
         shutil.copyfile(argv[1], partial / "config.toml")
@@ -62,6 +64,13 @@ def freeze(
         (partial / "launch.json").write_bytes(text.encode(errors="surrogateescape"))  # any bytes of a path
         partial.rename(folder)
     return folder
+
+
+def earlier(run: Path, name: str) -> Path | None:
+    """Return the newest launch folder of this job, if the start ``name`` (JOB.RESTARTS.ID) is not the job's first."""
+    job, restarts, _ = name.split(".")
+    files = [file for file in run.glob(f"launch/{job}.*.*/launch.json") if ".partial-" not in file.parent.name]
+    return max(files, key=lambda file: file.stat().st_mtime).parent if files and restarts != "0" else None
 
 
 def installed() -> dict[str, Any]:
@@ -87,7 +96,8 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     args, rest = parser.parse_known_args()
     try:
-        folder = freeze(load_config(rest), rest, args.name)
+        job_config = load_config(rest)
+        folder = earlier(Path(job_config.job.dump_folder).absolute(), args.name) or freeze(job_config, rest, args.name)
     except UserError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODE)

@@ -211,5 +211,5 @@ def submit(options: SubmitOptions) -> int:
         return send(command(options, [options.config, *options.overrides]), dry_run=True)
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     folder = freeze(job_config, options.argv, name, sbatch_options(options), site)
-    frozen = json.loads((folder / "launch.json").read_bytes())["argv"]
+    frozen = json.loads((folder / "launch.json").read_text(errors="surrogateescape"))["argv"]
     return send(command(options, frozen, folder / "slurm" / SCRIPT), dry_run=False)

@@ -140,14 +140,24 @@ class RunFolder:
             # The data's prefetch worker is a fork that outlives a killed rank by some seconds. It must not hold the lock.
             os.register_at_fork(after_in_child=self._lock.close)
             self.config_changes = self._differences()
-            self._refuse_living()
-            self._lock.truncate(0)
-            self._lock.write(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}")
-            self._lock.flush()
+            self._lock.seek(0)
+            former = self._lock.read()
+            self._sign(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}")
+            try:
+                self._refuse_living()
+            except InUseError:
+                self._sign(former)
+                raise
             # The lock of some file systems, such as Lustre with localflock, holds only within one node. Of two starts
             # that have the lock, the one that opened the folder last keeps it.
             self._owner = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "job": job_id(), "time": time.time()}
             write_json(self.path / OWNER, self._owner)
+
+    def _sign(self, holder: str) -> None:
+        """Write who holds the lock: slurm/supervise.py reads it."""
+        self._lock.truncate(0)
+        self._lock.write(holder)
+        self._lock.flush()
 
     def _refuse_living(self) -> None:
         """Raise InUseError if the heartbeat of another job on another node changes. A killed start leaves one, too."""
@@ -156,8 +166,7 @@ class RunFolder:
         if not beat or same_job or (self.locked and owner.get("host") == socket.gethostname()):
             return
         with contextlib.suppress(OSError, KeyError):  # no heartbeat, or one that is being replaced
-            # Both times are the file system's.
-            os.utime(self._lock.fileno())
+            # Both times are the file system's: the lock's file was just written.
             age = os.fstat(self._lock.fileno()).st_mtime - (self.path / HEARTBEAT).stat().st_mtime
             if age > beat["allowed_seconds"]:
                 return
