@@ -313,8 +313,9 @@ class Supervisor:
         self.start = f"{self.job}.{self.restart}.{os.urandom(3).hex()}"
         self.environment["TITAN_DISP_START"] = self.start
         self.starts += 1
-        # Two jobs on one node must not use the same port. Linux's ephemeral ports begin at 32768.
-        own = 20000 + (int(self.job) + self.restart + 1000 * (self.starts - 1)) % 10000
+        # Two jobs on one node must not use the same port, such as tasks of an array, whose numbers are neighbours. Linux's
+        # ephemeral ports begin at 32768.
+        own = 20000 + (int(self.job) + 1009 * self.restart + 101 * (self.starts - 1)) % 10000
         self.port = int(self._checked("PORT", own, "a whole number from 1 to 65535", least=1, most=65535))
         self.used = []  # the nodes that train
         self.status = None  # srun's exit status, once training has ended

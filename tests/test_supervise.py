@@ -1607,9 +1607,9 @@ class TestEdges:
     def test_names_and_ports_do_not_come_again(self, cluster):
         starts = [supervise.Supervisor([], "", cluster.environment()) for _ in range(2)]
         assert starts[0].start != starts[1].start
-        assert [cluster.supervisor(restart=n).port for n in (0, 3)] == [20007, 20010]
+        assert [cluster.supervisor(restart=n).port for n in (0, 3)] == [20007, 23034]
         starts[0].begin()
-        assert starts[0].port == 21007
+        assert starts[0].port == 20108
         assert cluster.supervisor(TITAN_DISP_PORT="9").port == 9
 
 

@@ -420,7 +420,11 @@ def test_requeue_refused(jobs, whole, tmp_path):
     commands.mkdir()
     real = shutil.which("scontrol", path=jobs.slurm.environment["PATH"])
     (commands / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || exit 1\nexec {real} "$@"\n')
-    (commands / "scontrol").chmod(0o755)
+    # SLURM's accounting, which this SLURM does not have.
+    line = f"sbatch --nodes=2 --time=15 --output={tmp_path}/%j.out {SCRIPT} CONFIG"
+    (commands / "sacct").write_text(f"#!/bin/bash\necho '{line}'\n")
+    for command in ("scontrol", "sacct"):
+        (commands / command).chmod(0o755)
     path = {"PATH": f"{commands}:{jobs.slurm.environment['PATH']}", "TITAN_DISP_RESUBMIT": "1"}
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0", **path)
     jobs.until_step(job, run, 5)
