@@ -44,6 +44,7 @@ ROOMS = {
             "test_objective",
             "test_sharded_loss",
             "test_loss_edges",
+            "test_own_losses",
             "test_gpu_path",
         ],
     ),

@@ -1,4 +1,4 @@
-"""The dispersion losses as the paper defines them: plain float64 autograd over the full N×N matrix."""
+"""The losses as the papers define them: plain float64 autograd over the full N×N matrix."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_disp.dispersion.variants import VARIANTS
+from titan_disp.dispersion.variants import OF_THE_PAPER, VARIANTS
 
 
 class StraightThroughClamp(torch.autograd.Function):
@@ -62,20 +62,74 @@ def l2_repel(z: Tensor, tau: float = 1.0, norm_coeff: float = 0.1, include_diago
     return log_mean_exp(e.flatten(1) if include_diagonal else pairs(e)) + norm_coeff * z.square().mean((1, 2))
 
 
-def moments_oracle(z, tau, stride):
+def units(z: Tensor, eps: float = 0.0) -> Tensor:
+    return z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + eps)
+
+
+def cosines(z: Tensor) -> Tensor:
+    """Of all pairs i ≠ j: [B, N, F] → [B, N(N−1)]."""
+    return pairs(units(z) @ units(z).transpose(1, 2))
+
+
+def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
+    """Wang and Isola's code: the distances of all pairs, not their cosines."""
+    distances = torch.stack([torch.pdist(u) for u in units(z)])
+    return log_mean_exp(-t * distances.square())
+
+
+def cosine(z: Tensor) -> Tensor:
+    return cosines(z).mean(1)
+
+
+def simctg(z: Tensor, margin: float = 0.5) -> Tensor:
+    return (margin - 1 + cosines(z)).clamp_min(0).mean(1)
+
+
+def koleo(z: Tensor) -> Tensor:
+    u = units(z)
+    distances = torch.linalg.vector_norm(u[:, :, None] - u[:, None], dim=-1)
+    itself = torch.eye(z.shape[1], dtype=torch.bool)
+    return -(distances.masked_fill(itself, math.inf).amin(-1) + 1e-8).log().mean(1)
+
+
+def feature_decorrelation(z: Tensor) -> Tensor:
+    """The mean of squared correlations of two features over the tokens."""
+    features = [torch.corrcoef(sequence.T) for sequence in z]
+    return pairs(torch.stack(features)).square().mean(1)
+
+
+def vicreg(
+    z: Tensor, variance_coeff: float = 25.0, covariance_coeff: float = 1.0, gamma: float = 1.0, eps: float = 1e-4
+) -> Tensor:
+    """The two terms of VICReg that regard one branch, with the weights of its paper."""
+    f = z.shape[2]
+    covariance = torch.stack([torch.cov(sequence.T) for sequence in z])
+    deviation = (z.var(1) + eps).sqrt()
+    return (
+        variance_coeff * (gamma - deviation).clamp_min(0).mean(1)
+        + covariance_coeff * pairs(covariance).square().sum(1) / f
+    )
+
+
+def moments_oracle(variant, z, stride, tau=1.0, options=None):
     """The loss [1] of z [1, n, F] with w ≈ a + b c + ½ d c², which is fitted for every token to one in ``stride`` tokens.
 
     Its gradient is the estimator's: the slope of the pair (i, j) is b + d c with the b and d of token i. The constant
     1e-6 is both the ridge of the fit and the square of the smallest weight p; 1e-2 is ε.
     """
     n = z.shape[1]
-    length = torch.linalg.vector_norm(z[0], dim=-1, keepdim=True)
-    u = z[0] / (length + 1e-2)
+    u = units(z[0], {"angular": 1e-2}.get(variant, 0.0))
     with torch.no_grad():
         c = u @ u.T
-        near = c.clamp(-0.75, 0.75)
-        w = torch.exp(-torch.acos(near) / (math.pi * tau))
-        slope = w / (math.pi * tau * torch.sqrt(1 - near**2))
+        if variant == "angular":
+            near = c.clamp(-0.75, 0.75)
+            w = torch.exp(-torch.acos(near) / (math.pi * tau))
+            slope = w / (math.pi * tau * torch.sqrt(1 - near**2))
+        elif variant == "uniformity":
+            w = torch.exp(-2 * options["t"] * (1 - c))
+            slope = 2 * options["t"] * w
+        else:
+            pytest.fail(f"add the moments of {variant!r} to moments_oracle in tests/oracle.py")
         others = ~torch.eye(n, dtype=torch.bool)
         blocks = range(-(-n // stride))
         fitted = [min(k * stride + (k * 2654435769 % 2**32) * stride // 2**32, n - 1) for k in blocks]
@@ -94,24 +148,37 @@ def moments_oracle(z, tau, stride):
     return (torch.log(mean) + of_gradient - of_gradient.detach())[None]
 
 
-ORACLES = {formula.__name__: formula for formula in (angular, decorrelation, l2_repel, orthogonalization)}
+ORACLES = {
+    formula.__name__: formula
+    for formula in (
+        *(angular, decorrelation, l2_repel, orthogonalization),
+        *(cosine, feature_decorrelation, koleo, simctg, uniformity, vicreg),
+    )
+}
 # Options with which the tests try a variant, if not the defaults alone.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "angular": [{"tau": 0.7}],
     "l2_repel": [{"tau": 20.0}, {"tau": 5.0, "include_diagonal": False}],
+    "simctg": [{"options": {"margin": 0.8}}],
+    "uniformity": [{"options": {"t": 0.7}}],
+    "vicreg": [{"options": {"variance_coeff": 2.0, "covariance_coeff": 0.5, "gamma": 1.3, "eps": 0.01}}],
 }
+# The variants of the dispersion loss's own paper, which the tests that take long try with every estimator.
+PAPERS = [kind.name for kind in OF_THE_PAPER]
+# The correlation of two features over two tokens is 1 or −1, whichever they are: what is left of its gradient is rounding.
+LEAST_TOKENS = {"feature_decorrelation": 3}
 EVERY_VARIANT = [(variant, options) for variant in VARIANTS for options in OPTIONS.get(variant, [{}])]
 EVERY_ESTIMATOR = [(variant, estimator) for variant, kind in VARIANTS.items() for estimator in kind.estimators]
 EVERY_LOSS = [(v, e, options) for v, options in EVERY_VARIANT for e in VARIANTS[v].estimators]
 
 
-def oracle(variant: str, z: Tensor, **options: Any) -> Tensor:
+def oracle(variant: str, z: Tensor, options: dict[str, Any] | None = None, **keys: Any) -> Tensor:
     """The loss of any variant: [B, N, F] of any dtype → [B] float64."""
     if variant not in ORACLES:
         pytest.fail(
             f"add an oracle for {variant!r} to tests/oracle.py: the plain float64 formula, and its line in ORACLES"
         )
-    return ORACLES[variant](z.double(), **options)
+    return ORACLES[variant](z.double(), **keys, **(options or {}))
 
 
 def drawn(estimator: str, tokens: int) -> dict[str, int]:

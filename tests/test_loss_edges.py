@@ -63,6 +63,20 @@ def test_errors_of_tokens_that_repeat():
             assert all(0.45 * error < logged < 1.6 * error for error, logged, *_ in found)
 
 
+@pytest.mark.filterwarnings("ignore:the moments estimator fits some tokens badly")
+def test_errors_of_uniformity():
+    """The table of docs/losses.md."""
+    torch.manual_seed(0)
+    cases = {"no common direction": torch.randn(1, 512, 64), "10 vectors": centres(10)}
+    text = (ROOT / "docs" / "losses.md").read_text()
+    for case, z in cases.items():
+        (percents,) = re.findall(rf"(?m)^  \| {case}.* \| (\d+) % \| (\d+) % \| (\d+) % \|$", text)
+        for t, percent in zip((0.5, 1.0, 2.0), map(int, percents), strict=True):
+            error, logged, *_ = compared(z, variant="uniformity", options={"t": t})
+            assert error.item() == pytest.approx(percent / 100, abs=0.006)
+            assert 0.7 * error < logged < 1.2 * error
+
+
 @pytest.mark.parametrize("width", [1.0, 0.05])
 @pytest.mark.parametrize(
     "shape", ["random", "one cone", "two cones", "cone and others", "cone and opposite", "all between"]
@@ -191,11 +205,14 @@ def test_all_tokens_where_there_are_no_more():
 @pytest.mark.parametrize(("variant", "estimator"), EVERY_ESTIMATOR)
 @pytest.mark.parametrize("features", [16, 80])  # decorrelation has a form for either
 def test_what_is_not_finite_shows(variant, estimator, value, features):
-    """The squares of 1e30 overflow in float32. Other sequences are as without it."""
+    """The squares of 1e30 overflow in float32. Other sequences are as without it.
+
+    Its sign alternates: a feature that is equal for all tokens has no part in the losses of features.
+    """
     z = tokens(2, 64, features)
     options = {"variant": variant, "estimator": estimator, **drawn(estimator, 40)}
     expected, _ = loss_and_gradient(dispersion_loss, z, **options)
-    z[1, :, 3] = value
+    z[1, ::2, 3], z[1, 1::2, 3] = value, -value
     loss, _ = loss_and_gradient(dispersion_loss, z, **options)
     assert not loss[1].isfinite()
     assert torch.equal(loss[0], expected[0])

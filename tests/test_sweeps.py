@@ -100,6 +100,10 @@ class TestPoints:
         (point,) = points(sweep(f'[grid]\n"model.overrides" = [{table}]'))
         assert (point.name, point.overrides) == (f"overrides-{name}", (f"--model.overrides={option}",))
 
+    def test_options_of_a_loss_in_a_grid(self, sweep):
+        (point, _) = points(sweep('[grid]\n"dispersion.options" = [{margin = 0.3}, "margin=0.5,other=1"]'))
+        assert (point.name, point.overrides) == ("options-margin-0.3", ("--dispersion.options=margin=0.3",))
+
     @pytest.mark.parametrize(
         ("key", "value"),
         [

@@ -5,6 +5,7 @@ Values and gradients: exact in ``test_pairwise``, every estimator in ``test_padd
 
 import dataclasses
 import inspect
+import json
 import math
 import re
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.oracle import EVERY_LOSS, drawing_order, drawn, loss_and_gradient, oracle, tokens
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, dispersion_losses
-from titan_disp.dispersion.loss import ESTIMATORS, options_of
+from titan_disp.dispersion.loss import ESTIMATORS, OF_VARIANTS
+from titan_disp.dispersion.registry import options_of
 from titan_disp.dispersion.variants import VARIANTS, Variant
 from titan_disp.dispersion.variants.base import CosineVariant
 from titan_disp.dispersion.vectors import Normalized
@@ -116,7 +118,7 @@ def test_wrong_layers_are_refused(zs, message):
             dispersion_losses(zs, **options)
 
 
-@pytest.mark.parametrize("option", sorted({option for kind in VARIANTS.values() for option in options_of(kind)}))
+@pytest.mark.parametrize("option", OF_VARIANTS)
 def test_an_option_that_the_variant_does_not_use_is_refused(option):
     default = getattr(DispersionLoss(), option)
     value = not default if isinstance(default, bool) else default / 2
@@ -128,6 +130,19 @@ def test_an_option_that_the_variant_does_not_use_is_refused(option):
         message = f"variant {variant!r} does not use it: leave it at {default} (it is an option of {', '.join(users)})"
         with pytest.raises(ValueError, match=re.escape(f"{option} is {value}, but {message}")):
             DispersionLoss(variant, **{option: value})
+
+
+def test_other_options_are_in_a_table():
+    """Each reaches the variant that has it, and is refused by the others."""
+    others = {kind: set(options_of(kind)) - set(OF_VARIANTS) for kind in VARIANTS.values()}
+    assert set().union(*others.values()).isdisjoint(field.name for field in dataclasses.fields(DispersionLoss))
+    for kind, options in others.items():
+        for option in options:
+            changed = {option: getattr(kind(), option) / 2}
+            assert getattr(DispersionLoss(kind.name, options=changed)._variant, option) == changed[option]
+            for other in others.keys() - {user for user in others if option in others[user]}:
+                with pytest.raises(ValueError, match=rf"options.{option} is not known.*; expected (no option|\w+)"):
+                    DispersionLoss(other.name, options=changed)
 
 
 def test_every_variant_is_in_the_table():
@@ -144,6 +159,19 @@ def test_every_variant_is_documented(variant):
     assert len(rows) == 1, f"add a row for {variant!r} to the table of variants in docs/loss.md: name, formula, options"
     assert sorted(re.findall(r"`(\w+)`", rows[0])) == sorted(options_of(VARIANTS[variant])), "docs/loss.md: its options"
     assert ('estimator="moments"' in rows[0]) == ("moments" in VARIANTS[variant].estimators)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_loss_is_compared(variant):
+    """Its row of docs/losses.md has the estimators that it supports, and the defaults of its options."""
+    page = (ROOT / "docs" / "losses.md").read_text()
+    rows = re.findall(rf"^\| `{variant}` \|(?: .+ \|){{3}} (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) == 1, f"add a row for {variant!r} to the table of docs/losses.md"
+    estimators, options = rows[0]
+    assert estimators == ", ".join(VARIANTS[variant].estimators)
+    defaults = {f.name: f.default for kind in (VARIANTS[variant], DispersionLoss) for f in dataclasses.fields(kind)}
+    expected = {option: json.dumps(defaults[option]) for option in options_of(VARIANTS[variant])}
+    assert {name: json.dumps(json.loads(value)) for name, value in re.findall(r"`(\w+) = (\S+)`", options)} == expected
 
 
 def test_a_fifth_variant_is_a_class_and_a_line_in_the_table(monkeypatch):

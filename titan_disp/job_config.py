@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from titan_disp.config.keys import facts_of, key
 from titan_disp.errors import ConfigError, did_you_mean
-from titan_disp.models.arguments import Overrides
+from titan_disp.models.arguments import Options, Overrides
 
 
 @dataclass
@@ -55,8 +55,13 @@ class Dispersion:
     """ε, which is added to the norms of tokens."""
 
     variant: str = key("angular", "paper", modules="dispersion/variants")
-    """Which loss of docs/loss.md to use, which lists the options of each. An option that the
-    variant does not use must keep its default.
+    """Which loss of docs/losses.md to use, which lists the options of each, or your own by its path,
+    "package.module:Class". An option that the variant does not use must keep its default.
+    """
+
+    options: Options = key(dict)
+    """Options of the variant that have no key of their own. Write a table [dispersion.options] with margin = 0.5, …, or
+    --dispersion.options margin=0.5,…, which replaces the table.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = key("exact")

@@ -26,7 +26,7 @@ from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError, counted
 from titan_disp.job_config import all_keys
-from titan_disp.models.arguments import activation_indices, named, parse_overrides
+from titan_disp.models.arguments import OPTIONS, activation_indices, named, parse_overrides
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
@@ -39,14 +39,14 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     """Check everything that follows from the config and the number of ranks.
 
     Also set training.steps from budget.tokens, replace data_parallel_replicate_degree and validation.seq_len of −1, and
-    turn model.overrides into a table.
+    turn model.overrides and dispersion.options into tables.
     """
     if not hasattr(job_config, "dispersion"):
         raise ConfigError(
             'the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]'
         )
     find_model(job_config.model.name)
-    job_config.model.overrides = parse_overrides(job_config.model.overrides)  # type: ignore[attr-defined]
+    resolve_tables(job_config)
     check_ranges(job_config)
     check_mesh(job_config, world_size)
     check_batch(job_config, world_size)
@@ -56,6 +56,13 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     check_stream(job_config, world_size)
     check_operations(job_config)
     check_baseline(job_config)
+
+
+def resolve_tables(job_config: JobConfig) -> None:
+    """Turn what may be written as words into tables."""
+    model, dispersion = job_config.model, job_config.dispersion  # type: ignore[attr-defined]
+    model.overrides = parse_overrides(model.overrides)  # type: ignore[attr-defined]
+    dispersion.options = parse_overrides(dispersion.options, OPTIONS)
 
 
 def check_ranges(job_config: JobConfig) -> None:
@@ -345,7 +352,8 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
 
 def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:
     """Return the loss that [dispersion] describes. ``debug.seed`` decides which positions are sampled."""
-    return _build(DispersionLoss, job_config, seed=job_config.debug.seed or 0)
+    options = parse_overrides(job_config.dispersion.options, OPTIONS)  # type: ignore[attr-defined]
+    return _build(DispersionLoss, job_config, seed=job_config.debug.seed or 0, options=options or None)
 
 
 def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:

@@ -70,7 +70,14 @@ USED = {
     "metrics.disable_color_printing": "Whether the log has no colours.",
     "debug.seed": "Decides the initial weights and the sampled positions. Unset: weights differ from run to run.",
 }
-NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "Overrides": "table"}
+NAMES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "Overrides": "table",
+    "Options": "table",
+}
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ def _type(node: ast.expr, facts: Facts | None) -> str:
 def _modules(folder: str) -> Iterator[str]:
     names = sorted(path.stem for path in (Path(__file__).parents[1] / folder).glob("*.py"))
     yield from (json.dumps(name) for name in names if name not in ("__init__", "base"))
+    yield '"package.module:Class"'
 
 
 def _alternatives(node: ast.expr) -> Iterator[str]:

@@ -10,21 +10,27 @@ objective     cross-entropy + λ · dispersion, as TorchTitan calls a loss
   ▼
 loss          checks options, and combines a variant with an estimator; sampled: draws positions; masks: padding
   ▼
+registry      finds a variant, also of another package, and sets its options
+  ▼
 layers        layers of one shape together, sharded or not
   ▼
-variants      what a pair of tokens costs; pairwise: exact sums over tiles; moments: in linear time; kernels: fused steps
+variants      each loss; base: what they share; pairwise: exact sums over tiles; moments: in linear time; kernels: fused steps
   ▼
 autograd      the gradient that forward has saved, and the collectives; vectors: norms and their derivatives
 """
 
 from titan_disp.dispersion.loss import DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.objective import CoeffSchedule, DispersionObjective, LossLedger
+from titan_disp.dispersion.variants.base import AutogradVariant, CosineVariant, MomentsVariant
 
 __all__ = [
+    "AutogradVariant",
     "CoeffSchedule",
+    "CosineVariant",
     "DispersionLoss",
     "DispersionObjective",
     "LossLedger",
+    "MomentsVariant",
     "dispersion_loss",
     "dispersion_losses",
 ]

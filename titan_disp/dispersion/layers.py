@@ -4,6 +4,8 @@ Communication of a sharded sequence:
     exact: all-gather z in its own dtype. Meanwhile compute own rows × own columns, then own rows × other columns.
         All-reduce S, stacked over the layers.
     moments: per layer, all-gather about 64 tokens per sequence and all-reduce F×F numbers per sequence.
+    exact, of a function of moments: per layer, all-reduce F×F numbers per sequence.
+    exact, of autograd code: per layer, all-gather z in its own dtype. Every rank computes the whole loss.
     sampled: all-reduce m×F numbers per sequence and layer, for all layers at once (m sampled tokens).
 
 With a group, every rank gets the full loss, and backward returns grad_output · ∂loss/∂z_local.
@@ -39,9 +41,11 @@ class Layers(ABC):
     group: dist.ProcessGroup | None  # ranks over which the tokens are sharded; None if every rank holds all of them
     in_bf16: bool  # whether float32 tokens are rounded to bf16 first
 
+    step: int = 0  # that was given with the layers
+
     @abstractmethod
-    def each(self, compute: Compute) -> Tensor:
-        """Apply ``compute`` to each layer and return the values, [L, B]."""
+    def each(self, *computes: Compute) -> Tensor:
+        """Apply one ``compute`` to every layer, or to each its own, and return the values, [L, B]."""
 
     def tokens(self, mask: TokenMask | None) -> Count:
         """Return the number of tokens per sequence, at least 2: the loss 0 of shorter ones is filled in later."""
@@ -82,14 +86,16 @@ class WholeLayers(Layers):
         self.zs, self.mask, self.group, self.in_bf16 = zs, mask, group, in_bf16
         self.length, self.features = length, [z.shape[2] for z in zs]
 
-    def each(self, compute: Compute) -> Tensor:
-        def of_layer(z: Tensor) -> Result:
+    def each(self, *computes: Compute) -> Tensor:
+        def of_layer(compute: Compute, z: Tensor) -> Result:
             if self.group is None:
                 return in_parts(z, self.mask, partial(self._apply, compute))
             # The batch is not split: each part would need a collective call of its own, and shards are small.
             return self._apply(compute, z, self.mask)
 
-        return torch.stack([SavedGradient.apply(z, of_layer) for z in self.zs])
+        every = computes * len(self.zs) if len(computes) == 1 else computes
+        both = zip(self.zs, every, strict=True)
+        return torch.stack([SavedGradient.apply(z, partial(of_layer, compute)) for z, compute in both])
 
 
 def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:

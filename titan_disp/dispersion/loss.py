@@ -1,7 +1,7 @@
 """The loss combines a variant with an estimator, for any sharding of the sequence."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ParamSpec
@@ -14,12 +14,15 @@ from titan_disp.dispersion.autograd import Group, process_group
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import Layers, WholeLayers
 from titan_disp.dispersion.masks import token_mask
+from titan_disp.dispersion.registry import build, options_of
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
 from titan_disp.errors import did_you_mean
 
 P = ParamSpec("P")
 ESTIMATORS = ("exact", "moments", "sampled")
+# Attributes of DispersionLoss that are options of variants.
+OF_VARIANTS = ("tau", "clamp", "norm_eps", "norm_coeff", "include_diagonal")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class DispersionLoss:
     """Compute the dispersion loss. An option that the variant or the estimator does not use must keep its default.
 
     Attributes:
-        variant: a name in ``VARIANTS``. docs/loss.md has the formulas, and the options that each variant uses.
+        variant: a name in ``VARIANTS``, "package.module:Class", or an object of such a class, which has its own options.
+            docs/losses.md has the formulas, and the options that each variant uses.
         estimator: exact (all pairs); moments (all pairs, in time linear in N; if the variant's w is smooth); sampled
             (the pairs of ``max_tokens`` positions).
         tau: τ, the temperature.
@@ -38,12 +42,13 @@ class DispersionLoss:
         include_diagonal: l2_repel takes the pair of each token with itself into the mean, as in the authors' code.
         max_tokens: positions per sequence of the sampled estimator.
         seed: of these positions. The other estimators draw nothing.
+        options: the options of the variant that are not attributes of this class, by name.
 
     Raises:
         ValueError: an option is unknown, out of range or unused, or the variant does not support the estimator.
     """
 
-    variant: str = "angular"
+    variant: str | Variant = "angular"
     estimator: str = "exact"
     tau: float = 1.0
     clamp: float = 0.25
@@ -52,11 +57,9 @@ class DispersionLoss:
     include_diagonal: bool = True
     max_tokens: int = 256
     seed: int = 0
+    options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            hint = did_you_mean(self.variant, VARIANTS)
-            raise ValueError(f"variant is {self.variant!r}, expected one of {', '.join(VARIANTS)}{hint}")
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
         for option in fields(self):
@@ -75,14 +78,15 @@ class DispersionLoss:
         self._refuse_unused_options()
 
     def _refuse_unused_options(self) -> None:
+        used = [] if isinstance(self.variant, Variant) else options_of(type(self._variant))
         for option in fields(self):
             value = getattr(self, option.name)
             if value == option.default:
                 continue
-            variants = [name for name, kind in VARIANTS.items() if option.name in options_of(kind)]
             if option.name == "max_tokens" and self.estimator != "sampled":
                 not_using, using = f"estimator {self.estimator!r}", "sampled"
-            elif variants and self.variant not in variants:
+            elif option.name in OF_VARIANTS and option.name not in used:
+                variants = [name for name, kind in VARIANTS.items() if option.name in options_of(kind)]
                 not_using, using = f"variant {self.variant!r}", ", ".join(variants)
             else:
                 continue
@@ -93,8 +97,17 @@ class DispersionLoss:
 
     @cached_property
     def _variant(self) -> Variant:
-        kind = VARIANTS[self.variant]
-        return kind(**{name: getattr(self, name) for name in options_of(kind)})
+        if isinstance(self.variant, str):
+            defaults = {option.name: option.default for option in fields(self)}
+            keys = {name: (getattr(self, name), defaults[name]) for name in OF_VARIANTS}
+            return build(self.variant, keys, self.options or {})
+        if not isinstance(self.variant, Variant):
+            raise ValueError(f"variant is {self.variant!r}, expected a name, or an object such as MyLoss(margin=0.5)")
+        if self.options:
+            raise ValueError(
+                f"options are {self.options}, but the variant is an object, which has its own: leave them out"
+            )
+        return self.variant
 
     def __call__(
         self,
@@ -156,13 +169,9 @@ class DispersionLoss:
                 layers = SampledLayers(*drawn) if mask is None else SampledTokens(*drawn, mask)
             else:
                 layers = WholeLayers(zs, length, mask, pg, in_bf16)
+            layers.step = step
             losses = variant.moments(layers, fit_errors) if self.estimator == "moments" else variant.exact(layers)
             return losses if mask is None else losses.masked_fill(mask.counts == 0, 0.0)
-
-
-def options_of(variant: type[Variant]) -> list[str]:
-    """Return the names of the options that a variant uses."""
-    return [field.name for field in fields(variant)]
 
 
 def _check(zs: Sequence[Tensor], world: int, least: int) -> int:

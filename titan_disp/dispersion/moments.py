@@ -45,6 +45,16 @@ def gram(u: Tensor) -> Tensor:
     return m
 
 
+def over_group(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the sums of ``parts`` over the ranks, by one all-reduce."""
+    if group is None:
+        return parts
+    flat = torch.cat([part.flatten(1) for part in parts], dim=1)
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([part[0].numel() for part in parts], dim=1)
+    return [total.view_as(part) for total, part in zip(sums, parts, strict=True)]
+
+
 class Quadratic(NamedTuple):
     """w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij². Each is [B, n, 1], one per token i, or [B, 1, 1], for all."""
 
@@ -61,13 +71,8 @@ def quadratic_sum_(
     u [B, n, F] and the quadratic's offset are 0 where there is no token. Operands of products are in ``dtype``.
     """
     x = u.to(dtype)
-    parts = [gram(x), u.sum(1)]
-    if group is not None:
-        sizes = [part[0].numel() for part in parts]
-        flat = torch.cat([part.flatten(1) for part in parts], dim=1)  # one all-reduce
-        dist.all_reduce(flat, group=group)
-        parts = [flat_part.view_as(part) for flat_part, part in zip(flat.split(sizes, dim=1), parts, strict=True)]
-    m, s = parts[0].to(dtype), parts[1][:, None]
+    m, s = over_group([gram(x), u.sum(1, keepdim=True)], group)
+    m = m.to(dtype)
     others = tokens - 1 if isinstance(tokens, int) else (tokens - 1)[:, None, None]
     total = u.new_zeros(u.shape[0])
     for rows in row_blocks(u):  # overwrites u, which is not needed afterwards

@@ -47,9 +47,14 @@ class SampledLayers(Layers):
         if group is not None:
             dist.all_reduce(self.z, group=group)  # adds only zeros to each token: exact in any dtype
 
-    def each(self, compute: Compute) -> Tensor:
-        # All layers at once: each layer alone would take as many kernels, all of them small.
-        values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._apply, compute))
+    def each(self, *computes: Compute) -> Tensor:
+        if len(computes) == 1:
+            # All layers at once: each layer alone would take as many kernels, all of them small.
+            values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._apply, *computes))
+        else:
+            both = zip(self.z, computes, strict=True)
+            found = [in_parts(z, self.mask, partial(self._apply, compute)) for z, compute in both]
+            values, grads = map(torch.cat, zip(*found, strict=True))
         rows = self.own_rows(grads.view_as(self.z))
         parts = zip(self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True)
         return torch.stack([SavedRows.apply(*part) for part in parts])

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dtype
 
+UNIT_EPS = (
+    1e-15  # of losses without an ε: it changes no digit. 1/ε², by which zero tokens are multiplied, is finite in fp32
+)
 BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
@@ -48,6 +51,19 @@ def row_blocks(x: Tensor) -> list[slice]:
         return [slice(None)]
     rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
     return [slice(i, i + rows) for i in range(0, x.shape[1], rows)]
+
+
+class Raw:
+    """The tokens themselves: u = z."""
+
+    def __init__(self, z: Tensor) -> None:
+        self.x, self.scale = z, z.new_ones((*z.shape[:2], 1), dtype=accumulation_dtype(z.dtype))
+
+    def vectors(self) -> Tensor:
+        return self.x.to(self.scale.dtype, copy=True)
+
+    def backward_(self, grad: Tensor) -> Tensor:
+        return grad
 
 
 class Normalized:

@@ -21,21 +21,28 @@ from tyro.constructors import PrimitiveConstructorSpec
 from titan_disp.errors import ConfigError, did_you_mean
 
 KEY = "model.overrides"
+OPTIONS = "dispersion.options"
+# The keys that are written as tables, or as words as in these examples.
+TABLES = {KEY: "hidden_dim=16,n_layers=2", OPTIONS: "variance_coeff=1,gamma=2"}
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
 _KINDS = {bool: "true or false", int: "a whole number ≥ 1", float: "a number > 0"}
 Written = Mapping[str, Any] | Sequence[str] | str  # a table, a list of "key=value", or "key=value,key=value"
-# Overrides are a table in TOML, and one word on the command line, which replaces the table. By itself, tyro would make
-# an option of every key in the TOML file, and accept no others.
-Overrides = Annotated[
-    dict[str, Any] | list[str] | str,
-    PrimitiveConstructorSpec(
+
+
+def _as_one_word(key: str) -> PrimitiveConstructorSpec:
+    # The values are a table in TOML, and one word on the command line, which replaces the table. By itself, tyro would make
+    # an option of every key in the TOML file, and accept no others.
+    return PrimitiveConstructorSpec(
         nargs=1,
         metavar="KEY=VALUE,...",
-        instance_from_str=lambda words: parse_overrides(words[0]),
+        instance_from_str=lambda words: parse_overrides(words[0], key),
         is_instance=lambda value: isinstance(value, (dict, list, str)),
         str_from_instance=lambda value: [written_out(value)],
-    ),
-]
+    )
+
+
+Overrides = Annotated[dict[str, Any] | list[str] | str, _as_one_word(KEY)]
+Options = Annotated[dict[str, Any] | list[str] | str, _as_one_word(OPTIONS)]
 Args = TypeVar("Args", bound="DispModelArgs")
 
 
@@ -154,20 +161,21 @@ def architecture_of(args: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
 
 
-def parse_overrides(written: Written) -> dict[str, Any]:
-    """Return the overrides as a dict, or raise ConfigError if they cannot be read or a field is given twice."""
+def parse_overrides(written: Written, name: str = KEY) -> dict[str, Any]:
+    """Return the overrides as a dict, or raise ConfigError if they cannot be read or a field is given twice.
+
+    ``name`` is the key that they are the value of.
+    """
     if isinstance(written, Mapping):
         return dict(written)
     pairs = written.split(",") if isinstance(written, str) else written
     found: dict[str, Any] = {}
     for pair in pairs:
         if not isinstance(pair, str) or not (pair.strip() == "" or "=" in pair):
-            raise ConfigError(
-                f"{KEY} has {pair!r}, expected key=value, as in --model.overrides hidden_dim=16,n_layers=2, or a table"
-            )
+            raise ConfigError(f"{name} has {pair!r}, expected key=value, as in --{name} {TABLES[name]}, or a table")
         key, _, value = (part.strip() for part in pair.partition("="))
         if key in found:
-            raise ConfigError(f"{KEY}.{key} is given twice: {found[key]!r} and {value}. Remove one of them")
+            raise ConfigError(f"{name}.{key} is given twice: {found[key]!r} and {value}. Remove one of them")
         if key or value:
             found[key] = _literal(value)
     return found

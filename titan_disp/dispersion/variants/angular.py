@@ -8,12 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.variants.base import AngleVariant, bound_of, check_tau, slope_of_arccos
+from titan_disp.dispersion.variants.base import AngleVariant, bound_of, check_tau, log_of_mean, slope_of_arccos
 
 
 @functools.cache
@@ -45,8 +44,4 @@ class Angular(AngleVariant):
         return angular_pair(self.tau, self.clamp)
 
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        mean = super().normalize(sums, tokens)
-        # w is between exp(−1/τ) and 1. If the quadratics of moments give less, the loss shows it.
-        impossible = (mean < math.exp(-1 / self.tau) / 2) & (mean != 0)
-        # Without any pair, the mean is 0, and the loss is filled in later.
-        return torch.log(mean.masked_fill(impossible, torch.nan).clamp_min(torch.finfo(mean.dtype).tiny))
+        return log_of_mean(super().normalize(sums, tokens), math.exp(-1 / self.tau))

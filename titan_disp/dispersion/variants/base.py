@@ -1,22 +1,28 @@
-"""This module defines what every variant of the loss implements, and what functions of cosines and of angles share."""
+"""This module defines what every variant of the loss implements, and what the kinds of variants share.
+
+A loss is a function of the cosines of pairs (``CosineVariant``), of the tokens' second moments (``MomentsVariant``), or
+plain autograd code over all tokens (``AutogradVariant``). docs/losses.md shows how to write one.
+"""
 
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import Result
-from titan_disp.dispersion.kernels import operand_dtype
-from titan_disp.dispersion.layers import Layers
+from titan_disp.dispersion.autograd import Gathering, Result
+from titan_disp.dispersion.kernels import accumulation_dtype, operand_dtype, product
+from titan_disp.dispersion.layers import Compute, Layers
 from titan_disp.dispersion.masks import Count, TokenMask
-from titan_disp.dispersion.moments import Quadratic, fit, quadratic_sum_, sample, sample_tokens
+from titan_disp.dispersion.moments import Quadratic, fit, gram, over_group, quadratic_sum_, sample, sample_tokens
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
-from titan_disp.dispersion.vectors import Normalized, Units, check_norm_eps
+from titan_disp.dispersion.vectors import UNIT_EPS, Normalized, Raw, Units, check_norm_eps
 
 # Takes tokens z [B, n, F], their mask, their units and the units' vectors; returns the quadratics that stand for w.
 QuadraticOf = Callable[[Tensor, TokenMask | None, Units, Tensor], Quadratic]
@@ -35,7 +41,7 @@ def bad_fit(error: float) -> str | None:
         return None
     return (
         f"the moments estimator fits some tokens badly: the error of its gradient may be {error:.0%}. Use estimator "
-        '"exact", or larger tau and clamp'
+        '"exact", or larger tau and clamp (a smaller t of uniformity)'
     )
 
 
@@ -46,9 +52,9 @@ def check_tau(tau: float) -> None:
 
 @dataclass(frozen=True)
 class Variant(ABC):
-    """A variant is a frozen dataclass. Its fields are the options of ``DispersionLoss`` that it uses."""
+    """A variant is a frozen dataclass. Its fields are its options, which ``registry`` sets."""
 
-    name: ClassVar[str]  # DispersionLoss.variant
+    name: ClassVar[str]  # in ``VARIANTS``
     estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # which it supports
     bf16_products: ClassVar[bool] = True  # under AMP
     linear_in_tokens: ClassVar[bool] = False  # the time of the exact form
@@ -64,25 +70,37 @@ class Variant(ABC):
 
 @dataclass(frozen=True)
 class CosineVariant(Variant):
-    """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two tokens' unit vectors."""
+    """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two tokens' unit vectors.
+
+    If w is itself a quadratic, b c + ½ d c², name (b, d): the exact form then takes time linear in N where F < N.
+    """
+
+    quadratic: ClassVar[tuple[float, float] | None] = None
 
     @property
     @abstractmethod
     def pair(self) -> PairFunction:
         """Return w and r = dw/dc. Equal options give the same object, so that its compiled code is reused."""
 
-    @abstractmethod
+    @cached_property
+    def _pair(self) -> PairFunction:  # also of a variant whose ``pair`` is another object every time
+        return self.pair
+
     def units(self, z: Tensor) -> Units:
         """Return the unit vectors of z [B, n, F]."""
+        return Normalized(z, UNIT_EPS)
 
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
         """Return the loss [L, B], given S [L, B] and the number of tokens per sequence: the mean over pairs i ≠ j."""
         return sums / (tokens * (tokens - 1))
 
     def exact(self, layers: Layers) -> Tensor:
+        if self.quadratic is not None and max(layers.features) < layers.length:
+            return self.of_quadratic(layers, self._same_for_all)
+
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
-            s, w = pair_sums(units, self.units, z, mask, self.pair, layers.group)
+            s, w = pair_sums(units, self.units, z, mask, self._pair, layers.group)
             return s, units.backward_(w.mul_(2 / units.scale))
 
         return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens(layers.mask))
@@ -93,7 +111,7 @@ class CosineVariant(Variant):
         def fitted(z: Tensor, mask: TokenMask | None, units: Units, u: Tensor) -> Quadratic:
             sampled = sample(z, layers.length, layers.group) if mask is None else sample_tokens(z, mask, layers.group)
             some = self.units(sampled.z).vectors()
-            quadratic, sums = fit(u, units.scale, some, sampled, self.pair, mask, operand_dtype(z))
+            quadratic, sums = fit(u, units.scale, some, sampled, self._pair, mask, operand_dtype(z))
             errors.append(sums)
             return quadratic
 
@@ -106,6 +124,10 @@ class CosineVariant(Variant):
         else:
             fit_errors.extend(relative)
         return losses
+
+    def _same_for_all(self, z: Tensor, mask: TokenMask | None, units: Units, u: Tensor) -> Quadratic:
+        # These are filled on the device. With torch.tensor, the host would wait for the copy.
+        return Quadratic(*(u.new_full((len(u), 1, 1), x) for x in (0.0, *(self.quadratic or ()))))
 
     def of_quadratic(self, layers: Layers, quadratic: QuadraticOf) -> Tensor:
         """Return the loss [L, B] in time linear in the tokens, where w is a quadratic function of c for each token."""
@@ -138,6 +160,127 @@ class AngleVariant(CosineVariant):
 
     def units(self, z: Tensor) -> Normalized:
         return Normalized(z, self.norm_eps)
+
+
+@dataclass(frozen=True)
+class MomentsVariant(Variant):
+    """The loss is a function of s = Σ u_i [B, F] and M = Σ u_i u_iᵀ [B, F, F] in plain autograd code, with n tokens.
+
+    Its time is linear in the tokens. It holds F² numbers per sequence. Of the tokens, a rank needs only its own:
+
+        ∂L/∂u_i = ∂L/∂s + (∂L/∂M + (∂L/∂M)ᵀ) u_i
+    """
+
+    linear_in_tokens: ClassVar[bool] = True
+    # Whether to take tokens relative to their mean: of a loss that this does not change, it keeps the digits.
+    centred: ClassVar[bool] = False
+
+    @abstractmethod
+    def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
+        """Return the loss [B], given s, M and n [B]."""
+
+    def units(self, z: Tensor) -> Units:
+        """Return the vectors u of z [B, n, F]: ``Raw``, z itself, or ``Normalized``."""
+        return Raw(z)
+
+    def exact(self, layers: Layers) -> Tensor:
+        def own_part(z: Tensor, mask: TokenMask | None) -> Result:
+            units, count = self.units(z), layers.tokens(mask)
+            u = units.vectors()
+            tokens = count.to(u.dtype) if isinstance(count, Tensor) else u.new_full((len(u),), count)
+            if self.centred:
+                (total,) = over_group([u.sum(1, keepdim=True)], layers.group)
+                u.sub_(total / tokens[:, None, None])
+                u = u if mask is None else u.masked_fill_(~mask.own, 0.0)
+            x = u.to(operand_dtype(z))
+            s, m = over_group([x.sum(1, dtype=u.dtype), gram(x)], layers.group)
+            value, (of_s, of_m) = _differentiated(self, lambda: self.loss(s, m, tokens), s, m)
+            grad = product(x, (of_m + of_m.transpose(1, 2)).to(x.dtype))
+            return value, units.backward_(grad.add_(of_s[:, None]))
+
+        return layers.each(own_part)  # every rank has the moments of all tokens, and so the whole loss
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a loss may need to know besides the tokens. (Labels and segments of the tokens would be further fields.)"""
+
+    step: int  # completed training steps
+    layer: int  # the index of the layer in the call
+    group: dist.ProcessGroup | None  # ranks that compute this loss together, each for the gradient of its own tokens
+
+
+@dataclass(frozen=True)
+class AutogradVariant(Variant):
+    """The loss is plain autograd code over all tokens of a sequence.
+
+    It is slower: products are in float32, and every rank of a sharded sequence computes the whole loss.
+    """
+
+    bf16_products: ClassVar[bool] = False
+
+    @abstractmethod
+    def loss(self, z: Tensor, valid: Tensor, context: Context) -> Tensor:
+        """Return the loss [B] of z [B, N, F] in float32 (or float64), where valid [B, N] bool says which are tokens.
+
+        z is 0 where there is no token. The loss of a sequence with fewer than two tokens is ignored. The tokens of other
+        ranks have no gradient, and stand in the order of the ranks, which under context parallelism is not theirs.
+        """
+
+    def exact(self, layers: Layers) -> Tensor:
+        def of_layer(layer: int) -> Compute:
+            context = Context(layers.step, layer, layers.group)
+
+            def own_part(z: Tensor, mask: TokenMask | None) -> Result:
+                own, others, rank = z.detach().to(accumulation_dtype(z.dtype)), [], 0
+                if layers.group is not None:
+                    gathering = Gathering(z, layers.group)
+                    others, rank = [shard.to(own.dtype) for shard in gathering.other_shards()], gathering.rank
+
+                def loss() -> Tensor:
+                    every = torch.cat([*others[:rank], own, *others[rank:]], dim=1)
+                    valid = every.new_ones(every.shape[:2], dtype=torch.bool) if mask is None else mask.whole
+                    return self.loss(every, valid, context)
+
+                value, (grad,) = _differentiated(self, loss, own)
+                return value, grad
+
+            return own_part
+
+        return layers.each(*map(of_layer, range(len(layers.features))))
+
+
+def _differentiated(variant: Variant, loss: Callable[[], Tensor], *of: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a loss [B] that autograd code computes of leaves [B, …], and its derivatives with respect to these."""
+    with torch.enable_grad():
+        for leaf in of:
+            leaf.requires_grad_()
+        value = loss()
+        if not (isinstance(value, Tensor) and value.shape == of[0].shape[:1] and value.requires_grad):
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"{type(variant).__name__}.loss returned {found}, expected shape ({len(of[0])},), one number per sequence, "
+                "that autograd has computed from the tokens"
+            )
+        grads = torch.autograd.grad(value.sum(), of, allow_unused=True, materialize_grads=True)
+    return value.detach(), grads
+
+
+def scatter(s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
+    """Return Σ (u_i − ū)(u_i − ū)ᵀ [B, F, F], given the arguments of ``MomentsVariant.loss``."""
+    return m - s[:, :, None] * s[:, None] / tokens[:, None, None]
+
+
+def off_diagonal(x: Tensor) -> Tensor:
+    """Return x [B, F, F] with 0 in the diagonals."""
+    return x - torch.diag_embed(x.diagonal(dim1=1, dim2=2))
+
+
+def log_of_mean(mean: Tensor, least: float) -> Tensor:
+    """Return log(mean) of w ≥ ``least``. If the quadratics of moments give much less than is possible, the loss shows it."""
+    impossible = (mean < least / 2) & (mean != 0)
+    # Without any pair, the mean is 0, and the loss is filled in later.
+    return torch.log(mean.masked_fill(impossible, torch.nan).clamp_min(torch.finfo(mean.dtype).tiny))
 
 
 def bound_of(clamp: float) -> float:

@@ -73,7 +73,8 @@ def _source(source: dict[str, Any]) -> str:
 def _dispersion(section: dict[str, Any]) -> str:
     if not section["enabled"]:
         return "off: plain cross-entropy"
-    return ", ".join(f"{name} = {value}" for name, value in section.items() if name != "enabled")
+    values = {name: value for name, value in section.items() if name not in ("enabled", "options")}
+    return ", ".join(f"{name} = {value}" for name, value in (values | section.get("options", {})).items())
 
 
 def _baseline(section: dict[str, Any]) -> str:

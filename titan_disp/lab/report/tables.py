@@ -14,6 +14,7 @@ import numpy as np
 from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.errors import counted
 from titan_disp.lab.report.gather import ABSENT, Run, conditions, defaults, side_by_side, unlike
+from titan_disp.models.arguments import written_out
 from titan_disp.run.history import Attempt, Goodput, together
 from titan_disp.run.reader import flatten
 from titan_disp.text import NOTHING, duration, number
@@ -62,7 +63,8 @@ def _dispersion(run: Run) -> str:
     if not s.get("dispersion.enabled"):
         return "off"
     named = {"λ": "coeff", "τ": "tau", "layers": "layers", "variant": "variant", "estimator": "estimator"}
-    return ", ".join(f"{name} {s.get(f'dispersion.{key}', NOTHING)}" for name, key in named.items())
+    told = [f"{name} {s.get(f'dispersion.{key}', NOTHING)}" for name, key in named.items()]
+    return ", ".join([*told, written_out(run.config["dispersion"].get("options", {}))]).removesuffix(", ")
 
 
 def _failures(run: Run) -> str:

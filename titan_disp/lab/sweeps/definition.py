@@ -14,8 +14,7 @@ from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 from titan_disp.config.load import read_toml
 from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.lab.report.gather import SEEDS
-from titan_disp.models.arguments import KEY as OVERRIDES
-from titan_disp.models.arguments import shown, written_out
+from titan_disp.models.arguments import TABLES, shown, written_out
 
 KNOWN = {
     "": ("sweep", "grid", "points"),
@@ -33,7 +32,7 @@ class Axis:
     """Represent a line of a grid: keys of the config, which take the same value, and their values."""
 
     keys: tuple[str, ...]
-    values: tuple[Any, ...]  # only model.overrides may have tables
+    values: tuple[Any, ...]
 
     @property
     def is_seed(self) -> bool:
@@ -142,12 +141,12 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
                 )
         for value in values:
             is_value = _is(value, VALUE) and not (isinstance(value, list) and [] in value)
-            if not is_value and not (isinstance(value, dict) and keys == (OVERRIDES,)):
+            if not is_value and not (isinstance(value, dict) and TABLES.keys() >= set(keys)):
                 raise ConfigError(
                     f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of numbers, of strings "
                     "or of lists of strings"
                 )
-            if keys != (OVERRIDES,) and (joined := [one for one in _strings(value) if "," in one]):
+            if not TABLES.keys() >= set(keys) and (joined := [one for one in _strings(value) if "," in one]):
                 raise ConfigError(
                     f"{where}: {text} has {joined[0]!r}, which has a comma: TorchTitan's command line splits it there. Write the "
                     "parts as strings of their own"
@@ -248,7 +247,7 @@ def _text(value: Any) -> str:
 
 def option(key: str, value: Any) -> list[str]:
     """Write a key and its value as options of TorchTitan's command line."""
-    if key == OVERRIDES:
+    if key in TABLES:
         return [f"--{key}={written_out(value) if isinstance(value, (list, dict)) else value}"]
     if isinstance(value, bool):
         section, _, name = key.rpartition(".")

@@ -22,15 +22,14 @@ from titan_disp.cluster.freeze import SCRIPTS
 from titan_disp.cluster.launch import command, send
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.batch import data_parallel_degree, last_step
-from titan_disp.config.checks import check_config, check_device, check_inputs
+from titan_disp.config.checks import check_config, check_device, check_inputs, resolve_tables
 from titan_disp.config.load import load_config
 from titan_disp.config.options import SweepOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, progress
 from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
-from titan_disp.models.arguments import KEY as OVERRIDES
-from titan_disp.models.arguments import parse_overrides
+from titan_disp.models.arguments import TABLES
 from titan_disp.run.folder import write_json
 from titan_disp.run.history import BEGIN, END
 from titan_disp.run.reader import flatten, read_events, read_heartbeat, read_transitions
@@ -126,7 +125,7 @@ class _Preparation:
             self.checked.append((point, before))
             return
         job_config = _load(point)
-        job_config.model.overrides = parse_overrides(job_config.model.overrides)  # type: ignore[attr-defined]
+        resolve_tables(job_config)
         resolved = flatten(json.loads(json.dumps(job_config.to_dict())))
         if before is not None:
             _compare(point, {**self.known, **before["resolved"]}, resolved)
@@ -222,8 +221,8 @@ def _record(point: Point) -> dict[str, Any] | None:
 
 def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse a config of a point that has changed. Output folders and run names may differ. Only known keys count."""
-    # The entries of this table are not keys of the config, so one that is no longer named is a change.
-    gone = [key for key in before if key.startswith(f"{OVERRIDES}.") and key not in now]
+    # The entries of a table are not keys of the config, so one that is no longer named is a change.
+    gone = [key for key in before if key.rpartition(".")[0] in TABLES and key not in now]
     keys = [key for key in (*now, *gone) if not key.startswith("job.")]
     changed = {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
     if changed:

@@ -1,0 +1,408 @@
+"""A loss from a package of its own: the file in docs/losses.md, found, checked, sharded, padded and trained.
+
+The losses that come with titan-disp, of the same kinds: the tests that ``tests/test_variants.py`` names.
+"""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests import test_padding as padding
+from tests.command_line import ROOT
+from tests.distributed import spawn
+from tests.oracle import ORACLES, cosines, drawing_order, loss_and_gradient, tokens, units
+from tests.pages import blocks
+from titan_disp.dispersion import AutogradVariant, DispersionLoss, MomentsVariant, dispersion_loss, dispersion_losses
+from titan_disp.dispersion.vectors import Normalized
+from titan_disp.errors import ConfigError
+
+(RECIPE,) = blocks((ROOT / "docs" / "losses.md").read_text(), "python")
+BAND = {"variant": "my_losses:Band", "options": {"margin": 0.2}}
+CASES = [
+    ("my_losses:Band", "exact", {"options": {"margin": 0.2}}),
+    ("my_losses:Band", "sampled", {"options": {"margin": 0.2}, "max_tokens": 24}),
+    *((name, "exact", {}) for name in ("my_losses:Participation", "my_losses:Entropy")),
+    *((name, "sampled", {"max_tokens": 24}) for name in ("my_losses:Participation", "my_losses:Entropy")),
+]
+
+
+def eigenvalues(z):
+    """Of Σ z_i z_iᵀ, or of the matrix of inner products, whichever is smaller; each as a part of their sum."""
+    gram = z @ z.transpose(1, 2) if z.shape[1] < z.shape[2] else z.transpose(1, 2) @ z
+    found = torch.linalg.eigvalsh(gram)
+    return found / found.sum(-1, keepdim=True)
+
+
+OWN = {
+    "my_losses:Band": lambda z, margin=0.5: (cosines(z) - margin).clamp_min(0).square().mean(1),
+    "my_losses:Participation": lambda z: eigenvalues(z).square().sum(-1),
+    "my_losses:Entropy": lambda z: (eigenvalues(z) * (eigenvalues(z) + 1e-12).log()).sum(-1),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where Python finds my_losses.py, and other modules that a test writes there."""
+    (tmp_path / "my_losses.py").write_text(RECIPE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_losses", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_recipe(folder, monkeypatch, case):
+    """On one rank, with padding, against the formulas of its docstrings; for few features and for many."""
+    for name, formula in OWN.items():
+        monkeypatch.setitem(ORACLES, name, formula)
+    for features in (6, 70):
+        padding.check(features, case)
+
+
+def check_on_ranks(folder):
+    sys.path.insert(0, str(folder))
+    ORACLES.update(OWN)
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
+    for case in CASES:
+        padding.check(6, case, dist.group.WORLD, dist.get_rank(), 4)
+        padding.check(70, case, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
+
+
+def test_the_recipe_on_ranks(folder):
+    spawn(4, check_on_ranks, folder)
+
+
+def test_an_object_or_a_path(folder):
+    import my_losses
+
+    z = tokens(2, 12, 8).double()
+    expected = OWN["my_losses:Band"](z, 0.2)
+    for given in ({"variant": my_losses.Band(0.2)}, BAND):
+        torch.testing.assert_close(dispersion_loss(z, **given), expected)
+        torch.testing.assert_close(DispersionLoss(**given)([z])[0], expected)
+        torch.testing.assert_close(dispersion_losses([z, z], **given), torch.stack([expected] * 2))
+    for wrong, message in (
+        ({"variant": my_losses.Band}, "expected a name, or an object such as MyLoss"),
+        ({"variant": my_losses.Band(0.2), "options": {"margin": 0.3}}, "is an object, which has its own: leave them"),
+        ({"variant": my_losses.Band(0.2), "tau": 0.3}, r"tau is 0.3, but variant Band\(margin=0.2\) does not use it"),
+        (BAND | {"tau": 0.3}, "tau is 0.3, but variant 'my_losses:Band' does not use it: leave it at 1.0 "),
+        (BAND | {"estimator": "moments"}, "variant 'my_losses:Band' does not support: expected one of exact, sampled$"),
+        ({"variant": "my_losses:Participation", "estimator": "moments"}, "of its exact form grows only linearly"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DispersionLoss(**wrong)
+
+
+@dataclass(frozen=True)
+class Upper(MomentsVariant):
+    """Reads one of two equal entries of M, and s; of unit vectors."""
+
+    def units(self, z):
+        return Normalized(z, 1e-2)
+
+    def loss(self, s, m, tokens):
+        return (m.triu().square().sum((1, 2)) + s.pow(3).sum(1)) / tokens
+
+
+def test_derivatives_by_moments():
+    def formula(z):
+        u = units(z, 1e-2)
+        return ((u.transpose(1, 2) @ u).triu().square().sum((1, 2)) + u.sum(1).pow(3).sum(1)) / z.shape[1]
+
+    z = tokens(2, 12, 8).double()
+    torch.testing.assert_close(
+        loss_and_gradient(dispersion_loss, z, variant=Upper()), loss_and_gradient(formula, z), rtol=1e-12, atol=1e-14
+    )
+
+
+class Recorded(AutogradVariant):
+    """Takes down what it is given."""
+
+    seen: list = []  # noqa: RUF012
+
+    def loss(self, z, valid, context):
+        self.seen.append((z.detach(), valid, context))
+        return z.square().sum((1, 2)) * (1 + context.layer)
+
+
+def test_what_an_autograd_loss_is_given(monkeypatch):
+    """Of every layer by itself, also if tokens are drawn."""
+    monkeypatch.setattr(Recorded, "seen", [])
+    zs = [tokens(2, 10, 4, seed).bfloat16().requires_grad_(True) for seed in range(2)]
+    valid = torch.arange(10) < torch.tensor([[10], [4]])
+    for options, places in (({}, [range(10)] * 2), ({"estimator": "sampled", "max_tokens": 6}, None)):
+        Recorded.seen.clear()
+        loss = DispersionLoss(Recorded(), **options)
+        losses = loss(zs, step=7, valid=valid)
+        losses.sum().backward()
+        assert [(c.step, c.layer, c.group) for _, _, c in Recorded.seen] == [(7, 0, None), (7, 1, None)]
+        for layer, (z, found, _) in enumerate(Recorded.seen):
+            order = drawing_order(10, 0, 7, layer)
+            chosen = [
+                sorted([i for i in order.tolist() if valid[b, i]][: options.get("max_tokens", 10)]) for b in (0, 1)
+            ]
+            assert z.dtype == torch.float32
+            assert found.sum(1).tolist() == [len(places) for places in chosen]
+            for b in (0, 1):
+                assert torch.equal(z[b, found[b]], zs[layer][b, chosen[b]].float())
+                assert not z[b, ~found[b]].any()
+                grad = torch.zeros(10, 4)
+                grad[chosen[b]] = 2 * (1 + layer) * zs[layer][b, chosen[b]].detach().float()
+                torch.testing.assert_close(zs[layer].grad[b].float(), grad, rtol=2**-7, atol=0)
+            zs[layer].grad = None
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ("z.mean()", r"shape \(\), expected shape \(2,\)"),
+        ("z.mean(-1)", r"shape \(2, 6\), expected"),
+        ("z.detach().sum((1, 2))", r"shape \(2,\), .* that autograd has computed"),
+        ("3.0", r"Wrong.loss returned 3.0, expected"),
+    ],
+)
+def test_a_loss_that_is_none(folder, returned, found):
+    header = "from dataclasses import dataclass\nfrom titan_disp.dispersion import AutogradVariant\n"
+    body = f"@dataclass(frozen=True)\nclass Wrong(AutogradVariant):\n    def loss(self, z, valid, context): return {returned}\n"
+    (folder / "wrong_loss.py").write_text(header + body)
+    sys.modules.pop("wrong_loss", None)
+    with pytest.raises(ValueError, match=found):
+        dispersion_loss(tokens(2, 6, 4), variant="wrong_loss:Wrong")
+
+
+MODULE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from titan_disp.dispersion import AutogradVariant, CosineVariant
+number = 3
+class NotDecorated(AutogradVariant):
+    def loss(self, z, valid, context): return z.sum((1, 2))
+@dataclass(frozen=True)
+class Abstract(AutogradVariant):
+    pass
+@dataclass(frozen=True)
+class Options(NotDecorated):
+    margin: float
+    count: int = 3
+    signed: bool = False
+    label: str = "a"
+    shape: tuple[int, ...] = (1, 2)
+    tau: float = 1.0
+    def __post_init__(self):
+        if self.count > 5:
+            raise ValueError("too many")
+@dataclass(frozen=True)
+class OtherDefault(NotDecorated):
+    tau: float = 0.05
+"""
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "message"),
+    [
+        ("band", {}, r"variant is 'band', expected one of angular, .*, or package.module:Class"),
+        ("simctgg", {}, r"or package.module:Class \(did you mean simctg\?\)"),
+        ("various.Options", {}, "write a colon before the class, various:Options"),
+        (
+            "nowhere.at_all:Loss",
+            {},
+            r"nowhere.at_all cannot be imported \(ModuleNotFoundError: .*PYTHONPATH=FOLDER titan",
+        ),
+        ("broken:Loss", {}, r"broken cannot be imported \(ZeroDivisionError: division by zero\)"),
+        ("various:Option", {}, r"various has no Option \(did you mean Options\?\)"),
+        ("various:number", {}, "which is 3, expected a class that extends CosineVariant, MomentsVariant or AutogradV"),
+        ("various:NotDecorated", {}, r"and is decorated with @dataclass\(frozen=True\)"),
+        (
+            "various:Abstract",
+            {},
+            "variant 'various:Abstract' cannot be built: Can't instantiate abstract class Abstract",
+        ),
+        ("various:Options", {}, "options.margin is not set, and variant 'various:Options' has no default of it"),
+        ("various:Options", {"margin": "wide"}, "options.margin is 'wide', expected a number"),
+        ("various:Options", {"margin": torch.tensor(1.0)}, r"options.margin is tensor\(1.\), expected a number"),
+        ("various:Options", {"margin": 1, "count": 2.5}, "options.count is 2.5, expected a whole number"),
+        ("various:Options", {"margin": 1, "count": True}, "options.count is True, expected a whole number"),
+        ("various:Options", {"margin": 1, "signed": 1}, "options.signed is 1, expected true or false"),
+        ("various:Options", {"margin": 1, "label": 1}, "options.label is 1, expected a text"),
+        ("various:Options", {"margin": 1, "count": 6}, "variant 'various:Options': too many"),
+        (
+            "various:Options",
+            {"magin": 1},
+            r"options.magin is not known \(did you mean margin\?\); expected margin, count",
+        ),
+        ("various:Options", {"tau": 1}, "options.tau is not known: it has a key of its own, tau; expected margin"),
+        ("various:OtherDefault", {}, "has the default tau = 0.05, but that of the key is 1.0: leave"),
+        ("my_losses:Band", {"margin": 2}, "^options.margin is 2.0, expected a number in"),
+        ("koleo", {"margin": 2}, "options.margin is not known; expected no option"),
+    ],
+)
+def test_refused(folder, variant, options, message):
+    (folder / "various.py").write_text(MODULE)
+    (folder / "broken.py").write_text("1 / 0")
+    for name in ("various", "broken"):
+        sys.modules.pop(name, None)
+    with pytest.raises(ValueError, match=message):
+        DispersionLoss(variant, options=options)
+
+
+def test_options_of_every_type(folder):
+    """A whole number is a number; a key's value arrives; what is not checked is handed on."""
+    (folder / "various.py").write_text(MODULE)
+    sys.modules.pop("various", None)
+    options = {"margin": 2, "signed": True, "label": "b", "shape": [3]}
+    found = DispersionLoss("various:Options", tau=0.3, options=options)._variant
+    assert (found.margin, found.count, found.signed, found.label, found.shape, found.tau) == (
+        2.0,
+        3,
+        True,
+        "b",
+        [3],
+        0.3,
+    )
+    assert isinstance(found.margin, float)
+
+
+def test_a_package_offers_a_loss_by_a_name(folder):
+    """As pip leaves it beside the package. Our own names are not replaced, and two packages' same name is refused."""
+
+    def install(package, *lines):
+        metadata = folder / f"{package}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text("\n".join(["[titan_disp.losses]", *lines]) + "\n")
+
+    install("one", "band = my_losses:Band", "angular = my_losses:Band", "gone = nowhere:Loss")
+    z = tokens(2, 12, 8).double()
+    found = dispersion_loss(z, variant="band", options={"margin": 0.2})
+    torch.testing.assert_close(found, OWN["my_losses:Band"](z, 0.2))
+    assert torch.equal(dispersion_loss(z, variant="angular"), dispersion_loss(z))
+    with pytest.raises(ValueError, match="variant is 'gone', but nowhere cannot be imported"):
+        DispersionLoss("gone")
+    with pytest.raises(
+        ValueError, match=r"variant is 'bund', expected one of .*, vicreg, angular, band, gone.*band\?\)"
+    ):
+        DispersionLoss("bund")
+    install("two", "band = my_losses:Participation")
+    with pytest.raises(
+        ValueError, match="several packages offer: write one of my_losses:Band, my_losses:Participation"
+    ):
+        DispersionLoss("band")
+
+
+def test_a_pair_function_that_is_new_every_time_is_compiled_once(folder):
+    """Another object would be another compiled kernel, for every layer and step."""
+    import my_losses
+
+    class Anew(my_losses.Band):
+        @property
+        def pair(self):
+            return my_losses.band_pair.__wrapped__(self.margin)
+
+    variant = Anew(0.2)
+    assert variant.pair is not variant.pair
+    assert variant._pair is variant._pair
+
+
+CONFIG = """
+[dispersion]
+enabled = true
+variant = "my_losses:Band"
+coeff = 0.5
+[dispersion.options]
+margin = 0.2
+"""
+
+
+def train_and_resume(folder, sample):
+    """FSDP2 × TP. The second start has another margin, which is logged as another variant is."""
+    from tests.mesh import build
+
+    sys.path.insert(0, str(folder))
+    words = [
+        *("--job.config_file", str(folder / "own.toml"), "--parallelism.tensor_parallel_degree", "2"),
+        *("--training.steps", "4", "--metrics.log_freq", "1", "--condensation.interval", "0", "--stream.prefetch", "0"),
+        *("--checkpoint.enable", "--checkpoint.interval", "2", "--dispersion.coeff", "0.5"),
+        *("--model.overrides", "n_layers=2"),
+    ]
+    for more in (("--budget.stop_at_tokens", "512"), ("--dispersion.options", "margin=-0.5")):
+        trainer = build(sample, folder / "run", *words, *more)
+        trainer.train()
+        trainer.close()
+
+
+def test_a_run(folder, sample):
+    from tests.run_invariants import check_run
+    from titan_disp.lab.export.model_card import model_card
+    from titan_disp.lab.export.saved import find_saved
+    from titan_disp.lab.report.gather import gather
+    from titan_disp.lab.report.tables import overview
+    from titan_disp.run.reader import read_config, read_events, read_metrics
+
+    (folder / "own.toml").write_text(CONFIG)
+    spawn(4, train_and_resume, folder, sample)
+    run = folder / "run"
+    check_run(run)
+    rows = read_metrics(run)
+    assert list(rows) == [1, 2, 3, 4]
+    for row in rows.values():
+        assert row["loss"] == pytest.approx(row["ce"] + 0.5 * row["dispersion"], abs=1e-5)
+        assert 0 < row["grad_norm"] < math.inf
+    # A mean of squares of what is above the margin: at most 0.8² and then 1.5², and larger for the lower margin.
+    assert all(0 < rows[step]["dispersion"] < 0.64 for step in (1, 2))
+    assert all(0.1 < rows[step]["dispersion"] < 2.25 for step in (3, 4))
+    (resume,) = [event for event in read_events(run) if event["event"] == "resume"]
+    assert resume["config_changes"]["dispersion.options.margin"] == [0.2, -0.5]
+    section = read_config(run)["dispersion"]
+    assert (section["variant"], section["options"]) == ("my_losses:Band", {"margin": -0.5})
+    (told,) = overview(gather([run]), 0.0)["dispersion"]
+    assert told.endswith("variant my_losses:Band, estimator exact, margin=-0.5")
+    card = model_card(find_saved(run), "small", 1, "float32", {})
+    assert "variant = my_losses:Band, " in card
+    assert "margin = -0.5" in card
+    assert json.loads((Path(run) / "config.json").read_text())["dispersion"]["options"] == {"margin": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("toml", "words", "found"),
+    [
+        ("options = {margin = 0.5}", (), {"margin": 0.5}),
+        ('options = ["margin=0.5"]', (), {"margin": 0.5}),
+        (
+            "options = {margin = 0.5}",
+            ("--dispersion.options", "rate=2,name=a,flag=true"),
+            {"rate": 2, "name": "a", "flag": True},
+        ),
+        ("", (), {}),
+    ],
+)
+def test_ways_to_write_options(tmp_path, toml, words, found):
+    from torchtitan.config import ConfigManager
+
+    from titan_disp.config.checks import resolve_tables
+    from titan_disp.config.load import load_config
+
+    file = tmp_path / "c.toml"
+    file.write_text(f'[model]\nname = "qwen3_disp"\nflavor = "nano"\n[dispersion]\n{toml}')
+    stock = ["--job.config_file", str(file), "--job.custom_config_module", "titan_disp.job_config", *words]
+    for config in (load_config(["--job.config_file", str(file), *words]), ConfigManager().parse_args(stock)):
+        resolve_tables(config)
+        assert config.dispersion.options == found
+    config.dispersion.options = ["margin"]
+    with pytest.raises(ConfigError, match="dispersion.options has 'margin', expected key=value, as in --dispersion.op"):
+        resolve_tables(config)
+
+
+def test_a_second_derivative_is_an_error(folder):
+    z = tokens(2, 12, 8).double().requires_grad_(True)
+    for name in OWN:
+        (grad,) = torch.autograd.grad(dispersion_loss(z, variant=name).sum(), z, create_graph=True)
+        expected, first = loss_and_gradient(OWN[name], z.detach())
+        assert (first / torch.tensor([1.0, 2.0])[:, None, None] - grad).norm() <= 1e-11 * grad.norm()
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            grad.sum().backward()
