@@ -110,6 +110,7 @@ def test_moments_compile():
 def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
     """It warns once, and torch.compile is not tried again."""
     calls = []
+    monkeypatch.setattr(kernels, "_functions", {})
 
     def without_compiler(*args):
         calls.append(args)
@@ -122,6 +123,7 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
     fused = kernels.fused(shape)
     assert fused(torch.empty(2)) == (2,)
     assert not calls  # on a CPU nothing is compiled
+    assert kernels.path()["kernels"] == {"shape": "eager: on a CPU"}
     with pytest.warns(
         UserWarning, match=r"shape could not be compiled and runs slower: RuntimeError: no C\+\+ compiler"
     ):
@@ -130,6 +132,7 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
         warnings.simplefilter("error")
         assert fused(torch.empty(4, device="meta")) == (4,)
     assert len(calls) == 1
+    assert kernels.path()["kernels"] == {"shape": "eager: RuntimeError: no C++ compiler"}
 
 
 def test_the_limit_of_recompilations_is_noticed(monkeypatch):
@@ -148,6 +151,7 @@ def test_products_that_cannot_be_float32(bf16_products, monkeypatch, missing):
     """Each is probed by itself, and said. With products rounded to bf16, the error of the gradient was 10 % here."""
     z = 1 + 0.01 * tokens(1, 128, 64, mean=0.0)  # cosines of 0.9999
     kernels._float32_results.cache_clear()
+    monkeypatch.setattr(kernels, "_products", set())
     there = {"bmm": lambda a, b: a.float() @ b.float(), "baddbmm": lambda out, a, b: out.add_(a.float() @ b.float())}
     for kind, function in there.items():
         if kind != missing:
@@ -158,6 +162,9 @@ def test_products_that_cannot_be_float32(bf16_products, monkeypatch, missing):
         _, grad = loss_and_gradient(dispersion_loss, z.bfloat16(), **options)
     assert len(found) == 1
     assert (grad - expected).norm() / expected.norm() < 0.01
+    added = {"bmm": "float32", "baddbmm": "bfloat16, added in float32"}[missing]  # without baddbmm, bmm does both
+    assert f"float32, as torch.{missing} cannot add bfloat16 in float32" in kernels.path()["products"]
+    assert added in kernels.path()["products"]
     kernels._float32_results.cache_clear()
 
 

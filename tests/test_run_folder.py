@@ -311,6 +311,10 @@ def test_what_is_said_of_a_run(trained):
     )
     assert "Goodput of all 2 starts: " in console
     assert f"Checkpoints: {trained}/checkpoint" in console
+    eager = dict.fromkeys(("epilogue", "normalize_backward"), "eager: on a CPU")
+    assert reader.read_environment(trained)["dispersion"] == {"kernels": eager, "products": ["float32"]}
+    said = "Dispersion forms products of float32. Its kernels: epilogue eager: on a CPU; normalize_backward eager: on a CPU"
+    assert console.count(said) == 2  # in both starts
     assert f"tensorboard --logdir {trained}/tb" in console
     measured = reader.read_condensation(trained)[4]
     cosines = console.split("embedding → last block: ")[-1].split("  ")[0].split()

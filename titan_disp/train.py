@@ -37,6 +37,7 @@ from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import StreamValidator, held_out_sequences
+from titan_disp.dispersion import kernels
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, RefusedError, UserError
 from titan_disp.run import identity
@@ -66,7 +67,7 @@ class DispTrainer(Trainer):
     optimizers: GuardedOptimizers
     _start_step = 0
     _stopping = False
-    _timeouts_set = False
+    _stepped = False  # whether this start has done a step
     _microbatch = 0  # the current one of the step, from 1
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -207,8 +208,10 @@ class DispTrainer(Trainer):
         with self.clock.during("steps"):
             super().train_step(data_iterator)
         self.heartbeat.step(self.step)
-        if not self._timeouts_set:  # TorchTitan shortens time-outs after step 1 only, and so never after a resume
-            self._timeouts_set = True
+        if not self._stepped:
+            self._stepped = True
+            self._record_path()
+            # TorchTitan shortens time-outs after step 1 only, and so never after a resume.
             if self.step != 1 and self.job_config.comm.mode == "default":
                 seconds = self.job_config.comm.train_timeout_seconds
                 set_pg_timeouts(timeout=timedelta(seconds=seconds), parallel_dims=self.parallel_dims)
@@ -223,6 +226,17 @@ class DispTrainer(Trainer):
         interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
         if interval and self.step % interval == 0 and not self._stopping:
             self.measure_condensation()
+
+    def _record_path(self) -> None:
+        path = kernels.path()
+        if not any(path.values()):
+            return  # dispersion is off, or its variant uses neither
+        ran = "; ".join(f"{name} {how}" for name, how in path["kernels"].items())
+        logger.info(
+            f"Dispersion forms products of {' and '.join(path['products']) or 'none'}. Its kernels: {ran or 'none'}"
+        )
+        if self.run_folder is not None:
+            self.run_folder.record_path(path)
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         """Run one microbatch. Under HSDP, only the last one sends gradients between replicas, across nodes.

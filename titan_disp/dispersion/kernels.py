@@ -8,13 +8,26 @@ and float16 could overflow.
 import functools
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+EAGER_ON_CPU, BF16_PRODUCTS = "eager: on a CPU", "bfloat16, added in float32"  # how ``path`` says it
+_functions: dict[str, str] = {}
+_products: set[str] = set()
+
+
+def path() -> dict[str, Any]:
+    """Return how this process has computed dispersion so far; both entries are empty before the first loss.
+
+    ``kernels`` says of every fused function that ran whether it was compiled or eager, and why. ``products`` lists the
+    dtypes of the operands of products.
+    """
+    return {"kernels": dict(_functions), "products": sorted(_products)}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -55,6 +68,7 @@ def _float32_results(device: torch.device, kind: str) -> bool:
     except (RuntimeError, TypeError) as error:
         right, why = False, str(error).splitlines()[0]
     if not right:
+        _products.add(f"float32, as torch.{kind} cannot add bfloat16 in float32")
         warnings.warn(
             f"torch.{kind} cannot return bf16 products in float32 on {device} ({why}): they are formed in float32, and the "
             "dispersion loss runs slower",
@@ -66,16 +80,22 @@ def _float32_results(device: torch.device, kind: str) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in the accumulation dtype, for a [B, m, k] and b [B, k, n]."""
     if a.dtype == accumulation_dtype(a.dtype):
+        _products.add(str(a.dtype).removeprefix("torch."))
         return torch.bmm(a, b)
     # Rounded to bf16, cosines near 1 would lose the digits that the gradient depends on.
-    return _bmm(a, b) if _float32_results(a.device, "bmm") else torch.bmm(a.float(), b.float())
+    if _float32_results(a.device, "bmm"):
+        _products.add(BF16_PRODUCTS)
+        return _bmm(a, b)
+    return product(a.float(), b.float())
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to ``out`` [B, m, n] in place. ``out`` has the accumulation dtype."""
     if a.dtype == out.dtype:
+        _products.add(str(a.dtype).removeprefix("torch."))
         out.baddbmm_(a, b)
     elif _float32_results(a.device, "baddbmm"):
+        _products.add(BF16_PRODUCTS)
         _baddbmm(out, a, b)
     else:
         out.add_(product(a, b))
@@ -87,12 +107,14 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
     If compilation fails (no compiler, no Triton), the function warns and runs as it is.
     """
     compiled: list[Callable[P, T]] = []
+    name = function.__name__.strip("_")
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         first = args[0]
         assert isinstance(first, Tensor)
         if first.device.type == "cpu":
+            _functions.setdefault(name, EAGER_ON_CPU)
             return function(*args, **kwargs)
         if not compiled:
             # With fullgraph, Dynamo raises at its limit of recompilations instead of running the function as it is.
@@ -100,15 +122,16 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
         if compiled[0] is function:
             return function(*args, **kwargs)
         try:
-            return compiled[0](*args, **kwargs)
+            result = compiled[0](*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # Dynamo, Inductor, Triton and compilers raise different types, before anything runs
-            warnings.warn(
-                f"{function.__name__} could not be compiled and runs slower: {type(error).__name__}: {error}",
-                stacklevel=2,
-            )
+            why = f"{type(error).__name__}: {error}"
+            warnings.warn(f"{function.__name__} could not be compiled and runs slower: {why}", stacklevel=2)
+            _functions[name] = f"eager: {why.splitlines()[0]}"
             compiled[0] = function
             return function(*args, **kwargs)
+        _functions.setdefault(name, "compiled")
+        return result
 
     return call

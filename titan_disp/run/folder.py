@@ -206,6 +206,11 @@ class RunFolder:
             write_json(self.path / CONFIG, self._config)
             write_json(self.path / ENVIRONMENT, _environment(self._world_size))
 
+    def record_path(self, path: dict[str, Any]) -> None:
+        """Add to environment.json how dispersion is computed, which is known after the first step."""
+        with contextlib.suppress(OSError):  # a full disk must not end a run
+            write_json(self.path / ENVIRONMENT, _environment(self._world_size) | {"dispersion": path})
+
     def event(self, name: str, step: int, **details: Any) -> None:
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         job = {"job": job_id()} if job_id() else {}
