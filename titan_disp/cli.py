@@ -92,6 +92,12 @@ def preflight(options: opts.PreflightOptions) -> None:
     print("\n".join(run(options).lines()))
 
 
+def selftest(options: opts.SelftestOptions) -> None:
+    from titan_disp.lab.selftest import selftest as run
+
+    raise SystemExit(run(options))
+
+
 def submit(options: opts.SubmitOptions) -> None:
     from titan_disp.cluster.launch import submit as run
 
@@ -172,6 +178,7 @@ COMMANDS: Commands = {
     "config": config,
     "plan": plan,
     "preflight": preflight,
+    "selftest": selftest,
     "submit": submit,
     "condensation": condensation,
     "report": report,

@@ -115,6 +115,17 @@ class PreflightOptions(ConfigOptions):
 
 
 @dataclass(frozen=True)
+class SelftestOptions:
+    """Check the loss, its kernels and a resume on the device at hand, and measure them. The exit status is 1 if one is off.
+
+    Under torchrun (torchrun --nproc-per-node 8 -m titan_disp.cli selftest), ranks check sequences that they share, too.
+    """
+
+    json: OptionalPath = None
+    """file for the same content as JSON."""
+
+
+@dataclass(frozen=True)
 class SubmitOptions(SlurmOptions, ConfigOptions):
     """Print the plan of a run, then submit it to SLURM (slurm/pretrain.sbatch)."""
 

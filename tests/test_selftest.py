@@ -1,0 +1,219 @@
+"""titan-disp selftest: it passes here, on one rank and on two, and says what is wrong where something is."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.command_line import ROOT, environment, typed
+from tests.distributed import spawn
+from tests.oracle import angular, loss_and_gradient, tokens
+from titan_disp.config.options import SelftestOptions
+from titan_disp.dispersion import DispersionLoss, kernels, pairwise
+from titan_disp.lab import selftest
+
+CPU = torch.device("cpu")
+
+
+def nothing(name):
+    def section(device):
+        yield from ()
+
+    section.__name__ = name
+    return section
+
+
+def only(patch, *names):
+    """Leave out all sections but these."""
+    for name in {"accuracy", "path", "meshes", "resume", "cost"} - set(names):
+        patch.setattr(selftest, name, nothing(name))
+
+
+def train(argv):
+    """As the command does, in a process that need not import everything first and does not sleep at the end."""
+    import torchtitan.train
+
+    from titan_disp.config.load import load_config
+    from titan_disp.train import DispTrainer
+
+    torchtitan.train.time = SimpleNamespace(sleep=lambda seconds: None, perf_counter=torchtitan.train.time.perf_counter)
+    trainer = DispTrainer(load_config(argv))
+    trainer.train()
+    trainer.close()
+
+
+@pytest.fixture
+def trains_quickly(monkeypatch, sample):
+    def run(command, env, **options):
+        python, dash_m, module, *argv = command
+        assert (python, dash_m, module, options["timeout"]) == (sys.executable, "-m", "titan_disp.train", 500)
+        assert not [name for name in env if name.startswith("TORCHELASTIC_")]
+        assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_PORT"]) == ("0", "1", "0")
+        spawn(1, train, argv)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of the selftest")
+    monkeypatch.setattr(selftest, "write_sample", lambda folder: shutil.copytree(sample, folder))
+    monkeypatch.setattr(selftest.subprocess, "run", run)
+
+
+def test_one_rank(trains_quickly, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(selftest.Timer, "blocked_autorange", lambda timer: timer.timeit(1))
+    assert typed(monkeypatch, "selftest", "--json", tmp_path / "found.json") == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert selftest.page(result) == printed.rstrip("\n")
+    assert printed.endswith("\n\neverything is as expected\n")
+    assert result["facts"]["ranks"] == 1
+    rows = {(row["section"], row["check"]): row for row in result["rows"]}
+    assert len(rows) == len(result["rows"]) == printed.count("\n| ok | ")
+    for precision in ("float32", "bfloat16"):
+        for estimator in ("exact", "moments", "sampled"):
+            for kind in ("random", "collapsed"):
+                row = rows["accuracy", f"{estimator}, {precision}, {kind}, clamp 0.25"]
+                assert 0 < row["found"]["gradient"] <= row["expected"]["gradient"] <= 0.01
+    assert {check for section, check in rows if section == "path" and "kernel" in check} == {
+        f"kernel {name}" for name in ("epilogue", "normalize_backward", "fit", "combine")
+    }
+    assert ("meshes", "sharded sequences") in rows
+    assert rows["resume", "steps"]["found"] == {"trained": [1, 2, 3, 2, 3]}
+    losses = [rows["resume", f"step {step}, resumed"]["found"]["loss"] for step in (2, 3)]
+    assert 9 > float(losses[0]) > float(losses[1]) > 7
+    costs = {check: row["found"]["ms"] for (section, check), row in rows.items() if section == "cost"}
+    assert len(costs) == 4 + 4
+    assert min(costs.values()) > 0
+
+
+def wrong_gradient(patch):
+    right = pairwise.add_product_
+    patch.setattr(pairwise, "add_product_", lambda out, a, b: right(out, a, 1.001 * b))
+
+
+def rounded_products(patch):
+    right = kernels.product
+    patch.setattr(kernels, "product", lambda a, b: right(a, b).bfloat16().to(right(a, b).dtype))
+
+
+def nan(patch):
+    patch.setattr(DispersionLoss, "__call__", lambda loss, zs, *args, **options: zs[0].sum((1, 2))[None] * math.nan)
+
+
+def not_compiled(patch):
+    patch.setattr(kernels, "_functions", {"fit": "eager: RuntimeError: no C++ compiler"})
+
+
+def no_float32_results(patch):
+    patch.setattr(kernels, "_products", {"float32, as torch.bmm cannot add bfloat16 in float32"})
+
+
+def broken(patch):
+    patch.setattr(kernels, "operand_dtype", lambda x: 1 / 0)
+
+
+def another_loss(patch):
+    rows = [{"step": step, "loss": loss} for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0), (2, 8.0), (3, 7.000000001))]
+    resumes(patch, 0, rows)
+
+
+def failed_start(patch):
+    resumes(patch, 3, [])
+
+
+def resumes(patch, status, rows):
+    done = SimpleNamespace(returncode=status, stderr="no room\nat all")
+    patch.setattr(selftest, "write_sample", lambda folder: None)
+    patch.setattr(selftest.shutil, "rmtree", lambda path, **options: None)
+    patch.setattr(selftest.subprocess, "run", lambda *args, **options: done)
+    patch.setattr(selftest, "read_rows", lambda run: rows)
+
+
+@pytest.mark.parametrize(
+    ("plant", "section", "said"),
+    [
+        (
+            wrong_gradient,
+            "accuracy",
+            r"exact, float32, random, clamp 0.25 +\| loss \S+, gradient 0.001 +\| .* ≤ 0.0001",
+        ),
+        (nan, "accuracy", r"sampled, bfloat16, collapsed, clamp 0.25 +\| loss nan"),
+        (rounded_products, "path", r"errors of bfloat16 products +\| bmm 0.0\d+, baddbmm \S+e-07 +\| bmm ≤ 0.0001"),
+        (not_compiled, "path", r"kernel fit +\| ran eager: RuntimeError: no C\+\+ compiler"),
+        (no_float32_results, "path", r"operands of products +\| dtypes .*torch.bmm cannot"),
+        (broken, "path", r"runs to its end +\| error ZeroDivisionError: division by zero +\| error none"),
+        (another_loss, "resume", r"step 3, resumed +\| loss 7.000000001 +\| loss 7.0"),
+        (
+            failed_start,
+            "resume",
+            r"runs to its end +\| error RuntimeError: the first start ended with status 3: no room",
+        ),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_planted_errors(monkeypatch, capsys, plant, section, said):
+    """Each gives a status and a line that names it, and the other sections run."""
+    only(monkeypatch, section, "meshes")
+    monkeypatch.setattr(selftest, "CASES", selftest.CASES[:2])
+    if plant is not_compiled and not torch.accelerator.is_available():
+        monkeypatch.setattr(kernels, "EAGER_ON_CPU", "compiled")
+    plant(monkeypatch)
+    assert typed(monkeypatch, "selftest") == 1
+    printed = capsys.readouterr().out
+    assert re.search(rf"\| FAILED \| {section} +\| {said}", printed), printed
+    assert re.search(r"\| ok +\| meshes ", printed)
+    assert re.search(r"\n\d+ of \d+ checks FAILED\n$", printed)
+
+
+def test_a_resume_that_is_right(monkeypatch):
+    resumes(monkeypatch, 0, [{"step": step, "loss": 1 / step} for step in (1, 2, 3, 2, 3)])
+    assert [row["ok"] for row in selftest.rows_of(selftest.resume, CPU)] == [True] * 3
+
+
+def on_two_ranks(folder):
+    """The second time, rank 1 alone computes something wrong: both ranks end with a status, and rank 0 says why."""
+    patch, options = pytest.MonkeyPatch(), SelftestOptions(Path(folder) / "found.json")
+    only(patch, "accuracy", "meshes")
+    patch.setattr(selftest, "CASES", selftest.CASES[:1])
+    assert selftest.selftest(options) == 0
+    if dist.get_rank() == 1:
+        wrong_gradient(patch)
+    assert selftest.selftest(SelftestOptions(Path(folder) / "wrong.json")) == 1
+
+
+def test_two_ranks(tmp_path):
+    spawn(2, on_two_ranks, str(tmp_path))
+    right, wrong = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("found", "wrong"))
+    assert right["facts"]["ranks"] == 2
+    checked = [row["check"] for row in right["rows"] if row["section"] == "meshes"]
+    assert sorted(checked) == sorted(f"{e}, {p}, 2 ranks" for e in selftest.ESTIMATORS for p in selftest.TOLERANCES)
+    failed = {(row["section"], row["check"]) for row in wrong["rows"] if not row["ok"]}
+    assert ("accuracy, rank 1", "exact, float32, random, clamp 0.25") in failed
+    assert "accuracy" not in {section for section, _ in failed}
+
+
+@pytest.mark.parametrize("clamp", [0.25, 0.005])
+def test_its_own_float64_form(clamp):
+    """selftest cannot import the oracle, and must not rely on the loss."""
+    for mean in (0.0, 3.0):
+        z = tokens(2, 20, 16, mean=mean).double()
+        found = loss_and_gradient(selftest.plain, z, clamp=clamp)
+        for a, b in zip(found, loss_and_gradient(angular, z, clamp=clamp), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.night
+def test_under_torchrun():
+    """All of it as a user types it, with real training runs beside torchrun's variables."""
+    from benchmarks.gpu import TORCHRUN
+
+    argv = [sys.executable, "-m", *TORCHRUN.split(), "--nproc-per-node=2", "-m", "titan_disp.cli", "selftest"]
+    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("titan-disp selftest: ") == 1
