@@ -14,7 +14,7 @@ WORKERS ?= 3
 test-night: WORKERS = 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo figure evidence test test-fast test-night test-authors slurm-test mutants lint format clean
+.PHONY: setup demo gpu figure evidence test test-fast test-night test-authors slurm-test mutants lint format clean
 
 setup: $(VENV)/.ready
 
@@ -36,6 +36,10 @@ $(DATA)/README.md: | setup
 
 demo: setup $(DATA)/README.md
 	$(BIN)/titan-disp train train_configs/demo_cpu.toml --nproc $(NPROC)
+
+# Checks and measures on all GPUs of this machine what docs/verification.md lists as not verified, or in small on a CPU.
+gpu: setup $(DATA)/README.md
+	$(BIN)/python -m benchmarks.gpu --data $(DATA)
 
 # Writes docs/condensation.* from six runs: dispersion off and on, with three seeds. Complete runs in outputs/figure are kept.
 figure: setup $(DATA)/README.md

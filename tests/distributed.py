@@ -1,4 +1,4 @@
-"""Run a function in several processes with a gloo process group."""
+"""Run a function in several processes with a process group: of gloo and CPUs, or of NCCL if each rank can have a GPU."""
 
 import faulthandler
 import os
@@ -11,7 +11,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -39,8 +41,12 @@ def _worker(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE))
+        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE))
         faulthandler.enable()  # prints the stack traces if native code crashes
         function(*args)
         dist.barrier()
@@ -73,18 +79,21 @@ def _run(
     world_size: int, function: Callable[..., None], args: tuple[Any, ...]
 ) -> tuple[list[int | None], list[tuple[int, str]]]:
     """Return the exit codes (None for a rank that hangs), and the reports in order: (rank, traceback or DONE)."""
+    on_gpus = torch.cuda.device_count() >= world_size
     # Ranks are forked from one process that has imported everything and has started no threads: this saves seconds per
-    # rank.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["titan_disp.train", "tests.mesh"])
+    # rank. CUDA does not survive a fork.
+    context = mp.get_context("spawn" if on_gpus else "forkserver")
+    if not on_gpus:
+        context.set_forkserver_preload(["titan_disp.train", "tests.mesh"])
     told = context.SimpleQueue()
     port = free_port()
     ranks = [
         context.Process(target=_worker, args=(rank, world_size, port, function, args, told))
         for rank in range(world_size)
     ]
-    for process in ranks:
-        process.start()
+    with mock.patch.dict(os.environ, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}):
+        for process in ranks:
+            process.start()
     end = time.monotonic() + LIMIT
     while running := [process for process in ranks if process.exitcode is None]:
         if any(process.exitcode for process in ranks):

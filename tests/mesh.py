@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tests import ring_attention
+from titan_disp import cpu
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
 
@@ -26,7 +27,7 @@ def global_batch():
 
 
 def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def canonical(model):
@@ -142,7 +143,7 @@ def run_cases(sample, folder, cases, checkpoint):
     # Users would see this warning of a view among the model's outputs. (Under TP, TorchTitan itself gets one for an
     # untied embedding.)
     warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
-    if any("--parallelism.context_parallel_degree" in options for options in cases.values()):
+    if cpu.active() and any("--parallelism.context_parallel_degree" in options for options in cases.values()):
         ring_attention.install()
     for name, options in cases.items():
         options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]

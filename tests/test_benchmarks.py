@@ -4,13 +4,14 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tyro
 
 from tests.command_line import ROOT, environment
-from tests.pages import loaded
+from tests.pages import changed, loaded, understood
 
 
 @pytest.fixture
@@ -101,3 +102,43 @@ def test_who_measures_most():
     assert busiest_rank(1, 8, 4, 30) == (8, 240)
     assert busiest_rank(8, 8, 3, 30) == (3, 30)
     assert heatmaps(range(0, 5000, 500)) == 8  # 0, 500, 1000, 1500, 2000, 2500, 3500, 4500
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_checks_of_a_gpu(gpus, monkeypatch, tmp_path):
+    """What make gpu runs are commands and configs that exist. With fewer GPUs, it says what they cannot run."""
+    from benchmarks.gpu import Options, checks
+    from titan_disp.config.checks import check_config
+
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    found = {check.name: check for check in checks(Options(tmp_path, Path("data/sample")), gpus)}
+    several = {"selftest-ranks", "train-offload", "train-context", "train-async-tensor"}
+    cannot = {name for name, check in found.items() if "two GPUs" in check.cannot}
+    assert cannot == {8: set(), 1: several, 0: several - {"selftest-ranks"}}[gpus]
+    assert (found["train-compile"].cannot == "") == (gpus > 0)
+    for check in found.values():
+        script, *words = check.words
+        if script.startswith("benchmarks/"):
+            tyro.cli(importlib.import_module(script.removesuffix(".py").replace("/", ".")).Options, args=words)
+        if words[:1] == ["titan_disp.cli"]:
+            name, options = understood(words[1:])
+            if name == "train":
+                config = loaded(*options.argv[1:])
+                if not check.cannot and gpus:
+                    check_config(changed(config, {"model.converters": []}), options.nproc)
+
+
+def test_a_check_that_fails(monkeypatch, tmp_path, capsys):
+    from benchmarks import gpu
+
+    of_a_status = [
+        gpu.Check(f"with-{n}", "a test", ("-c", f"import sys; print('said'); sys.exit({n})")) for n in (0, 3)
+    ]
+    never = gpu.Check("never", "a test", ("-c", "1 / 0"), "it needs two GPUs")
+    monkeypatch.setattr(gpu, "checks", lambda options, gpus: [*of_a_status, never])
+    assert gpu.main(gpu.Options(tmp_path / "out")) == 1
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    assert summary in capsys.readouterr().out
+    results = [line.split("|")[3].strip() for line in summary.splitlines() if "| a test" in line]
+    assert results == ["ok", "FAILED with status 3", "not run: it needs two GPUs"]
+    assert (tmp_path / "out" / "with-3.txt").read_text() == "said\n"
