@@ -14,6 +14,13 @@ from titan_disp.dispersion.variants import VARIANTS, base
 from titan_disp.dispersion.variants.angular import angular_pair
 
 
+@pytest.fixture(autouse=True)
+def no_record(monkeypatch):
+    """What these tests compute is no part of what the process says that it computes."""
+    monkeypatch.setattr(kernels, "_functions", {})
+    monkeypatch.setattr(kernels, "_products", set())
+
+
 @pytest.fixture
 def bf16_products(monkeypatch):
     """The choice that a GPU makes. The CPU forms these products in float32, as on a GPU that cannot return float32."""
@@ -144,6 +151,17 @@ def test_the_limit_of_recompilations_is_noticed(monkeypatch):
         fused(torch.empty(3, device="meta"))
         with pytest.warns(UserWarning, match="could not be compiled and runs slower: FailOnRecompileLimitHit"):
             assert fused(torch.empty(4, device="meta")).shape == (4,)
+
+
+def test_each_variant_has_recompilations_of_its_own(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    c, scale = (torch.empty(1, 8, n, device="meta") for n in (8, 1))
+    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tau in (0.5, 0.6, 0.7):
+            epilogue = pairwise._epilogue(angular_pair(tau, 0.25))
+            epilogue(c.clone(), scale, scale.transpose(1, 2), True, torch.float32)
 
 
 @pytest.mark.parametrize("missing", ["bmm", "baddbmm"])
