@@ -50,6 +50,13 @@ def train(argv):
     trainer.close()
 
 
+@pytest.fixture(autouse=True)
+def new_record(monkeypatch):
+    """Other tests have computed other products in this process."""
+    monkeypatch.setattr(kernels, "_functions", {})
+    monkeypatch.setattr(kernels, "_products", set())
+
+
 @pytest.fixture
 def trains_quickly(monkeypatch, sample):
     def run(command, env, **options):
