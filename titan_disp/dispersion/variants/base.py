@@ -77,6 +77,9 @@ class CosineVariant(Variant):
 
     quadratic: ClassVar[tuple[float, float] | None] = None
 
+    def __init_subclass__(cls) -> None:
+        cls.linear_in_tokens = cls.quadratic is not None
+
     @property
     @abstractmethod
     def pair(self) -> PairFunction:

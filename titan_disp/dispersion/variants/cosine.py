@@ -18,7 +18,6 @@ def identity(c: Tensor) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Cosine(CosineVariant):
     name: ClassVar[str] = "cosine"
-    linear_in_tokens: ClassVar[bool] = True
     quadratic: ClassVar[tuple[float, float] | None] = (1.0, 0.0)
 
     @property

@@ -18,7 +18,6 @@ def square(c: Tensor) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Decorrelation(CosineVariant):
     name: ClassVar[str] = "decorrelation"
-    linear_in_tokens: ClassVar[bool] = True
     quadratic: ClassVar[tuple[float, float] | None] = (0.0, 2.0)
 
     @property
