@@ -204,12 +204,13 @@ class RunFolder:
         """Write config.json and environment.json. Only a start that trains may: reports and the next start read them."""
         with writing(self.path):
             write_json(self.path / CONFIG, self._config)
-            write_json(self.path / ENVIRONMENT, _environment(self._world_size))
+            self._environment = _environment(self._world_size)
+            write_json(self.path / ENVIRONMENT, self._environment)
 
     def record_path(self, path: dict[str, Any]) -> None:
         """Add to environment.json how dispersion is computed, which is known after the first step."""
         with contextlib.suppress(OSError):  # a full disk must not end a run
-            write_json(self.path / ENVIRONMENT, _environment(self._world_size) | {"dispersion": path})
+            write_json(self.path / ENVIRONMENT, self._environment | {"dispersion": path})
 
     def event(self, name: str, step: int, **details: Any) -> None:
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")

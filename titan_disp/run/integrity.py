@@ -263,7 +263,11 @@ def finish_saves(folder: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a folder step-N is empty, or holds nothing but a save of titan-disp that began and did not end."""
+    """Return whether a folder step-N is empty, or holds nothing but a save of titan-disp that began and did not end.
+
+    Any other one without ``.metadata`` may be a checkpoint whose ``.metadata`` was moved away, or a save of TorchTitan's
+    own trainer: only its owner can tell.
+    """
     names = set(os.listdir(path))
     if _UNNAMED in names and not can_be_finished(path):
         names.discard(HASHES)
