@@ -374,8 +374,10 @@ class Supervisor:
     def time_left(self, unknown=float("inf")):
         """Return the seconds until the job's time limit, without end if it has none; ``unknown`` without an answer."""
         text = self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")[1].strip()
+        if not text:
+            return unknown
         left = seconds_of(text)
-        return left if left is not None else float("inf") if text else unknown
+        return float("inf") if left is None else left
 
     def requeued_already(self):
         """Tell whether SLURM has requeued this job, or even started it again, since this start began."""
@@ -514,9 +516,7 @@ class Supervisor:
                 os.makedirs(os.path.dirname(pointer), exist_ok=True)
                 write(pointer, folders[-1])
             except (OSError, KeyError) as error:
-                say(
-                    f"a requeue will look for the launch folder in the run folder, because a file cannot be written: {error}"
-                )
+                say(f"a requeue will search the run folder for the launch folder, as its name cannot be kept: {error}")
         return Outcome(CHECK, f"this job runs {self.here[: -len('/slurm')]}")
 
     def check_nodes(self):

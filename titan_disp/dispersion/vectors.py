@@ -8,9 +8,8 @@ from torch import Tensor
 
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dtype
 
-UNIT_EPS = (
-    1e-15  # of losses without an ε: it changes no digit. 1/ε², by which zero tokens are multiplied, is finite in fp32
-)
+# Of losses without an ε: it changes no digit. 1/ε², by which zero tokens are multiplied, is finite in float32.
+UNIT_EPS = 1e-15
 BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
