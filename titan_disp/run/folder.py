@@ -204,13 +204,12 @@ class RunFolder:
         """Write config.json and environment.json. Only a start that trains may: reports and the next start read them."""
         with writing(self.path):
             write_json(self.path / CONFIG, self._config)
-            self._environment = _environment(self._world_size)
-            write_json(self.path / ENVIRONMENT, self._environment)
+            write_json(self.path / ENVIRONMENT, _environment(self._world_size))
 
     def record_path(self, path: dict[str, Any]) -> None:
         """Add to environment.json how dispersion is computed, which is known after the first step."""
         with contextlib.suppress(OSError):  # a full disk must not end a run
-            write_json(self.path / ENVIRONMENT, self._environment | {"dispersion": path})
+            write_json(self.path / ENVIRONMENT, _environment(self._world_size) | {"dispersion": path})
 
     def event(self, name: str, step: int, **details: Any) -> None:
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
