@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import EVERY_LOSS, EVERY_VARIANT, LEAST_TOKENS, drawn, loss_and_gradient, oracle, tokens
-from titan_disp.dispersion import dispersion_loss, pairwise
+from titan_disp.dispersion import DispersionLoss, dispersion_loss, layers, pairwise
 from titan_disp.dispersion.registry import options_of
 from titan_disp.dispersion.variants import VARIANTS
 
@@ -44,16 +44,47 @@ def test_float16_bears_the_gradient_of_the_sum():
     assert_agrees(1e-4 * tokens(1, 600, 3, mean=0.0).half(), "angular", 2e-6, 2**-11, norm_eps=1e-5)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("side", [2, 3, 16])
-def test_pairs_between_two_shards_in_tiles(side):
-    """Σ exp(cosine) of all pairs of an own and another token, by numpy; W the sum of weights times the other's tokens."""
+def test_pairs_in_tiles(side, wide):
+    """Σ exp(cosine) by numpy; W the sum of weights times the other tokens. Of one shard's pairs, then with another's."""
     own, other = (torch.nn.functional.normalize(tokens(2, n, 4, seed=n).double(), dim=-1) for n in (5, 7))
-    tiles = [pairwise.Tiles(x, torch.ones_like(x[..., :1]), tile=side) for x in (own, other)]
-    w = torch.zeros_like(own)
-    s = pairwise.add_pairs_with(*tiles, w, lambda cosines: (cosines.exp(), cosines.exp()))
+    tiles = [pairwise.Tiles(x, torch.ones_like(x[..., :1]), tile=side, wide=wide) for x in (own, other)]
+
+    def pair(cosines):
+        return cosines.exp(), cosines.exp()
+
+    s, w = pairwise.all_pairs(tiles[0], pair)
+    weights = np.exp(np.einsum("bnf,bmf->bnm", own.numpy(), own.numpy())) * (1 - np.eye(5))
+    np.testing.assert_allclose(s.numpy(), weights.sum((1, 2)), rtol=1e-12)
+    within = np.einsum("bnm,bmf->bnf", weights, own.numpy())
+    np.testing.assert_allclose(w.numpy(), within, rtol=1e-12)
+    s = pairwise.add_pairs_with(*tiles, w, pair)
     weights = np.exp(np.einsum("bnf,bmf->bnm", own.numpy(), other.numpy()))
     np.testing.assert_allclose(s.numpy(), weights.sum((1, 2)), rtol=1e-12)
-    np.testing.assert_allclose(w.numpy(), np.einsum("bnm,bmf->bnf", weights, other.numpy()), rtol=1e-12)
+    np.testing.assert_allclose(w.numpy(), within + np.einsum("bnm,bmf->bnf", weights, other.numpy()), rtol=1e-12)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("variant", "estimator", "more"), EVERY_LOSS)
+def test_small_layers_are_computed_together(monkeypatch, variant, estimator, more, padded):
+    """In packs of two, as each alone: values, gradients, and the errors of the moments' fits, in the layers' order."""
+    zs = [tokens(2, 40, features, seed=i).double() for i, features in enumerate((8, 8, 8, 6, 8))]
+    if estimator == "sampled":
+        zs = [z[..., :6] for z in zs]
+    valid = torch.arange(40) < torch.tensor([[40], [23]]) if padded else None
+    options = {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 20)}
+    found = []
+    for elements in (0, 2 * zs[0].numel()):
+        monkeypatch.setattr(layers, "PACK_ELEMENTS", elements)
+        leaves, errors = [z.clone().requires_grad_() for z in zs], []
+        losses = DispersionLoss(**options)(leaves, step=3, fit_errors=errors, valid=valid)
+        (losses * torch.arange(1.0, 11).view(5, 2)).sum().backward()
+        found.append([losses, *(z.grad for z in leaves), *errors])
+    for alone, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone)
+    sizes = [len(pack) for pack in layers.packed(zs)]
+    assert sizes == ([2, 1, 1, 1] if estimator != "sampled" else [2, 2, 1])
 
 
 def one(*tokens_):

@@ -11,7 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import test_padding as padding
 from tests.distributed import spawn
 from tests.oracle import EVERY_LOSS, angular, drawn, tokens
-from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger, autograd, dispersion_loss
+from titan_disp.dispersion import (
+    DispersionLoss,
+    DispersionObjective,
+    LossLedger,
+    autograd,
+    dispersion_loss,
+    dispersion_losses,
+    layers,
+)
 from titan_disp.dispersion.moments import sample
 
 B, N, F = 3, 48, 16
@@ -85,6 +93,25 @@ def check_fitted_tokens(mesh):
         assert torch.equal(ours.rows[0], torch.where(whole.rows[0] // n == rank, whole.rows[0] - rank * n, -1))
 
 
+def check_gathered_ahead(mesh):
+    """While a layer is computed, the next one is gathered, and no layer twice: as often as its own values are asked for."""
+    events = []
+
+    class Gathering(autograd.Gathering):
+        def __init__(self, z, group):
+            events.append(f"start {int(z[0, 0, 0])}")
+            super().__init__(z, group)
+
+        def other_shards(self):
+            events.append("wait")
+            return super().other_shards()
+
+    zs = [torch.cat([torch.full((1, 1, 8), float(i)), tokens(1, 7, 8)], 1).requires_grad_() for i in range(3)]
+    with mock.patch.object(layers, "Gathering", Gathering), mock.patch.object(layers, "PACK_ELEMENTS", 0):
+        dispersion_losses(zs, group=mesh).sum().backward()
+    assert events == ["start 0", "start 1", "wait", "start 2", "wait", "wait"]
+
+
 def check_unequal_shards(mesh):
     """As many as torch.chunk gives: every rank says so, before anything is sent. Equal ones are compared once."""
     for estimator in ("exact", "moments", "sampled"):
@@ -156,6 +183,7 @@ def check_four_ranks():
         check_any_order(mesh)
         check_bf16(mesh)
         check_fitted_tokens(mesh)
+        check_gathered_ahead(mesh)
     check_unequal_shards(whole)
     for features, case in padding.NARROW_AND_WIDE:
         padding.check(features, case, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)

@@ -46,23 +46,28 @@ class Gathering:
 
 
 class SavedGradient(torch.autograd.Function):
-    """Save the gradient that ``compute(z)`` returns. Backward scales it in place, unless the graph is retained."""
+    """Save the gradient that ``compute`` returns. Backward scales it in place, unless the graph is retained.
+
+    It returns the values [k·B] and the gradients [k·B, n, F] of all sequences of the k layers zs, which are computed
+    together. The values are returned as [k, B].
+    """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, compute: Callable[[Tensor], Result]) -> Tensor:  # type: ignore[override]
-        value, grad = compute(z.detach())
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(grad.to(saved_dtype(z.dtype)), value)
-            ctx.dtype = z.dtype
+    def forward(ctx: Any, compute: Callable[[], Result], *zs: Tensor) -> Tensor:  # type: ignore[override]
+        value, grad = compute()
+        value = value.view(len(zs), -1)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(grad.to(saved_dtype(zs[0].dtype)), value)
+            ctx.dtype = zs[0].dtype
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad, value = ctx.saved_tensors
         with torch.no_grad():
             out = torch.empty_like(grad) if _graph_is_retained() else grad
-            out = torch.mul(grad, grad_value[:, None, None], out=out).to(ctx.dtype)
-        return only_first_derivative(out, value, grad_value), None
+            out = torch.mul(grad, grad_value.reshape(-1, 1, 1), out=out).to(ctx.dtype)
+        return None, *only_first_derivative(out, value, grad_value).chunk(len(value))
 
 
 # AOTAutograd calls this private function too. If torch lacks it, backward does not reuse the memory.

@@ -51,8 +51,8 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32)
 
 
-def _baddbmm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.baddbmm(out, a, b, out_dtype=torch.float32, out=out)
+def _baddbmm(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
+    return torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=beta, out=out)
 
 
 @functools.cache
@@ -89,16 +89,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return product(a.float(), b.float())
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``out`` [B, m, n] in place. ``out`` has the accumulation dtype."""
+def add_product_(out: Tensor, a: Tensor, b: Tensor, to_zero: bool = False) -> None:
+    """Add a @ b to ``out`` [B, m, n] in place, or write it there. ``out`` has the accumulation dtype."""
+    beta = 0 if to_zero else 1  # with 0, what is in ``out`` is not read
     if a.dtype == out.dtype:
         _products.add(str(a.dtype).removeprefix("torch."))
-        out.baddbmm_(a, b)
+        out.baddbmm_(a, b, beta=beta)
     elif _float32_results(a.device, "baddbmm"):
         _products.add(BF16_PRODUCTS)
-        _baddbmm(out, a, b)
+        _baddbmm(out, a, b, beta)
     else:
-        out.add_(product(a, b))
+        out.copy_(product(a, b)) if to_zero else out.add_(product(a, b))
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:

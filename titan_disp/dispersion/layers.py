@@ -1,8 +1,8 @@
 """The loss is computed from the tokens of several layers, which may be sharded along the sequence (TP, CP, or both).
 
 Communication of a sharded sequence:
-    exact: all-gather z in its own dtype. Meanwhile compute own rows × own columns, then own rows × other columns.
-        All-reduce S, stacked over the layers.
+    exact: all-gather z in its own dtype, one step ahead: while a layer's own rows × own columns and own rows × other
+        columns are computed, the next layer is gathered. All-reduce S, stacked over the layers.
     moments: per layer, all-gather about 64 tokens per sequence and all-reduce F×F numbers per sequence.
     exact, of a function of moments: per layer, all-reduce F×F numbers per sequence.
     exact, of autograd code: per layer, all-gather z in its own dtype. Every rank computes the whole loss.
@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import LogSumExpOverGroup, Result, SavedGradient, SumOverGroup, saved_dtype
+from titan_disp.dispersion.autograd import (
+    Gathering,
+    LogSumExpOverGroup,
+    Result,
+    SavedGradient,
+    SumOverGroup,
+    saved_dtype,
+)
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.masks import Count, TokenMask
 
@@ -32,6 +39,7 @@ Compute = Callable[[Tensor, TokenMask | None], Result]
 # they take 32 MiB, or 128 MiB on a GPU, which needs few and large kernels.
 BATCH_ELEMENTS = 1 << 23
 GPU_BATCH_ELEMENTS = 1 << 25
+PACK_ELEMENTS = 1 << 20  # on a CPU, of layers that are computed together: they fit into its caches
 
 
 class Layers(ABC):
@@ -68,12 +76,17 @@ class Layers(ABC):
         sums = self.sum_over_group(self.each(own_part))
         return sums / (self.tokens(self.mask) * (features if isinstance(features, int) else features.to(sums)))
 
-    def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
+    def gather(self, z: Tensor) -> Gathering | None:
+        """Start to gather the tokens z, which a ``Compute`` has received, from all ranks; None if z is the whole already."""
+        return None
+
+    def _prepared(self, z: Tensor, mask: TokenMask | None) -> Tensor:
         if mask is not None:
             z = z.where(mask.own, 0.0)  # padding may be NaN
-        if self.in_bf16 and z.dtype == torch.float32:
-            z = z.bfloat16()
-        value, grad = compute(z, mask)
+        return z.bfloat16() if self.in_bf16 and z.dtype == torch.float32 else z
+
+    def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
+        value, grad = compute(self._prepared(z, mask), mask)
         return value, grad if mask is None else grad.masked_fill_(~mask.own, 0.0)
 
 
@@ -86,16 +99,49 @@ class WholeLayers(Layers):
         self.zs, self.mask, self.group, self.in_bf16 = zs, mask, group, in_bf16
         self.length, self.features = length, [z.shape[2] for z in zs]
 
-    def each(self, *computes: Compute) -> Tensor:
-        def of_layer(compute: Compute, z: Tensor) -> Result:
-            if self.group is None:
-                return in_parts(z, self.mask, partial(self._apply, compute))
-            # The batch is not split: each part would need a collective call of its own, and shards are small.
-            return self._apply(compute, z, self.mask)
+        self._following: list[Tensor] = []  # the layers that are computed next
+        self._ahead: Gathering | None = None  # of these layers
 
-        every = computes * len(self.zs) if len(computes) == 1 else computes
-        both = zip(self.zs, every, strict=True)
-        return torch.stack([SavedGradient.apply(z, partial(of_layer, compute)) for z, compute in both])
+    def each(self, *computes: Compute) -> Tensor:
+        packs = packed(self.zs) if len(computes) == 1 else [[z] for z in self.zs]
+        every = computes * len(packs) if len(computes) == 1 else computes
+        values = []
+        for pack, self._following, compute in zip(packs, [*packs[1:], []], every, strict=True):
+            values.append(SavedGradient.apply(partial(self._of_pack, compute, pack), *pack))
+        return torch.cat(values)
+
+    def gather(self, z: Tensor) -> Gathering | None:
+        """Also start to gather the layers that follow, so that this takes no time beside the work for z."""
+        if self.group is None:
+            return None
+        gathering, self._ahead = self._ahead or Gathering(z, self.group), None
+        if self._following:
+            self._ahead = Gathering(self._prepared(*self._together(self._following)), self.group)
+        return gathering
+
+    def _of_pack(self, compute: Compute, pack: list[Tensor]) -> Result:
+        z, mask = self._together(pack)
+        if self.group is None:
+            return in_parts(z, mask, partial(self._apply, compute))
+        # The batch is not split: each part would need a collective call of its own, and shards are small.
+        return self._apply(compute, z, mask)
+
+    def _together(self, pack: list[Tensor]) -> tuple[Tensor, TokenMask | None]:
+        z = pack[0].detach() if len(pack) == 1 else torch.cat([z.detach() for z in pack])
+        return z, None if self.mask is None else self.mask.repeat(len(pack))
+
+
+def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Put small layers of one kind together, because each alone would take as many kernels, all of them small."""
+    most = PACK_ELEMENTS if zs[0].device.type == "cpu" else GPU_BATCH_ELEMENTS
+    packs = [[zs[0]]]
+    for z in zs[1:]:
+        last = packs[-1]
+        if (z.shape, z.dtype) == (last[0].shape, last[0].dtype) and (len(last) + 1) * z.numel() <= most:
+            last.append(z)
+        else:
+            packs.append([z])
+    return packs
 
 
 def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:

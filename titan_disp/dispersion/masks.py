@@ -26,6 +26,10 @@ class TokenMask:
     def __getitem__(self, sequences: slice) -> "TokenMask":
         return TokenMask(tuple(shard[sequences] for shard in self.shards), self.rank)
 
+    def repeat(self, times: int) -> "TokenMask":
+        """Return the mask of the same sequences several times in a row."""
+        return self if times == 1 else TokenMask(tuple(shard.repeat(times, 1) for shard in self.shards), self.rank)
+
     @property
     def own(self) -> Tensor:
         """This rank's positions, [B, n, 1]."""

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import Gathering
@@ -59,7 +58,13 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the function from a tile of products to Σ w [B] and q [B, m, n], cached as compiling it takes seconds."""
 
     def epilogue(
-        c: Tensor, s_rows: Tensor, s_cols: Tensor, diagonal: bool, dtype: torch.dtype, padded: Padded | None = None
+        c: Tensor,
+        s_rows: Tensor,
+        s_cols: Tensor,
+        diagonal: bool,
+        dtype: torch.dtype,
+        padded: Padded | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         w, r = pair((c * s_rows).mul_(s_cols))  # in place, the compiled kernel would have to write c back
         q = r.mul_(s_rows).mul_(s_cols).to(dtype)
@@ -72,7 +77,7 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
             # Subtracting w(0) from the sum afterwards would cancel digits at small τ. q needs no mask: where it enters
             # the gradient of a token, it multiplies x = 0.
             w.masked_fill_(padded[0] | padded[1], 0.0)
-        return w.sum(-1).sum(-1), q
+        return w.sum(-1).sum(-1), q if out is None else out.copy_(q)
 
     # Dynamo counts recompilations by code. With code of its own, no function uses up another one's.
     epilogue.__code__ = epilogue.__code__.replace(co_name=f"epilogue_{id(pair)}")
@@ -80,42 +85,77 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 class Tiles:
-    """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles; ``valid`` [B, n, 1] where not all are tokens."""
+    """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles; ``valid`` [B, n, 1] where not all are tokens.
 
-    def __init__(self, x: Tensor, scale: Tensor, valid: Tensor | None = None, tile: int | None = None) -> None:
+    ``wide``: whether q of a whole block of rows is kept, so that one product adds it to W. By default, this is so on a
+    GPU. The cache of a CPU's core holds q of one tile.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        valid: Tensor | None = None,
+        tile: int | None = None,
+        wide: bool | None = None,
+    ) -> None:
         self.x, self.scale = x, scale
         self.padded = None if valid is None else ~valid
         self.dtype = operand_dtype(x)
-        side = tile or tile_size(x.shape[1], x.shape[0], x.device.type)
-        self.slices = [slice(i, i + side) for i in range(0, x.shape[1], side)]
+        self.wide = x.device.type != "cpu" if wide is None else wide
+        n, side = x.shape[1], tile or tile_size(x.shape[1], x.shape[0], x.device.type)
+        self.slices = [slice(i, min(i + side, n)) for i in range(0, n, side)]
 
     def __getitem__(self, where: slice) -> Tensor:
         return self.x[:, where].to(self.dtype)
 
     def pairs(
-        self, rows: Tensor, i: slice, other: "Tiles", cols: Tensor, j: slice, pair: PairFunction, diagonal: bool
+        self, rows: Tensor, i: slice, other: "Tiles", cols: Tensor, j: slice, pair: PairFunction, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j."""
+        """Return Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j; q in ``out`` if it is given."""
         products, s_cols = product(rows, cols.transpose(1, 2)), other.scale[:, j].transpose(1, 2)
         padded = None
         if self.padded is not None and other.padded is not None:
             padded = self.padded[:, i], other.padded[:, j].transpose(1, 2)
-        return _epilogue(pair)(products, self.scale[:, i], s_cols, diagonal, self.dtype, padded)
+        diagonal = other is self and i == j
+        return _epilogue(pair)(products, self.scale[:, i], s_cols, diagonal, self.dtype, padded, out)
+
+    def spans(self, first: int = 0) -> list[list[slice]]:
+        """Return the tiles from the ``first`` one on, in groups of those of whose q one product is formed."""
+        return [self.slices[first:]] if self.wide else [[j] for j in self.slices[first:]]
+
+    def span_pairs(
+        self, rows: Tensor, i: slice, others: "Tiles", span: list[slice], pair: PairFunction
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Σ w [B] and q [B, m, n] of own tokens i and a span of ``others``, and the tokens of the span.
+
+        If these are own tokens too, the pairs beyond the tile on the diagonal count twice.
+        """
+        begin, end = span[0].start, span[-1].stop
+        x, s = others[begin:end], self.scale.new_zeros(self.x.shape[0])
+        q = None
+        if (
+            len(span) > 1
+        ):  # of the width of the whole, so that the strides, for which kernels are compiled, stay the same
+            q = x.new_empty(x.shape[0], i.stop - i.start, others.x.shape[1])[..., begin:end]
+        for j in span:
+            at = slice(j.start - begin, j.stop - begin)
+            sums, found = self.pairs(rows, i, others, x[:, at], j, pair, None if q is None else q[..., at])
+            s += 2 * sums if others is self and i != j else sums
+        return s, found if q is None else q, x
 
 
 def pair_sums(
     units: Units,
     to_units: Callable[[Tensor], Units],
-    z: Tensor,
+    gathering: Gathering | None,
     mask: TokenMask | None,
     pair: PairFunction,
-    group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's part of S [B], and W [B, n, F] of its rows.
 
-    ``units`` are ``to_units(z)``, and z [B, n, F] is 0 where the mask has no token.
+    ``units`` are ``to_units(z)`` of this rank's tokens, which are 0 where the mask has no token. ``gathering`` is that of z.
     """
-    gathering = Gathering(z, group) if group is not None else None
     own = Tiles(units.x, units.scale, None if mask is None else mask.own)
     s, w = all_pairs(own, pair)
     if gathering is not None:
@@ -128,19 +168,17 @@ def pair_sums(
 def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
     """Return S [B] and W [B, N, F] over all i ≠ j. Each tile above the diagonal serves both sides."""
     s = tiles.scale.new_zeros(tiles.x.shape[0])
-    w = torch.zeros_like(tiles.x, dtype=accumulation_dtype(tiles.x.dtype))
+    w = torch.empty_like(tiles.x, dtype=accumulation_dtype(tiles.x.dtype))
     for k, i in enumerate(tiles.slices):
         rows = tiles[i]
-        own, q = tiles.pairs(rows, i, tiles, rows, i, pair, diagonal=True)
-        s += own
-        add_product_(w[:, i], q, rows)
-        for j in tiles.slices[k + 1 :]:
-            cols = tiles[j]
-            other, q = tiles.pairs(rows, i, tiles, cols, j, pair, diagonal=False)
-            s += 2 * other
-            add_product_(w[:, i], q, cols)
-            add_product_(w[:, j], q.transpose(1, 2), rows)
-            del q  # free it before the next tile's products are allocated
+        for span in tiles.spans(k):
+            sums, q, x = tiles.span_pairs(rows, i, tiles, span, pair)
+            s += sums
+            begin, end = span[0].start, span[-1].stop
+            add_product_(w[:, i], q, x, to_zero=begin == 0)
+            below = max(begin, i.stop)
+            if below < end:
+                add_product_(w[:, below:end], q[..., below - begin :].transpose(1, 2), rows, to_zero=k == 0)
     return s, w
 
 
@@ -149,9 +187,8 @@ def add_pairs_with(own: Tiles, others: Tiles, w: Tensor, pair: PairFunction) -> 
     s = w.new_zeros(w.shape[0])
     for i in own.slices:
         rows = own[i]
-        for j in others.slices:
-            cols = others[j]
-            sums, q = own.pairs(rows, i, others, cols, j, pair, diagonal=False)
+        for span in others.spans():
+            sums, q, x = own.span_pairs(rows, i, others, span, pair)
             s += sums
-            add_product_(w[:, i], q, cols)
+            add_product_(w[:, i], q, x)
     return s

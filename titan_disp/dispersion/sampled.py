@@ -50,7 +50,8 @@ class SampledLayers(Layers):
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
             # All layers at once: each layer alone would take as many kernels, all of them small.
-            values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._apply, *computes))
+            mask = None if self.mask is None else self.mask.repeat(len(self.zs))
+            values, grads = in_parts(self.z.flatten(0, 1), mask, partial(self._apply, *computes))
         else:
             both = zip(self.z, computes, strict=True)
             found = [in_parts(z, self.mask, partial(self._apply, compute)) for z, compute in both]
@@ -58,9 +59,6 @@ class SampledLayers(Layers):
         rows = self.own_rows(grads.view_as(self.z))
         parts = zip(self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True)
         return torch.stack([SavedRows.apply(*part) for part in parts])
-
-    def mask_of_all(self) -> TokenMask | None:
-        return None
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor per layer."""
@@ -93,9 +91,6 @@ class SampledTokens(SampledLayers):
         self.z = torch.stack(tokens)
         if group is not None:
             dist.all_reduce(self.z, group=group)
-
-    def mask_of_all(self) -> TokenMask:
-        return TokenMask((self.filled.repeat(len(self.zs), 1),))
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         return [grad.where(mine, 0.0) for grad, mine in zip(grads, self.mine, strict=True)]

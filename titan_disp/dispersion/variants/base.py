@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import Gathering, Result
+from titan_disp.dispersion.autograd import Result
 from titan_disp.dispersion.kernels import accumulation_dtype, operand_dtype, product
 from titan_disp.dispersion.layers import Compute, Layers
 from titan_disp.dispersion.masks import Count, TokenMask
@@ -103,7 +103,7 @@ class CosineVariant(Variant):
 
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
-            s, w = pair_sums(units, self.units, z, mask, self._pair, layers.group)
+            s, w = pair_sums(units, self.units, layers.gather(z), mask, self._pair)
             return s, units.backward_(w.mul_(2 / units.scale))
 
         return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens(layers.mask))
@@ -236,8 +236,7 @@ class AutogradVariant(Variant):
 
             def own_part(z: Tensor, mask: TokenMask | None) -> Result:
                 own, others, rank = z.detach().to(accumulation_dtype(z.dtype)), [], 0
-                if layers.group is not None:
-                    gathering = Gathering(z, layers.group)
+                if (gathering := layers.gather(z)) is not None:
                     others, rank = [shard.to(own.dtype) for shard in gathering.other_shards()], gathering.rank
 
                 def loss() -> Tensor:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import Gathering, Result
@@ -51,7 +50,9 @@ class L2Repel(Variant):
             raise ValueError(f"norm_coeff is {self.norm_coeff}, expected a number ≥ 0")
 
     def exact(self, layers: Layers) -> Tensor:
-        sums = layers.logsumexp_over_group(layers.each(lambda z, mask: pair_exponents(z, mask, self.tau, layers.group)))
+        sums = layers.logsumexp_over_group(
+            layers.each(lambda z, mask: pair_exponents(z, mask, self.tau, layers.gather(z)))
+        )
         losses = self.normalize(sums, layers.tokens(layers.mask))
         return losses + self.norm_coeff * layers.mean_square() if self.norm_coeff else losses
 
@@ -67,10 +68,9 @@ def _log(count: Count, like: Tensor) -> Tensor:
     return count.to(like.dtype).log() if isinstance(count, Tensor) else torch.full_like(like, math.log(count))
 
 
-def pair_exponents(z: Tensor, mask: TokenMask | None, tau: float, group: dist.ProcessGroup | None) -> Result:
+def pair_exponents(z: Tensor, mask: TokenMask | None, tau: float, gathering: Gathering | None) -> Result:
     """Return this rank's part of A [B], and its gradient [B, n, F]."""
     dtype = accumulation_dtype(z.dtype)
-    gathering = Gathering(z, group) if group is not None else None
     rows = PairExponents(z.to(dtype), tau, None if mask is None else mask.own)
     rows.add()
     if gathering is not None:
