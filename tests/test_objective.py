@@ -45,6 +45,22 @@ def test_mean_over_valid_tokens_whatever_the_accumulation(batch):
         torch.testing.assert_close(sum(parts) / valid, expected)
 
 
+def test_several_losses(batch):
+    """Each with its weight; the ledger has each without it."""
+    logits, layers, labels = batch
+    ledger = LossLedger()
+    others = {"other": (3.0, DispersionLoss(tau=0.5))}
+    found = objective(others=others, ledger=ledger)((logits, layers), labels)
+    first = summed_dispersion(layers, labels)
+    per_sequence = torch.stack([angular(z, **PARAMETERS | {"tau": 0.5}) for z in layers]).mean(0)
+    second = ((labels != -100).sum(1) * per_sequence).sum()
+    torch.testing.assert_close(found, cross_entropy(logits, labels) + 0.5 * (first + 3 * second))
+    means, valid = ledger.mean(None), (labels != -100).sum()
+    assert list(means) == ["ce", "dispersion", "dispersion_angular", "dispersion_other"]
+    expected = torch.stack([first + 3 * second, first, second]) / valid
+    assert list(means.values())[1:] == pytest.approx(expected.tolist(), rel=1e-6)
+
+
 @pytest.mark.parametrize("step", [0, 3])
 def test_coeff_and_sampled_tokens_follow_the_step(batch, step):
     logits, layers, labels = batch

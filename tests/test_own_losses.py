@@ -5,6 +5,7 @@ The losses that come with titan-disp, of the same kinds: the tests that ``tests/
 
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,6 +317,14 @@ variant = "my_losses:Band"
 coeff = 0.5
 [dispersion.options]
 margin = 0.2
+[[dispersion.losses]]
+variant = "cosine"
+weight = 0.25
+estimator = "sampled"
+max_tokens = 16
+[[dispersion.losses]]
+variant = "my_losses:Band"
+options = {margin = 0.9}
 """
 
 
@@ -353,18 +362,23 @@ def test_a_run(folder, sample):
     for row in rows.values():
         assert row["loss"] == pytest.approx(row["ce"] + 0.5 * row["dispersion"], abs=1e-5)
         assert 0 < row["grad_norm"] < math.inf
+        parts = row["dispersion_Band"] + 0.25 * row["dispersion_cosine"] + row["dispersion_Band_2"]
+        assert row["dispersion"] == pytest.approx(parts, abs=1e-6)
     # A mean of squares of what is above the margin: at most 0.8² and then 1.5², and larger for the lower margin.
-    assert all(0 < rows[step]["dispersion"] < 0.64 for step in (1, 2))
-    assert all(0.1 < rows[step]["dispersion"] < 2.25 for step in (3, 4))
+    assert all(0 < rows[step]["dispersion_Band"] < 0.64 for step in (1, 2))
+    assert all(0.1 < rows[step]["dispersion_Band"] < 2.25 for step in (3, 4))
+    assert all(rows[step]["dispersion_Band_2"] < 0.01 for step in rows)
     (resume,) = [event for event in read_events(run) if event["event"] == "resume"]
     assert resume["config_changes"]["dispersion.options.margin"] == [0.2, -0.5]
     section = read_config(run)["dispersion"]
     assert (section["variant"], section["options"]) == ("my_losses:Band", {"margin": -0.5})
     (told,) = overview(gather([run]), 0.0)["dispersion"]
-    assert told.endswith("variant my_losses:Band, estimator exact, margin=-0.5")
+    assert (
+        "variant my_losses:Band, estimator exact, margin=-0.5, and variant=cosine,weight=0.25,estimator=sampled" in told
+    )
     card = model_card(find_saved(run), "small", 1, "float32", {})
     assert "variant = my_losses:Band, " in card
-    assert "margin = -0.5" in card
+    assert "margin = -0.5, and variant=cosine,weight=0.25,estimator=sampled,max_tokens=16" in card
     assert json.loads((Path(run) / "config.json").read_text())["dispersion"]["options"] == {"margin": -0.5}
 
 
@@ -396,6 +410,58 @@ def test_ways_to_write_options(tmp_path, toml, words, found):
     config.dispersion.options = ["margin"]
     with pytest.raises(ConfigError, match="dispersion.options has 'margin', expected key=value, as in --dispersion.op"):
         resolve_tables(config)
+
+
+LOSSES = [{"variant": "vicreg", "weight": 0.1, "options": {"gamma": 2}}, {"variant": "angular", "tau": 0.5}]
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_several_losses(tmp_path, words):
+    from torchtitan.config import ConfigManager
+
+    from titan_disp.config.checks import build_further_losses
+    from titan_disp.config.load import load_config
+
+    (tmp_path / "c.toml").write_text("" if words else "dispersion.losses = " + re.sub(r'": ', '"=', json.dumps(LOSSES)))
+    more = ["--dispersion.losses", json.dumps(LOSSES), "--debug.seed", "7"] if words else ["--debug.seed", "7"]
+    stock = [
+        "--job.config_file",
+        str(tmp_path / "c.toml"),
+        "--job.custom_config_module",
+        "titan_disp.job_config",
+        *more,
+    ]
+    for config in (load_config([*stock[:2], *more]), ConfigManager().parse_args(stock)):
+        found = build_further_losses(config)
+        assert [(name, weight) for name, (weight, _) in found.items()] == [("vicreg", 0.1), ("angular_2", 1.0)]
+        assert found["vicreg"][1]._variant.gamma == 2.0
+        assert (found["angular_2"][1].tau, found["angular_2"][1].seed) == (0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (
+            '[{"weight": 1}]',
+            r"losses\[0\] is \{'weight': 1\}, expected a table with a variant, as variant = \"cosine\"",
+        ),
+        ('["cosine"]', r"losses is \['cosine'\]: item 0 of list is not a dict"),
+        ('{"variant": "cosin"}', r"losses\[0\]\.variant is 'cosin', expected one of .* \(did you mean cosine\?\)"),
+        ('{"variant": "cosine", "weight": 0}', r"losses\[0\]\.weight is 0, expected a number > 0"),
+        ('{"variant": "cosine", "wieght": 1}', r"losses\[0\]\.wieght is not known \(did you mean weight\?\)"),
+        ('{"variant": "angular", "tau": "1"}', r"losses\[0\]\.tau is '1', expected a number"),
+        ('[{"variant": "cosine"}, {"variant": "simctg", "tau": 2}]', r"losses\[1\]\.tau is 2\.0, but variant 'simctg'"),
+        ('{"variant": "vicreg", "options": {"gama": 1}}', r"losses\[0\]\.options\.gama is not known"),
+    ],
+)
+def test_several_losses_that_are_wrong(losses, message):
+    from titan_disp.config.checks import build_further_losses
+    from titan_disp.config.load import load_config
+
+    with pytest.raises(ConfigError, match=f"^dispersion.{message}"):
+        build_further_losses(
+            load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", losses])
+        )
 
 
 def test_a_second_derivative_is_an_error(folder):

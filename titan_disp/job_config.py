@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from titan_disp.config.keys import facts_of, key
 from titan_disp.errors import ConfigError, did_you_mean
-from titan_disp.models.arguments import Options, Overrides
+from titan_disp.models.arguments import Losses, Options, Overrides
 
 
 @dataclass
@@ -62,6 +62,12 @@ class Dispersion:
     options: Options = key(dict)
     """Options of the variant that have no key of their own. Write a table [dispersion.options] with margin = 0.5, …, or
     --dispersion.options margin=0.5,…, which replaces the table.
+    """
+
+    losses: Losses = key(list)
+    """Further losses, each a table [[dispersion.losses]] with a variant, its weight (1), and what else differs from the
+    defaults: estimator, tau, options and so on. coeff · weight · loss is added to the objective, and each loss is logged.
+    On the command line: --dispersion.losses '[{"variant": "vicreg", "weight": 0.01}]'.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = key("exact")

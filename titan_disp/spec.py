@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.config.checks import (
     build_coeff_schedule,
     build_dispersion_loss,
+    build_further_losses,
     check_config,
     check_device,
     tokenizer_of,
@@ -100,6 +101,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
             step=shared.steps_completed,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),
+            others=build_further_losses(job_config),
             ledger=shared.ledger,
             ignore_index=IGNORE_INDEX,
         )

@@ -7,9 +7,10 @@ real step, and ``cluster.job_check`` runs these checks for a SLURM job.
 """
 
 import importlib.util
+import math
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -24,9 +25,10 @@ from titan_disp.data.sources import check_content, data_sets, source_shares
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
-from titan_disp.errors import ConfigError, counted
+from titan_disp.dispersion.registry import checked
+from titan_disp.errors import ConfigError, counted, did_you_mean
 from titan_disp.job_config import all_keys
-from titan_disp.models.arguments import OPTIONS, activation_indices, named, parse_overrides
+from titan_disp.models.arguments import LOSSES, OPTIONS, activation_indices, named, parse_overrides
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
@@ -245,6 +247,7 @@ def check_model(job_config: JobConfig) -> None:
     if training.steps < 1:
         raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
     build_dispersion_loss(job_config)
+    build_further_losses(job_config)
     build_coeff_schedule(job_config)
     activation_indices(dispersion.layers, dispersion.final_norm, args.n_layers)
 
@@ -354,6 +357,33 @@ def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:
     """Return the loss that [dispersion] describes. ``debug.seed`` decides which positions are sampled."""
     options = parse_overrides(job_config.dispersion.options, OPTIONS)  # type: ignore[attr-defined]
     return _build(DispersionLoss, job_config, seed=job_config.debug.seed or 0, options=options or None)
+
+
+def build_further_losses(job_config: JobConfig) -> dict[str, tuple[float, DispersionLoss]]:
+    """Return the losses of [[dispersion.losses]] with their weights, by names that differ from one another's."""
+    section = job_config.dispersion  # type: ignore[attr-defined]
+    known = {f.name: f for f in fields(DispersionLoss) if f.name != "seed"}
+    names, found = [build_dispersion_loss(job_config).name], {}
+    for i, table in enumerate(section.losses):
+        where = f"{LOSSES}[{i}]"
+        if not isinstance(table, Mapping) or not isinstance(table.get("variant"), str):
+            raise ConfigError(f'{where} is {table!r}, expected a table with a variant, as variant = "cosine"')
+        given = {"weight": 1.0, **table}
+        weight = given.pop("weight")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ConfigError(f"{where}.weight is {weight!r}, expected a number > 0")
+        for key in given:
+            if key not in known:
+                raise ConfigError(f"{where}.{key} is not known{did_you_mean(key, ['weight', *known])}")
+        try:
+            values = {key: checked(key, value, known[key]) for key, value in given.items()}
+            loss = DispersionLoss(**values, seed=job_config.debug.seed or 0)
+        except ValueError as error:
+            raise ConfigError(f"{where}.{error}") from error
+        names.append(loss.name)
+        count = names.count(loss.name)
+        found[loss.name if count == 1 else f"{loss.name}_{count}"] = float(weight), loss
+    return found
 
 
 def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:

@@ -77,6 +77,7 @@ NAMES = {
     "bool": "boolean",
     "Overrides": "table",
     "Options": "table",
+    "Losses": "tables",
 }
 
 

@@ -95,6 +95,11 @@ class DispersionLoss:
                 f"(it is an option of {using})"
             )
 
+    @property
+    def name(self) -> str:
+        """The name of the variant, without its module."""
+        return self.variant.rpartition(":")[2] if isinstance(self.variant, str) else type(self.variant).__name__
+
     @cached_property
     def _variant(self) -> Variant:
         if isinstance(self.variant, str):

@@ -8,8 +8,9 @@ over a run (``CoeffSchedule``).
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,18 @@ class LossLedger:
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
+        self._names: list[str] = []  # of further losses
         self._worst_fit: Tensor | None = None
 
-    def add(self, ce: Tensor, dispersion: Tensor, tokens: Tensor) -> None:
-        """Add scalars: both terms summed over valid tokens, without λ, and the number of valid tokens."""
-        terms = torch.stack([ce.detach().double(), dispersion.detach().double(), tokens.double()])
-        self._sums = terms if self._sums is None else self._sums + terms
+    def add(
+        self, ce: Tensor, dispersion: Tensor, tokens: Tensor, losses: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
+        """Add scalars: both terms summed over valid tokens, without λ, and the number of valid tokens.
+
+        ``losses`` are the parts of ``dispersion``, if it has several, without their weights.
+        """
+        terms = torch.stack([term.detach().double() for term in (ce, dispersion, tokens, *losses.values())])
+        self._names, self._sums = list(losses), terms if self._sums is None else self._sums + terms
 
     def non_finite(self) -> Tensor | None:
         """Return whether CE and dispersion are not finite on this rank: [2] bool on the device; None before any add."""
@@ -55,14 +62,18 @@ class LossLedger:
         self._sums = self._worst_fit = None
 
     def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
-        """Return the means over the valid tokens of all ranks of ``mesh`` (a collective call); None before any add."""
+        """Return the means over the valid tokens of all ranks of ``mesh`` (a collective call); None before any add.
+
+        They are named "ce" and "dispersion", and "dispersion_NAME" for each of several losses.
+        """
         if self._sums is None:
             return None
         sums = self._sums.clone()
         if mesh is not None:
             dist.all_reduce(sums, group=mesh.get_group())
-        ce, dispersion, tokens = sums.tolist()
-        return {"ce": ce / tokens, "dispersion": dispersion / tokens}
+        ce, dispersion, tokens, *losses = sums.tolist()
+        both = zip(self._names, losses, strict=True)
+        return {"ce": ce / tokens, "dispersion": dispersion / tokens} | {f"dispersion_{n}": x / tokens for n, x in both}
 
 
 @dataclass
@@ -76,7 +87,8 @@ class DispersionObjective:
         step: returns the number of completed steps, which also decides which positions are sampled.
         group: ranks over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
         cp_group: ranks over which the labels are sharded too (CP).
-        ledger: receives the two terms separately, in training only.
+        others: losses that are added to ``loss``, each with its weight, by name.
+        ledger: receives all terms separately, in training only.
         ignore_index: the label of tokens that do not count.
     """
 
@@ -86,6 +98,7 @@ class DispersionObjective:
     step: Callable[[], int] = lambda: 0
     group: Group = None
     cp_group: Group = None
+    others: Mapping[str, tuple[float, DispersionLoss]] = field(default_factory=dict)
     ledger: LossLedger | None = None
     ignore_index: int = -100
 
@@ -107,7 +120,7 @@ class DispersionObjective:
         weights = (labels != self.ignore_index).sum(1)
         local_tokens = weights.sum()
         if not activations:
-            self._record(ce, ce.new_zeros(()), local_tokens)
+            self._record(ce, ce.new_zeros(()), local_tokens, {})
             return ce
         cp_group = process_group(self.cp_group)
         if cp_group is not None:
@@ -115,21 +128,28 @@ class DispersionObjective:
             dist.all_reduce(weights, group=cp_group)
         step = self.step()
         fit_errors: list[Tensor] = []
-        per_layer = self.loss(activations, self.group, step, fit_errors)
-        dispersion = (weights * per_layer.mean(0)).sum()
+        losses = {
+            name: (weights * loss(activations, self.group, step, fit_errors).mean(0)).sum()
+            for name, (_, loss) in {self.loss.name: (1.0, self.loss), **self.others}.items()
+        }
+        dispersion = losses[self.loss.name]
+        for name, (weight, _) in self.others.items():
+            dispersion = dispersion + weight * losses[name]
         value = dispersion.detach()
         if cp_group is not None:
             # The trainer sums values over CP ranks, which all hold the same full value; gradients stay undivided.
-            value = value / dist.get_world_size(cp_group)
+            ranks = dist.get_world_size(cp_group)
+            value = value / ranks
             dispersion = dispersion - dispersion.detach() + value
-        self._record(ce, value, local_tokens)
+            losses = {name: loss / ranks for name, loss in losses.items()}
+        self._record(ce, value, local_tokens, losses if self.others else {})
         if self.ledger is not None and fit_errors and torch.is_grad_enabled():
             self.ledger.add_fit_errors(torch.stack(fit_errors))
         return ce + self.coeff(step) * dispersion
 
-    def _record(self, ce: Tensor, dispersion: Tensor, tokens: Tensor) -> None:
+    def _record(self, ce: Tensor, dispersion: Tensor, tokens: Tensor, losses: Mapping[str, Tensor]) -> None:
         if self.ledger is not None and torch.is_grad_enabled():
-            self.ledger.add(ce, dispersion, tokens)
+            self.ledger.add(ce, dispersion, tokens, losses)
 
 
 DECAYS = ("constant", "linear", "cosine")

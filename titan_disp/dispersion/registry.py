@@ -4,7 +4,7 @@ A package offers a variant as an entry point of the group ``titan_disp.losses``,
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -84,13 +84,7 @@ def build(name: str, keys: Mapping[str, tuple[Any, Any]], options: Mapping[str, 
         if option not in own:
             hint = f": it has a key of its own, {option}" if option in keys else did_you_mean(option, own)
             raise ValueError(f"options.{option} is not known{hint}; expected {', '.join(own) or 'no option'}")
-        annotation = own[option].type
-        if checked := KINDS.get(annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")):
-            type_, expected = checked
-            if not _fits(value, type_):
-                raise ValueError(f"options.{option} is {value!r}, expected {expected}")
-            value = type_(value)
-        values[option] = value
+        values[option] = checked(f"options.{option}", value, own[option])
     for field in own.values():
         if field.name not in values and field.default is field.default_factory is MISSING:
             raise ValueError(f"options.{field.name} is not set, and variant {name!r} has no default of it: set it")
@@ -102,6 +96,16 @@ def build(name: str, keys: Mapping[str, tuple[Any, Any]], options: Mapping[str, 
         first = str(error).split(" ")[0]
         prefix = "options." if first in own else "" if first in keys else f"variant {name!r}: "
         raise ValueError(f"{prefix}{error}") from error
+
+
+def checked(name: str, value: Any, field: Field[Any]) -> Any:
+    """Return a value in the type of its field, if this is one of ``KINDS``, or raise ValueError."""
+    kind = KINDS.get(field.type if isinstance(field.type, str) else getattr(field.type, "__name__", ""))
+    if kind is None:
+        return value
+    if not _fits(value, kind[0]):
+        raise ValueError(f"{name} is {value!r}, expected {kind[1]}")
+    return kind[0](value)
 
 
 def _fits(value: Any, kind: type) -> bool:

@@ -6,6 +6,7 @@ some in a class attribute ``not_overridable``, which gives the reason for each.
 
 import copy
 import dataclasses
+import json
 import math
 from collections import UserDict
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from titan_disp.errors import ConfigError, did_you_mean
 
 KEY = "model.overrides"
 OPTIONS = "dispersion.options"
+LOSSES = "dispersion.losses"
 # The keys that are written as tables, or as words as in these examples.
 TABLES = {KEY: "hidden_dim=16,n_layers=2", OPTIONS: "variance_coeff=1,gamma=2"}
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
@@ -43,7 +45,27 @@ def _as_one_word(key: str) -> PrimitiveConstructorSpec:
 
 Overrides = Annotated[dict[str, Any] | list[str] | str, _as_one_word(KEY)]
 Options = Annotated[dict[str, Any] | list[str] | str, _as_one_word(OPTIONS)]
+Losses = Annotated[
+    list[dict[str, Any]],
+    PrimitiveConstructorSpec(  # as the tables of Options, which tyro would take apart
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda words: _tables(words[0]),
+        is_instance=lambda value: isinstance(value, list),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
 Args = TypeVar("Args", bound="DispModelArgs")
+
+
+def _tables(word: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(word)
+    except ValueError as error:
+        raise ConfigError(
+            f'{LOSSES} is {word!r}, which is not JSON ({error}): write \'[{{"variant": "cosine"}}]\''
+        ) from error
+    return found if isinstance(found, list) else [found]
 
 
 @dataclass(frozen=True)

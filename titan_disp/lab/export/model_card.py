@@ -10,6 +10,7 @@ from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
+from titan_disp.models.arguments import written_out
 from titan_disp.models.baselines import OPTIONS
 from titan_disp.run.reader import read_condensation, read_metrics, read_validation
 from titan_disp.text import byte_size
@@ -73,8 +74,9 @@ def _source(source: dict[str, Any]) -> str:
 def _dispersion(section: dict[str, Any]) -> str:
     if not section["enabled"]:
         return "off: plain cross-entropy"
-    values = {name: value for name, value in section.items() if name not in ("enabled", "options")}
-    return ", ".join(f"{name} = {value}" for name, value in (values | section.get("options", {})).items())
+    values = {name: value for name, value in section.items() if name not in ("enabled", "options", "losses")}
+    told = [f"{name} = {value}" for name, value in (values | section.get("options", {})).items()]
+    return ", ".join([*told, *(f"and {written_out(table)}" for table in section.get("losses", []))])
 
 
 def _baseline(section: dict[str, Any]) -> str:

@@ -64,7 +64,9 @@ def _dispersion(run: Run) -> str:
         return "off"
     named = {"λ": "coeff", "τ": "tau", "layers": "layers", "variant": "variant", "estimator": "estimator"}
     told = [f"{name} {s.get(f'dispersion.{key}', NOTHING)}" for name, key in named.items()]
-    return ", ".join([*told, written_out(run.config["dispersion"].get("options", {}))]).removesuffix(", ")
+    section = run.config["dispersion"]
+    further = [f"and {written_out(table)}" for table in section.get("losses", [])]
+    return ", ".join(filter(None, [*told, written_out(section.get("options", {})), *further]))
 
 
 def _failures(run: Run) -> str:
