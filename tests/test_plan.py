@@ -212,6 +212,17 @@ def test_warnings_of_communication_and_checkpoints():
     [
         ({"dispersion.layers": [1, 5]}, 3 * 2),
         ({"dispersion.layers": "last", TP: 2}, 4),
+        # From here, 6 blocks. 16 of 32 tokens are a quarter of the pairs; with TP, both ranks take them all.
+        ({"dispersion.estimator": "sampled", "dispersion.max_tokens": 16}, 6 * 3 / 4),
+        ({"dispersion.estimator": "sampled", "dispersion.max_tokens": 16, TP: 2}, 6 * 3 / 4 * 2),
+        ({"dispersion.estimator": "moments"}, 6 * 4 * 2),  # 4 N F², where F is 2 N
+        ({"dispersion.variant": "decorrelation"}, 6 * 3),  # of pairs, as F > N
+        ({"dispersion.variant": "vicreg"}, 6 * 4 * 2),
+        ({"dispersion.variant": "koleo"}, 6 * 3),
+        (
+            {"dispersion.losses": [{"variant": "cosine"}, {"variant": "angular", "estimator": "moments"}]},
+            6 * (3 + 3 + 8),
+        ),
         ({"dispersion.enabled": False}, 0),
     ],
 )
@@ -219,6 +230,24 @@ def test_dispersion_flops(sample, changes, factor):
     plan = make_plan(demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2))
     assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 32 * 32 * 64
     assert (plan.memory.dispersion > 0) == (factor > 0)
+
+
+def test_dispersion_traffic(sample):
+    """With TP 2, per layer and sequence: half of the tokens gathered, or F² + F numbers or the sampled tokens reduced."""
+
+    def sent(**changes):
+        changes = {f"dispersion.{key}": value for key, value in changes.items()}
+        return make_plan(demo(sample, {"training.seq_len": 512, TP: 2} | changes), Machine(1, 2)).time.within_bytes
+
+    off, sequences, n, f = sent(enabled=False), 16, 512, 64
+    for changes, elements in (
+        ({}, n / 2 * f),
+        ({"estimator": "moments"}, f * f + f),
+        ({"variant": "decorrelation"}, f * f + f),
+        ({"estimator": "sampled", "max_tokens": 16}, 16 * f),
+        ({"losses": [{"variant": "cosine"}]}, n / 2 * f + f * f + f),
+    ):
+        assert sent(**changes) - off == pytest.approx(6 * sequences * elements * 4)
 
 
 def test_checkpoint_and_memory_of_the_real_model_and_optimizer(sample):

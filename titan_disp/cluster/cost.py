@@ -16,6 +16,8 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
+from titan_disp.config.checks import build_dispersion_loss, build_further_losses
+from titan_disp.dispersion.variants.base import Cost
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.decoder import DispModel
@@ -104,6 +106,7 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memor
         unsharded = gathered * dtype.itemsize * 2
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
     head = args.dim / tp + args.dim  # the final norm's input and output
+    saved = len(args.activations) * (1 + len(job_config.dispersion.losses))  # type: ignore[attr-defined]
     return Memory(
         weights=shard,
         gradients=shard,
@@ -111,7 +114,7 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memor
         unsharded=unsharded,
         activations=round(tokens * dtype.itemsize * (block_elements(job_config, args) + head)),
         # Outputs of blocks are counted as saved inputs of the next blocks. The tiles are freed before the logits' peak.
-        dispersion=len(args.activations) * tokens // tp * args.dim * dtype.itemsize,
+        dispersion=saved * tokens // tp * args.dim * dtype.itemsize,
         logits=tokens * logit_bytes(job_config, args, dtype.itemsize),
     )
 
@@ -260,6 +263,15 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
     return Sent(sent if together > 1 else 0.0, sent / together if together < size else 0.0)
 
 
+def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
+    """Sum what all losses of all layers cost for one sequence. Autograd code counts as a function of pairs."""
+    p, tokens = job_config.parallelism, job_config.training.seq_len
+    losses = [build_dispersion_loss(job_config), *(loss for _, loss in build_further_losses(job_config).values())]
+    shards = p.context_parallel_degree * p.tensor_parallel_degree
+    every = [loss.cost(tokens, args.dim, shards) for loss in losses for _ in args.activations]
+    return Cost(*map(sum, zip(*every, strict=True))) if every else Cost(0.0, 0.0, 0.0)
+
+
 def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_size: int) -> Traffic:
     """Count the communication of a step of a checked config, with the model on the meta device."""
     p, t, args = job_config.parallelism, job_config.training, model.model_args
@@ -296,8 +308,9 @@ def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_s
     tables = len(model.embeddings) - 1
     positions = 2 * tables / (t.local_batch_size if cp == 1 else 1)
     tensor = ring(tp, 1, gpus_per_node, activation / cp) * ((8 + recomputed) * args.n_layers + 4 + positions)
-    exact = job_config.dispersion.estimator == "exact"  # type: ignore[attr-defined]
-    dispersed = ring(cp * tp, 1, gpus_per_node, activation * len(args.activations) * exact)
+    cost = dispersion_cost(job_config, args)
+    numbers = cost.gathered * itemsize + 2 * cost.reduced * 4  # an all-reduce sends twice as much as an all-gather
+    dispersed = ring(cp * tp, 1, gpus_per_node, t.local_batch_size * numbers)
     # torch's ring attention gathers keys and values in forward and backward. It passes their fp32 gradients to the next
     # rank as many times as there are ranks.
     heads = 2 * tokens * args.n_kv_heads * args.head_dim // tp * args.n_layers

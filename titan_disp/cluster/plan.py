@@ -6,7 +6,16 @@ from dataclasses import dataclass
 import torch
 from torchtitan.config import JobConfig
 
-from titan_disp.cluster.cost import GPUS, Memory, checkpoint_bytes, checkpoint_counts, estimate, find_gpu, traffic
+from titan_disp.cluster.cost import (
+    GPUS,
+    Memory,
+    checkpoint_bytes,
+    checkpoint_counts,
+    dispersion_cost,
+    estimate,
+    find_gpu,
+    traffic,
+)
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
 from titan_disp.config.checks import check_config, tokenizer_of
@@ -16,7 +25,6 @@ from titan_disp.data.options import stream_options
 from titan_disp.data.sources import check_content, data_sets, source_shares
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError, counted
-from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.text import estimated_duration
@@ -107,15 +115,6 @@ def meta_model(job_config: JobConfig) -> DispModel:
     args.update_from_config(job_config)
     with torch.device("meta"):
         return find_model(job_config.model.name).model_cls(args)
-
-
-def dispersion_flops(args: DispModelArgs, seq_len: int, sequence_shards: int) -> int:
-    """Count the FLOPs of dispersion for one sequence. All of them are in the forward pass: backward only scales.
-
-    The cosines take 2N²F FLOPs and V another 2N²F. If the sequence is not sharded, each tile above the diagonal serves
-    both sides, which saves half of the cosines. In a sharded sequence, only a rank's own tokens do; this is ignored.
-    """
-    return len(args.activations) * (3 if sequence_shards == 1 else 4) * seq_len**2 * args.dim
 
 
 def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) -> list[NodeCount]:
@@ -213,7 +212,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     args = module.model_args
     parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
     embeddings = {id(w): w.numel() for part in (*module.embeddings, module.output) for w in part.parameters()}
-    flops, dispersed = flops_per_token * step_tokens, sequences * dispersion_flops(args, t.seq_len, cp * tp)
+    flops, dispersed = flops_per_token * step_tokens, sequences * dispersion_cost(job_config, args).flops
     model = Model(parameters, parameters - sum(embeddings.values()), float(flops), float(dispersed))
     memory = estimate(job_config, module, mesh.shard * cp)
     if memory.total > gpu.memory:

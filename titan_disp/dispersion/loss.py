@@ -17,6 +17,7 @@ from titan_disp.dispersion.masks import token_mask
 from titan_disp.dispersion.registry import build, options_of
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
+from titan_disp.dispersion.variants.base import Cost
 from titan_disp.errors import did_you_mean
 
 P = ParamSpec("P")
@@ -113,6 +114,13 @@ class DispersionLoss:
                 f"options are {self.options}, but the variant is an object, which has its own: leave them out"
             )
         return self.variant
+
+    def cost(self, tokens: int, features: int, shards: int) -> Cost:
+        """Return what the loss costs for one layer of a sequence over this number of shards (ranks)."""
+        if self.estimator == "sampled" and self.max_tokens < tokens:  # every rank takes all sampled tokens
+            one = self._variant.cost(self.max_tokens, features, 1)
+            return Cost(one.flops * shards, 0.0, self.max_tokens * features)
+        return self._variant.cost(tokens, features, shards, self.estimator == "moments")
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,14 @@ LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.
 MIN_TAU = 1.0 / 80.0
 # arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds the slope by 1/√(2κ) ≈ 700.
 MIN_CLAMP = 1e-6
+
+
+class Cost(NamedTuple):
+    """What a loss costs for one layer of one sequence, up to small terms."""
+
+    flops: float  # of products, on all ranks together, forward and backward
+    gathered: float  # elements of an all-gather, in the dtype of the tokens
+    reduced: float  # elements of an all-reduce, in float32
 
 
 def bad_fit(error: float) -> str | None:
@@ -62,6 +70,17 @@ class Variant(ABC):
     @abstractmethod
     def exact(self, layers: Layers) -> Tensor:
         """Return the loss over all pairs of the tokens, [L, B]."""
+
+    def cost(self, tokens: int, features: int, shards: int, linear: bool = False) -> Cost:
+        """Return the cost for a sequence over this number of shards. ``linear``: by moments, whatever takes less.
+
+        The cosines take 2N²F FLOPs and V another 2N²F. In a whole sequence, each tile above the diagonal serves both
+        sides, which saves half of the cosines. Of shards, only a rank's own tokens do; this is ignored. By moments, M
+        and its product with the tokens take 2NF² each.
+        """
+        if linear or (self.linear_in_tokens and features < tokens):
+            return Cost(4.0 * tokens * features**2, 0.0, features**2 + features)
+        return Cost((3.0 if shards == 1 else 4.0) * tokens**2 * features, tokens * features, 0.0)
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         """Return the loss by moments, [L, B]. ``fit_errors`` receives the relative error [B] of every layer's fit."""
@@ -181,6 +200,9 @@ class MomentsVariant(Variant):
     @abstractmethod
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
         """Return the loss [B], given s, M and n [B]."""
+
+    def cost(self, tokens: int, features: int, shards: int, linear: bool = True) -> Cost:
+        return super().cost(tokens, features, shards, linear=True)
 
     def units(self, z: Tensor) -> Units:
         """Return the vectors u of z [B, n, F]: ``Raw``, z itself, or ``Normalized``."""
