@@ -27,6 +27,8 @@ SELECTIVE_OP = ("--activation_checkpoint.mode", "selective", "--activation_check
 FULL_AC = ("--activation_checkpoint.mode", "full")
 WHOLE_BATCH, ONE_BY_ONE = (("--training.local_batch_size", size) for size in "81")
 WHOLE_LOGITS = ("--parallelism.disable_loss_parallel",)
+CHUNKED = ("--training.head_chunk_tokens", "24")  # of 64 tokens, or of half of them: the last chunk is smaller
+ALWAYS = ("--parallelism.fsdp_reshard_after_forward", "always")
 
 FINAL_NORM = ("--dispersion.final_norm",)
 SMALL = ("--model.overrides", "n_layers=2")
@@ -52,7 +54,8 @@ SLOW = {
         "tp": TP,
         "tp_full_ac": (*TP, *FULL_AC),
         # The norm is gathered once more in backward.
-        "final_norm_fsdp_full_ac": (*FINAL_NORM, *FULL_AC, "--parallelism.fsdp_reshard_after_forward", "always"),
+        "final_norm_fsdp_full_ac": (*FINAL_NORM, *FULL_AC, *ALWAYS),
+        "final_norm_chunked_fsdp": (*FINAL_NORM, *CHUNKED, *SELECTIVE_OP, *ALWAYS),
     },
     4: {
         "hsdp": (*HSDP, *ONE_BY_ONE),  # two microbatches
@@ -70,6 +73,7 @@ NIGHT = {
         "selective_2": ("--activation_checkpoint.mode", "selective"),
         "full": FULL_AC,
         "compile": COMPILE,
+        "chunked_compile": (*CHUNKED, *COMPILE),
         "compile_selective_op": (*COMPILE, *SELECTIVE_OP),
         "final_norm_compile_selective_op": (*FINAL_NORM, *COMPILE, *SELECTIVE_OP),
         "gpt2_untied": (*GPT2_UNTIED, *WHOLE_BATCH),
@@ -78,6 +82,9 @@ NIGHT = {
         "fsdp_compile": COMPILE,
         "tp_compile": (*TP, *COMPILE),
         "tp_no_loss_parallel": (*TP, *WHOLE_LOGITS),
+        "chunked_tp_no_loss_parallel": (*CHUNKED, *TP, *WHOLE_LOGITS),
+        "chunked_tp_compile": (*CHUNKED, *TP, *COMPILE),
+        "chunked_cp": (*CHUNKED, *CP),
         "final_norm_tp_compile": (*FINAL_NORM, *TP, *COMPILE),
         "cp": CP,
         "noise_cp": (*CP, *NOISE),
@@ -86,6 +93,7 @@ NIGHT = {
     8: {  # two replicas of two shards of two parts of every layer
         "hsdp_tp": (*HSDP, *TP, *ONE_BY_ONE),  # two microbatches
         "untied_hsdp_tp": (*HSDP, *TP, *UNTIED),
+        "untied_chunked_hsdp_tp": (*HSDP, *TP, *UNTIED, *CHUNKED, *ALWAYS),
         "final_norm_hsdp_tp": (*HSDP, *TP, *FINAL_NORM),
         "gpt2_untied_fsdp_tp": (*GPT2_UNTIED, *TP),  # over 4 × 2 ranks torch would share 2,049 rows out wrongly
     },
@@ -143,6 +151,9 @@ FAST = {
     "fsdp_tp": ("qwen3_disp", TP, "n_layers=2"),
     "untied_fsdp_tp": ("qwen3_disp", TP, "n_layers=1,enable_weight_tying=false"),
     "gpt2_fsdp_tp": ("gpt2_disp", TP, "n_layers=1"),
+    "chunked_hsdp": ("qwen3_disp", (*CHUNKED, *HSDP, *ONE_BY_ONE, *FULL_AC), "n_layers=1"),
+    "chunked_untied_fsdp": ("qwen3_disp", (*CHUNKED, *ALWAYS), "n_layers=1,enable_weight_tying=false"),
+    "chunked_gpt2_fsdp_tp": ("gpt2_disp", (*CHUNKED, *TP), "n_layers=1"),
 }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from titan_disp.config.options import Machine
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source
+from titan_disp.models.head import chunked, chunked_cross_entropy, loss_and_gradient
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.models.registry import MODELS
 
@@ -464,7 +466,7 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwen3_disp", "0.6B")):
+def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwen3_disp", "0.6B"), chunk=0):
     """Measure a bf16 step of a model on fake tensors, after the loss and at the peak of backward. The estimator "" means no
     dispersion."""
     entry = MODELS[model[0]]
@@ -481,12 +483,15 @@ def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwe
         if mode != "none":
             ac = ActivationCheckpoint(mode="selective" if mode == "op" else mode, selective_ac_option="op")
             apply_ac(model, ac, op_sac_save_list={*entry.saved_ops, flash_on_cpu})
+        ce = cross_entropy_loss
+        if chunk:
+            model.output = chunked(model.output, None, loss_parallel=False)
+            model.tie_weights()
+            ce = partial(chunked_cross_entropy, chunk=chunk, of_chunk=loss_and_gradient)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         inputs = torch.zeros(1, tokens, dtype=torch.long)
-        objective = DispersionObjective(
-            cross_entropy_loss, DispersionLoss(estimator=estimator or "exact"), lambda step: 0.1
-        )
+        objective = DispersionObjective(ce, DispersionLoss(estimator=estimator or "exact"), lambda step: 0.1)
         with LiveBytes() as live:
             predictions = model(inputs)
             loss = objective(predictions, inputs)
@@ -526,6 +531,20 @@ def test_memory_against_live_storages(monkeypatch, model, mode):
     recomputed = 0 if mode == "none" else args.saved_elements(1)["none"] * tokens * 2
     assert plan.activations == args.n_layers * block + head + recomputed
     assert (plan.dispersion, plan.logits) == (args.n_layers * dispersion, logits)
+
+
+@pytest.mark.parametrize("chunk", [128, 600])
+@pytest.mark.parametrize("model", SMALLEST, ids=lambda model: model[0])
+def test_memory_of_a_chunked_head_against_live_storages(monkeypatch, model, chunk):
+    """At the peak, there are a chunk's logits or, with the smaller chunk, its part of the weight's gradient."""
+    layers, tokens, args = 3, 1024, MODELS[model[0]].flavors[model[1]]
+    _, peak = live_bytes(monkeypatch, "full", layers, tokens, model=model, chunk=chunk)
+    keys = {"model.name": model[0], "model.flavor": model[1], "training.seq_len": tokens, "compile.enable": False}
+    plan = make_plan(paper(8, keys | {"training.head_chunk_tokens": chunk}), Machine(8, 8)).memory
+    saved = layers * tokens * args.dim * 2
+    head = 2 * args.dim * tokens * 2
+    assert peak == pytest.approx(saved + head + plan.logits, rel=0.01)  # dispersion comes after the cross-entropy
+    assert plan.logits < 12 * args.vocab_size * tokens * 0.7
 
 
 @pytest.mark.parametrize(

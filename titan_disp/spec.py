@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torchtitan.protocols.train_spec as titan
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
@@ -29,6 +30,7 @@ from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
 from titan_disp.models.baselines import ForgettingOptimizers, build_noise, forgetting_schedule
 from titan_disp.models.decoder import DispModel
+from titan_disp.models.head import HiddenStates, chunked_cross_entropy, loss_and_gradient
 from titan_disp.models.registry import MODELS, ModelEntry
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.metrics import DispersionMetrics
@@ -51,14 +53,32 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
 
 
 def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
-    """Return TorchTitan's cross-entropy, compiled if the config says so and the gradient stays right."""
+    """Return TorchTitan's cross-entropy, compiled if the config says so and the gradient stays right.
+
+    In training with a chunked head, the model returns hidden states, whose cross-entropy is computed in chunks.
+    """
     loss_parallel = parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
-    if loss_parallel and job_config.compile.enable and "loss" in job_config.compile.components:
+    compiled = job_config.compile.enable and "loss" in job_config.compile.components
+    whole = cross_entropy_loss
+    if loss_parallel and compiled:
         # Inductor on torch 2.13 (CPU) returned wrong gradients for vocabulary-sharded logits, without an error. Each
         # rank holds only a part of the vocabulary, so the eager loss costs little memory.
         logger.warning("compile.components: the loss is not compiled, because loss parallel shards its logits")
-        return cross_entropy_loss
-    return build_cross_entropy_loss(job_config)
+    else:
+        whole = build_cross_entropy_loss(job_config)
+    chunk = job_config.training.head_chunk_tokens  # type: ignore[attr-defined]
+    if not chunk:
+        return whole
+    of_chunk = loss_and_gradient
+    if compiled and not parallel_dims.tp_enabled:
+        of_chunk = torch.compile(of_chunk, backend=job_config.compile.backend)
+
+    def cross_entropy(predictions: Tensor | HiddenStates, labels: Tensor) -> Tensor:
+        if isinstance(predictions, HiddenStates):
+            return chunked_cross_entropy(predictions, labels, chunk, of_chunk)
+        return whole(predictions, labels)
+
+    return cross_entropy
 
 
 @dataclass

@@ -33,7 +33,9 @@ class Memory:
     unsharded: int  # weights gathered (or cast by autocast) for computing, and their gradients before the reduction
     activations: int  # saved for backward, and those of one block while it is recomputed
     dispersion: int  # the saved ∂S/∂z of all dispersed layers
-    logits: int  # all copies that the loss makes of the logits, log-probabilities and their gradients
+    # All copies that the loss makes of the logits, log-probabilities and their gradients. With a chunked head: those of a
+    # chunk, and the gradients of hidden states and weight, which it computes in forward.
+    logits: int
 
     @property
     def total(self) -> int:
@@ -79,14 +81,24 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
     return checkpointed * full + (layers - checkpointed) * none + none
 
 
-def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int) -> int:
-    """Return the bytes per token of a CP rank, at the peak in the loss's backward."""
+def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int, tokens: int) -> int:
+    """Return the bytes for the logits of a CP rank's tokens, at the peak in the loss.
+
+    That peak is in its backward, or, with a chunked head, in its forward.
+    """
     tp = job_config.parallelism.tensor_parallel_degree
     loss_parallel = tp > 1 and not job_config.parallelism.disable_loss_parallel
     compiled = job_config.compile.enable and "loss" in job_config.compile.components and not loss_parallel
-    # A compiled loss holds the logits and their gradient. An eager loss holds three tensors in fp32: the
-    # log-probabilities, their gradient, and the gradient of the logits.
-    return args.vocab_size // (tp if loss_parallel else 1) * (2 * itemsize if compiled else 12)
+    chunk = min(job_config.training.head_chunk_tokens, tokens)  # type: ignore[attr-defined]
+    if not chunk:
+        # A compiled loss holds the logits and their gradient. An eager loss holds three tensors in fp32: the
+        # log-probabilities, their gradient, and the gradient of the logits.
+        return tokens * args.vocab_size // (tp if loss_parallel else 1) * (2 * itemsize if compiled else 12)
+    # The weight's gradient is added up in fp32. In bf16, a chunk's part of it is a tensor of its own, and the logits of
+    # an eager loss are also in fp32.
+    lower = itemsize if itemsize < 4 else 0
+    of_chunk = max(chunk * (2 * itemsize if compiled and tp == 1 else 4 + lower), lower * (chunk + args.dim))
+    return args.vocab_size // tp * (of_chunk + args.dim * 4) + tokens * args.dim * itemsize
 
 
 def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memory:
@@ -115,7 +127,7 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memor
         activations=round(tokens * dtype.itemsize * (block_elements(job_config, args) + head)),
         # Outputs of blocks are counted as saved inputs of the next blocks. The tiles are freed before the logits' peak.
         dispersion=saved * tokens // tp * args.dim * dtype.itemsize,
-        logits=tokens * logit_bytes(job_config, args, dtype.itemsize),
+        logits=logit_bytes(job_config, args, dtype.itemsize, tokens),
     )
 
 
@@ -286,7 +298,8 @@ def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_s
     parameter, gradient = (TORCH_DTYPE_MAP[d].itemsize for d in (t.mixed_precision_param, t.mixed_precision_reduce))
     # Weights are gathered for forward, and for backward if they were resharded. Gradients are reduced after backward.
     policy = p.fsdp_reshard_after_forward
-    again = head * (policy == "always")  # backward begins with the head
+    chunked = job_config.training.head_chunk_tokens > 0  # type: ignore[attr-defined]
+    again = head * (policy == "always" and not chunked)  # backward begins with the head
     outer_bytes = outer * (parameter + gradient) + again * parameter
     inner_bytes = inner * (parameter + gradient) + (blocks + embedding) * (policy != "never") * parameter
 

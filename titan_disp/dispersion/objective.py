@@ -81,7 +81,8 @@ class DispersionObjective:
     """Compute TorchTitan's ``loss_fn(predictions, labels)`` with dispersion added.
 
     Attributes:
-        cross_entropy: takes logits [B, N, V] and labels [B, N]; returns CE summed over the valid tokens.
+        cross_entropy: takes logits [B, N, V], or what the model returns in their place, and labels [B, N]; returns CE
+            summed over the valid tokens.
         loss: the dispersion loss.
         coeff: λ as a function of the number of completed steps.
         step: returns the number of completed steps, which also decides which positions are sampled.

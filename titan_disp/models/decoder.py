@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.protocols.model import AttentionMasksType, ModelProtocol
 
 from titan_disp.models.arguments import DispModelArgs
+from titan_disp.models.head import ChunkedHead, HiddenStates
 
 # Activation checkpointing and torch.compile add these wrappers to parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -56,12 +57,13 @@ class DispModel(ModelProtocol):
         attention_masks: AttentionMasksType | None = None,
         positions: Tensor | None = None,
         return_activations: Sequence[int] | None = None,
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> Tensor | HiddenStates | tuple[Tensor | HiddenStates, tuple[Tensor, ...]]:
         """Return logits [B, N, V] for token ids [B, N], or (logits, activations) if activations are requested.
 
         ``return_activations`` has their indices: 0 is the output of the embedding, i + 1 the output of block i (before
         the final norm), n_layers + 1 the output of the final norm; others raise ValueError. None stands for
-        ``activations`` of the model's arguments in training, and for none in eval.
+        ``activations`` of the model's arguments in training, and for none in eval. In training with a chunked head,
+        there are ``HiddenStates`` in place of logits.
 
         Activations are [B, N, F] in ascending order of index. Under TP and CP, they are this rank's [B, N/p, F] shard
         of the sequence, as plain local tensors.
@@ -89,6 +91,8 @@ class DispModel(ModelProtocol):
             # tensor.
             activations.append(h.to_local().clone() if isinstance(h, DTensor) else h)
         logits = self.output(h)
+        if isinstance(self.output, ChunkedHead) and self.training:
+            logits = HiddenStates(logits, self.output.weight)
         return (logits, tuple(activations)) if wanted else logits
 
     def tie_weights(self) -> None:

@@ -21,7 +21,9 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.tools.logging import logger
 
 from titan_disp import cpu
+from titan_disp.errors import ConfigError
 from titan_disp.models.decoder import DispModel
+from titan_disp.models.head import ChunkedHead, chunked
 
 ApplyTP = Callable[[DispModel, ParallelDims, JobConfig], None]
 
@@ -41,7 +43,15 @@ def parallelize_model(
     tp_mesh = parallel_dims.get_optional_mesh("tp")
     if tp_mesh is not None:
         apply_tp(model, parallel_dims, job_config)
-        model.tie_weights()
+    if job_config.training.head_chunk_tokens:  # type: ignore[attr-defined]
+        if type(model.output) is not nn.Linear:
+            raise ConfigError(
+                f"training.head_chunk_tokens needs an output layer of class Linear, but model.converters made it a "
+                f'{type(model.output).__name__}: add "output" to the filter_fqns of the converter, or set '
+                "head_chunk_tokens = 0"
+            )
+        model.output = chunked(model.output, tp_mesh, not job_config.parallelism.disable_loss_parallel)
+    model.tie_weights()  # TP and a chunked head replace parameters
     if parallel_dims.cp_enabled:
         attentions = [block.attention.inner_attention for block in model.layers.values()]  # type: ignore[union-attr]
         apply_cp_to_attention_module(attentions, parallel_dims.get_mesh("cp"), "sdpa")  # type: ignore[arg-type]
@@ -100,8 +110,9 @@ def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobCo
         head = [*model.embeddings, *head]  # the shared parameter has one owner
     else:
         fully_shard(model.embeddings, reshard_after_forward=policy != "never", **config)
-    # Backward starts with this group, so resharding it after forward would only gather it twice.
-    fully_shard(head, reshard_after_forward=policy == "always", **config)
+    # Backward starts with this group, so resharding it after forward would only gather it twice. The loss of a chunked
+    # head reads the weight after the forward.
+    fully_shard(head, reshard_after_forward=policy == "always" and not isinstance(model.output, ChunkedHead), **config)
     fully_shard(model, **config)
     # The objective divides by the global number of valid tokens; FSDP must only sum.
     disable_fsdp_gradient_division(model)

@@ -1,0 +1,223 @@
+"""The output layer and the cross-entropy in chunks: against float64, and in the real trainer against whole logits."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtitan.distributed import ParallelDims
+
+from tests.distributed import spawn
+from tests.mesh import VOCAB, build, canonical, full, job_config, step
+from titan_disp.errors import ConfigError
+from titan_disp.models.head import HiddenStates, chunked_cross_entropy, loss_and_gradient
+from titan_disp.models.registry import MODELS
+from titan_disp.run.reader import read_condensation, read_metrics
+
+B, N, F, V = 2, 1024, 64, 2000
+CHUNKED = ("--training.head_chunk_tokens", "24")
+
+
+def problem(seed=0):
+    """Hidden states, weight and labels whose loss is about 8 per token; a third of the labels do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    h = torch.randn(B, N, F, generator=generator).bfloat16()
+    weight = (torch.randn(V, F, generator=generator) * F**-0.5).bfloat16()
+    labels = torch.randint(V, (B, N), generator=generator)
+    labels[torch.rand(B, N, generator=generator) < 1 / 3] = -100
+    return h, weight, labels
+
+
+def differentiated(loss_of, h, weight, dtype):
+    h, weight = (x.detach().to(dtype, copy=True).requires_grad_() for x in (h, weight))
+    loss = loss_of(h, weight)
+    (loss / 777).backward()
+    return loss.detach().double(), h.grad.double(), weight.grad.double()
+
+
+def whole(labels):
+    def loss(h, weight):
+        logits = (h @ weight.T).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits.float(), labels.flatten(), reduction="sum")
+
+    return loss
+
+
+def chunks(labels, chunk, of_chunk=loss_and_gradient):
+    return lambda h, weight: chunked_cross_entropy(HiddenStates(h, weight), labels, chunk, of_chunk)
+
+
+def relative(found, expected):
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+
+
+def exact(h, weight, labels):
+    def loss(h, weight):
+        return torch.nn.functional.cross_entropy((h @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+
+    return differentiated(loss, h, weight, torch.float64)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 300, B * N, 10**6])
+def test_float32_equals_float64(chunk):
+    h, weight, labels = problem()
+    h, weight, labels = (h[:, :50], weight, labels[:, :50]) if chunk == 1 else (h, weight, labels)
+    found = differentiated(chunks(labels, chunk), h, weight, torch.float32)
+    assert max(relative(found, exact(h, weight, labels))) < 2e-6
+
+
+def test_bfloat16_is_added_up_in_float32():
+    """No worse than whole logits. torch's own function is, which is why it is not used."""
+    h, weight, labels = problem()
+    expected = exact(h, weight, labels)
+    stock = relative(differentiated(whole(labels), h, weight, torch.bfloat16), expected)
+    found = relative(differentiated(chunks(labels, 16), h, weight, torch.bfloat16), expected)
+    assert found[0] < 2e-5
+    assert stock[0] < 2e-5
+    assert found[1] < 1.1 * stock[1]
+    assert found[2] < 1.1 * stock[2]
+    assert chunks(labels, 16)(h, weight).dtype == torch.float32
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # from torch 2.13 on
+        options = torch.nn.LinearCrossEntropyOptions(acc_dtype=torch.float32, batch_chunk_size=16)
+        of_torch = torch.nn.functional.linear_cross_entropy(
+            h.flatten(0, 1), weight, labels.flatten(), reduction="sum", options=options
+        )
+        assert abs(of_torch.double() / expected[0] - 1) > 1e-3
+
+
+def test_a_sure_token_has_a_gradient_in_bfloat16():
+    """Its probability of 0.9995 is 1 in bfloat16."""
+    logits = torch.tensor([[8.0, 0.4, 0.0]], dtype=torch.bfloat16)
+    expected = logits.float().softmax(1) - torch.tensor([[1.0, 0, 0]])
+    _, gradient = loss_and_gradient(logits.clone(), torch.tensor([0]))
+    assert torch.allclose(gradient.float(), expected, rtol=2**-7)
+
+
+def test_under_autocast_as_a_linear_layer():
+    h, weight, labels = problem()
+    results = []
+    for loss in (whole(labels), chunks(labels, 500)):
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(differentiated(loss, h, weight, torch.float32))
+    loss, *gradients = relative(results[1], results[0])
+    assert loss < 1e-6
+    assert max(gradients) < 5e-3
+
+
+def test_numbers_that_are_not_finite_are_seen_and_tokens_that_do_not_count_are_not():
+    h, weight, labels = problem()
+    assert chunks(torch.full_like(labels, -100), 300)(h, weight) == 0
+    loss, h_gradient, weight_gradient = differentiated(chunks(labels, 300), h, weight, torch.float32)
+    assert not h_gradient[labels == -100].any()
+    assert h_gradient[labels != -100].any(1).all()
+    counting = (labels != -100).nonzero()[5]
+    h[tuple(counting)] = float("nan")
+    loss, *_ = differentiated(chunks(labels, 300), h, weight, torch.float32)
+    assert loss.isnan()
+
+
+def test_a_second_backward_pass_is_refused():
+    h, weight, labels = problem()
+    loss = chunks(labels, 300)(h.requires_grad_(), weight)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="keeps its gradients for one backward pass"):
+        loss.backward()
+
+
+class Largest(TorchDispatchMode):
+    """Records the most elements of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if type(x) is torch.Tensor]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def real_trainers(sample, folder):
+    """Two runs that differ in the head only: one saves and is built anew. Then a step of the stock trainer each."""
+    from torchtitan.train import Trainer
+
+    validation = ("--validation.enable", "--validation.dataset", "c4_validation", "--validation.dataset_path", sample)
+    often = ("--validation.freq", "2", "--validation.steps", "1", "--validation.local_batch_size", "2")
+    options = (
+        *validation, *often, "--condensation.interval", "2", "--condensation.sequences", "4", "--metrics.log_freq", "1",
+        *("--checkpoint.enable", "--checkpoint.interval", "9", "--stream.prefetch", "0", "--training.steps", "4"),
+        *("--model.overrides", "n_layers=2", "--parallelism.fsdp_reshard_after_forward", "always"),
+    )  # fmt: skip
+    found = {}
+    for name, starts in {
+        "whole": [()],
+        "chunked": [CHUNKED],
+        "parts": [(*CHUNKED, "--budget.stop_at_tokens", str(2 * 256)), CHUNKED],
+    }.items():
+        for start in starts:
+            trainer = build(sample, f"{folder}/{name}", *options, *start)
+            losses = found.setdefault(name, [])
+            trainer.metrics_processor.log_validation = lambda loss, step, losses=losses: losses.append((step, loss))
+            trainer.train()
+            trainer.close()
+    validation, found = found, {}
+    for name, start in (("whole", ()), ("chunked", CHUNKED)):
+        job = job_config(sample, f"{folder}/stock_{name}", *start, "--model.overrides", "n_layers=1")
+        job.training.local_batch_size = 4
+        trainer = Trainer(job)
+        with Largest() as largest:
+            gradients = step(trainer)
+        found[name] = (
+            largest.elements,
+            gradients,
+            {n: full(p.detach()) for n, p in canonical(trainer.model_parts[0]).items()},
+        )
+        trainer.close()
+    torch.save((validation, found), f"{folder}/found_{torch.distributed.get_rank()}.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("head")
+    spawn(2, real_trainers, str(sample), str(folder))
+    return folder
+
+
+def test_a_run_is_the_same_with_a_chunked_head(folder):
+    """Loss, gradient norm, validation loss, and cross-entropy on held-out text; and a resume is equal to the last bit."""
+    runs = {name: read_metrics(folder / name) for name in ("whole", "chunked", "parts")}
+    assert list(runs["whole"]) == [1, 2, 3, 4]
+    for name in ("loss", "ce", "dispersion", "grad_norm"):
+        whole, chunked, parts = ([row[name] for row in run.values()] for run in runs.values())
+        assert chunked == pytest.approx(whole, rel=1e-5), name
+        assert parts == chunked, name
+    validation, _ = torch.load(folder / "found_0.pt")
+    measured = {
+        name: [(step, row["cross_entropy"]) for step, row in read_condensation(folder / name).items()] for name in runs
+    }
+    for steps, found in (((1, 2, 4), validation), ((0, 2, 4), measured)):
+        assert [step for step, _ in found["whole"]] == list(steps)
+        assert [x for _, x in found["chunked"]] == pytest.approx([x for _, x in found["whole"]], rel=1e-5)
+        assert found["parts"] == found["chunked"]
+
+
+def test_the_logits_never_exist_in_full_under_the_stock_trainer(folder):
+    _, found = torch.load(folder / "found_0.pt")
+    (whole, gradients, weights), (chunked, of_chunks, chunked_weights) = found["whole"], found["chunked"]
+    assert whole >= 4 * 32 * VOCAB > chunked
+    assert max(relative(of_chunks.values(), gradients.values())) < 1e-5
+    assert max(relative(chunked_weights.values(), weights.values())) < 1e-5
+
+
+def test_an_output_layer_that_a_converter_has_replaced_is_refused(sample, one_rank, tmp_path):
+    class Float8Linear(torch.nn.Linear):
+        pass
+
+    with torch.device("meta"):
+        model = MODELS["qwen3_disp"].model_cls(MODELS["qwen3_disp"].flavors["nano"])
+        model.output = Float8Linear(64, VOCAB, bias=False)
+    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
+    with pytest.raises(ConfigError, match='made it a Float8Linear: add "output" to the filter_fqns'):
+        MODELS["qwen3_disp"].parallelize(
+            model, ParallelDims(**degrees, world_size=1), job_config(sample, tmp_path, *CHUNKED)
+        )
