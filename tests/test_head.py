@@ -162,7 +162,8 @@ def real_trainers(sample, folder):
             trainer.close()
     validation, found = found, {}
     for name, start in (("whole", ()), ("chunked", CHUNKED)):
-        job = job_config(sample, f"{folder}/stock_{name}", *start, "--model.overrides", "n_layers=1")
+        low = ("--training.mixed_precision_param", "bfloat16")
+        job = job_config(sample, f"{folder}/stock_{name}", *start, *low, "--model.overrides", "n_layers=1")
         job.training.local_batch_size = 4
         trainer = Trainer(job)
         with Largest() as largest:
@@ -205,8 +206,8 @@ def test_the_logits_never_exist_in_full_under_the_stock_trainer(folder):
     _, found = torch.load(folder / "found_0.pt")
     (whole, gradients, weights), (chunked, of_chunks, chunked_weights) = found["whole"], found["chunked"]
     assert whole >= 4 * 32 * VOCAB > chunked
-    assert max(relative(of_chunks.values(), gradients.values())) < 1e-5
-    assert max(relative(chunked_weights.values(), weights.values())) < 1e-5
+    assert max(relative(of_chunks.values(), gradients.values())) < 1e-2
+    assert max(relative(chunked_weights.values(), weights.values())) < 1e-2
 
 
 def test_an_output_layer_that_a_converter_has_replaced_is_refused(sample, one_rank, tmp_path):
