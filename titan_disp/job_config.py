@@ -266,9 +266,8 @@ class Training:
     """Optimizer steps of the whole run, which the learning-rate schedule follows. −1: computed from budget.tokens."""
 
     head_chunk_tokens: int = key(0, least=0, noun="tokens", because="0 means all at once")
-    """Tokens whose logits exist at a time in training: the output layer and the cross-entropy are computed together, in
-    chunks of this many tokens of a microbatch. 0: all logits exist at once, as in TorchTitan. docs/training.md says how
-    much memory this saves. 2048 costs little time on a GPU.
+    """Tokens of a microbatch whose logits exist at a time in training: the output layer and the cross-entropy are computed
+    together, in chunks. 0: all logits exist at once, as in TorchTitan. docs/training.md says when this saves memory.
     """
 
 

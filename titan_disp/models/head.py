@@ -1,10 +1,9 @@
 """The output layer and the cross-entropy, computed together for some tokens at a time: the logits never exist in full.
 
-In training, the model returns ``HiddenStates`` in place of logits. ``cross_entropy`` computes, for every chunk of
-tokens, logits, loss and both gradients, so that backward only scales the gradients. Nothing is computed twice.
-
-torch 2.13 has ``linear_cross_entropy``, which does the same. With bfloat16 inputs, it adds up the loss and the weight's
-gradient in bfloat16: the loss of 2,048 tokens was wrong by 2 %. Here both are added up in float32, in any torch.
+In training, the model returns ``HiddenStates`` in place of logits. The loss's forward computes, for every chunk of
+tokens, logits, loss and gradients, so that backward only scales the gradients. Nothing is computed twice.
+``linear_cross_entropy`` of torch 2.13 does the same, but with bfloat16 inputs it adds up the loss and the weight's
+gradient in bfloat16: the loss of 2,048 tokens was wrong by 2 %. Here both are added up in float32.
 """
 
 from collections.abc import Callable
@@ -43,12 +42,8 @@ class _HeadParallel(ColwiseParallel):
     """Gather the sequence and shard the rows of the weight. Logits are laid out in eval only."""
 
     @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        if mod.training:
-            return outputs
-        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+    def _prepare_output_fn(layouts: Any, local: bool, head: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return outputs if head.training else ColwiseParallel._prepare_output_fn(layouts, local, head, outputs, mesh)
 
 
 def chunked(output: nn.Linear, tp_mesh: DeviceMesh | None, loss_parallel: bool) -> ChunkedHead:
@@ -65,11 +60,8 @@ def chunked(output: nn.Linear, tp_mesh: DeviceMesh | None, loss_parallel: bool) 
 def chunked_cross_entropy(hidden: HiddenStates, labels: Tensor, chunk: int, of_chunk: OfChunk) -> Tensor:
     """Return the cross-entropy summed over the valid tokens: a float32 scalar, the same on all ranks of TP.
 
-    Args:
-        hidden: of B sequences of N tokens.
-        labels: [B, N] token ids, or −100 for tokens that do not count.
-        chunk: tokens whose logits exist at a time.
-        of_chunk: ``loss_and_gradient``, which may be compiled if there is no TP.
+    ``labels`` are [B, N] token ids, or −100 for tokens that do not count. The logits of ``chunk`` tokens exist at a
+    time. ``of_chunk`` is ``loss_and_gradient``, which may be compiled if there is no TP.
     """
     h, weight = hidden.h, hidden.weight
     if isinstance(h, DTensor) and isinstance(weight, DTensor):
