@@ -18,10 +18,11 @@ LR, MOMENTUM = 0.5, 0.5
 class Training:
     """Two parameters of one element, which begin at 1 and 2. The terms of a step's loss go through a real ledger."""
 
-    def __init__(self, max_skipped_steps=3):
+    def __init__(self, max_skipped_steps=3, fused=False):
         self.model = nn.ParameterDict({name: nn.Parameter(torch.tensor([x])) for name, x in (("a", 1.0), ("b", 2.0))})
         self.ledger = LossLedger()
-        inner = OptimizersContainer([self.model], torch.optim.SGD, {"lr": LR, "momentum": MOMENTUM})
+        kind, options = (torch.optim.AdamW, {"fused": True}) if fused else (torch.optim.SGD, {"momentum": MOMENTUM})
+        inner = OptimizersContainer([self.model], kind, {"lr": LR, **options})
         self.optimizers = GuardedOptimizers(inner, self.ledger.non_finite, max_skipped_steps)
 
     @property
@@ -52,7 +53,7 @@ def test_a_finite_step_is_taken():
     assert all(p.grad is None for p in training.model.parameters())
 
 
-@pytest.mark.parametrize(
+BAD = pytest.mark.parametrize(
     ("gradients", "loss", "bad_terms"),
     [
         ((1.0, math.nan), {}, ["gradient norm"]),
@@ -64,6 +65,9 @@ def test_a_finite_step_is_taken():
         ((math.nan, 1.0), {"ce": math.nan}, ["cross-entropy", "gradient norm"]),
     ],
 )
+
+
+@BAD
 def test_a_bad_step_is_skipped_and_named(gradients, loss, bad_terms, caplog):
     training = Training()
     training.step(*gradients, **loss)
@@ -189,3 +193,87 @@ def test_the_optimizers_get_what_the_trainer_says(monkeypatch):
     ]
     inner.state_dict.return_value = {}
     assert training.counts == [7, 2, 1]
+
+
+@BAD
+def test_a_fused_optimizer_takes_the_verdict_from_the_device(gradients, loss, bad_terms, caplog):
+    """The host reads it in the next step. Bad steps leave nothing behind: the others give what they give alone."""
+    alone, training = (Training(max_skipped_steps=9, fused=True) for _ in range(2))
+    for optimizers in (alone.optimizers, training.optimizers):
+        optimizers.flags["stop"] = lambda: False
+    late = []
+    training.optimizers.on_skip = late.append
+    training.step(*gradients, **loss)  # even the first one, which makes the optimizer's state
+    assert training.weights == [1.0, 2.0]
+    for value in (1.0, 3.0):
+        for one in (alone, training):
+            one.step(value, -2.0)
+        training.step(*gradients, **loss)
+        assert training.weights == alone.weights
+    optimizers = training.optimizers
+    assert (optimizers._counts.tolist(), optimizers.bad_terms, late) == (
+        [4, 2, 0],
+        [],
+        [True, True],
+    )  # the last is unread
+    assert "step 5" not in caplog.text
+    state, expected = (one.optimizers.state_dict() for one in (training, alone))  # as a save reads it
+    assert (state.pop("guard").tolist(), expected.pop("guard").tolist()) == ([5, 3, 1], [2, 0, 0])
+    assert (optimizers.bad_terms, late) == (bad_terms, [True, True, False])
+    assert "step 5 is skipped on all ranks: " + " and ".join(bad_terms) in caplog.text
+    assert str(state) == str(expected)  # the weights' moments and steps
+    assert not hasattr(optimizers.optimizers[0], "found_inf")
+    optimizers.settle()
+    assert training.counts == [5, 3, 1]
+
+
+def test_a_late_message_ends_the_run_before_the_next_step():
+    training = Training(max_skipped_steps=2, fused=True)
+    for _ in range(2):
+        training.step(math.nan, 1.0)
+    with pytest.raises(NonFiniteError, match="step 2: gradient norm not finite, 2 steps in a row"):
+        training.step(1.0, 1.0)
+    assert training.weights == [1.0, 2.0]
+    training = Training(max_skipped_steps=1, fused=True)
+    training.step(math.nan, 1.0)
+    with pytest.raises(NonFiniteError):  # a save must not hide it
+        training.optimizers.state_dict()
+
+
+def test_flags_are_known_one_step_late():
+    training = Training(fused=True)
+    answers = [False, True, False]
+    training.optimizers.flags["stop"] = lambda: answers.pop(0)
+    assert not training.optimizers.agreed["stop"]  # before there is any message
+    for known in (False, False, True):
+        before = training.weights
+        training.step(1.0, 1.0)
+        assert training.weights != before  # a request to stop skips no step
+        assert training.optimizers.agreed["stop"] == known
+    training.optimizers.settle()
+    assert training.optimizers.agreed == {"stop": False}
+
+
+@pytest.mark.parametrize("change", ["unfused", "offloaded"])
+def test_optimizers_that_cannot_take_the_verdict_from_the_device_wait(monkeypatch, change):
+    """``fused`` may come from a checkpoint, so that it counts when a step is taken. (Offloaded: the message is elsewhere.)"""
+    training = Training(fused=True)
+    if change == "unfused":
+        training.optimizers.optimizers[0].param_groups[0]["fused"] = False
+    else:
+        training.optimizers._parameters = [Mock(grad=p.grad, device="cpu:1") for p in training.model.parameters()]
+        monkeypatch.setattr(training.optimizers, "_message", lambda: torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    training.step(math.nan, 1.0)
+    assert (training.optimizers.bad_terms, training.optimizers._counts.tolist()) == (["gradient norm"], [1, 1, 1])
+    assert training.weights == [1.0, 2.0]
+
+
+def test_a_message_waits_for_nothing():
+    """Tensors without data: whatever looks at a value raises. A copy from memory that is not pinned is not seen here."""
+    training = Training()
+    training.optimizers._parameters = [Mock(grad=torch.ones(3, device="meta"), device="meta") for _ in range(2)]
+    training.optimizers.flags["stop"] = lambda: True
+    for terms in (None, torch.zeros(2, dtype=torch.bool, device="meta")):
+        training.optimizers.non_finite_terms = lambda terms=terms: terms
+        message = training.optimizers._message()
+        assert (message.device.type, message.shape, message.dtype) == ("meta", (5,), torch.float32)

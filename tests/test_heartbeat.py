@@ -4,13 +4,14 @@ With real ranks: tests/test_run_ends.py and tests/slurm.
 """
 
 import json
+import threading
 import time
 from types import SimpleNamespace as Section
 
 import pytest
 
 from titan_disp.run import liveness
-from titan_disp.run.liveness import Heartbeat, Stragglers, straggler
+from titan_disp.run.liveness import Aside, Heartbeat, Stragglers, straggler
 
 
 class Clock:
@@ -49,7 +50,9 @@ def heartbeat(clock):
         beat.close()
 
 
-def read(run):
+def read(run, beat):
+    """What stands in the file after the thread's turn."""
+    beat.write()
     return json.loads((run / "heartbeat.json").read_text())
 
 
@@ -58,7 +61,7 @@ def test_what_is_allowed(tmp_path, clock, heartbeat):
     beat = heartbeat(tmp_path)
     beat.begin("start", 0)
     first = {"start": "7.2", "step": 0, "doing": "start", "allowed_seconds": 660, "time": 1.7e9 + 1000}
-    assert read(tmp_path) == first
+    assert read(tmp_path, beat) == first
     for seconds, call, doing, step, allowed in (
         (0, beat.begin, "step", 1, 660),  # the first step compiles
         (500, beat.step, "step", 1, 260),
@@ -70,7 +73,7 @@ def test_what_is_allowed(tmp_path, clock, heartbeat):
     ):
         clock.now += seconds
         call(*[doing] * (call == beat.begin), step)
-        said = read(tmp_path)
+        said = read(tmp_path, beat)
         assert (said["doing"], said["step"], said["allowed_seconds"]) == (doing, step, allowed)
     beat.close()
     assert list(tmp_path.iterdir()) == []
@@ -82,13 +85,95 @@ def test_short_steps_write_once_a_second(tmp_path, clock, heartbeat):
     for step in range(1, 31):
         clock.now += 0.1
         beat.step(step)
-        written.add(read(tmp_path)["step"])
+        written.add(read(tmp_path, beat)["step"])
     assert len(written) == 3
     beat.begin("save", 30)  # another kind is always written
-    assert read(tmp_path)["doing"] == "save"
-    full = heartbeat(tmp_path / "gone")  # a full disk ends no step
+    assert read(tmp_path, beat)["doing"] == "save"
+    full = heartbeat(tmp_path / "gone")  # a full disk ends neither a step nor the thread
     full.begin("step", 1)
+    full.write()
     full.step(1)
+
+
+def until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def aside():
+    made = []
+    yield lambda *errands: made.append(Aside(*errands)) or made[-1]
+    for one in made:
+        one.close()
+
+
+def test_the_heartbeat_is_that_of_the_main_thread(tmp_path, clock, heartbeat, aside, monkeypatch):
+    """The thread alone is no sign of life: it goes on while the main thread hangs, and the file stays as it was."""
+    monkeypatch.setattr(liveness, "PAUSE", 0.01)
+    beat, turns = heartbeat(tmp_path), []
+    writer = aside(beat.write, lambda: turns.append(threading.current_thread()))
+    file = tmp_path / "heartbeat.json"
+    beat.begin("step", 1)
+    writer.wake()
+    until(file.exists)
+    before, done = file.stat().st_mtime_ns, len(turns)
+    clock.now += 100
+    until(lambda: len(turns) > done + 3)
+    assert file.stat().st_mtime_ns == before
+    beat.begin("step", 2)
+    writer.wake()
+    until(lambda: json.loads(file.read_text())["step"] == 2)
+    assert threading.current_thread() not in turns
+
+
+def test_a_file_system_that_hangs_delays_no_step(monkeypatch, aside):
+    monkeypatch.setattr(liveness, "PAUSE", 0.01)
+    release, turns = threading.Event(), []
+    writer = aside(lambda: turns.append(release.wait()))
+    start = time.monotonic()
+    for _ in range(1000):
+        writer.wake()
+    writer.close()
+    assert time.monotonic() - start < 5
+    assert writer._thread.is_alive()
+    assert writer._thread.daemon  # it does not keep the process
+    release.set()
+    until(lambda: not writer._thread.is_alive())
+    assert len(turns) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_is_noticed_and_replaced(aside, caplog):
+    turns = []
+
+    def errand():
+        turns.append(threading.current_thread())
+        if len(turns) == 1:
+            raise ValueError("no error of the file system")
+
+    writer = aside(errand)
+    writer.wake()
+    until(lambda: turns and not turns[0].is_alive())
+    assert "has died" not in caplog.text
+    writer.wake()
+    until(lambda: len(turns) > 1)
+    assert turns[1].is_alive()
+    writer.wake()
+    assert caplog.text.count("the thread that writes heartbeat.json and looks for the file stop has died") == 1
+
+
+def test_without_threads_left_the_run_goes_on(aside, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    writer = aside(lambda: None)
+    writer.wake()
+    writer.wake()
+    writer.close()
 
 
 def test_other_ranks_write_nothing_but_where_they_stand(capfd):

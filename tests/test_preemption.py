@@ -45,6 +45,7 @@ def test_a_signal_asks_to_stop(tmp_path, start, heard, number):
     request = start(None)  # a rank without the folder hears signals only
     assert not request()
     os.kill(os.getpid(), number)
+    assert request.asked()  # at once, while a thread looks for the file
     assert request()
     assert request.reason == number.name
     assert request.signalled()
@@ -70,7 +71,9 @@ def test_the_stop_file_of_this_start_stops_it(tmp_path, start):
     file.write_text("7.2\n")
     request = start()
     assert not request.held()  # a step is trained and saved first, so that the run makes progress
+    assert not request.asked()
     assert request()
+    assert request.asked()
     assert request.reason == f"the file {file}"
     assert request.signalled()  # the supervisor passes a signal on by this file
     request.done()

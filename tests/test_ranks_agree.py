@@ -7,9 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import xxhash
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torchtitan.components.optimizer import OptimizersContainer
 
 from tests.distributed import COLLECTIVE, spawn
 from tests.test_checkpoint import Run, flip, full_disk
@@ -18,6 +23,7 @@ from tests.test_metrics import DamagedFiles, metrics
 from titan_disp.data.files import on_rank_0
 from titan_disp.errors import CheckpointError, ConfigError, DataError, InUseError, NonFiniteError
 from titan_disp.run import integrity
+from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.identity import read_identity
 from titan_disp.run.integrity import checkpoints, damage
 
@@ -48,6 +54,34 @@ def check_verdicts():
     assert training.optimizers.bad_terms == []
     assert training.counts == [6, 5, 0]
     assert training.weights == ([1.0, 2.0] if dist.get_rank() == 0 else [0.5, 3.0])
+
+
+def check_verdicts_on_shards():
+    """FSDP2's parameters, and a fused optimizer: one rank's NaN keeps all ranks' shards, moments and steps as they are."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0).reshape(3, 2)  # rank 1 has one row of it, and nothing of the second weight
+    model = nn.ParameterList(nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in (whole, whole[:1].clone()))
+    inner = OptimizersContainer([model], torch.optim.AdamW, {"lr": 0.1, "fused": True})
+    optimizers = GuardedOptimizers(inner, lambda: None, 3)
+
+    def step(*of_ranks):
+        before = [p.full_tensor() for p in model]
+        for p in model:
+            local = torch.full_like(p.to_local(), of_ranks[dist.get_rank()])
+            p.grad = DTensor.from_local(local, mesh, [Shard(0)], shape=p.shape, stride=p.stride())
+        optimizers.step()
+        (state,) = {float(inner.optimizers[0].state[p]["step"]) for p in model}
+        return [torch.equal(x, p.full_tensor()) for x, p in zip(before, model, strict=True)], state
+
+    for of_ranks in ((1.0, math.nan), (math.inf, 1.0), (0.0, 0.0), (math.nan, math.nan)):
+        assert step(*of_ranks) == ([True, True], 0.0)
+        optimizers.settle()
+        assert optimizers.bad_terms == ["gradient norm"], of_ranks
+        optimizers._counts[2] = 0
+    assert step(1.0, 1.0) == ([False, False], 1.0)
+    assert step(1.0, math.nan) == ([True, True], 1.0)
+    assert step(1.0, 0.0)[1] == 2.0
+    assert optimizers.state_dict()["guard"].tolist() == [7, 5, 0]
 
 
 class Files(DamagedFiles):
@@ -186,6 +220,7 @@ def fail(kind):
 
 def run_all(folder):
     check_verdicts()
+    check_verdicts_on_shards()
     check_data_metrics(Path(folder) / "logged")
     check_saves_and_loads(Path(folder) / "saved")
     check_late_ranks(Path(folder) / "late")

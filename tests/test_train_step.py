@@ -20,6 +20,9 @@ def trainer(monkeypatch):
     trainer.calls = calls = []
     trainer.step, trainer.last_step = 5, 9
     trainer.optimizers = SimpleNamespace(bad_terms=[], in_a_row=0, agreed={"stop": False, "save_failed": False})
+    trainer.optimizers.settle = lambda: calls.append("settle")
+    trainer.metrics_processor = SimpleNamespace(should_log=lambda step: step == 4)
+    trainer.run_folder, trainer.aside = object(), SimpleNamespace(wake=lambda: calls.append("wake"))
     trainer.checkpointer = SimpleNamespace(wait=lambda: calls.append("wait"), force=lambda: calls.append("force"))
     comm = SimpleNamespace(mode="default", train_timeout_seconds=77)
     trainer.job_config = SimpleNamespace(condensation=SimpleNamespace(interval=5), comm=comm)
@@ -37,10 +40,16 @@ def trainer(monkeypatch):
 @pytest.mark.parametrize(
     ("step", "agreed", "calls", "goes_on"),
     [
-        (5, {}, [77, "condensation"], True),
-        (6, {}, [77], True),
-        (5, {"stop": True}, [77, "force"], False),
-        (9, {}, [77, "force"], False),  # budget.stop_at_tokens may end it at any step, of which none needs a checkpoint
+        (4, {}, ["wake", 77, "settle"], True),  # a step that logs
+        (5, {}, ["wake", 77, "condensation"], True),
+        (6, {}, ["wake", 77], True),
+        (5, {"stop": True}, ["wake", 77, "settle", "force"], False),
+        (
+            9,
+            {},
+            ["wake", 77, "settle", "force"],
+            False,
+        ),  # budget.stop_at_tokens may end it at any step, of which none needs a checkpoint
     ],
 )
 def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
@@ -51,21 +60,27 @@ def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
     assert trainer.calls == calls
     assert trainer.should_continue_training() == goes_on
     trainer.train_step(iter(()))
-    assert trainer.calls == calls + calls[1:]
+    assert trainer.calls == [*calls, *(call for call in calls if call != 77)]
 
 
 def test_an_asynchronous_save_that_failed_on_another_rank(trainer):
     trainer.optimizers.agreed["save_failed"] = True
     with pytest.raises(CheckpointError, match="step 5: an asynchronous save failed on another rank"):
         trainer.train_step(iter(()))
-    assert trainer.calls == [77, "wait"]  # which raises where this rank knows the reason
+    assert trainer.calls == ["wake", 77, "wait"]  # which raises where this rank knows the reason
 
 
 def test_a_skipped_step_is_an_event(trainer):
+    """With its own number, also if its message was read in the next step."""
     trainer.optimizers.bad_terms, trainer.optimizers.in_a_row = ["dispersion"], 2
-    trainer.train_step(iter(()))
-    assert ("skip", 5, {"terms": ["dispersion"], "in_a_row": 2}) in trainer.calls
-    assert trainer.should_continue_training()
+    for late, step in ((True, 4), (False, 5)):
+        trainer._skipped(late)
+        assert trainer.calls[-1] == ("skip", step, {"terms": ["dispersion"], "in_a_row": 2})
+
+
+def test_a_save_knows_of_the_step_before_it(trainer):
+    trainer.optimizers.settle = lambda: setattr(trainer.optimizers, "in_a_row", 1)
+    assert not trainer.healthy()
 
 
 def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
@@ -82,7 +97,7 @@ def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
     trainer.report = lambda: None
     trainer.train()
     *before, (name, step, details) = trainer.calls
-    assert (before, name, step) == (["wait", "condensation"], "complete", 9)
+    assert (before, name, step) == (["wake", "wait", "condensation"], "complete", 9)
     assert 0.05 <= details["spent"]["checkpoints"] < 5
 
 

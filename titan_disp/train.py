@@ -46,7 +46,7 @@ from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.history import Goodput, goodputs, together
 from titan_disp.run.identity import Identity
-from titan_disp.run.liveness import Clock, Heartbeat, StopRequest, Stragglers, allocation_began
+from titan_disp.run.liveness import Aside, Clock, Heartbeat, StopRequest, Stragglers, allocation_began
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.reader import read_condensation, read_events, read_rows
 
@@ -81,7 +81,8 @@ class DispTrainer(Trainer):
             self.run_folder = RunFolder(job_config, world_size)
         path = self.run_folder.path if self.run_folder is not None else None
         self.heartbeat = Heartbeat(path, job_config)
-        self.heartbeat.begin("start", 0)
+        self.aside = Aside(self.heartbeat.write)
+        self._announce("start", 0)
         self.last_step = last_step(job_config, data_parallel_degree(job_config, world_size))
         # TorchTitan's checkpoint manager is not part of the spec: it is disabled here, and ours is built afterwards.
         enable, job_config.checkpoint.enable = job_config.checkpoint.enable, False
@@ -96,12 +97,14 @@ class DispTrainer(Trainer):
         if world_size > 1 and not fake:
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.stop_request = StopRequest(path)
+        self.aside.errands.append(self.stop_request)
         self._own_options = [
             [{key: group[key] for key in OPTIONS} for group in o.param_groups] for o in self.optimizers
         ]
-        self.optimizers.flags["stop"] = self.stop_request
+        self.optimizers.flags["stop"] = self.stop_request.asked
         self.optimizers.flags["signal"] = self.stop_request.signalled
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
+        self.optimizers.on_skip = self._skipped
 
     def _build_checkpointer(self) -> DispCheckpointManager:
         adapter, job = self.train_spec.state_dict_adapter, self.job_config
@@ -124,7 +127,12 @@ class DispTrainer(Trainer):
             self.run_folder.event(name, step, **details)
 
     def healthy(self) -> bool:
+        self.optimizers.settle()
         return self.optimizers.in_a_row == 0
+
+    def _skipped(self, late: bool) -> None:
+        step = self.step - late  # the guard reads the message of a step in the next one
+        self.event("skip", step, terms=self.optimizers.bad_terms, in_a_row=self.optimizers.in_a_row)
 
     def taken_by(self) -> str | None:
         other = self.run_folder.taken_by() if self.run_folder is not None else None
@@ -135,10 +143,15 @@ class DispTrainer(Trainer):
     def owns_folder(self) -> bool:
         return self.run_folder is not None and self.run_folder.locked and not self.taken_by()
 
+    def _announce(self, doing: str, step: int) -> None:
+        self.heartbeat.begin(doing, step)
+        if self.run_folder is not None:  # on rank 0
+            self.aside.wake()
+
     @contextmanager
     def busy(self, doing: str, step: int) -> Iterator[None]:
         """Announce a save, validation or condensation, and count its time."""
-        self.heartbeat.begin(doing, step)
+        self._announce(doing, step)
         with self.clock.during("checkpoints" if doing == "save" else doing):
             yield
 
@@ -202,8 +215,8 @@ class DispTrainer(Trainer):
             self.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Run TorchTitan's step and act on what all ranks agreed on during it."""
-        self.heartbeat.begin("step", self.step)
+        """Run TorchTitan's step and act on what all ranks agreed on: during it if it logs or ends, else one step before."""
+        self._announce("step", self.step)
         self._microbatch = 0
         with self.clock.during("steps"):
             super().train_step(data_iterator)
@@ -215,12 +228,13 @@ class DispTrainer(Trainer):
             if self.step != 1 and self.job_config.comm.mode == "default":
                 seconds = self.job_config.comm.train_timeout_seconds
                 set_pg_timeouts(timeout=timedelta(seconds=seconds), parallel_dims=self.parallel_dims)
-        if self.optimizers.bad_terms:
-            self.event("skip", self.step, terms=self.optimizers.bad_terms, in_a_row=self.optimizers.in_a_row)
+        ends = self.step >= self.last_step or self.optimizers.agreed["stop"]
+        if ends or self.metrics_processor.should_log(self.step):  # a log has waited for the device as well
+            self.optimizers.settle()
         if self.optimizers.agreed["save_failed"]:
             self.checkpointer.wait()
             raise CheckpointError(f"step {self.step}: an asynchronous save failed on another rank; its log says why")
-        if self.optimizers.agreed["stop"] or self.step >= self.last_step:
+        if ends or self.optimizers.agreed["stop"]:
             self._stopping = True
             self.checkpointer.force()
         interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
@@ -386,6 +400,7 @@ class DispTrainer(Trainer):
 
     def close(self) -> None:
         self.taken_by()
+        self.aside.close()
         self.heartbeat.close()
         self.stop_request.close()
         super().close()

@@ -275,6 +275,7 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     start = time.perf_counter()
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     optimizers: Any = trainer.optimizers
+    optimizers.settle()
     if optimizers.bad_terms:  # fake communication gave an infinite value: step anyway, to measure Adam's memory
         optimizers.inner.step()
     if not cpu.active():

@@ -2,11 +2,16 @@
 
 TorchTitan 0.2.2 continues after a NaN. Ranks cannot check their own gradients only: after clipping by an infinite norm,
 one rank holds NaN while the others hold zeros. The verdict is therefore all-reduced, in one small message that also
-carries flags: whether a rank was asked to stop, and whether its save has failed. Reading the message waits for the GPU
-once per step, after the backward, when only the optimizer remains to be launched. TorchTitan itself also waits once,
-for the number of valid tokens.
+carries flags: whether a rank was asked to stop, and whether its save has failed.
+
+Nothing waits for this message. On the device, the verdict goes to the fused optimizer, whose kernels change nothing if it
+is 1. The host gets a copy, and reads it in the next step. Before that, TorchTitan has waited for the device to sum the
+valid tokens; on a single device, where it does not, the copy arrives while the next step's kernels are queued. What
+saves, logs or ends calls ``settle`` to read the copy at once. Optimizers that are not fused, or whose parameters are
+offloaded to the CPU, cannot take the verdict from the device: before these, the host waits for the message in every step.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,11 +38,15 @@ class GuardedOptimizers(OptimizersContainer):
         """
         self.inner, self.non_finite_terms, self.max_skipped_steps = inner, non_finite_terms, max_skipped_steps
         self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
-        self._post_init([p for group in inner.param_groups for p in group["params"]], inner.defaults)
+        self._parameters = [p for group in inner.param_groups for p in group["params"]]
+        self._post_init(self._parameters, inner.defaults)
         self._counts = torch.zeros(3, dtype=torch.int64)  # steps, skipped, in a row; saved in checkpoints
-        self.bad_terms: list[str] = []  # what was not finite in the last step
+        self.bad_terms: list[str] = []  # what was not finite in the last step whose message was read
         self.flags: dict[str, Callable[[], bool]] = {}  # asked once per step, by name, for this rank's answer
-        self.agreed: dict[str, bool] = {}  # by name, whether any rank answered True in the last step
+        self.agreed: dict[str, bool] = defaultdict(bool)  # by name, whether any rank answered True in that step
+        # Called after a step was skipped, with whether the next one has computed its gradients already.
+        self.on_skip: Callable[[bool], None] = lambda late: None
+        self._unread: tuple[Tensor, torch.Event | None] | None = None  # on the CPU, and when it has arrived there
         self._told = False
 
     @property
@@ -45,25 +54,33 @@ class GuardedOptimizers(OptimizersContainer):
         """Return the number of steps skipped since the last good one."""
         return int(self._counts[2])
 
+    @torch.no_grad()
     def _message(self) -> Tensor:
-        """Return [4 + flags] float32, each 0 or 1, as ``_verdict`` reads them."""
-        whole = [p.grad for model in self.model_parts for p in model.parameters() if p.grad is not None]
+        """Return [4 + flags] float32 on the device, each 0 or 1, as ``settle`` reads them. This waits for nothing."""
+        whole = [p.grad for p in self._parameters if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in whole]
         gradients = [g for g in local if g.numel()]
-        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
+        largest = torch.stack(torch._foreach_norm(gradients)).max() if gradients else torch.zeros(())  # or NaN
         terms = self.non_finite_terms()
         if terms is None:
-            terms = torch.zeros(2, dtype=torch.bool, device=next(self.model_parts[0].parameters()).device)
-        said = torch.tensor([ask() for ask in self.flags.values()], dtype=torch.bool)
+            terms = torch.zeros(2, dtype=torch.bool, device=self._parameters[0].device)
+        # From other memory of the host, a copy to the GPU would wait.
+        said = torch.tensor([float(ask()) for ask in self.flags.values()], pin_memory=torch.accelerator.is_available())
         # With training.enable_cpu_offload, the gradients are on the CPU; the terms and collective calls are on the GPU.
-        found = torch.stack([~norms.isfinite().all(), norms.ne(0).any()]).to(terms.device)
-        return torch.cat([found, terms, said.to(terms.device)]).float()
+        found = torch.stack([largest > 0, ~(largest < torch.inf)]).to(terms.device)
+        return torch.cat([found, terms, said.to(terms.device, non_blocking=True)])
 
-    def _verdict(self) -> None:
-        message = self._message()
-        if dist.is_initialized():
-            dist.all_reduce(message, op=dist.ReduceOp.MAX)
-        bad_gradient, any_gradient, bad_ce, bad_dispersion, *agreed = map(bool, message.tolist())
+    def settle(self, late: bool = False) -> None:
+        """Read the message of the newest step, if nothing has, and count the step.
+
+        Raises NonFiniteError on all ranks after ``max_skipped_steps`` in a row. ``late`` is passed on to ``on_skip``.
+        """
+        if self._unread is None:
+            return
+        (message, arrived), self._unread = self._unread, None
+        if arrived is not None:
+            arrived.synchronize()
+        any_gradient, bad_gradient, bad_ce, bad_dispersion, *agreed = map(bool, message.tolist())
         self.agreed = dict(zip(self.flags, agreed, strict=True))
         # If the norm of finite gradients overflows, clipping by it leaves zeros everywhere.
         verdicts = {
@@ -72,20 +89,9 @@ class GuardedOptimizers(OptimizersContainer):
             "gradient norm": bad_gradient or not any_gradient,
         }
         self.bad_terms = [name for name, bad in verdicts.items() if bad]
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step or skip, on all ranks alike: a collective call. Raises NonFiniteError after ``max_skipped_steps`` in a row."""
-        if not self.flags and not self._told:
-            self._told = True
-            logger.warning(
-                "this is TorchTitan's own trainer: stopping together on a signal, budget.stop_at_tokens, falling back "
-                "from damaged checkpoints and counting only complete ones need titan_disp.train"
-            )
-        self._verdict()
         self._counts[0] += 1
         if not self.bad_terms:
             self._counts[2] = 0
-            self.inner.step(*args, **kwargs)
             return
         self._counts[1:] += 1
         step, terms = int(self._counts[0]), " and ".join(self.bad_terms)
@@ -95,11 +101,43 @@ class GuardedOptimizers(OptimizersContainer):
                 f"step {step}: {terms} not finite, {counted(self.in_a_row, 'step')} in a row (guard.max_skipped_steps). "
                 "These steps changed no weights. Try a lower learning rate or a longer warm-up, or check the data"
             )
+        self.on_skip(late)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step or skip, on all ranks alike: a collective call. Settles the step before, and raises as ``settle`` does."""
+        if not self.flags and not self._told:
+            self._told = True
+            logger.warning(
+                "this is TorchTitan's own trainer: stopping together on a signal, budget.stop_at_tokens, falling back "
+                "from damaged checkpoints and counting only complete ones need titan_disp.train"
+            )
+        self.settle(late=True)
+        message = self._message()
+        if dist.is_initialized():
+            dist.all_reduce(message, op=dist.ReduceOp.MAX)
+        arrived = None if message.is_cpu else torch.Event(message.device)
+        self._unread = message.to("cpu", non_blocking=True), arrived  # from a GPU, torch copies into pinned memory
+        if arrived is not None:
+            arrived.record()
+        # A checkpoint may have brought ``fused`` back, so that it is asked for in every step.
+        fused = all(group.get("fused") for optimizer in self.optimizers for group in optimizer.param_groups)
+        if not fused or message.device != self._parameters[0].device:
+            self.settle()
+            if not self.bad_terms:
+                self.inner.step(*args, **kwargs)
+            return
+        bad = torch.maximum(message[1:4].max(), 1 - message[0])  # as ``settle`` computes it
+        for optimizer in self.optimizers:
+            optimizer.found_inf = bad  # as GradScaler tells an optimizer
+        self.inner.step(*args, **kwargs)
+        for optimizer in self.optimizers:
+            del optimizer.found_inf
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.inner.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
+        self.settle()
         return {**self.inner.state_dict(), "guard": self._counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

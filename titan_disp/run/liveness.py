@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median_low
@@ -31,8 +31,50 @@ NOTICED = 1.2  # a rank is slow if its own time is longer than this times the me
 PAUSE = 1.0  # seconds between two writes of the same kind: steps may be shorter, and the file system may be shared
 
 
+class Aside:
+    """Do small things with files in a thread, so that a slow file system can neither delay a step nor end it.
+
+    Each of ``errands`` is called after a ``wake``, and at least once per ``PAUSE``.
+    """
+
+    def __init__(self, *errands: Callable[[], object]) -> None:
+        self.errands = [*errands]
+        self._woken, self._closing = threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def wake(self) -> None:
+        """Let the thread begin now. If there is none, or it has died of an error, start one."""
+        self._woken.set()
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if self._thread is not None:
+            logger.warning(
+                "the thread that writes heartbeat.json and looks for the file stop has died: it starts again"
+            )
+        self._thread = threading.Thread(target=self._run, name="titan-disp aside", daemon=True)
+        with suppress(RuntimeError):  # the machine has no thread left: the supervisor will notice the silence
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._woken.wait(PAUSE)
+            self._woken.clear()
+            for errand in self.errands:
+                errand()
+
+    def close(self) -> None:
+        """End the thread, but do not wait for long: its file system may hang."""
+        self._closing = True
+        if self._thread is not None and self._thread.is_alive():
+            self._woken.set()
+            self._thread.join(5 * PAUSE)
+
+
 class Heartbeat:
-    """Write what the run is doing and how long that may take, and arm the faulthandler.
+    """Say what the run is doing and how long that may take, and arm the faulthandler.
+
+    ``begin`` is called where the run makes progress, and ``write`` in a thread. It writes what was begun, and nothing if
+    nothing was: the run is silent if it hangs, and also if the thread does.
 
     A stall in which no rank waits for another, as of a file system, has no time-out. slurm/supervise.py therefore ends a
     run that is silent for longer than RUN/heartbeat.json allows. At that moment, the faulthandler writes the stack traces
@@ -44,7 +86,9 @@ class Heartbeat:
         self.comm, self.guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
         self.slowest = 0.0  # seconds of the slowest step so far, without the first one, which compiles
         self._steps = 0
-        self._doing, self._written, self._began = "", -PAUSE, time.monotonic()
+        self._doing, self._said, self._began = "", -PAUSE, time.monotonic()
+        self._content: dict[str, Any] = {}
+        self._written = self._content
 
     def allowed(self, doing: str) -> float:
         """Return the seconds allowed until the next heartbeat."""
@@ -65,17 +109,24 @@ class Heartbeat:
 
     def begin(self, doing: str, step: int) -> None:
         """Announce something that may take long: start, step, save, validation or condensation."""
-        now, allowed = time.monotonic(), self.allowed(doing)
-        faulthandler.dump_traceback_later(allowed, file=2)  # stderr, which is this rank's log
-        self._began = now
-        if self.file is None or (doing == self._doing and now - self._written < PAUSE):
+        self._began = now = time.monotonic()
+        if doing == self._doing and now - self._said < PAUSE:
             return
-        self._doing, self._written = doing, now
+        self._doing, self._said, allowed = doing, now, self.allowed(doing)
+        faulthandler.dump_traceback_later(allowed, file=2)  # stderr, which is this rank's log
         content = {"start": job_id(), "step": step, "doing": doing, "allowed_seconds": allowed, "time": time.time()}
-        with suppress(OSError):  # a full disk must not end a step; the supervisor will notice the silence
-            partial = self.file.with_suffix(".partial")
+        self._content = content
+
+    def write(self) -> None:
+        """Write what ``begin`` has announced since the last call."""
+        content, file = self._content, self.file
+        if content is self._written or file is None:
+            return
+        self._written = content
+        with suppress(OSError):  # a full disk must not end the thread; the supervisor will notice the silence
+            partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(content))
-            os.replace(partial, self.file)
+            os.replace(partial, file)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -221,7 +272,7 @@ class StopRequest:
         self.reason, self._signalled = signal.Signals(number).name, True
 
     def _is_there(self) -> bool:
-        # At every step: an error of the file system counts as no file. ``Path.exists`` would raise most of these errors.
+        # An error of the file system counts as no file. ``Path.exists`` would raise most of these errors.
         return self.file is not None and os.path.exists(self.file)
 
     def _of_a_job(self) -> str | None:
@@ -236,9 +287,14 @@ class StopRequest:
         return self._is_there() and self._of_a_job() is None
 
     def __call__(self) -> bool:
-        """Return whether this rank was asked to stop."""
+        """Look for the file, and return whether this rank was asked to stop."""
         if self.reason is None and self._is_there():
-            self.reason, self._signalled = f"the file {self.file}", self._of_a_job() is not None
+            self._signalled = self._of_a_job() is not None  # before the reason, which another thread waits for
+            self.reason = f"the file {self.file}"
+        return self.asked()
+
+    def asked(self) -> bool:
+        """Return whether this rank was asked to stop, by a signal or by a file that a call has found."""
         return self.reason is not None
 
     def signalled(self) -> bool:
