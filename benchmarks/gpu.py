@@ -61,8 +61,10 @@ def checks(options: Options, gpus: int) -> Iterator[Check]:
         step = ("--overrides=--model.overrides=n_layers=2", "--seq-len=64", "--steps=1", "--rounds=1")
     yield Check("step", "benchmarks of a step of the 0.6B", ("benchmarks/step.py", *step))
     marks = ("-m", "not slow and not night") if gpus < 2 else ()  # ranks that would share a GPU run on the CPU
-    pytest = ("-m", "pytest", "-p", "no:cacheprovider", "tests/test_sharded_loss.py", "tests/test_meshes.py", *marks)
-    yield Check("meshes", "NCCL or RCCL: gradients on every mesh that fits, with context parallelism", pytest)
+    pytest = ("-m", "pytest", "-p", "no:cacheprovider")
+    meshes = (*pytest, "tests/test_sharded_loss.py", "tests/test_meshes.py", *marks)
+    yield Check("meshes", "NCCL or RCCL: gradients on every mesh that fits, with context parallelism", meshes)
+    yield Check("quiet", "a step that waits for nothing", (*pytest, "tests/test_quiet_step.py"))
     yield from trained(options, gpus)
 
 
