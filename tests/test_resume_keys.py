@@ -67,6 +67,8 @@ def another(name, field, value):
         return {"n_layers": 5}
     if name == "dispersion.options":
         return {"margin": 0.5}
+    if name == "dispersion.losses":
+        return [{"variant": "cosine"}]
     if field.type in (bool, int, float, str):
         return not value if field.type is bool else value + ("x" if field.type is str else 1)
     literals = [literal for kind in (field.type, *get_args(field.type)) for literal in get_args(kind)]

@@ -101,7 +101,7 @@ def test_one_rank(trains_quickly, monkeypatch, capsys, tmp_path):
 
 def wrong_gradient(patch):
     right = pairwise.add_product_
-    patch.setattr(pairwise, "add_product_", lambda out, a, b: right(out, a, 1.001 * b))
+    patch.setattr(pairwise, "add_product_", lambda out, a, b, **to: right(out, a, 1.001 * b, **to))
 
 
 def rounded_products(patch):

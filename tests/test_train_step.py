@@ -22,6 +22,7 @@ def trainer(monkeypatch):
     trainer.optimizers = SimpleNamespace(bad_terms=[], in_a_row=0, agreed={"stop": False, "save_failed": False})
     trainer.optimizers.settle = lambda: calls.append("settle")
     trainer.metrics_processor = SimpleNamespace(should_log=lambda step: step == 4)
+    trainer._record_path = lambda: None  # of what ran so far in this process
     trainer.run_folder, trainer.aside = object(), SimpleNamespace(wake=lambda: calls.append("wake"))
     trainer.checkpointer = SimpleNamespace(wait=lambda: calls.append("wait"), force=lambda: calls.append("force"))
     comm = SimpleNamespace(mode="default", train_timeout_seconds=77)

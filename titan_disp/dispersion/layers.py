@@ -49,6 +49,7 @@ class Layers(ABC):
     group: dist.ProcessGroup | None  # ranks over which the tokens are sharded; None if every rank holds all of them
     in_bf16: bool  # whether float32 tokens are rounded to bf16 first
 
+    segmented: bool = False  # whether only the pairs within segments count
     step: int = 0  # that was given with the layers
 
     @abstractmethod
@@ -58,6 +59,18 @@ class Layers(ABC):
     def tokens(self, mask: TokenMask | None) -> Count:
         """Return the number of tokens per sequence, at least 2: the loss 0 of shorter ones is filled in later."""
         return self.length if mask is None else mask.counts.clamp_min(2)
+
+    def pairs(self) -> Count:
+        """Return the number of pairs i ≠ j that the loss takes, per sequence or [L, B]; at least 1, as ``tokens``."""
+        return self.length * (self.length - 1) if self.mask is None else self._masked_pairs().clamp_min(1)
+
+    def without_pairs(self) -> Tensor:
+        """Return which sequences have no pair under a mask, [B] or [L, B]: their loss is 0."""
+        return self._masked_pairs() == 0
+
+    def _masked_pairs(self) -> Tensor:
+        assert self.mask is not None
+        return self.mask.squares - self.mask.counts
 
     def sum_over_group(self, values: Tensor) -> Tensor:
         return values if self.group is None else SumOverGroup.apply(values, self.group)
@@ -98,6 +111,7 @@ class WholeLayers(Layers):
     ) -> None:
         self.zs, self.mask, self.group, self.in_bf16 = zs, mask, group, in_bf16
         self.length, self.features = length, [z.shape[2] for z in zs]
+        self.segmented = mask is not None and mask.segments is not None
 
         self._following: list[Tensor] = []  # the layers that are computed next
         self._ahead: Gathering | None = None  # of these layers

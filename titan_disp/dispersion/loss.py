@@ -129,6 +129,7 @@ class DispersionLoss:
         step: int = 0,
         fit_errors: list[Tensor] | None = None,
         valid: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """Return the loss per layer and sequence.
 
@@ -144,13 +145,17 @@ class DispersionLoss:
                 the gradient. Without the list, the call waits for the errors and warns of one above 10 %.
             valid: bool [B, N], or this rank's [B, N/p]: True at tokens, False at padding, which may hold anything. The
                 loss of each sequence is computed without its padding; it is 0 for fewer than two tokens.
+            segments: int [B, N], or this rank's [B, N/p], in place of ``valid``: the number of each token's document in
+                its sequence, or −1 at padding. The loss then takes the pairs *within* documents only; it is 0 without
+                any. Losses of cosines and l2_repel can do this, exact and sampled. The host waits for the numbers.
 
         Returns:
             [len(zs), B] in float32 (float64 for float64 input), the same full value on every rank of ``group``. Each
             rank's own shard receives its complete gradient.
 
         Raises:
-            ValueError: a wrong shape or dtype, or fewer than 2 positions per sequence without ``valid``.
+            ValueError: a wrong shape or dtype, fewer than 2 positions per sequence without ``valid`` or ``segments``, or
+                segments that the loss cannot take.
 
         Source: arXiv 2602.00217, Table 1; ``variants`` and ``moments`` have the formulas.
         """
@@ -161,14 +166,19 @@ class DispersionLoss:
                 "layer, call dispersion_loss"
             )
         zs = list(zs)
-        length = _check(zs, 1 if pg is None else dist.get_world_size(pg), least=2 if valid is None else 1)
+        length = _check(
+            zs, 1 if pg is None else dist.get_world_size(pg), least=2 if valid is None and segments is None else 1
+        )
         sampled = self.estimator == "sampled" and self.max_tokens < length
         if sampled and len(set(features := [z.shape[2] for z in zs])) > 1:
             raise ValueError(f"layers differ in features: {features}, which the sampled estimator does not support")
         mask = None
         if pg is not None:
             _check_shards(tuple(tuple(z.shape) for z in zs), pg)
-        if valid is not None:
+        if segments is not None:
+            self._check_segments(segments, valid, zs[0])
+            mask = token_mask(segments, pg)
+        elif valid is not None:
             _check_valid(valid, zs[0])
             mask = token_mask(valid, pg)
         device = zs[0].device.type
@@ -184,7 +194,31 @@ class DispersionLoss:
                 layers = WholeLayers(zs, length, mask, pg, in_bf16)
             layers.step = step
             losses = variant.moments(layers, fit_errors) if self.estimator == "moments" else variant.exact(layers)
-            return losses if mask is None else losses.masked_fill(mask.counts == 0, 0.0)
+            return losses if mask is None else losses.masked_fill(layers.without_pairs(), 0.0)
+
+    def _check_segments(self, segments: Tensor, valid: Tensor | None, z: Tensor) -> None:
+        if valid is not None:
+            raise ValueError("segments and valid are both given: leave valid out, and write −1 in segments at padding")
+        if segments.dtype not in (torch.int32, torch.int64) or segments.shape != z.shape[:2]:
+            raise ValueError(
+                f"segments has shape {tuple(segments.shape)} and dtype {segments.dtype}, expected int32 or int64 "
+                f"{tuple(z.shape[:2])}, the number of each token's document, or -1 at padding"
+            )
+        self.check_within_segments()
+
+    def check_within_segments(self) -> None:
+        """Raise ValueError if the loss cannot take the pairs within segments only."""
+        if self.estimator == "moments":
+            raise ValueError(
+                "estimator is 'moments', which cannot keep to the pairs within documents, as each of these would have an "
+                "F×F matrix of its own: use exact, which leaves out tiles without pairs, or sampled"
+            )
+        if not self._variant.of_pairs:
+            pairs = ", ".join(name for name, kind in VARIANTS.items() if kind.of_pairs)
+            raise ValueError(
+                f"variant is {self.variant!r}, which is no loss of pairs, so that it cannot keep to those within documents: "
+                f"expected one of {pairs}"
+            )
 
 
 def _check(zs: Sequence[Tensor], world: int, least: int) -> int:
@@ -246,7 +280,13 @@ def _with_options(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 @_with_options
 def dispersion_losses(
-    zs: Iterable[Tensor], *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
+    zs: Iterable[Tensor],
+    *,
+    group: Group = None,
+    step: int = 0,
+    valid: Tensor | None = None,
+    segments: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Return the loss per layer and sequence, [len(zs), B].
 
@@ -256,12 +296,18 @@ def dispersion_losses(
     for unknown in options.keys() - set(names):
         hint = ": pass valid=[B, N], True at tokens" if "mask" in unknown else did_you_mean(unknown, names)
         raise TypeError(f"unknown option {unknown!r}{hint}")
-    return DispersionLoss(**options)(zs, group, step, valid=valid)
+    return DispersionLoss(**options)(zs, group, step, valid=valid, segments=segments)
 
 
 @_with_options
 def dispersion_loss(
-    z: Tensor, *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
+    z: Tensor,
+    *,
+    group: Group = None,
+    step: int = 0,
+    valid: Tensor | None = None,
+    segments: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Return the loss of one layer, [B]: ``dispersion_losses([z], …)[0]``, which documents the arguments."""
-    return dispersion_losses([z], group=group, step=step, valid=valid, **options)[0]
+    return dispersion_losses([z], group=group, step=step, valid=valid, segments=segments, **options)[0]

@@ -4,7 +4,7 @@ The mask is known on the device only, so no shape may depend on it. Where the nu
 sequences, they are put into a fixed number of *slots*, some of which stay empty.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -18,22 +18,36 @@ from titan_disp.dispersion.autograd import all_gather
 Count = int | Tensor  # a number of tokens: one for all sequences, or [B]
 
 
+BLOCK = 128  # tokens of which the lowest and the highest segment are kept
+
+
 @dataclass(frozen=True)
 class TokenMask:
     shards: tuple[Tensor, ...]  # for each rank of the group, in rank order, [B, n] bool
     rank: int = 0  # index of this rank's shard
+    segments: tuple[Tensor, ...] | None = None  # of the same tokens, [B, n] int, −1 where there is none
+    ranges: tuple[Tensor, ...] | None = None  # on the CPU: of each block of tokens, [B, blocks, 2]
+
+    def _with(self, function: Callable[[Tensor], Tensor]) -> "TokenMask":
+        every = (None if part is None else tuple(map(function, part)) for part in (self.segments, self.ranges))
+        return TokenMask(tuple(map(function, self.shards)), self.rank, *every)
 
     def __getitem__(self, sequences: slice) -> "TokenMask":
-        return TokenMask(tuple(shard[sequences] for shard in self.shards), self.rank)
+        return self._with(lambda part: part[sequences])
 
     def repeat(self, times: int) -> "TokenMask":
         """Return the mask of the same sequences several times in a row."""
-        return self if times == 1 else TokenMask(tuple(shard.repeat(times, 1) for shard in self.shards), self.rank)
+        return self if times == 1 else self._with(lambda part: torch.cat([part] * times))
 
     @property
     def own(self) -> Tensor:
         """This rank's positions, [B, n, 1]."""
         return self.shards[self.rank][..., None]
+
+    def marks(self, rank: int) -> "Marks":
+        """Return what decides which tokens of a rank form pairs with others."""
+        part = self.shards if self.segments is None else self.segments
+        return Marks(part[rank][..., None], None if self.ranges is None else self.ranges[rank])
 
     @cached_property
     def whole(self) -> Tensor:
@@ -45,25 +59,74 @@ class TokenMask:
         """The number of tokens of each sequence, [B]."""
         return self.whole.sum(1)
 
+    @cached_property
+    def squares(self) -> Tensor:
+        """The number of pairs of each sequence that the loss takes, with those of each token with itself, [B]."""
+        if self.segments is None:
+            return self.counts.square()
+        ids = torch.cat(self.segments, dim=1).sort(1).values
+        run = ids.diff(dim=1, prepend=ids[:, :1]).ne(0).cumsum(1)
+        lengths = torch.zeros_like(run).scatter_add_(1, run, ids.ge(0).to(run.dtype))
+        return lengths.square().sum(1)
 
-def token_mask(valid: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
-    """Gather the mask from this rank's ``valid`` [B, n]. A sequence of a single token has no pair and counts as empty."""
-    shards, rank = [valid], 0
+
+@dataclass(frozen=True)
+class Marks:
+    """Some tokens are bool [B, n, 1], or int if they are of segments, −1 where there is none."""
+
+    tokens: Tensor
+    ranges: Tensor | None = None
+
+    def span(self, some: slice) -> tuple[int, int] | None:
+        """Return the lowest and the highest segment of these tokens, and maybe of others; None if it is not known."""
+        if self.ranges is None:
+            return None
+        blocks = self.ranges[:, some.start // BLOCK : (some.stop - 1) // BLOCK + 1]
+        return int(blocks[..., 0].amin()), int(blocks[..., 1].amax())
+
+
+def apart(rows: Tensor, cols: Tensor) -> Tensor:
+    """Return which tokens of rows [B, m, 1] and columns [B, 1, n] form no pair, [B, m, n], given their marks."""
+    return ~(rows & cols) if rows.dtype == torch.bool else (rows != cols) | (rows < 0)
+
+
+def token_mask(given: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
+    """Gather the mask from this rank's ``valid`` or segments [B, n].
+
+    A sequence of a single token has no pair and counts as empty. The host waits for the ranges of segments.
+    """
+    valid = given.dtype == torch.bool
+    shards, rank = [given], 0
     if group is not None:
         world, rank = dist.get_world_size(group), dist.get_rank(group)
-        own = valid.to(torch.uint8).contiguous()
+        own = (given.to(torch.uint8) if valid else given).contiguous()
         every = own.new_empty((world * own.shape[0], own.shape[1]))
         all_gather(every, own, group=group)
-        shards = list(every.bool().chunk(world))
-    pairs = sum(shard.sum(1, keepdim=True) for shard in shards) > 1
-    return TokenMask(tuple(shard & pairs for shard in shards), rank)
+        shards = list((every.bool() if valid else every).chunk(world))
+    tokens = [shard if valid else shard >= 0 for shard in shards]
+    pairs = sum(shard.sum(1, keepdim=True) for shard in tokens) > 1
+    tokens = [shard & pairs for shard in tokens]
+    if valid:
+        return TokenMask(tuple(tokens), rank)
+    segments = tuple(shard.long().masked_fill(~some, -1) for shard, some in zip(shards, tokens, strict=True))
+    return TokenMask(tuple(tokens), rank, segments, _ranges(segments))
 
 
-def others_of(mask: TokenMask | None) -> Iterable[Tensor | None]:
-    """Return the masks [B, n, 1] of the other ranks, or an endless iterator of None if there is no mask."""
+def _ranges(segments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    none = torch.iinfo(torch.int64)
+    found = []
+    for shard in segments:
+        blocks = shard.split(BLOCK, dim=1)
+        low = [block.masked_fill(block < 0, none.max).amin(1) for block in blocks]
+        found.append(torch.stack([torch.stack(low, 1), torch.stack([block.amax(1) for block in blocks], 1)], dim=-1))
+    return tuple(torch.stack(found).cpu())  # one copy
+
+
+def others_of(mask: TokenMask | None) -> Iterable[Marks | None]:
+    """Return the marks of the other ranks, or an endless iterator of None if there is no mask."""
     if mask is None:
         return repeat(None)
-    return [shard[..., None] for rank, shard in enumerate(mask.shards) if rank != mask.rank]
+    return [mask.marks(rank) for rank in range(len(mask.shards)) if rank != mask.rank]
 
 
 def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:

@@ -14,17 +14,17 @@ up, with the symmetric q:
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import Gathering
 from titan_disp.dispersion.kernels import accumulation_dtype, add_product_, fused, operand_dtype, product
-from titan_disp.dispersion.masks import TokenMask, others_of
+from titan_disp.dispersion.masks import Marks, TokenMask, apart, others_of
 from titan_disp.dispersion.vectors import Units
 
-Padded = tuple[Tensor, Tensor]  # which rows [B, m, 1] and which columns [B, 1, n] of a tile are padding
+TileMarks = tuple[Tensor, Tensor]  # marks of the rows [B, m, 1] and of the columns [B, 1, n] of a tile
 PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]  # cosines [B, m, n], which it may overwrite → w and r = dw/dc
 
 # On 2 cores, 768 is 3 % slower than 1024 but saves 20 MiB of peak memory at N = 4096, F = 1024. A GPU needs larger
@@ -63,7 +63,7 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
         s_cols: Tensor,
         diagonal: bool,
         dtype: torch.dtype,
-        padded: Padded | None = None,
+        marks: TileMarks | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         w, r = pair((c * s_rows).mul_(s_cols))  # in place, the compiled kernel would have to write c back
@@ -73,10 +73,12 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
             same = index[:, None] == index
             w.masked_fill_(same, 0.0)
             q.masked_fill_(same, 0.0)
-        if padded is not None:
-            # Subtracting w(0) from the sum afterwards would cancel digits at small τ. q needs no mask: where it enters
-            # the gradient of a token, it multiplies x = 0.
-            w.masked_fill_(padded[0] | padded[1], 0.0)
+        if marks is not None:
+            # Subtracting w(0) from the sum afterwards would cancel digits at small τ.
+            none = apart(*marks)
+            w.masked_fill_(none, 0.0)
+            if marks[0].dtype != torch.bool:  # of padding alone, q multiplies x = 0 in the gradient of a token
+                q.masked_fill_(none, 0.0)
         return w.sum(-1).sum(-1), q if out is None else out.copy_(q)
 
     # Dynamo counts recompilations by code. With code of its own, no function uses up another one's.
@@ -85,7 +87,7 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 class Tiles:
-    """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles; ``valid`` [B, n, 1] where not all are tokens.
+    """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles; with ``marks`` where not all form pairs.
 
     ``wide``: whether q of a whole block of rows is kept, so that one product adds it to W. By default, this is so on a
     GPU. The cache of a CPU's core holds q of one tile.
@@ -95,12 +97,12 @@ class Tiles:
         self,
         x: Tensor,
         scale: Tensor,
-        valid: Tensor | None = None,
+        marks: Marks | None = None,
         tile: int | None = None,
         wide: bool | None = None,
     ) -> None:
         self.x, self.scale = x, scale
-        self.padded = None if valid is None else ~valid
+        self.marks = marks
         self.dtype = operand_dtype(x)
         self.wide = x.device.type != "cpu" if wide is None else wide
         n, side = x.shape[1], tile or tile_size(x.shape[1], x.shape[0], x.device.type)
@@ -114,15 +116,32 @@ class Tiles:
     ) -> tuple[Tensor, Tensor]:
         """Return Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j; q in ``out`` if it is given."""
         products, s_cols = product(rows, cols.transpose(1, 2)), other.scale[:, j].transpose(1, 2)
-        padded = None
-        if self.padded is not None and other.padded is not None:
-            padded = self.padded[:, i], other.padded[:, j].transpose(1, 2)
+        marks = None
+        if self.marks is not None and other.marks is not None:
+            marks = self.marks.tokens[:, i], other.marks.tokens[:, j].transpose(1, 2)
         diagonal = other is self and i == j
-        return _epilogue(pair)(products, self.scale[:, i], s_cols, diagonal, self.dtype, padded, out)
+        return _epilogue(pair)(products, self.scale[:, i], s_cols, diagonal, self.dtype, marks, out)
 
-    def spans(self, first: int = 0) -> list[list[slice]]:
-        """Return the tiles from the ``first`` one on, in groups of those of whose q one product is formed."""
-        return [self.slices[first:]] if self.wide else [[j] for j in self.slices[first:]]
+    def spans(self, i: slice, others: "Tiles", first: int = 0) -> Iterator[list[slice]]:
+        """Yield the other's tiles from the ``first`` one on, in groups of those of whose q one product is formed.
+
+        They are neighbours. Tiles that have no segment in common with the own tokens i are left out.
+        """
+        span: list[slice] = []
+        for j in others.slices[first:]:
+            meets = self._meets(i, others, j)
+            if span and not (meets and others.wide):
+                yield span
+                span = []
+            if meets:
+                span.append(j)
+        if span:
+            yield span
+
+    def _meets(self, i: slice, others: "Tiles", j: slice) -> bool:
+        own = self.marks and self.marks.span(i)
+        other = others.marks and others.marks.span(j)
+        return not (own and other) or (own[0] <= other[1] and other[0] <= own[1])
 
     def span_pairs(
         self, rows: Tensor, i: slice, others: "Tiles", span: list[slice], pair: PairFunction
@@ -156,29 +175,32 @@ def pair_sums(
 
     ``units`` are ``to_units(z)`` of this rank's tokens, which are 0 where the mask has no token. ``gathering`` is that of z.
     """
-    own = Tiles(units.x, units.scale, None if mask is None else mask.own)
+    own = Tiles(units.x, units.scale, None if mask is None else mask.marks(mask.rank))
     s, w = all_pairs(own, pair)
     if gathering is not None:
-        for shard, valid in zip(gathering.other_shards(), others_of(mask), strict=False):
+        for shard, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
             others = to_units(shard)
-            s += add_pairs_with(own, Tiles(others.x, others.scale, valid), w, pair)
+            s += add_pairs_with(own, Tiles(others.x, others.scale, marks), w, pair)
     return s, w
 
 
 def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
     """Return S [B] and W [B, N, F] over all i ≠ j. Each tile above the diagonal serves both sides."""
     s = tiles.scale.new_zeros(tiles.x.shape[0])
-    w = torch.empty_like(tiles.x, dtype=accumulation_dtype(tiles.x.dtype))
+    fresh = (
+        tiles.marks is None or tiles.marks.ranges is None
+    )  # no tile is left out, so that the first row writes all of W
+    w = (torch.empty_like if fresh else torch.zeros_like)(tiles.x, dtype=accumulation_dtype(tiles.x.dtype))
     for k, i in enumerate(tiles.slices):
         rows = tiles[i]
-        for span in tiles.spans(k):
+        for span in tiles.spans(i, tiles, k):
             sums, q, x = tiles.span_pairs(rows, i, tiles, span, pair)
             s += sums
             begin, end = span[0].start, span[-1].stop
-            add_product_(w[:, i], q, x, to_zero=begin == 0)
+            add_product_(w[:, i], q, x, to_zero=fresh and begin == 0)
             below = max(begin, i.stop)
             if below < end:
-                add_product_(w[:, below:end], q[..., below - begin :].transpose(1, 2), rows, to_zero=k == 0)
+                add_product_(w[:, below:end], q[..., below - begin :].transpose(1, 2), rows, to_zero=fresh and k == 0)
     return s, w
 
 
@@ -187,7 +209,7 @@ def add_pairs_with(own: Tiles, others: Tiles, w: Tensor, pair: PairFunction) -> 
     s = w.new_zeros(w.shape[0])
     for i in own.slices:
         rows = own[i]
-        for span in others.spans():
+        for span in own.spans(i, others):
             sums, q, x = own.span_pairs(rows, i, others, span, pair)
             s += sums
             add_product_(w[:, i], q, x)

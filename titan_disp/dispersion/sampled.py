@@ -50,8 +50,7 @@ class SampledLayers(Layers):
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
             # All layers at once: each layer alone would take as many kernels, all of them small.
-            mask = None if self.mask is None else self.mask.repeat(len(self.zs))
-            values, grads = in_parts(self.z.flatten(0, 1), mask, partial(self._apply, *computes))
+            values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._apply, *computes))
         else:
             both = zip(self.z, computes, strict=True)
             found = [in_parts(z, self.mask, partial(self._apply, compute)) for z, compute in both]
@@ -59,6 +58,9 @@ class SampledLayers(Layers):
         rows = self.own_rows(grads.view_as(self.z))
         parts = zip(self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True)
         return torch.stack([SavedRows.apply(*part) for part in parts])
+
+    def mask_of_all(self) -> TokenMask | None:
+        return None
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor per layer."""
@@ -79,18 +81,29 @@ class SampledTokens(SampledLayers):
     ) -> None:
         self.zs, self.length, self.features, self.in_bf16 = zs, count, [z.shape[2] for z in zs], in_bf16
         # For each layer: which of the drawn tokens this rank holds, [B, m, 1], and their indices in z, [B, m].
-        tokens, self.mine, self.local = [], [], []
+        tokens, self.mine, self.local, segments = [], [], [], []
+        whole = None if mask.segments is None else torch.cat(mask.segments, dim=1)
         for z, order in zip(zs, orders, strict=True):
             chosen = first_of_order(mask, order.to(z.device, non_blocking=True), count)
             positions, self.filled = slots_of(chosen, count)  # ``filled`` is the same for every layer
             own, mine, local = own_tokens(z.detach(), positions, group)
             tokens.append(own)
+            if whole is not None:
+                segments.append(whole.gather(1, positions).masked_fill(~self.filled, -1))
             self.mine.append(mine)
             self.local.append(local)
-        self.mask = TokenMask((self.filled,))
+        self.mask, self.segments, self.segmented = TokenMask((self.filled,)), segments, whole is not None
         self.z = torch.stack(tokens)
         if group is not None:
             dist.all_reduce(self.z, group=group)
+
+    def mask_of_all(self) -> TokenMask:
+        several = TokenMask((self.filled,)).repeat(len(self.zs))
+        return TokenMask(several.shards, segments=(torch.cat(self.segments),)) if self.segments else several
+
+    def _masked_pairs(self) -> Tensor:
+        every = self.mask_of_all()
+        return (every.squares - every.counts).view(len(self.zs), -1)
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         return [grad.where(mine, 0.0) for grad, mine in zip(grads, self.mine, strict=True)]

@@ -43,5 +43,5 @@ class Angular(AngleVariant):
     def pair(self) -> PairFunction:
         return angular_pair(self.tau, self.clamp)
 
-    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        return log_of_mean(super().normalize(sums, tokens), math.exp(-1 / self.tau))
+    def normalize(self, sums: Tensor, pairs: Count) -> Tensor:
+        return log_of_mean(super().normalize(sums, pairs), math.exp(-1 / self.tau))

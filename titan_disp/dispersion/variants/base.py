@@ -66,6 +66,7 @@ class Variant(ABC):
     estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # which it supports
     bf16_products: ClassVar[bool] = True  # under AMP
     linear_in_tokens: ClassVar[bool] = False  # the time of the exact form
+    of_pairs: ClassVar[bool] = False  # so that it can take those within segments alone
 
     @abstractmethod
     def exact(self, layers: Layers) -> Tensor:
@@ -94,6 +95,7 @@ class CosineVariant(Variant):
     If w is itself a quadratic, b c + ½ d c², name (b, d): the exact form then takes time linear in N where F < N.
     """
 
+    of_pairs: ClassVar[bool] = True
     quadratic: ClassVar[tuple[float, float] | None] = None
 
     def __init_subclass__(cls) -> None:
@@ -112,12 +114,13 @@ class CosineVariant(Variant):
         """Return the unit vectors of z [B, n, F]."""
         return Normalized(z, UNIT_EPS)
 
-    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        """Return the loss [L, B], given S [L, B] and the number of tokens per sequence: the mean over pairs i ≠ j."""
-        return sums / (tokens * (tokens - 1))
+    def normalize(self, sums: Tensor, pairs: Count) -> Tensor:
+        """Return the loss [L, B], given S [L, B] and the number of pairs i ≠ j per sequence: their mean."""
+        return sums / pairs
 
     def exact(self, layers: Layers) -> Tensor:
-        if self.quadratic is not None and max(layers.features) < layers.length:
+        linear = self.quadratic is not None and max(layers.features) < layers.length
+        if linear and not layers.segmented:  # else there is one M per segment
             return self.of_quadratic(layers, self._same_for_all)
 
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
@@ -125,7 +128,7 @@ class CosineVariant(Variant):
             s, w = pair_sums(units, self.units, layers.gather(z), mask, self._pair)
             return s, units.backward_(w.mul_(2 / units.scale))
 
-        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens(layers.mask))
+        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.pairs())
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         errors: list[Tensor] = []
@@ -161,7 +164,7 @@ class CosineVariant(Variant):
             s, grad = quadratic_sum_(u, own, layers.tokens(mask), layers.group, operand_dtype(z))
             return s, units.backward_(grad)
 
-        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens(layers.mask))
+        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.pairs())
 
 
 @dataclass(frozen=True)

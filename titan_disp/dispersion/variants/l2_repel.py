@@ -25,7 +25,7 @@ from torch import Tensor
 from titan_disp.dispersion.autograd import Gathering, Result
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.layers import Layers
-from titan_disp.dispersion.masks import Count, TokenMask, others_of
+from titan_disp.dispersion.masks import Count, TokenMask, apart, others_of
 from titan_disp.dispersion.pairwise import tile_size
 from titan_disp.dispersion.variants.base import Variant, check_tau
 
@@ -39,6 +39,7 @@ class L2Repel(Variant):
 
     name: ClassVar[str] = "l2_repel"
     bf16_products: ClassVar[bool] = False  # distances are differences
+    of_pairs: ClassVar[bool] = True
 
     tau: float
     norm_coeff: float
@@ -53,15 +54,14 @@ class L2Repel(Variant):
         sums = layers.logsumexp_over_group(
             layers.each(lambda z, mask: pair_exponents(z, mask, self.tau, layers.gather(z)))
         )
-        losses = self.normalize(sums, layers.tokens(layers.mask))
+        losses = self.normalize(sums, layers.pairs(), layers.tokens(layers.mask))
         return losses + self.norm_coeff * layers.mean_square() if self.norm_coeff else losses
 
-    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        """Return the log of the mean, given A [L, B] and the number of tokens per sequence."""
+    def normalize(self, sums: Tensor, pairs: Count, tokens: Count) -> Tensor:
+        """Return the log of the mean, given A [L, B] and the numbers of pairs i ≠ j and of tokens per sequence."""
         if not self.include_diagonal:
-            return sums - _log(tokens * (tokens - 1), sums)
-        log_tokens = _log(tokens, sums)
-        return torch.logaddexp(sums, log_tokens) - 2 * log_tokens
+            return sums - _log(pairs, sums)
+        return torch.logaddexp(sums, _log(tokens, sums)) - _log(pairs + tokens, sums)
 
 
 def _log(count: Count, like: Tensor) -> Tensor:
@@ -71,38 +71,39 @@ def _log(count: Count, like: Tensor) -> Tensor:
 def pair_exponents(z: Tensor, mask: TokenMask | None, tau: float, gathering: Gathering | None) -> Result:
     """Return this rank's part of A [B], and its gradient [B, n, F]."""
     dtype = accumulation_dtype(z.dtype)
-    rows = PairExponents(z.to(dtype), tau, None if mask is None else mask.own)
+    rows = PairExponents(z.to(dtype), tau, None if mask is None else mask.marks(mask.rank).tokens)
     rows.add()
     if gathering is not None:
-        for shard, valid in zip(gathering.other_shards(), others_of(mask), strict=False):
-            rows.add(shard.to(dtype), valid)
+        for shard, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
+            rows.add(shard.to(dtype), None if marks is None else marks.tokens)
     return rows.result()
 
 
 class PairExponents:
     """Keep the running sums of one pass: M [B], Σw [B], Σ_j w_ij [B, n, 1] and Σ_j w_ij z_j [B, n, F].
 
-    The rows i are [B, n, F] in the accumulation dtype, and 0 where ``valid`` [B, n, 1] is False. Their mean is
+    The rows i are [B, n, F] in the accumulation dtype, and 0 where their ``marks`` [B, n, 1] say no token. Their mean is
     subtracted from all tokens, which changes no difference: far from the origin, ‖a‖² + ‖b‖² − 2ab and the gradient
     would lose digits.
     """
 
-    def __init__(self, rows: Tensor, tau: float, valid: Tensor | None = None) -> None:
-        if valid is None:
+    def __init__(self, rows: Tensor, tau: float, marks: Tensor | None = None) -> None:
+        if marks is None:
             self.centre = rows.mean(1, keepdim=True)
         else:
+            valid = marks if marks.dtype == torch.bool else marks >= 0
             self.centre = rows.sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp_min(1)
-        self.rows, self.tau, self.valid = rows - self.centre, tau, valid
+        self.rows, self.tau, self.marks = rows - self.centre, tau, marks
         self.maximum = rows.new_full((rows.shape[0],), -torch.inf)
         # Not 0, because its log is infinite: rows that are all padding have no pair.
         self.total = rows.new_full((rows.shape[0],), torch.finfo(rows.dtype).tiny)
         self.weights = rows.new_zeros(*rows.shape[:2], 1)
         self.vectors = torch.zeros_like(rows)
 
-    def add(self, cols: Tensor | None = None, cols_valid: Tensor | None = None, tile: int | None = None) -> None:
+    def add(self, cols: Tensor | None = None, cols_marks: Tensor | None = None, tile: int | None = None) -> None:
         """Add all pairs of the rows with ``cols`` [B, m, F]. Without ``cols``, add the pairs i ≠ j of the rows."""
         same = cols is None
-        cols, cols_valid = (self.rows, self.valid) if cols is None else (cols - self.centre, cols_valid)
+        cols, cols_marks = (self.rows, self.marks) if cols is None else (cols - self.centre, cols_marks)
         batch, n, _ = self.rows.shape
         tile = tile or tile_size(n, batch, self.rows.device.type)
         for i in range(0, n, tile):
@@ -113,9 +114,9 @@ class PairExponents:
                 e = _exponents(rows, some, self.tau)
                 if same and i == j:
                     e.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-                if self.valid is not None and cols_valid is not None:
-                    pairs = self.valid[:, i : i + tile] & cols_valid[:, j : j + tile].transpose(1, 2)
-                    e.masked_fill_(~pairs, -torch.inf)
+                if self.marks is not None and cols_marks is not None:
+                    none = apart(self.marks[:, i : i + tile], cols_marks[:, j : j + tile].transpose(1, 2))
+                    e.masked_fill_(none, -torch.inf)
                 self._raise_maximum(e.amax((1, 2)))
                 w = e.sub_(self.maximum[:, None, None]).exp_()
                 both = same and j > i

@@ -41,5 +41,5 @@ class Uniformity(CosineVariant):
     def pair(self) -> PairFunction:
         return uniformity_pair(self.t)
 
-    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        return log_of_mean(super().normalize(sums, tokens), math.exp(-4 * self.t))
+    def normalize(self, sums: Tensor, pairs: Count) -> Tensor:
+        return log_of_mean(super().normalize(sums, pairs), math.exp(-4 * self.t))

@@ -1,0 +1,154 @@
+"""The loss of the pairs within documents is the mean over the documents of float64 oracles, weighted by their pairs.
+
+On 2 and 4 ranks: ``test_sharded_loss``.
+"""
+
+import pytest
+import torch
+
+from tests.oracle import EVERY_LOSS, drawing_order, drawn, oracle, tokens
+from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses, layers, pairwise
+from titan_disp.dispersion.variants import VARIANTS
+
+CASES = [(v, e, o) for v, e, o in EVERY_LOSS if e != "moments" and VARIANTS[v].of_pairs]
+LOG_OF_MEAN = ("angular", "l2_repel", "uniformity")
+
+
+def ids(n, batch=3):
+    """Documents of 1 to about N/3 tokens, others in every sequence; the last sequence has padding and lone tokens only."""
+    generator = torch.Generator().manual_seed(n)
+    found = torch.full((batch, n), -1)
+    for b in range(batch - 1):
+        at, number = 0, 7 * b
+        while at < n:
+            length = int(torch.randint(1, n // 3 + 2, (), generator=generator))
+            found[b, at : at + length] = number
+            at, number = at + length, number + 1
+    found[0, : n // 8] = -1
+    found[-1, :3] = torch.arange(3)
+    return found
+
+
+def within(z, segments, variant, options):
+    """The loss [B] of float64 tokens, document by document."""
+    options = dict(options)
+    diagonal = variant == "l2_repel" and options.setdefault("include_diagonal", True)
+    norm = options.pop("norm_coeff", 0.1) if variant == "l2_repel" else None
+    values = []
+    for tokens_, own in zip(z, segments, strict=True):
+        every = [tokens_[own == number][None] for number in own[own >= 0].unique()]
+        documents = [one for one in every if one.shape[1] > 1]
+        if not documents:
+            values.append(0 * tokens_.sum())
+            continue
+        zero = {} if norm is None else {"norm_coeff": 0.0}
+        found = torch.stack([oracle(variant, d, **options, **zero)[0] for d in documents])
+        sizes = [d.shape[1] for d in documents]
+        counts = torch.tensor([n * n if diagonal else n * (n - 1) for n in sizes], dtype=torch.float64)
+        lone = len(every) - len(documents) if diagonal else 0  # pairs of a token with itself: exp(0)
+        if variant in LOG_OF_MEAN:
+            value = (((counts * found.exp()).sum() + lone) / (counts.sum() + lone)).log()
+        else:
+            value = (counts * found).sum() / counts.sum()
+        if norm is not None:
+            value = value + norm * tokens_[own >= 0].square().mean()
+        values.append(value)
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("features", [6, 90])
+@pytest.mark.parametrize(("variant", "estimator", "more"), CASES, ids=str)
+def test_documents(monkeypatch, variant, estimator, more, features, wide):
+    monkeypatch.setattr(pairwise, "CPU_TILE", 16)
+    monkeypatch.setattr("titan_disp.dispersion.masks.BLOCK", 16)
+    if wide:
+        init = pairwise.Tiles.__init__
+        monkeypatch.setattr(pairwise.Tiles, "__init__", lambda *a, **k: init(*a, **{**k, "wide": True}))
+    n, options = 75, {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 50)}
+    segments, weights = ids(n), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    clean = [tokens(3, n, features, seed=seed).double() for seed in (1, 2)]
+    zs = [z.masked_fill((segments < 0)[..., None], torch.nan).requires_grad_() for z in clean]
+    found = DispersionLoss(**options, seed=3)(zs, step=5, segments=segments)
+    (found * weights).sum().backward()
+    assert found[0, 2] == 0
+    for layer, (z, value) in enumerate(zip(clean, found, strict=True)):
+        z.requires_grad_()
+        own = segments
+        if estimator == "sampled":
+            order = drawing_order(n, seed=3, step=5, layer=layer)
+            own = segments.clone()
+            for row in own:
+                row[order[(row[order] >= 0).cumsum(0) > 50]] = -1
+        expected = within(z, own, variant, more)
+        (expected * weights).sum().backward()
+        torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(zs[layer].grad, z.grad)
+
+
+def test_one_document_is_the_whole_sequence():
+    """Bit for bit, and as ``valid`` with padding."""
+    z = tokens(2, 40, 8)
+    for variant, estimator, more in CASES:
+        options = {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 20)}
+        whole = dispersion_loss(z, **options)
+        torch.testing.assert_close(
+            dispersion_loss(z, segments=torch.full((2, 40), 5), **options), whole, rtol=1e-6, atol=0
+        )
+        valid = torch.arange(40) < torch.tensor([[40], [22]])
+        segments = torch.where(valid, 3, -1)
+        padded = dispersion_loss(z, valid=valid, **options)
+        torch.testing.assert_close(dispersion_loss(z, segments=segments, **options), padded, rtol=1e-6, atol=0)
+
+
+def test_tiles_without_pairs_are_left_out(monkeypatch):
+    monkeypatch.setattr(pairwise, "CPU_TILE", 128)
+    seen = []
+    pairs = pairwise.Tiles.pairs
+    monkeypatch.setattr(
+        pairwise.Tiles, "pairs", lambda own, rows, i, *rest: seen.append(i) or pairs(own, rows, i, *rest)
+    )
+    z = tokens(2, 1024, 4)
+    dispersion_loss(z)
+    assert len(seen) == 8 * 9 / 2
+    seen.clear()
+    dispersion_loss(z, segments=torch.arange(1024).div(128, rounding_mode="floor").expand(2, 1024))
+    assert len(seen) == 8
+    seen.clear()
+    dispersion_loss(
+        z, segments=torch.arange(1024).remainder(2).expand(2, 1024)
+    )  # scattered, so that nothing is left out
+    assert len(seen) == 8 * 9 / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({}, {"valid": torch.ones(2, 8, dtype=torch.bool)}, "segments and valid are both given"),
+        ({"estimator": "moments"}, {}, "estimator is 'moments', which cannot keep to the pairs within documents"),
+        (
+            {"variant": "vicreg"},
+            {},
+            "variant is 'vicreg', which is no loss of pairs.*expected one of angular, .*simctg",
+        ),
+        ({"variant": "koleo"}, {}, "variant is 'koleo', which is no loss of pairs"),
+        (
+            {},
+            {"segments": torch.zeros(2, 8)},
+            r"segments has shape \(2, 8\) and dtype torch.float32, expected int32 or int64",
+        ),
+        ({}, {"segments": torch.zeros(2, 7, dtype=torch.int64)}, r"segments has shape \(2, 7\) .*\(2, 8\)"),
+    ],
+)
+def test_refused(options, given, message):
+    with pytest.raises(ValueError, match=message):
+        dispersion_losses([tokens(2, 8, 4)], **options, **({"segments": torch.zeros(2, 8, dtype=torch.int64)} | given))
+
+
+def test_memory_is_not_of_pairs():
+    """Packs and parts of the batch take their own sequences' documents."""
+    z, segments = tokens(6, 64, 16).double(), ids(64, batch=6)
+    whole = dispersion_loss(z, segments=segments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "BATCH_ELEMENTS", 2 * 64 * 16)
+        torch.testing.assert_close(dispersion_loss(z, segments=segments), whole)
