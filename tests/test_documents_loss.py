@@ -65,25 +65,30 @@ def test_documents(monkeypatch, variant, estimator, more, features, wide):
     if wide:
         init = pairwise.Tiles.__init__
         monkeypatch.setattr(pairwise.Tiles, "__init__", lambda *a, **k: init(*a, **{**k, "wide": True}))
-    n, options = 75, {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 50)}
+    check(variant, estimator, more, features)
+
+
+def check(variant, estimator, more, features, group=None, rank=0, ranks=1):
+    """Of this rank's tokens, if ``group`` shares the sequences."""
+    n, options = 80, {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 50)}
     segments, weights = ids(n), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    own = torch.arange(n).chunk(ranks)[rank]
     clean = [tokens(3, n, features, seed=seed).double() for seed in (1, 2)]
-    zs = [z.masked_fill((segments < 0)[..., None], torch.nan).requires_grad_() for z in clean]
-    found = DispersionLoss(**options, seed=3)(zs, step=5, segments=segments)
+    zs = [z.masked_fill((segments < 0)[..., None], torch.nan)[:, own].requires_grad_() for z in clean]
+    found = DispersionLoss(**options, seed=3)(zs, group, step=5, segments=segments[:, own])
     (found * weights).sum().backward()
     assert found[0, 2] == 0
     for layer, (z, value) in enumerate(zip(clean, found, strict=True)):
         z.requires_grad_()
-        own = segments
+        taken = segments.clone()
         if estimator == "sampled":
             order = drawing_order(n, seed=3, step=5, layer=layer)
-            own = segments.clone()
-            for row in own:
+            for row in taken:
                 row[order[(row[order] >= 0).cumsum(0) > 50]] = -1
-        expected = within(z, own, variant, more)
+        expected = within(z, taken, variant, more)
         (expected * weights).sum().backward()
         torch.testing.assert_close(value, expected)
-        torch.testing.assert_close(zs[layer].grad, z.grad)
+        torch.testing.assert_close(zs[layer].grad, z.grad[:, own])
 
 
 def test_one_document_is_the_whole_sequence():

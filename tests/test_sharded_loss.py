@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests import test_documents_loss as documents
 from tests import test_padding as padding
 from tests.distributed import spawn
 from tests.oracle import EVERY_LOSS, angular, drawn, tokens
@@ -19,6 +20,8 @@ from titan_disp.dispersion import (
     dispersion_loss,
     dispersion_losses,
     layers,
+    masks,
+    pairwise,
 )
 from titan_disp.dispersion.moments import sample
 
@@ -189,6 +192,10 @@ def check_four_ranks():
         padding.check(features, case, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
     for features, case in padding.NARROW_AND_WIDE[:3]:
         padding.check(features, case, dist.group.WORLD, rank, 4)
+    with mock.patch.object(pairwise, "CPU_TILE", 16), mock.patch.object(masks, "BLOCK", 16):
+        for case in documents.CASES:
+            documents.check(*case, 6, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
+            documents.check(*case, 6, dist.group.WORLD, rank, 4)
     ledger = LossLedger()
     ledger.add_fit_errors(torch.tensor([0.5 * (rank + 1)]))
     assert ledger.worst_fit(across["sequence"]) == (1.5, 2.0)[rank % 2]
