@@ -26,6 +26,13 @@ def global_batch():
     return tokens[:, :-1], labels
 
 
+def documents():
+    """The number of each token's document in its sequence, [8, 32]. The first sequence is one document."""
+    begins = torch.rand(GLOBAL_BATCH, SEQ_LEN, generator=torch.Generator().manual_seed(3)) < 0.15
+    begins[0], begins[1, :2] = False, True
+    return begins.cumsum(1).int() - begins[:, :1].int()
+
+
 def full(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
@@ -93,7 +100,9 @@ def step(trainer):
     dims = trainer.parallel_dims
     dp_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
     dp = dims.dp_replicate * dims.dp_shard
-    inputs, labels = (x.chunk(dp)[dp_rank] for x in global_batch())
+    job = trainer.job_config
+    masked = job.stream.document_mask or job.dispersion.within_documents
+    inputs, labels, segments = (x.chunk(dp)[dp_rank] for x in (*global_batch(), documents()))
     size = trainer.job_config.training.local_batch_size
     gradients = {}
 
@@ -106,7 +115,8 @@ def step(trainer):
     trainer.ntokens_seen += GLOBAL_BATCH * SEQ_LEN
     trainer.metrics_processor.ntokens_since_last_log += 1
     trainer.metrics_processor.data_loading_times.append(0.0)
-    trainer.train_step(({"input": i}, label) for i, label in zip(inputs.split(size), labels.split(size), strict=True))
+    batches = zip(inputs.split(size), labels.split(size), segments.split(size), strict=True)
+    trainer.train_step(({"input": i, **({"segments": s} if masked else {})}, label) for i, label, s in batches)
     hook.remove()
     return gradients
 

@@ -120,9 +120,16 @@ def streams_of(files, slots, ranks, seq_len=7, positions=None, assignment=None, 
     return [RankStreams(files, part, positions[part.start : part.stop], assignment, encode, how) for part in parts]
 
 
+def sequence(slot):
+    """A slot's next seq_len + 1 tokens, int64."""
+    out = np.empty(slot.streams.options.seq_len + 1, dtype=np.int64)
+    slot.fill(out)
+    return out
+
+
 def batches(ranks, steps):
     """Return sequences [steps, slots, seq_len + 1], and the positions [slots, k] after them."""
-    out = [np.stack([slot.sequence() for rank in ranks for slot in rank.slots.values()]) for _ in range(steps)]
+    out = [np.stack([sequence(slot) for rank in ranks for slot in rank.slots.values()]) for _ in range(steps)]
     return np.stack(out), np.stack([slot.position for rank in ranks for slot in rank.slots.values()])
 
 

@@ -309,7 +309,7 @@ def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
                 _ValidationSet(job, tokenizer, 2, rank)
     for job.stream.validation_sequences in (4, whole):  # using all of them is no error
         _ValidationSet(job, tokenizer, 2, 0)
-    assert len(held_out_sequences(job, tokenizer, there)) == there
+    assert len(held_out_sequences(job, tokenizer, there)[0]) == there
     with pytest.raises(ConfigError, match=rf"{there} sequences .*, expected {there + 1}: set condensation.sequences"):
         held_out_sequences(job, tokenizer, there + 1)
 

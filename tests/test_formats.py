@@ -347,5 +347,5 @@ class TestTokenIds:
         assert stored.counters()["documents"] == text.counters()["documents"] > 5
         end = int(np.flatnonzero(np.array(ids) == tokenizer.eos_id)[int(stored.counters()["documents"]) - 1])
         assert stored.counters()["text_bytes"] == 2 * (end + 1)
-        found = first_sequences(stored.files, tokenizer, job, 16, 30, "")
+        (found,) = first_sequences(stored.files, tokenizer, job, 16, 30, "")
         assert found.reshape(-1).tolist() == ids[: 30 * 17]

@@ -20,6 +20,7 @@ from tests.streams import (
     json_lines,
     loader,
     of_sizes,
+    sequence,
     streams_of,
     words_of,
     write_files,
@@ -185,7 +186,7 @@ def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_p
     (rank,) = streams_of(files, 2, 1, assignment=mixture, max_skipped_fraction=0.1)
     (alone,) = streams_of(code, 1, 1, max_skipped_fraction=0.1)
     for _ in range(10):
-        assert rank.slots[1].sequence().tolist() == alone.slots[0].sequence().tolist() == [5, EOS] * 4
+        assert sequence(rank.slots[1]).tolist() == sequence(alone.slots[0]).tolist() == [5, EOS] * 4
     assert rank.slots[1].position[Field.SKIPPED_FILES] == 0
 
 
@@ -193,7 +194,7 @@ def test_what_is_said_of_a_slot_without_documents_names_its_source(tmp_path):
     files, _, mixture = two_sources(tmp_path, json_lines(["3"] * 30), b"{}\n" * 30)
     (rank,) = streams_of(files, 2, 1, assignment=mixture, max_skipped_fraction=1.0)
     with pytest.raises(ConfigError, match=r"slot 1 of 2 found no usable .* files: 1, from code/0.json to code/0.json"):
-        rank.slots[1].sequence()
+        sequence(rank.slots[1])
 
 
 def test_epochs_read_by_hand(sample):
@@ -379,7 +380,8 @@ def test_held_out_sequences_are_of_the_first_source_that_has_some(job, sample):
     assert held_out_sequences(job, tokenizer, 3) is None
     beside = changed(job, sources=[*job.stream.sources, Source(1.0, str(sample), "c4")])
     plain = changed(job, sources=[], dataset_path=str(sample))
-    assert torch.equal(held_out_sequences(beside, tokenizer, 3), held_out_sequences(plain, tokenizer, 3))
+    (found,), (expected,) = (held_out_sequences(one, tokenizer, 3) for one in (beside, plain))
+    assert torch.equal(found, expected)
 
 
 def test_the_model_card_names_the_sources(job):

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.fake_hub import COMMIT, serving
-from tests.streams import write_texts
+from tests.streams import sequence, write_texts
 from titan_disp.data import storage
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents
@@ -235,7 +235,7 @@ def test_requests_of_an_epoch(corpus_on_hub):
             streams = RankStreams(files, slots, positions[slots], assignment, encode, StreamOptions(seq_len=59))
             for _ in range(sequences):
                 for slot in slots:
-                    streams.slots[slot].sequence()
+                    sequence(streams.slots[slot])
             for slot in slots:
                 positions[slot] = streams.slots[slot].position
             reads += len(streams.passes.bytes_read())

@@ -23,7 +23,7 @@ from titan_disp.train import DispTrainer
 
 # By hand: what decides which tokens a slot gets, and which model is trained. Does a new key?
 DATA = {"sources", "slots", "seed", "shuffle_window", "max_document_mb", "text_field", "text_split", "token_dtype"}
-MODEL = {"model.overrides", "baseline.method"}
+MODEL = {"model.overrides", "baseline.method", "stream.document_mask", "stream.restart_positions"}
 STEP, EPOCH = 7, 2
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from tests.streams import EOS, batches, config, json_lines, order_by_hand, streams_of, words_of, write_files
+from tests.streams import EOS, batches, config, json_lines, order_by_hand, sequence, streams_of, words_of, write_files
 from titan_disp.data.files import list_files
 from titan_disp.data.loader import build_dataloader
 from titan_disp.data.position import Field
@@ -146,7 +146,7 @@ def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
     held = []
     while any(slot.position[Field.EPOCH] == 0 for slot in rank.slots.values()):
         for slot in rank.slots.values():
-            slot.sequence()
+            sequence(slot)
             waiting = sum(len(text) for other in rank.slots.values() for text in other.source._documents)
             queued = sum(one.queued for passes in rank.passes._open.values() for one in passes)
             held.append(waiting + queued)

@@ -41,6 +41,7 @@ from tests.streams import (
     of_sizes,
     parquet,
     parts_by_hand,
+    sequence,
     stored,
     streams_of,
     through,
@@ -220,7 +221,7 @@ def test_slots_of_a_rank_share_one_pass(tmp_path):
         for rank in streams_of(files, slots, ranks, seq_len=63):
             while any(slot.position[Field.EPOCH] == 0 for slot in rank.slots.values()):
                 for slot in rank.slots.values():
-                    slot.sequence()
+                    sequence(slot)
             read += sum(count for (epoch, _), count in rank.passes.bytes_read().items() if epoch == 0)
             rank.close()
         assert read / sum(file.size for file in files) <= 1 + ranks / len(files), (slots, ranks)
@@ -278,7 +279,7 @@ def test_sequences_are_documents_joined_by_eos(tmp_path):
 def test_how_far_is_read_ahead(tmp_path, tokens, sequences):
     write_texts(tmp_path / "train.json", ["5 " * 1023 + "5"] * 300)  # 2047 bytes each
     (rank,) = streams_of(list_files("c4", str(tmp_path)), 1, 1, seq_len=tokens - 1)
-    rank.slots[0].sequence()
+    sequence(rank.slots[0])
     assert 0 <= rank.slots[0].cursor.position.values[Field.BYTES] - 4 * tokens * sequences < 2047
 
 
@@ -288,7 +289,7 @@ def test_read_ahead_follows_the_text(tmp_path):
     (rank,) = streams_of(list_files("c4", str(tmp_path)), 1, 1)
     slot = rank.slots[0]
     for i in range(1200):
-        slot.sequence()
+        sequence(slot)
         if i >= 600:
             ahead = slot.cursor.position.values[Field.BYTES] - slot.position[Field.BYTES]
             assert 213 - 8 * 15 / 9 - 1 <= ahead <= 213 + 2 * 15
@@ -370,7 +371,7 @@ class TestBadData:
         for rank in streams_of(files, 4, 4, max_skipped_fraction=1.0):
             for slot in rank.slots.values():
                 while slot.position[Field.EPOCH] == 0:
-                    slot.sequence()
+                    sequence(slot)
                 skipped += slot.position[Field.SKIPPED_FILES]
         assert skipped == 1
 
@@ -726,7 +727,7 @@ def test_validation_is_the_same_on_any_ranks(sample):
 def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_path, caplog):
     tokenizer, job = load_tokenizer(sample / "tokenizer"), config(sample)
     expected = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 5, 33)
-    found = held_out_sequences(job, tokenizer, 5)
+    (found,) = held_out_sequences(job, tokenizer, 5)
     assert found.dtype == torch.int64
     assert torch.equal(found, expected)
 
@@ -734,7 +735,7 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_pa
     section = job.validation
     section.enable, section.dataset, section.dataset_path = True, "text_validation", str(tmp_path)
     section.seq_len = 64  # of validation; held-out sequences have training's
-    found = held_out_sequences(job, tokenizer, 5)
+    (found,) = held_out_sequences(job, tokenizer, 5)
     assert torch.equal(found, first_sequences_by_hand(other, sample, 5, 33))
     assert not torch.equal(found, expected)
 

@@ -4,6 +4,7 @@
 - ``torch.cpu`` lacks the memory statistics and device properties that the metrics read.
 - FSDP2 reduces gradients with PREMUL_SUM, which gloo does not support.
 - MFU needs a peak, and TorchTitan would take that of an A100.
+- Flex attention has no backward pass.
 - The two threads of a gloo group corrupt the heap if both end a collective at once.
 """
 
@@ -20,8 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def active() -> bool:
@@ -81,6 +84,7 @@ def install() -> None:
     if not active():
         return
     import torchtitan.tools.utils as titan_utils
+    from torchtitan.models.attention import FlexAttentionWrapper
     from torchtitan.tools.logging import logger
 
     module = _CpuModule("titan_disp_cpu_device")
@@ -89,11 +93,28 @@ def install() -> None:
             for copied, value in (("device_type", "cpu"), ("device_module", module)):
                 if hasattr(loaded, copied):
                     setattr(loaded, copied, value)
+    FlexAttentionWrapper._compiled_flex_attn = _masked_attention
     # A CPU's peak is unknown, so TorchTitan computes "mfu: nan%".
     titan_utils.get_peak_flops = lambda device_name: float("nan")
     logger.addFilter(_without_unknown_mfu)  # once, however often this is called
     if dist.is_gloo_available():
         _give_gloo_groups_one_thread()
+
+
+def _masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_mask: BlockMask,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> Tensor:
+    """Attend as flex attention does, q [B, heads, N, head_dim], but with the whole mask, [B, 1, N, N] bool."""
+    batch, place = torch.arange(len(q)).view(-1, 1, 1, 1), torch.arange(q.shape[2])
+    mask = block_mask.mask_mod(batch, torch.zeros_like(batch), place[:, None], place)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 
 
 def _without_unknown_mfu(record: logging.LogRecord) -> bool:

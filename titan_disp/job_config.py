@@ -48,6 +48,11 @@ class Dispersion:
     blocks' outputs, as false does.
     """
 
+    within_documents: bool = key(False)
+    """Whether the loss of a sequence takes only the pairs of tokens of one document. By default, as in the paper, it takes
+    all pairs of the sequence, which holds several documents.
+    """
+
     clamp: float = key(0.25, "authors", least=0, below=1)
     """κ. Cosines are clamped to [−1+κ, 1−κ], straight-through."""
 
@@ -162,6 +167,16 @@ class Stream:
     slots: int = key(0, least=0, noun="slots", fixes="data")
     """Slots of the run. 0: training.global_batch_size. The global batch must be a multiple of the slots, and the slots
     a multiple of the data-parallel ranks.
+    """
+
+    document_mask: bool = key(False, fixes="model")
+    """Whether attention stays within a document. A sequence holds several documents, one after another; by default, as
+    in the paper, a token also attends to the documents before its own. docs/training.md says more.
+    """
+
+    restart_positions: bool = key(False, fixes="model")
+    """Whether positions begin at 0 in every document of a sequence. Needs document_mask. Rotary embeddings know only
+    distances, so that this changes GPT-2 and, but for rounding, not Qwen3.
     """
 
     seed: int = key(0, fixes="data")

@@ -121,6 +121,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
             step=shared.steps_completed,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),
+            within_documents=job_config.dispersion.within_documents,  # type: ignore[attr-defined]
             others=build_further_losses(job_config),
             ledger=shared.ledger,
             ignore_index=IGNORE_INDEX,

@@ -354,22 +354,24 @@ class DispTrainer(Trainer):
         if not section.interval or job.comm.mode != "default":
             return None
         assert self.tokenizer is not None
-        sequences = held_out_sequences(job, self.tokenizer, section.sequences)
-        if sequences is None:
+        found = held_out_sequences(job, self.tokenizer, section.sequences)
+        if found is None:
             logger.warning(
                 "condensation is not measured: no validation split was found (one is looked for only on the hub or in a "
                 "folder). Set validation.enable = true with validation.dataset_path, or condensation.interval = 0"
             )
             return None
         mesh = self.parallel_dims.get_optional_mesh("batch")
+        sequences, *segments = (rows.to(self.device) for rows in found)
         return Monitor(
-            sequences.to(self.device),
+            sequences,
             job.training.local_batch_size,
             section.max_tokens,
             (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1),
             mesh.get_group() if mesh is not None else None,
             process_group(self.loss_fn.group),  # type: ignore[attr-defined]
             process_group(self.loss_fn.cp_group),  # type: ignore[attr-defined]
+            *segments,
         )
 
     def measure_condensation(self) -> None:
@@ -381,11 +383,12 @@ class DispTrainer(Trainer):
             model = self.model_parts[0]
             layers = range(self.model_args.n_layers + 2)  # type: ignore[attr-defined]
 
-            def forward(tokens: torch.Tensor, labels: torch.Tensor) -> Forward:
-                inputs, labels, _, kwargs = self.post_dataloading_process({"input": tokens}, labels)
+            def forward(tokens: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor | None = None) -> Forward:
+                given = {"input": tokens} if segments is None else {"input": tokens, "segments": segments}
+                inputs, labels, extra, kwargs = self.post_dataloading_process(given, labels)
                 with self.train_context():
                     with self.maybe_enable_amp:
-                        logits, activations = model(inputs, **kwargs, return_activations=layers)
+                        logits, activations, *_ = model(inputs, **extra, **kwargs, return_activations=layers)
                     ce = cross_entropies(logits, labels)
                 positions = kwargs.get("positions")
                 return Forward(activations, ce, None if positions is None else positions[0])

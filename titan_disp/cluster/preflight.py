@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
@@ -39,6 +38,8 @@ from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.checks import check_config, check_mesh
 from titan_disp.config.load import load_config
 from titan_disp.config.options import PreflightOptions
+from titan_disp.data.options import stream_options
+from titan_disp.data.stream import Batch, as_batch
 from titan_disp.errors import ConfigError, counted
 from titan_disp.models.arguments import activation_indices, named, shown
 from titan_disp.models.registry import args_of, find_model
@@ -237,28 +238,32 @@ def _run(options: PreflightOptions, folder: Path) -> dict[str, Any]:
 
 
 class RandomTokens(BaseDataLoader):
-    """Repeat one microbatch forever, in the real loader's form: ({"input": [local_batch, seq_len]}, labels), int64."""
+    """Repeat one microbatch forever, in the real loader's form (``as_batch``), with documents of 256 tokens."""
 
-    def __init__(self, vocab_size: int, local_batch_size: int, seq_len: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(vocab_size, (local_batch_size, seq_len + 1), generator=generator)
+    def __init__(self, vocab_size: int, job_config: JobConfig) -> None:
+        generator, training = torch.Generator().manual_seed(0), job_config.training
+        tokens = torch.randint(vocab_size, (training.local_batch_size, training.seq_len + 1), generator=generator)
+        self.rows = [tokens]
+        if stream_options(job_config).segments:
+            self.rows.append((torch.arange(training.seq_len + 1) // 256).int().expand_as(tokens))
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         while True:
-            yield {"input": self.tokens[:, :-1]}, self.tokens[:, 1:]
+            yield as_batch(*self.rows)
 
 
 @contextmanager
 def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
-    """Give the registered spec random tokens as data, and no tokenizer, within this context."""
+    """Give the registered spec random tokens as data, and no real tokenizer, within this context."""
     spec = get_train_spec(job_config.model.name)
     before = spec.build_tokenizer_fn, spec.build_dataloader_fn
-    training, vocab_size = job_config.training, args_of(job_config).vocab_size
+    vocab_size = args_of(job_config).vocab_size
 
     def build_data(**kwargs: Any) -> RandomTokens:
-        return RandomTokens(vocab_size, training.local_batch_size, training.seq_len)
+        return RandomTokens(vocab_size, job_config)
 
-    spec.build_tokenizer_fn, spec.build_dataloader_fn = None, build_data
+    # With masks, the trainer asserts that there is a tokenizer.
+    spec.build_tokenizer_fn, spec.build_dataloader_fn = lambda job_config: object(), build_data  # type: ignore[assignment, return-value]
     try:
         yield
     finally:

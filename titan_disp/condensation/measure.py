@@ -175,6 +175,7 @@ class Monitor:
         data_group: ranks whose sums are added up.
         sequence_group: ranks over which the activations of a sequence are sharded (TP, CP, or both).
         label_group: ranks over which its labels are sharded (CP), a part of sequence_group.
+        segments: [n, N + 1] numbers of the tokens' documents (``data.stream.Slot.fill``), if the model needs them.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Monitor:
         data_group: dist.ProcessGroup | None = None,
         sequence_group: dist.ProcessGroup | None = None,
         label_group: dist.ProcessGroup | None = None,
+        segments: Tensor | None = None,
     ) -> None:
         rank, number = ranks
         count, n = sequences.shape[0], sequences.shape[1] - 1
@@ -195,18 +197,22 @@ class Monitor:
         self.copies = places // count
         self.copy = own // count  # copy c measures layers c, c + copies, …; an incomplete copy measures none
         self.batches = sequences[(own % count).to(sequences.device)]
+        self.segments = [] if segments is None else [segments[(own % count).to(segments.device)]]
         self.labels = count * n
         self.tokens = min(max_tokens, n)
         self.positions = torch.linspace(0, n - 1, self.tokens, dtype=torch.float64).round().long()
         self.data_group, self.sequence_group, self.label_group = data_group, sequence_group, label_group
 
     @torch.no_grad()
-    def measure(self, forward: Callable[[Tensor, Tensor], Forward]) -> Condensation:
-        """Measure, by a collective call, and return the same on all ranks. ``forward`` takes token ids and labels."""
+    def measure(self, forward: Callable[..., Forward]) -> Condensation:
+        """Measure, by a collective call, and return the same on all ranks.
+
+        ``forward`` takes token ids, labels, and segments if there are any, each [B, N].
+        """
         sums: Accumulator | None = None
         ce = torch.zeros((), dtype=torch.float64, device=self.batches.device)
-        for batch, copy in zip(self.batches, self.copy, strict=True):
-            found = forward(batch[:, :-1], batch[:, 1:])
+        for batch, copy, *segments in zip(self.batches, self.copy, *self.segments, strict=True):
+            found = forward(batch[:, :-1], batch[:, 1:], *(rows[:, :-1] for rows in segments))
             ce += found.cross_entropies[copy == 0].sum()
             if sums is None:
                 sums = Accumulator(len(found.activations), batch.device)

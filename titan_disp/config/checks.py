@@ -205,6 +205,23 @@ def _check_supported(job_config: JobConfig) -> None:
             "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which the "
             "models do not have): set validation.enable = false or context_parallel_degree = 1"
         )
+    stream = job_config.stream  # type: ignore[attr-defined]
+    if p.context_parallel_degree > 1 and stream.document_mask:
+        raise ConfigError(
+            f"stream.document_mask is true, but context_parallel_degree is {p.context_parallel_degree}: TorchTitan 0.2.2's "
+            "context parallelism of Qwen3 takes no mask. Set context_parallel_degree = 1 or stream.document_mask = false"
+        )
+    if p.context_parallel_degree > 1 and job_config.dispersion.within_documents:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"dispersion.within_documents is true, but context_parallel_degree is {p.context_parallel_degree}: TorchTitan "
+            "0.2.2's context parallelism would divide the tokens, but not the numbers of their documents. Set "
+            "context_parallel_degree = 1 or dispersion.within_documents = false"
+        )
+    if stream.restart_positions and not stream.document_mask:
+        raise ConfigError(
+            "stream.restart_positions is true, but stream.document_mask is false: attention across documents needs "
+            "positions in the sequence. Set stream.document_mask = true or stream.restart_positions = false"
+        )
     if p.enable_async_tensor_parallel and not (compiled.enable and "model" in compiled.components):
         raise ConfigError(
             'parallelism.enable_async_tensor_parallel needs compile.enable = true, and "model" in compile.components'
@@ -356,7 +373,13 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
 def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:
     """Return the loss that [dispersion] describes. ``debug.seed`` decides which positions are sampled."""
     options = parse_overrides(job_config.dispersion.options, OPTIONS)  # type: ignore[attr-defined]
-    return _build(DispersionLoss, job_config, seed=job_config.debug.seed or 0, options=options or None)
+    loss = _build(DispersionLoss, job_config, seed=job_config.debug.seed or 0, options=options or None)
+    if job_config.dispersion.within_documents:  # type: ignore[attr-defined]
+        try:
+            loss.check_within_segments()
+        except ValueError as error:
+            raise ConfigError(f"dispersion.{error}, or set dispersion.within_documents = false") from error
+    return loss
 
 
 def build_further_losses(job_config: JobConfig) -> dict[str, tuple[float, DispersionLoss]]:
@@ -378,6 +401,8 @@ def build_further_losses(job_config: JobConfig) -> dict[str, tuple[float, Disper
         try:
             values = {key: checked(key, value, known[key]) for key, value in given.items()}
             loss = DispersionLoss(**values, seed=job_config.debug.seed or 0)
+            if section.within_documents:
+                loss.check_within_segments()
         except ValueError as error:
             raise ConfigError(f"{where}.{error}") from error
         names.append(loss.name)

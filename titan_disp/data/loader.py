@@ -30,12 +30,11 @@ from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field, fraction_read
 from titan_disp.data.shuffle import memory
 from titan_disp.data.sources import list_and_check, source_shares, training_sets
-from titan_disp.data.stream import RankStreams, Sequences, as_it_is, worker_signals
+from titan_disp.data.stream import Batch, RankStreams, Sequences, as_batch, as_it_is, worker_signals
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
 from titan_disp.text import byte_size
 
-Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
 _GROUP_TOKENS = 1 << 16  # … but no more tokens than these, unless a single microbatch has more
 C4_DOCUMENT_BYTES = 2200  # mean length of a document
@@ -126,16 +125,16 @@ class StreamLoader(BaseDataLoader):
                 self.seconds_waited += time.perf_counter() - start
                 if isinstance(got, ConfigError):
                     raise got
-                array, positions, bytes_read, self.densities = got
+                arrays, positions, bytes_read, self.densities = got
                 self.bytes_read.update(bytes_read)
-                for first in range(0, len(array), batch):
+                for first in range(0, len(positions), batch):
                     for row in positions[first : first + batch]:
                         mine[turn] = row
                         turn = (turn + 1) % own
-                    tokens = torch.from_numpy(array[first : first + batch])
+                    rows = [torch.from_numpy(array[first : first + batch]) for array in arrays]
                     if self.pin_memory:
-                        tokens = tokens.pin_memory()
-                    yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+                        rows = [row.pin_memory() for row in rows]
+                    yield as_batch(*rows)
         finally:
             del batches  # DataLoader stops its worker when its iterator is deleted
 

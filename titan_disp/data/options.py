@@ -33,6 +33,7 @@ class StreamOptions:
     prefetch: int = 0  # microbatches that the worker prepares ahead; 0 reads in the training process
     tokenizer_threads: int = 1
     fast_tokenizer: bool = False
+    segments: bool = False  # whether every token comes with the number of its document in the sequence
     format: Format = Format()
 
 
@@ -40,7 +41,7 @@ def stream_options(
     job_config: JobConfig, seq_len: int | None = None, tokenizer: BaseTokenizer | None = None
 ) -> StreamOptions:
     """Take the stream's options from [stream] and [training]. Without a tokenizer, token ids on disk cannot be read."""
-    stream = job_config.stream  # type: ignore[attr-defined]
+    stream, dispersion = job_config.stream, job_config.dispersion  # type: ignore[attr-defined]
     return StreamOptions(
         seq_len=seq_len or job_config.training.seq_len,
         seed=stream.seed,
@@ -53,6 +54,7 @@ def stream_options(
         prefetch=stream.prefetch,
         tokenizer_threads=stream.tokenizer_threads or default_threads(),
         fast_tokenizer=stream.fast_tokenizer,
+        segments=stream.document_mask or (dispersion.enabled and dispersion.within_documents),
         format=Format(
             stream.text_field,
             stream.text_split,

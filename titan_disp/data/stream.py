@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from titan_disp.data.assignment import Assignment
@@ -123,17 +124,15 @@ class Slot:
             self._ahead.extend((document, task, index) for index, document in enumerate(documents))
             self._bytes += total
 
-    def sequence(self) -> np.ndarray:
-        """Return the next seq_len + 1 tokens, int64, and move the position past them."""
-        out = np.empty(self.streams.options.seq_len + 1, dtype=np.int64)
-        self.fill(out)
-        return out
+    def fill(self, out: np.ndarray, segments: np.ndarray | None = None) -> None:
+        """Write the next len(out) tokens into ``out``, and move the position past them.
 
-    def fill(self, out: np.ndarray) -> None:
-        """Write the next len(out) tokens into ``out``, and move the position past them."""
+        Write the number of each token's document into ``segments``, if given: 0 for the first document in ``out``, which
+        may have begun before it, 1 for the next, and so on.
+        """
         if not self.streams.options.fast_tokenizer:  # it gains nothing from reading ahead
             self.streams.read_ahead(self.cursor.position.slot)
-        filled = 0
+        filled = number = 0
         while filled < len(out):
             if not self._ahead:
                 self._bytes = 0.0  # drops rounding errors, and what was packed of a document before a resume
@@ -142,6 +141,9 @@ class Slot:
             tokens = task()[index]
             piece = tokens[self._offset : self._offset + len(out) - filled]
             out[filled : filled + len(piece)] = piece
+            if segments is not None:
+                segments[filled : filled + len(piece)] = number
+            number += 1
             filled += len(piece)
             self._offset += len(piece)
             self._bytes -= document.size * len(piece) / len(tokens)
@@ -155,6 +157,27 @@ class Slot:
                 self.position = document.end
 
 
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
+    """Return inputs and labels [B, N], as TorchTitan's trainer takes them, of tokens [B, N + 1] int64.
+
+    The trainer passes all inputs but "input" to the model's forward as keyword arguments. ``segments`` [B, N + 1] int32
+    are those that ``Slot.fill`` writes.
+    """
+    inputs = {"input": tokens[:, :-1]}
+    if segments is not None:
+        inputs["segments"] = segments[:, :-1]
+    return inputs, tokens[:, 1:]
+
+
+def empty_rows(count: int, options: StreamOptions, dtype: type = np.int64) -> list[np.ndarray]:
+    """Return arrays [count, seq_len + 1] for ``Slot.fill``: of tokens, and of segments if the options say so."""
+    kinds = [dtype, np.int32] if options.segments else [dtype]
+    return [np.empty((count, options.seq_len + 1), dtype=kind) for kind in kinds]
+
+
 _WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
 
 
@@ -166,9 +189,9 @@ def as_it_is(batch: Any) -> Any:
 class Sequences(IterableDataset):
     """Make the rank's sequences, in the prefetch worker if there is one.
 
-    It yields tuples of tokens [n, seq_len + 1], positions [n, k], bytes newly read by (epoch, file), and bytes of text
-    per stored byte of each source. n is ``batch`` · ``group``. If reading fails, it yields what was read before (a
-    smaller multiple of ``batch``) and then the ConfigError.
+    It yields tuples of ``empty_rows`` that it has filled, positions [n, k], bytes newly read by (epoch, file), and bytes
+    of text per stored byte of each source. n is ``batch`` · ``group``. If reading fails, it yields what was read before
+    (a smaller multiple of ``batch``) and then the ConfigError.
     """
 
     def __init__(self, make: Any, batch: int, group: int) -> None:
@@ -184,13 +207,13 @@ class Sequences(IterableDataset):
             while True:
                 # Arrays pass through the worker's pipe faster than tensors, which would go through shared memory. They
                 # are int64, as the model wants, because this process has the time to convert them.
-                tokens = np.empty((self.batch * self.group, streams.options.seq_len + 1), dtype=np.int64)
-                positions = np.empty((len(tokens), len(Field)), dtype=np.int64)
+                arrays = empty_rows(self.batch * self.group, streams.options)
+                positions = np.empty((self.batch * self.group, len(Field)), dtype=np.int64)
                 done, failed = 0, None
                 try:
-                    for row, position in zip(tokens, positions, strict=True):
+                    for *row, position in zip(*arrays, positions, strict=True):
                         slot = slots[turn]
-                        slot.fill(row)
+                        slot.fill(*row)
                         position[:] = slot.position
                         turn = (turn + 1) % len(slots)
                         done += 1
@@ -199,7 +222,8 @@ class Sequences(IterableDataset):
                 whole = done - done % self.batch
                 if whole:
                     read = streams.passes
-                    yield tokens[:whole], positions[:whole], read.bytes_read(), read.text_per_stored_byte()
+                    filled = [array[:whole] for array in arrays]
+                    yield filled, positions[:whole], read.bytes_read(), read.text_per_stored_byte()
                 if failed is not None:
                     raise failed
         except ConfigError as error:

@@ -20,7 +20,7 @@ from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, str
 from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.sources import check_content, training_sets
-from titan_disp.data.stream import RankStreams
+from titan_disp.data.stream import Batch, RankStreams, as_batch, empty_rows
 from titan_disp.data.tokenizer import encoder
 from titan_disp.errors import ConfigError, counted
 
@@ -48,8 +48,8 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
 
 def first_sequences(
     files: list[DataFile], tokenizer: BaseTokenizer, job_config: JobConfig, seq_len: int, count: int, asked: str
-) -> np.ndarray:
-    """Read token ids from the beginning of a split as one stream: [count, seq_len + 1] int32.
+) -> list[np.ndarray]:
+    """Read the beginning of a split as one stream, into ``empty_rows`` of int32.
 
     The split may not have fewer, because repeating some would give them more weight. ``asked`` says how to ask for fewer.
     """
@@ -57,26 +57,27 @@ def first_sequences(
     check_content(files, options, "validation")
     begin, assignment = np.zeros((1, len(Field)), dtype=np.int64), Assignment(files, slots=1, seed=0)
     streams = RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)
-    slot, found = streams.slots[0], list[np.ndarray]()
+    slot, found = streams.slots[0], empty_rows(count, options, np.int32)
     try:
-        while len(found) < count:
-            found.append(slot.sequence().astype(np.int32))
+        for done, row in enumerate(zip(*found, strict=True)):
+            slot.fill(*row)
             if slot.position[Field.EPOCH] > 0:
                 raise ConfigError(
                     f"the validation split ({counted(len(files), 'file')}, {files[0].url} to {files[-1].url}) holds "
-                    f"{counted(len(found) - 1, 'sequence')} of {seq_len} tokens, expected {count}: {asked}, or take more text"
+                    f"{counted(done, 'sequence')} of {seq_len} tokens, expected {count}: {asked}, or take more text"
                 )
     finally:
         streams.close()
     check_documents(slot.position[Field.SKIPPED], slot.position[Field.DOCUMENTS], options.max_skipped_fraction)
-    return np.stack(found)
+    return found
 
 
-def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
+def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> list[Tensor] | None:
     """Read the first sequences of the validation split, the same on every rank and in every run. A collective call.
 
     The split is that of [validation] if it is enabled, else the one beside the training data, of the first source that
-    has one. It returns [count, training.seq_len + 1] token ids, int64, or None if there is no validation split.
+    has one. It returns token ids [count, training.seq_len + 1] int64, with ``stream.document_mask`` also their segments
+    (``Slot.fill``), or None if there is no validation split.
     """
     v = job_config.validation
     if v.enable:
@@ -90,7 +91,9 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
     if not splits:
         return None
 
-    def read() -> np.ndarray | None:  # on rank 0, because hundreds of ranks would ask the hub for the same documents
+    def read() -> (
+        list[np.ndarray] | None
+    ):  # on rank 0, because hundreds of ranks would ask the hub for the same documents
         for dataset, path in splits:
             try:
                 files = list_files(dataset, path, "validation")
@@ -101,8 +104,8 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
             return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count, asked)
         return None
 
-    tokens = on_rank_0(read)
-    return None if tokens is None else torch.from_numpy(tokens).long()
+    found = on_rank_0(read)
+    return None if found is None else [torch.from_numpy(rows).long() for rows in found]
 
 
 class _ValidationSet:
@@ -117,12 +120,13 @@ class _ValidationSet:
             f"{v.local_batch_size} × {dp_world_size} data-parallel ranks), or lower validation.steps"
         )
         source = (files, tokenizer, job_config, v.seq_len, count, asked)
-        every = torch.from_numpy(on_rank_0(first_sequences, *source))  # on rank 0, as in held_out_sequences
-        self._own = every.view(-1, dp_world_size, v.local_batch_size, v.seq_len + 1)[:, dp_rank].clone()
+        shape = (-1, dp_world_size, v.local_batch_size, v.seq_len + 1)
+        every = on_rank_0(first_sequences, *source)  # on rank 0, as in held_out_sequences
+        self._own = [torch.from_numpy(rows).view(shape)[:, dp_rank].clone() for rows in every]
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        for tokens in self._own.long():
-            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+    def __iter__(self) -> Iterator[Batch]:
+        for tokens, *segments in zip(*self._own, strict=True):
+            yield as_batch(tokens.long(), *segments)
 
 
 class StreamValidator(Validator):

@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from titan_disp.dispersion.autograd import Group, process_group
 from titan_disp.dispersion.loss import DispersionLoss
 
+# Logits, or (logits, activations), or (logits, activations, segments).
+Predictions = Tensor | tuple[Tensor, Sequence[Tensor]] | tuple[Tensor, Sequence[Tensor], Tensor]
+
 
 class LossLedger:
     """Accumulate the loss terms since the last reset. The sums stay on the device, so adding never waits for the GPU."""
@@ -88,6 +91,7 @@ class DispersionObjective:
         step: returns the number of completed steps, which also decides which positions are sampled.
         group: ranks over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
         cp_group: ranks over which the labels are sharded too (CP).
+        within_documents: whether the losses take only the pairs within documents, whose numbers the predictions then have.
         others: losses that are added to ``loss``, each with its weight, by name.
         ledger: receives all terms separately, in training only.
         ignore_index: the label of tokens that do not count.
@@ -99,22 +103,24 @@ class DispersionObjective:
     step: Callable[[], int] = lambda: 0
     group: Group = None
     cp_group: Group = None
+    within_documents: bool = False
     others: Mapping[str, tuple[float, DispersionLoss]] = field(default_factory=dict)
     ledger: LossLedger | None = None
     ignore_index: int = -100
 
-    def __call__(self, predictions: Tensor | tuple[Tensor, Sequence[Tensor]], labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Predictions, labels: Tensor) -> Tensor:
         """Return the loss summed over the valid tokens. The trainer divides it by their global number.
 
         Args:
-            predictions: logits, or (logits, activations) with one [B, N/p, F] tensor per layer.
+            predictions: logits, or (logits, activations) with one [B, N/p, F] tensor per layer. The numbers of the
+                tokens' documents may follow, [B, N] int.
             labels: [B, N] token ids, or this CP rank's [B, N/cp].
 
         Returns:
             Scalar. Its value summed over DP and CP ranks is the global sum. Each rank's backward gives the complete
             gradient of its own shard exactly once.
         """
-        logits, activations = predictions if isinstance(predictions, tuple) else (predictions, None)
+        logits, activations = predictions[:2] if isinstance(predictions, tuple) else (predictions, None)
         ce = self.cross_entropy(logits, labels)
         if isinstance(ce, DTensor):  # loss parallel: the sum below would mix DTensor and Tensor
             ce = ce.to_local()
@@ -129,8 +135,9 @@ class DispersionObjective:
             dist.all_reduce(weights, group=cp_group)
         step = self.step()
         fit_errors: list[Tensor] = []
+        segments = self._own_segments(*predictions[2:]) if self.within_documents else None
         losses = {
-            name: (weights * loss(activations, self.group, step, fit_errors).mean(0)).sum()
+            name: (weights * loss(activations, self.group, step, fit_errors, segments=segments).mean(0)).sum()
             for name, (_, loss) in {self.loss.name: (1.0, self.loss), **self.others}.items()
         }
         dispersion = losses[self.loss.name]
@@ -147,6 +154,10 @@ class DispersionObjective:
         if self.ledger is not None and fit_errors and torch.is_grad_enabled():
             self.ledger.add_fit_errors(torch.stack(fit_errors))
         return ce + self.coeff(step) * dispersion
+
+    def _own_segments(self, segments: Tensor) -> Tensor:
+        group = process_group(self.group)
+        return segments if group is None else segments.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
 
     def _record(self, ce: Tensor, dispersion: Tensor, tokens: Tensor, losses: Mapping[str, Tensor]) -> None:
         if self.ledger is not None and torch.is_grad_enabled():

@@ -37,12 +37,18 @@ class Digest:
 
 
 def global_batch(iterators: Sequence[Any], job_config: JobConfig, batch: int, slots: int) -> torch.Tensor:
-    """Take the next global batch from the loaders of all ranks: [batch, seq_len + 1], rows by round and slot."""
+    """Take the next global batch from the loaders of all ranks: [batch, seq_len + 1], rows by round and slot.
+
+    With ``stream.document_mask``, the seq_len segments of a row come before its last token.
+    """
     ranks = len(iterators)
+    names = ["input", "segments"] if job_config.stream.document_mask else ["input"]  # type: ignore[attr-defined]
     own: list[torch.Tensor] = []
     for iterator in iterators:
         microbatches = [next(iterator) for _ in range(batch // ranks // job_config.training.local_batch_size)]
-        rows = [torch.cat([inputs["input"], labels[:, -1:]], dim=1) for inputs, labels in microbatches]
+        rows = [
+            torch.cat([*(inputs[name] for name in names), labels[:, -1:]], dim=1) for inputs, labels in microbatches
+        ]
         own.append(torch.cat(rows).view(batch // slots, slots // ranks, -1))
     return torch.cat(own, dim=1).view(batch, -1)
 

@@ -90,6 +90,9 @@ class DispModelArgs(BaseModelArgs):
     max_seq_len: int  # training.seq_len
     enable_weight_tying: bool  # of the embedding to the output layer
     activations: tuple[int, ...]  # that a training forward returns, by index; empty: only logits
+    # Neither is part of the architecture: the same weights fit.
+    attn_type: str = "sdpa"  # as TorchTitan's models call it; "flex" takes masks of documents
+    restart_positions: bool = False  # whether positions begin at 0 in every document
 
     @property
     def max_positions(self) -> int | None:
@@ -112,7 +115,9 @@ class DispModelArgs(BaseModelArgs):
         apply_overrides(self, job_config.model.overrides)  # type: ignore[attr-defined]
         super().update_from_config(job_config, **kwargs)
         self.max_seq_len = job_config.training.seq_len
-        dispersion = job_config.dispersion  # type: ignore[attr-defined]
+        dispersion, stream = job_config.dispersion, job_config.stream  # type: ignore[attr-defined]
+        self.attn_type = "flex" if stream.document_mask else "sdpa"
+        self.restart_positions = stream.restart_positions
         if dispersion.enabled:
             self.activations = activation_indices(dispersion.layers, dispersion.final_norm, self.n_layers)
 
@@ -178,8 +183,9 @@ def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int)
 
 
 def architecture_of(args: Any) -> dict[str, Any]:
-    """Return the fields that define the network, ready for JSON: all plain fields except max_seq_len."""
-    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "max_seq_len"}
+    """Return the fields that define the network, ready for JSON: all plain fields except max_seq_len and attn_type."""
+    fields = (f.name for f in dataclasses.fields(args) if f.name not in ("max_seq_len", "attn_type"))
+    values = {name: getattr(args, name) for name in fields}
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
 
 

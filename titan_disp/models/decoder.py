@@ -8,13 +8,18 @@ few seconds for 0.6B and some minutes for 32B.
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.models.attention import create_attention_mask
 from torchtitan.protocols.model import AttentionMasksType, ModelProtocol
 
+from titan_disp import cpu
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.head import ChunkedHead, HiddenStates
 
@@ -48,6 +53,17 @@ class DispModel(ModelProtocol):
     ) -> Tensor:
         raise NotImplementedError
 
+    def get_attention_masks(
+        self,
+        input_batch: Tensor,
+        tokenizer: BaseTokenizer | None = None,
+        extra_inputs: dict[str, Tensor] | None = None,
+    ) -> BlockMask | None:  # type: ignore[override]
+        """Return the mask of ``extra_inputs["segments"]``, or None without ``stream.document_mask``."""
+        if self.model_args.attn_type != "flex":
+            return None
+        return document_mask((extra_inputs or {})["segments"])
+
     def init_buffers(self, device: torch.device | None = None) -> None:
         """Compute buffers, on ``device`` or where they are."""
 
@@ -57,7 +73,8 @@ class DispModel(ModelProtocol):
         attention_masks: AttentionMasksType | None = None,
         positions: Tensor | None = None,
         return_activations: Sequence[int] | None = None,
-    ) -> Tensor | HiddenStates | tuple[Tensor | HiddenStates, tuple[Tensor, ...]]:
+        segments: Tensor | None = None,
+    ) -> Tensor | HiddenStates | tuple[Any, ...]:
         """Return logits [B, N, V] for token ids [B, N], or (logits, activations) if activations are requested.
 
         ``return_activations`` has their indices: 0 is the output of the embedding, i + 1 the output of block i (before
@@ -67,7 +84,15 @@ class DispModel(ModelProtocol):
 
         Activations are [B, N, F] in ascending order of index. Under TP and CP, they are this rank's [B, N/p, F] shard
         of the sequence, as plain local tensors.
+
+        ``segments`` [B, N] numbers each token's document (``data.stream.Slot.fill``), from which positions can begin at
+        0 in every document. If given, it follows the activations in the result, whole on every rank, for the loss.
+        ValueError is raised if the model attends within documents and gets no mask (``get_attention_masks``).
         """
+        if self.model_args.attn_type == "flex" and attention_masks is None:
+            raise ValueError("attention_masks is None, expected what get_attention_masks makes of the segments")
+        if self.model_args.restart_positions and segments is not None:
+            positions = restarted(segments)
         if return_activations is None:
             return_activations = self.model_args.activations if self.training else ()
         wanted = frozenset(return_activations)
@@ -93,7 +118,9 @@ class DispModel(ModelProtocol):
         logits = self.output(h)
         if isinstance(self.output, ChunkedHead) and self.training:
             logits = HiddenStates(logits, self.output.weight)
-        return (logits, tuple(activations)) if wanted else logits
+        if not wanted:
+            return logits
+        return (logits, tuple(activations)) if segments is None else (logits, tuple(activations), segments)
 
     def tie_weights(self) -> None:
         if self.model_args.enable_weight_tying:
@@ -105,6 +132,24 @@ class DispModel(ModelProtocol):
         self.init_buffers(buffer_device)
         for name, param in self.named_parameters():
             fill_(param, draw(canonical_name(name), param.shape, self.model_args, torch.initial_seed()))
+
+
+def document_mask(segments: Tensor) -> BlockMask:
+    """Return the mask by which a token attends to itself and to earlier tokens with its number in ``segments`` [B, N]."""
+
+    def earlier_in_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (segments[b, query] == segments[b, key])
+
+    batch, n = segments.shape
+    create = create_block_mask if cpu.active() else create_attention_mask  # which TorchTitan compiles
+    return create(earlier_in_document, batch, None, n, n, device=segments.device)
+
+
+def restarted(segments: Tensor) -> Tensor:
+    """Return each token's position in its document, [B, N] int64. A document's tokens follow one another."""
+    place = torch.arange(segments.shape[1], device=segments.device)
+    begins = segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0
+    return place - torch.where(begins, place, 0).cummax(1).values
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

@@ -29,7 +29,7 @@ from torch.futures import Future
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
-from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
 from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 from torchtitan.protocols.model import AttentionMasksType
 from torchtitan.tools.logging import logger
@@ -110,12 +110,14 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = args.head_dim
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(4))
-        self.inner_attention = ScaledDotProductAttentionWrapper()
+        flex = args.attn_type == "flex"
+        self.inner_attention = FlexAttentionWrapper() if flex else ScaledDotProductAttentionWrapper()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attention_masks: AttentionMasksType | None) -> Tensor:
         # [B, N, this rank's heads × head_dim] → [B, heads, N, head_dim]
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.inner_attention(q, k, v).transpose(1, 2).flatten(2))
+        masks = {} if attention_masks is None else {"block_mask": attention_masks}
+        return self.wo(self.inner_attention(q, k, v, **masks).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -138,8 +140,8 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, attention_masks: AttentionMasksType | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), attention_masks)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -161,14 +163,14 @@ class GPT2DispModel(DispModel):
         return [self.tok_embeddings, self.pos_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        if positions is None:  # context parallelism passes the positions of this rank's tokens
+        if positions is None:  # context parallelism passes those of this rank's tokens, restart_positions all
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.tok_embeddings(tokens) + self.pos_embeddings(positions)
 
     def run_block(
         self, block: nn.Module, h: Tensor, attention_masks: AttentionMasksType | None, positions: Tensor | None
     ) -> Tensor:
-        return block(h)
+        return block(h, attention_masks)
 
 
 # A linear layer with a bias is aten.addmm. TorchTitan's list has aten.mm, and its policy keeps every second one of
@@ -196,13 +198,14 @@ def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfi
         },
     )
     gather: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    with_mask: dict[str, Any] = {"input_layouts": (Shard(1), None), "desired_input_layouts": (Replicate(), None)}
     for block in model.layers.values():
         parallelize_module(
             block,
             mesh,
             {
                 "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(**gather),
+                "attention": PrepareModuleInput(**with_mask),
                 "attention.wq": ColwiseParallel(),
                 "attention.wk": ColwiseParallel(),
                 "attention.wv": ColwiseParallel(),

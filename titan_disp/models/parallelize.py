@@ -55,7 +55,8 @@ def parallelize_model(
     if parallel_dims.cp_enabled:
         attentions = [block.attention.inner_attention for block in model.layers.values()]  # type: ignore[union-attr]
         apply_cp_to_attention_module(attentions, parallel_dims.get_mesh("cp"), "sdpa")  # type: ignore[arg-type]
-    if tp_mesh is not None and (parallel_dims.cp_enabled or cpu.active()):
+    masked = model.model_args.attn_type == "flex"
+    if tp_mesh is not None and (parallel_dims.cp_enabled or masked or cpu.active()):
         for block in model.layers.values():
             block.attention.inner_attention = LocalHeads(block.attention.inner_attention)  # type: ignore[union-attr, arg-type]
     if job_config.activation_checkpoint.mode != "none":
@@ -77,7 +78,8 @@ def parallelize_model(
 class LocalHeads(nn.Module):
     """Run attention on this rank's own heads of q, k, v [B, heads, N, head_dim], over which TP shards. Nothing is sent.
 
-    torch's context parallelism takes plain tensors, and its attention on a CPU has no sharding strategy for DTensors.
+    torch's context parallelism and flex attention take plain tensors, and its attention on a CPU has no sharding
+    strategy for DTensors.
     """
 
     def __init__(self, attention: nn.Module) -> None:

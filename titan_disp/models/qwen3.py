@@ -118,7 +118,7 @@ def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfi
         enable_float8_tensorwise_tp="float8" in job_config.model.converters
         and recipe not in ("rowwise", "rowwise_with_gw_hp"),
         enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
-        cp_enabled=parallel_dims.cp_enabled,
+        cp_enabled=parallel_dims.cp_enabled or model.model_args.restart_positions,  # whether there are positions
     )
 
 

@@ -14,7 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
 from titan_disp.errors import CheckpointError, RefusedError
-from titan_disp.job_config import fixed
+from titan_disp.job_config import all_keys, fixed
 from titan_disp.models.arguments import architecture_of
 from titan_disp.run import safe_dcp
 
@@ -62,9 +62,14 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise RefusedError if a run's identity is not that of its checkpoint."""
+    """Raise RefusedError if a run's identity is not that of its checkpoint.
+
+    A checkpoint that lacks a key is of a version that did not know it, and trained as its default does.
+    """
+    if saved:
+        saved = {key: f.default for key, f in all_keys().items() if key in fixed("model")} | saved
     if found := differences(saved, now):
         raise RefusedError(
             f"the checkpoint is not of this config's model: {'; '.join(found)}. Set model.name, model.flavor, "
-            "model.overrides and baseline.method back to their earlier values, or start a new run in another --job.dump_folder"
+            f"{', '.join(fixed('model'))} back to their earlier values, or start a new run in another --job.dump_folder"
         )

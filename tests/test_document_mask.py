@@ -1,0 +1,408 @@
+"""Attention within documents: a packed sequence gives what each of its documents gives alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.models.attention import FlexAttentionWrapper
+
+import titan_disp.plugin  # noqa: F401
+from tests import oracle
+from tests.distributed import spawn
+from tests.mesh import GLOBAL_BATCH, SEQ_LEN, build, documents, global_batch, plain_model, run_cases
+from tests.run_invariants import check_run
+from tests.streams import (
+    VALIDATION_FILE,
+    config,
+    encode,
+    first_sequences_by_hand,
+    loader,
+    order_by_hand,
+    streams_of,
+    write_texts,
+)
+from tests.test_assembly import OPTIONS, weights
+from titan_disp.config.checks import check_config
+from titan_disp.data.files import list_files
+from titan_disp.data.loader import open_stream
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.validation import held_out_sequences
+from titan_disp.dispersion import DispersionLoss, DispersionObjective
+from titan_disp.errors import ConfigError
+from titan_disp.lab.digest import digest
+from titan_disp.models.decoder import document_mask, restarted
+from titan_disp.models.registry import MODELS, model_args
+from titan_disp.run.identity import check_identity
+from titan_disp.run.reader import read_condensation, read_metrics, read_validation
+
+MASK = ("--stream.document_mask",)
+RESTART = (*MASK, "--stream.restart_positions")
+
+
+def parts_of(row):
+    """The documents of one sequence as slices, by its segments."""
+    cuts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
+    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def alone(model, tokens, segments, restart):
+    """What a model without masks returns for every document by itself, put together again: logits, activations."""
+    rows = []
+    for row, ids in zip(tokens, segments, strict=True):
+        found = [
+            model(row[None, part], positions=None if restart else torch.arange(part.start, part.stop)[None])
+            for part in parts_of(ids.tolist())
+        ]
+        whole = [torch.cat(pieces, 1) for pieces in zip(*((x, *z) for x, z in found), strict=True)]
+        rows.append(whole)
+    logits, *activations = (torch.cat(same) for same in zip(*rows, strict=True))
+    return logits, tuple(activations)
+
+
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_a_packed_sequence_equal_those_of_each_document(name, restart):
+    args = model_args(name, "nano")
+    args.activations, args.max_seq_len, args.attn_type, args.restart_positions = (6, 7), SEQ_LEN, "flex", restart
+    model = MODELS[name].model_cls(args)
+    torch.manual_seed(4)
+    model.init_weights()
+    plain = plain_model(model.state_dict(), (), name, activations=(6, 7))
+    (inputs, _), segments = global_batch(), documents()
+    assert len({len(parts_of(row.tolist())) for row in segments}) > 3  # among them one, and documents of one token
+    masks = model.get_attention_masks(inputs, None, {"segments": segments})
+    logits, activations, given = model(inputs, masks, segments=segments)
+    expected, theirs = alone(plain, inputs, segments, restart)
+    assert given is segments  # for the loss
+    for found, wanted in zip((logits, *activations), (expected, *theirs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (logits - plain(inputs)[0])[1:].abs().amax((1, 2)).min() > 0.01  # attention across documents would be seen
+    # One document: the same as without masks. Evaluation, export and generation know only such sequences.
+    one = torch.zeros_like(segments)
+    found = model(inputs, model.get_attention_masks(inputs, None, {"segments": one}), segments=one)[0]
+    torch.testing.assert_close(found, plain(inputs)[0], rtol=1e-4, atol=1e-5)
+    # GPT-2 learns a vector for each position; rotary embeddings know only distances.
+    other = alone(plain, inputs, segments, not restart)[0]
+    assert torch.allclose(logits, other, rtol=1e-4, atol=1e-5) == (name == "qwen3_disp")
+    with pytest.raises(ValueError, match="attention_masks is None"):
+        model(inputs, segments=segments)
+
+
+def test_positions_begin_anew():
+    assert restarted(torch.tensor([[0, 0, 1, 2, 2, 2], [3, 3, 3, 3, -1, -1]], dtype=torch.int32)).tolist() == [
+        [0, 1, 0, 0, 1, 2],
+        [0, 1, 2, 3, 0, 1],
+    ]
+
+
+def test_the_mask_of_a_cpu_is_flex_attentions():
+    """What runs on a GPU, as far as a CPU can tell: forward only, and not compiled."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(8, heads, SEQ_LEN, 16, generator=generator) for heads in (4, 2, 2))
+    mask = document_mask(documents())
+    found = FlexAttentionWrapper()(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
+    with torch.no_grad():
+        torch.testing.assert_close(found, flex_attention(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True))
+
+
+@pytest.fixture
+def odd_texts(tmp_path):
+    """Documents whose texts hold EOS, 0, themselves; some are longer than three sequences."""
+    texts = [" ".join([str(i), "0", str(i)] * (1 + i % 4) + [str(i)] * (40 if i % 9 == 0 else 0)) for i in range(1, 60)]
+    write_texts(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
+    return list_files("c4", str(tmp_path)), texts
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_segments_are_the_documents(odd_texts, window):
+    """Against packing anew. EOS would find other documents."""
+    files, texts = odd_texts
+    (rank,) = streams_of(files, 1, 1, seq_len=10, segments=True, shuffle_window=window)
+    (slot,) = rank.slots.values()
+    found, stream = np.zeros((2, 70, 11), dtype=np.int64), []
+    for tokens, segments in zip(*found, strict=True):
+        slot.fill(tokens, segments)
+    order = order_by_hand(files, [len(texts)], 1, 0, 0, size=lambda f, i: len(texts[i])) if window == 0 else None
+    if order is None:  # the tokens but EOS say which document they are of
+        numbers = [int(n) for n in found[0].flatten() if n]
+        order = [(0, n - 1) for n, before in zip(numbers, [0, *numbers], strict=False) if n != before]
+    for number, (_, i) in enumerate(order):
+        stream += [(token, number) for token in encode(texts[i])]
+    rows = np.array(stream[: len(stream) // 11 * 11]).reshape(-1, 11, 2)[:70]
+    assert len(rows) >= 60
+    assert found[0, : len(rows)].tolist() == rows[..., 0].tolist()
+    assert found[1, : len(rows)].tolist() == (rows[..., 1] - rows[:, :1, 1]).tolist()  # each row begins with 0
+
+
+def test_the_loader_hands_segments_out(sample):
+    """The same with and without a worker, and after a resume in the middle of a document; none unless asked for."""
+    files = list_files("c4", str(sample))
+    ahead, plain, without = (
+        loader(files, sample, seq_len=100, **options)
+        for options in ({"prefetch": 4, "segments": True}, {"segments": True}, {})
+    )
+    a, b, c = iter(ahead), iter(plain), iter(without)
+    several = 0
+    for step in range(60):
+        if step == 32:  # the eight slots have had eight turns
+            state = ahead.state_dict()
+            ahead.close()
+            ahead = loader(files, sample, seq_len=100, prefetch=2, segments=True)
+            ahead.load_state_dict(state)
+            a = iter(ahead)
+        (x, labels), (y, _), (z, _) = next(a), next(b), next(c)
+        assert set(x) == {"input", "segments"}
+        assert set(z) == {"input"}
+        assert all(torch.equal(x[key], y[key]) for key in x)
+        assert torch.equal(x["input"], z["input"])
+        assert x["segments"].shape == x["input"].shape == labels.shape
+        assert x["segments"].dtype == torch.int32
+        assert (x["segments"][:, 0] == 0).all()
+        several += int(x["segments"].max() > 0)
+    ahead.close()
+    assert several
+
+
+def test_digest_and_held_out_sequences(sample):
+    job, without = (config(sample, "--training.seq_len", "200", *options) for options in (MASK, ()))
+    hashes = digest(job, 3, [(0, 1)]).hashes
+    assert digest(job, 3, [(0, 2), (1, 4)]).hashes == hashes
+    assert not set(digest(without, 3, [(0, 1)]).hashes) & set(hashes)
+    within = config(sample, "--training.seq_len", "200", "--dispersion.enabled", "--dispersion.within_documents")
+    assert digest(within, 3, [(0, 1)]).hashes == digest(without, 3, [(0, 1)]).hashes
+    tokenizer = load_tokenizer(sample / "tokenizer")
+    tokens, segments = held_out_sequences(job, tokenizer, 5)
+    (plain,) = held_out_sequences(without, tokenizer, 5)
+    assert torch.equal(tokens, plain)
+    ends = (tokens == tokenizer.eos_id).long()  # no text of the sample holds EOS
+    assert torch.equal(segments, ends.cumsum(1) - ends)
+    assert segments.max() > 0
+    files = list_files("c4", str(sample))
+    inputs, _ = next(iter(open_stream(job, files, tokenizer, 1, 0)))
+    ends = (inputs["input"] == tokenizer.eos_id).long()
+    assert torch.equal(inputs["segments"].long(), ends.cumsum(1) - ends)
+
+
+# By number of ranks: name → (model, options, overrides).
+TP = ("--parallelism.tensor_parallel_degree", "2")
+FULL_AC = ("--activation_checkpoint.mode", "full")
+SELECTIVE = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+CASES = {
+    1: {
+        "restart_full_ac": ("qwen3_disp", (*RESTART, *FULL_AC), "n_layers=2"),
+        "gpt2_selective_op": ("gpt2_disp", (*MASK, *SELECTIVE), "n_layers=2"),
+        "compile": ("qwen3_disp", (*RESTART, "--compile.enable"), "n_layers=1"),
+        "gpt2_compile": ("gpt2_disp", (*RESTART, "--compile.enable"), "n_layers=1"),
+    },
+    4: {
+        "hsdp": ("qwen3_disp", (*MASK, "--parallelism.data_parallel_replicate_degree", "2"), "n_layers=2"),
+        "fsdp_tp": ("qwen3_disp", (*MASK, *TP), "n_layers=1"),
+        "restart_fsdp_tp_selective_op": ("qwen3_disp", (*RESTART, *TP, *SELECTIVE), "n_layers=1"),
+        "gpt2_restart_fsdp_tp_full_ac": ("gpt2_disp", (*RESTART, *TP, *FULL_AC), "n_layers=1"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def gradients(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gradients")
+    for ranks, cases in CASES.items():
+        options = {n: ("--model.name", m, "--model.overrides", o, *given) for n, (m, given, o) in cases.items()}
+        spawn(ranks, run_cases, str(sample), folder, options, False)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for cases in CASES.values() for name in cases])
+def test_gradients_equal_those_of_each_document(gradients, name):
+    """Of the loss with dispersion, against plain PyTorch without masks, one document at a time."""
+    model_name, options, overrides = next(cases[name] for cases in CASES.values() if name in cases)
+    found = torch.load(gradients / f"{name}.pt")
+    layers = int(overrides[-1])
+    model = plain_model(found["before"], overrides, model_name, activations=tuple(range(1, layers + 1)))
+    inputs, labels = global_batch()
+    objective = DispersionObjective(cross_entropy_loss, DispersionLoss(), lambda step: 1.0)
+
+    def errors(predictions):
+        model.zero_grad()
+        (objective(predictions, labels) / (labels != -100).sum()).backward()
+        expected = {n: p.grad for n, p in model.named_parameters()}
+        scale = {n: expected[n.replace("wk.bias", "wq.bias")].norm() for n in expected}
+        return {n: ((found["gradients"][n] - g).norm() / scale[n]).item() for n, g in expected.items()}
+
+    error = errors(alone(model, inputs, documents(), restart="--stream.restart_positions" in options))
+    assert max(error.values()) < 1e-5, max(error, key=error.get)
+    assert max(errors(model(inputs)).values()) > 1e-2  # attention across documents would be seen
+
+
+def within(z, segments):
+    """The float64 loss of the pairs within documents, [B]."""
+    distances = oracle.angles(z.double(), 0.25, 1e-2)
+    pairs = (segments[:, :, None] == segments[:, None]) & ~torch.eye(segments.shape[1], dtype=torch.bool)
+    return torch.stack(
+        [row[some].neg().logsumexp(0) - some.sum().log() for row, some in zip(distances, pairs, strict=True)]
+    )
+
+
+WITHIN = ("--dispersion.within_documents", "--dispersion.coeff", "1.0")
+WITHIN_CASES = {1: {"alone": ()}, 4: {"hsdp": ("--parallelism.data_parallel_replicate_degree", "2"), "fsdp_tp": TP}}
+
+
+@pytest.fixture(scope="module")
+def within_gradients(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("within")
+    for ranks, cases in WITHIN_CASES.items():
+        options = {n: ("--model.overrides", "n_layers=2", *given, *WITHIN) for n, given in cases.items()}
+        spawn(ranks, run_cases, str(sample), folder, options, False)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for cases in WITHIN_CASES.values() for name in cases])
+def test_dispersion_within_documents(within_gradients, name):
+    """Without masks of attention: the real trainer's gradients against plain PyTorch and the formula in float64."""
+    found = torch.load(within_gradients / f"{name}.pt")
+    model = plain_model(found["before"], "n_layers=2", "qwen3_disp", activations=(1, 2))
+    inputs, labels = global_batch()
+    logits, activations = model(inputs)
+    per_sequence = torch.stack([within(z, documents()) for z in activations]).mean(0)
+    dispersion = ((labels != -100).sum(1) * per_sequence).sum()
+    ((cross_entropy_loss(logits, labels) + dispersion) / (labels != -100).sum()).backward()
+    for n, p in model.named_parameters():
+        assert (found["gradients"][n] - p.grad).norm() < 1e-5 * p.grad.norm(), n
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--dispersion.estimator", "moments"),
+            "dispersion.estimator is 'moments', which cannot keep to the pairs within",
+        ),
+        (("--dispersion.variant", "vicreg"), "dispersion.variant is 'vicreg', which is no loss of pairs"),
+        (
+            ("--dispersion.losses", '{"variant": "koleo"}'),
+            r"dispersion.losses\[0\].variant is 'koleo', which is no loss",
+        ),
+        (
+            ("--parallelism.context_parallel_degree", "2"),
+            "dispersion.within_documents is true, but context_parallel_degree",
+        ),
+    ],
+)
+def test_what_cannot_keep_to_documents(sample, options, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(config(sample, *WITHIN, *options), 2)
+
+
+RUN = (
+    *(*OPTIONS, *RESTART, "--training.seq_len", "128", "--condensation.interval", "2", "--condensation.sequences", "4"),
+    *("--condensation.max_tokens", "32", "--stream.prefetch", "2", "--validation.enable", "--validation.freq", "2"),
+    *("--validation.steps", "-1", "--validation.local_batch_size", "2", "--stream.validation_sequences", "4"),
+    *("--validation.dataset", "c4_validation", "--dispersion.within_documents"),
+)
+PART = ("--budget.stop_at_tokens", str(2 * GLOBAL_BATCH * 128 + 1))  # three steps
+
+
+def start(sample, run, *options):
+    """Train. Returns the weights before and after."""
+    trainer = build(sample, run, *RUN, "--validation.dataset_path", sample, *options)
+    before = weights(trainer)
+    try:
+        trainer.train()
+        return before, weights(trainer)
+    finally:
+        trainer.close()
+
+
+def one_process(sample, folder):
+    folder = Path(folder)
+    found = {"gpt2": start(sample, folder / "gpt2", "--model.name", "gpt2_disp")}
+    found["whole"] = start(sample, folder / "whole")
+    start(sample, folder / "parts", *PART)
+    shutil.copytree(folder / "parts", folder / "other")
+    try:
+        start(sample, folder / "other", "--stream.no-restart_positions")
+    except ConfigError as error:
+        found["refused"] = str(error)
+    found["parts"] = start(sample, folder / "parts")
+    torch.save(found, folder / "found.pt")
+
+
+def two_ranks(sample, folder):
+    start(sample, Path(folder) / "two")
+    start(sample, Path(folder) / "tp", *TP)
+
+
+@pytest.fixture(scope="module")
+def runs(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    spawn(1, one_process, str(sample), str(folder))
+    spawn(2, two_ranks, str(sample), str(folder))
+    for run in ("whole", "parts", "gpt2"):
+        check_run(folder / run)
+    return folder
+
+
+def held_out_losses(run):
+    return {step: row["cross_entropy"] for step, row in read_condensation(run).items()}
+
+
+def test_a_run_of_two_starts_equals_one_of_one_start(runs):
+    found, whole, parts = torch.load(runs / "found.pt"), read_metrics(runs / "whole"), read_metrics(runs / "parts")
+    assert list(whole) == list(parts) == [1, 2, 3, 4, 5]
+    for name in ("loss", "ce", "dispersion", "grad_norm", "tokens"):
+        assert [row[name] for row in whole.values()] == [row[name] for row in parts.values()], name
+    assert all(torch.equal(w, found["parts"][1][n]) for n, w in found["whole"][1].items())
+    assert "stream.restart_positions is True in the checkpoint and False in the config" in found["refused"]
+    assert "stream.restart_positions back to their earlier values" in found["refused"]
+    assert list(read_metrics(runs / "gpt2")) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("mesh", ["two", "tp"])
+def test_two_ranks_train_as_one_process(runs, mesh):
+    one, two = read_metrics(runs / "whole"), read_metrics(runs / mesh)
+    for name in ("loss", "ce", "dispersion", "grad_norm"):
+        assert [row[name] for row in two.values()] == pytest.approx([row[name] for row in one.values()], rel=1e-4), name
+    assert read_validation(runs / mesh) == pytest.approx(read_validation(runs / "whole"), rel=1e-5)
+    measured, expected = (held_out_losses(runs / run) for run in (mesh, "whole"))
+    assert measured == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("run", ["whole", "gpt2"])
+def test_held_out_text_is_measured_within_documents(runs, sample, run):
+    """Validation and condensation take the same four sequences: against each document alone, at the start."""
+    before, _ = torch.load(runs / "found.pt")[run]
+    measured = held_out_losses(runs / run)
+    assert list(measured) == [0, 2, 4, 5]
+    validated = read_validation(runs / run)
+    assert [validated[step] for step in (2, 4)] == pytest.approx([measured[2], measured[4]], rel=1e-5)
+    name = "gpt2_disp" if run == "gpt2" else "qwen3_disp"
+    args = model_args(name, "nano")
+    args.max_seq_len = 128
+    model = MODELS[name].model_cls(args).eval()
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.copy_(before[n])
+    tokens = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 4, 129)
+    ends = (tokens == load_tokenizer(sample / "tokenizer").eos_id).long()
+    segments = (ends.cumsum(1) - ends)[:, :-1]
+    assert segments.max() > 0
+
+    def with_activations(tokens, **others):
+        return model(tokens, return_activations=(0,), **others)
+
+    logits, _ = alone(with_activations, tokens[:, :-1], segments, restart=True)
+    assert measured[0] == pytest.approx(cross_entropy_loss(logits, tokens[:, 1:]).item() / (4 * 128), rel=1e-6)
+    assert measured[0] != pytest.approx(cross_entropy_loss(model(tokens[:, :-1]), tokens[:, 1:]).item() / 512, rel=1e-5)
+
+
+def test_a_checkpoint_of_an_earlier_version_was_trained_without_masks():
+    now = {"model.name": "qwen3_disp", "stream.document_mask": True}
+    with pytest.raises(ConfigError, match="stream.document_mask is False in the checkpoint and True in the config"):
+        check_identity({"model.name": "qwen3_disp", "attn_type": "sdpa"}, now)
+    check_identity({}, now)  # of TorchTitan's own trainer
+    check_identity(json.loads(json.dumps({"model.name": "qwen3_disp"})), now | {"stream.document_mask": False})
