@@ -82,8 +82,19 @@ def plan(options: opts.PlanOptions) -> None:
     from titan_disp.cluster.plan import make_plan, render
     from titan_disp.config.load import load_config
 
-    made = make_plan(load_config(options.argv), options, options.strict)
-    print(dumps(dataclasses.asdict(made)) if options.json else render(made))
+    job_config = load_config(options.argv)
+    made, found = make_plan(job_config, options, options.strict), []
+    if options.suggest:
+        from titan_disp.cluster.suggest import suggest
+
+        found = suggest(job_config, options)
+    if options.json:
+        others = {"suggestions": [dataclasses.asdict(one) for one in found]} if options.suggest else {}
+        print(dumps(dataclasses.asdict(made) | others))
+        return
+    print(render(made))
+    for i, one in enumerate(found):
+        print(f"{('now', 'suggested')[i > 0]:<15} {one.line()}")
 
 
 def preflight(options: opts.PreflightOptions) -> None:

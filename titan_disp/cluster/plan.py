@@ -201,33 +201,20 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     gpu, world = GPUS[machine.gpu], machine.nodes * machine.gpus_per_node
     check_config(job_config, world)
     warnings = missing_inputs(job_config, strict) + hub_warnings(job_config, world, machine.nodes)
-    p, t = job_config.parallelism, job_config.training
-    cp, tp, replicate = p.context_parallel_degree, p.tensor_parallel_degree, p.data_parallel_replicate_degree
-    dp = data_parallel_degree(job_config, world)
-    mesh = Mesh(replicate, world // (replicate * cp * tp), cp, tp, dp)
-    sequences, step_tokens = global_batch_size(job_config, dp), tokens_per_step(job_config, dp)
-    accumulation, total = sequences // (t.local_batch_size * dp), t.steps * step_tokens
-    batch = Batch(t.seq_len, t.local_batch_size, sequences, accumulation, step_tokens, t.steps, total)
     module = meta_model(job_config)
-    args = module.model_args
-    parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
-    embeddings = {id(w): w.numel() for part in (*module.embeddings, module.output) for w in part.parameters()}
-    flops, dispersed = flops_per_token * step_tokens, sequences * dispersion_cost(job_config, args).flops
-    model = Model(parameters, parameters - sum(embeddings.values()), float(flops), float(dispersed))
-    memory = estimate(job_config, module, mesh.shard * cp)
+    mesh, batch, model, memory, time = measured(job_config, module, machine)
     if memory.total > gpu.memory:
         warnings.append(
             f"a GPU would need about {memory.total / 1e9:.1f} GB, but {machine.gpu} has {gpu.memory / 1e9:.0f} GB: lower "
             'training.local_batch_size, or set activation_checkpoint.mode = "full", a larger data_parallel_shard_degree or '
             "tensor_parallel_degree"
         )
-    sources = source_shares(job_config, slot_count(job_config, dp))
+    sources = source_shares(job_config, slot_count(job_config, mesh.data_parallel))
     if coarse := [str(share) for share in sources if abs(share.tokens - share.asked) > NOTICED * share.asked]:
         warnings.append(
             f"there are too few slots to follow the weights of stream.sources: {'; '.join(coarse)}. Raise "
             "training.global_batch_size (and stream.slots, if it is set)"
         )
-    time = _time(job_config, module, machine, model, batch)
     if time.exposed_seconds > NOTICED * time.step_seconds:
         warnings.append(
             f"communication that computing cannot hide takes {time.exposed_seconds / time.step_seconds:.0%} of a step: use "
@@ -243,6 +230,24 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         )
     config, counts = job_config.job.config_file or "", admitted_node_counts(given, machine.gpus_per_node, mesh.shard)
     return Plan(config, machine, mesh, batch, model, memory, checkpoints, time, sources, counts, warnings)
+
+
+def measured(job_config: JobConfig, module: DispModel, machine: Machine) -> tuple[Mesh, Batch, Model, Memory, Time]:
+    """Return what follows from a checked config, its model on the meta device and a machine of ``find_machine``."""
+    p, t, world = job_config.parallelism, job_config.training, machine.nodes * machine.gpus_per_node
+    cp, tp, replicate = p.context_parallel_degree, p.tensor_parallel_degree, p.data_parallel_replicate_degree
+    dp = data_parallel_degree(job_config, world)
+    mesh = Mesh(replicate, world // (replicate * cp * tp), cp, tp, dp)
+    sequences, step_tokens = global_batch_size(job_config, dp), tokens_per_step(job_config, dp)
+    accumulation, total = sequences // (t.local_batch_size * dp), t.steps * step_tokens
+    batch = Batch(t.seq_len, t.local_batch_size, sequences, accumulation, step_tokens, t.steps, total)
+    args = module.model_args
+    parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
+    embeddings = {id(w): w.numel() for part in (*module.embeddings, module.output) for w in part.parameters()}
+    flops, dispersed = flops_per_token * step_tokens, sequences * dispersion_cost(job_config, args).flops
+    model = Model(parameters, parameters - sum(embeddings.values()), float(flops), float(dispersed))
+    memory = estimate(job_config, module, mesh.shard * cp)
+    return mesh, batch, model, memory, _time(job_config, module, machine, model, batch)
 
 
 def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Model, batch: Batch) -> Time:

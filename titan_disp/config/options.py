@@ -94,6 +94,8 @@ class PlanOptions(Machine, ConfigOptions):
 
     strict: bool = False
     """fail, rather than warn, if the data or the tokenizer is missing."""
+    suggest: bool = False
+    """list other local batches, meshes and activation checkpointing that fit the memory, with the least step time."""
     json: bool = False
     """print one JSON object."""
 

@@ -1,0 +1,115 @@
+"""``titan-disp plan --suggest`` tries other batches, meshes and checkpointing, and lists those with the least step time:
+the best of each mode of checkpointing, and the best with the largest local batch.
+
+Every try passes the checks of a start, and trains the same: the global batch stays. The step's time is the plan's, with
+what activation checkpointing computes again. It knows nothing of kernels that are slow for small sizes.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from torchtitan.config import JobConfig
+
+from titan_disp.cluster.cost import GPUS
+from titan_disp.cluster.plan import find_machine, measured, meta_model
+from titan_disp.config.batch import data_parallel_degree, global_batch_size
+from titan_disp.config.checks import check_config
+from titan_disp.config.options import Machine
+from titan_disp.errors import ConfigError
+from titan_disp.text import estimated_duration
+
+EQUAL = 0.01  # step times that differ by less than this fraction of the least count as equal
+FILLED = 0.9  # fraction of the GPU's memory that a plan may fill: the rest is for the context, NCCL and fragmentation
+CHUNK = 2048  # of training.head_chunk_tokens
+# Mode → the part of the forward pass that backward computes again. "op" keeps every second product and the attention.
+AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
+BATCH, TENSOR, SHARD, REPLICATE, MODE, OPTION, HEAD = KEYS = (
+    "training.local_batch_size",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.data_parallel_replicate_degree",
+    "activation_checkpoint.mode",
+    "activation_checkpoint.selective_ac_option",
+    "training.head_chunk_tokens",
+)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    options: list[str]  # what differs from the config, as on the command line
+    step_seconds: float  # with what is computed again
+    memory: int  # bytes per GPU
+
+    def line(self) -> str:
+        changed = " ".join(self.options) or "the config as it is"
+        return f"{estimated_duration(self.step_seconds)} per step, {self.memory / 1e9:.1f} GB: {changed}"
+
+
+def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
+    """Return the config as it is, and then the best others that fit the memory, by step time.
+
+    Of those whose times are equal, the one with the fewest changes comes first, and then the one with the least memory.
+    Raises ConfigError if the config is refused as it is.
+    """
+    machine = find_machine(machine)
+    module, memory = meta_model(job_config), FILLED * GPUS[machine.gpu].memory
+    own = {key: _get(job_config, key) for key in KEYS}
+    found: dict[tuple[str, ...], tuple[Suggestion, dict[str, Any]]] = {}
+    for values in [own, *_tries(job_config, machine, own)]:
+        trial = copy.deepcopy(job_config)
+        for key, value in values.items():
+            section, name = key.split(".")
+            setattr(getattr(trial, section), name, value)
+        try:
+            check_config(trial, machine.nodes * machine.gpus_per_node)
+        except ConfigError:
+            if values is own:
+                raise
+            continue
+        _, _, _, needed, time = measured(trial, module, machine)
+        seconds = time.step_seconds + time.computing_seconds * _again(trial) / 3  # forward is a third of the computing
+        options = [f"--{key}={value}" for key, value in values.items() if value != own[key]]
+        if values is own or needed.total <= memory:
+            found.setdefault(tuple(options), (Suggestion(options, seconds, needed.total), values))
+    (now, _), *others = found.values()
+    least = min((one.step_seconds for one, _ in others), default=1.0)
+    others.sort(key=lambda it: (int(it[0].step_seconds / least / EQUAL), len(it[0].options), it[0].memory))
+    same_tensor = [values for _, values in others if values[TENSOR] == own[TENSOR]]
+    largest = max((values[BATCH] for values in same_tensor), default=0)
+    chosen: dict[Any, Suggestion] = {}
+    for one, values in others:
+        chosen.setdefault(values[MODE], one)
+        if values in same_tensor and values[BATCH] == largest:
+            chosen.setdefault(BATCH, one)
+    return [now, *sorted({id(one): one for one in chosen.values()}.values(), key=lambda one: one.step_seconds)]
+
+
+def _get(job_config: JobConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(job_config, section), name)
+
+
+def _again(job_config: JobConfig) -> float:
+    checkpointing = job_config.activation_checkpoint
+    every = checkpointing.selective_ac_option
+    if checkpointing.mode == "selective" and every != "op":
+        return 1 / int(every)
+    return AGAIN.get(checkpointing.mode, 1 - checkpointing.memory_budget)
+
+
+def _tries(job_config: JobConfig, machine: Machine, own: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    trial = copy.deepcopy(job_config)
+    world, p = machine.nodes * machine.gpus_per_node, job_config.parallelism
+    check_config(trial, world)
+    sequences = global_batch_size(trial, data_parallel_degree(trial, world))
+    powers = [2**i for i in range(20)]
+    tensor = [n for n in powers if machine.gpus_per_node % n == 0]
+    shards = {p.data_parallel_shard_degree, machine.gpus_per_node}  # not over all nodes: the plan ignores latencies
+    batches = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    modes = [("none", own[OPTION]), ("selective", "op"), ("full", own[OPTION])]
+    for n, tp, shard, (mode, option), head in product(batches, tensor, shards, modes, {own[HEAD], 0, CHUNK}):
+        if n * world // (tp * p.context_parallel_degree) <= sequences:
+            yield dict(zip(KEYS, (n, tp, shard, -1, mode, option, head), strict=True))
