@@ -62,7 +62,7 @@ def checks(options: Options, gpus: int) -> Iterator[Check]:
     yield Check("step", "benchmarks of a step of the 0.6B", ("benchmarks/step.py", *step))
     marks = ("-m", "not slow and not night") if gpus < 2 else ()  # ranks that would share a GPU run on the CPU
     pytest = ("-m", "pytest", "-p", "no:cacheprovider")
-    meshes = (*pytest, "tests/test_sharded_loss.py", "tests/test_meshes.py", *marks)
+    meshes = (*pytest, "tests/test_sharded_loss.py", "tests/test_meshes.py", "tests/test_document_mask.py", *marks)
     yield Check("meshes", "NCCL or RCCL: gradients on every mesh that fits, with context parallelism", meshes)
     yield Check("quiet", "a step that waits for nothing", (*pytest, "tests/test_quiet_step.py"))
     yield from trained(options, gpus)
@@ -79,6 +79,7 @@ def trained(options: Options, gpus: int) -> Iterator[Check]:
     )
     for name, subject, words, cannot in (
         ("bf16", "bf16 training, fused optimizers", (), ""),
+        ("documents", "flex attention within documents", ("--stream.document_mask",), "" if gpus else "it needs a GPU"),
         ("compile", "Inductor's GPU code", ("--compile.enable",), "" if gpus else "it needs a GPU"),
         ("float8", "float8", ("--compile.enable", "--model.converters=quantize.linear.float8"), torchao),
         ("offload", "CPU offload", ("--training.enable_cpu_offload",), two),

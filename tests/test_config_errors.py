@@ -114,6 +114,12 @@ def check(config, ranks):
         (2, "parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree is 2, expected 1"),
         (2, "parallelism.expert_parallel_degree 2", "expert_parallel_degree"),
         (2, "parallelism.context_parallel_degree 0", "context_parallel_degree is 0, expected at least 1"),
+        (
+            2,
+            "parallelism.context_parallel_degree 2 stream.document_mask true",
+            "takes no mask. Set context_parallel_deg",
+        ),
+        (1, "stream.restart_positions true", "restart_positions is true, but stream.document_mask is false: attention"),
         (2, "parallelism.enable_async_tensor_parallel true", "needs compile.enable = true"),
         (2, f"{REPLICAS} 2", "pure data parallelism .* is refused"),
         (2, f"{REPLICAS} -1", "replicate_degree is -1, but data_parallel_shard_degree is -1: only one of them"),

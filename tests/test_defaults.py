@@ -43,7 +43,13 @@ def test_every_key_of_the_loss_is_used():
     from titan_disp.config.checks import build_dispersion_loss
 
     assert facts_of(all_keys()["dispersion.tau"]).least == MIN_TAU
-    assert own - options == {"enabled", "layers", "final_norm", "losses"}  # spec and the models read these
+    assert own - options == {
+        "enabled",
+        "layers",
+        "final_norm",
+        "losses",
+        "within_documents",
+    }  # spec and the models read these
     seeds = {"debug.seed": 5, "stream.seed": 7, "dispersion.enabled": True}
     assert build_dispersion_loss(changed(loaded(MIDTRAIN), seeds)).seed == 5
 

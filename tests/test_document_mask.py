@@ -35,6 +35,7 @@ from titan_disp.data.validation import held_out_sequences
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
+from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.models.decoder import document_mask, restarted
 from titan_disp.models.registry import MODELS, model_args
 from titan_disp.run.identity import check_identity
@@ -42,6 +43,7 @@ from titan_disp.run.reader import read_condensation, read_metrics, read_validati
 
 MASK = ("--stream.document_mask",)
 RESTART = (*MASK, "--stream.restart_positions")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parts_of(row):
@@ -55,7 +57,9 @@ def alone(model, tokens, segments, restart):
     rows = []
     for row, ids in zip(tokens, segments, strict=True):
         found = [
-            model(row[None, part], positions=None if restart else torch.arange(part.start, part.stop)[None])
+            model(
+                row[None, part], positions=None if restart else torch.arange(part.start, part.stop)[None].to(row.device)
+            )
             for part in parts_of(ids.tolist())
         ]
         whole = [torch.cat(pieces, 1) for pieces in zip(*((x, *z) for x, z in found), strict=True)]
@@ -72,8 +76,9 @@ def test_logits_of_a_packed_sequence_equal_those_of_each_document(name, restart)
     model = MODELS[name].model_cls(args)
     torch.manual_seed(4)
     model.init_weights()
-    plain = plain_model(model.state_dict(), (), name, activations=(6, 7))
-    (inputs, _), segments = global_batch(), documents()
+    plain = plain_model(model.state_dict(), (), name, activations=(6, 7)).to(DEVICE)
+    model = model.to(DEVICE)
+    inputs, segments = global_batch()[0].to(DEVICE), documents().to(DEVICE)
     assert len({len(parts_of(row.tolist())) for row in segments}) > 3  # among them one, and documents of one token
     masks = model.get_attention_masks(inputs, None, {"segments": segments})
     logits, activations, given = model(inputs, masks, segments=segments)
@@ -100,6 +105,7 @@ def test_positions_begin_anew():
     ]
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU runs flex attention itself")
 def test_the_mask_of_a_cpu_is_flex_attentions():
     """What runs on a GPU, as far as a CPU can tell: forward only, and not compiled."""
     generator = torch.Generator().manual_seed(1)
@@ -196,8 +202,6 @@ CASES = {
     1: {
         "restart_full_ac": ("qwen3_disp", (*RESTART, *FULL_AC), "n_layers=2"),
         "gpt2_selective_op": ("gpt2_disp", (*MASK, *SELECTIVE), "n_layers=2"),
-        "compile": ("qwen3_disp", (*RESTART, "--compile.enable"), "n_layers=1"),
-        "gpt2_compile": ("gpt2_disp", (*RESTART, "--compile.enable"), "n_layers=1"),
     },
     4: {
         "hsdp": ("qwen3_disp", (*MASK, "--parallelism.data_parallel_replicate_degree", "2"), "n_layers=2"),
@@ -206,22 +210,35 @@ CASES = {
         "gpt2_restart_fsdp_tp_full_ac": ("gpt2_disp", (*RESTART, *TP, *FULL_AC), "n_layers=1"),
     },
 }
+COMPILED = {
+    2: {
+        "fsdp_compile": ("qwen3_disp", (*RESTART, "--compile.enable"), "n_layers=1"),
+        "gpt2_tp_compile": ("gpt2_disp", (*RESTART, *TP, "--compile.enable"), "n_layers=1"),
+    },
+}
+
+
+def trained(sample, folder, cases_by_ranks):
+    for ranks, cases in cases_by_ranks.items():
+        options = {n: ("--model.name", m, "--model.overrides", o, *given) for n, (m, given, o) in cases.items()}
+        spawn(ranks, run_cases, str(sample), folder, options, False)
+    return {
+        n: (*case, torch.load(folder / f"{n}.pt")) for cases in cases_by_ranks.values() for n, case in cases.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def gradients(sample, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gradients")
-    for ranks, cases in CASES.items():
-        options = {n: ("--model.name", m, "--model.overrides", o, *given) for n, (m, given, o) in cases.items()}
-        spawn(ranks, run_cases, str(sample), folder, options, False)
-    return folder
+def steps(sample, tmp_path_factory):
+    return trained(sample, tmp_path_factory.mktemp("steps"), CASES)
 
 
-@pytest.mark.parametrize("name", [name for cases in CASES.values() for name in cases])
-def test_gradients_equal_those_of_each_document(gradients, name):
+@pytest.fixture(scope="module")
+def compiled(sample, tmp_path_factory):
+    return trained(sample, tmp_path_factory.mktemp("compiled"), COMPILED)
+
+
+def assert_equal_gradients(model_name, options, overrides, found):
     """Of the loss with dispersion, against plain PyTorch without masks, one document at a time."""
-    model_name, options, overrides = next(cases[name] for cases in CASES.values() if name in cases)
-    found = torch.load(gradients / f"{name}.pt")
     layers = int(overrides[-1])
     model = plain_model(found["before"], overrides, model_name, activations=tuple(range(1, layers + 1)))
     inputs, labels = global_batch()
@@ -237,6 +254,18 @@ def test_gradients_equal_those_of_each_document(gradients, name):
     error = errors(alone(model, inputs, documents(), restart="--stream.restart_positions" in options))
     assert max(error.values()) < 1e-5, max(error, key=error.get)
     assert max(errors(model(inputs)).values()) > 1e-2  # attention across documents would be seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for cases in CASES.values() for name in cases])
+def test_gradients_equal_those_of_each_document(steps, name):
+    assert_equal_gradients(*steps[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for cases in COMPILED.values() for name in cases])
+def test_gradients_of_compiled_blocks_equal_those_of_each_document(compiled, name):
+    assert_equal_gradients(*compiled[name])
 
 
 def within(z, segments):
@@ -261,6 +290,7 @@ def within_gradients(sample, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for cases in WITHIN_CASES.values() for name in cases])
 def test_dispersion_within_documents(within_gradients, name):
     """Without masks of attention: the real trainer's gradients against plain PyTorch and the formula in float64."""
@@ -374,19 +404,12 @@ def test_two_ranks_train_as_one_process(runs, mesh):
 
 @pytest.mark.parametrize("run", ["whole", "gpt2"])
 def test_held_out_text_is_measured_within_documents(runs, sample, run):
-    """Validation and condensation take the same four sequences: against each document alone, at the start."""
-    before, _ = torch.load(runs / "found.pt")[run]
+    """Validation and condensation take the same four sequences: against each document alone, by the saved model."""
     measured = held_out_losses(runs / run)
     assert list(measured) == [0, 2, 4, 5]
     validated = read_validation(runs / run)
-    assert [validated[step] for step in (2, 4)] == pytest.approx([measured[2], measured[4]], rel=1e-5)
-    name = "gpt2_disp" if run == "gpt2" else "qwen3_disp"
-    args = model_args(name, "nano")
-    args.max_seq_len = 128
-    model = MODELS[name].model_cls(args).eval()
-    with torch.no_grad():
-        for n, p in model.named_parameters():
-            p.copy_(before[n])
+    assert [validated[2], validated[4]] == pytest.approx([measured[2], measured[4]], rel=1e-5)
+    model = load_model(find_saved(runs / run))  # as export, generate and condensation do
     tokens = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 4, 129)
     ends = (tokens == load_tokenizer(sample / "tokenizer").eos_id).long()
     segments = (ends.cumsum(1) - ends)[:, :-1]
@@ -396,8 +419,9 @@ def test_held_out_text_is_measured_within_documents(runs, sample, run):
         return model(tokens, return_activations=(0,), **others)
 
     logits, _ = alone(with_activations, tokens[:, :-1], segments, restart=True)
-    assert measured[0] == pytest.approx(cross_entropy_loss(logits, tokens[:, 1:]).item() / (4 * 128), rel=1e-6)
-    assert measured[0] != pytest.approx(cross_entropy_loss(model(tokens[:, :-1]), tokens[:, 1:]).item() / 512, rel=1e-5)
+    losses = [cross_entropy_loss(x, tokens[:, 1:]).item() / (4 * 128) for x in (logits, model(tokens[:, :-1]))]
+    assert measured[5] == pytest.approx(losses[0], rel=1e-6)
+    assert measured[5] != pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_checkpoint_of_an_earlier_version_was_trained_without_masks():

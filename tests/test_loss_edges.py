@@ -173,7 +173,8 @@ def test_options_are_shown_and_checked():
     """The functions show the options that they pass on. A mask has another name here."""
     for function, first in ((dispersion_losses, "zs"), (dispersion_loss, "z")):
         shown = inspect.signature(function).parameters
-        assert list(shown) == [first, "group", "step", "valid", *(f.name for f in dataclasses.fields(DispersionLoss))]
+        own = [first, "group", "step", "valid", "segments"]
+        assert list(shown) == [*own, *(f.name for f in dataclasses.fields(DispersionLoss))]
         assert shown["tau"].default == 1.0
     z = tokens(1, 4, 3)
     with pytest.raises(TypeError, match=r"unknown option 'attention_mask': pass valid=\[B, N\], True at tokens"):

@@ -38,8 +38,9 @@ def test_the_papers_run():
 
 
 @pytest.mark.night
-def test_tensor_parallel():
-    report = preflight(PreflightOptions(PAPER, TP2, 640, "debugmodel", 64))
+@pytest.mark.parametrize("masks", [(), ("--stream.document_mask", "--stream.restart_positions")])
+def test_tensor_parallel(masks):
+    report = preflight(PreflightOptions(PAPER, (*TP2, *masks), 640, "debugmodel", 64))
     assert (report.mesh["dp_replicate"], report.mesh["fsdp"], report.mesh["tp"]) == (40, 8, 2)
     assert (report.flavor, report.seq_len, report.accumulation) == ("debugmodel", 64, 6)
     assert report.own_parameters < report.parameters / 15  # the norms are not sharded by TP

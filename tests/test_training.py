@@ -172,11 +172,13 @@ def test_dispersion_off_is_stock_torchtitan(sample, hf_tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_stock_trainer_loads_the_plugin(sample, tmp_path):
+@pytest.mark.parametrize("masks", [(), ("--stream.document_mask", "--stream.restart_positions")])
+def test_stock_trainer_loads_the_plugin(sample, tmp_path, masks):
     """python -m torchtitan.train with custom_import: model, loss and separate terms work there too."""
     said = python(
         *("-m", "torchtitan.train", "--job.config_file", DEMO, "--training.dataset_path", sample, *SHORT),
         *("--training.steps", "2", "--model.hf_assets_path", sample / "tokenizer", "--job.dump_folder", tmp_path),
+        *masks,
     )
     assert "dispersion: -0." in said
     assert "this is TorchTitan's own trainer" in said
