@@ -381,6 +381,7 @@ def held_out_losses(run):
     return {step: row["cross_entropy"] for step, row in read_condensation(run).items()}
 
 
+@pytest.mark.slow
 def test_a_run_of_two_starts_equals_one_of_one_start(runs):
     found, whole, parts = torch.load(runs / "found.pt"), read_metrics(runs / "whole"), read_metrics(runs / "parts")
     assert list(whole) == list(parts) == [1, 2, 3, 4, 5]
@@ -392,6 +393,7 @@ def test_a_run_of_two_starts_equals_one_of_one_start(runs):
     assert list(read_metrics(runs / "gpt2")) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["two", "tp"])
 def test_two_ranks_train_as_one_process(runs, mesh):
     one, two = read_metrics(runs / "whole"), read_metrics(runs / mesh)
@@ -402,6 +404,7 @@ def test_two_ranks_train_as_one_process(runs, mesh):
     assert measured == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["whole", "gpt2"])
 def test_held_out_text_is_measured_within_documents(runs, sample, run):
     """Validation and condensation take the same four sequences: against each document alone, by the saved model."""

@@ -16,6 +16,7 @@ PAPER = "train_configs/qwen3_0.6b_c4.toml"
 MACHINE = Machine(1, 8, "MI250X-GCD")
 
 
+@pytest.mark.slow
 def test_the_paper_on_one_node(monkeypatch):
     monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
     now, *others = suggest(loaded(PAPER), MACHINE)
