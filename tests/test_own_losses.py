@@ -3,6 +3,7 @@
 The losses that come with titan-disp, of the same kinds: the tests that ``tests/test_variants.py`` names.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -451,6 +452,7 @@ def test_several_losses(tmp_path, words):
         ('{"variant": "cosine", "wieght": 1}', r"losses\[0\]\.wieght is not known \(did you mean weight\?\)"),
         ('{"variant": "angular", "tau": "1"}', r"losses\[0\]\.tau is '1', expected a number"),
         ('[{"variant": "cosine"}, {"variant": "simctg", "tau": 2}]', r"losses\[1\]\.tau is 2\.0, but variant 'simctg'"),
+        ('{"variant": "simctg", "options": "margin=0.7"}', r"losses\[0\]\.options is 'margin=0.7', expected a table"),
         ('{"variant": "vicreg", "options": {"gama": 1}}', r"losses\[0\]\.options\.gama is not known"),
     ],
 )
@@ -461,6 +463,74 @@ def test_several_losses_that_are_wrong(losses, message):
     with pytest.raises(ConfigError, match=f"^dispersion.{message}"):
         build_further_losses(
             load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", losses])
+        )
+
+
+def test_names_that_collide(folder):
+    """A class that is named as another one's second loss, and the name of another number."""
+    from titan_disp.config.checks import build_further_losses
+    from titan_disp.config.load import load_config
+
+    variants = ("odd_losses:cosine_2", "cosine", "cosine", "odd_losses:fit_error")
+    words = json.dumps([{"variant": variant} for variant in variants])
+    (folder / "odd_losses.py").write_text(
+        "from titan_disp.dispersion.variants.cosine import Cosine\nfrom dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\nclass cosine_2(Cosine): pass\n@dataclass(frozen=True)\nclass fit_error(Cosine): pass\n"
+    )
+    found = build_further_losses(
+        load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", words])
+    )
+    assert list(found) == ["cosine_2", "cosine", "cosine_3", "fit_error_2"]
+
+
+KEPT = torch.ones(12, 12, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("pair", "w"),
+    [
+        (lambda c: (e := c.exp(), e), torch.exp),  # one tensor as both
+        (lambda c: (c, KEPT), lambda c: c),
+        (lambda c: (c, torch.ones((), dtype=c.dtype).expand_as(c)), lambda c: c),
+    ],
+)
+def test_what_a_pair_function_returns_is_not_overwritten(pair, w):
+    from titan_disp.dispersion import CosineVariant
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(CosineVariant):
+        @property
+        def pair(self):
+            return pair
+
+    def expected(z):
+        u = torch.nn.functional.normalize(z, dim=-1)
+        return w(u @ u.transpose(1, 2))[:, ~torch.eye(12, dtype=torch.bool)].mean(1)
+
+    z = 10 * tokens(2, 12, 8).double()
+    valid = torch.arange(12) < torch.tensor([[12], [12]])
+    for _ in range(2):
+        for options in ({}, {"valid": valid}):
+            value, grad = loss_and_gradient(lambda x, o=options: dispersion_loss(x, variant=Own(), **o), z)
+            right, right_grad = loss_and_gradient(expected, z)
+            torch.testing.assert_close(value, right)
+            torch.testing.assert_close(grad, right_grad)
+
+
+def test_an_autograd_loss_whose_gradient_is_expanded():
+    from titan_disp.dispersion import AutogradVariant
+
+    @dataclasses.dataclass(frozen=True)
+    class Total(AutogradVariant):
+        def loss(self, z, valid, context):
+            return z.sum((1, 2))
+
+    valid = torch.arange(12) < torch.tensor([[12], [7]])
+    for options in ({}, {"valid": valid}):
+        z = tokens(2, 12, 8).requires_grad_()
+        dispersion_loss(z, variant=Total(), **options).sum().backward()
+        torch.testing.assert_close(
+            z.grad, (valid if options else torch.ones(2, 12))[..., None].expand(2, 12, 8).float()
         )
 
 

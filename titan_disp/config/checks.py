@@ -386,7 +386,7 @@ def build_further_losses(job_config: JobConfig) -> dict[str, tuple[float, Disper
     """Return the losses of [[dispersion.losses]] with their weights, by names that differ from one another's."""
     section = job_config.dispersion  # type: ignore[attr-defined]
     known = {f.name: f for f in fields(DispersionLoss) if f.name != "seed"}
-    names, found = [build_dispersion_loss(job_config).name], {}
+    main, found = build_dispersion_loss(job_config).name, dict[str, tuple[float, DispersionLoss]]()
     for i, table in enumerate(section.losses):
         where = f"{LOSSES}[{i}]"
         if not isinstance(table, Mapping) or not isinstance(table.get("variant"), str):
@@ -398,6 +398,10 @@ def build_further_losses(job_config: JobConfig) -> dict[str, tuple[float, Disper
         for key in given:
             if key not in known:
                 raise ConfigError(f"{where}.{key} is not known{did_you_mean(key, ['weight', *known])}")
+        if not isinstance(given.get("options", {}), Mapping):
+            raise ConfigError(
+                f"{where}.options is {given['options']!r}, expected a table, as options = {{margin = 0.5}}"
+            )
         try:
             values = {key: checked(key, value, known[key]) for key, value in given.items()}
             loss = DispersionLoss(**values, seed=job_config.debug.seed or 0)
@@ -405,9 +409,11 @@ def build_further_losses(job_config: JobConfig) -> dict[str, tuple[float, Disper
                 loss.check_within_segments()
         except ValueError as error:
             raise ConfigError(f"{where}.{error}") from error
-        names.append(loss.name)
-        count = names.count(loss.name)
-        found[loss.name if count == 1 else f"{loss.name}_{count}"] = float(weight), loss
+        name, count = loss.name, 1
+        while name in (main, *found, "fit_error"):  # dispersion_fit_error is another number of metrics.jsonl
+            count += 1
+            name = f"{loss.name}_{count}"
+        found[name] = float(weight), loss
     return found
 
 

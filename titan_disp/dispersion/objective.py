@@ -108,6 +108,10 @@ class DispersionObjective:
     ledger: LossLedger | None = None
     ignore_index: int = -100
 
+    def __post_init__(self) -> None:
+        if self.loss.name in self.others:
+            raise ValueError(f"others has {self.loss.name!r}, which is the name of loss: give it another one")
+
     def __call__(self, predictions: Predictions, labels: Tensor) -> Tensor:
         """Return the loss summed over the valid tokens. The trainer divides it by their global number.
 

@@ -67,16 +67,17 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         w, r = pair((c * s_rows).mul_(s_cols))  # in place, the compiled kernel would have to write c back
-        q = r.mul_(s_rows).mul_(s_cols).to(dtype)
+        # Neither is overwritten: a pair function may return one tensor as both, or one that it keeps.
+        q = (r * s_rows).mul_(s_cols).to(dtype)
         if diagonal:  # a token and itself are not a pair
             index = torch.arange(c.shape[1], device=c.device)
             same = index[:, None] == index
-            w.masked_fill_(same, 0.0)
+            w = w.masked_fill(same, 0.0)
             q.masked_fill_(same, 0.0)
         if marks is not None:
             # Subtracting w(0) from the sum afterwards would cancel digits at small τ.
             none = apart(*marks)
-            w.masked_fill_(none, 0.0)
+            w = w.masked_fill(none, 0.0)
             if marks[0].dtype != torch.bool:  # of padding alone, q multiplies x = 0 in the gradient of a token
                 q.masked_fill_(none, 0.0)
         return w.sum(-1).sum(-1), q if out is None else out.copy_(q)

@@ -290,7 +290,7 @@ def _differentiated(variant: Variant, loss: Callable[[], Tensor], *of: Tensor) -
                 "that autograd has computed from the tokens"
             )
         grads = torch.autograd.grad(value.sum(), of, allow_unused=True, materialize_grads=True)
-    return value.detach(), grads
+    return value.detach(), tuple(grad.contiguous() for grad in grads)  # which are overwritten, and may be expanded
 
 
 def scatter(s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:

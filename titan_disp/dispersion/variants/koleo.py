@@ -17,7 +17,7 @@ NEAREST = 1e-8  # added to distances, so that equal tokens have a finite loss
 def nearest(u: Tensor, valid: Tensor) -> Tensor:
     """Return the index of the token that is nearest to each of the unit vectors u [B, N, F], [B, N]."""
     batch, n, _ = u.shape
-    size = max(1, pairwise.TILE_ELEMENTS // (batch * n))
+    size = max(1, pairwise.TILE_ELEMENTS // max(1, batch * n))
     found = []
     for i in range(0, n, size):
         c = u[:, i : i + size] @ u.transpose(1, 2)
