@@ -221,6 +221,7 @@ def test_warnings_of_communication_and_checkpoints():
         ({"dispersion.variant": "decorrelation"}, 6 * 3),  # of pairs, as F > N
         ({"dispersion.variant": "vicreg"}, 6 * 4 * 2),
         ({"dispersion.variant": "koleo"}, 6 * 3),
+        ({"dispersion.variant": "koleo", TP: 2}, 6 * 3 * 2),
         (
             {"dispersion.losses": [{"variant": "cosine"}, {"variant": "angular", "estimator": "moments"}]},
             6 * (3 + 3 + 8),

@@ -68,7 +68,10 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         w, r = pair((c * s_rows).mul_(s_cols))  # in place, the compiled kernel would have to write c back
         # Neither is overwritten: a pair function may return one tensor as both, or one that it keeps.
-        q = (r * s_rows).mul_(s_cols).to(dtype)
+        memory = (
+            None if torch.compiler.is_compiling() else c
+        )  # which is not read again; a compiled kernel would write it
+        q = torch.mul(r, s_rows, out=memory).mul_(s_cols).to(dtype)
         if diagonal:  # a token and itself are not a pair
             index = torch.arange(c.shape[1], device=c.device)
             same = index[:, None] == index

@@ -255,6 +255,10 @@ class AutogradVariant(Variant):
         ranks have no gradient, and stand in the order of the ranks, which under context parallelism is not theirs.
         """
 
+    def cost(self, tokens: int, features: int, shards: int, linear: bool = False) -> Cost:
+        one = super().cost(tokens, features, 1)  # as a function of pairs: its code is not known
+        return one._replace(flops=one.flops * shards)  # every rank computes the whole
+
     def exact(self, layers: Layers) -> Tensor:
         def of_layer(layer: int) -> Compute:
             context = Context(layers.step, layer, layers.group)
