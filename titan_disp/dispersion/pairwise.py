@@ -66,21 +66,21 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
         marks: TileMarks | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        w, r = pair((c * s_rows).mul_(s_cols))  # in place, the compiled kernel would have to write c back
-        # Neither is overwritten: a pair function may return one tensor as both, or one that it keeps.
-        memory = (
-            None if torch.compiler.is_compiling() else c
-        )  # which is not read again; a compiled kernel would write it
-        q = torch.mul(r, s_rows, out=memory).mul_(s_cols).to(dtype)
+        cosines = (c * s_rows).mul_(s_cols)  # in place, the compiled kernel would have to write c back
+        w, r = pair(cosines)
+        # A pair function may return one tensor as both, or one that it keeps, so that neither is overwritten. The results
+        # take the memory of tiles that are not read again, but a compiled kernel would have to write these, too.
+        memory_q, memory_w = (None, None) if torch.compiler.is_compiling() else (c, cosines)
+        q = torch.mul(r, s_rows, out=memory_q).mul_(s_cols).to(dtype)
         if diagonal:  # a token and itself are not a pair
             index = torch.arange(c.shape[1], device=c.device)
             same = index[:, None] == index
-            w = w.masked_fill(same, 0.0)
+            w = torch.where(same, w.new_zeros(()), w, out=memory_w)
             q.masked_fill_(same, 0.0)
         if marks is not None:
             # Subtracting w(0) from the sum afterwards would cancel digits at small τ.
             none = apart(*marks)
-            w = w.masked_fill(none, 0.0)
+            w = torch.where(none, w.new_zeros(()), w, out=memory_w)
             if marks[0].dtype != torch.bool:  # of padding alone, q multiplies x = 0 in the gradient of a token
                 q.masked_fill_(none, 0.0)
         return w.sum(-1).sum(-1), q if out is None else out.copy_(q)
