@@ -3,6 +3,7 @@
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests import ring_attention
 from titan_disp import cpu
+from titan_disp.dispersion import objective
+from titan_disp.dispersion.autograd import process_group
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
 
@@ -149,7 +152,10 @@ class Collectives(TorchDispatchMode):
 
 
 def run_cases(sample, folder, cases, checkpoint):
-    """For every case, build a trainer, train a step, and save gradients and weights to ``folder/name.pt`` on rank 0."""
+    """For every case, build a trainer, train a step, and save gradients and weights to ``folder/name.pt`` on rank 0.
+
+    But for the reference, layers count as large, so that the gradients of the loss are computed in the backward pass.
+    """
     # Users would see this warning of a view among the model's outputs. (Under TP, TorchTitan itself gets one for an
     # untied embedding.)
     warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
@@ -164,8 +170,17 @@ def run_cases(sample, folder, cases, checkpoint):
             assert_one_group(model)
         before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         compiled = "--compile.enable" in options  # a dispatch mode cannot see the calls of compiled code
-        with nullcontext() if compiled else Collectives() as collectives:
+        large = (
+            nullcontext()
+            if "reference" in name
+            else mock.patch.object(objective, "packed", lambda zs: [[z] for z in zs])
+        )
+        in_backward = mock.patch.object(objective, "add_in_backward", wraps=objective.add_in_backward)
+        with large, in_backward as called, nullcontext() if compiled else Collectives() as collectives:
             gradients = step(trainer)
+        sharded = process_group(trainer.loss_fn.group) is not None
+        direct = sharded or "reference" in name or "--dispersion.no-enabled" in options or "sampled" in options
+        assert called.called != direct
         assert_tied(model, tied)
         after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         if checkpoint:

@@ -1,10 +1,18 @@
 """The training objective, cross-entropy + λ · dispersion, and the ledger of its terms, against the formula."""
 
+import gc
+import weakref
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 
+from tests.distributed import spawn
+from tests.mesh import build
 from tests.oracle import angular, drawing_order
-from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger
+from titan_disp.dispersion import AutogradVariant, DispersionLoss, DispersionObjective, LossLedger
+from titan_disp.run.reader import read_rows
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
 
@@ -125,3 +133,93 @@ def test_ledger_receives_the_worst_fit_of_training(batch):
         assert ledger.worst_fit(None) == pytest.approx(kept)
     ledger.reset()
     assert ledger.worst_fit(None) is None
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, h):
+        activations = []
+        for layer in self.layers:
+            h = layer(h).tanh()
+            activations.append(h)
+        return h, tuple(activations)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_gradients_in_the_backward_pass(monkeypatch, request, retain):
+    """They are those of the forward pass, with every factor; the terms are known afterwards, and nothing holds a layer."""
+    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
+    tokens, labels = torch.randn(2, 2, 9, 6), torch.randint(6, (2, 9))
+    labels[0, 3:] = -100
+    monkeypatch.setattr(OfLayer, "seen", seen := [])
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    others = {"other": (3.0, DispersionLoss("l2_repel")), "own": (0.5, DispersionLoss(OfLayer()))}
+    found = {}
+    for defer in (False, True):
+        model, ledger, layers, printed = Blocks(), LossLedger(), [], []
+        loss = objective(loss=DispersionLoss(estimator="moments"), others=others, ledger=ledger, defer=defer)
+        for microbatch in tokens.unbind():
+            predictions = model(microbatch)
+            layers.append(weakref.ref(predictions[1][1]))
+            value = loss(predictions, labels) / 7
+            del predictions
+            for left in range(1 + retain, 0, -1):
+                value.backward(retain_graph=left > 1)
+            late = loss.take_late()
+            assert (late is None) != defer
+            printed.append(value.detach() + (late / 7 if defer else 0))
+        assert not any(layer() is not None for layer in layers), "something holds the graph that it belongs to"
+        found[defer] = (
+            [p.grad for p in model.parameters()],
+            torch.stack(printed),
+            ledger.mean(None),
+            ledger.worst_fit(None),
+        )
+    if retain:  # the second pass adds its terms again
+        found = {defer: gradients for defer, (gradients, *_) in found.items()}
+    torch.testing.assert_close(found[True], found[False])
+    assert sorted(seen) == [i for i in range(4) for _ in range(2 + 2 * (1 + retain))]
+
+
+class OfLayer(AutogradVariant):
+    seen = []
+
+    def loss(self, z, valid, context):
+        self.seen.append(context.layer)
+        return (context.layer + 1) * z.square().sum((1, 2))
+
+
+def test_a_second_derivative_in_the_backward_pass_is_refused(monkeypatch):
+    model, tokens = Blocks(), torch.randn(3, 9, 6)
+    value = objective(defer=True)(model(tokens), torch.zeros(3, 9, dtype=torch.long))
+    (grad,) = torch.autograd.grad(value, model.layers[3].weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def forward_and_backward(sample, folder):
+    for name in ("forward", "backward"):
+        pack = 1 << 20 if name == "forward" else 0
+        with mock.patch("titan_disp.dispersion.layers.PACK_ELEMENTS", pack):
+            trainer = build(
+                sample,
+                Path(folder) / name,
+                *("--training.steps", "2", "--metrics.log_freq", "1", "--condensation.interval", "0"),
+            )
+            trainer.train()
+            trainer.close()
+
+
+def test_logged_values_are_those_of_the_forward_pass(sample, tmp_path):
+    """The trainer adds what the backward pass has found to the loss that TorchTitan prints, microbatch by microbatch."""
+    spawn(1, forward_and_backward, str(sample), str(tmp_path))
+    both = list(zip(*(read_rows(tmp_path / name) for name in ("forward", "backward")), strict=True))
+    assert len(both) == 2
+    for forward, backward in both:
+        for key in ("loss", "ce", "dispersion", "grad_norm"):
+            assert backward[key] == pytest.approx(forward[key], rel=1e-6)

@@ -37,7 +37,7 @@ from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import StreamValidator, held_out_sequences
-from titan_disp.dispersion import kernels
+from titan_disp.dispersion import DispersionObjective, kernels
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, RefusedError, UserError
 from titan_disp.run import identity
@@ -90,6 +90,7 @@ class DispTrainer(Trainer):
             super().__init__(job_config)
         finally:
             job_config.checkpoint.enable = enable
+        cast(DispersionObjective, self.loss_fn).defer = True
         self.checkpointer = self._build_checkpointer()
         if job_config.validation.enable:
             cast(StreamValidator, self.validator).around = partial(self.busy, "validation")
@@ -263,7 +264,9 @@ class DispTrainer(Trainer):
         last = self._microbatch == self.gradient_accumulation_steps
         if self.parallel_dims.dp_replicate_enabled and (last or self._microbatch == 1):
             cast(FSDPModule, self.model_parts[0]).set_requires_all_reduce(last)
-        return super().forward_backward_step(**kwargs)
+        loss = super().forward_backward_step(**kwargs)
+        late = cast(DispersionObjective, self.loss_fn).take_late()
+        return loss if late is None else loss + late / kwargs["global_valid_tokens"]
 
     def should_continue_training(self) -> bool:
         return self.step < self.last_step and not self._stopping

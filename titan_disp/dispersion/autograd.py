@@ -5,7 +5,8 @@ sequence is sharded, each rank saves the complete gradient of its own tokens, so
 derivative of a sum over ranks is the identity. A sequence may be sharded over a process group or a 1-D mesh.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,44 @@ _graph_is_retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_g
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return z's dtype, or float32 for float16, in which ∂S/∂z could overflow, since it grows with N."""
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def add_in_backward(zs: Sequence[Tensor], loss: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Return 0, whose backward adds the gradient of ``loss(index, z)``, a scalar, to that of each of ``zs`` [B, n, F].
+
+    The loss is computed when the gradient of z arrives. Until then only z is kept, which the layer after it keeps as
+    well, unless it is checkpointed together with others. Each z must have a gradient from elsewhere, as from that layer.
+    """
+    kept: list[Tensor | None] = [z.detach() for z in zs]
+    factor: list[Tensor] = []
+
+    def arrived(index: int, grad: Tensor) -> Tensor:
+        z = kept[index]
+        assert z is not None
+        if not _graph_is_retained():
+            kept[index] = None
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            (own,) = torch.autograd.grad(loss(index, z), z, factor[-1])
+        return only_first_derivative(own.add_(grad), z, factor[-1])
+
+    for index, z in enumerate(zs):
+        z.register_hook(partial(arrived, index))
+    return _Factor.apply(factor, *zs)
+
+
+class _Factor(torch.autograd.Function):
+    """Learn by what a loss is multiplied. As the tokens are inputs, this is known before a gradient of them is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: list[Tensor], *zs: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.factor, ctx.none = factor, (None,) * (1 + len(zs))
+        return zs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.factor.append(grad)
+        return ctx.none
 
 
 class SavedRows(torch.autograd.Function):

@@ -51,6 +51,7 @@ class Layers(ABC):
 
     segmented: bool = False  # whether only the pairs within segments count
     step: int = 0  # that was given with the layers
+    first: int = 0  # the index of the first of them
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:

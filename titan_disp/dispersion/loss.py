@@ -130,6 +130,7 @@ class DispersionLoss:
         fit_errors: list[Tensor] | None = None,
         valid: Tensor | None = None,
         segments: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Return the loss per layer and sequence.
 
@@ -148,6 +149,7 @@ class DispersionLoss:
             segments: int [B, N], or this rank's [B, N/p], in place of ``valid``: the number of each token's document in
                 its sequence, or −1 at padding. The loss then takes the pairs *within* documents only; it is 0 without
                 any. Losses of cosines and l2_repel can do this, exact and sampled. The host waits for the numbers.
+            first: the index of the first of ``zs``, if they are some of all layers.
 
         Returns:
             [len(zs), B] in float32 (float64 for float64 input), the same full value on every rank of ``group``. Each
@@ -187,12 +189,12 @@ class DispersionLoss:
         with torch.autocast(device, enabled=False):
             layers: Layers
             if sampled:
-                orders = [order(length, self.seed, step, layer) for layer in range(len(zs))]
+                orders = [order(length, self.seed, step, first + layer) for layer in range(len(zs))]
                 drawn = zs, orders, self.max_tokens, pg, in_bf16
                 layers = SampledLayers(*drawn) if mask is None else SampledTokens(*drawn, mask)
             else:
                 layers = WholeLayers(zs, length, mask, pg, in_bf16)
-            layers.step = step
+            layers.step, layers.first = step, first
             losses = variant.moments(layers, fit_errors) if self.estimator == "moments" else variant.exact(layers)
             return losses if mask is None else losses.masked_fill(layers.without_pairs(), 0.0)
 

@@ -10,6 +10,7 @@ over a run (``CoeffSchedule``).
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_disp.dispersion.autograd import Group, process_group
+from titan_disp.dispersion.autograd import Group, add_in_backward, process_group
+from titan_disp.dispersion.kernels import bf16_autocast
+from titan_disp.dispersion.layers import packed
 from titan_disp.dispersion.loss import DispersionLoss
 
 # Logits, or (logits, activations), or (logits, activations, segments).
@@ -93,6 +96,8 @@ class DispersionObjective:
         cp_group: ranks over which the labels are sharded too (CP).
         within_documents: whether the losses take only the pairs within documents, whose numbers the predictions then have.
         others: losses that are added to ``loss``, each with its weight, by name.
+        defer: whether gradients of large layers are computed in the backward pass, so that none is saved (``deferred``).
+            The loss returned then has no dispersion, which ``take_late`` has after the backward pass.
         ledger: receives all terms separately, in training only.
         ignore_index: the label of tokens that do not count.
     """
@@ -105,8 +110,11 @@ class DispersionObjective:
     cp_group: Group = None
     within_documents: bool = False
     others: Mapping[str, tuple[float, DispersionLoss]] = field(default_factory=dict)
+    defer: bool = False
     ledger: LossLedger | None = None
     ignore_index: int = -100
+    _late: Tensor | None = field(default=None, init=False)
+    _awaited: bool = field(default=False, init=False)  # whether a backward pass has to come
 
     def __post_init__(self) -> None:
         if self.loss.name in self.others:
@@ -131,22 +139,29 @@ class DispersionObjective:
         weights = (labels != self.ignore_index).sum(1)
         local_tokens = weights.sum()
         if not activations:
-            self._record(ce, ce.new_zeros(()), local_tokens, {})
+            self._record(ce, ce.new_zeros(()), local_tokens, {}, [])
             return ce
         cp_group = process_group(self.cp_group)
         if cp_group is not None:
             weights = weights.clone()
             dist.all_reduce(weights, group=cp_group)
-        step = self.step()
+        step, layers = self.step(), len(activations)
+        coeff, every = (
+            self.coeff(step),
+            {self.loss.name: self.loss, **{name: loss for name, (_, loss) in self.others.items()}},
+        )
         fit_errors: list[Tensor] = []
         segments = self._own_segments(*predictions[2:]) if self.within_documents else None
-        losses = {
-            name: (weights * loss(activations, self.group, step, fit_errors, segments=segments).mean(0)).sum()
-            for name, (_, loss) in {self.loss.name: (1.0, self.loss), **self.others}.items()
-        }
-        dispersion = losses[self.loss.name]
-        for name, (weight, _) in self.others.items():
-            dispersion = dispersion + weight * losses[name]
+
+        def losses_of(zs: Sequence[Tensor], first: int = 0) -> dict[str, Tensor]:
+            given = self.group, step, fit_errors, None, segments, first
+            return {name: (weights * (loss(zs, *given).sum(0) / layers)).sum() for name, loss in every.items()}
+
+        if self.deferred(activations):
+            said = partial(self._record, ce.detach(), tokens=local_tokens, fit_errors=fit_errors)
+            return ce + coeff * add_in_backward(activations, self._of_layer(losses_of, said, coeff, ce.device.type))
+        losses = losses_of(activations)
+        dispersion = self._together(losses)
         value = dispersion.detach()
         if cp_group is not None:
             # The trainer sums values over CP ranks, which all hold the same full value; gradients stay undivided.
@@ -154,18 +169,73 @@ class DispersionObjective:
             value = value / ranks
             dispersion = dispersion - dispersion.detach() + value
             losses = {name: loss / ranks for name, loss in losses.items()}
-        self._record(ce, value, local_tokens, losses if self.others else {})
-        if self.ledger is not None and fit_errors and torch.is_grad_enabled():
-            self.ledger.add_fit_errors(torch.stack(fit_errors))
-        return ce + self.coeff(step) * dispersion
+        self._record(ce, value, local_tokens, losses, fit_errors)
+        return ce + coeff * dispersion
+
+    def deferred(self, zs: Sequence[Tensor]) -> bool:
+        """Return whether the gradients of the losses are computed in the backward pass.
+
+        This needs layers so large that each is computed alone anyway, and whole sequences: of shards, the next layer is
+        gathered while one is computed, and a rank saves only its part.
+        """
+        return (
+            self.defer
+            and process_group(self.group) is None
+            and all(loss.estimator != "sampled" for loss in (self.loss, *(loss for _, loss in self.others.values())))
+            and len(packed(zs)) == len(zs)
+            and torch.is_grad_enabled()
+            and all(z.requires_grad for z in zs)
+        )
+
+    def _of_layer(
+        self,
+        losses_of: Callable[[Sequence[Tensor], int], dict[str, Tensor]],
+        record: Callable[..., None],
+        coeff: float,
+        device: str,
+    ) -> Callable[[int, Tensor], Tensor]:
+        # What this returns must not hold the activations, which hold it.
+        sums: dict[str, Tensor] = {}
+        in_bf16, self._awaited = bf16_autocast(device), True
+
+        def of_layer(layer: int, z: Tensor) -> Tensor:
+            with torch.autocast(device, torch.bfloat16, enabled=in_bf16):  # which backward is not under
+                losses = losses_of([z], layer)
+            for name, loss in losses.items():
+                sums[name] = sums[name] + loss.detach() if name in sums else loss.detach()
+            if layer == 0:  # the last one, as the gradients of all others come before
+                value, self._awaited = self._together(sums), False
+                record(value, losses=sums)
+                self._late = coeff * value
+            return self._together(losses)
+
+        return of_layer
+
+    def take_late(self) -> Tensor | None:
+        """Return λ · dispersion, summed over the valid tokens, of the backward pass; None if it was in the loss already."""
+        if self._awaited:
+            raise RuntimeError("the gradients of some activations have not arrived, so that these were not dispersed")
+        late, self._late = self._late, None
+        return late
+
+    def _together(self, losses: Mapping[str, Tensor]) -> Tensor:
+        dispersion = losses[self.loss.name]
+        for name, (weight, _) in self.others.items():
+            dispersion = dispersion + weight * losses[name]
+        return dispersion
 
     def _own_segments(self, segments: Tensor) -> Tensor:
         group = process_group(self.group)
         return segments if group is None else segments.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
 
-    def _record(self, ce: Tensor, dispersion: Tensor, tokens: Tensor, losses: Mapping[str, Tensor]) -> None:
-        if self.ledger is not None and torch.is_grad_enabled():
-            self.ledger.add(ce, dispersion, tokens, losses)
+    def _record(
+        self, ce: Tensor, dispersion: Tensor, tokens: Tensor, losses: Mapping[str, Tensor], fit_errors: list[Tensor]
+    ) -> None:
+        if self.ledger is None or not torch.is_grad_enabled():
+            return
+        self.ledger.add(ce, dispersion, tokens, losses if self.others else {})
+        if fit_errors:
+            self.ledger.add_fit_errors(torch.stack(fit_errors))
 
 
 DECAYS = ("constant", "linear", "cosine")

@@ -234,7 +234,7 @@ class Context:
     """What a loss may need to know besides the tokens. (Labels and segments of the tokens would be further fields.)"""
 
     step: int  # completed training steps
-    layer: int  # the index of the layer in the call
+    layer: int  # the index of the layer among those that are dispersed
     group: dist.ProcessGroup | None  # ranks that compute this loss together, each for the gradient of its own tokens
 
 
@@ -261,7 +261,7 @@ class AutogradVariant(Variant):
 
     def exact(self, layers: Layers) -> Tensor:
         def of_layer(layer: int) -> Compute:
-            context = Context(layers.step, layer, layers.group)
+            context = Context(layers.step, layers.first + layer, layers.group)
 
             def own_part(z: Tensor, mask: TokenMask | None) -> Result:
                 own, others, rank = z.detach().to(accumulation_dtype(z.dtype)), [], 0
