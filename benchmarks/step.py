@@ -5,7 +5,9 @@
     python benchmarks/step.py --overrides --training.local_batch_size 2
 
 One rank runs TorchTitan's trainer on random tokens. Every estimator and sequence length has a process of its own. The
-estimators take turns for --rounds rounds, and the round with the fastest median step counts. On a CPU there are three
+estimators take turns for --rounds rounds, and the round with the fastest median step counts. "saved" is the exact one
+with the gradients of large layers computed in the forward pass, as under the stock trainer. Memory is that of tensors, as
+torch counts it (MemTracker) in one more step, beside the estimate of ``titan-disp plan``. On a CPU there are three
 more numbers, in CPU seconds of all threads, which depend less on other work on the machine, as fractions of the step
 without dispersion: what dispersion adds, what the step spends in the loss, and what the loss takes outside of a step.
 """
@@ -27,6 +29,7 @@ from measuring import in_a_fresh_process, show
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
+SAVED = "saved"
 
 
 @dataclass
@@ -95,27 +98,28 @@ class LossTime:
         return layers * min(repeat(once, timer=time.process_time, number=1, repeat=3))
 
 
-def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
+def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, Any]:
     """Return medians over steps and the peak memory, in this process."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    from torch.distributed._tools.mem_tracker import MemTracker
     from torchtitan.train import Trainer
 
     import titan_disp.plugin  # noqa: F401 — device type
+    from titan_disp.cluster.cost import estimate
+    from titan_disp.cluster.plan import meta_model
     from titan_disp.cluster.preflight import synthetic_inputs
     from titan_disp.config.batch import tokens_per_step
     from titan_disp.config.load import load_config
-    from titan_disp.cpu import high_water_mark
 
     job_config = load_config(argv)
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
+    trainer.loss_fn.defer = defer  # type: ignore[attr-defined]
     batches = trainer.batch_generator(trainer.dataloader)
     on_gpu = torch.cuda.is_available()
     loss_time = None if on_gpu else LossTime()
     seconds, cpu_seconds, loss_seconds = [], [], []
-    for step in range(warmup + steps):
-        if step == warmup and on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+    for _ in range(warmup + steps):
         start, cpu_start = time.perf_counter(), time.process_time()
         trainer.step += 1
         trainer.train_step(batches)
@@ -125,7 +129,20 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
         cpu_seconds.append(time.process_time() - cpu_start)
         if loss_time is not None:
             loss_seconds.append(loss_time.take())
-    peak = torch.cuda.max_memory_allocated() if on_gpu else high_water_mark()
+    tracker = MemTracker()
+    tracker.track_external(*trainer.model_parts, *trainer.optimizers.optimizers)
+    one = trainer.forward_backward_step
+
+    def microbatch(**kwargs: Any) -> torch.Tensor:
+        tracker.reset_mod_stats()  # without which the tracker refuses a second microbatch
+        return one(**kwargs)
+
+    trainer.forward_backward_step = microbatch  # type: ignore[method-assign]
+    with tracker:
+        trainer.step += 1
+        trainer.train_step(batches)
+    peak = max(of_device["Total"] for of_device in tracker.get_tracker_snapshot("peak").values())
+    planned = estimate(job_config, meta_model(job_config), 1, trainer.gradient_accumulation_steps > 1)
     return {
         "seconds": statistics.median(seconds[warmup:]),
         "cpu_seconds": statistics.median(cpu_seconds[warmup:]),
@@ -133,11 +150,12 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
         "loss_alone_cpu_seconds": None if loss_time is None else loss_time.alone(),
         "tokens": tokens_per_step(job_config, 1),
         "peak_bytes": peak,
+        "planned_bytes": planned.total,
     }
 
 
 def run(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
-    on = ("--dispersion.enabled", "--dispersion.estimator", estimator)
+    on = ("--dispersion.enabled", "--dispersion.estimator", "exact" if estimator == SAVED else estimator)
     dispersion = on if estimator != "off" else ("--dispersion.no-enabled",)
     with tempfile.TemporaryDirectory() as folder:
         argv = [
@@ -146,7 +164,7 @@ def run(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
             *("--metrics.no-enable_tensorboard", "--metrics.log_freq", "1000000", *dispersion),
             *options.overrides,
         ]
-        return in_a_fresh_process(measure, argv, options.warmup, options.steps)
+        return in_a_fresh_process(measure, argv, options.warmup, options.steps, estimator != SAVED)
 
 
 def main(options: Options) -> None:

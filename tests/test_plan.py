@@ -1,20 +1,11 @@
 """These tests compare the plan's numbers with hand computations and with the real model, optimizer and autograd."""
 
 import dataclasses
-import gc
 import json
-import weakref
-from functools import partial
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import ActivationCheckpoint
-from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from tests.command_line import DEMO, ROOT
 from tests.pages import changed, loaded
@@ -25,10 +16,8 @@ from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.plan import NodeCount, make_plan, render
 from titan_disp.config.options import Machine
-from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source
-from titan_disp.models.head import chunked, chunked_cross_entropy, loss_and_gradient
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.models.registry import MODELS
 
@@ -425,127 +414,6 @@ def test_json_and_text(every_node_count):
 def test_the_time_of_a_run():
     days = {0.0327: "47 minutes", 1 / 12: "2.0 hours", 0.95: "22.8 hours", 3.06: "3.1 days"}
     assert {one: plans._days(one) for one in days} == days
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that are created under this mode: the live ones, and their maximum."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        def storages(tree):
-            return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
-
-        inputs = {s._cdata for s in storages((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for storage in storages(result):
-            if storage._cdata not in inputs and storage not in self.known:
-                self.known.add(storage)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def free(self, size):
-        self.now -= size
-
-
-class FusedNorm(torch.autograd.Function):
-    """Saves what the GPU's RMSNorm saves. On a CPU, it consists of small operations that save much more."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwen3_disp", "0.6B"), chunk=0):
-    """Measure a bf16 step of a model on fake tensors, after the loss and at the peak of backward. The estimator "" means no
-    dispersion."""
-    entry = MODELS[model[0]]
-    monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
-    args = entry.flavors[model[1]]
-    args.n_layers, args.activations = layers, tuple(range(1, layers + 1)) if estimator else ()
-    flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    with FakeTensorMode():
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = entry.model_cls(args)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        if mode != "none":
-            ac = ActivationCheckpoint(mode="selective" if mode == "op" else mode, selective_ac_option="op")
-            apply_ac(model, ac, op_sac_save_list={*entry.saved_ops, flash_on_cpu})
-        ce = cross_entropy_loss
-        if chunk:
-            model.output = chunked(model.output, None, loss_parallel=False)
-            model.tie_weights()
-            ce = partial(chunked_cross_entropy, chunk=chunk, of_chunk=loss_and_gradient)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        inputs = torch.zeros(1, tokens, dtype=torch.long)
-        objective = DispersionObjective(ce, DispersionLoss(estimator=estimator or "exact"), lambda step: 0.1)
-        with LiveBytes() as live:
-            predictions = model(inputs)
-            loss = objective(predictions, inputs)
-            del predictions  # as the trainer does
-            gc.collect()
-            saved = live.now
-            loss.backward()
-        return saved, live.peak
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_dispersion_adds_its_saved_gradients_and_no_more(monkeypatch, mode):
-    layers, tokens = 28, 1024
-    peak = {name: live_bytes(monkeypatch, mode, layers, tokens, name)[1] for name in ("", "exact", "moments")}
-    saved = layers * tokens * flavors["0.6B"].dim * 2
-    for estimator in ("exact", "moments"):
-        assert 0.5 * saved < peak[estimator] - peak[""] <= 1.05 * saved, estimator
-
-
-@pytest.mark.parametrize("mode", ["none", "op", "full"])
-@pytest.mark.parametrize("model", SMALLEST, ids=lambda model: model[0])
-def test_memory_against_live_storages(monkeypatch, model, mode):
-    tokens, args = 1024, MODELS[model[0]].flavors[model[1]]
-    (saved_1, _), (saved_3, peak) = (live_bytes(monkeypatch, mode, n, tokens, model=model) for n in (1, 3))
-    dispersion = tokens * args.dim * 2
-    block = args.saved_elements(1)[mode] * tokens * 2
-    # The estimate leaves out the row statistics of norms and attention, and the rotations' cosines and sines in bf16.
-    assert (saved_3 - saved_1) / 2 == pytest.approx(block + dispersion, rel=0.015)
-    head = 2 * args.dim * tokens * 2
-    logits = 12 * args.vocab_size * tokens  # eager
-    assert peak == pytest.approx(3 * (block + dispersion) + head + logits, rel=0.01)
-    # The estimate has these parts, and one block's recomputation, which peaks at another time.
-    keys = {"model.name": model[0], "model.flavor": model[1], "training.seq_len": tokens, "compile.enable": False}
-    job_config = paper(8, keys | {MODE: "selective" if mode == "op" else mode})
-    plan = make_plan(job_config, Machine(8, 8)).memory
-    recomputed = 0 if mode == "none" else args.saved_elements(1)["none"] * tokens * 2
-    assert plan.activations == args.n_layers * block + head + recomputed
-    assert (plan.dispersion, plan.logits) == (args.n_layers * dispersion, logits)
-
-
-@pytest.mark.parametrize("chunk", [128, 600])
-@pytest.mark.parametrize("model", SMALLEST, ids=lambda model: model[0])
-def test_memory_of_a_chunked_head_against_live_storages(monkeypatch, model, chunk):
-    """At the peak, there are a chunk's logits or, with the smaller chunk, its part of the weight's gradient."""
-    layers, tokens, args = 3, 1024, MODELS[model[0]].flavors[model[1]]
-    _, peak = live_bytes(monkeypatch, "full", layers, tokens, model=model, chunk=chunk)
-    keys = {"model.name": model[0], "model.flavor": model[1], "training.seq_len": tokens, "compile.enable": False}
-    plan = make_plan(paper(8, keys | {"training.head_chunk_tokens": chunk}), Machine(8, 8)).memory
-    saved = layers * tokens * args.dim * 2
-    head = 2 * args.dim * tokens * 2
-    assert peak == pytest.approx(saved + head + plan.logits, rel=0.01)  # dispersion comes after the cross-entropy
-    assert plan.logits < 12 * args.vocab_size * tokens * 0.7
 
 
 @pytest.mark.parametrize(

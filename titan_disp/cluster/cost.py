@@ -1,7 +1,7 @@
 """This module computes what a step costs from shapes alone: memory and checkpoints, communication, and a table of GPUs.
 
 The activations are counted as eager PyTorch saves them for backward, with flash attention and a fused norm. A compiled
-block saves less, so the estimate errs on the safe side. tests/test_plan.py compares it with the live storages in a step.
+block saves less, so the estimate errs on the safe side. benchmarks/memory.py compares it with the storages of a step.
 
 Communication is counted for ring algorithms, which NCCL and RCCL use for large messages. In a group of n ranks, an
 all-gather or a reduce-scatter of B bytes sends (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks
@@ -17,6 +17,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
 from titan_disp.config.checks import build_dispersion_loss, build_further_losses
+from titan_disp.dispersion.objective import in_backward
 from titan_disp.dispersion.variants.base import Cost
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import DispModelArgs
@@ -25,16 +26,17 @@ from titan_disp.models.decoder import DispModel
 
 @dataclass(frozen=True)
 class Memory:
-    """Hold the bytes on one GPU. The terms do not all peak at the same moment, so their sum is an upper estimate."""
+    """Hold the bytes on one GPU at one moment of a step."""
 
     weights: int  # this and the next two: the rank's shards; 0 with training.enable_cpu_offload
-    gradients: int
+    gradients: int  # none until the first backward pass of a step
     optimizer: int
     unsharded: int  # weights gathered (or cast by autocast) for computing, and their gradients before the reduction
     activations: int  # saved for backward, and those of one block while it is recomputed
-    dispersion: int  # the saved ∂S/∂z of all dispersed layers
+    dispersion: int  # the saved ∂S/∂z of layers whose gradients are not computed in the backward pass
     # All copies that the loss makes of the logits, log-probabilities and their gradients. With a chunked head: those of a
-    # chunk, and the gradients of hidden states and weight, which it computes in forward.
+    # chunk, and the gradients of hidden states and weight, which it computes in forward. Later, the gradients of a tied
+    # weight that are waiting to be added up.
     logits: int
 
     @property
@@ -64,21 +66,31 @@ def fsdp_groups(model: DispModel, tp: int) -> tuple[int, int, int]:
 
 
 def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
-    """Count the saved activations of all blocks, with one block's recomputation: elements per token of a CP rank."""
+    """Count the saved activations of all blocks: elements per token of a CP rank."""
     ac = job_config.activation_checkpoint
     saved = args.saved_elements(job_config.parallelism.tensor_parallel_degree)
     none, full, layers = saved["none"], saved["full"], args.n_layers
-    if ac.mode == "none":
-        return layers * none
     if ac.mode == "memory_budget":  # the compiler interpolates: 0 is full, 1 is none
         return layers * (full + ac.memory_budget * (none - full))
-    if ac.mode == "full":
-        return layers * full + none
+    if ac.mode != "selective":
+        return layers * saved[ac.mode]
     if ac.selective_ac_option == "op":
-        return layers * saved["op"] + none
+        return layers * saved["op"]
     every = int(ac.selective_ac_option)
     checkpointed = layers // every if every else 0
-    return checkpointed * full + (layers - checkpointed) * none + none
+    return checkpointed * full + (layers - checkpointed) * none
+
+
+def saved_gradients(job_config: JobConfig, args: DispModelArgs) -> int:
+    """Count the elements of ∂S/∂z that a rank saves in forward."""
+    p, t = job_config.parallelism, job_config.training
+    losses = [build_dispersion_loss(job_config), *(loss for _, loss in build_further_losses(job_config).values())]
+    shards = p.context_parallel_degree * p.tensor_parallel_degree
+    layer = torch.empty(t.local_batch_size, t.seq_len // shards, args.dim, device="meta")
+    layers = [layer] * len(args.activations)
+    if not layers or in_backward(losses, layers, shards > 1):
+        return 0
+    return len(layers) * sum(layer[:, : loss.saved_tokens].numel() for loss in losses)
 
 
 def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int, tokens: int) -> int:
@@ -101,10 +113,13 @@ def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int, token
     return args.vocab_size // tp * (of_chunk + args.dim * 4) + tokens * args.dim * itemsize
 
 
-def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memory:
-    """Estimate one rank's memory, with the model on the meta device and FSDP over ``fsdp_degree`` ranks, those of CP too."""
+def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int, accumulating: bool) -> Memory:
+    """Estimate one rank's memory at the peak of a step, with the model on the meta device.
+
+    FSDP shards over ``fsdp_degree`` ranks, those of CP too. ``accumulating``: whether a step has several microbatches.
+    """
     p, t, args = job_config.parallelism, job_config.training, model.model_args
-    tp = p.tensor_parallel_degree
+    tp, ac = p.tensor_parallel_degree, job_config.activation_checkpoint.mode
     dtype = compute_dtype(job_config, fsdp_degree)
     parameter_bytes = 0 if t.enable_cpu_offload else TORCH_DTYPE_MAP[t.dtype].itemsize
     whole, (blocks, _, rest) = elements(model, tp), fsdp_groups(model, tp)
@@ -117,18 +132,27 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memor
         gathered = whole if p.fsdp_reshard_after_forward == "never" else rest + 2 * blocks // args.n_layers
         unsharded = gathered * dtype.itemsize * 2
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
-    head = args.dim / tp + args.dim  # the final norm's input and output
-    saved = len(args.activations) * (1 + len(job_config.dispersion.losses))  # type: ignore[attr-defined]
-    return Memory(
-        weights=shard,
-        gradients=shard,
-        optimizer=2 * shard,  # Adam's two moments
-        unsharded=unsharded,
-        activations=round(tokens * dtype.itemsize * (block_elements(job_config, args) + head)),
-        # Outputs of blocks are counted as saved inputs of the next blocks. The tiles are freed before the logits' peak.
-        dispersion=saved * tokens // tp * args.dim * dtype.itemsize,
-        logits=logit_bytes(job_config, args, dtype.itemsize, tokens),
-    )
+    token = tokens * dtype.itemsize
+    saved, block = block_elements(job_config, args) * token, args.saved_elements(tp)
+    working = (block["gradients"] + (0 if ac == "none" else block["none"])) * token
+    head = (args.dim / tp + args.dim) * token  # the final norm's input and output
+    dispersed = saved_gradients(job_config, args) * dtype.itemsize
+    logits, chunked = logit_bytes(job_config, args, dtype.itemsize, tokens), t.head_chunk_tokens > 0  # type: ignore[attr-defined]
+    matrix = args.vocab_size * args.dim // tp
+    computed = args.dim * token + matrix * (4 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if chunked else 0
+    tied = matrix * dtype.itemsize if args.enable_weight_tying else 0
+    before = shard if accumulating else 0
+    # Outputs of blocks are counted as saved inputs of the next blocks. The loss's own tiles are smaller than all of this.
+    moments = [
+        (before, saved + head, 0 if chunked else dispersed, logits),  # the loss; with a chunked head, in its forward
+        (before, saved + head, dispersed, computed),  # backward begins with the head
+        (before, saved + working, dispersed, tied),  # and comes to the last block
+        (shard, saved / args.n_layers + working, dispersed / args.n_layers, tied),  # the first block
+        # The tied gradients of output and embedding, and their sum, of which ``shard`` or ``unsharded`` has one.
+        (shard, 0, 0, (2 + (accumulating and fsdp_degree == 1)) * tied),
+    ]
+    every = [Memory(shard, now, 2 * shard, unsharded, *map(round, others)) for now, *others in moments]  # two of Adam
+    return max(every, key=lambda memory: memory.total)
 
 
 def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
@@ -280,8 +304,8 @@ def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
     p, tokens = job_config.parallelism, job_config.training.seq_len
     losses = [build_dispersion_loss(job_config), *(loss for _, loss in build_further_losses(job_config).values())]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
-    every = [loss.cost(tokens, args.dim, shards) for loss in losses for _ in args.activations]
-    return Cost(*map(sum, zip(*every, strict=True))) if every else Cost(0.0, 0.0, 0.0)
+    every = zip(*(loss.cost(tokens, args.dim, shards) for loss in losses), strict=True)
+    return Cost(*(len(args.activations) * sum(part) for part in every))
 
 
 def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_size: int) -> Traffic:

@@ -246,7 +246,7 @@ def measured(job_config: JobConfig, module: DispModel, machine: Machine) -> tupl
     embeddings = {id(w): w.numel() for part in (*module.embeddings, module.output) for w in part.parameters()}
     flops, dispersed = flops_per_token * step_tokens, sequences * dispersion_cost(job_config, args).flops
     model = Model(parameters, parameters - sum(embeddings.values()), float(flops), float(dispersed))
-    memory = estimate(job_config, module, mesh.shard * cp)
+    memory = estimate(job_config, module, mesh.shard * cp, accumulation > 1)
     return mesh, batch, model, memory, _time(job_config, module, machine, model, batch)
 
 
@@ -327,7 +327,7 @@ def render(plan: Plan) -> str:
         ("steps", f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = {batch.total_tokens:,} tokens"),
         *(("sources" if i == 0 else "", str(source)) for i, source in enumerate(plan.sources)),
         ("parameters", f"{model.parameters:,}; {model.parameters_non_embedding:,} without embedding and output"),
-        ("memory", f"{_size(m.total)} of {gpu.memory / 1e9:.0f} GB per GPU, estimated (1 GB = 1e9 bytes)"),
+        ("memory", f"{_size(m.total)} of {gpu.memory / 1e9:.0f} GB per GPU at the peak, estimated (1 GB = 1e9 bytes)"),
         *((f"  {name}", _size(count) + kinds.get(name, "")) for name, count in vars(m).items()),
         ("checkpoint", _size(c.size)),
         ("  over the run", f"{c.saved} saved, {c.kept} kept; at most {_size(c.disk)} on disk"),

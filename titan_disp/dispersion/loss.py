@@ -115,6 +115,11 @@ class DispersionLoss:
             )
         return self.variant
 
+    @property
+    def saved_tokens(self) -> int | None:
+        """At how many positions of a sequence its gradient is not 0; None: at all."""
+        return self.max_tokens if self.estimator == "sampled" else None
+
     def cost(self, tokens: int, features: int, shards: int) -> Cost:
         """Return what the loss costs for one layer of a sequence over this number of shards (ranks)."""
         if self.estimator == "sampled" and self.max_tokens < tokens:  # every rank takes all sampled tokens

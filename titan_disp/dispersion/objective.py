@@ -8,7 +8,7 @@ over a run (``CoeffSchedule``).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -80,6 +80,15 @@ class LossLedger:
         ce, dispersion, tokens, *losses = sums.tolist()
         both = zip(self._names, losses, strict=True)
         return {"ce": ce / tokens, "dispersion": dispersion / tokens} | {f"dispersion_{n}": x / tokens for n, x in both}
+
+
+def in_backward(losses: Iterable[DispersionLoss], zs: Sequence[Tensor], sharded: bool) -> bool:
+    """Return whether a trainer's backward pass should compute the gradients of losses of layers ``zs``.
+
+    This needs layers so large that each is computed alone anyway, and whole sequences: of shards, the next layer is
+    gathered while one is computed, and a rank saves only its part. Sampled losses save little.
+    """
+    return not sharded and all(loss.estimator != "sampled" for loss in losses) and len(packed(zs)) == len(zs)
 
 
 @dataclass
@@ -173,19 +182,10 @@ class DispersionObjective:
         return ce + coeff * dispersion
 
     def deferred(self, zs: Sequence[Tensor]) -> bool:
-        """Return whether the gradients of the losses are computed in the backward pass.
-
-        This needs layers so large that each is computed alone anyway, and whole sequences: of shards, the next layer is
-        gathered while one is computed, and a rank saves only its part.
-        """
-        return (
-            self.defer
-            and process_group(self.group) is None
-            and all(loss.estimator != "sampled" for loss in (self.loss, *(loss for _, loss in self.others.values())))
-            and len(packed(zs)) == len(zs)
-            and torch.is_grad_enabled()
-            and all(z.requires_grad for z in zs)
-        )
+        """Return whether the gradients of the losses are computed in the backward pass of this call."""
+        losses = (self.loss, *(loss for _, loss in self.others.values()))
+        possible = self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
+        return possible and in_backward(losses, zs, process_group(self.group) is not None)
 
     def _of_layer(
         self,

@@ -5,9 +5,8 @@ Most variants are functions w of cosines c, summed over pairs (arXiv 2602.00217,
     u_i = s_i x_i     c_ij = u_i·u_j     S = Σ_{i≠j} w(c_ij)
     r = dw/dc         V_i = Σ_{j≠i} r(c_ij) u_j     ∂S/∂u_i = 2 V_i
 
-One walk over tiles of c therefore yields both S and ∂S/∂z. Forward saves ∂S/∂z; backward only scales it. ``variants``
-defines w and r. Products are formed of x (see ``vectors``), and c is the product times s_i s_j. W is what the walk adds
-up, with the symmetric q:
+One walk over tiles of c therefore yields both S and ∂S/∂z. ``variants`` defines w and r. Products are formed of x (see
+``vectors``), and c is the product times s_i s_j. W is what the walk adds up, with the symmetric q:
 
     q_ij = s_i r_ij s_j     W_i = Σ_{j≠i} q_ij x_j = s_i V_i
 """

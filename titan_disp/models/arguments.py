@@ -106,7 +106,8 @@ class DispModelArgs(BaseModelArgs):
         """Return the number of elements that a block saves for backward, per token of a CP rank's part.
 
         Between blocks, TP shards the sequence. It gathers the inputs of attention and feed-forward, and shards what
-        they compute over ``tp`` ranks. The keys are modes of activation checkpointing: "none", "op" and "full".
+        they compute over ``tp`` ranks. The keys are modes of activation checkpointing: "none", "op" and "full". "gradients" are
+        those of the activations at the peak of a block's backward pass.
         """
         raise NotImplementedError
 

@@ -83,6 +83,7 @@ class GPT2DispModelArgs(DispModelArgs):
             # kept too.
             "op": d / tp + (4 * d + h) / tp + 2 * d + (2 * d / tp if tp > 1 else 0),
             "full": d / tp,
+            "gradients": d + 2 * h / tp,  # of the feed-forward's output, and before and after its GELU
         }
 
 

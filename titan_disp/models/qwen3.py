@@ -56,6 +56,8 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
             # output is a partial sum over the whole sequence, and both reduce-scattered results are kept too.
             "op": d / tp + (2 * q + kv + h) / tp + d + (2 * d / tp if tp > 1 else 0),
             "full": d / tp,
+            # In the feed-forward: of its output and of what is multiplied in it.
+            "gradients": d + 2 * h / tp,
         }
 
 
