@@ -40,7 +40,7 @@ def test_every_key_of_the_loss_is_used():
     """checks.py passes a key on as the option of the same name, if there is one."""
     options = {field.name for kind in (DispersionLoss, CoeffSchedule) for field in dataclasses.fields(kind)}
     own = {name.removeprefix("dispersion.") for name in all_keys() if name.startswith("dispersion.")}
-    from titan_disp.config.checks import build_dispersion_loss
+    from titan_disp.config.checks import build_dispersion_losses
 
     assert facts_of(all_keys()["dispersion.tau"]).least == MIN_TAU
     assert own - options == {
@@ -51,7 +51,8 @@ def test_every_key_of_the_loss_is_used():
         "within_documents",
     }  # spec and the models read these
     seeds = {"debug.seed": 5, "stream.seed": 7, "dispersion.enabled": True}
-    assert build_dispersion_loss(changed(loaded(MIDTRAIN), seeds)).seed == 5
+    ((_, loss),) = build_dispersion_losses(changed(loaded(MIDTRAIN), seeds)).values()
+    assert loss.seed == 5
 
 
 # What is known of the recipes, by hand: the authors' released code and its fork of TorchTitan, as docs/loss.md cites them.

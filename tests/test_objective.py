@@ -57,8 +57,8 @@ def test_several_losses(batch):
     """Each with its weight; the ledger has each without it."""
     logits, layers, labels = batch
     ledger = LossLedger()
-    others = {"other": (3.0, DispersionLoss(tau=0.5))}
-    found = objective(others=others, ledger=ledger)((logits, layers), labels)
+    losses = {"angular": (1.0, DispersionLoss(**PARAMETERS)), "other": (3.0, DispersionLoss(tau=0.5))}
+    found = objective(loss=losses, ledger=ledger)((logits, layers), labels)
     first = summed_dispersion(layers, labels)
     per_sequence = torch.stack([angular(z, **PARAMETERS | {"tau": 0.5}) for z in layers]).mean(0)
     second = ((labels != -100).sum(1) * per_sequence).sum()
@@ -158,11 +158,12 @@ def test_gradients_in_the_backward_pass(monkeypatch, request, retain):
     monkeypatch.setattr(OfLayer, "seen", seen := [])
     gc.disable()
     request.addfinalizer(gc.enable)
-    others = {"other": (3.0, DispersionLoss("l2_repel")), "own": (0.5, DispersionLoss(OfLayer()))}
+    every = DispersionLoss(estimator="moments"), DispersionLoss("l2_repel"), DispersionLoss(OfLayer())
+    losses = dict(zip("abc", zip((1.0, 3.0, 0.5), every, strict=True), strict=True))
     found = {}
     for defer in (False, True):
         model, ledger, layers, printed = Blocks(), LossLedger(), [], []
-        loss = objective(loss=DispersionLoss(estimator="moments"), others=others, ledger=ledger, defer=defer)
+        loss = objective(loss=losses, ledger=ledger, defer=defer)
         for microbatch in tokens.unbind():
             predictions = model(microbatch)
             layers.append(weakref.ref(predictions[1][1]))

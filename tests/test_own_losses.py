@@ -420,7 +420,7 @@ LOSSES = [{"variant": "vicreg", "weight": 0.1, "options": {"gamma": 2}}, {"varia
 def test_several_losses(tmp_path, words):
     from torchtitan.config import ConfigManager
 
-    from titan_disp.config.checks import build_further_losses
+    from titan_disp.config.checks import build_dispersion_losses
     from titan_disp.config.load import load_config
 
     (tmp_path / "c.toml").write_text("" if words else "dispersion.losses = " + re.sub(r'": ', '"=', json.dumps(LOSSES)))
@@ -433,8 +433,12 @@ def test_several_losses(tmp_path, words):
         *more,
     ]
     for config in (load_config([*stock[:2], *more]), ConfigManager().parse_args(stock)):
-        found = build_further_losses(config)
-        assert [(name, weight) for name, (weight, _) in found.items()] == [("vicreg", 0.1), ("angular_2", 1.0)]
+        found = build_dispersion_losses(config)
+        assert [(name, weight) for name, (weight, _) in found.items()] == [
+            ("angular", 1.0),
+            ("vicreg", 0.1),
+            ("angular_2", 1.0),
+        ]
         assert found["vicreg"][1]._variant.gamma == 2.0
         assert (found["angular_2"][1].tau, found["angular_2"][1].seed) == (0.5, 7)
 
@@ -457,18 +461,18 @@ def test_several_losses(tmp_path, words):
     ],
 )
 def test_several_losses_that_are_wrong(losses, message):
-    from titan_disp.config.checks import build_further_losses
+    from titan_disp.config.checks import build_dispersion_losses
     from titan_disp.config.load import load_config
 
     with pytest.raises(ConfigError, match=f"^dispersion.{message}"):
-        build_further_losses(
+        build_dispersion_losses(
             load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", losses])
         )
 
 
 def test_names_that_collide(folder):
     """A class that is named as another one's second loss, and the name of another number."""
-    from titan_disp.config.checks import build_further_losses
+    from titan_disp.config.checks import build_dispersion_losses
     from titan_disp.config.load import load_config
 
     variants = ("odd_losses:cosine_2", "cosine", "cosine", "odd_losses:fit_error")
@@ -477,10 +481,10 @@ def test_names_that_collide(folder):
         "from titan_disp.dispersion.variants.cosine import Cosine\nfrom dataclasses import dataclass\n"
         "@dataclass(frozen=True)\nclass cosine_2(Cosine): pass\n@dataclass(frozen=True)\nclass fit_error(Cosine): pass\n"
     )
-    found = build_further_losses(
+    found = build_dispersion_losses(
         load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", words])
     )
-    assert list(found) == ["cosine_2", "cosine", "cosine_3", "fit_error_2"]
+    assert list(found) == ["angular", "cosine_2", "cosine", "cosine_3", "fit_error_2"]
 
 
 KEPT = torch.ones(12, 12, dtype=torch.float64)

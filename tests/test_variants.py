@@ -219,11 +219,11 @@ def test_schedule():
 
 def test_loss_of_a_config():
     """No option of [dispersion] gets lost on the way, nor the seed of the positions."""
-    from titan_disp.config.checks import build_dispersion_loss
+    from titan_disp.config.checks import build_dispersion_losses
     from titan_disp.config.load import load_config
     from titan_disp.job_config import Dispersion
 
-    assert build_dispersion_loss(load_config([])) == DispersionLoss()
+    assert build_dispersion_losses(load_config([])) == {"angular": (1.0, DispersionLoss())}
     assert get_args(get_type_hints(Dispersion)["estimator"]) == ESTIMATORS
     for options in (
         {"variant": "l2_repel", "estimator": "sampled", "tau": 0.3, "norm_coeff": 0.4, "max_tokens": 7},
@@ -234,7 +234,8 @@ def test_loss_of_a_config():
         for name, value in options.items():
             assert hasattr(config.dispersion, name)
             setattr(config.dispersion, name, value)
-        assert build_dispersion_loss(config) == DispersionLoss(**options, seed=11)
+        ((_, loss),) = build_dispersion_losses(config).values()
+        assert loss == DispersionLoss(**options, seed=11)
 
 
 def test_schedule_of_a_config():

@@ -19,8 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.checks import (
     build_coeff_schedule,
-    build_dispersion_loss,
-    build_further_losses,
+    build_dispersion_losses,
     check_config,
     check_device,
     tokenizer_of,
@@ -116,13 +115,12 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),
-            loss=build_dispersion_loss(job_config),
+            losses=build_dispersion_losses(job_config),
             coeff=build_coeff_schedule(job_config),
             step=shared.steps_completed,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),
             within_documents=job_config.dispersion.within_documents,  # type: ignore[attr-defined]
-            others=build_further_losses(job_config),
             ledger=shared.ledger,
             ignore_index=IGNORE_INDEX,
         )

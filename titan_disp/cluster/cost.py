@@ -16,7 +16,7 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
-from titan_disp.config.checks import build_dispersion_loss, build_further_losses
+from titan_disp.config.checks import build_dispersion_losses
 from titan_disp.dispersion.objective import in_backward
 from titan_disp.dispersion.variants.base import Cost
 from titan_disp.errors import ConfigError
@@ -84,7 +84,7 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
 def saved_gradients(job_config: JobConfig, args: DispModelArgs) -> int:
     """Count the elements of ∂S/∂z that a rank saves in forward."""
     p, t = job_config.parallelism, job_config.training
-    losses = [build_dispersion_loss(job_config), *(loss for _, loss in build_further_losses(job_config).values())]
+    losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
     layer = torch.empty(t.local_batch_size, t.seq_len // shards, args.dim, device="meta")
     layers = [layer] * len(args.activations)
@@ -302,7 +302,7 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
 def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
     """Sum what all losses of all layers cost for one sequence. Autograd code counts as a function of pairs."""
     p, tokens = job_config.parallelism, job_config.training.seq_len
-    losses = [build_dispersion_loss(job_config), *(loss for _, loss in build_further_losses(job_config).values())]
+    losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
     every = zip(*(loss.cost(tokens, args.dim, shards) for loss in losses), strict=True)
     return Cost(*(len(args.activations) * sum(part) for part in every))

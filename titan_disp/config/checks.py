@@ -10,9 +10,10 @@ import importlib.util
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
@@ -33,8 +34,6 @@ from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
-
-Built = TypeVar("Built")
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
@@ -263,8 +262,7 @@ def check_model(job_config: JobConfig) -> None:
         )
     if training.steps < 1:
         raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
-    build_dispersion_loss(job_config)
-    build_further_losses(job_config)
+    build_dispersion_losses(job_config)
     build_coeff_schedule(job_config)
     activation_indices(dispersion.layers, dispersion.final_norm, args.n_layers)
 
@@ -370,23 +368,25 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     return load_tokenizer_for(_flavor(job_config), args_of(job_config).vocab_size, job_config.model.hf_assets_path)
 
 
-def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:
-    """Return the loss that [dispersion] describes. ``debug.seed`` decides which positions are sampled."""
-    options = parse_overrides(job_config.dispersion.options, OPTIONS)  # type: ignore[attr-defined]
-    loss = _build(DispersionLoss, job_config, seed=job_config.debug.seed or 0, options=options or None)
-    if job_config.dispersion.within_documents:  # type: ignore[attr-defined]
-        try:
-            loss.check_within_segments()
-        except ValueError as error:
-            raise ConfigError(f"dispersion.{error}, or set dispersion.within_documents = false") from error
-    return loss
+def build_dispersion_losses(job_config: JobConfig) -> dict[str, tuple[float, DispersionLoss]]:
+    """Return the losses of [dispersion] and [[dispersion.losses]] with their weights, by names that differ.
 
+    The first one is that of [dispersion]. ``debug.seed`` decides which positions are sampled.
+    """
+    section, seed = job_config.dispersion, job_config.debug.seed or 0  # type: ignore[attr-defined]
 
-def build_further_losses(job_config: JobConfig) -> dict[str, tuple[float, DispersionLoss]]:
-    """Return the losses of [[dispersion.losses]] with their weights, by names that differ from one another's."""
-    section = job_config.dispersion  # type: ignore[attr-defined]
+    def build(where: str, values: Mapping[str, Any]) -> DispersionLoss:
+        with _named(where):
+            loss = DispersionLoss(**values, seed=seed)
+        with _named(where, ", or set dispersion.within_documents = false"):
+            if section.within_documents:
+                loss.check_within_segments()
+        return loss
+
     known = {f.name: f for f in fields(DispersionLoss) if f.name != "seed"}
-    main, found = build_dispersion_loss(job_config).name, dict[str, tuple[float, DispersionLoss]]()
+    options = parse_overrides(section.options, OPTIONS) or None
+    main = build("dispersion.", {name: getattr(section, name) for name in known} | {"options": options})
+    found = {main.name: (1.0, main)}
     for i, table in enumerate(section.losses):
         where = f"{LOSSES}[{i}]"
         if not isinstance(table, Mapping) or not isinstance(table.get("variant"), str):
@@ -402,30 +402,28 @@ def build_further_losses(job_config: JobConfig) -> dict[str, tuple[float, Disper
             raise ConfigError(
                 f"{where}.options is {given['options']!r}, expected a table, as options = {{margin = 0.5}}"
             )
-        try:
+        with _named(f"{where}."):
             values = {key: checked(key, value, known[key]) for key, value in given.items()}
-            loss = DispersionLoss(**values, seed=job_config.debug.seed or 0)
-            if section.within_documents:
-                loss.check_within_segments()
-        except ValueError as error:
-            raise ConfigError(f"{where}.{error}") from error
+        loss = build(f"{where}.", values)
         name, count = loss.name, 1
-        while name in (main, *found, "fit_error"):  # dispersion_fit_error is another number of metrics.jsonl
+        while name in (*found, "fit_error"):  # dispersion_fit_error is another number of metrics.jsonl
             count += 1
             name = f"{loss.name}_{count}"
         found[name] = float(weight), loss
     return found
 
 
+@contextmanager
+def _named(where: str, cure: str = "") -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}{error}{cure}") from error
+
+
 def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
     """Return λ over the run, as [dispersion] describes it. training.steps must be known."""
-    return _build(CoeffSchedule, job_config, total_steps=job_config.training.steps)
-
-
-def _build(kind: Callable[..., Built], job_config: JobConfig, **others: Any) -> Built:
-    section = job_config.dispersion  # type: ignore[attr-defined]
-    options = {f.name: getattr(section, f.name) for f in fields(kind) if f.name not in others}  # type: ignore[arg-type]
-    try:
-        return kind(**options, **others)
-    except ValueError as error:
-        raise ConfigError(f"dispersion.{error}") from error
+    section, steps = job_config.dispersion, job_config.training.steps  # type: ignore[attr-defined]
+    keys = {f.name: getattr(section, f.name) for f in fields(CoeffSchedule) if f.name != "total_steps"}
+    with _named("dispersion."):
+        return CoeffSchedule(**keys, total_steps=steps)

@@ -10,7 +10,6 @@ over a run (``CoeffSchedule``).
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -98,13 +97,12 @@ class DispersionObjective:
     Attributes:
         cross_entropy: takes logits [B, N, V], or what the model returns in their place, and labels [B, N]; returns CE
             summed over the valid tokens.
-        loss: the dispersion loss.
+        losses: the dispersion loss, or several, each with its weight, by name.
         coeff: λ as a function of the number of completed steps.
         step: returns the number of completed steps, which also decides which positions are sampled.
         group: ranks over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
         cp_group: ranks over which the labels are sharded too (CP).
         within_documents: whether the losses take only the pairs within documents, whose numbers the predictions then have.
-        others: losses that are added to ``loss``, each with its weight, by name.
         defer: whether gradients of large layers are computed in the backward pass, so that none is saved (``deferred``).
             The loss returned then has no dispersion, which ``take_late`` has after the backward pass.
         ledger: receives all terms separately, in training only.
@@ -112,13 +110,12 @@ class DispersionObjective:
     """
 
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
-    loss: DispersionLoss
+    losses: DispersionLoss | Mapping[str, tuple[float, DispersionLoss]]
     coeff: Callable[[int], float]
     step: Callable[[], int] = lambda: 0
     group: Group = None
     cp_group: Group = None
     within_documents: bool = False
-    others: Mapping[str, tuple[float, DispersionLoss]] = field(default_factory=dict)
     defer: bool = False
     ledger: LossLedger | None = None
     ignore_index: int = -100
@@ -126,8 +123,8 @@ class DispersionObjective:
     _awaited: bool = field(default=False, init=False)  # whether a backward pass has to come
 
     def __post_init__(self) -> None:
-        if self.loss.name in self.others:
-            raise ValueError(f"others has {self.loss.name!r}, which is the name of loss: give it another one")
+        given = self.losses
+        self._losses = {given.name: (1.0, given)} if isinstance(given, DispersionLoss) else given
 
     def __call__(self, predictions: Predictions, labels: Tensor) -> Tensor:
         """Return the loss summed over the valid tokens. The trainer divides it by their global number.
@@ -148,68 +145,49 @@ class DispersionObjective:
         weights = (labels != self.ignore_index).sum(1)
         local_tokens = weights.sum()
         if not activations:
-            self._record(ce, ce.new_zeros(()), local_tokens, {}, [])
+            self._record(ce, None, local_tokens)
             return ce
         cp_group = process_group(self.cp_group)
         if cp_group is not None:
             weights = weights.clone()
             dist.all_reduce(weights, group=cp_group)
-        step, layers = self.step(), len(activations)
-        coeff, every = (
-            self.coeff(step),
-            {self.loss.name: self.loss, **{name: loss for name, (_, loss) in self.others.items()}},
-        )
-        fit_errors: list[Tensor] = []
+        step, layers, fit_errors = self.step(), len(activations), list[Tensor]()
+        coeff = self.coeff(step)
         segments = self._own_segments(*predictions[2:]) if self.within_documents else None
 
-        def losses_of(zs: Sequence[Tensor], first: int = 0) -> dict[str, Tensor]:
+        def losses_of(zs: Sequence[Tensor], first: int = 0) -> Tensor:  # one number for each loss
             given = self.group, step, fit_errors, None, segments, first
-            return {name: (weights * (loss(zs, *given).sum(0) / layers)).sum() for name, loss in every.items()}
+            every = [loss(zs, *given).sum(0) / layers for _, loss in self._losses.values()]
+            return torch.stack([(weights * loss).sum() for loss in every])
 
         if self.deferred(activations):
-            said = partial(self._record, ce.detach(), tokens=local_tokens, fit_errors=fit_errors)
-            return ce + coeff * add_in_backward(activations, self._of_layer(losses_of, said, coeff, ce.device.type))
+            self._awaited, found, plain, in_bf16 = True, list[Tensor](), ce.detach(), bf16_autocast(ce.device.type)
+
+            def of_layer(layer: int, z: Tensor) -> Tensor:  # activations hold it, so that it must not refer to them
+                with torch.autocast(z.device.type, torch.bfloat16, enabled=in_bf16):  # which backward is not under
+                    losses = losses_of([z], layer)
+                found.append(losses.detach())
+                if layer == 0:  # the last one: the gradients of the others arrive before
+                    late = self._record(plain, torch.stack(found).sum(0), local_tokens, fit_errors)
+                    self._late, self._awaited = coeff * late, False
+                return self._together(losses)
+
+            return ce + coeff * add_in_backward(activations, of_layer)
         losses = losses_of(activations)
         dispersion = self._together(losses)
-        value = dispersion.detach()
-        if cp_group is not None:
+        if cp_group is None:
+            self._record(ce, losses.detach(), local_tokens, fit_errors)
+        else:
             # The trainer sums values over CP ranks, which all hold the same full value; gradients stay undivided.
-            ranks = dist.get_world_size(cp_group)
-            value = value / ranks
-            dispersion = dispersion - dispersion.detach() + value
-            losses = {name: loss / ranks for name, loss in losses.items()}
-        self._record(ce, value, local_tokens, losses, fit_errors)
+            part = self._record(ce, losses.detach() / dist.get_world_size(cp_group), local_tokens, fit_errors)
+            dispersion = dispersion - dispersion.detach() + part
         return ce + coeff * dispersion
 
     def deferred(self, zs: Sequence[Tensor]) -> bool:
         """Return whether the gradients of the losses are computed in the backward pass of this call."""
-        losses = (self.loss, *(loss for _, loss in self.others.values()))
         possible = self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
+        losses = [loss for _, loss in self._losses.values()]
         return possible and in_backward(losses, zs, process_group(self.group) is not None)
-
-    def _of_layer(
-        self,
-        losses_of: Callable[[Sequence[Tensor], int], dict[str, Tensor]],
-        record: Callable[..., None],
-        coeff: float,
-        device: str,
-    ) -> Callable[[int, Tensor], Tensor]:
-        # What this returns must not hold the activations, which hold it.
-        sums: dict[str, Tensor] = {}
-        in_bf16, self._awaited = bf16_autocast(device), True
-
-        def of_layer(layer: int, z: Tensor) -> Tensor:
-            with torch.autocast(device, torch.bfloat16, enabled=in_bf16):  # which backward is not under
-                losses = losses_of([z], layer)
-            for name, loss in losses.items():
-                sums[name] = sums[name] + loss.detach() if name in sums else loss.detach()
-            if layer == 0:  # the last one, as the gradients of all others come before
-                value, self._awaited = self._together(sums), False
-                record(value, losses=sums)
-                self._late = coeff * value
-            return self._together(losses)
-
-        return of_layer
 
     def take_late(self) -> Tensor | None:
         """Return λ · dispersion, summed over the valid tokens, of the backward pass; None if it was in the loss already."""
@@ -218,24 +196,23 @@ class DispersionObjective:
         late, self._late = self._late, None
         return late
 
-    def _together(self, losses: Mapping[str, Tensor]) -> Tensor:
-        dispersion = losses[self.loss.name]
-        for name, (weight, _) in self.others.items():
-            dispersion = dispersion + weight * losses[name]
-        return dispersion
+    def _together(self, losses: Tensor) -> Tensor:
+        both = zip(self._losses.values(), losses, strict=True)
+        return torch.stack([loss if weight == 1 else weight * loss for (weight, _), loss in both]).sum()
 
     def _own_segments(self, segments: Tensor) -> Tensor:
         group = process_group(self.group)
         return segments if group is None else segments.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
 
-    def _record(
-        self, ce: Tensor, dispersion: Tensor, tokens: Tensor, losses: Mapping[str, Tensor], fit_errors: list[Tensor]
-    ) -> None:
-        if self.ledger is None or not torch.is_grad_enabled():
-            return
-        self.ledger.add(ce, dispersion, tokens, losses if self.others else {})
-        if fit_errors:
-            self.ledger.add_fit_errors(torch.stack(fit_errors))
+    def _record(self, ce: Tensor, losses: Tensor | None, tokens: Tensor, fit_errors: Sequence[Tensor] = ()) -> Tensor:
+        """Add the terms to the ledger, and return dispersion."""
+        dispersion = ce.new_zeros(()) if losses is None else self._together(losses)
+        if self.ledger is not None and torch.is_grad_enabled():
+            several = {} if losses is None or len(losses) == 1 else dict(zip(self._losses, losses, strict=True))
+            self.ledger.add(ce, dispersion, tokens, several)
+            if fit_errors:
+                self.ledger.add_fit_errors(torch.stack(list(fit_errors)))
+        return dispersion
 
 
 DECAYS = ("constant", "linear", "cosine")
