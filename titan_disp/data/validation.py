@@ -91,9 +91,8 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
     if not splits:
         return None
 
-    def read() -> (
-        list[np.ndarray] | None
-    ):  # on rank 0, because hundreds of ranks would ask the hub for the same documents
+    # On rank 0, because hundreds of ranks would ask the hub for the same documents.
+    def read() -> list[np.ndarray] | None:
         for dataset, path in splits:
             try:
                 files = list_files(dataset, path, "validation")

@@ -113,13 +113,10 @@ def token_mask(given: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
 
 
 def _ranges(segments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    none = torch.iinfo(torch.int64)
-    found = []
-    for shard in segments:
-        blocks = shard.split(BLOCK, dim=1)
-        low = [block.masked_fill(block < 0, none.max).amin(1) for block in blocks]
-        found.append(torch.stack([torch.stack(low, 1), torch.stack([block.amax(1) for block in blocks], 1)], dim=-1))
-    return tuple(torch.stack(found).cpu())  # one copy
+    every = torch.stack(segments)
+    blocks = torch.nn.functional.pad(every, (0, -every.shape[2] % BLOCK), value=-1).unflatten(2, (-1, BLOCK))
+    low = blocks.masked_fill(blocks < 0, torch.iinfo(torch.int64).max).amin(-1)
+    return tuple(torch.stack([low, blocks.amax(-1)], dim=-1).cpu())  # one copy
 
 
 def others_of(mask: TokenMask | None) -> Iterable[Marks | None]:

@@ -110,6 +110,7 @@ class Tiles:
         self.wide = x.device.type != "cpu" if wide is None else wide
         n, side = x.shape[1], tile or tile_size(x.shape[1], x.shape[0], x.device.type)
         self.slices = [slice(i, min(i + side, n)) for i in range(0, n, side)]
+        self.reach = {i.start: None if marks is None else marks.span(i) for i in self.slices}
 
     def __getitem__(self, where: slice) -> Tensor:
         return self.x[:, where].to(self.dtype)
@@ -142,8 +143,7 @@ class Tiles:
             yield span
 
     def _meets(self, i: slice, others: "Tiles", j: slice) -> bool:
-        own = self.marks and self.marks.span(i)
-        other = others.marks and others.marks.span(j)
+        own, other = self.reach[i.start], others.reach[j.start]
         return not (own and other) or (own[0] <= other[1] and other[0] <= own[1])
 
     def span_pairs(

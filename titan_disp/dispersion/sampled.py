@@ -28,6 +28,7 @@ class SampledLayers(Layers):
 
     group = None
     mask: TokenMask | None = None
+    mask_of_all: TokenMask | None = None  # of the sequences of all layers in a row
 
     def __init__(
         self, zs: Sequence[Tensor], orders: Sequence[Tensor], count: int, group: dist.ProcessGroup | None, in_bf16: bool
@@ -50,7 +51,7 @@ class SampledLayers(Layers):
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
             # All layers at once: each layer alone would take as many kernels, all of them small.
-            values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._apply, *computes))
+            values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all, partial(self._apply, *computes))
         else:
             both = zip(self.z, computes, strict=True)
             found = [in_parts(z, self.mask, partial(self._apply, compute)) for z, compute in both]
@@ -58,9 +59,6 @@ class SampledLayers(Layers):
         rows = self.own_rows(grads.view_as(self.z))
         parts = zip(self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True)
         return torch.stack([SavedRows.apply(*part) for part in parts])
-
-    def mask_of_all(self) -> TokenMask | None:
-        return None
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor per layer."""
@@ -85,25 +83,23 @@ class SampledTokens(SampledLayers):
         whole = None if mask.segments is None else torch.cat(mask.segments, dim=1)
         for z, order in zip(zs, orders, strict=True):
             chosen = first_of_order(mask, order.to(z.device, non_blocking=True), count)
-            positions, self.filled = slots_of(chosen, count)  # ``filled`` is the same for every layer
+            positions, filled = slots_of(chosen, count)  # ``filled`` is the same for every layer
             own, mine, local = own_tokens(z.detach(), positions, group)
             tokens.append(own)
             if whole is not None:
-                segments.append(whole.gather(1, positions).masked_fill(~self.filled, -1))
+                segments.append(whole.gather(1, positions).masked_fill(~filled, -1))
             self.mine.append(mine)
             self.local.append(local)
-        self.mask, self.segments, self.segmented = TokenMask((self.filled,)), segments, whole is not None
+        self.mask, self.segmented = TokenMask((filled,)), whole is not None
+        every = (torch.cat(segments),) if segments else None
+        self.mask_of_all = TokenMask(self.mask.repeat(len(zs)).shards, segments=every)
         self.z = torch.stack(tokens)
         if group is not None:
             dist.all_reduce(self.z, group=group)
 
-    def mask_of_all(self) -> TokenMask:
-        several = TokenMask((self.filled,)).repeat(len(self.zs))
-        return TokenMask(several.shards, segments=(torch.cat(self.segments),)) if self.segments else several
-
     def _masked_pairs(self) -> Tensor:
-        every = self.mask_of_all()
-        return (every.squares - every.counts).view(len(self.zs), -1)
+        assert self.mask_of_all is not None
+        return (self.mask_of_all.squares - self.mask_of_all.counts).view(len(self.zs), -1)
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         return [grad.where(mine, 0.0) for grad, mine in zip(grads, self.mine, strict=True)]
