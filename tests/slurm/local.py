@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd", "shellcheck")
-COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "shellcheck")
+PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd")
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
 PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # where the daemons are
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
@@ -63,7 +63,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def install() -> None:
-    """Install SLURM, munge and shellcheck from the distribution's archive if any of them is missing."""
+    """Install SLURM and munge from the distribution's archive if any of them is missing."""
     missing = ", ".join(command for command in COMMANDS if shutil.which(command, path=PATH) is None)
     if not missing:
         return
@@ -125,9 +125,7 @@ class LocalSlurm:
     def wait(self, id: int, states: Collection[str], timeout: float = 60, restarts: int = 0) -> dict[str, str]:
         """Wait until the job is in one of the states and was requeued at least ``restarts`` times. Returns its fields.
 
-        Raises:
-            TimeoutError: it is not in one of the states in time.
-            RuntimeError: it has ended in another state.
+        RuntimeError: it has ended in another state.
         """
         states = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout
@@ -148,9 +146,6 @@ class LocalSlurm:
     def signal(self, id: int, name: str) -> None:
         """Signal only the batch shell, as ``sbatch --signal=B:…`` does."""
         self._client("scancel", f"--signal={name}", "--batch", id)
-
-    def requeue(self, id: int) -> None:
-        self._client("scontrol", "requeue", id)
 
     def cancel(self, id: int) -> None:
         self._client("scancel", id)

