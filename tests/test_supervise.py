@@ -165,6 +165,12 @@ esac"""
         (launch / "launch.json").write_text(content, encoding="utf-8")
         return launch
 
+    def program(self, launch, config, stdout=subprocess.PIPE, **environment):
+        """Run the supervisor of a launch folder as the batch script does."""
+        command = [sys.executable, launch / "slurm" / "supervise.py", self.signals, config]
+        how = {"stdout": stdout, "stderr": subprocess.PIPE, "cwd": self.folder, "timeout": 60}
+        return subprocess.run(command, env=self.environment(**environment), **how)
+
 
 @pytest.fixture
 def cluster(tmp_path):
@@ -841,10 +847,8 @@ def test_any_bytes_in_any_locale(cluster):
     cluster.run = cluster.folder / "läufe"
     launch = cluster.launch("λ.toml", parent="läunch")
     cluster.job.update(JobName="λ", TimeLimit="00:01:00")
-    environment = cluster.environment(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
-    environment["SLURM_JOB_NODELIST"] += " \u03bb"
-    command = [sys.executable, launch / "slurm" / "supervise.py", cluster.signals, "λ.toml"]
-    done = subprocess.run(command, env=environment, cwd=cluster.folder, capture_output=True)
+    given = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "SLURM_JOB_NODELIST": "n[1-4] \u03bb"}
+    done = cluster.program(launch, "λ.toml", **given)
     assert done.returncode == supervise.INTENDED + 2, done.stderr
     assert b"the time limit is 60 s" in done.stdout
     assert [p.name for p in cluster.folder.glob("l*ufe/*")] == ["supervisor.jsonl"]
@@ -993,15 +997,6 @@ class TestExcludedNodes:
             added = [node for node in update.split(",") if hours.get(node, 99) < 24 and node != "n8"]  # the user's
             assert cluster.kept("excluded.json") == {"job": "7", "nodes": added}
 
-    def test_a_list_that_cannot_be_changed(self, cluster, capsys):
-        """slurmctld may be busy, so it is asked eight times."""
-        cluster.write("scontrol", 'case "$1" in show) cat "$0.job";; update) exit 1;; esac')
-        cluster.bad(n2=0)
-        assert cluster.supervisor().requeue() == 1
-        assert cluster.updates() == 8 * ["update JobId=7 ExcNodeList=n2"]
-        assert "submit it again with --exclude=n2" in capsys.readouterr().out
-        assert not (cluster.run / "excluded.json").exists()
-
     def test_a_list_that_cannot_be_written_down(self, cluster):
         """A file system that refuses or hangs does no harm, because the job has been requeued already."""
         supervisor = cluster.supervisor()
@@ -1014,38 +1009,40 @@ class TestExcludedNodes:
         supervisor._remember_excluded("7", ["n2"])
         os.close(os.open(partial, os.O_RDWR | os.O_NONBLOCK))  # let the thread go
 
-    def test_names_that_slurm_does_not_say(self, cluster):
-        """If the list cannot be expanded, no node is removed from it."""
-        cluster.write("scontrol", 'case "$1 $2" in "show job") cat "$0.job";; "show hostnames") exit 1;; esac')
-        cluster.job["ExcNodeList"] = "n[7-9]"
-        cluster.keep("excluded.json", {"job": "7", "nodes": ["n7"]})
-        assert cluster.supervisor().requeue() == 1
-        assert not cluster.updates()
-
 
 class TestRequeue:
+    EXCLUDE = ["update JobId=7 ExcNodeList=n2"]
+
     @pytest.mark.parametrize(
-        ("script", "job", "calls"),
+        ("requeue", "more", "job", "calls", "updates", "said"),
         [
-            ('[ $(grep -c ^requeue "$0.calls") -eq 3 ]', {}, 3),  # slurmctld answers at the third try
-            ("exit 1", {"Restarts": "1"}, 0),  # a node died during the check; the next start is left alone
+            # slurmctld answers at the third try.
+            ('[ $(grep -c ^requeue "$0.calls") -eq 3 ]', "", {}, 3, EXCLUDE, "requeued\n"),
+            # A node died during the check; the next start is left alone.
+            ("exit 1", "", {"Restarts": "1"}, 0, EXCLUDE, "requeued\n"),
             # slurmctld has requeued the job, but scontrol timed out. A second job would use the same run folder.
-            ('sed -i s/Restarts=0/Restarts=1/ "$0.job"; exit 1', {"Restarts": "0"}, 1),
+            ('sed -i s/Restarts=0/Restarts=1/ "$0.job"; exit 1', "", {"Restarts": "0"}, 1, EXCLUDE, "requeued\n"),
+            # slurmctld may be busy, so it is asked eight times.
+            ("true", "update) exit 1;; ", {}, 1, 8 * EXCLUDE, "submit it again with --exclude=n2\n"),
+            # If the list cannot be expanded, no node is removed from it.
+            ("true", "", {"ExcNodeList": "n[7-9]"}, 1, [], "the excluded nodes stay as they are\n"),
         ],
-        ids=["at the third try", "by SLURM", "an answer that is lost"],
+        ids=["at the third try", "by SLURM", "an answer that is lost", "a list that stays", "names that are not said"],
     )
-    def test_requeued(self, cluster, capsys, script, job, calls):
+    def test_requeued(self, cluster, capsys, requeue, more, job, calls, updates, said):
         cluster.job |= job
-        cluster.write("scontrol", f'case "$1" in show) cat "$0.job";; requeue) {script};; esac')
+        show = '"show job") cat "$0.job";; "show hostnames") exit 1'
+        cluster.write("scontrol", f'case "$1" in requeue) {requeue}; exit;; {more}esac; case "$1 $2" in {show};; esac')
         cluster.write("sbatch", "echo Submitted batch job 8")
         cluster.bad(n2=0)
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
         assert cluster.requeues() == calls * ["requeue 7"]
         assert not cluster.calls("sbatch")
-        assert cluster.updates() == ["update JobId=7 ExcNodeList=n2"]
+        assert cluster.updates() == updates
+        assert (cluster.run / "excluded.json").exists() is (updates == self.EXCLUDE)
         text = capsys.readouterr().out
         assert text.count("scontrol requeue failed (status 1)") == max(0, calls - 1)
-        assert text.rstrip().endswith("requeued")
+        assert text.endswith(said)
 
     def test_refused_and_not_resubmitted(self, cluster, capsys):
         """The log does not say that the job is requeued. It says which command submits the job again."""
@@ -1179,18 +1176,13 @@ def test_another_config_for_a_launch_folder(cluster):
     launch = cluster.launch("c.toml")
     written = (launch / "launch.json").read_text()
     (launch / "launch.json").unlink()
-    command = [sys.executable, launch / "slurm" / "supervise.py", cluster.signals, "other.toml"]
-
-    def start(**given):
-        return subprocess.run(command, env=cluster.environment(**given), capture_output=True, text=True)
-
-    assert start().returncode == 1  # the file cannot be read, so the batch script requeues the job
+    assert cluster.program(launch, "other.toml").returncode == 1  # unreadable, so the batch script requeues the job
     (launch / "launch.json").write_text(written)
-    done = start()
+    done = cluster.program(launch, "other.toml")
     assert done.returncode == supervise.INTENDED + 2
-    assert f"{launch}/slurm runs c.toml. To run something else, submit slurm/pretrain.sbatch" in done.stdout
+    assert f"{launch}/slurm runs c.toml. To run something else, submit slurm/pretrain.sbatch" in done.stdout.decode()
     cluster.job["TimeLimit"] = "00:00:01"
-    assert "the time limit is 1 s" in start(SLURM_RESTART_COUNT="1").stdout
+    assert b"the time limit is 1 s" in cluster.program(launch, "other.toml", SLURM_RESTART_COUNT="1").stdout
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "closed"])
@@ -1199,9 +1191,8 @@ def test_a_log_that_cannot_be_written(cluster, log):
     cluster.job["TimeLimit"] = "00:00:01"
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, cluster.launch("c.toml") / "slurm" / "supervise.py", cluster.signals, "c.toml"]
     with open(write if log == "closed" else log, "w") as file:
-        done = subprocess.run(command, env=cluster.environment(), stdout=file, stderr=subprocess.PIPE, timeout=60)
+        done = cluster.program(cluster.launch("c.toml"), "c.toml", file)
     assert done.returncode == supervise.INTENDED + 2, done.stderr
     assert cluster.transitions()[-1]["state"] == "end"
 
@@ -1533,20 +1524,6 @@ class TestBatchScript:
 
     COMMAND = ("bash", ROOT / "slurm" / "pretrain.sbatch", "config.toml")
 
-    @pytest.fixture
-    def batch(self, cluster):
-        cluster.write("scontrol", cluster.PERMITS)
-        cluster.write("sleep", "exit 0")
-        cluster.job["Command"] = f"{ROOT}/slurm/pretrain.sbatch config.toml"
-
-        def run(restart=0, **given):
-            given = {"SLURM_RESTART_COUNT": str(restart), "HOME": str(cluster.folder), **given}
-            environment = cluster.environment(**given)
-            done = subprocess.run(self.COMMAND, env=environment, capture_output=True, text=True, timeout=60)
-            return done.returncode, done.stdout
-
-        return run
-
     @pytest.mark.parametrize("state", ["unpack", "freeze", "check nodes", "prepare", "train", "decide"])
     @pytest.mark.parametrize("victim", ["supervisor", "script"])
     def test_killed_in_any_state(self, cluster, quick, state, victim):
@@ -1585,40 +1562,47 @@ class TestBatchScript:
         if victim == "script":
             assert cluster.log.read_text().startswith("titan-disp: the batch script was killed; the job is requeued\n")
 
-    @pytest.mark.parametrize(("python", "status"), [("/nowhere", 127), ("kill -9 $$", 137), ("exit 1", 1)])
-    def test_the_supervisor_dies(self, cluster, batch, python, status):
-        cluster.write("host", python)
-        given = {"TITAN_DISP_HOST_PYTHON": python if "/" in python else str(cluster.commands / "host")}
-        code, said = batch(**given)
-        assert (code, cluster.requeues()) == (1, ["requeue 7"])
-        assert f"the supervisor ended with status {status}" in said
-        code, said = batch(restart=50, **given)
-        assert (code, len(cluster.requeues())) == (1, 1)
-        assert "NOT REQUEUED (state RUNNING, restarts 50)" in said
-        cluster.job["JobState"] = "CANCELLED"
-        assert batch(**given)[0] == 1
-        assert len(cluster.requeues()) == 1
+    @pytest.fixture
+    def batch(self, cluster):
+        cluster.write("scontrol", cluster.PERMITS)
+        cluster.write("sleep", "exit 0")
+        cluster.job["Command"] = f"{ROOT}/slurm/pretrain.sbatch config.toml"
 
-    def test_slurm_does_not_answer_at_once(self, cluster, batch):
-        cluster.write("meant", "exit 66")
-        cluster.write("scontrol", f'[ $(wc -l < "$0.calls") -gt 1 ] || exit 1; {cluster.SHOW}')
-        assert batch(TITAN_DISP_HOST_PYTHON=str(cluster.commands / "meant"))[0] == 2
-        assert not cluster.requeues()
+        def run(host="", restart=0, **given):
+            """``host``: what the Python of the supervisor does."""
+            cluster.write("host", host or f'exec {sys.executable} "$@"')
+            given = {"HOST_PYTHON": str(cluster.commands / "host"), **given}
+            given = {f"TITAN_DISP_{name}": value for name, value in given.items()}
+            environment = cluster.environment(SLURM_RESTART_COUNT=str(restart), HOME=str(cluster.folder), **given)
+            done = subprocess.run(self.COMMAND, env=environment, capture_output=True, text=True, timeout=60)
+            return done.returncode, done.stdout
+
+        return run
 
     @pytest.mark.parametrize(
-        ("restart", "given", "code", "said"),
+        ("given", "state", "commands", "code", "said"),
         [
-            (0, {"SITE": "nowhere"}, 2, "error: no site file"),
-            (1, {"SITE": "nowhere"}, 1, "no site file"),  # a file system may be unavailable
-            (1, {"PREFIX": "env 'a"}, 2, "TITAN_DISP_PREFIX is env 'a, which cannot be split into words"),
-            (1, {"PREFIX": "env", "HOST_PYTHON": "false"}, 1, "the supervisor ended with status 1"),
-            (1, {"SRUN_ARGS": "'a"}, 2, "TITAN_DISP_SRUN_ARGS cannot be split into words: No closing"),
+            ({"HOST_PYTHON": "/nowhere/python3"}, "RUNNING", {}, 1, "the supervisor ended with status 127"),
+            ({"host": "kill -9 $$"}, "RUNNING", {}, 1, "the supervisor ended with status 137"),
+            ({"host": "exit 1"}, "RUNNING", {}, 1, "the supervisor ended with status 1"),
+            ({"host": "exit 1", "restart": 50}, "RUNNING", {}, None, "NOT REQUEUED (state RUNNING, restarts 50)"),
+            ({"host": "exit 1"}, "CANCELLED", {}, None, "NOT REQUEUED (state CANCELLED, restarts 0)"),
+            ({"host": "exit 66"}, "RUNNING", {"scontrol": LATE}, 2, ""),
+            ({"SITE": "nowhere"}, "RUNNING", {}, 2, "error: no site file"),
+            ({"SITE": "nowhere", "restart": 1}, "RUNNING", {}, 1, "no site file"),  # a file system may be unavailable
+            ({"PREFIX": "env 'a"}, "RUNNING", {}, 2, "TITAN_DISP_PREFIX is env 'a, which cannot be split into words"),
+            ({"PREFIX": "env", "host": "exit 1"}, "RUNNING", {}, 1, "the supervisor ended with status 1"),
+            ({"SRUN_ARGS": "'a"}, "RUNNING", {}, 2, "TITAN_DISP_SRUN_ARGS cannot be split into words: No closing"),
+            ({}, "RUNNING", {"mktemp": "exit 1"}, 1, "no temporary file can be written here"),
         ],
     )
-    def test_settings_that_are_wrong(self, cluster, batch, restart, given, code, said):
-        given = {f"TITAN_DISP_{name}": value for name, value in {"HOST_PYTHON": sys.executable, **given}.items()}
-        found, log = batch(restart, **given)
-        assert (found, len(cluster.requeues())) == (code, code % 2)
+    def test_what_goes_wrong_around_the_supervisor(self, cluster, batch, given, state, commands, code, said):
+        """1: requeued, None: not requeued, 2: a user must mend it."""
+        cluster.job["JobState"] = state
+        for name, script in commands.items():
+            cluster.write(name, script)
+        found, log = batch(**given)
+        assert (found, len(cluster.requeues())) == (code or 1, int(code == 1))
         assert said in log
 
     def test_the_launch_folder_of_a_requeued_job(self, cluster, batch):
@@ -1628,17 +1612,10 @@ class TestBatchScript:
         for folder in (kept, pointer.parent):
             folder.mkdir(parents=True)
         (kept / "common.sh").write_text("exit 5\n")
-        cluster.write("meant", "exit 64")
         for restart, mine, code in ((1, True, 5), (1, False, 0), (0, True, 0)):
             pointer.write_text(str(kept.parent))
             if not mine and os.geteuid() == 0:
                 os.chown(pointer, 1, 1)
             if mine or os.geteuid() == 0:
-                assert batch(restart, TITAN_DISP_HOST_PYTHON=str(cluster.commands / "meant"))[0] == code
+                assert batch("exit 64", restart)[0] == code
         assert not pointer.exists()
-
-    def test_no_temporary_file(self, cluster, batch):
-        cluster.write("mktemp", "exit 1")
-        code, said = batch()
-        assert (code, cluster.requeues()) == (1, ["requeue 7"])
-        assert "no temporary file can be written here" in said
