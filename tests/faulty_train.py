@@ -69,21 +69,17 @@ class FaultyTrainer(DispTrainer):
     def train_step(self, data_iterator):
         if active("crash", self.step):
             raise RuntimeError(f"crashed on purpose at step {self.step}")
-        if active("hang", self.step):
-            os.kill(os.getpid(), signal.SIGSTOP)
+        for fault, number in {"hang": signal.SIGSTOP, "kill": signal.SIGKILL, "asked_to_stop": signal.SIGUSR1}.items():
+            if active(fault, self.step):
+                os.kill(os.getpid(), number)
         if active("freeze", self.step):
             while True:
                 time.sleep(1)
-        if active("kill", self.step):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if active("asked_to_stop", self.step):
-            os.kill(os.getpid(), signal.SIGUSR1)
         if active("slow", self.step):
             time.sleep(float(os.environ.get("SLOW", "0.5")))
-        if active("kill_in_save", self.step):
-            FileSystem.create_stream = _killed
-        if active("nospace", self.step):
-            FileSystem.create_stream = _no_space
+        for fault, write in {"kill_in_save": _killed, "nospace": _no_space}.items():
+            if active(fault, self.step):
+                FileSystem.create_stream = write
         super().train_step(data_iterator)
 
 

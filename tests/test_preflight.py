@@ -41,17 +41,17 @@ def test_the_papers_run():
 @pytest.mark.parametrize("masks", [(), ("--stream.document_mask", "--stream.restart_positions")])
 def test_tensor_parallel(masks):
     report = preflight(PreflightOptions(PAPER, (*TP2, *masks), 640, "debugmodel", 64))
-    assert (report.mesh["dp_replicate"], report.mesh["fsdp"], report.mesh["tp"]) == (40, 8, 2)
+    assert report.mesh.items() >= {"dp_replicate": 40, "fsdp": 8, "tp": 2}.items()
     assert (report.flavor, report.seq_len, report.accumulation) == ("debugmodel", 64, 6)
     assert report.own_parameters < report.parameters / 15  # the norms are not sharded by TP
 
 
 @pytest.mark.night
 def test_a_step_that_fails():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"(?s)rank 0 of 640 failed \(exit status 1\).*No module named 'no_such_plugin'"
+    ):
         preflight(PreflightOptions(PAPER, ("--experimental.custom_import", "no_such_plugin"), 640))
-    assert "the step of rank 0 of 640 failed (exit status 1)" in str(caught.value)
-    assert "No module named 'no_such_plugin'" in str(caught.value)
 
 
 def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
@@ -82,6 +82,8 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
         (TP2, {"seq_len": 63}, "seq_len 63 is not divisible by 2"),
         ((), {"flavor": "0.7B"}, "model.flavor is '0.7B'"),
         ((), {"seq_len": 0}, "training.seq_len is 0"),
+        # The unreduced config is checked: block 28 does not exist, and block 27 not in the small model.
+        (("--dispersion.layers", "28"), {}, "has 28 blocks"),
     ],
 )
 def test_errors_come_before_the_step(options, reduction, message):
@@ -89,23 +91,24 @@ def test_errors_come_before_the_step(options, reduction, message):
         preflight(PreflightOptions(PAPER, options, 640, **reduction))
 
 
-def test_errors_of_the_config_itself(monkeypatch):
-    """The unreduced config is checked: block 27 exists in the config's model only, and block 28 does not exist."""
+@pytest.mark.parametrize(
+    ("options", "flavor"),
+    [
+        (("--dispersion.layers", "27"), None),
+        (("--dispersion.layers", "27", "--dispersion.final_norm"), None),  # 6 blocks
+        (("--dispersion.layers", "27", "--dispersion.final_norm"), "8B"),  # 36 blocks, where block 27 is not the last
+        (("--dispersion.warmup_steps", "100"), None),  # longer than the single step
+        (("--model.overrides", "hidden_dim=1000"), None),
+    ],
+)
+def test_what_the_small_model_lacks(monkeypatch, options, flavor):
+    """It has neither the blocks nor the overrides of the config's own flavor."""
     monkeypatch.setattr(cpu, "active", lambda: True)
-    _, reduced = prepare(PreflightOptions(PAPER, ("--dispersion.layers", "27"), 640))
+    _, reduced = prepare(PreflightOptions(PAPER, options, 640, flavor))
     assert reduced.job_config.dispersion.layers == "all"
-    for flavor in (None, "8B"):  # 6 blocks; and 36 blocks, where block 27 is not the last
-        last = ("--dispersion.layers", "27", "--dispersion.final_norm")
-        _, reduced = prepare(PreflightOptions(PAPER, last, 640, flavor))
-        assert reduced.job_config.dispersion.layers == "all"
-    # The warm-up of λ is longer than the single step.
-    prepare(PreflightOptions(PAPER, ("--dispersion.warmup_steps", "100"), 640))
-    # The overrides are for the config's own flavor.
-    _, reduced = prepare(PreflightOptions(PAPER, ("--model.overrides", "hidden_dim=1000"), 640))
     assert reduced.job_config.model.overrides == {}
-    assert "model.overrides {'hidden_dim': 1000} → {}: they are for the config's own flavor" in reduced.changes
-    with pytest.raises(ConfigError, match="has 28 blocks"):
-        prepare(PreflightOptions(PAPER, ("--dispersion.layers", "28"), 640))
+    told = "model.overrides {'hidden_dim': 1000} → {}: they are for the config's own flavor"
+    assert (told in reduced.changes) is ("--model.overrides" in options)
 
 
 def test_what_a_cpu_leaves_out(monkeypatch):

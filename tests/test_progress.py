@@ -28,12 +28,8 @@ def test_bars_are_shown_on_terminals_alone(monkeypatch, kind):
         bar.update(1_000_000)
         bar.refresh()
     shown = stderr.getvalue()
-    if kind is Terminal:
-        assert "2/2" in shown
-        assert "reading:   0%" in shown
-        assert "1.00M/4.00M" in shown
-        assert shown.split("\r")[-2].strip() == ""  # the line is cleared at the end
-    else:
-        assert shown == ""
+    assert [text in shown for text in ("2/2", "reading:   0%", "1.00M/4.00M")] == [kind is Terminal] * 3
+    assert not shown or shown.split("\r")[-2].strip() == ""  # the line is cleared at the end
+    assert bool(shown) is (kind is Terminal)
     list(tqdm.tqdm([1, 2], disable=False))
     assert "2/2" in stderr.getvalue()

@@ -1,4 +1,4 @@
-"""These tests run the commands of step 1 of slurm/README.md unchanged, in a fresh home folder."""
+"""The commands of step 1 of slurm/README.md, unchanged, in a fresh home folder."""
 
 import os
 import re
@@ -59,7 +59,7 @@ def test_an_environment_in_a_fresh_home(tmp_path):
 
 
 def test_an_older_torch_is_never_joined_by_a_second():
-    """With the page's constraint, pip stops if the site's torch is too old for the package."""
+    """pip stops if the site's torch is too old for the package."""
     install, *_ = commands("## 1. An environment")
     (line,) = (line for line in install.splitlines() if "pip install" in line)
     assert "--constraint" in line

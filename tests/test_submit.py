@@ -1,4 +1,4 @@
-"""These tests check the plan and the sbatch command of ``titan-disp submit``."""
+"""The plan and the sbatch command of ``titan-disp submit``."""
 
 import json
 import shutil
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import ROOT
-from titan_disp.cli import main
+from tests.command_line import ROOT, typed
 from titan_disp.cluster import freeze, launch
+from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
 
 CONFIG = str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
@@ -23,13 +23,7 @@ def command(monkeypatch, capsys, tmp_path):
 
     def run(nodes, *options, dry_run=True):
         words = ["submit", CONFIG, "--nodes", str(nodes), "--site", "frontier", "--gpu", "MI250X-GCD"]
-        monkeypatch.setattr("sys.argv", ["titan-disp", *words, *["--dry-run"] * dry_run, *options])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capsys.readouterr()
+        return typed(monkeypatch, *words, *["--dry-run"] * dry_run, *options), *capsys.readouterr()
 
     return run
 
@@ -54,13 +48,6 @@ def test_a_container_has_a_python_of_its_own(monkeypatch, name):
     assert "--export=ALL,TITAN_DISP_SITE=frontier" in launch.command(options, [CONFIG])
     without = launch.command(launch.SlurmOptions(nodes=80, gpus_per_node=0), [CONFIG])
     assert not [word for word in without if "gpus" in word]
-
-
-def test_what_would_fail_is_not_submitted(command):
-    code, out, err = command(79)
-    assert code == 2
-    assert "titan-disp: error" in err
-    assert "sbatch" not in out
 
 
 def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
@@ -89,26 +76,25 @@ def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
     assert (folder / "slurm" / "site.sh").read_bytes() == (ROOT / "slurm" / "sites" / "frontier.sh").read_bytes()
 
 
-def test_a_read_only_installation(tmp_path, monkeypatch):
-    from titan_disp.config.load import load_config
+def frozen(run, name="7.0.abcdef"):
+    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(run)]
+    return freeze.freeze(load_config(argv), argv, name)
 
+
+def test_a_read_only_installation(tmp_path, monkeypatch):
     scripts = tmp_path / "installed"
     shutil.copytree(ROOT / "slurm", scripts)
     for path in (scripts / "node.sh", scripts / "sites", scripts):
         path.chmod(0o555)
     monkeypatch.setattr(freeze, "SCRIPTS", scripts)
-    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(tmp_path / "run")]
-    folder = freeze.freeze(load_config(argv), argv, "7.0.abcdef") / "slurm"
+    folder = frozen(tmp_path / "run") / "slurm"
     assert all(path.stat().st_mode & 0o200 for path in (folder, folder / "sites", folder / "node.sh"))
 
 
 def test_a_run_folder_that_cannot_be_written(tmp_path):
-    from titan_disp.config.load import load_config
-
-    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(tmp_path)]
     (tmp_path / "launch").write_text("a file")
     with pytest.raises(ConfigError, match="is not writable: "):
-        freeze.freeze(load_config(argv), argv, "8")
+        frozen(tmp_path)
 
 
 def test_the_file_of_a_site(tmp_path):
@@ -126,11 +112,20 @@ def test_spares(command, monkeypatch):
     assert code == 0
     assert "replicate 80 × shard 8" in out
     assert "sbatch --nodes=82 " in out
-    assert "SPARES is '2', expected a whole number below --nodes 2" in command(2)[2]
 
 
-def test_what_sbatch_would_split(command, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/envs/a,b/bin/python")
-    code, _, err = command(80)
+@pytest.mark.parametrize(
+    ("nodes", "spares", "python", "said"),
+    [
+        (79, "", "python", "is not a positive multiple of local_batch_size 1 × 632"),
+        (2, "2", "python", "SPARES is '2', expected a whole number below --nodes 2"),
+        (80, "", "/envs/a,b/bin/python", "is '/envs/a,b/bin/python', and sbatch ends the value at the comma"),
+    ],
+)
+def test_what_would_fail_is_not_submitted(command, monkeypatch, nodes, spares, python, said):
+    monkeypatch.setenv("TITAN_DISP_SPARES", spares)
+    monkeypatch.setattr(sys, "executable", python)
+    code, out, err = command(nodes)
     assert code == 2
-    assert "TITAN_DISP_PYTHON is '/envs/a,b/bin/python', and sbatch ends the value at the comma" in err
+    assert said in err
+    assert "sbatch" not in out

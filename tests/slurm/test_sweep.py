@@ -22,11 +22,7 @@ def slurm(tmp_path_factory):
 
 
 def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_path, monkeypatch, capfd):
-    """Two of four points train at a time.
-
-    A rank of one dies, and only that task is requeued. Another task is cancelled. The second call submits only that
-    one, and no finished point is trained again.
-    """
+    """Two of four points train at a time. Only the killed task is requeued, and only the cancelled one submitted again."""
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
     for name, value in {
         **slurm.environment,
