@@ -50,13 +50,6 @@ def test_good_nodes(check_nodes):
     assert "all-reduce of 4 MiB over 2 ranks of 2 nodes" in log
 
 
-def test_unreadable_data(check_nodes, tmp_path):
-    state, log, report = check_nodes("--training.dataset_path", str(tmp_path / "nowhere"))
-    assert state == "FAILED"
-    assert "problem: n1, n2: training.dataset_path is" in log
-    assert report["bandwidth"]["pairs"]  # nevertheless
-
-
 def test_a_node_that_does_not_answer(check_nodes, tmp_path):
     """The bandwidth of the other two nodes is measured, and the report says which node is missing."""
     python = tmp_path / "python"
