@@ -3,8 +3,8 @@
 FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN at step 3, and gives rank 0 an infinite
 gradient at steps 5 to 9. The others: crash (an exception; "crash:0@0" raises it before anything is built), hang (the
 rank stops itself with SIGSTOP), freeze (it waits forever before the step, as for a file system), kill (it kills itself
-with SIGKILL), asked_to_stop (it gets SIGUSR1), kill_in_save (it kills itself when it next writes a checkpoint), nospace
-(the file system is full from this step on) and slow (the step takes SLOW seconds longer, by default 0.5).
+with SIGKILL), asked_to_stop (it gets SIGUSR1), nospace (the file system is full from this step on) and slow (the step
+takes SLOW seconds longer, by default 0.5).
 
 FAULTS_ONCE names a file that the first fault creates. Faults do not happen if it exists. (freeze uses one such file per
 rank, so that every named rank freezes once.)
@@ -77,18 +77,13 @@ class FaultyTrainer(DispTrainer):
                 time.sleep(1)
         if active("slow", self.step):
             time.sleep(float(os.environ.get("SLOW", "0.5")))
-        for fault, write in {"kill_in_save": _killed, "nospace": _no_space}.items():
-            if active(fault, self.step):
-                FileSystem.create_stream = write
+        if active("nospace", self.step):
+            FileSystem.create_stream = _no_space
         super().train_step(data_iterator)
 
 
 def _no_space(self, path, mode):
     raise OSError(28, "No space left on device", str(path))
-
-
-def _killed(self, path, mode):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1183,15 +1183,11 @@ def test_a_batch_script_that_is_gone(cluster, monkeypatch, signals, restart, req
 
 
 @pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [("00:05:00", 300), ("2-01:00:01", 176401), ("10:00:00", 36000), ("UNLIMITED", None), ("Partition_Limit", None)],
-)
-def test_time_limits(limit, seconds):
-    assert supervise.seconds_of(limit) == seconds
-
-
-@pytest.mark.parametrize(
-    ("squeue", "left"), [("exit 1", 300), ("echo UNLIMITED", math.inf), ("echo 0:00", 0), ("echo 1:00", 60)]
+    ("squeue", "left"),
+    [
+        *(("exit 1", 300), ("echo UNLIMITED", math.inf), ("echo 0:00", 0), ("echo 1:00", 60)),
+        *(("echo 10:00:00", 36000), ("echo 2-01:00:01", 176401)),
+    ],
 )
 def test_time_left(cluster, squeue, left):
     cluster.write("squeue", squeue)

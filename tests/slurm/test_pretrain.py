@@ -16,7 +16,7 @@ import pytest
 
 from tests.command_line import DEMO, ROOT, train
 from tests.slurm.local import ENDED, LocalSlurm, processes_with
-from titan_disp.run.integrity import checkpoints, problem
+from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_json_lines, read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -223,19 +223,6 @@ def test_edits_between_two_starts(jobs, whole, tmp_path, run):
     due = datetime.fromisoformat(jobs.slurm.job(job)["StartTime"]) - datetime.now()
     assert 30 < due.total_seconds() < 61
     jobs.completed(job, restarts=1)
-    assert values(run) == values(whole)
-
-
-def test_killed_while_saving(jobs, whole, run):
-    """After kill -9 during an asynchronous save, the unfinished folder is neither loaded nor counted."""
-    options = ("--checkpoint.async_mode", "async", "--checkpoint.keep_latest_k", "2")
-    job = jobs.submit(run, *options, faults="kill_in_save:8@1", once=True)
-    jobs.slurm.wait(job, {"PENDING", "RUNNING"}, timeout=200, restarts=1)
-    assert checkpoints(run / "checkpoint") == [4]
-    assert problem(run / "checkpoint" / "step-8").startswith("it is incomplete")
-    jobs.completed(job, restarts=1)
-    assert events(run, "resume") == [("resume", 4)]
-    assert checkpoints(run / "checkpoint") == [12, 16]
     assert values(run) == values(whole)
 
 
