@@ -211,6 +211,7 @@ COMPLETING = {"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "None"}
 PREEMPTED = {**COMPLETING, "PreemptTime": "2026-01-01T00:00"}
 AT_LIMIT = {**COMPLETING, "Reason": "TimeLimit"}
 DISABLED, LOADS = {"checkpoint": {"enable": False}}, {"checkpoint": {"load_only": True}}
+ODD_COUNTERS = ("", "[]", '{"failures": ', '{"other": 1}', '{"failures": null, "step": null}')
 TAKEN = "by another job (host n9, SLURM job {}.0.abcdef)"
 WEIGHTS = {"checkpoint": {"folder": "weights"}}
 LIMIT = {"TimeLimit": "00:05:00"}
@@ -343,6 +344,8 @@ SCENARIOS = [
         row("saves nothing", "requeue", "failure 1 of", events=[("stop", 5)], config=DISABLED),
         row("only loads", "requeue", "and nothing is", events=[("stop", 5)], config=LOADS),
         row("another folder", "requeue", "(newest checkpoint: step 4)", config=WEIGHTS, checkpoints=[4]),
+        *[row(f"counters {text}", "requeue", DIED, counters=text) for text in ODD_COUNTERS],
+        row("a good end", "requeue", SAVED, events=[("stop", 5, "SIGUSR1")], counters='{"failures": 1}'),  # forgets it
         row("odd config.json", "requeue", DIED, config={"checkpoint": None, "comm": None}),
         # The lock of some file systems holds within one node only. The ranks say who it was.
         row("another job's folder", "end", "Not requeued", exit=2, error=TAKEN.format(6)),
@@ -355,6 +358,8 @@ SCENARIOS = [
         row("short of time", "requeue", DIED, srun="exit 1", squeue="echo 9:59"),  # twice the warning
         row("signalled", "requeue", "asked to stop (USR1)", srun=USR1),
         row("signalled, and a user's stop", "requeue", "asked to stop (USR1)", srun=USR1, stop=b""),
+        # An empty stop file would look like a user's, and the run would never train again.
+        row("signalled on a full disk", "requeue", "asked to stop (USR1)", srun=USR1, full=True),
         # SLURM would end the job at its time limit, and not requeue it.
         row("long save", "requeue", "saved in time; 0 s before the time limit, the last", ended=True, **LONG_SAVE),
         # Rank 0 is frozen and no collective is pending, so nothing else would notice before the time limit.
@@ -407,6 +412,10 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
         cluster.error(given["error"], time=2)
     if "stop" in given:
         (cluster.run / "stop").write_bytes(given["stop"])
+    if "full" in given:
+        (cluster.run / "stop.partial").symlink_to("/dev/full")
+    if "counters" in given:
+        (cluster.run / "requeue.json").write_text(given["counters"])
     variables = {name if "SLURM" in name else f"TITAN_DISP_{name}": given[name] for name in given if name.isupper()}
     supervisor = cluster.supervisor(restart=given.get("restart", 0), **variables)
     if "fresh" in given:  # one that has not read its config
@@ -430,7 +439,9 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
     assert " ".join(sorted(supervisor.dropped)) == given.get("dropped", "")
     out, ended, stop = capsys.readouterr().out, given.get("ended", False), cluster.run / "stop"
     # The ranks look for the stop file. A user's own one is not changed.
-    expected = given.get("stop", b"7.0\n" if "asking all ranks to save and stop" in out else None)
+    asked = "asking all ranks to save and stop" in out and "full" not in given
+    assert ("so the ranks are not asked to stop: No space left on device" in out) is ("full" in given)
+    expected = given.get("stop", b"7.0\n" if asked else None)
     assert (stop.read_bytes() if stop.exists() else None) == expected
     assert cluster.calls("scancel") == ended * ["--signal=KILL 7.0"]  # not 7.batch
     assert ("is ended" in out) is (ended and not {"later", "signals"} & given.keys())
@@ -491,17 +502,6 @@ class TestFailures:
             outcome = cluster.decide(restart=restart, **{RETRIES: "2"})
             assert outcome.state == ("requeue" if expected else "give up")
             assert expected is None or cluster.kept("requeue.json")["failures"] == expected
-
-    @pytest.mark.parametrize("content", ["", "[]", '{"failures": ', '{"other": 1}', '{"failures": null, "step": null}'])
-    def test_damaged_counters_count_from_one(self, cluster, content):
-        (cluster.run / "requeue.json").write_text(content)
-        assert cluster.decide().reason.startswith("failure 1 of at most 3")
-
-    def test_a_good_end_forgets_them(self, cluster):
-        cluster.keep("requeue.json", {"failures": 1})
-        cluster.event("stop", 5, "SIGUSR1")
-        assert cluster.decide().state == "requeue"
-        assert not (cluster.run / "requeue.json").exists()
 
     def test_longer_and_longer_pauses(self, cluster):
         """An outage of a file system is over after some hours. SLURM starts the job then."""
@@ -919,14 +919,6 @@ class TestTrain:
         # The site knows better.
         site = {"TITAN_DISP_HEAD": "10.0.0.1", "TITAN_DISP_PORT": "33000", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
         assert {"TITAN_DISP_ENDPOINT=10.0.0.1:33000", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5"} <= seen(**site)
-
-    def test_a_stop_file_that_cannot_be_written(self, cluster, capsys):
-        """An empty stop file would look like a user's, and the run would never train again."""
-        (cluster.run / "stop.partial").symlink_to("/dev/full")
-        cluster.write("srun", "echo USR1 > FOLDER/signals; sleep 0.3; exit 3")
-        assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
-        assert not (cluster.run / "stop").exists()
-        assert "so the ranks are not asked to stop: No space left on device" in capsys.readouterr().out
 
     PIPES = ("heartbeat.json", "events.jsonl", "stop", "bad_nodes.json", "requeue.json", "supervisor.jsonl")
 
