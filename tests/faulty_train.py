@@ -1,10 +1,9 @@
 """``python -m tests.faulty_train``: the trainer with the faults that the environment variable FAULTS asks for.
 
 FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN at step 3, and gives rank 0 an infinite
-gradient at steps 5 to 9. The others: crash (an exception; "crash:0@0" raises it before anything is built), hang (the
-rank stops itself with SIGSTOP), freeze (it waits forever before the step, as for a file system), kill (it kills itself
-with SIGKILL), asked_to_stop (it gets SIGUSR1), nospace (the file system is full from this step on) and slow (the step
-takes SLOW seconds longer, by default 0.5).
+gradient at steps 5 to 9. The others: crash (an exception), hang (the rank stops itself with SIGSTOP), freeze (it waits
+forever before the step, as for a file system), kill (it kills itself with SIGKILL), asked_to_stop (it gets SIGUSR1),
+nospace (the file system is full from this step on) and slow (the step takes SLOW seconds longer, by default 0.5).
 
 FAULTS_ONCE names a file that the first fault creates. Faults do not happen if it exists. (freeze uses one such file per
 rank, so that every named rank freezes once.)
@@ -47,8 +46,6 @@ def active(name, step):
 
 class FaultyTrainer(DispTrainer):
     def __init__(self, job_config):
-        if active("crash", 0):
-            raise RuntimeError("crashed on purpose at the start")
         super().__init__(job_config)
         cross_entropy = self.loss_fn.cross_entropy
 
