@@ -149,6 +149,16 @@ esac"""
     def blamed(self):
         return list(supervise.read_json(str(self.run / "bad_nodes.json")))
 
+    @contextlib.contextmanager
+    def locked(self, lock, held=True, **_):
+        """Lock the run folder, as run/folder.py does."""
+        with open(self.run / ".lock", "w+") as file:
+            file.write(lock)
+            file.flush()
+            if held:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def transitions(self):
         return [json.loads(line) for line in (self.run / "supervisor.jsonl").read_text().splitlines()]
 
@@ -247,6 +257,9 @@ LONG_SAVE = {"srun": f"echo USR1 > FOLDER/signals; {SLEEP}", "SIGNAL_SECONDS": "
 LONG_SAVE["squeue"] = 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
 # Ranks that wait for a dead one write what they wait for; two ranks run on each node.
 DUMPS = "mkdir FOLDER/run/comm_traces; touch FOLDER/run/comm_traces/rank_"
+LOCKED = {"lock": "host n9, pid 77, SLURM job 6", "counters": '{"failures": 2, "step": 4}', "checkpoints": [4]}
+TAKEN_BY_6 = "job 6 uses the run folder. Not requeued"
+SICK = {**FOUR, "n3": (8, ["GPU 3 returns wrong matrix products"])}
 
 SCENARIOS = [
     *of(
@@ -257,6 +270,13 @@ SCENARIOS = [
         row("long enough", "end", FIX, exit=2, job={"TimeLimit": "00:05:01"}, python="exit 1"),
         row("cancelled", "end", "the job was cancelled", signals="TERM", job=COMPLETING, srun=SLEEP, ended=True),
         row("spares", "end", "SPARES is 4, and no node of the job is left to train", exit=2, SPARES="4"),
+        # The counters and the stop file of a run belong to the job that holds the lock of its folder. A second job is not
+        # requeued, because it would start three more times. Bad nodes are no failure of the other's run.
+        row("another's run", "end", TAKEN_BY_6, exit=2, python="exit 3", **LOCKED),
+        row("another's run, at a restart", "end", TAKEN_BY_6, exit=2, python="exit 3", restart=1, **LOCKED),
+        row("another's run, a bad node", "end", TAKEN_BY_6, exit=2, python="exit 3", reports=SICK, **LOCKED),
+        # The ranks find the run folder locked and fail, and the job gets a signal in the meantime.
+        row("another's run, meanwhile", "end", TAKEN_BY_6, exit=2, srun=Cluster.REPORTS + USR1, **LOCKED),
         row("no retries", "give up", "GIVEN UP after 1 failure in a row", exit=1, srun="exit 1", MAX_RETRIES="0"),
     ),
     *of("check_time_limit", row("unknown", "unpack", "start 7.0 on n[1-4]", job={"TimeLimit": ""})),
@@ -299,6 +319,9 @@ SCENARIOS = [
         row("trained", "requeue", AGAIN, python="exit 1", checkpoints=[1]),
         row("restart, trained", "requeue", AGAIN, python="exit 1", restart=1, checkpoints=[4]),
         row("hangs", "requeue", "took more than 0 s", restart=1, python="sleep 60 & wait", CHECK_SECONDS="0.5"),
+        # A dead node may hold a lock of this job's own earlier start for a while. Nobody may hold one.
+        row("own lock", "requeue", "failure 3 of", python="exit 3", restart=1, **{**LOCKED, "lock": "SLURM job 7"}),
+        row("free lock", "requeue", "failure 3 of", python="exit 1", restart=1, **{**LOCKED, "held": False}),
         row("no Python", "requeue", "status 127", restart=1, PYTHON="/nowhere/python"),
         # A start of a job writes its number into the stop file, and a user does not.
         row("user's stop", "end", "run/stop exists, so nothing was trained. Remove the file to continue", stop=b""),
@@ -425,21 +448,27 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
     supervisor.kill_wait = given.get("kill_wait", 0.5)
     if "later" in given:
         after(0.3, cluster.signals.write_text, given["later"])
-    for method in methods.split("; "):
-        outcome = getattr(supervisor, method)()
+    with cluster.locked(**given) if "lock" in given else contextlib.nullcontext():
+        for method in methods.split("; "):
+            outcome = getattr(supervisor, method)()
     if methods == "supervise":
         last = cluster.transitions()[-1]
         outcome = Outcome(last["state"], last["reason"], outcome)
     assert (outcome.state, outcome.status) == (state, given.get("exit", 0))
     assert reason in outcome.reason
-    counted = "failure 1 of" in outcome.reason
-    assert (cluster.run / "requeue.json").exists() is counted
-    assert outcome.pause == (120 if state == "requeue" and (counted or "fresh" in given) else 0)
+    failures = int((re.findall("^failure (\\d) of", outcome.reason) or ["0"])[0])
+    if TAKEN_BY_6 in outcome.reason:
+        assert cluster.kept("requeue.json") == json.loads(given["counters"])
+    else:
+        assert (cluster.run / "requeue.json").exists() is (failures > 0)
+    if state == "requeue":
+        assert outcome.pause == (120 if "fresh" in given else [0, 120, 600, 1800][failures])
+    assert methods != "supervise" or not cluster.requeues()
     assert cluster.blamed() == given.get("blamed", [])
     assert " ".join(sorted(supervisor.dropped)) == given.get("dropped", "")
     out, ended, stop = capsys.readouterr().out, given.get("ended", False), cluster.run / "stop"
     # The ranks look for the stop file. A user's own one is not changed.
-    asked = "asking all ranks to save and stop" in out and "full" not in given
+    asked = "asking all ranks to save and stop" in out and not {"full", "lock"} & given.keys()
     assert ("so the ranks are not asked to stop: No space left on device" in out) is ("full" in given)
     expected = given.get("stop", b"7.0\n" if asked else None)
     assert (stop.read_bytes() if stop.exists() else None) == expected
@@ -836,51 +865,6 @@ def test_any_bytes_in_any_locale(cluster):
     assert done.returncode == supervise.INTENDED + 2, done.stderr
     assert b"the time limit is 60 s" in done.stdout
     assert [p.name for p in cluster.folder.glob("l*ufe/*")] == ["supervisor.jsonl"]
-
-
-class TestAnotherJobsRun:
-    """The counters, the heartbeat and the stop file of a run belong to the job that holds the run folder's lock."""
-
-    STATE = {"requeue.json": {"failures": 2, "step": 4}, "heartbeat.json": {"start": "6.0"}}
-
-    @pytest.fixture
-    def another(self, cluster):
-        """Another job holds the lock, as run/folder.py takes it. What it has written must not change."""
-        cluster.checkpoint(4)
-        for name, content in self.STATE.items():
-            cluster.keep(name, content)
-        with open(cluster.run / ".lock", "w+") as file:
-            file.write("host n9, pid 77, SLURM job 6")
-            file.flush()
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-
-    @pytest.mark.parametrize("when", ["at its start", "at a restart", "with a bad node", "while its nodes are checked"])
-    def test_a_second_job_ends(self, cluster, another, when):
-        """It is not requeued, because it would start three more times. Bad nodes are no failure of the other's run."""
-        cluster.write("python", "exit 3")
-        cluster.reports({**FOUR, "n3": (8, ["GPU 3 returns wrong matrix products"])} if "bad" in when else FOUR)
-        if "while" in when:  # the ranks find the run folder locked and fail, and the job gets a signal in the meantime
-            cluster.write("python", "exit 0")
-            cluster.ranks("echo USR1 > FOLDER/signals; sleep 0.3; exit 1")
-            cluster.error("InUseError: in use by another job", time=9, start="7.1")
-        assert cluster.supervisor(restart=int(when != "at its start")).supervise() == 2
-        assert cluster.transitions()[-1]["reason"].startswith("job 6 uses the run folder. Not requeued")
-        assert not cluster.requeues()
-        assert not {"stop", "bad_nodes.json"} & {path.name for path in cluster.run.iterdir()}
-        assert all(cluster.kept(name) == content for name, content in self.STATE.items())
-
-    def test_locks_that_do_not_count(self, cluster, another):
-        """A dead node may hold a lock of this job's own earlier start for a while: a failure to retry. Nobody may hold one."""
-        another.seek(0)
-        another.write("host n9, pid 77, SLURM job 7")
-        another.flush()
-        cluster.write("python", "exit 3")
-        assert cluster.supervisor(restart=1).prepare().reason.startswith("failure 3 of at most 3")
-        another.seek(0)
-        another.write("host n9, pid 77, SLURM job 6")
-        fcntl.flock(another, fcntl.LOCK_UN)
-        assert cluster.decide(restart=1).state == "give up"
 
 
 @pytest.mark.parametrize(
