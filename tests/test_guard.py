@@ -56,39 +56,13 @@ def test_a_finite_step_is_taken():
     assert training.weights == [0.5, 3.0]
 
 
-BAD = pytest.mark.parametrize(
-    ("gradients", "loss", "bad_terms"),
-    [
-        ((1.0, math.nan), {}, ["gradient norm"]),
-        ((-math.inf, 1.0), {}, ["gradient norm"]),
-        ((0.0, 0.0), {}, ["gradient norm"]),  # clipping by a norm that overflowed leaves zeros
-        ((1.0, 1.0), {"ce": math.nan}, ["cross-entropy"]),
-        ((1.0, 1.0), {"dispersion": math.nan}, ["dispersion"]),
-        ((1.0, 1.0), {"dispersion": math.inf}, ["dispersion"]),
-        ((math.nan, 1.0), {"ce": math.nan}, ["cross-entropy", "gradient norm"]),
-    ],
-)
-
-
-@BAD
-def test_a_bad_step_is_skipped_and_named(gradients, loss, bad_terms, caplog):
-    training = Training()
-    training.step(*gradients, **loss)
-    assert training.weights == [1.0, 2.0]
-    assert training.optimizers.bad_terms == bad_terms
-    assert training.counts == [1, 1, 1]
-    assert f"step 1 is skipped on all ranks: {' and '.join(bad_terms)} not finite (1 in a row)" in caplog.messages
-    # Nothing remains of the skipped step: neither momentum nor verdict.
-    training.step(1.0, -2.0)
-    assert training.weights == [0.5, 3.0]
-    assert training.optimizers.bad_terms == []
-
-
-def test_steps_in_a_row_end_the_run():
+def test_steps_in_a_row_end_the_run(caplog):
     training = Training(max_skipped_steps=3)
     bad = (math.nan, 1.0)
     for gradients in (bad, bad, (1.0, 1.0), bad, bad):
         training.step(*gradients)
+        assert training.optimizers.bad_terms == ["gradient norm"] * (gradients == bad)
+    assert "step 4 is skipped on all ranks: gradient norm not finite (1 in a row)" in caplog.messages
     assert training.counts == [5, 4, 2]
     with pytest.raises(NonFiniteError, match=r"step 6: gradient norm not finite, 3 steps in a row"):
         training.step(*bad)
@@ -153,14 +127,16 @@ def test_a_message_waits_for_nothing(gradient, loss):
     assert (message.device.type, message.shape, message.dtype) == ("meta", (5,), torch.float32)
 
 
-def test_the_optimizers_get_what_the_trainer_says(monkeypatch):
-    training = Training()
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_optimizers_get_what_the_trainer_says(monkeypatch, fused):
+    training = Training(fused=fused)
     inner = Mock()
     monkeypatch.setattr(training.optimizers, "inner", inner)
     training.optimizers.non_finite_terms = lambda: None
     for parameter in training.model.parameters():
         parameter.grad = torch.ones(1)
     training.optimizers.step("closure", found_inf=None)
+    training.optimizers.settle()
     training.optimizers.zero_grad(True, other=1)
     training.optimizers.load_state_dict({"guard": torch.tensor([7, 2, 1]), "param": 3})
     assert inner.mock_calls == [
@@ -172,7 +148,18 @@ def test_the_optimizers_get_what_the_trainer_says(monkeypatch):
     assert training.counts == [7, 2, 1]
 
 
-@BAD
+@pytest.mark.parametrize(
+    ("gradients", "loss", "bad_terms"),
+    [
+        ((1.0, math.nan), {}, ["gradient norm"]),
+        ((-math.inf, 1.0), {}, ["gradient norm"]),
+        ((0.0, 0.0), {}, ["gradient norm"]),  # clipping by a norm that overflowed leaves zeros
+        ((1.0, 1.0), {"ce": math.nan}, ["cross-entropy"]),
+        ((1.0, 1.0), {"dispersion": math.nan}, ["dispersion"]),
+        ((1.0, 1.0), {"dispersion": math.inf}, ["dispersion"]),
+        ((math.nan, 1.0), {"ce": math.nan}, ["cross-entropy", "gradient norm"]),
+    ],
+)
 def test_a_fused_optimizer_takes_the_verdict_from_the_device(gradients, loss, bad_terms, caplog):
     """The host reads it in the next step. The other steps give what they give alone."""
     alone, training = (Training(max_skipped_steps=9, fused=True) for _ in range(2))
