@@ -339,6 +339,9 @@ SCENARIOS = [
         row("a user's stop", "end", "stopped at step 5: the file RUN/stop", events=SLURM_ASKED),
         row("budget", "end", "stopped at step 5: budget.", events=[("stop", 5, "budget.stop", "7.0", "budget")]),
         row("refused", "end", "refused to start: odd. Not requeued", exit=2, events=[("refused", 0, "odd")]),
+        row("no reason", "end", "stopped at step 5: ", lines=b'{"event": "stop", "step": 5, "job": "7.0"}\n'),
+        # The last line was joined to an unfinished one.
+        row("odd lines", "requeue", DIED, lines=b'\xff\xfe\nnull\n7\n{"ev', events=[("complete", 9)]),
         row("of others", "requeue", DIED, events=[("complete", 9, "", "7.1"), ("complete", 9, "", "6.0")]),
         row("nothing", "requeue", DIED + " without a message (srun's status 7)", status=7),
         # scancel, the time limit and PreemptMode=CANCEL all set COMPLETING and send TERM.
@@ -423,6 +426,8 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
     cluster.reports(given.get("reports", FOUR))
     for name in COMMANDS & given.keys():
         cluster.write(name, given[name])
+    if "lines" in given:
+        (cluster.run / "events.jsonl").write_bytes(given["lines"])
     for event in given.get("events", ()):
         cluster.event(*event)
     if "config" in given:
@@ -474,15 +479,6 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
     assert (stop.read_bytes() if stop.exists() else None) == expected
     assert cluster.calls("scancel") == ended * ["--signal=KILL 7.0"]  # not 7.batch
     assert ("is ended" in out) is (ended and not {"later", "signals"} & given.keys())
-
-
-def test_unreadable_lines_of_events(cluster):
-    (cluster.run / "events.jsonl").write_bytes(b'\xff\xfe\nnull\n7\n{"event": "comp')
-    cluster.event("complete", 9)
-    assert cluster.decide().state == "requeue"  # its line was joined to the unfinished one
-    with open(cluster.run / "events.jsonl", "a") as file:
-        file.write('{"event": "stop", "step": 5, "job": "7.0"}\n')  # of a version that gave no reason
-    assert cluster.decide() == Outcome("end", "stopped at step 5: ")
 
 
 class TestFailures:
