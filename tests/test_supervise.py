@@ -270,6 +270,7 @@ SCENARIOS = [
         row("long enough", "end", FIX, exit=2, job={"TimeLimit": "00:05:01"}, python="exit 1"),
         row("cancelled", "end", "the job was cancelled", signals="TERM", job=COMPLETING, srun=SLEEP, ended=True),
         row("spares", "end", "SPARES is 4, and no node of the job is left to train", exit=2, SPARES="4"),
+        row("requeued by SLURM", "end", supervise.REQUEUED, srun=Cluster.REPORTS + "exit 1", job={"Restarts": "1"}),
         # The counters and the stop file of a run belong to the job that holds the lock of its folder. A second job is not
         # requeued, because it would start three more times. Bad nodes are no failure of the other's run.
         row("another's run", "end", TAKEN_BY_6, exit=2, python="exit 3", **LOCKED),
@@ -445,6 +446,9 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
     if "counters" in given:
         (cluster.run / "requeue.json").write_text(given["counters"])
     variables = {name if "SLURM" in name else f"TITAN_DISP_{name}": given[name] for name in given if name.isupper()}
+    pointer = cluster.folder / "pointer"
+    pointer.touch()
+    variables["TITAN_DISP_LAUNCH_POINTER"] = str(pointer)
     supervisor = cluster.supervisor(restart=given.get("restart", 0), **variables)
     if "fresh" in given:  # one that has not read its config
         supervisor.run, supervisor.launch = "", {}
@@ -468,7 +472,9 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
         assert (cluster.run / "requeue.json").exists() is (failures > 0)
     if state == "requeue":
         assert outcome.pause == (120 if "fresh" in given else [0, 120, 600, 1800][failures])
-    assert methods != "supervise" or not cluster.requeues()
+    if methods == "supervise":
+        assert not cluster.requeues()
+        assert pointer.exists() is (reason == supervise.REQUEUED)  # the next start needs it
     assert cluster.blamed() == given.get("blamed", [])
     assert " ".join(sorted(supervisor.dropped)) == given.get("dropped", "")
     out, ended, stop = capsys.readouterr().out, given.get("ended", False), cluster.run / "stop"
@@ -836,15 +842,6 @@ class TestLaunch:
         (unfinished / "launch.json").touch()
         assert frozen(name="7.1.dddddd")[1].endswith(b'/7.0.bbbbbb"')
         assert frozen(name="8.1.dddddd")[1].endswith(b'/8.1.dddddd"')
-
-    def test_a_job_that_slurm_requeues_itself_keeps_the_file(self, cluster):
-        pointer = cluster.folder / "pointer"
-        for reason, kept in ((supervise.REQUEUED, True), ("the job was cancelled", False)):
-            pointer.touch()
-            supervisor = cluster.supervisor(TITAN_DISP_LAUNCH_POINTER=str(pointer))
-            supervisor.check_time_limit = lambda reason=reason: Outcome("end", reason)
-            assert supervisor.supervise() == 0
-            assert pointer.exists() is kept
 
     def test_other_folders_named_launch(self, cluster):
         scripts = cluster.folder / "launch" / "titan-disp" / "slurm"
