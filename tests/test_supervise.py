@@ -1045,7 +1045,8 @@ UNKNOWN = "[the options that you gave to sbatch]"
 )
 def test_the_options_of_a_job_that_was_submitted_by_hand(cluster, more, options):
     """Newer versions of SLURM show the line, and its accounting has it."""
-    cluster.write("sacct", "echo sbatch -N 3 /x/pretrain.sbatch c.toml" if more == "sacct" else "exit 1")
+    asked = 'case "$*" in *--format=SubmitLine*) echo sbatch -N 3 /x/pretrain.sbatch c.toml;; esac'
+    cluster.write("sacct", asked if more == "sacct" else "exit 1")
     supervisor = cluster.supervisor()
     (cluster.commands / "scontrol.job").write_text(SHOWN + more)
     fields = supervisor.show_job()
