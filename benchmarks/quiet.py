@@ -31,15 +31,8 @@ from measuring import show
 FLAVOR = "debugmodel"  # which TorchTitan's Qwen3 and ours have, here with sizes that leave little but the overhead
 SIZES = {"dim": 64, "hidden_dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "enable_weight_tying": False}
 CASES = ("stock", "off", "exact")
-FILE_EVENTS = {
-    "open",
-    "os.rename",
-    "os.remove",
-    "os.listdir",
-    "os.scandir",
-    "os.mkdir",
-    "os.utime",
-}  # sys.audit's names
+# sys.audit's names
+FILE_EVENTS = {"open", "os.rename", "os.remove", "os.listdir", "os.scandir", "os.mkdir", "os.utime"}
 
 
 @dataclass
@@ -180,14 +173,8 @@ def options_of(sample: Path, run: Path) -> list[str]:
         *("--model.flavor", FLAVOR, "--debug.seed", "1"),
         *("--model.hf_assets_path", f"{sample}/tokenizer", "--job.dump_folder", str(run)),
         *("--training.dataset", "c4", "--training.dataset_path", str(sample), "--training.seq_len", "32"),
-        *(
-            "--training.local_batch_size",
-            "1",
-            "--training.steps",
-            "10000",
-            "--training.mixed_precision_param",
-            "float32",
-        ),
+        *("--training.local_batch_size", "1", "--training.steps", "10000"),
+        *("--training.mixed_precision_param", "float32"),
         *("--metrics.log_freq", "1000000", "--checkpoint.no-enable", "--condensation.interval", "0"),
         *("--activation_checkpoint.mode", "none"),
     ]

@@ -94,7 +94,7 @@ def plan(options: opts.PlanOptions) -> None:
         return
     print(render(made))
     for i, one in enumerate(found):
-        print(f"{('now', 'suggested')[i > 0]:<15} {one.line()}")
+        print(f"{'suggested' if i else 'now':<15} {one.line()}")
 
 
 def preflight(options: opts.PreflightOptions) -> None:

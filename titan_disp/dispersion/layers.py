@@ -118,8 +118,9 @@ class WholeLayers(Layers):
         self._ahead: Gathering | None = None  # of these layers
 
     def each(self, *computes: Compute) -> Tensor:
-        packs = packed(self.zs) if len(computes) == 1 else [[z] for z in self.zs]
-        every = computes * len(packs) if len(computes) == 1 else computes
+        own = len(computes) > 1
+        packs = [[z] for z in self.zs] if own else packed(self.zs)
+        every = computes if own else computes * len(packs)
         values = []
         for pack, self._following, compute in zip(packs, [*packs[1:], []], every, strict=True):
             values.append(SavedGradient.apply(partial(self._of_pack, compute, pack), *pack))
