@@ -6,7 +6,7 @@ import json
 import pytest
 
 from titan_disp.data import sample as module
-from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, write_sample
+from titan_disp.data.sample import TRAIN_FILES, is_complete, write_sample
 
 
 def records(folder, pattern):
@@ -21,10 +21,8 @@ def test_shape_of_c4(sample):
     assert {p.name for p in (sample / "en").iterdir()} == {*train_names, "c4-validation.00000-of-00001.json.gz"}
     train, validation = records(sample / "en", "c4-train*"), records(sample / "en", "c4-validation*")
     assert all(set(r) == {"text", "timestamp", "url"} for r in train + validation)
-    assert len(train) > 1000
-    assert len(validation) > 30
-    texts = [r["text"] for r in train + validation]
-    assert len(texts) == len(set(texts))
+    assert (len(train) > 1000, len(validation) > 30) == (True, True)
+    assert len({r["text"] for r in train + validation}) == len(train + validation)
     assert str(sample).encode() not in (sample / "tokenizer" / "sample.model").read_bytes()
 
 
@@ -38,19 +36,15 @@ def test_deterministic(sample, tmp_path):
 
 
 def test_every_document_once_in_an_order_that_hashes_fix(tmp_path, monkeypatch):
-    texts = [f"Text {i} of some words. " * 20 for i in range(90)]
-    found = []
+    texts, written = [f"Text {i} of some words. " * 20 for i in range(90)], []
     for order in (texts, [*texts[::-1], *texts[:9], "too short"]):
         monkeypatch.setattr(module, "prose", lambda order=order: ((f"url:{text}", text) for text in order))
-        found.append(documents())
-        counts = write_sample(tmp_path / str(len(order)), 400)
-        written = records(tmp_path / str(len(order)) / "en", "*.json.gz")
-        assert sorted(r["text"] for r in written) == sorted(texts)
+        folder = tmp_path / str(len(order))
+        counts = write_sample(folder, 400)
+        assert sorted(r["text"] for r in records(folder / "en", "*.json.gz")) == sorted(texts)
         assert (counts["train"], counts["validation"]) == (87, 3)
-    assert found[0] == found[1]
-    assert found[0][0].keys() == {"text", "timestamp", "url"}
-    for file in (p.relative_to(tmp_path / "90") for p in (tmp_path / "90").rglob("*.*")):
-        assert (tmp_path / "90" / file).read_bytes() == (tmp_path / "100" / file).read_bytes()
+        written.append({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")})
+    assert written[0] == written[1]
 
 
 def test_read_by_datasets_as_the_hub_is(sample):
