@@ -3,20 +3,19 @@
 The weights always are the step at which they were saved. (tests/test_ranks_agree.py uses two ranks.)
 """
 
-import json
 import os
 import threading
 from concurrent.futures import wait
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
@@ -131,20 +130,17 @@ def ended_in_hf(folder):
 
 def fails(number, reason):
     """A function of the operating system that does."""
-
-    def fail(*args, **kwargs):
-        raise OSError(number, reason)
-
-    return fail
+    return mock.Mock(side_effect=OSError(number, reason))
 
 
 full_disk = fails(28, "No space left on device")
 
 
 def test_only_complete_checkpoints_count(tmp_path):
+    """A user's copy "step-010" must not make step 10 count twice."""
     assert checkpoints(tmp_path / "nowhere") == []
     others = ("damaged-13", "step-9.old", "old-step-10", "step-010", "step-08", "step-٣", "step-+7")
-    for name in ("step-10", "step-9", *others):  # a user's copy "step-010" must not make step 10 count twice
+    for name in ("step-10", "step-9", *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
     ended_in_hf(tmp_path / "step-11")
@@ -171,29 +167,21 @@ def test_everything_is_saved_and_loaded(start):
     assert (run.events, again.events) == ([("checkpoint", 3)], [])
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(0, [1, 2, 3, 10]), (2, [3, 10])])
-def test_the_newest_complete_ones_are_kept(start, keep, kept):
+@pytest.mark.parametrize(("keep", "rank", "kept"), [(0, 0, [1, 2, 3, 10]), (2, 0, [3, 10]), (2, 1, [1, 2, 3, 10])])
+def test_one_rank_keeps_the_newest_complete_ones(start, monkeypatch, keep, rank, kept):
     """Folders of unfinished saves are neither counted nor deleted."""
-    run = start(keep_latest_k=keep)
-    run.save(1, 2)
+    run = start()
+    run.save(1, 2, 3)
     for step in (0, 90, 91):
         unfinished(run.folder / f"step-{step}")
-    run.save(3, 10)
-    run.manager.close()  # waits for the thread that deletes
+    run.save(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "get_rank", lambda *group: rank)
+        again = start(keep_latest_k=keep)
+        again.manager._purge_stale_checkpoints()
+        again.manager.close()  # waits for the thread that deletes
     assert checkpoints(run.folder) == kept
     assert run.names == sorted(f"step-{step}" for step in (0, 90, 91, *kept))
-
-
-def test_one_rank_deletes(start, monkeypatch):
-    run = start(keep_latest_k=2)
-    run.save(1, 2, 3)
-    run.manager.keep_latest_k = 1
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "get_rank", lambda *group: 1)
-        run.manager._purge_stale_checkpoints()
-    assert checkpoints(run.folder) == [2, 3]
-    run.manager._purge_stale_checkpoints()
-    assert checkpoints(run.folder) == [3]
 
 
 def test_a_save_is_due_forced_or_put_off(start):
@@ -272,27 +260,23 @@ def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start, monkeyp
 
 
 def test_a_failed_save(start, monkeypatch):
+    """It says why, and which one is good, unless the folder cannot be listed and no event can be written."""
     run = start(keep_latest_k=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(FileSystem, "create_stream", full_disk)
-        with pytest.raises(CheckpointError, match=r"step 1 could not be saved.*No space left") as first:
-            run.save(1)
-    assert "last good one" not in str(first.value)
     run.save(2, 3)
     monkeypatch.setattr(FileSystem, "create_stream", full_disk)
-    with pytest.raises(CheckpointError, match=r"step 4 could not be saved.*The last good one is step 3\."):
+    with pytest.raises(
+        CheckpointError, match=r"step 4 could not be saved.*No space left.*The last good one is step 3\."
+    ):
         run.save(4)
     assert checkpoints(run.folder) == [2, 3]
-    assert run.events == [("save_failed", 1), ("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]
+    assert run.events == [("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]
     # The end of a long reason, where a chain of errors has its cause; and one that says nothing has a name.
     assert f"{run.folder}: {'y' * 600}. The" in str(run.manager._failed(5, RuntimeError("x" * 9 + "y" * 600)))
     assert f"{run.folder}: MemoryError. The" in str(run.manager._failed(5, MemoryError()))
-    # Where neither an event can be written nor the folder be listed, the message still says why the save failed.
     run.hooks.event = fails(5, "Input/output error")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", fails(5, "Input/output error"))
-        with pytest.raises(CheckpointError, match=r"step 6 could not be saved.*No space left") as last:
-            run.save(6)
+    monkeypatch.setattr(os, "listdir", fails(5, "Input/output error"))
+    with pytest.raises(CheckpointError, match=r"step 6 could not be saved.*No space left") as last:
+        run.save(6)
     assert "last good one" not in str(last.value)
 
 
@@ -315,22 +299,20 @@ def test_an_asynchronous_save(start, monkeypatch):
     for step in (1, 2):
         run.save(step)
         run.manager.wait()
-    gate, create = threading.Event(), FileSystem.create_stream
+    gate, create, events = threading.Event(), FileSystem.create_stream, [("checkpoint", step) for step in (1, 2, 3, 4)]
     monkeypatch.setattr(FileSystem, "create_stream", lambda *args: gate.wait(20) and create(*args))
     run.save(3)
     assert not run.manager.save_has_failed()
-    assert run.events == [("checkpoint", 1), ("checkpoint", 2)]
-    assert checkpoints(run.folder) == [1, 2]
+    assert (run.events, checkpoints(run.folder)) == (events[:2], [1, 2])
     gate.set()
     wait([run.manager.save_future], 20)
     for _ in range(2):
         assert not run.manager.save_has_failed()
-        assert run.events == [("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 3)]
+        assert run.events == events[:3]
     run.manager.wait()
-    assert len(run.events) == 3
-    assert checkpoints(run.folder) == [2, 3]
+    assert (run.events, checkpoints(run.folder)) == (events[:3], [2, 3])
     run.save(4, last_step=True)  # the last save is synchronous
-    assert run.events[3:] == [("checkpoint", 4)]
+    assert run.events == events
 
 
 @pytest.mark.parametrize("found_by", ["wait", "the next save"])
@@ -363,11 +345,7 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     unfinished(run.folder / "step-9")
     (run.folder / "damaged-8").mkdir()  # from an earlier start
     again, before, asked = start(), run.names, []
-
-    def refuse(step):
-        raise ConfigError("other data")
-
-    again.hooks.check_resume = refuse
+    again.hooks.check_resume = mock.Mock(side_effect=ConfigError("other data"))
     with pytest.raises(ConfigError, match="^other data$"):  # a refusal is no damage
         again.manager.load()
     assert (again.names, again.events) == (before, [])
@@ -384,12 +362,10 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     assert asked[0][1] == (-1, 0)  # asked before anything was loaded
     assert again.names == ["damaged-10", "damaged-6", "damaged-8", "damaged-8x", "step-2", "step-4", "step-9"]
     assert again.events == [("checkpoint_damaged", step) for step in (10, 8, 6)]
-    assert again.reasons[10].startswith("__0_0.distcp has ")
-    assert again.reasons[8].startswith("CheckpointException: ")
+    assert [again.reasons[step].split()[0] for step in (10, 8)] == ["__0_0.distcp", "CheckpointException:"]
     assert "\n" not in again.reasons[8]
     assert again.reasons[6] == "its data cannot be read"
     assert f"{run.folder}/step-6 is damaged and was moved to {run.folder}/damaged-6\n" in caplog.text
-    assert len(list((run.folder / "damaged-8x").iterdir())) == 2
 
 
 @pytest.mark.parametrize("why", ["load_only", "it cannot be moved"])
@@ -483,33 +459,16 @@ def test_a_seed_checkpoint_begins_a_run(start):
 
 
 def test_hugging_faces_weights_to_begin_with(tmp_path):
-    """As in TorchTitan, they are those at the path, else those beside the tokenizer. They must be the model's."""
+    """As in TorchTitan, they are those at the path, else those beside the tokenizer. tests/test_hf_import.py tries folders."""
     adapter = Qwen3HfAdapter(flavors["nano"], None)
     there, beside = str(tmp_path / "a"), str(tmp_path / "b")
     for path, assets, where in ((there, beside, there), (None, beside, beside), (None, None, ".")):
         config = Checkpoint(enable=True, initial_load_in_hf=True, initial_load_path=path)
         with pytest.raises(ConfigError, match=f"initial_load_in_hf: '{where}' (is not a folder|holds no)"):
             check_initial_load(config, assets, adapter)
-    (tmp_path / "a").mkdir()
-    save_file({"w": torch.zeros(1)}, tmp_path / "a" / "model.safetensors")
-    (tmp_path / "a" / "config.json").write_text(json.dumps({**adapter.architecture(), "hidden_size": 7}))
-    config.initial_load_path = there
-    with pytest.raises(ConfigError, match="hidden_size is 7 in config.json and 64 in this model"):
-        check_initial_load(config, beside, adapter)
     config.initial_load_model_only = False
     with pytest.raises(ConfigError, match="needs checkpoint.initial_load_model_only"):
         check_initial_load(config, str(tmp_path), adapter)
-
-
-def test_only_hugging_faces_weights_are_loaded_as_torchtitan_does(start, monkeypatch):
-    asked = []
-    monkeypatch.setattr(CheckpointManager, "dcp_load", lambda self, *args: asked.append(args))
-    run = start()
-    run.manager.dcp_load({"a": 1}, "/folder", True, False)
-    assert asked == [({"a": 1}, "/folder", True, False)]
-    run.save(3)
-    run.manager.dcp_load({"train_state": {"value": 0}}, str(run.folder / "step-3"), False, False)
-    assert len(asked) == 1
 
 
 def test_a_new_run_begins_with_another_ones_weights(start):
