@@ -475,23 +475,26 @@ class TestBadData:
         assert [record.message.count("trying again in 0.00") for record in caplog.records] == [1, 1, 1]
 
 
-def test_position_is_of_batches_consumed_not_prefetched(sample):
+@pytest.mark.parametrize("segments", [False, True])
+def test_position_is_of_batches_consumed_not_prefetched(sample, segments):
     files = list_files("c4", str(sample))
-    ahead, plain = loader(files, sample, prefetch=4), loader(files, sample)
+    ahead, plain = (loader(files, sample, prefetch=n, seq_len=100, segments=segments) for n in (4, 0))
     a, b = iter(ahead), iter(plain)
-    for _ in range(8):
+    for _ in range(32):  # the eight slots have four turns
         (x, labels), (y, _) = next(a), next(b)
-        assert torch.equal(x["input"], y["input"])
+        assert x.keys() == {"input", *(["segments"] if segments else [])}
+        assert all(torch.equal(x[key], y[key]) for key in x)
         assert torch.equal(x["input"][:, 1:], labels[:, :-1])
     saved = ahead.state_dict()
     assert torch.equal(saved["positions"], plain.state_dict()["positions"])
-    before = saved["positions"].clone()
-    expected = next(b)[0]["input"]
+    before, (expected, _) = saved["positions"].clone(), next(b)
     next(a)
     assert torch.equal(saved["positions"], before), "state_dict must return a copy"
-    again = loader(files, sample, prefetch=2)
+    again = loader(files, sample, prefetch=2, seq_len=100, segments=segments)
     again.load_state_dict(saved)
-    assert torch.equal(next(iter(again))[0]["input"], expected)
+    found, _ = next(iter(again))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert not segments or (found["segments"].dtype, found["segments"][:, 0].any().item()) == (torch.int32, False)
 
 
 def test_batches_before_an_error_come_first(sample, tmp_path):
