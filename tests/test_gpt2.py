@@ -3,6 +3,8 @@
 With weights: ``test_models``. Its files: ``test_hf_import``. On meshes: ``test_meshes``.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -15,11 +17,10 @@ from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.cluster.preflight import small_flavor
 from titan_disp.config.checks import check_config
 from titan_disp.config.options import ExportOptions, GenerateOptions
-from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export
 from titan_disp.lab.export.generate import generate
-from titan_disp.lab.export.saved import find_saved, load_model, longest_sequence
+from titan_disp.lab.export.saved import longest_sequence
 from titan_disp.lab.inspection.targets import find_targets
 from titan_disp.models.decoder import draw
 from titan_disp.models.gpt2 import GPT2DispModel, GPT2HfAdapter, flavors
@@ -37,15 +38,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("flavor", PUBLISHED)
 def test_flavors_are_gpt2s(flavor, tmp_path):
-    """Sizes; parameters counted by hand; config.json as an export writes it."""
+    """Parameters counted by hand; config.json as an export writes it."""
     layers, heads, width, parameters = PUBLISHED[flavor]
-    args = flavors[flavor]
-    assert (args.n_layers, args.n_heads, args.n_kv_heads, args.dim) == (layers, heads, heads, width)
-    assert (args.vocab_size, args.max_positions, args.norm_eps, args.enable_weight_tying) == (50257, 1024, 1e-5, True)
     block = 4 * (width * width + width) + 2 * 4 * width * width + 4 * width + width + 4 * width
     assert parameters == layers * block + 2 * width + (50257 + 1024) * width
     config = transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
-    adapter = GPT2HfAdapter(args, None)
+    adapter = GPT2HfAdapter(flavors[flavor], None)
     stated = transformers.GPT2Config(**adapter.architecture(), **adapter.extras())
     differ = {key for key, value in config.to_dict().items() if stated.to_dict()[key] != value}
     assert differ == {"n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop"}  # None: 4 × n_embd; and no dropout here
@@ -95,10 +93,7 @@ TP, BATCH = ("--parallelism.tensor_parallel_degree", "2"), "--training.global_ba
 )  # fmt: skip
 def test_configs(sample, ranks, options, message):
     config = job_config(sample, "unused", "--model.name", "gpt2_disp", *options)
-    if message is None:
-        check_config(config, ranks)
-        return
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_config(config, ranks)
 
 
@@ -118,20 +113,17 @@ def test_export_generate_and_condensation_of_a_run(hf_tokenizer, tmp_path):
     assert not any(info.values()), info
     assert isinstance(theirs, transformers.GPT2LMHeadModel)
     torch.testing.assert_close(theirs.eval()(TOKENS).logits, model(TOKENS), atol=1e-4, rtol=0)
-    torch.testing.assert_close(load_model(find_saved(run))(TOKENS), model(TOKENS), atol=0, rtol=0)
     assert load_file(dest / "model.safetensors").keys() == theirs.state_dict().keys() - {"lm_head.weight"}
     assert (theirs.config.n_positions, theirs.config.attn_pdrop) == (1024, 0.0)
     assert "GPT-2, 496,704 parameters" in (dest / "README.md").read_text()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(dest)
-    assert tokenizer.eos_token_id == load_tokenizer(hf_tokenizer).eos_id
     # Up to the 64 tokens of training's sequences: the other rows of the table of positions were never trained.
     texts = [generate(GenerateOptions(folder, "A text", 100, temperature=0)) for folder in (run, dest)]
     assert texts[0] == texts[1]
     assert longest_sequence(theirs.config) == SEQ_LEN < theirs.config.n_positions
-    layers = []
-    for target in find_targets([str(run), str(dest)], False, None).values():
+    layers = [{}, {}]
+    targets = find_targets([str(run), str(dest)], False, None).values()
+    for target, found in zip(targets, layers, strict=True):
         assert target.max_tokens == SEQ_LEN
-        layers.append({})
-        target.load(torch.device("cpu"), "float32")(TOKENS, layers[-1].__setitem__)
+        target.load(torch.device("cpu"), "float32")(TOKENS, found.__setitem__)
     assert layers[0].keys() == set(range(8))
     torch.testing.assert_close(*layers, atol=1e-4, rtol=0)

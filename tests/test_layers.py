@@ -2,19 +2,15 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 from tests.command_line import ROOT
 
 PACKAGE = ROOT / "titan_disp"
-
-
 ABOVE_BOTH = "cli"  # the table of commands
 
 
-def layers() -> dict[str, int]:
+def layers():
     """Package or module → its line in the picture, from the top."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     picture = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", text, flags=re.DOTALL)
@@ -26,14 +22,14 @@ def layers() -> dict[str, int]:
 LAYERS = layers()
 
 
-def place(module: str) -> str:
+def place(module):
     """Return the longest name in the picture that a module without ``titan_disp.`` has or is inside of, or its own name."""
     parts = module.split(".")
     names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((name for name in names if name in LAYERS), module)
 
 
-def modules() -> dict[str, Path]:
+def modules():
     """Every module but the empty packages, without ``titan_disp.``."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
@@ -42,7 +38,7 @@ def modules() -> dict[str, Path]:
     return {name: path for name, path in found.items() if name not in ("", "lab")}
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported(path):
     """Yield what a module imports of titan_disp, anywhere in it, without ``titan_disp.``."""
     for node in ast.walk(ast.parse(path.read_text())):
         assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: a relative import"
@@ -66,8 +62,7 @@ def test_imports_run_one_way():
 
 def test_nothing_imports_in_a_circle():
     """Neither packages of the picture, even on one line of it, nor modules of one package."""
-    by_place: dict[str, set[str]] = {}
-    by_module, own = {}, modules()
+    by_place, by_module, own = {}, {}, modules()
     for module, path in own.items():
         others = {other if other in own else other.rpartition(".")[0] for other in imported(path)}
         by_place.setdefault(place(module), set()).update({place(other) for other in others} - {place(module)})

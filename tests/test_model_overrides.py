@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from dataclasses import dataclass
 
 import pytest
@@ -57,12 +56,10 @@ MODEL = '[model]\nname = "qwen3_disp"\nflavor = "nano"\n'
     ("toml", "words", "found"),
     [
         ("overrides = {hidden_dim = 16}", (), {"hidden_dim": 16}),
-        ("[model.overrides]\nhidden_dim = 16", (), {"hidden_dim": 16}),
         ('overrides = ["hidden_dim=16"]', (), {"hidden_dim": 16}),
         ("", ("--model.overrides", "hidden_dim=16,n_layers=2"), NARROW),
         ("overrides = {dim = 32}", ("--model.overrides=hidden_dim=16,n_layers=2",), NARROW),  # replaces the table
         ("overrides = {dim = 32}", ("--model.overrides", ""), {}),
-        ("", (), {}),
     ],
 )
 def test_from_toml_and_the_command_line(tmp_path, toml, words, found):
@@ -90,33 +87,29 @@ NANO = flavors["nano"]
 
 
 @pytest.mark.parametrize(
-    ("args", "overrides", "message"),
+    ("args", "name", "value", "message"),
     [
-        (
-            NANO,
-            {"hiden_dim": 1},
-            r"overrides.hiden_dim is not known \(did you mean hidden_dim\?\); expected dim, n_layers",
-        ),
-        (NANO, {"attn_type": "flex"}, "attn_type is not known"),
-        (NANO, {"activations": 1}, "activations is not known"),
-        (NANO, {"max_seq_len": 64}, "max_seq_len cannot be set: it is training.seq_len"),
-        (NANO, {"qk_norm": False}, "qk_norm cannot be set: Hugging Face's"),
-        (NANO, {"hidden_dim": 16.0}, "hidden_dim is 16.0, expected a whole number ≥ 1"),
-        (NANO, {"hidden_dim": 0}, "hidden_dim is 0, expected a whole number ≥ 1"),
-        (NANO, {"hidden_dim": True}, "hidden_dim is True, expected a whole"),
-        (NANO, {"hidden_dim": "16"}, "hidden_dim is '16', expected a whole"),
-        (NANO, {"enable_weight_tying": 1}, "enable_weight_tying is 1, expected true or false"),
-        (NANO, {"rope_theta": "inf"}, "rope_theta is 'inf', expected a number > 0"),
-        (NANO, {"rope_theta": float("inf")}, "rope_theta is inf, expected a number > 0"),
-        (NANO, {"n_heads": 5}, "n_heads 5 is not a multiple of n_kv_heads 2"),
-        (NANO, {"head_dim": 15}, "head_dim is 15, expected an even number"),
-        (OtherArgs(), {"n_heads": 7}, "dim 60 is not a multiple of n_heads 7"),
-        (OtherArgs(), {"name": "x"}, "name is not known; expected dim, n_heads, dropout, bias"),
+        (NANO, "hiden_dim", 1, r"hiden_dim is not known \(did you mean hidden_dim\?\); expected dim, n_layers"),
+        (NANO, "attn_type", "flex", "attn_type is not known"),
+        (NANO, "activations", 1, "activations is not known"),
+        (NANO, "max_seq_len", 64, "max_seq_len cannot be set: it is training.seq_len"),
+        (NANO, "qk_norm", False, "qk_norm cannot be set: Hugging Face's"),
+        (NANO, "hidden_dim", 16.0, "hidden_dim is 16.0, expected a whole number ≥ 1"),
+        (NANO, "hidden_dim", 0, "hidden_dim is 0, expected a whole number ≥ 1"),
+        (NANO, "hidden_dim", True, "hidden_dim is True, expected a whole"),
+        (NANO, "hidden_dim", "16", "hidden_dim is '16', expected a whole"),
+        (NANO, "enable_weight_tying", 1, "enable_weight_tying is 1, expected true or false"),
+        (NANO, "rope_theta", "inf", "rope_theta is 'inf', expected a number > 0"),
+        (NANO, "rope_theta", float("inf"), "rope_theta is inf, expected a number > 0"),
+        (NANO, "n_heads", 5, "n_heads 5 is not a multiple of n_kv_heads 2"),
+        (NANO, "head_dim", 15, "head_dim is 15, expected an even number"),
+        (OtherArgs(), "n_heads", 7, "dim 60 is not a multiple of n_heads 7"),
+        (OtherArgs(), "name", "x", "name is not known; expected dim, n_heads, dropout, bias"),
     ],
 )
-def test_refused(args, overrides, message):
+def test_refused(args, name, value, message):
     with pytest.raises(ConfigError, match=message):
-        apply_overrides(copy.copy(args), overrides)
+        apply_overrides(copy.copy(args), {name: value})
 
 
 def test_any_dataclass_of_arguments():
@@ -158,8 +151,7 @@ def test_the_model_that_is_planned_trained_and_reported(tmp_path, monkeypatch):
             "n_layers=5",
             ["n_layers is 6 in the checkpoint and 5 in the config"],
         ),  # a part of the tensors, which would load
-        ("n_kv_heads=1,head_dim=32", ["n_kv_heads is 2 in .* and 1 in", "head_dim is 16 in .* and 32 in"]),
-        ("norm_eps=1e-5", ["norm_eps is 1e-06 in the checkpoint and 1e-05 in the config"]),
+        ("n_kv_heads=1,head_dim=32", ["n_kv_heads is 2 in ", "head_dim is 16 in the checkpoint and 32 in"]),
         ("hidden_dim=192", []),  # as the flavor has it
     ],
 )
@@ -169,8 +161,7 @@ def test_a_run_keeps_its_model(overrides, differs):
     args = model_args("qwen3_disp", "nano", overrides)
     args.max_seq_len, args.activations = 7, (1,)
     found = differences(saved, architecture_of(args))
-    assert len(found) == len(differs)
-    assert all(any(re.match(one, line) for line in found) for one in differs)
+    assert all(line.startswith(start) for line, start in zip(sorted(found), sorted(differs), strict=True))
     check_identity({}, architecture_of(args))  # of TorchTitan's own trainer
 
 

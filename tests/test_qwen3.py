@@ -1,6 +1,7 @@
 """qwen3_disp against transformers and TorchTitan: sizes and initial weights; which layers a config selects."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,35 +17,21 @@ from titan_disp.models.arguments import block_indices
 from titan_disp.models.decoder import canonical_name, draw
 from titan_disp.models.qwen3 import Qwen3DispModel, Qwen3HfAdapter, flavors
 
-
-@pytest.fixture(scope="module")
-def nano():
-    args = flavors["nano"]
-    args.activations, args.max_seq_len = (2, 6), 64
-    model = Qwen3DispModel(args)
-    model.init_weights()
-    return model
-
-
 TOKENS = torch.arange(40).view(2, 20)
 
 
-def test_forward_returns_what_was_asked_for(nano):
-    nano.train()
-    logits, activations = nano(TOKENS)
-    assert logits.shape == (2, 20, 2048)
-    assert len(activations) == 2
-    nano.eval()
-    assert torch.equal(nano(TOKENS), logits)
+def test_forward_returns_what_was_asked_for():
+    """tests/test_models.py has the values."""
+    args = flavors["nano"]
+    args.activations, args.max_seq_len = (2, 6), 64
+    nano = Qwen3DispModel(args)
+    nano.init_weights()
+    logits, activations = nano.train()(TOKENS)
+    assert torch.equal(nano(TOKENS, return_activations=()), logits)
+    assert torch.equal(nano.eval()(TOKENS), logits)
     _, everything = nano(TOKENS, return_activations=range(8))
     assert len(everything) == 8
-    assert torch.equal(everything[0], nano.tok_embeddings(TOKENS))
-    for got, index in zip(activations, (2, 6), strict=True):
-        assert torch.equal(got, everything[index])
-    assert torch.equal(nano.norm(everything[6]), everything[7])
-    assert torch.equal(nano.output(everything[7]), logits)
-    nano.train()
-    assert torch.equal(nano(TOKENS, return_activations=()), logits)
+    assert all(torch.equal(x, everything[index]) for x, index in zip(activations, (2, 6), strict=True))
     with pytest.raises(ValueError, match="expected indices from 0 to 7"):
         nano(TOKENS, return_activations=[8])
 
@@ -71,27 +58,17 @@ def test_flavors_are_torchtitans():
 
 @pytest.mark.parametrize("flavor", PUBLISHED)
 def test_flavors_are_qwens(tmp_path, flavor):
-    """Their sizes; the parameters counted by hand; config.json as an export writes it."""
+    """The parameters counted by hand; config.json as an export writes it."""
     layers, heads, kv_heads, width, feed_forward, tied, parameters = PUBLISHED[flavor]
-    args = flavors[flavor]
-    assert (args.n_layers, args.n_heads, args.n_kv_heads, args.head_dim) == (layers, heads, kv_heads, 128)
-    assert (args.dim, args.hidden_dim, args.vocab_size) == (width, feed_forward, 151936)
-    assert (args.rope_theta, args.norm_eps, args.enable_weight_tying) == (1e6, 1e-6, tied)
     attention = (2 * heads + 2 * kv_heads) * 128 * width + 2 * 128
     block = attention + 3 * width * feed_forward + 2 * width
     assert parameters == layers * block + width + (1 if tied else 2) * 151936 * width
-    config = transformers.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=width,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        rope_theta=1000000,
-        tie_word_embeddings=tied,
+    sizes = {"vocab_size": 151936, "hidden_size": width, "intermediate_size": feed_forward, "head_dim": 128}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = transformers.Qwen3Config(**sizes, rope_theta=1000000, tie_word_embeddings=tied)
+    assert (
+        transformers.Qwen3Config(**Qwen3HfAdapter(flavors[flavor], None).architecture()).to_dict() == config.to_dict()
     )
-    assert transformers.Qwen3Config(**Qwen3HfAdapter(args, None).architecture()).to_dict() == config.to_dict()
     # A tied matrix multiplies, as the output layer.
     multiplying = parameters - (0 if tied else 151936 * width)
     check_published("qwen3_disp", flavor, config, parameters, multiplying, PUBLISHED, tmp_path)
@@ -121,15 +98,13 @@ def test_initial_distribution_is_torchtitans(tied):
 
 
 def test_seed_and_name_decide_the_weights():
+    """Activation checkpointing and torch.compile do not."""
     args, shape = flavors["nano"], torch.Size([8, 8])
-    one, again, other_name, other_seed = (
+    one, *others = (
         draw(f"layers.{layer}.attention.wq.weight", shape, args, seed)
         for layer, seed in ((0, 1), (0, 1), (1, 1), (0, 2))
     )
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other_name)
-    assert not torch.equal(one, other_seed)
-    # Activation checkpointing and torch.compile do not.
+    assert [torch.equal(one, other) for other in others] == [True, False, False]
     assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.w") == "layers.0.w"
 
 
@@ -147,19 +122,15 @@ def test_activations_of_a_config():
     ):
         assert block_indices(layers, 6) == blocks
         args, section = flavors["nano"], config.dispersion
-        section.layers, section.enabled, section.final_norm = layers, False, False
-        args.update_from_config(config)
-        assert args.activations == ()
-        section.enabled = True
-        args.update_from_config(config)
-        assert args.activations == tuple(block + 1 for block in blocks)
+        section.layers = layers
+        for section.enabled, expected in ((False, ()), (True, tuple(block + 1 for block in blocks))):
+            args.update_from_config(config)
+            assert args.activations == expected
         section.final_norm = True
-        if with_final_norm is None:
-            with pytest.raises(ConfigError, match="leaves the last block .* out"):
-                args.update_from_config(config)
-        else:
+        with nullcontext() if with_final_norm else pytest.raises(ConfigError, match="leaves the last block .* out"):
             args.update_from_config(config)
             assert args.activations == with_final_norm
+        section.final_norm = False
 
 
 @pytest.mark.parametrize("layers", ["first", [5], [-1], [], [1, 1], [True]])

@@ -5,6 +5,7 @@ import math
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -32,28 +33,27 @@ GOOD = ((1.0, -2.0), {})
 
 def check_verdicts():
     """(the steps of rank 0 and rank 1, the terms that both name)."""
-    cases = [
-        ((GOOD, ((math.nan, 1.0), {})), ["gradient norm"]),
-        ((((1.0, math.inf), {}), GOOD), ["gradient norm"]),
-        ((GOOD, ((1.0, -2.0), {"ce": math.nan})), ["cross-entropy"]),
-        ((((1.0, -2.0), {"dispersion": math.nan}), GOOD), ["dispersion"]),
-        ((((0.0, 0.0), {}), ((0.0, 0.0), {})), ["gradient norm"]),
-    ]
+    rank, nothing = dist.get_rank(), ((0.0, 0.0), {})
     training = Training(max_skipped_steps=10)
-    training.optimizers.flags["stop"] = lambda: dist.get_rank() == 1
+    training.optimizers.flags["stop"] = lambda: rank == 1
     training.optimizers.flags["save_failed"] = lambda: False
-    for steps, bad_terms in cases:
-        gradients, loss = steps[dist.get_rank()]
+    for *steps, bad_term in (
+        (GOOD, ((math.nan, 1.0), {}), "gradient norm"),
+        (((1.0, math.inf), {}), GOOD, "gradient norm"),
+        (GOOD, ((1.0, -2.0), {"ce": math.nan}), "cross-entropy"),
+        (((1.0, -2.0), {"dispersion": math.nan}), GOOD, "dispersion"),
+        (nothing, nothing, "gradient norm"),
+    ):
+        gradients, loss = steps[rank]
         training.step(*gradients, **loss)
-        assert training.optimizers.bad_terms == bad_terms
+        assert training.optimizers.bad_terms == [bad_term]
         assert training.optimizers.agreed == {"stop": True, "save_failed": False}
         assert training.weights == [1.0, 2.0]
     assert training.counts == [5, 5, 5]
     # A rank whose own gradients are zero has nothing against a step.
-    training.step(*((0.0, 0.0) if dist.get_rank() == 0 else (1.0, -2.0)))
-    assert training.optimizers.bad_terms == []
-    assert training.counts == [6, 5, 0]
-    assert training.weights == ([1.0, 2.0] if dist.get_rank() == 0 else [0.5, 3.0])
+    training.step(*((0.0, 0.0) if rank == 0 else (1.0, -2.0)))
+    assert (training.optimizers.bad_terms, training.counts) == ([], [6, 5, 0])
+    assert training.weights == ([1.0, 2.0] if rank == 0 else [0.5, 3.0])
 
 
 def check_verdicts_on_shards():
@@ -87,13 +87,8 @@ def check_verdicts_on_shards():
 class Files(DamagedFiles):
     def counters(self):
         rank = dist.get_rank()
-        return {
-            **super().counters(),
-            "epoch": rank,
-            "seconds_waited": self.waited,
-            "epoch/web": 2 * rank,
-            "epochs_read/web": 1.5,
-        }
+        own = {"epoch": rank, "seconds_waited": self.waited, "epoch/web": 2 * rank, "epochs_read/web": 1.5}
+        return super().counters() | own
 
 
 def check_data_metrics(folder):
@@ -136,10 +131,10 @@ def check_saves_and_loads(folder):
     assert checkpoints(run.folder) == [2, 3]
     assert run.manager.load()
     assert run.loaded == (3, 3)
-    # A state that rank 1 alone cannot take up, after both have read the files.
     take_up = run.trainer.load_state_dict
 
     def refuse(state):
+        """On rank 1 alone, after both have read the files."""
         if dist.get_rank() == 1 and state["value"] == 3:
             raise RuntimeError("not this one")
         take_up(state)
@@ -207,25 +202,18 @@ def check_errors_of_rank_0(folder):
     """Every error for the user reaches each rank as it is, so that one message is printed and no traceback."""
     for kind in (ConfigError, CheckpointError, NonFiniteError):
         with pytest.raises(kind, match="^a reason$"):
-            on_rank_0(fail, kind)
+            on_rank_0(mock.Mock(side_effect=kind("a reason")))
     with pytest.raises(CheckpointError, match="cannot read which model the checkpoint .*nothing holds"):
         on_rank_0(read_identity, str(folder / "nothing"))
     with pytest.raises(RuntimeError, match="^rank 0: KeyError: 'a reason'$"):
-        on_rank_0(fail, KeyError)
-
-
-def fail(kind):
-    raise kind("a reason")
+        on_rank_0(mock.Mock(side_effect=KeyError("a reason")))
 
 
 def run_all(folder):
     check_verdicts()
     check_verdicts_on_shards()
-    check_data_metrics(Path(folder) / "logged")
-    check_saves_and_loads(Path(folder) / "saved")
-    check_late_ranks(Path(folder) / "late")
-    check_damage(Path(folder) / "damaged")
-    check_errors_of_rank_0(Path(folder))
+    for check in (check_data_metrics, check_saves_and_loads, check_late_ranks, check_damage, check_errors_of_rank_0):
+        check(Path(folder) / check.__name__)
 
 
 def test_two_ranks(tmp_path):
