@@ -1,7 +1,6 @@
 """Models from titan-disp export and checkpoint.last_save_in_hf load in transformers and give the same numbers."""
 
 import dataclasses
-import io
 import json
 import random
 import resource
@@ -12,8 +11,6 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.command_line import DEMO, train
@@ -143,8 +140,7 @@ def test_nothing_is_left_of_a_failed_export(run, tmp_path):
             export(ExportOptions(target, tmp_path / dest, **options))
     (tmp_path / ".x.partial").mkdir()  # left by an export that was killed
     (tmp_path / ".x.partial/model-00007-of-00009.safetensors").touch()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(ConfigError, match="cannot write .*File too large"):
@@ -183,13 +179,10 @@ MODELS = {
 
 
 def train_sentencepiece(file, lines, **options):
-    model, common = (
-        io.BytesIO(),
-        {"num_threads": 1, "minloglevel": 2, "bos_id": -1, "eos_id": 1, "unk_id": 0, "pad_id": -1},
-    )
-    train, how = sentencepiece.SentencePieceTrainer.train, {"vocab_size": 900} | common | options
-    train(sentence_iterator=iter(lines), model_writer=model, **how)
-    file.write_bytes(model.getvalue())
+    how = {"vocab_size": 900, "num_threads": 1, "minloglevel": 2, "bos_id": -1, "eos_id": 1, "unk_id": 0, "pad_id": -1}
+    with open(file, "wb") as writer:
+        train = sentencepiece.SentencePieceTrainer.train
+        train(sentence_iterator=iter(lines), model_writer=writer, **how | options)
     return file
 
 
@@ -215,6 +208,7 @@ def assert_same(name, processor, converted, text):
         assert converted.decode(got) == processor.decode(got), text
 
 
+UNICODE = [*range(1, 0xD800), *range(0xE000, 0x110000)]
 PARTS = [*"abcdefgh    .,\n\n\t-=_(AB01", "the ", "    ", "\n\n", "<|sep|>", "<0x41>", "é", "e\u0302\u0301", "日", "😀"]
 PARTS += ["\xa0", "\r\n", "▁", "\u200b", "½", "ﬁ", "import ", "\x00"]
 
@@ -223,30 +217,18 @@ PARTS += ["\xa0", "\r\n", "▁", "\u200b", "½", "ﬁ", "import ", "\x00"]
 def test_sentencepiece_on_odd_texts(pieces, name):
     rng = random.Random(0)
     texts = ["".join(rng.choices(PARTS, k=rng.randrange(50))) for _ in range(500)]
+    if MODELS[name].get("normalization_rule_name") == "identity":  # then both agree on all of Unicode
+        texts += ["".join(map(chr, rng.choices(UNICODE, k=30))) for _ in range(200)]
     for text in [*PROBES, "</s>", "a</s> <s><unk>b", "<0x0A>", "\n</s>\n<0x0A><|sep|>", *texts]:
         assert_same(name, *pieces[name], text)
-
-
-@pytest.mark.parametrize("name", ["bpe of Llama's kind", "unigram with bytes"])
-def test_sentencepiece_on_any_text(pieces, name):
-    """With the identity as normalization, both agree on all of Unicode."""
-
-    @settings(max_examples=200, deadline=None)
-    @given(st.text(max_size=30))
-    def check(text):
-        assert_same(name, *pieces[name], text)
-
-    check()
 
 
 @pytest.mark.parametrize("name", ["bpe of Llama's kind", "unigram with bytes"])
 def test_bos_begins_a_text_as_in_training(files, model, sample, tmp_path, name):
     run = save_run(tmp_path / "run", model, files[name].parent, "--training.dataset_path", str(sample))
     export(ExportOptions(run, tmp_path / "out"))
-    exported, trained = (
-        transformers.AutoTokenizer.from_pretrained(tmp_path / "out"),
-        SentencePieceTokenizer(files[name]),
-    )
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    trained = SentencePieceTokenizer(files[name])
     assert exported("a word").input_ids == trained.encode("a word", add_bos=True)
     assert exported("</s> is text", add_special_tokens=False).input_ids == trained.encode("</s> is text")
     assert (exported.bos_token, exported.eos_token) == ("<s>", "</s>")
@@ -304,9 +286,3 @@ def test_last_save_in_hugging_face_format(sample, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(before, load_model(find_saved(run / "2"))(TOKENS), atol=1e-4, rtol=0)
     assert not torch.allclose(before, logits, atol=1e-3)
-
-    # A second start reports that the run is complete. The run cannot continue from safetensors with more steps.
-    assert "already complete: step 3 of 3" in train(DEMO, sample, run, *options).stdout
-    more = train(DEMO, sample, run, *options, "--training.steps", "5", check=False)
-    assert more.returncode == 2
-    assert "step-3 holds the model only, in Hugging Face's format" in more.stdout + more.stderr

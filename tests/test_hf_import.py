@@ -16,8 +16,9 @@ import titan_disp.plugin  # noqa: F401
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import assert_tied, build, canonical, full, job_config, step
+from tests.streams import parquet
 from titan_disp.config.checks import check_inputs
-from titan_disp.data.files import check_data, list_files
+from titan_disp.data.files import list_files
 from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.models.hf import check_hf_folder
@@ -49,9 +50,8 @@ def published(tmp_path_factory, hf_tokenizer):
 def edit_config(folder, remove=(), **changes):
     file = folder / "config.json"
     config = json.loads(file.read_text()) | changes
-    file.write_text(
-        json.dumps({key: value for key, value in config.items() if value is not None and key not in remove})
-    )
+    kept = {key: value for key, value in config.items() if value is not None and key not in remove}
+    file.write_text(json.dumps(kept))
 
 
 def as_on_the_hub(name, folder):
@@ -121,14 +121,11 @@ def test_another_network(published, tmp_path, name, changes, message):
 
 def test_damaged_folders(published, tmp_path):
     folder = shutil.copytree(published["qwen3_disp"], tmp_path / "folder")
-    file, config = folder / "model.safetensors", folder / "config.json"
+    file, config, norm = folder / "model.safetensors", folder / "config.json", "model.norm.weight"
     weights, whole = load_file(file), file.read_bytes()
-    without = {k: v for k, v in weights.items() if k != "model.norm.weight"}
+    without = {k: v for k, v in weights.items() if k != norm}
     for damage, message in (
-        (
-            lambda: save_file(weights | {"model.norm.weight": torch.ones(32)}, file),
-            r"of shape \(32,\), expected \(64,\)",
-        ),
+        (lambda: save_file(without | {norm: torch.ones(32)}, file), r"of shape \(32,\), expected \(64,\)"),
         (lambda: save_file(without, file), r"lacks 1 of the 68 weights, 'model\.norm\.weight' first: is the download"),
         (lambda: file.write_bytes(whole[: len(whole) // 2]), r"model\.safetensors is damaged: .*Download it again"),
         (lambda: config.write_text("{"), "config.json is not valid JSON"),
@@ -142,15 +139,13 @@ def test_damaged_folders(published, tmp_path):
 
 
 def test_checked_before_training(sample, published, tmp_path):
+    """A run with a checkpoint resumes from it, even if the folder is gone."""
     in_hf = ("--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path")
-    fits, missing = (
-        job_config(sample, tmp_path / "run", *in_hf, str(folder))
-        for folder in (published["qwen3_disp"], tmp_path / "nowhere")
-    )
+    places = (published["qwen3_disp"], tmp_path / "nowhere")
+    fits, missing = (job_config(sample, tmp_path / "run", *in_hf, str(folder)) for folder in places)
     check_inputs(fits)
     with pytest.raises(ConfigError, match=r"checkpoint\.initial_load_in_hf: '.*nowhere' is not a folder"):
         check_inputs(missing)
-    # A run with a checkpoint resumes from it, even if the folder is gone.
     (tmp_path / "run/checkpoint/step-5").mkdir(parents=True)
     (tmp_path / "run/checkpoint/step-5/.metadata").touch()
     check_inputs(missing)
@@ -159,17 +154,18 @@ def test_checked_before_training(sample, published, tmp_path):
 def step_from_weights(sample, folders, dest):
     """The real trainer on FSDP2 × TP: Hugging Face's weights in, a step at learning rate 0, such weights out."""
     for name, folder in folders.items():
-        options = ("--model.name", name, "--model.hf_assets_path", str(folder), "--optimizer.lr", "0")
-        options += (
-            "--parallelism.tensor_parallel_degree",
-            "2",
+        options = (
+            "--model.name",
+            name,
+            "--model.hf_assets_path",
+            str(folder),
+            "--optimizer.lr",
+            "0",
             "--checkpoint.enable",
-            "--checkpoint.initial_load_in_hf",
         )
-        trainer = build(
-            *(sample, dest / name, *options),
-            *("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"),
-        )
+        options += ("--parallelism.tensor_parallel_degree", "2", "--checkpoint.initial_load_in_hf")
+        options += ("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only")
+        trainer = build(sample, dest / name, *options)
         model = trainer.model_parts[0]
         trainer.checkpointer.load()
         assert_tied(model)
@@ -213,45 +209,29 @@ def test_wikitext_as_articles(tmp_path, monkeypatch):
 
     The text of the original archive, which has lines of white space for empty rows, gives the same documents.
     """
-    import pyarrow
-    import pyarrow.parquet
 
     def write(*folders):
         monkeypatch.setattr(sys, "argv", ["wikitext.py", *map(str, folders)])
         runpy.run_path(str(ROOT / "examples" / "wikitext.py"), run_name="__main__")
 
     raw, out, archive, same = (tmp_path / name for name in ("raw", "wikitext", "archive", "same"))
-    first = [
-        "",
-        " = One = \n",
-        "",
-        " a = b \n",
-        " = = Section = = \n",
-        " body \n",
-        "",
-        " = Two : A tale = \n",
-        " text \n",
-    ]
-    rows = {"train-00": first, "train-01": [" more \n", " = Three = \n", " end \n"], "validation-00": first}
-    raw.mkdir()
-    for name, texts in rows.items():
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), raw / f"{name}.parquet")
+    one = ["", " = One = \n", "", " a = b \n", " = = Section = = \n", " body \n", ""]
+    two = [" = Two : A tale = \n", " text \n"]
+    more, three = [" more \n"], [" = Three = \n", " end \n"]
+    for name, rows in {"train-00": one + two, "train-01": more + three, "validation-00": one + two}.items():
+        raw.mkdir(exist_ok=True)
+        (raw / f"{name}.parquet").write_bytes(parquet(text=rows))
     write(raw, out)
     files = list_files("text", str(out))
     assert len(files) == 64
-    assert [json.loads(line)["text"] for file in files for line in Path(file.url).read_text().splitlines()] == [
-        " = One = \n a = b \n = = Section = = \n body \n",
-        " = Two : A tale = \n text \n more \n",
-        " = Three = \n end \n",
-    ]
+    found = [json.loads(line)["text"] for file in files for line in Path(file.url).read_text().splitlines()]
+    assert found == ["".join(article) for article in (one, two + more, three)]
     assert [file.name for file in list_files("text_validation", str(out))] == ["validation-00.jsonl"]
     archive.mkdir()
-    for name, texts in {"train": [*first, *rows["train-01"]], "valid": first}.items():
-        (archive / f"wiki.{name}.raw").write_text("".join(row or " \n" for row in texts))
+    for name, rows in {"train": one + two + more + three, "valid": one + two}.items():
+        (archive / f"wiki.{name}.raw").write_text("".join(row or " \n" for row in rows))
     write(archive, same)
     written = [{path.name: path.read_text() for path in folder.iterdir()} for folder in (out, same)]
     assert written[0] == written[1]
     with pytest.raises(SystemExit, match=r"neither train-\*\.parquet nor wiki\.train\.\*"):
         write(same, same / "x")
-    with pytest.raises(ConfigError, match="training.dataset is 'text': set training.dataset_path"):
-        check_data("text", None)
