@@ -26,14 +26,12 @@ def parsed():
 def runs(draw):
     """A config with any mesh and batch, and its number of ranks. The global batch may be -1."""
     dp, cp, tp, local, microbatches = draw(few), draw(degrees), draw(degrees), draw(few), draw(few)
-    keys = {"training.local_batch_size": local, "training.seq_len": draw(st.integers(2, 5000))}
-    keys["training.global_batch_size"] = draw(st.sampled_from([-1, local * microbatches * dp]))
+    size = draw(st.sampled_from([-1, local * microbatches * dp]))
+    keys = {"local_batch_size": local, "seq_len": draw(st.integers(2, 5000)), "global_batch_size": size}
+    keys = {f"training.{key}": value for key, value in keys.items()}
     keys |= {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
-    job = changed(loaded(DEMO), keys)
-    batch_size = local * dp if job.training.global_batch_size == -1 else local * microbatches * dp
-    return SimpleNamespace(
-        job=job, ranks=dp * cp * tp, dp=dp, batch=batch_size, tokens=batch_size * job.training.seq_len
-    )
+    job, size = changed(loaded(DEMO), keys), local * dp if size == -1 else size
+    return SimpleNamespace(job=job, ranks=dp * cp * tp, dp=dp, batch=size, tokens=size * job.training.seq_len)
 
 
 @quick

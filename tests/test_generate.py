@@ -1,12 +1,14 @@
 """titan-disp generate: greedy and sampled text of a run and of its export."""
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.command_line import typed
 from tests.saved_run import SEQ_LEN, random_model, save_run
-from titan_disp import cli
 from titan_disp.config.options import ExportOptions, GenerateOptions
 from titan_disp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
@@ -50,23 +52,18 @@ def test_sampling_follows_the_seed(run):
 
 
 def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):
-    """transformers has nothing to warn about. Its log does not reach pytest's, and it warns only once in a process."""
+    """transformers has nothing to warn about; it warns only once in a process."""
     export(ExportOptions(run, tmp_path / "hf"))
-    warned: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.append(record.getMessage())
-    transformers = logging.getLogger("transformers")
+    transformers, handler = logging.getLogger("transformers"), mock.Mock(level=logging.WARNING)
     type(transformers).warning_once.cache_clear()
     monkeypatch.setattr(transformers, "handlers", [*transformers.handlers, handler])
     said = []
     for target in (run, f"{run}/30", tmp_path / "hf"):
-        options = ("--max-new-tokens", "9", "--seed", "4")
-        monkeypatch.setattr("sys.argv", ["titan-disp", "generate", str(target), PROMPT, *options])
-        cli.main()
+        assert typed(monkeypatch, "generate", target, PROMPT, "--max-new-tokens", "9", "--seed", "4") == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
     assert said[0].startswith(PROMPT)
-    assert warned == []
+    assert not handler.handle.called
 
 
 def test_length_ends_with_the_sequence_of_training(run, monkeypatch):
@@ -81,15 +78,11 @@ def test_length_ends_with_the_sequence_of_training(run, monkeypatch):
 
 def test_ids_beyond_the_tokenizer_are_never_taken(tmp_path):
     """Qwen's embedding has more rows than its tokenizer has tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     small = Tokenizer(models.BPE({"a": 0, "b": 1, "<end>": 2}, []))
     small.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    small.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    run = save_run(tmp_path / "run", random_model(), folder)
+    small.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    run = save_run(tmp_path / "run", random_model(), tmp_path)
     text = generate(GenerateOptions(run, "a", 20, temperature=1.0, top_k=0))
     assert len(text.replace(" ", "")) > 1  # other ids decode to nothing
     assert set(text) <= set("ab ")
