@@ -20,7 +20,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
 import titan_disp.plugin  # noqa: F401
-from titan_disp.errors import CheckpointError, ConfigError, RefusedError
+from titan_disp.errors import CheckpointError, ConfigError, RefusedError, UserError
 from titan_disp.models.hf import INDEX
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
 from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load
@@ -368,56 +368,48 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     assert f"{run.folder}/step-6 is damaged and was moved to {run.folder}/damaged-6\n" in caplog.text
 
 
-@pytest.mark.parametrize("why", ["load_only", "it cannot be moved"])
-def test_a_damaged_one_is_passed_over_where_it_lies(start, caplog, monkeypatch, why):
-    """With checkpoint.load_only, the folder may be that of another run, which is still training."""
+NONE = CheckpointError(r"no checkpoint in .* can be loaded \(2 tried\); the newest: CheckpointException.*Nothing was")
+
+
+@pytest.mark.parametrize(
+    ("truncated", "load_only", "step", "found"),
+    [
+        ((), False, 3, CheckpointError(r"load_step is 3, but .* holds the steps 2, 4$")),
+        ((), False, 2, RefusedError(r"load_step is 2, but .* holds newer checkpoints \(4\)")),
+        ((), False, 4, 4),
+        ((), True, 2, 2),  # this start overwrites nothing
+        ((4,), False, 4, CheckpointError("step-4 cannot be loaded: __0_0.distcp has")),
+        ((4,), True, -1, 2),  # the folder may be that of another run, which is still training
+        ((2, 4), False, -1, NONE),  # the config is more likely to be wrong than all of the checkpoints
+    ],
+)
+def test_which_is_loaded_where_nothing_is_moved(start, caplog, truncated, load_only, step, found):
+    run = start()
+    run.save(2, 4)
+    for damaged in truncated:
+        (garble if found is NONE else truncate)(run.folder / f"step-{damaged}")
+    again = start(load_only=load_only)
+    again.hooks.owns_folder = lambda: True
+    if isinstance(found, UserError):
+        with pytest.raises(type(found), match=str(found)):
+            again.manager.load(step)
+        assert (again.loaded, again.events) == ((-1, 0), [])
+    else:
+        assert again.manager.load(step)
+        assert again.loaded == (found, found)
+        assert again.events == [("checkpoint_damaged", damaged) for damaged in truncated]
+        assert ("step-4 cannot be loaded" in caplog.text) == bool(truncated)
+    assert again.names == ["step-2", "step-4"]
+
+
+def test_a_damaged_one_that_cannot_be_moved_is_passed_over(start, monkeypatch):
     run = start()
     run.save(2, 4)
     truncate(run.folder / "step-4")
-    if why == "it cannot be moved":
-        monkeypatch.setattr(os, "rename", full_disk)
-    again = start(load_only=why == "load_only")
+    monkeypatch.setattr(os, "rename", full_disk)
+    again = start()
     assert again.manager.load()
-    assert again.loaded == (2, 2)
-    assert again.names == ["step-2", "step-4"]
-    assert again.events == [("checkpoint_damaged", 4)]
-    assert "step-4 cannot be loaded" in caplog.text
-
-
-def test_none_that_loads_is_no_fresh_start(start):
-    """The config is more likely to be wrong than all of the checkpoints, which therefore stay where they are."""
-    run = start()
-    run.save(1, 2)
-    truncate(run.folder / "step-1")
-    garble(run.folder / "step-2")
-    again = start()
-    message = r"no checkpoint in .* can be loaded \(2 tried\); the newest: CheckpointException.*Nothing was trained"
-    with pytest.raises(CheckpointError, match=message):
-        again.manager.load()
-    assert again.names == ["step-1", "step-2"]
-    assert again.events == []
-
-
-def test_a_step_asked_for(start):
-    run = start()
-    run.save(2, 4, 6)
-    again = start()
-    with pytest.raises(CheckpointError, match=r"load_step is 3, but .* holds the steps 2, 4, 6$"):
-        again.manager.load(3)
-    with pytest.raises(RefusedError, match=r"load_step is 2, but .* holds newer checkpoints \(4, 6\)"):
-        again.manager.load(2)
-    assert again.loaded == (-1, 0)
-    assert again.manager.load(6)
-    assert again.loaded == (6, 6)
-    reader = start(load_only=True)  # this start overwrites nothing
-    assert reader.manager.load(2)
-    assert reader.loaded == (2, 2)
-    truncate(run.folder / "step-6")
-    with pytest.raises(CheckpointError, match=r"step-6 cannot be loaded: __0_0.distcp has"):
-        start().manager.load(6)
-    assert run.names == ["step-2", "step-4", "step-6"]
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        start("empty").manager.load(6)
+    assert (again.loaded, again.names) == ((2, 2), ["step-2", "step-4"])
 
 
 def test_a_run_that_kept_its_model_only_has_ended(start):

@@ -12,14 +12,13 @@ import torch
 from tests.command_line import DEMO, ROOT
 from tests.streams import (
     EOS,
-    batches,
     config,
-    json_lines,
     loader,
     sequence,
     streams_of,
     words_of,
     write_files,
+    write_texts,
 )
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
@@ -131,32 +130,18 @@ def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
         one.check_counters(counters | {"skipped_files": 20})
 
 
-def two_sources(tmp_path, web, code):
-    for name, content in (("web", web), ("code", code)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.json").write_bytes(content)
-    every = {name: list_files("text", str(tmp_path / name)) for name in ("web", "code")}
-    files = [file for name, own in every.items() for file in prefixed(name, own)]
-    return files, every["code"], Mixture(files, shares({"web": 1, "code": 1}, 2), seed=0)
-
-
 def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_path):
     """A thousand bad documents in a row are judged one by one, because their file is much of its source."""
-    web = json.dumps({"text": "3", "more": "x" * 200_000}).encode()
-    files, code, mixture = two_sources(tmp_path, web, json_lines([" "] * 1000 + ["5"] * 60))
+    (web,) = list_files("text", str(write_texts(tmp_path / "web" / "0.json", ["x" * 200_000])))
+    (code,) = list_files("text", str(write_texts(tmp_path / "code" / "0.json", [" "] * 1000 + ["5"] * 60)))
+    files = [*prefixed("web", [web]), *prefixed("code", [code])]
     assert files[1].size < 0.1 * files[0].size
+    mixture = Mixture(files, shares({"web": 1, "code": 1}, 2), seed=0)
     (rank,) = streams_of(files, 2, 1, assignment=mixture, max_skipped_fraction=0.1)
-    (alone,) = streams_of(code, 1, 1, max_skipped_fraction=0.1)
+    (alone,) = streams_of([code], 1, 1, max_skipped_fraction=0.1)
     for _ in range(10):
         assert sequence(rank.slots[1]).tolist() == sequence(alone.slots[0]).tolist() == [5, EOS] * 4
     assert rank.slots[1].position[Field.SKIPPED_FILES] == 0
-
-
-def test_what_is_said_of_a_slot_without_documents_names_its_source(tmp_path):
-    files, _, mixture = two_sources(tmp_path, json_lines(["3"] * 30), b"{}\n" * 30)
-    (rank,) = streams_of(files, 2, 1, assignment=mixture, max_skipped_fraction=1.0)
-    with pytest.raises(ConfigError, match=r"slot 1 of 2 found no usable .* files: 1, from code/0.json to code/0.json"):
-        sequence(rank.slots[1])
 
 
 def test_epochs_read_of_each_source_by_hand(sample):
@@ -201,19 +186,6 @@ def test_fraction_of_a_run_by_hand():
         position[[Field[name] for name in fields]] = [*fields.values()]
         assert fraction_read(position, run, slots, density) * 200 == pytest.approx(expected), fields
     assert fraction_read(np.zeros(len(Field), dtype=np.int64), Run(None, (), None), 1, 1.0) == 0
-
-
-def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
-    """It is measured after 4 MiB, also after a resume: what was read before the resume does not count."""
-    line = json.dumps({"text": "x" * 900, "more": "y" * 1075}) + "\n"
-    (tmp_path / "a.json").write_text(line * 8000)  # of 2,000 bytes each
-    files, positions = list_files("text", str(tmp_path)), None
-    for steps in (750, 800):
-        (rank,) = streams_of(files, 1, 1, positions=positions, encode=lambda text: [1, EOS])
-        _, positions = batches([rank], steps)
-        assert rank.passes.text_per_stored_byte() == [pytest.approx(0.45, rel=0.05)]
-        (one,) = rank.passes._open[0]
-        assert (one.ended, one.start == 0) == (False, steps == 750)
 
 
 @pytest.mark.parametrize("window", [0, 1000])
