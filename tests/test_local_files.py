@@ -1,7 +1,6 @@
 """Which local files belong to a split: folders, globs and links, what is left out, and what is refused."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,8 @@ from titan_disp.errors import ConfigError
 
 def test_local_data_is_checked(sample, tmp_path):
     assert len(check_data("c4", str(sample))) == TRAIN_FILES
-    assert len(check_data("c4_validation", str(sample))) == 1
     assert check_data("c4", None) == []
-    with pytest.raises(
-        ConfigError, match=r"validation\.dataset_path .* holds no validation data, because .* such as en/c4-"
-    ):
+    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* no validation data, because .* such as en/c4-"):
         check_data("c4_validation", str(tmp_path), key="validation")
 
 
@@ -25,7 +21,7 @@ def test_local_layouts(sample, tmp_path):
     assert [name for name, _ in hub] == [f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz" for i in range(TRAIN_FILES)]
     for path in (sample / "en", f"{sample}/en/c4-train*", f"{sample}/**/c4-train.*.json.gz"):
         assert [(f.name, f.size) for f in list_files("c4", str(path))] == hub
-    assert len(list_files("c4", f"{sample}/en/c4-train.00003-of-00008.json.gz")) == 1
+    assert names_in("c4", f"{sample}/en/c4-train.00003-of-00008.json.gz") == ["c4-train.00003-of-00008.json.gz"]
     # A folder whose names say no split is training data. Hidden files are ignored.
     write(tmp_path / "none", "a.jsonl", "b.parquet", ".hidden.jsonl", "c.txt")
     assert names_in("c4", tmp_path / "none") == ["a.jsonl", "b.parquet"]
@@ -36,7 +32,7 @@ def test_local_layouts(sample, tmp_path):
     # In a clone of the data set, only en is read, as from the hub.
     write(tmp_path / "clone", *(f"{name}/c4-train.0.json" for name in ("en", "en.noclean", "realnewslike")))
     (only,) = list_files("c4", str(tmp_path / "clone"))
-    assert Path(only.url).parent.name == "en"
+    assert only.url.endswith("/en/c4-train.0.json")
     assert len(list_files("text", str(tmp_path / "clone"))) == 3
 
 
@@ -63,10 +59,13 @@ def told(caplog):
 def test_links_are_followed(tmp_path, told):
     write(tmp_path / "elsewhere", "b.jsonl", "deep/c.jsonl")
     write(tmp_path / "data", "a.jsonl")
-    for name, target in (
-        *(("linked", "elsewhere"), ("linked-too", "elsewhere/deep"), ("linked/round", "data")),
-        ("d.jsonl", "elsewhere/b.jsonl"),
-    ):
+    links = {
+        "linked": "elsewhere",
+        "linked-too": "elsewhere/deep",
+        "linked/round": "data",
+        "d.jsonl": "elsewhere/b.jsonl",
+    }
+    for name, target in links.items():
         (tmp_path / "data" / name).symlink_to(tmp_path / target)
     assert names_in("text", tmp_path / "data") == ["a.jsonl", "d.jsonl", "linked-too/c.jsonl", "linked/b.jsonl"]
     for warning, name in zip(sorted(told("WARNING")), ("deep", "round"), strict=True):
@@ -77,12 +76,9 @@ def test_links_are_followed(tmp_path, told):
 def test_dangling_links_are_refused(tmp_path, name):
     write(tmp_path, "a.jsonl")
     (tmp_path / name).symlink_to("/nowhere/b")
-    with pytest.raises(ConfigError, match=rf"{name}' is a link to '/nowhere/b', which does not exist"):
-        list_files("text", str(tmp_path))
-    if name == "b.jsonl":
-        for path in (f"{tmp_path}/*.jsonl", tmp_path / name):
-            with pytest.raises(ConfigError, match=r"is a link to '/nowhere/b', which does not exist"):
-                list_files("text", str(path))
+    for path in (tmp_path, *((f"{tmp_path}/*.jsonl", tmp_path / name) if name == "b.jsonl" else ())):
+        with pytest.raises(ConfigError, match=rf"{name}' is a link to '/nowhere/b', which does not exist"):
+            list_files("text", str(path))
 
 
 @pytest.fixture

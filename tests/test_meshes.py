@@ -16,11 +16,8 @@ from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.dispersion.variants import VARIANTS
 from titan_disp.models.registry import MODELS
 
-FSDP, HSDP, TP = (
-    (),
-    ("--parallelism.data_parallel_replicate_degree", "2"),
-    ("--parallelism.tensor_parallel_degree", "2"),
-)
+FSDP, TP = (), ("--parallelism.tensor_parallel_degree", "2")
+HSDP = ("--parallelism.data_parallel_replicate_degree", "2")
 CP = ("--parallelism.context_parallel_degree", "2")  # by tests/ring_attention.py
 COMPILE = ("--compile.enable",)
 SELECTIVE_OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
@@ -70,9 +67,7 @@ NIGHT = {
     1: {
         "local_batch_1": ONE_BY_ONE,
         "selective_op": SELECTIVE_OP,
-        "selective_2": ("--activation_checkpoint.mode", "selective"),
         "full": FULL_AC,
-        "compile": COMPILE,
         "chunked_compile": (*CHUNKED, *COMPILE),
         "compile_selective_op": (*COMPILE, *SELECTIVE_OP),
         "final_norm_compile_selective_op": (*FINAL_NORM, *COMPILE, *SELECTIVE_OP),
@@ -113,22 +108,17 @@ for model in OTHER_MODELS:
     ):
         cases.update({model + n: ("--model.name", f"{model}_disp", *options) for n, options in of_model.items()})
 for model, prefix in (("qwen3", ""), *((name, f"{name}_") for name in OTHER_MODELS)):
-    for ranks, name, options in (
-        (4, "cp_tp", ()),
-        (4, "cp_tp_compile", COMPILE),
-        (4, "cp_tp_full_ac", FULL_AC),
-        (8, "fsdp_cp_tp", ()),
-    ):
-        NIGHT[ranks][prefix + name] = ("--model.name", f"{model}_disp", *CP, *TP, *options)
+    every = ("--model.name", f"{model}_disp", *CP, *TP)
+    NIGHT[4] |= {f"{prefix}cp_tp{n}": (*every, *o) for n, o in (("", ()), ("_compile", COMPILE), ("_full_ac", FULL_AC))}
+    NIGHT[8][f"{prefix}fsdp_cp_tp"] = every
 REFERENCES = ("reference", "untied", "final_norm", "noise", "gpt2_untied", *OTHER_MODELS)
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP. The losses of other papers: exact, and FSDP2 × TP only.
 FAMILY = {
     f"{variant}_{estimator}": (
         *("--dispersion.variant", variant, "--dispersion.estimator", estimator),
         *(("--dispersion.max_tokens", "10") if estimator == "sampled" else ()),
-        *(
-            ("--dispersion.options", "margin=1.5") if variant == "simctg" else ()
-        ),  # few pairs are above its default at first
+        # Few pairs are above the default margin at first.
+        *(("--dispersion.options", "margin=1.5") if variant == "simctg" else ()),
     )
     for variant, estimator in EVERY_ESTIMATOR
     if (variant, estimator) != ("angular", "exact") and (variant in PAPERS or estimator == "exact")

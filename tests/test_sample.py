@@ -26,15 +26,6 @@ def test_shape_of_c4(sample):
     assert str(sample).encode() not in (sample / "tokenizer" / "sample.model").read_bytes()
 
 
-@pytest.mark.slow
-def test_deterministic(sample, tmp_path):
-    write_sample(tmp_path / "again")
-    files = [p.relative_to(sample) for p in sample.rglob("*") if p.is_file()]
-    assert len(files) == TRAIN_FILES + 3
-    for file in files:
-        assert (tmp_path / "again" / file).read_bytes() == (sample / file).read_bytes(), file
-
-
 def test_every_document_once_in_an_order_that_hashes_fix(tmp_path, monkeypatch):
     texts, written = [f"Text {i} of some words. " * 20 for i in range(90)], []
     for order in (texts, [*texts[::-1], *texts[:9], "too short"]):

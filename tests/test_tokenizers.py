@@ -2,7 +2,9 @@
 
 import json
 
+import gigatoken
 import pytest
+import transformers
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer, processors
 
@@ -16,18 +18,6 @@ from titan_disp.data.tokenizer import encoder, fast_encoder, find_tokenizer, loa
 from titan_disp.errors import ConfigError, DataError
 
 TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "hugging face"])
-def test_tokenizer_protocol(sample, hf_tokenizer, kind):
-    tokenizer = load_tokenizer(sample / "tokenizer" if kind == "sentencepiece" else hf_tokenizer)
-    ids = tokenizer.encode(TEXT)
-    assert tokenizer.decode(ids) == TEXT
-    assert tokenizer.get_vocab_size() == 2048
-    assert all(0 <= i < 2048 for i in ids)
-    # Neither has a BOS token, as Qwen's and T5's tokenizers have none: asking for one adds nothing.
-    assert tokenizer.encode(TEXT, add_bos=True, add_eos=True) == [*ids, tokenizer.eos_id]
-    assert tokenizer.encode("", add_bos=False, add_eos=True) == [tokenizer.eos_id]
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -52,10 +42,6 @@ def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, 
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
-    import gigatoken
-
-    from titan_disp.data import tokenizer
-
     # gigatoken puts SentencePiece's dummy prefix after user-defined symbols too, one of which is the sample's "\n".
     spm = load_tokenizer(sample / "tokenizer")
     with pytest.raises(ConfigError, match="other ids than the tokenizer's own library"):
@@ -72,10 +58,10 @@ def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
     with pytest.raises(ConfigError, match="other ids"):
         fast_encoder(loaded, str(hf_tokenizer), encoder(loaded))
     Wrong.unknown = "dispersion"
-    monkeypatch.setattr(tokenizer, "CHECK_EVERY", 3)
+    monkeypatch.setattr("titan_disp.data.tokenizer.CHECK_EVERY", 3)
     fast = fast_encoder(loaded, str(hf_tokenizer), encoder(loaded))
-    fast("dispersion")
-    fast("condensation")
+    for text in ("dispersion", "condensation"):
+        fast(text)
     with pytest.raises(DataError, match="set stream.fast_tokenizer = false"):
         fast("dispersion")
 
@@ -121,9 +107,7 @@ def test_text_makes_no_special_tokens(with_special_tokens, sample):
     if loaded.get_vocab_size() == 2050:  # of Qwen's kind
         assert 2049 not in encode("<|im_end|>")
         assert encode("<think>") == [2048, eos]
-        from transformers import AutoTokenizer
-
-        written = AutoTokenizer.from_pretrained(folder)
+        written = transformers.AutoTokenizer.from_pretrained(folder)
         for text in ("a <think> b", "a <|im_end|> b"):
             assert written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
 
@@ -134,14 +118,12 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|one|>", "<|other|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    one, other = (tokenizer.token_to_id(token) for token in ("<|one|>", "<|other|>"))
     found = {}
-    for eos in (one, other):
+    for eos in (2048, 2049):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert load_tokenizer(tmp_path).eos_id == eos
         found[eos] = fingerprint(files, str(tmp_path), options, 4)
-    assert differences(found[one], found[other]) == [f"eos_token_id: {one} then, {other} now"]
-    assert differences(found[one], found[one]) == []
+    assert differences(found[2048], found[2049]) == ["eos_token_id: 2048 then, 2049 now"]
     for token in ("<|one|>", "<|other|>"):  # tokenizer_config.json decides, and is in the tokenizer's hash
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         found[token] = fingerprint(files, str(tmp_path), options, 4)
