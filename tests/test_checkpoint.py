@@ -188,22 +188,18 @@ def test_a_save_is_due_forced_or_put_off(start):
     run, told = start(interval=2), []
     run.hooks.busy = lambda doing, step: nullcontext(told.append(step))
     run.save(1, 2, 3)
-    assert checkpoints(run.folder) == told == [2]
-    assert run.manager.saved_step == 2
+    assert checkpoints(run.folder) == told == [run.manager.saved_step] == [2]
     run.manager.force()
     run.save(5, 7)
-    assert checkpoints(run.folder) == [2, 5]
-    run.hooks.healthy = lambda: False
-    run.save(8)
-    assert checkpoints(run.folder) == [2, 5]
-    run.hooks.healthy = lambda: True
-    run.save(9, 11)  # saves at once, and only once
-    assert checkpoints(run.folder) == [2, 5, 9]
-    run.hooks.healthy = lambda: False
-    run.save(13)  # none is due at step 13
-    run.hooks.healthy = lambda: True
-    run.save(15)
-    assert checkpoints(run.folder) == [2, 5, 9]
+    for healthy, steps, saved in (
+        (False, (8,), [2, 5]),
+        (True, (9, 11), [2, 5, 9]),  # at once, and only once
+        (False, (13,), [2, 5, 9]),  # none is due at step 13
+        (True, (15,), [2, 5, 9]),
+    ):
+        run.hooks.healthy = lambda healthy=healthy: healthy
+        run.save(*steps)
+        assert checkpoints(run.folder) == saved
     run.save(15, last_step=True)
     assert run.events == [("checkpoint", step) for step in (2, 5, 9, 15)]
 
@@ -246,16 +242,16 @@ def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start, monkeyp
     assert run.names == ["damaged-2", "step-1", "step-2"]
     assert (run.folder / "damaged-2" / ".metadata.bak").exists()
     assert f"step-2 has no .metadata and was moved to {run.folder}/damaged-2" in caplog.text
-    files = [".metadata", "__0_0.distcp", "hashes.json"]
-    assert all(sorted(path.name for path in (run.folder / f"step-{i}").iterdir()) == files for i in (1, 2))
+    assert all(len(list((run.folder / f"step-{i}").iterdir())) == 3 for i in (1, 2))
     kept = run.folder / "step-1" / "kept"
     kept.touch()
     run.save(1)
     assert kept.exists()  # a complete one is not deleted, because the new save may still fail
     unfinished(run.folder / "step-3", ".saving")
-    with monkeypatch.context() as patch:  # as NFS does while another node still has one of its files open
-        patch.setattr(os, "rmdir", fails(39, "Directory not empty"))
-        run.save(3)
+    monkeypatch.setattr(
+        os, "rmdir", fails(39, "Directory not empty")
+    )  # by NFS while another node has one of its files open
+    run.save(3)
     assert checkpoints(run.folder) == [1, 2, 3]
 
 
