@@ -164,13 +164,8 @@ def test_keys_of_the_optimizer_and_its_schedule_may_change(folder, found):
     """They hold from the first step on. TorchTitan would take the former ones back from the checkpoint."""
     rows = read_metrics(folder / "changed")
     assert [rows[step]["lr"] for step in (4, 5)] == pytest.approx([4e-3 * (1 - (n / 3) ** 0.5) for n in (1, 2)])
-    expected = {
-        "initial_lr": 4e-3,
-        "weight_decay": 0.5,
-        "betas": (0.8, 0.9),
-        "eps": 1e-6,
-        "decoupled_weight_decay": False,
-    }
+    adam = {"decoupled_weight_decay": False}  # which AdamW has
+    expected = {"initial_lr": 4e-3, "weight_decay": 0.5, "betas": (0.8, 0.9), "eps": 1e-6, **adam}
     assert found["group"] | expected == found["group"]
     said = found["said"].split("The config differs from that of the last start: ")[1].splitlines()[0]
     assert "lr_scheduler.decay_type: 'linear' → 'sqrt', " in said
@@ -179,11 +174,8 @@ def test_keys_of_the_optimizer_and_its_schedule_may_change(folder, found):
 
 
 def test_a_resume_with_another_tokenizer_or_model_is_refused(folder, found):
-    assert [name for name, reason in found["refusals"].items() if name in reason] == [
-        "tokenizer",
-        "seq_len",
-        "n_layers",
-    ]
+    assert len(found["refusals"]) == 3
+    assert all(name in reason for name, reason in found["refusals"].items())
     refused = [event["reason"] for event in read_events(folder / "parts") if event["event"] == "refused"]
     assert refused == list(found["refusals"].values())
 

@@ -248,9 +248,7 @@ def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start, monkeyp
     run.save(1)
     assert kept.exists()  # a complete one is not deleted, because the new save may still fail
     unfinished(run.folder / "step-3", ".saving")
-    monkeypatch.setattr(
-        os, "rmdir", fails(39, "Directory not empty")
-    )  # by NFS while another node has one of its files open
+    monkeypatch.setattr(os, "rmdir", fails(39, "Directory not empty"))  # by NFS, if a file of it is open elsewhere
     run.save(3)
     assert checkpoints(run.folder) == [1, 2, 3]
 

@@ -147,9 +147,8 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     urls, encode = {}, load_tokenizer(one / "tokenizer").encode
     for name, dataset, path in (("train", "c4", one), ("development", "", one), ("test", "", one / "test")):
         files = list_files(dataset or "c4_validation", str(path))
-        records = [
-            json.loads(line) for file in files for line in gzip.decompress(Path(file.url).read_bytes()).splitlines()
-        ]
+        contents = [gzip.decompress(Path(file.url).read_bytes()) for file in files]
+        records = [json.loads(line) for content in contents for line in content.splitlines()]
         tokens = sum(len(encode(record["text"])) for record in records) + len(records)
         expected = {"documents": len(records), "characters": sum(len(r["text"]) for r in records), "tokens": tokens}
         assert expected.items() <= facts["sizes"]["main"][name].items()

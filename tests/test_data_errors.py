@@ -249,22 +249,15 @@ def test_a_wrong_column_stops_the_run_at_once(tmp_path):
 
 
 def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
-    texts, tokenizer = (
-        [f"A sentence of some words, number {i}." for i in range(30)],
-        load_tokenizer(sample / "tokenizer"),
-    )
+    texts, tokenizer = [f"Some words, number {i}." for i in range(40)], load_tokenizer(sample / "tokenizer")
     write_texts(tmp_path / "validation.jsonl", texts)
     there = sum(len(tokenizer.encode(text)) + 1 for text in texts) // 17
     whole = 4 * (there // 4)
-    options = (
-        "--validation.enable",
-        "--validation.dataset",
-        "text_validation",
-        "--validation.dataset_path",
-        str(tmp_path),
-    )
+    options = ("--validation.enable", "--validation.dataset", "text_validation", "--training.seq_len", "16")
     options += ("--validation.seq_len", "16", "--validation.local_batch_size", "2", "--validation.steps", "100")
-    job = config(sample, *options, "--training.seq_len", "16")  # a step takes two sequences on each of two ranks
+    job = config(
+        sample, *options, "--validation.dataset_path", str(tmp_path)
+    )  # a step takes two sequences on each of two ranks
     for job.stream.validation_sequences, asked in ((0, 400), (whole + 4, whole + 4)):
         said = rf"holds {there} sequences of 16 tokens, expected {asked}: set stream.validation_sequences .* of 4 \("
         for rank in (0, 1):

@@ -310,9 +310,8 @@ class TestTokenIds:
             of_text = Tokenizer.from_file(f"{folder}/tokenizer.json")
             ids = [i for text in texts for i in (*of_text.encode(text).ids, of_text.token_to_id("<|endoftext|>"))]
         write_ids(tmp_path / "a.bin", ids)
-        job = config(
-            sample, "--model.hf_assets_path", str(folder), *["--stream.fast_tokenizer"] * (kind == "gigatoken")
-        )
+        fast = ["--stream.fast_tokenizer"] * (kind == "gigatoken")
+        job = config(sample, "--model.hf_assets_path", str(folder), *fast)
         tokenizer = load_tokenizer(folder)
         job.stream.slots, job.stream.shuffle_window = 1, 0  # the bytes of documents decide where windows end
         stored = open_stream(job, list_files("text", str(tmp_path)), tokenizer, 1, 0)

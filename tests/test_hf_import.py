@@ -154,16 +154,13 @@ def test_checked_before_training(sample, published, tmp_path):
 def step_from_weights(sample, folders, dest):
     """The real trainer on FSDP2 × TP: Hugging Face's weights in, a step at learning rate 0, such weights out."""
     for name, folder in folders.items():
-        options = (
-            "--model.name",
-            name,
-            "--model.hf_assets_path",
-            str(folder),
-            "--optimizer.lr",
-            "0",
+        options = ("--model.name", name, "--model.hf_assets_path", str(folder), "--optimizer.lr", "0")
+        options += (
+            "--parallelism.tensor_parallel_degree",
+            "2",
             "--checkpoint.enable",
+            "--checkpoint.initial_load_in_hf",
         )
-        options += ("--parallelism.tensor_parallel_degree", "2", "--checkpoint.initial_load_in_hf")
         options += ("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only")
         trainer = build(sample, dest / name, *options)
         model = trainer.model_parts[0]

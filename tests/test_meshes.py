@@ -176,10 +176,7 @@ def run_fast(sample, folder, cases):
 
 @pytest.fixture(scope="module")
 def fast(sample, tmp_path_factory):
-    cases = {
-        name: ("--model.name", model, "--model.overrides", overrides, *options)
-        for name, (model, options, overrides) in FAST.items()
-    }
+    cases = {n: ("--model.name", model, "--model.overrides", o, *options) for n, (model, options, o) in FAST.items()}
     folder = tmp_path_factory.mktemp("fast")
     spawn(4, run_fast, sample, folder, cases)
     return {name: torch.load(folder / f"{name}.pt") for name in FAST}

@@ -77,9 +77,8 @@ def test_logits_activations_and_weights_are_transformers(entry, tied):
 def test_final_norm_is_the_authors_mid_training(entry):
     """Cross-entropy + λ · dispersion of transformers' hidden_states[1:]: loss, and the gradient of every weight."""
     (theirs, ours), labels = pair(entry), TOKENS.roll(-1, 1)
-    ours.model_args.update_from_config(
-        load_config(["--dispersion.enabled", "--dispersion.final_norm", "--training.seq_len", "48"])
-    )
+    options = ["--dispersion.enabled", "--dispersion.final_norm", "--training.seq_len", "48"]
+    ours.model_args.update_from_config(load_config(options))
     assert ours.model_args.activations == (*range(1, LAST - 1), LAST)
     loss = DispersionObjective(cross_entropy_loss, DispersionLoss(clamp=0.1), lambda step: 1.0)(ours(TOKENS), labels)
     out = theirs(TOKENS, output_hidden_states=True)

@@ -66,9 +66,8 @@ def test_flavors_are_qwens(tmp_path, flavor):
     sizes = {"vocab_size": 151936, "hidden_size": width, "intermediate_size": feed_forward, "head_dim": 128}
     sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     config = transformers.Qwen3Config(**sizes, rope_theta=1000000, tie_word_embeddings=tied)
-    assert (
-        transformers.Qwen3Config(**Qwen3HfAdapter(flavors[flavor], None).architecture()).to_dict() == config.to_dict()
-    )
+    stated = transformers.Qwen3Config(**Qwen3HfAdapter(flavors[flavor], None).architecture())
+    assert stated.to_dict() == config.to_dict()
     # A tied matrix multiplies, as the output layer.
     multiplying = parameters - (0 if tied else 151936 * width)
     check_published("qwen3_disp", flavor, config, parameters, multiplying, PUBLISHED, tmp_path)
@@ -95,10 +94,8 @@ def test_initial_distribution_is_torchtitans(tied):
 def test_seed_and_name_decide_the_weights():
     """Activation checkpointing and torch.compile do not."""
     args, shape = flavors["nano"], torch.Size([8, 8])
-    one, *others = (
-        draw(f"layers.{layer}.attention.wq.weight", shape, args, seed)
-        for layer, seed in ((0, 1), (0, 1), (1, 1), (0, 2))
-    )
+    drawn = [(0, 1), (0, 1), (1, 1), (0, 2)]
+    one, *others = (draw(f"layers.{layer}.attention.wq.weight", shape, args, seed) for layer, seed in drawn)
     assert [torch.equal(one, other) for other in others] == [True, False, False]
     assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.w") == "layers.0.w"
 

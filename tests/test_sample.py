@@ -11,9 +11,8 @@ from titan_disp.data.sample import TRAIN_FILES, is_complete, write_sample
 
 def records(folder, pattern):
     """The records of the files that match, by the standard library alone."""
-    return [
-        json.loads(line) for file in sorted(folder.glob(pattern)) for line in gzip.open(file, "rt", encoding="utf-8")
-    ]
+    files = sorted(folder.glob(pattern))
+    return [json.loads(line) for file in files for line in gzip.open(file, "rt", encoding="utf-8")]
 
 
 def test_shape_of_c4(sample):

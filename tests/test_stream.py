@@ -264,9 +264,8 @@ def test_the_slot_that_waits_for_a_document_stays_in_its_pass(tmp_path):
     ],
 )
 def test_how_far_is_read_ahead(tmp_path, tokens, text, steps, ahead):
-    (rank,) = streams_of(
-        list_files("c4", str(write_texts(tmp_path / "a.json", [text] * 300))), 1, 1, seq_len=tokens - 1
-    )
+    files = list_files("c4", str(write_texts(tmp_path / "a.json", [text] * 300)))
+    (rank,) = streams_of(files, 1, 1, seq_len=tokens - 1)
     slot = rank.slots[0]
     for _ in range(steps):
         sequence(slot)
