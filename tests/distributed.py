@@ -33,14 +33,8 @@ def free_port() -> int:
 def _worker(
     rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...], told: Any
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
@@ -87,10 +81,8 @@ def _run(
         context.set_forkserver_preload(["titan_disp.train", "tests.mesh"])
     told = context.SimpleQueue()
     port = free_port()
-    ranks = [
-        context.Process(target=_worker, args=(rank, world_size, port, function, args, told))
-        for rank in range(world_size)
-    ]
+    work = [(rank, world_size, port, function, args, told) for rank in range(world_size)]
+    ranks = [context.Process(target=_worker, args=one) for one in work]
     with mock.patch.dict(os.environ, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}):
         for process in ranks:
             process.start()

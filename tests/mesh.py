@@ -46,6 +46,10 @@ def canonical(model):
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
+def weights(trainer):
+    return {name: full(p.detach()).clone() for name, p in canonical(trainer.model_parts[0]).items()}
+
+
 def assert_tied(model, tied=True):
     assert (model.output.weight is model.tok_embeddings.weight) == tied, "two parameters became one, or one two"
     assert ("output.weight" in canonical(model)) == (not tied)
@@ -100,14 +104,11 @@ def build(sample, run_folder, *options):
 
 def step(trainer):
     """Train one step on the fixed batch. Returns the gradients that the optimizer saw."""
-    dims = trainer.parallel_dims
+    dims, job, gradients = trainer.parallel_dims, trainer.job_config, {}
     dp_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
-    dp = dims.dp_replicate * dims.dp_shard
-    job = trainer.job_config
-    masked = job.stream.document_mask or job.dispersion.within_documents
-    inputs, labels, segments = (x.chunk(dp)[dp_rank] for x in (*global_batch(), documents()))
-    size = trainer.job_config.training.local_batch_size
-    gradients = {}
+    masked, size = job.stream.document_mask or job.dispersion.within_documents, job.training.local_batch_size
+    of_ranks = (x.chunk(dims.dp_replicate * dims.dp_shard) for x in (*global_batch(), documents()))
+    batches = zip(*(own[dp_rank].split(size) for own in of_ranks), strict=True)
 
     def keep(optimizer, args, kwargs):
         with _disable_current_modes():  # these collectives are not part of the step
@@ -118,17 +119,13 @@ def step(trainer):
     trainer.ntokens_seen += GLOBAL_BATCH * SEQ_LEN
     trainer.metrics_processor.ntokens_since_last_log += 1
     trainer.metrics_processor.data_loading_times.append(0.0)
-    batches = zip(inputs.split(size), labels.split(size), segments.split(size), strict=True)
     trainer.train_step(({"input": i, **({"segments": s} if masked else {})}, label) for i, label, s in batches)
     hook.remove()
     return gradients
 
 
 class Collectives(TorchDispatchMode):
-    """Records a step's collectives.
-
-    Each is (all_gather, reduce_scatter or all_reduce; the group's ranks; bytes of the whole tensor, not of a shard).
-    """
+    """Records a step's collectives as (kind, the group's ranks, bytes of the whole tensor, not of a shard)."""
 
     KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -156,8 +153,7 @@ def run_cases(sample, folder, cases, checkpoint):
 
     But for the reference, layers count as large, so that the gradients of the loss are computed in the backward pass.
     """
-    # Users would see this warning of a view among the model's outputs. (Under TP, TorchTitan itself gets one for an
-    # untied embedding.)
+    # Users would see this warning of a view among the model's outputs.
     warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
     if cpu.active() and any("--parallelism.context_parallel_degree" in options for options in cases.values()):
         ring_attention.install()
@@ -168,13 +164,10 @@ def run_cases(sample, folder, cases, checkpoint):
         assert_tied(model, tied)
         if trainer.parallel_dims.fsdp_enabled:
             assert_one_group(model)
-        before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
+        before = weights(trainer)
         compiled = "--compile.enable" in options  # a dispatch mode cannot see the calls of compiled code
-        large = (
-            nullcontext()
-            if "reference" in name
-            else mock.patch.object(objective, "packed", lambda zs: [[z] for z in zs])
-        )
+        alone = (lambda zs: [[z] for z in zs]) if "reference" not in name else objective.packed
+        large = mock.patch.object(objective, "packed", alone)
         in_backward = mock.patch.object(objective, "add_in_backward", wraps=objective.add_in_backward)
         with large, in_backward as called, nullcontext() if compiled else Collectives() as collectives:
             gradients = step(trainer)
@@ -182,14 +175,14 @@ def run_cases(sample, folder, cases, checkpoint):
         direct = sharded or "reference" in name or "--dispersion.no-enabled" in options or "sampled" in options
         assert called.called != direct
         assert_tied(model, tied)
-        after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
+        after = weights(trainer)
         if checkpoint:
             trainer.checkpointer.save(trainer.step)
             step(trainer)  # changes the weights, so that loading has something to undo
             trainer.checkpointer.load()
             assert_tied(model, tied)
-            for n, p in canonical(model).items():
-                assert torch.equal(full(p.detach()), after[n]), f"{n} changed through save and load"
+            for n, weight in weights(trainer).items():
+                assert torch.equal(weight, after[n]), f"{n} changed through save and load"
         trainer.close()
         if dist.get_rank() == 0:
             calls = None if compiled else collectives.calls

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import spawn
-from tests.mesh import GLOBAL_BATCH, SEQ_LEN, build, canonical, full
+from tests.mesh import GLOBAL_BATCH, SEQ_LEN, build, weights
 from tests.run_invariants import check_run
 from titan_disp.errors import ConfigError
 from titan_disp.run.reader import read_config, read_events, read_json_lines, read_metrics
@@ -33,10 +33,6 @@ CHANGED = (
 )
 # The last step that the first start begins: the number is between two steps, and the job trains at least so much.
 FIRST_PART = ("--budget.stop_at_tokens", str((FIRST - 1) * TOKENS + 1))
-
-
-def weights(trainer):
-    return {name: full(p.detach()).clone() for name, p in canonical(trainer.model_parts[0]).items()}
 
 
 def start(sample, run, *options, train=True):

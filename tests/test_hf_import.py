@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import titan_disp.plugin  # noqa: F401
 from tests.command_line import ROOT
 from tests.distributed import spawn
-from tests.mesh import assert_tied, build, canonical, full, job_config, step
+from tests.mesh import assert_tied, build, job_config, step, weights
 from tests.streams import parquet
 from titan_disp.config.checks import check_inputs
 from titan_disp.data.files import list_files
@@ -163,11 +163,10 @@ def step_from_weights(sample, folders, dest):
         )
         options += ("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only")
         trainer = build(sample, dest / name, *options)
-        model = trainer.model_parts[0]
         trainer.checkpointer.load()
-        assert_tied(model)
+        assert_tied(trainer.model_parts[0])
         step(trainer)
-        after = {name: full(p.detach()) for name, p in canonical(model).items()}
+        after = weights(trainer)
         trainer.checkpointer.save(trainer.step, last_step=True)
         trainer.close()
         if dist.get_rank() == 0:
