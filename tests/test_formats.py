@@ -16,17 +16,7 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
-from tests.streams import (
-    VALIDATION_FILE,
-    batches,
-    config,
-    ids_as,
-    parquet,
-    records_of,
-    stored,
-    streams_of,
-    texts_of,
-)
+from tests.streams import VALIDATION_FILE, batches, config, ids_as, parquet, records_of, stored, streams_of, texts_of
 from titan_disp.data import formats, token_ids
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files

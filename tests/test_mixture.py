@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from tests.command_line import DEMO, ROOT
-from tests.streams import (
-    EOS,
-    config,
-    loader,
-    sequence,
-    streams_of,
-    words_of,
-    write_files,
-    write_texts,
-)
+from tests.streams import EOS, config, loader, sequence, streams_of, words_of, write_files, write_texts
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Mixture, Run, Segment, prefixed, shares
