@@ -1,5 +1,7 @@
 """Parameter gradients of one real training step agree with one process's, on every mesh and with every memory option."""
 
+import functools
+
 import pytest
 import torch
 from torchtitan.components.loss import cross_entropy_loss
@@ -183,19 +185,13 @@ def fast(sample, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(sample, tmp_path_factory):
-    return run_all(sample, tmp_path_factory.mktemp("meshes"), SLOW)
-
-
-@pytest.fixture(scope="module")
-def family(sample, tmp_path_factory):
-    return run_all(sample, tmp_path_factory.mktemp("family"), FAMILY_CASES, checkpoint=False)
-
-
-@pytest.fixture(scope="module")
-def night(sample, tmp_path_factory):
+def of(sample, tmp_path_factory):
+    """of(kind): what the cases of one table gave; they run when they are asked for first."""
     references = {name: SLOW[1][name] for name in REFERENCES if name in SLOW[1]}
-    return run_all(sample, tmp_path_factory.mktemp("night"), NIGHT | {1: references | NIGHT[1]})
+    tables = {"slow": SLOW, "night": NIGHT | {1: references | NIGHT[1]}, "family": FAMILY_CASES}
+    return functools.cache(
+        lambda kind: run_all(sample, tmp_path_factory.mktemp(kind), tables[kind], checkpoint=kind != "family")
+    )
 
 
 def across_replicas(found, pair):
@@ -249,13 +245,13 @@ def test_gradients_cross_replicas_once_a_step(fast):
         *(model + name for model in OTHER_MODELS for name in ("_fsdp_full_ac", "_tp_selective_op", "_hsdp")),
     ],
 )
-def test_bytes_of_the_plan(results, sample, name, gpus_per_node):
+def test_bytes_of_the_plan(of, sample, name, gpus_per_node):
     """What PyTorch was called to send, by rings, against what the plan counts from the shapes."""
     ranks = 2 if name in SLOW[2] else 4
     config = job_config(sample, "unused", *SMALL, *SLOW[ranks][name])
     check_config(config, ranks)
     within = between = 0.0
-    for kind, group, size in results[name]["collectives"]:
+    for kind, group, size in of("slow")[name]["collectives"]:
         sent = (len(group) - 1) / len(group) * size * (2 if kind == "all_reduce" else 1)
         nodes = len({rank // gpus_per_node for rank in group})
         if nodes < len(group):
@@ -268,44 +264,35 @@ def test_bytes_of_the_plan(results, sample, name, gpus_per_node):
     assert within + between > 1e5
 
 
-def reference_of(name):
-    return next((r for r in REFERENCES if name.startswith(r)), "reference")
-
-
-def assert_equals_one_process(results, name):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("slow", name) for name in names(SLOW) if name not in {"last_layer", *REFERENCES}),
+        *(pytest.param("night", n, marks=pytest.mark.night) for n in names(NIGHT) if n != "gpt2_untied"),
+    ],
+)
+def test_gradients_equal_one_process(of, kind, name):
     """Initial weights too, which do not depend on the mesh."""
-    reference = results[reference_of(name)]
-    assert all(torch.equal(results[name]["before"][n], w) for n, w in reference["before"].items())
-    assert_equal_gradients(results[name]["gradients"], reference["gradients"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [c for c in names(SLOW) if c not in {"last_layer", *REFERENCES}])
-def test_gradients_equal_one_process(results, name):
-    assert_equals_one_process(results, name)
+    found, reference = of(kind)[name], of(kind)[next((r for r in REFERENCES if name.startswith(r)), "reference")]
+    assert all(torch.equal(found["before"][n], w) for n, w in reference["before"].items())
+    assert_equal_gradients(found["gradients"], reference["gradients"])
 
 
 @pytest.mark.slow
 @pytest.mark.night
-@pytest.mark.parametrize("name", [c for c in names(NIGHT) if c != "gpt2_untied"])
-def test_gradients_equal_one_process_at_night(night, name):
-    assert_equals_one_process(night, name)
-
-
-@pytest.mark.slow
-@pytest.mark.night
-def test_gradients_cross_replicas_once_a_step_beside_tensor_parallel(night):
+def test_gradients_cross_replicas_once_a_step_beside_tensor_parallel(of):
     """Two blocks and the tied embedding's group; of the untied model also the output with its norm."""
     for name, groups in (("hsdp_tp", 2 + 1), ("untied_hsdp_tp", 2 + 2)):
-        assert len(across_replicas(night[name], (0, 4))) == groups
+        assert len(across_replicas(of("night")[name], (0, 4))) == groups
 
 
 @pytest.mark.slow
 @pytest.mark.night
 @pytest.mark.parametrize("name", FAMILY)
-def test_gradients_of_every_variant_and_estimator(family, name):
+def test_gradients_of_every_variant_and_estimator(of, name):
     """On every mesh with accumulation as in one process; and the term is there, and another than angular exact's."""
-    gradients = {name: found["gradients"] for name, found in family.items()}
+    gradients = {name: found["gradients"] for name, found in of("family").items()}
     alone = gradients[f"{name}_alone"]
     for mesh in ("fsdp_tp",) if name in FEW_MESHES else ("fsdp", "tp", "fsdp_tp"):
         assert_equal_gradients(gradients[f"{name}_{mesh}"], alone)
@@ -315,7 +302,7 @@ def test_gradients_of_every_variant_and_estimator(family, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["last_layer", "final_norm", "noise"])
-def test_another_objective_would_be_seen(results, name):
-    error = errors(results[name]["gradients"], results["reference"]["gradients"])
+def test_another_objective_would_be_seen(of, name):
+    error = errors(of("slow")[name]["gradients"], of("slow")["reference"]["gradients"])
     # At the start the norm's weights are one, and it changes no direction: its own gradient tells, and little else.
     assert max(error.values()) > (10 if name == "final_norm" else 100) * TOLERANCE
