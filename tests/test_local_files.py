@@ -154,3 +154,20 @@ def test_a_path_that_exists_is_no_glob(tmp_path):
     assert names_in("text", tmp_path / "runs [1]") == ["a.jsonl"]
     assert names_in("text", tmp_path / "x[1].jsonl") == ["x[1].jsonl"]
     assert names_in("text", tmp_path / "x[0-9].jsonl") == ["x1.jsonl"]
+
+
+def test_plain_text_is_read_where_nothing_else_is(tmp_path, told):
+    write(tmp_path, "a.txt", "b.txt.gz")
+    assert names_in("text", tmp_path) == ["a.txt", "b.txt.gz"]
+    write(tmp_path, "c.jsonl")
+    assert names_in("text", tmp_path) == ["c.jsonl"]
+    assert "left out, because there are documents in other formats: 1 *.txt, 1 *.txt.gz" in told("INFO")[0]
+    assert names_in("text", tmp_path / "a.txt") == ["a.txt"]
+    assert names_in("text", f"{tmp_path}/*.txt*") == ["a.txt", "b.txt.gz"]
+
+
+@pytest.mark.parametrize("name", ["{}.bin", "fineweb_{}_000001.bin", "part-0-{}.npy"])
+def test_splits_of_token_ids(tmp_path, name):
+    write(tmp_path, name.format("train"), name.format("val"), "input.txt")  # of which nanoGPT's ids are made
+    for dataset, split in (("text", "train"), ("text_validation", "val")):
+        assert names_in(dataset, tmp_path) == [name.format(split)]
