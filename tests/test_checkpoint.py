@@ -254,24 +254,24 @@ def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start, monkeyp
 
 
 def test_a_failed_save(start, monkeypatch):
-    """It says why, and which one is good, unless the folder cannot be listed and no event can be written."""
+    """It says why, and which one is good, if there is one and the folder can be listed."""
     run = start(keep_latest_k=2)
     run.save(2, 3)
     monkeypatch.setattr(FileSystem, "create_stream", full_disk)
-    with pytest.raises(
-        CheckpointError, match=r"step 4 could not be saved.*No space left.*The last good one is step 3\."
-    ):
+    with pytest.raises(CheckpointError, match=r"step 4 could not be saved.*No space.*The last good one is step 3\."):
         run.save(4)
     assert checkpoints(run.folder) == [2, 3]
     assert run.events == [("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]
     # The end of a long reason, where a chain of errors has its cause; and one that says nothing has a name.
     assert f"{run.folder}: {'y' * 600}. The" in str(run.manager._failed(5, RuntimeError("x" * 9 + "y" * 600)))
     assert f"{run.folder}: MemoryError. The" in str(run.manager._failed(5, MemoryError()))
+    with pytest.raises(CheckpointError) as first:
+        start("new").save(1)
     run.hooks.event = fails(5, "Input/output error")
     monkeypatch.setattr(os, "listdir", fails(5, "Input/output error"))
     with pytest.raises(CheckpointError, match=r"step 6 could not be saved.*No space left") as last:
         run.save(6)
-    assert "last good one" not in str(last.value)
+    assert "last good one" not in str(first.value) + str(last.value)
 
 
 def test_checkpoints_that_cannot_be_listed_are_no_failed_save(start, monkeypatch, caplog):
