@@ -14,7 +14,6 @@ import titan_disp.plugin  # noqa: F401
 from tests.mesh import job_config
 from tests.published import check_published
 from tests.saved_run import SEQ_LEN, random_model, save_run
-from titan_disp.cluster.preflight import small_flavor
 from titan_disp.config.checks import check_config
 from titan_disp.config.options import ExportOptions, GenerateOptions
 from titan_disp.errors import ConfigError
@@ -95,11 +94,6 @@ def test_configs(sample, ranks, options, message):
     config = job_config(sample, "unused", "--model.name", "gpt2_disp", *options)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_config(config, ranks)
-
-
-def test_the_small_flavor_of_a_preflight(sample):
-    options = ("--model.name", "gpt2_disp", "--model.flavor", "124M", *TP)
-    assert small_flavor(job_config(sample, "unused", *options), 2) == "nano"
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source, Stream
 from titan_disp.lab.digest import digest, global_batch
-from titan_disp.lab.export.model_card import _data
 
 
 @pytest.mark.parametrize(
@@ -290,7 +288,3 @@ def test_held_out_sequences_are_of_the_first_source_that_has_some(job, sample):
     plain = changed(job, sources=[], dataset_path=str(sample))
     (found,), (expected,) = (held_out_sequences(one, tokenizer, 3) for one in (beside, plain))
     assert torch.equal(found, expected)
-
-
-def test_the_model_card_names_the_sources(job):
-    assert _data(SimpleNamespace(config=job.to_dict(), in_hf_format=True)) == "`web` (67%), `code` (33%)"
