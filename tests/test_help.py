@@ -1,4 +1,4 @@
-"""These tests read the help of the command line as a user does: in terminals of several widths."""
+"""The help of the command line as a user sees it: in terminals of several widths."""
 
 import dataclasses
 import io
@@ -13,7 +13,6 @@ from titan_disp import cli
 
 
 def functions(commands, words=()):
-    """Yield the words and the options of every subcommand."""
     for name, member in commands.items():
         if isinstance(member, dict):
             yield from functions(member, (*words, name))
@@ -37,7 +36,6 @@ def shown(monkeypatch, capsys):
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
 def test_a_description_is_broken_only_where_the_terminal_ends(shown, words):
-    """In a terminal of 2,000 columns, each description is on one line."""
     out = shown(words, 2000)
     assert f"\n\n  {' '.join(cli.description(ALL[words]).split())}\n\n" in out
     documented = docstring_parser.parse(ALL[words].__doc__).params
@@ -59,17 +57,12 @@ def test_no_line_is_too_long_and_no_argument_is_named_by_its_type(shown, words):
 
 @pytest.mark.parametrize("words", LISTS, ids=" ".join)
 def test_lists_have_the_first_paragraph_of_each_subcommand(shown, words):
-    """Also after the whole help of another subcommand, in the same process."""
-    shown(("checkpoint",), 2000)
+    shown(("checkpoint",), 2000)  # the whole help of another subcommand, in the same process
     out = shown(words, 2000)
     for name, options in ALL.items():
         if name[:-1] == words:
             summary = " ".join(cli.description(options).partition("\n\n")[0].split())
             assert re.search(rf"^\W*{name[-1]} +{re.escape(summary)}\W*$", out, flags=re.M)
-
-
-def test_train_says_where_the_keys_are(shown):
-    assert "titan-disp config and docs/configuration.md list all keys" in shown(("train",), 2000)
 
 
 def test_the_kinds_of_gpu_are_those_of_the_table(shown):
@@ -82,7 +75,6 @@ def test_the_kinds_of_gpu_are_those_of_the_table(shown):
 
 @pytest.mark.parametrize("words", [(), ("condensation",)], ids=["list", "condensation"])
 def test_a_terminal_without_unicode(monkeypatch, words):
-    """The help and other output have characters such as • and ρ."""
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert typed(monkeypatch, *words, "--help") == 0
     sys.stdout.flush()

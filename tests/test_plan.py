@@ -19,7 +19,6 @@ from titan_disp.config.options import Machine
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
-from titan_disp.models.registry import MODELS
 
 PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
 TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
@@ -27,8 +26,6 @@ SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_p
 RESHARD, MODE = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode"
 RESHARDS = ("default", "never", "always")
 MOST = 250  # nodes
-# Of each model, the smallest flavor of a size that is trained: logits and norms would be most of a nano's memory.
-SMALLEST = [(e.name, next(f for f in e.flavors if e.flavors[f].dim > 512)) for e in MODELS.values()]
 
 
 def config(changes=()):
@@ -86,7 +83,7 @@ BLOCKS = 28 * (2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1
 
 
 def test_bytes_and_seconds_of_hsdp_by_hand():
-    """On 80 nodes of 8 H100, an all-gather over n ranks sends (n−1)/n of the bytes. A step has 3 microbatches."""
+    """An all-gather over n ranks sends (n−1)/n of the bytes. A step has 3 microbatches."""
     plan = make_plan(config(), Machine(80, 8))
     time = plan.time
     assert ROOT_GROUP + BLOCKS == 596_049_920
@@ -94,9 +91,8 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
     assert time.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
     # Each step sums a shard's gradients over 80 replicas once, whatever the number of microbatches.
     assert time.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
-    assert (time.within_seconds, time.between_seconds) == pytest.approx(
-        (time.within_bytes / 450e9, time.between_bytes / 50e9)
-    )
+    seconds = (time.within_bytes / 450e9, time.between_bytes / 50e9)
+    assert (time.within_seconds, time.between_seconds) == pytest.approx(seconds)
     # A microbatch begins with the embedding's all-gather and ends with its reduce-scatter. Its all-reduce ends the step.
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 50e9
     assert time.exposed_seconds == pytest.approx(ends)
@@ -108,9 +104,7 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
 
 
 def test_bytes_of_an_untied_model_by_hand():
-    """The untied embedding of 8B is its own FSDP group (2 nodes of 8 GPUs, 120 microbatches). It is gathered for forward and
-    again for backward, like the blocks. The output and the final norm stay gathered, so their communication overlaps with
-    computing in both directions."""
+    """The embedding is its own FSDP group, gathered again for backward like the blocks. Output and norm stay gathered."""
     plans = {how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8)) for how in RESHARDS}
     matrix, norm, sent = 151_936 * 4096, 4096, 120 * 7 / 8
     parameters = plans["default"].model.parameters
@@ -132,7 +126,7 @@ NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B"
 
 @pytest.mark.parametrize("flavor", NON_EMBEDDING)
 def test_every_size(flavor):
-    """A checkpoint has every weight and Adam's two moments. A tied matrix has two names. The plan is for two nodes."""
+    """A checkpoint has every weight and Adam's two moments. A tied matrix has two names."""
     plan, args = make_plan(config({"model.flavor": flavor}), Machine(2, 8)), flavors[flavor]
     own, parameters, tied = plan.model.parameters_non_embedding, plan.model.parameters, args.enable_weight_tying
     assert own / 1e9 == pytest.approx(NON_EMBEDDING[flavor], rel=0.015)
@@ -154,19 +148,18 @@ FOUR_MICROBATCHES = {"training.global_batch_size": 8, "training.local_batch_size
 
 
 def test_bytes_of_tensor_parallel(sample):
-    """Nano on two ranks with TP only, in fp32, without recomputation. Each block's forward has 4 collectives of [2, 32, 64],
-    embedding and output have 2, and backward has as many. Dispersion gathers the outputs of 6 blocks."""
+    """Each block's forward has 4 collectives of [2, 32, 64], embedding and output have 2, and backward has as many."""
     time = make_plan(demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2)).time
     activation = 2 * 32 * 64 * 4
     tensor = 4 * (2 * (4 * 6 + 2)) * activation / 2
-    assert (time.within_bytes, time.between_bytes) == (pytest.approx(tensor + 4 * 6 * activation / 2), 0)
+    dispersion = 4 * 6 * activation / 2  # gathers the outputs of 6 blocks
+    assert (time.within_bytes, time.between_bytes) == (pytest.approx(tensor + dispersion), 0)
     assert time.exposed_seconds >= tensor / 450e9
 
 
 @pytest.mark.parametrize(("mode", "gathers"), [("none", 2), ("full", 3)])
 def test_bytes_of_context_parallel(sample, mode, gathers):
-    """Nano runs on two ranks in fp32 with four microbatches. torch gathers keys and values, each [2, 32, 2 heads of 16], in
-    forward, in its recomputation and in backward. It passes their fp32 gradients on as many times as there are ranks."""
+    """torch gathers keys and values, [2, 32, 2 heads of 16], in forward, its recomputation and backward; then gradients."""
     plan = make_plan(demo(sample, {CP: 2, MODE: mode} | FOUR_MICROBATCHES), Machine(1, 2))
     root, blocks = 2048 * 64 + 64, 427_008 - (2048 * 64 + 64)
     fsdp = root * (4 + 4) + blocks * (2 * 4 + 4)
@@ -198,9 +191,8 @@ def test_warnings_of_communication_and_checkpoints():
         assert any("is saved every 35.5 s and takes about 3.9 s to write" in w for w in often.warnings) == enabled
 
 
-@pytest.mark.parametrize(
-    ("changes", "factor"),
-    [
+def test_dispersion_flops(sample):
+    for changes, factor in (
         ({"dispersion.layers": [1, 5]}, 3 * 2),
         ({"dispersion.layers": "last", TP: 2}, 4),
         # From here, 6 blocks. 16 of 32 tokens are a quarter of the pairs; with TP, both ranks take them all.
@@ -211,17 +203,12 @@ def test_warnings_of_communication_and_checkpoints():
         ({"dispersion.variant": "vicreg"}, 6 * 4 * 2),
         ({"dispersion.variant": "koleo"}, 6 * 3),
         ({"dispersion.variant": "koleo", TP: 2}, 6 * 3 * 2),
-        (
-            {"dispersion.losses": [{"variant": "cosine"}, {"variant": "angular", "estimator": "moments"}]},
-            6 * (3 + 3 + 8),
-        ),
+        ({"dispersion.losses": [{"variant": "cosine"}, {"variant": "angular", "estimator": "moments"}]}, 6 * 14),
         ({"dispersion.enabled": False}, 0),
-    ],
-)
-def test_dispersion_flops(sample, changes, factor):
-    plan = make_plan(demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2))
-    assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 32 * 32 * 64
-    assert (plan.memory.dispersion > 0) == (factor > 0)
+    ):
+        plan = make_plan(demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2))
+        assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 32 * 32 * 64
+        assert (plan.memory.dispersion > 0) == (factor > 0)
 
 
 def test_dispersion_traffic(sample):
@@ -255,27 +242,24 @@ def test_checkpoint_and_memory_of_the_real_model_and_optimizer(sample):
     sizes.append(sum(state[name].nbytes for state in moments for name in ("exp_avg", "exp_avg_sq")))
     assert [plan.memory.weights, plan.memory.gradients, plan.memory.optimizer] == sizes
     states = {**get_model_state_dict(model), **optimizers.state_dict()}
-    assert {"tok_embeddings.weight", "output.weight"} <= states.keys()
-    # The optimizer's step counters are scalars and are left out.
-    tensors = [v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim]
+    tensors = [
+        v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim
+    ]  # the counters of steps are scalars
     assert plan.checkpoints.size == sum(v.nbytes for v in tensors)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_checkpoint_counts():
+    for changes, expected in (
         ({}, (4, 4, 4)),  # 30, 60, 90, 100
         ({"interval": 50, "keep_latest_k": 3}, (2, 2, 2)),
         ({"keep_latest_k": 2}, (4, 2, 3)),
         ({"enable_first_step_checkpoint": True}, (5, 5, 5)),
         ({"keep_latest_k": 0}, (4, 4, 4)),
         ({"enable": False}, (0, 0, 0)),
-    ],
-)
-def test_checkpoint_counts(changes, expected):
-    changes = {"enable": True, "interval": 30, "keep_latest_k": 9} | changes
-    job = changed(loaded(DEMO), {"training.steps": 100} | {f"checkpoint.{key}": changes[key] for key in changes})
-    assert cost.checkpoint_counts(job) == expected
+    ):
+        changes = {"enable": True, "interval": 30, "keep_latest_k": 9} | changes
+        job = changed(loaded(DEMO), {"training.steps": 100} | {f"checkpoint.{key}": changes[key] for key in changes})
+        assert cost.checkpoint_counts(job) == expected
 
 
 @pytest.mark.parametrize(
@@ -298,17 +282,17 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
     complete = demo(sample, {"checkpoint.enable": False})  # so small a model's steps take microseconds on a GPU
     assert make_plan(complete, Machine(1, 1), strict=True).warnings == []
     complete.model.hf_assets_path, complete.training.dataset_path = "/nowhere/tokenizer", "/nowhere/data"
-    tokenizer, data = make_plan(complete, Machine(1, 1)).warnings
-    assert "model.hf_assets_path is '/nowhere/tokenizer'" in tokenizer
-    assert "training.dataset_path is '/nowhere/data'" in data
     with pytest.raises(ConfigError, match="/nowhere/tokenizer"):
         make_plan(complete, Machine(1, 1), strict=True)
+    hub = {"training.dataset_path": None}  # which is not asked
     names = {"validation.enable": True, "validation.steps": 1, "validation.dataset_path": "/nowhere/validation"}
-    for changes, more in (({}, []), (names, ["validation.dataset_path is '/nowhere/validation'"])):
-        hub = changed(complete, {"training.dataset_path": None} | changes)  # which is not asked
-        first, *rest = make_plan(hub, Machine(1, 1)).warnings
-        assert first == tokenizer
-        assert [found in said for found, said in zip(more, rest, strict=True)] == [True] * len(more)
+    for changes, more in (
+        ({}, ["training.dataset_path is '/nowhere/data'"]),
+        (hub, []),
+        (hub | names, ["validation.dataset_path is '/nowhere/validation'"]),
+    ):
+        found = [said.split(",")[0] for said in make_plan(changed(complete, changes), Machine(1, 1)).warnings]
+        assert found == ["model.hf_assets_path is '/nowhere/tokenizer'", *more]
 
 
 def test_sources_and_their_parts_of_the_tokens(sample):
@@ -317,25 +301,24 @@ def test_sources_and_their_parts_of_the_tokens(sample):
     plan = make_plan(mixed, Machine(1, 1))
     assert [(one.name, one.slots, one.tokens) for one in plan.sources] == [("web", 14, 0.875), ("code", 2, 0.125)]
     missing, coarse = plan.warnings  # of a share more than 10 % off
-    assert missing.startswith("stream.sources.code.path is '/nowhere/code', which does not exist")
-    assert "code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise training." in coarse
-    assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
+    assert missing.startswith("stream.sources.code.path is '/nowhere/code'")
+    assert "code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots" in coarse
+    assert "web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
 
 
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     """An epoch of C4 takes at most 1024 files + 640 ranks = 1,664 reads, with one request each."""
-    job, end = paper(), "training.dataset_path = DIR"
+    job = paper()
     (warning,) = hub_warnings(job, 640, 80)
     assert warning in make_plan(job, Machine(80, 8)).warnings
-    for said in ("by 640 ranks on 80 nodes. Every epoch takes 1,664 requests", "3,000 requests in 5 minutes from one"):
-        assert said in warning
-    assert warning.endswith(f"Read a copy: titan-disp data fetch DIR, and {end}")
+    assert "by 640 ranks on 80 nodes. Every epoch takes 1,664 requests" in warning
+    assert "titan-disp data fetch DIR, and training.dataset_path = DIR" in warning
     job.parallelism.tensor_parallel_degree = 2  # both ranks of a pair read the pair's data
     assert "2,688 requests" in hub_warnings(job, 640, 80)[0]
     job.training.dataset = "hf:a/b:c"
     (warning,) = hub_warnings(job, 640)  # the number of its files is not known
-    assert "by 640 ranks on 80 nodes. Every epoch takes at least 1,280 requests" in warning
-    assert warning.endswith(f"Read a copy: titan-disp data fetch DIR --dataset 'hf:a/b:c', and {end}")
+    assert "on 80 nodes. Every epoch takes at least 1,280 requests" in warning
+    assert "titan-disp data fetch DIR --dataset 'hf:a/b:c'" in warning
     assert (len(hub_warnings(job, 33)), hub_warnings(job, 32), hub_warnings(job, 32, 4)) == (1, [], [])
     job.training.dataset_path = "/data"
     assert hub_warnings(job, 640, 80) == []
@@ -382,17 +365,16 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     assert parts.memory.dispersion == whole.memory.dispersion // 4
     # FSDP also shards over CP: 4 × TP 2 = 8 parts as before, except for the norms, which TP does not shard.
     assert whole.memory.weights <= parts.memory.weights < 1.001 * whole.memory.weights
-    # With loss parallel, a rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes), not compiled (4).
+    # A rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes), not compiled (4).
     assert parts.memory.logits == whole.memory.logits * 3 // 4
     assert all(c.replicate == c.nodes for c in parts.node_counts)
 
 
 def test_memory_that_does_not_fit():
-    fits = make_plan(paper(80, {"training.local_batch_size": 3}), Machine(80, 8)).warnings
-    assert not any("GPU would need" in warning for warning in fits)
-    plan = make_plan(paper(1, {"training.local_batch_size": 240}), Machine(1, 8, "MI250X-GCD"))
-    said = f"a GPU would need about {sum(vars(plan.memory).values()) / 1e9:.1f} GB, but MI250X-GCD has 64 GB"
-    assert any(said in warning for warning in plan.warnings)
+    for size, too_large in ((3, False), (240, True)):
+        plan = make_plan(paper(1, {"training.local_batch_size": size}), Machine(1, 8, "MI250X-GCD"))
+        said = f"would need about {sum(vars(plan.memory).values()) / 1e9:.1f} GB, but MI250X-GCD has 64 GB"
+        assert any(said in warning for warning in plan.warnings) == too_large
 
 
 def test_json_and_text(every_node_count):
@@ -409,25 +391,18 @@ def test_json_and_text(every_node_count):
     ):
         assert said in text
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
-
-
-def test_the_time_of_a_run():
     days = {0.0327: "47 minutes", 1 / 12: "2.0 hours", 0.95: "22.8 hours", 3.06: "3.1 days"}
     assert {one: plans._days(one) for one in days} == days
 
 
-@pytest.mark.parametrize(
-    ("name", "units", "bf16", "bf16_clock", "fp32", "fp32_clock"),
-    [
+def test_peaks_follow_from_the_units_and_their_clock():
+    for name, units, bf16, bf16_clock, fp32, fp32_clock in (
         ("A100", 108, 2048, 1.41e9, 128, 1.41e9),
         ("H100", 132, 4096, 1.83e9, 256, 1.98e9),
         ("H200", 132, 4096, 1.83e9, 256, 1.98e9),
         ("MI250X-GCD", 110, 1024, 1.7e9, 256, 1.7e9),
         ("MI300X", 304, 2048, 2.1e9, 256, 2.1e9),
-    ],
-)
-def test_peaks_follow_from_the_units_and_their_clock(name, units, bf16, bf16_clock, fp32, fp32_clock):
-    """Multiprocessors or compute units, dense FLOPs of each per clock, and the clock, from the vendors' pages."""
-    gpu = find_gpu(name)
-    assert units * bf16 * bf16_clock == pytest.approx(gpu.bf16_flops, rel=1e-3)
-    assert units * fp32 * fp32_clock == pytest.approx(gpu.fp32_flops, rel=1e-3)
+    ):
+        gpu = find_gpu(name)
+        assert units * bf16 * bf16_clock == pytest.approx(gpu.bf16_flops, rel=1e-3)
+        assert units * fp32 * fp32_clock == pytest.approx(gpu.fp32_flops, rel=1e-3)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.command_line import typed
+from tests.command_line import DEMO, typed
 from tests.pages import loaded
 from titan_disp.cluster.cost import GPUS
 from titan_disp.cluster.plan import make_plan
@@ -45,19 +45,11 @@ def test_a_config_that_is_refused():
 
 def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
-    words = (
-        "plan",
-        "train_configs/demo_cpu.toml",
-        "--gpus-per-node",
-        "2",
-        "--training.global_batch_size",
-        "4",
-        "--suggest",
-    )
-    assert typed(monkeypatch, *words, "--training.local_batch_size", "2", "--json") == 0
+    words = f"plan {DEMO} --gpus-per-node 2 --training.global_batch_size 4 --suggest --training.local_batch_size 2"
+    assert typed(monkeypatch, *words.split(), "--json") == 0
     first = json.loads(capsys.readouterr().out)["suggestions"][0]
     assert (first["options"], first["memory"] > 1e6) == ([], True)
-    assert typed(monkeypatch, *words, "--training.local_batch_size", "2") == 0
+    assert typed(monkeypatch, *words.split()) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("now", "suggested"))]
     assert lines[0].endswith(" GB: the config as it is")
     assert all(" --" in line for line in lines[1:])

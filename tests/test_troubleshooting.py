@@ -28,7 +28,6 @@ def literals(path):
 
 
 def raised(path):
-    """(line, message) of every error for the user that has words of its own."""
     for node in ast.walk(ast.parse(path.read_text())):
         call = node.exc if isinstance(node, ast.Raise) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS and call.args:
@@ -38,7 +37,6 @@ def raised(path):
 
 
 def fragments():
-    """Of the first column, except under the symptoms without a message."""
     rows = [line for line in PAGE.partition("## Symptoms without")[0].splitlines() if line.startswith("| ")]
     return [fragment for row in rows for fragment in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 
