@@ -1,4 +1,4 @@
-"""These tests check the comparison of models by documents' scores, with numbers by hand and scipy's formulas."""
+"""The comparison of models by documents' scores, with numbers by hand and scipy's formulas."""
 
 import csv
 
@@ -28,13 +28,9 @@ def test_paired_difference_is_the_paired_t_test():
     baseline = rng.integers(0, 2, 300).astype(float)
     values = np.where(rng.random(300) < 0.8, baseline, 1.0)  # mostly equal answers, far smaller error than unpaired
     found, theirs = paired_difference(values, baseline), stats.ttest_rel(values, baseline)
-    assert (found.mean, found.standard_error) == pytest.approx(
-        ((values - baseline).mean(), stats.sem(values - baseline))
-    )
-    assert found.p_value == pytest.approx(theirs.pvalue)
-    assert (found.low, found.high) == pytest.approx(tuple(theirs.confidence_interval()))
-    same = paired_difference(baseline, baseline)
-    assert (same.mean, same.p_value) == (0, None)
+    expected = (np.mean(values - baseline), stats.sem(values - baseline), theirs.pvalue, *theirs.confidence_interval())
+    assert (found.mean, found.standard_error, found.p_value, found.low, found.high) == pytest.approx(expected)
+    assert paired_difference(baseline, baseline).p_value is None
     assert paired_difference(np.ones(1), np.zeros(1)).standard_error is None
 
 
@@ -46,18 +42,15 @@ def test_ranks_and_means():
     found = compare(rows_of("xyz"), models)
     means = np.array([v.mean(1) for v in answers.values()])
     ranks = stats.rankdata(-means, axis=0)
-    assert ranks[1, 0] == ranks[2, 0]
-    np.testing.assert_allclose(list(found.mean_rank.values()), ranks.mean(1))
-    np.testing.assert_allclose(list(found.mean.values()), means.mean(1))
+    assert [*found.mean_rank.values()] == pytest.approx(ranks.mean(1))
+    assert [*found.mean.values()] == pytest.approx(means.mean(1))
     d = answers["on"] - answers["off"]
     on = found.mean_difference["on"]
-    assert on.mean == pytest.approx(d.mean())
-    assert on.standard_error_documents == pytest.approx(np.sqrt((d.var(1, ddof=1) / 40).sum()) / 3)
-    assert on.standard_error_tasks == pytest.approx(stats.sem(d.mean(1)))
+    expected = (d.mean(), np.sqrt((d.var(1, ddof=1) / 40).sum()) / 3, stats.sem(d.mean(1)))
+    assert (on.mean, on.standard_error_documents, on.standard_error_tasks) == pytest.approx(expected)
 
 
 def test_two_tasks_by_hand():
-    """The differences are 1 and 0.4. Close scores are not ties. Undefined numbers of a single document are not 0."""
     x = {"off": Scores(0.501, 0.02, 5, np.zeros(5)), "on": Scores(0.502, 0.03, 5, np.array([0, 0, 0, 1, 1.0]))}
     y = {"off": Scores(0.9, None, 0, np.zeros(1)), "on": Scores(0.1, None, 0, np.ones(1))}
     rows = [Row("x", "acc", ("x",)), Row("y", "f1", ("y",))]
@@ -83,12 +76,11 @@ def test_two_tasks_by_hand():
     ]
     assert table(to_markdown(alone))[1][-1] == f"+0.4000 ± 0.2449 (p {d.p_value:.2g})"  # one task needs no adjustment
     first, _, mean = csv.DictReader(to_csv(found).splitlines())
-    cells = {name: first[name] for name in ("off", "on standard error", "off seed error", "on rank", "on - off seed p")}
-    assert [*cells.values()] == ["0.501", "0.03", "", "1.0", ""]
+    cells = [first[name] for name in ("off", "on standard error", "off seed error", "on rank", "on - off seed p")]
+    assert (cells, mean["task"]) == (["0.501", "0.03", "", "1.0", ""], "mean")
     numbers = ("", " standard error", " low", " high", " p", " holm")
     expected = [d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm]
     assert [float(first[f"on - off{name}"]) for name in numbers] == expected
-    assert mean["task"] == "mean"
 
 
 @pytest.mark.parametrize(("weight_by_size", "mean"), [(True, 4 / 6), (False, (3 / 4 + 1 / 2) / 2)])
@@ -97,21 +89,17 @@ def test_documents_of_a_group_are_pooled_as_it_averages(weight_by_size, mean):
     assert scaled_values(values, weight_by_size).mean() == pytest.approx(mean)
 
 
-@pytest.mark.parametrize(
-    ("p", "adjusted"),
-    [
-        # Wikipedia's "Holm–Bonferroni method" rejects the first and the last of these at 0.05. By hand: 0.005 · 4,
-        # 0.01 · 3, 0.03 · 2, and 0.04 · 1, which is raised to the one before it.
+def test_holm():
+    for p, adjusted in (
+        # Wikipedia's example: 0.005 · 4, 0.01 · 3, 0.03 · 2, and 0.04 · 1, raised to the one before it
         ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
         ([0.5, 0.4], [0.8, 0.8]),
         ([0.9, 0.8, 0.7], [1, 1, 1]),  # no probability is above 1
         ([0.02], [0.02]),
         ([1.0, None, 0.9], [1, None, 1]),
         ([None, 0.02, 0.01], [None, 0.04, 0.03]),  # one of three tests has no result
-    ],
-)
-def test_holm(p, adjusted):
-    assert holm(p) == [None if one is None else pytest.approx(one) for one in adjusted]
+    ):
+        assert holm(p) == [None if one is None else pytest.approx(one) for one in adjusted]
 
 
 def test_seeds_of_one_condition():
@@ -148,7 +136,6 @@ def test_difference_over_seeds_is_welchs_test():
 
 
 def test_mean_over_tasks_by_seed():
-    """The uncertainty is the scatter of each seed's mean over tasks. These seeds are good in one task or the other."""
     values = np.array([[0.0, 0], [1, 1]])
     off = {"x": of_seeds(values), "y": of_seeds(1 - values)}
     on = {"x": of_seeds(values), "y": of_seeds(values)}

@@ -18,7 +18,6 @@ def in_the_repository(monkeypatch):
 
 @pytest.fixture(scope="module")
 def options():
-    """The subcommand and the options of every titan-disp command of the page, as pairs. tests/test_docs.py reads the others."""
     return [understood(words[1:]) for words in commands(PAGE) if words[0] == "titan-disp"]
 
 
@@ -42,7 +41,6 @@ def test_runs_can_start_and_data_sets_have_names(options):
 
 
 def test_models_and_runs(options, sweeps):
-    """What is measured and evaluated: models of the hub, or runs that the page trains, each pair and family well formed."""
     from titan_disp.lab.inspection.targets import parse_group, parse_id
     from titan_disp.lab.sweeps.definition import points
 
@@ -52,14 +50,11 @@ def test_models_and_runs(options, sweeps):
     for name, one in options:
         if name not in ("condensation", "evaluate", "report"):
             continue
-        for pair in getattr(one, "pair", ()):
-            assert len(pair.split(",")) == 2
-            found += pair.split(",")
-        for family in getattr(one, "family", ()):
-            found += parse_group(family)[1]
-        for target in getattr(one, {"condensation": "targets", "evaluate": "models", "report": "runs"}[name]):
-            group = parse_group(target)
-            found += group[1] if group else [target]
+        pairs = [pair.split(",") for pair in getattr(one, "pair", ())]
+        assert all(len(pair) == 2 for pair in pairs)
+        targets = getattr(one, {"condensation": "targets", "evaluate": "models", "report": "runs"}[name])
+        groups = [parse_group(target) or (None, [target]) for target in (*targets, *getattr(one, "family", ()))]
+        found += [model for models in (*pairs, *(models for _, models in groups)) for model in models]
     assert len(found) > 50
     for name in found:
         assert name in runs or name == "assets/hf/gpt2" or not name.startswith("outputs/") and parse_id(name), name
@@ -67,7 +62,7 @@ def test_models_and_runs(options, sweeps):
 
 @pytest.mark.parametrize("name", sorted(SWEEPS.keys() - {"qwen3_methods"}))
 def test_sweeps_at_the_papers_size(name, sweeps):
-    """The point to compare with is there; the last condition of each listed point can start on one GPU."""
+    """The last condition of each listed point can start on one GPU."""
     from titan_disp.lab.sweeps.definition import points
 
     sweep = sweeps[str(SWEEPS[name].relative_to(ROOT))]
@@ -75,13 +70,11 @@ def test_sweeps_at_the_papers_size(name, sweeps):
     assert sweep.against in conditions
     for point in {condition.partition("_")[0]: point for condition, point in conditions.items()}.values():
         config = can_start(1, *point.argv())
-        assert config.job.dump_folder == str(point.folder)
-        # 20 %, as the authors' scripts have it
-        assert config.lr_scheduler.warmup_steps == -(-config.training.steps // 5)
+        assert config.lr_scheduler.warmup_steps == -(-config.training.steps // 5)  # 20 %, as in the authors' scripts
 
 
 def test_the_sweeps_of_both_models_are_the_same(sweeps):
-    """But for κ, of which Qwen3's recipe has the default, so that no variant needs it back."""
+    """But for κ, of which Qwen3's recipe has the default."""
     gpt2, qwen3 = (sweeps[str(SWEEPS[f"{model}_methods"].relative_to(ROOT))] for model in ("gpt2", "qwen3"))
     without = [(one.name, tuple(o for o in one.overrides if "clamp" not in o), one.axes) for one in gpt2.listed]
     assert without == [(one.name, one.overrides, one.axes) for one in qwen3.listed]
@@ -89,7 +82,6 @@ def test_the_sweeps_of_both_models_are_the_same(sweeps):
 
 
 def test_costs(monkeypatch):
-    """The table of costs against the plan of each config."""
     from titan_disp.cluster import plan as plans
     from titan_disp.config.options import Machine
 

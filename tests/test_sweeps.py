@@ -1,4 +1,4 @@
-"""These tests read a sweep's file, list its points, and train them here. Except for the last test, a stub trains."""
+"""A sweep's file, its points, and their training. Except for the last test, a stub trains."""
 
 import copy
 import dataclasses
@@ -46,10 +46,9 @@ def sweep(tmp_path):
 
 class TestPoints:
     def test_a_grid(self, sweep):
-        grid = '[grid]\n"dispersion.coeff" = [0.0, 0.1]\n"debug.seed, stream.seed" = [1, 2]\n'
+        grid = GRID.replace("debug.seed", "debug.seed, stream.seed")
         found = points(sweep(grid, "--training.steps=4"))
-        names = [f"{condition}_seed-{seed}" for condition in ("coeff-0.0", "coeff-0.1") for seed in (1, 2)]
-        assert [point.name for point in found] == [point.folder.name for point in found] == names
+        assert [point.name for point in found] == [point.folder.name for point in found] == NAMES
         assert [point.condition for point in found] == ["coeff-0.0", "coeff-0.0", "coeff-0.1", "coeff-0.1"]
         assert found[2].argv() == [
             *(str(DEMO), "--training.steps=4", "--dispersion.coeff=0.1", "--debug.seed=1", "--stream.seed=1"),
@@ -86,40 +85,38 @@ class TestPoints:
         assert first.overrides[:2] == ("--dispersion.enabled", "--dispersion.layers=all")
         assert last.overrides[:4] == ("--dispersion.no-enabled", "--dispersion.layers", "0", "2")
 
-    @pytest.mark.parametrize(
-        ("value", "name", "option"),
-        [
-            ("qwen3_disp", "qwen3_disp", "qwen3_disp"),
-            (["hidden_dim=32", "n_layers=2"], "hidden_dim-32+n_layers-2", "hidden_dim=32,n_layers=2"),
-            ({"hidden_dim": 48, "n_layers": 2}, "hidden_dim-48-n_layers-2", "hidden_dim=48,n_layers=2"),
-            ("", "empty", ""),
-        ],
-    )
-    def test_models_in_a_grid(self, sweep, value, name, option):
-        table = json.dumps(value).replace(": ", " = ")
-        (point,) = points(sweep(f'[grid]\n"model.overrides" = [{table}]'))
-        assert (point.name, point.overrides) == (f"overrides-{name}", (f"--model.overrides={option}",))
+    def test_tables_in_a_grid(self, sweep):
+        for key, value, name, option in (
+            (
+                "model.overrides",
+                '["hidden_dim=32", "n_layers=2"]',
+                "hidden_dim-32+n_layers-2",
+                "hidden_dim=32,n_layers=2",
+            ),
+            (
+                "model.overrides",
+                "{hidden_dim = 48, n_layers = 2}",
+                "hidden_dim-48-n_layers-2",
+                "hidden_dim=48,n_layers=2",
+            ),
+            ("model.overrides", '""', "empty", ""),
+            ("dispersion.options", "{margin = 0.3}", "margin-0.3", "margin=0.3"),
+        ):
+            (point,) = points(sweep(f'[grid]\n"{key}" = [{value}]'))
+            assert (point.name, point.overrides) == (f"{key.split('.')[1]}-{name}", (f"--{key}={option}",))
 
-    def test_options_of_a_loss_in_a_grid(self, sweep):
-        (point, _) = points(sweep('[grid]\n"dispersion.options" = [{margin = 0.3}, "margin=0.5,other=1"]'))
-        assert (point.name, point.overrides) == ("options-margin-0.3", ("--dispersion.options=margin=0.3",))
-
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
+    def test_lists_reach_the_config_as_they_are_written(self, sweep):
+        for key, value in (
             ("compile.components", ["model", "loss"]),
-            ("compile.components", ["model"]),
             ("quantize.grouped_mm.mx.fqns", ["experts", "router"]),
             ("dispersion.layers", [0, 2]),
             ("dispersion.layers", []),
             ("parallelism.module_fqns_per_model_part", [["tok_embeddings", "layers.0"], ["layers.1"], ["norm"]]),
-        ],
-    )
-    def test_lists_reach_the_config_as_they_are_written(self, sweep, key, value):
-        (point,) = points(sweep(f'[grid]\n"{key}" = [{json.dumps(value)}]'))
-        argv = ["--job.custom_config_module", load.MODULE, "--model.hf_assets_path", ".", *point.overrides]
-        parsed = ConfigManager().parse_args(argv)
-        assert functools.reduce(getattr, key.split("."), parsed) == value
+        ):
+            (point,) = points(sweep(f'[grid]\n"{key}" = [{json.dumps(value)}]'))
+            argv = ["--job.custom_config_module", load.MODULE, "--model.hf_assets_path", ".", *point.overrides]
+            parsed = ConfigManager().parse_args(argv)
+            assert functools.reduce(getattr, key.split("."), parsed) == value
 
     @pytest.mark.parametrize(
         ("text", "told"),
@@ -150,7 +147,6 @@ class TestPoints:
         ],
     )
     def test_what_is_wrong_is_said(self, tmp_path, text, told):
-        """The file is WHOLE, or has a sound section for the sweep."""
         file = write(tmp_path / "sweep.toml", text)
         if text.startswith("WHOLE"):
             file.write_text(text.removeprefix("WHOLE"))
@@ -189,7 +185,6 @@ class TestPrepare:
         assert len(str(raised.value).splitlines()) == 4
 
     def test_points_that_are_new_or_changed(self, sweep, sample, tmp_path):
-        """New points are added, and indices in the list stay. A changed point is refused with the name of the key."""
         one = prepare(sweep('[grid]\n"debug.seed" = [2]', *nano(sample)), 1)
         assert [(p.point.name, p.place, p.steps) for p in one] == [("seed-2", 0, 4)]
         two = prepare(sweep('[grid]\n"debug.seed" = [1, 2]', *nano(sample)), 1)
@@ -206,7 +201,6 @@ class TestPrepare:
             prepare(sweep(ONE, *nano(sample), "--dispersion.tau=2.0"), 1)
 
     def test_a_model_that_is_no_more_overridden(self, sweep, sample):
-        """A table that is left out has no key. A table that is written differently is the same."""
         for same in ("hidden_dim=16,n_layers=2", "n_layers=2, hidden_dim=16"):
             prepare(sweep(ONE, *nano(sample), f"--model.overrides={same}"), 1)
         for other, told in (
@@ -222,14 +216,11 @@ class TestPrepare:
         record = json.loads(file.read_text())
         del record["resolved"]["dispersion.tau"], record["resolved"]["training.seq_len"]
         file.write_text(json.dumps(record))
-        with pytest.raises(
-            ConfigError, match="training.seq_len 2048 → 32"
-        ) as raised:  # the default, which this run never had
+        # 2048 is the default, which this run never had; that of tau it had.
+        with pytest.raises(ConfigError, match=r"its config has changed [^:]*: training.seq_len 2048 → 32\. "):
             prepare(made, 1)
-        assert "dispersion.tau" not in str(raised.value)
 
     def test_a_folder_that_is_something_else(self, sweep, sample, tmp_path):
-        """The folder of another run is refused. Files of a call that was killed while it wrote are accepted."""
         made, run = sweep(ONE, *nano(sample)), tmp_path / "runs" / "seed-1"
         run.mkdir(parents=True)
         for name in ("point.toml", ".point.json.partial", "metrics.jsonl"):
@@ -249,9 +240,8 @@ def write_events(run, lines):
 START, COMPLETE = ("start", 0, ""), ("complete", 4, "")
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
+def test_the_last_event_decides_the_state(tmp_path):
+    for lines, expected in (
         ([], ("not started", "it has not begun to train")),
         ([START], ("unfinished", "begun, step 0 or later")),
         ([START, ("stop", 2, "SIGTERM")], ("unfinished", "stop at step 2: SIGTERM")),
@@ -260,11 +250,9 @@ START, COMPLETE = ("start", 0, ""), ("complete", 4, "")
         ([START, ("stop", 3, "budget.stop_at_tokens")], ("finished", "step 3")),
         ([START, COMPLETE, ("checkpoint", 4, "")], ("finished", "step 4")),
         ([COMPLETE, START, ("checkpoint", 2, "")], ("unfinished", "begun, step 4 or later")),
-    ],
-)
-def test_the_last_event_decides_the_state(tmp_path, lines, expected):
-    write_events(tmp_path, lines)
-    assert state(tmp_path) == expected
+    ):
+        write_events(tmp_path, lines)
+        assert state(tmp_path) == expected
 
 
 def test_state_of_a_failed_point(tmp_path):
@@ -301,7 +289,7 @@ def loaded_once(argv):
 
 @pytest.fixture
 def prepared(sweep, sample, monkeypatch, heard):
-    """Build a 2 × 2 sweep that the stub trains. Its behaviour is given by the point's name."""
+    """Run a 2 × 2 sweep that the stub trains: ``what`` says by the point's name what it does."""
 
     def prepared(text=GRID, jobs=1, module="tests.stub_train", **what):
         monkeypatch.setenv("STUB", json.dumps(what))
@@ -332,9 +320,7 @@ class TestRun:
         assert "RuntimeError: it broke (status 1; " in told[2]
         assert "killed by SIGKILL" in told[3]
         assert [state(tmp_path / "runs" / name)[0] for name in NAMES] == outcomes(results)
-        said = capsys.readouterr().out
-        assert "0 finished, 4 to train, 1 at a time" in said
-        assert "1 finished, 3 failed, 0 training, 0 waiting" in said
+        assert "1 finished, 3 failed, 0 training, 0 waiting" in capsys.readouterr().out
 
         results = prepared(**{NAMES[2]: "fail"})
         assert outcomes(results) == ["finished", "finished", "failed", "finished"]
@@ -358,21 +344,16 @@ class TestRun:
 
         threading.Thread(target=wait, daemon=True).start()
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_asked_to_stop(self, prepared, tmp_path, number):
+    # timeout(1) signals a process and its group.
+    @pytest.mark.parametrize(("number", "times", "pause"), [(signal.SIGINT, 1, 0), (signal.SIGTERM, 2, 0.05)])
+    def test_asked_to_stop(self, prepared, tmp_path, number, times, pause):
         before = signal.getsignal(number)
-        self.signalled(tmp_path, 2, number)
+        self.signalled(tmp_path, 2, number, times, pause)
         results = prepared(jobs=2, **dict.fromkeys(NAMES, "wait"))
         assert outcomes(results) == ["stopped"] * 4
         assert [one.detail for one in results] == [*["stop at step 1: SIGTERM"] * 2, *["not begun"] * 2]
         assert starts(tmp_path) == [1, 1, 0, 0]
         assert signal.getsignal(number) is before
-
-    def test_a_doubled_signal_kills_no_point(self, prepared, tmp_path):
-        """timeout(1) signals a process and its group."""
-        self.signalled(tmp_path, 1, signal.SIGTERM, times=2, pause=0.05)
-        results = prepared(**dict.fromkeys(NAMES, "wait"))
-        assert (results[0].outcome, results[0].detail) == ("stopped", "stop at step 1: SIGTERM")
 
     def test_asked_to_stop_twice(self, prepared, tmp_path):
         before = children(os.getpid())  # servers that fork the ranks of other tests
@@ -395,7 +376,6 @@ class TestRun:
         assert set(outcomes(prepared())) == {"finished"}
 
     def test_another_call_has_finished_it_meanwhile(self, prepared, tmp_path, monkeypatch):
-        """The state is read again under the lock."""
         prepared(text=ONE)
         events = tmp_path / "runs" / "seed-1" / "events.jsonl"
         complete, lock = events.read_text(), local.lock_folder
@@ -415,9 +395,8 @@ class TestRun:
         monkeypatch.setattr(folder, "load_config", loaded_once)
         made = prepare(sweep(ONE, *nano(sample)), 2)
         runner = local._Runner(made, 1, 2, "titan_disp.train")
-        assert " ".join(runner._command(made[0])).startswith(
-            "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=0 -m titan_disp.train --job.config_file"
-        )
+        command = " ".join(runner._command(made[0]))
+        assert command.startswith("-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=0 -m titan")
         assert "WORLD_SIZE" not in runner._environment(0).keys() - os.environ.keys()
 
     def test_gpus_are_dealt_in_turn(self, monkeypatch):
@@ -429,21 +408,18 @@ class TestRun:
         assert local._devices(1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
+def test_first_error(tmp_path):
+    for text, error in (
         ("step 1\n[rank0]: Traceback\n[rank0]: torch.OutOfMemoryError: none\n", "torch.OutOfMemoryError: none"),
         ("ValueError: first\nDuring handling\nKeyError: 'last'\nwarning\n", "KeyError: 'last'"),
         ("RuntimeError: x\nx.errors.ChildFailedError:\n", "RuntimeError: x"),
         ("titan-disp: error: mend it\nSystemExit\n", "mend it"),
         ("a\nb\n\nc\nd\n", "b / c / d"),
         ("", "no output"),
-    ],
-)
-def test_first_error(tmp_path, text, error):
-    earlier = "titan-disp: error: of an earlier start\n"
-    (tmp_path / "log").write_text(earlier + text)
-    assert first_error(tmp_path / "log", len(earlier)) == error
+    ):
+        earlier = "titan-disp: error: of an earlier start\n"
+        (tmp_path / "log").write_text(earlier + text)
+        assert first_error(tmp_path / "log", len(earlier)) == error
 
 
 def test_submit(sweep, sample, monkeypatch, capsys):
@@ -457,10 +433,8 @@ def test_submit(sweep, sample, monkeypatch, capsys):
         assert submit(made, SweepOptions(made.folder, **jobs, dry_run=True)) == 0
         return capsys.readouterr().out
 
-    line = (
-        "sbatch --nodes=1 --array={}%2 --time=15 --account=abc "
-        f"--export=ALL,TITAN_DISP_SITE=local_cpu,TITAN_DISP_PYTHON={sys.executable} {ROOT}/slurm/sweep.sbatch {made.folder}"
-    )
+    exported = f"ALL,TITAN_DISP_SITE=local_cpu,TITAN_DISP_PYTHON={sys.executable}"
+    line = f"sbatch --nodes=1 --array={{}}%2 --time=15 --account=abc --export={exported} {ROOT}/slurm/sweep.sbatch {made.folder}"
     first, *plan, last = told().splitlines()
     assert (first.endswith("0 finished, 4 to submit"), last) == (True, line.format("0-3"))
     assert "4 of 512 tokens" in "".join(plan)  # 4 steps of 16 × 32 tokens
@@ -476,8 +450,7 @@ def test_submit(sweep, sample, monkeypatch, capsys):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs" / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
 def test_the_sweeps_that_come_with_it(file, monkeypatch):
-    """Every value of a grid is valid for its key, and the condition that the others are compared with exists. A point of each
-    list goes through the loader, and the other values are put into its config, which takes no time."""
+    """A point of each list goes through the loader; the other values are put into its config, which takes no time."""
     monkeypatch.chdir(ROOT)  # paths are relative to it
     sweep = read_sweep(file)
     assert sweep.against in {point.condition for point in points(sweep)}
@@ -494,7 +467,6 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
 
 
 def test_the_cost_of_the_experiment_at_124m(monkeypatch):
-    """The hours that the file promises are the plan's, and its tuning differs from it only in learning rates and seeds."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(plans, "MAX_NODES", 1)
     file, tuning = (ROOT / "train_configs" / "sweeps" / f"evidence_124m{part}.toml" for part in ("", "_tuning"))
@@ -518,10 +490,8 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
 @pytest.mark.timeout(1200)
 def test_killed_in_the_middle(sample, tmp_path):
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
-    command, options = (
-        [sys.executable, "-m", "titan_disp.cli", "sweep"],
-        {"cwd": ROOT, "env": environment(), "text": True},
-    )
+    command = [sys.executable, "-m", "titan_disp.cli", "sweep"]
+    options = {"cwd": ROOT, "env": environment(), "text": True}
     first, runs = subprocess.Popen([*command, str(file)], **options), tmp_path / "runs"
     deadline = time.monotonic() + 600
     while not any(e["event"] == "start" for e in read_events(runs / NAMES[1])):
@@ -539,9 +509,7 @@ def test_killed_in_the_middle(sample, tmp_path):
     assert (last["event"], last["reason"]) == ("stop", "SIGTERM")
 
     done = subprocess.run([*command, str(file)], **options, capture_output=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 finished, 3 to train, 1 at a time" in done.stdout
-    assert done.stdout.splitlines()[-1] == "4 finished"
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "4 finished"), done.stdout + done.stderr
     begun = [[e["event"] for e in read_events(runs / name) if e["event"] in ("start", "resume")] for name in NAMES]
     assert begun == [["start"], ["start", "resume"], ["start"], ["start"]]
 
@@ -551,5 +519,3 @@ def test_killed_in_the_middle(sample, tmp_path):
     losses = [{step: row["loss"] for step, row in read_metrics(run).items()} for run in (alone, runs / NAMES[1])]
     assert losses[0] == losses[1]
     assert set(losses[0]) == {1, 2, 3, 4}
-    table = subprocess.run([*command, "table", str(file), "--against", "coeff-0.0"], **options, capture_output=True)
-    assert (table.returncode, table.stdout.count("2 of 2"), "missing" in table.stdout) == (0, 2, False), table.stderr
