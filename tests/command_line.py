@@ -35,7 +35,6 @@ def environment():
 
 
 def rank_environment(rank=0, world_size=1):
-    """Return the environment that torchrun would set."""
     from tests.distributed import free_port  # imports torch, which tests of pages do without
 
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": free_port()}
@@ -43,7 +42,6 @@ def rank_environment(rank=0, world_size=1):
 
 
 def train(config, sample, run, *options, nproc=1, check=True):
-    """Train to the end, and return the completed process with its output."""
     done = subprocess.run(
         command(config, sample, run, *options, nproc=nproc),
         cwd=ROOT,
@@ -63,7 +61,6 @@ def children(pid):
 
 
 def kill_tree(pid):
-    """Kill a process and all of its descendants with SIGKILL."""
     try:
         below = children(pid)
         os.kill(pid, signal.SIGKILL)

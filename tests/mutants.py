@@ -1,18 +1,10 @@
-"""Find small wrong edits of the code that its fast tests do not notice: ``make mutants ROOM=measure``.
+"""Find small wrong edits of the code that its fast tests do not notice: ``make mutants ROOM=measure``, docs/mutants.md.
 
-A *mutant* is the code with one small edit: another operator, a number plus one, an argument left out or None. mutmut
-makes mutants and runs the tests that reach the edited function. A mutant that fails none of them has *survived*. mutmut
-was chosen over cosmic-ray because it imports torch and TorchTitan (6 s) once and forks for every mutant, and because it
-runs only the tests that call the edited function, so that a mutant takes about a second. It does not edit code outside
-of functions, nor functions with decorators other than staticmethod and classmethod.
-
-A *room* is a set of source files and their tests. Lines of messages are not edited, because tests look for what a
-message must say and not for every word. Survivors that no test can notice, because the edited code does the same, are
-listed with the reason in ``equivalent_mutants.toml``.
+mutmut was chosen over cosmic-ray because it imports torch and TorchTitan (6 s) once and forks for every mutant, and
+because it runs only the tests that call the edited function, so that a mutant takes about a second.
 """
 
 import argparse
-import ast
 import json
 import os
 import random
@@ -32,49 +24,32 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 
-# For each room: the files to edit, and the test files of which only the fast tests (neither slow nor night) run.
+# For each room: the files to edit, and the names of the tests, of which only the fast ones run.
 ROOMS = {
     "dispersion": (
-        ["titan_disp/dispersion/*.py", "titan_disp/dispersion/variants/*.py"],
-        [
-            "test_pairwise",
-            "test_variants",
-            "test_authors_loss",
-            "test_padding",
-            "test_objective",
-            "test_sharded_loss",
-            "test_loss_edges",
-            "test_own_losses",
-            "test_gpu_path",
-        ],
+        "titan_disp/dispersion/*.py titan_disp/dispersion/variants/*.py",
+        "pairwise variants authors_loss padding objective sharded_loss loss_edges own_losses gpu_path",
     ),
-    "guard": (["titan_disp/run/guard.py"], ["test_guard", "test_ranks_agree"]),
+    "guard": ("titan_disp/run/guard.py", "guard ranks_agree"),
     "checkpoint": (
-        [f"titan_disp/run/{file}.py" for file in ("checkpoint", "integrity")],
-        ["test_checkpoint", "test_checkpoint_integrity", "test_checkpoint_trust", "test_ranks_agree"],
+        "titan_disp/run/checkpoint.py titan_disp/run/integrity.py",
+        "checkpoint checkpoint_integrity checkpoint_trust ranks_agree",
     ),
     "stream": (
-        [f"titan_disp/data/{file}.py" for file in ("stream", "cursor", "shuffle", "position", "assignment", "passes")],
-        [
-            "test_stream",
-            "test_shuffle",
-            "test_mixture",
-            "test_local_files",
-            "test_tokenizers",
-            "test_formats",
-            "test_data_errors",
-        ],
+        "titan_disp/data/stream.py titan_disp/data/cursor.py titan_disp/data/shuffle.py titan_disp/data/position.py "
+        "titan_disp/data/assignment.py titan_disp/data/passes.py",
+        "stream shuffle mixture local_files tokenizers formats data_errors",
     ),
     "formats": (
-        [f"titan_disp/data/{file}.py" for file in ("formats", "token_ids", "sources")],
-        ["test_formats", "test_data_errors", "test_mixture"],
+        "titan_disp/data/formats.py titan_disp/data/token_ids.py titan_disp/data/sources.py",
+        "formats data_errors mixture",
     ),
-    "supervise": (["slurm/supervise.py"], ["test_supervise"]),
-    "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
-    "measure": (["titan_disp/condensation/measure.py"], ["test_condensation", "test_averaged_cosines"]),
+    "supervise": ("slurm/supervise.py", "supervise"),
+    "plan": ("titan_disp/cluster/plan.py", "plan"),
+    "measure": ("titan_disp/condensation/measure.py", "condensation averaged_cosines"),
     "compare": (
-        ["titan_disp/lab/evaluate/compare.py", "titan_disp/lab/statistics.py"],
-        ["test_compare", "test_evaluate", "test_sweep_table"],
+        "titan_disp/lab/evaluate/compare.py titan_disp/lab/statistics.py",
+        "compare evaluate sweep_table",
     ),
 }
 SEMANTIC = "semantic"  # wrong edits made by hand: tests/semantic.py
@@ -130,13 +105,13 @@ def _run(world_size, function, args):
 
 class Survivor(NamedTuple):
     file: str
-    line: int
+    function: str
     before: str
     after: str
     status: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.status})\n    - {self.before}\n    + {self.after}"
+        return f"{self.file}: {self.function} ({self.status})\n    - {self.before}\n    + {self.after}"
 
 
 def prepare(room: str) -> Path:
@@ -148,13 +123,13 @@ def prepare(room: str) -> Path:
         file.write(RANKS)
     settings = {
         "source_paths": ["titan_disp", "slurm"],
-        "only_mutate": files,
+        "only_mutate": files.split(),
         "do_not_mutate_patterns": [MESSAGES],
         "also_copy": [
             *("train_configs", "benchmarks", "docs", "README.md", "CHANGELOG.md", "Makefile"),
             "titan_disp/cluster/slurm",  # a link, which mutmut does not follow
         ],
-        "pytest_add_cli_args_test_selection": [f"tests/{test}.py" for test in tests],
+        "pytest_add_cli_args_test_selection": [f"tests/test_{name}.py" for name in tests.split()],
         # Inductor cannot trace mutmut's switches. The plugins that look for exceptions in destructors and threads are
         # off because they collect garbage five times, which takes seconds after many imports.
         "pytest_add_cli_args": [
@@ -189,11 +164,6 @@ def verdicts(folder: Path) -> Iterator[tuple[Path, str, int | None]]:
             yield meta.relative_to(folder / "mutants").with_suffix(""), name, code
 
 
-def not_noticed(folder: Path) -> list[str]:
-    """The mutants that survived the last run or that it has not tried."""
-    return [name for _, name, code in verdicts(folder) if code in SURVIVED or code is None]
-
-
 def drawn(folder: Path, number: int, environment: dict[str, str]) -> list[str]:
     """Make the mutants, and draw some of them at random, the same ones for the same code.
 
@@ -201,17 +171,14 @@ def drawn(folder: Path, number: int, environment: dict[str, str]) -> list[str]:
     """
     # mutmut stops at a name that it does not know after it has made the mutants and noted which tests reach them.
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", "none"]
-    made = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    made = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     names = [name for _, name, _ in verdicts(folder)]
-    if "nothing matches" not in made.stdout or not names:
-        raise SystemExit(f"mutmut made no mutants:\n{made.stdout}")
+    if "nothing matches" not in made.stdout + made.stderr or not names:
+        raise SystemExit(f"mutmut made no mutants:\n{made.stdout}{made.stderr}")
     return random.Random(0).sample(sorted(names), min(number, len(names)))
 
 
 def results(folder: Path) -> tuple[int, list[Survivor]]:
-    """How many mutants were tried, and the survivors among them."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 
@@ -220,23 +187,11 @@ def results(folder: Path) -> tuple[int, list[Survivor]]:
     for source, name, code in verdicts(folder):
         total += code is not None
         if code in SURVIVED:
-            _, _, header, *diff = get_diff_for_mutant(name).splitlines()
+            _, _, _, *diff = get_diff_for_mutant(name).splitlines()
             before, after = (" ".join(line[1:].strip() for line in diff if line[0] == sign) for sign in "-+")
-            line = _first_line(source, *orig_function_and_class_names_from_key(name))
-            line += (
-                int(header.split()[1].lstrip("-").split(",")[0]) - 1
-            )  # @@ -9,7 +9,7 @@, counted from the function on
-            line += next(i for i, text in enumerate(diff) if text[0] in "-+")
-            survivors.append(Survivor(str(source), line, before, after, SURVIVED[code]))
+            function, _ = orig_function_and_class_names_from_key(name)
+            survivors.append(Survivor(str(source), function, before, after, SURVIVED[code]))
     return total, survivors
-
-
-def _first_line(source: Path, function: str, class_name: str | None) -> int:
-    body = ast.parse(source.read_text()).body
-    if class_name:
-        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == class_name).body
-    found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
-    return min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
 
 
 class Equivalent:
@@ -263,25 +218,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--report", action="store_true", help="only print the results of the room's last run")
-    again.add_argument(
-        "--again", action="store_true", help="try only the mutants that survived the last run or were not tried in it"
-    )
-    parser.add_argument(
-        "--ending",
-        default="",
-        metavar="DIGITS",
-        help="try only mutants whose number ends in one of these digits: 27 tries a fifth of them",
-    )
-    parser.add_argument("--only", default="", metavar="WORDS", help="in semantic: only edits of such files or reasons")
-    again.add_argument("--draw", type=int, metavar="N", help="try only N mutants, drawn at random")
+    again.add_argument("--again", action="store_true", help="only those that survived the last run or were not tried")
+    again.add_argument("--draw", type=int, metavar="N", help="only N mutants, drawn at random")
+    again.add_argument("--ending", default="", metavar="DIGITS", help="only those whose number ends in one of these")
+    again.add_argument("--only", default="", metavar="WORDS", help="in semantic: only edits of such files or reasons")
     args = parser.parse_args()
-    if args.draw and args.ending:
-        parser.error("--draw and --ending cannot be combined")
     folder = BUILD / args.room
-    if args.room != SEMANTIC and args.only:
-        parser.error(f"--only needs ROOM={SEMANTIC}")
-    if args.room == SEMANTIC and (args.report or args.again or args.draw or args.ending):
-        parser.error(f"ROOM={SEMANTIC} tries whole files: choose with --only WORDS")
+    of_mutmut = args.report or args.again or args.draw or args.ending
+    if of_mutmut if args.room == SEMANTIC else args.only:
+        parser.error(f"--only is for ROOM={SEMANTIC}, and the other options are for other rooms")
     if args.room == SEMANTIC:
         shutil.rmtree(folder, ignore_errors=True)
         semantic.copy(ROOT, folder)
@@ -290,8 +235,8 @@ def main() -> None:
     if not args.report:
         names = [f"*[{args.ending}]"] if args.ending else []
         if args.again:
-            names = [name for name in not_noticed(folder) if not args.ending or name[-1] in args.ending]
-        if not args.again:
+            names = [name for _, name, code in verdicts(folder) if code in SURVIVED or code is None]
+        else:
             shutil.rmtree(folder, ignore_errors=True)
         prepare(args.room)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample())}

@@ -1,11 +1,9 @@
-"""These helpers read commands and code blocks from the documentation, for tests that compare it with the software.
-
-Importing this module imports neither torch nor TorchTitan.
-"""
+"""Read commands and code blocks from the documentation. This module imports neither torch nor TorchTitan."""
 
 import copy
 import functools
 import inspect
+import itertools
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -29,7 +27,7 @@ class Understood(Exception):
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language without their indentation, also inside lists."""
+    """The fenced blocks of a language without their indentation, also inside lists."""
     found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", text, flags=re.M | re.S)
     return [re.sub(rf"^{indent}", "", block, flags=re.M) for indent, block in found]
 
@@ -37,17 +35,14 @@ def blocks(text: str, language: str) -> list[str]:
 def split(lines: str) -> Iterator[list[str]]:
     """Yield the words of each command in shell lines, with placeholders filled in."""
     for line in re.sub(r" > \S+", "", lines.replace("\\\n", " ")).splitlines():  # drops the file that is written
-        words: list[str] = []
-        for word in [*shlex.split(line, comments=True), "&&"]:
-            if word != "&&":
-                words += [] if PLACEHOLDERS.get(word, word) is None else [PLACEHOLDERS.get(word, word)]
-            elif words:
-                yield words
-                words = []
+        words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
+        for is_and, command in itertools.groupby(words, lambda word: word == "&&"):
+            if not is_and:
+                yield [word for word in command if word is not None]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return the commands in a page's shell blocks, or titan-disp commands in the comments of a script or config."""
+    """The commands in a page's shell blocks, or titan-disp commands in the comments of a script or config."""
     text = page.read_text()
     if page.suffix == ".md":
         return list(split("\n".join(blocks(text, "bash"))))
@@ -71,7 +66,7 @@ def _tells(members, prefix=""):
 
 
 def understood(words):
-    """Return the subcommand and its options, as the command line reads a command's words. The command must be valid."""
+    """The subcommand and its options, as the command line reads the words of a valid command."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "COMMANDS", _tells(cli.COMMANDS))
         patch.setattr("sys.argv", ["titan-disp", *words])
@@ -83,14 +78,14 @@ def understood(words):
 
 @functools.cache  # tyro takes half a second to parse
 def loaded(*words):
-    """Return a config that the caller may not change."""
+    """A config that the caller may not change."""
     from titan_disp.config.load import load_config  # imports torch, which other tests of pages do without
 
     return load_config(["--job.config_file", *map(str, words)])
 
 
 def changed(config, changes):
-    """Return a copy of a config with other values of keys, by their full names."""
+    """A copy of a config with other values of keys, by their full names."""
     config = copy.deepcopy(config)
     for name, value in changes.items():
         section, key = name.split(".")

@@ -76,69 +76,35 @@ class HiddenStates(torch.nn.Module):
 
 
 def test_recorded_numbers_of_the_authors_package():
-    """Matrices, their means over all pairs, and histograms; ρ and τ are scipy's of these means, as the package has none."""
+    """ρ and τ are scipy's of the means over all pairs, as the package has none."""
     recorded = np.array(json.loads(RECORDED.read_text()))
     averaged, pooled = AveragedCosines(), Accumulator(4)
-    for text in range(3):
-        for layer, z in enumerate(hidden_states(text)):
-            averaged.add(layer, z)
-            pooled.add(layer, z)
+    for layer, z in ((layer, z) for text in range(3) for layer, z in enumerate(hidden_states(text))):
+        averaged.add(layer, z)
+        pooled.add(layer, z)
     np.testing.assert_allclose([averaged.matrix(layer) for layer in range(4)], recorded, atol=1e-5)
     found, means = pooled.result(6), recorded.mean((1, 2))
     hidden = np.delete(means, 2)  # as if the third layer were the last block, which hidden states leave out
     np.testing.assert_allclose(found.mean_cosine, means, atol=1e-5)
-    for layer, histogram in enumerate(averaged.histogram()):
-        np.testing.assert_array_equal(histogram, np.histogram(recorded[layer], EDGES)[0] / 36)
+    np.testing.assert_array_equal(averaged.histogram(), [np.histogram(one, EDGES)[0] / 36 for one in recorded])
     assert found.after_norm.spearman == pytest.approx(stats.spearmanr(hidden, range(3)).statistic)
     assert found.after_norm.kendall == pytest.approx(stats.kendalltau(hidden, range(3)).statistic)
 
 
 @pytest.fixture
 def package(monkeypatch):
-    """``make test-authors`` installs it. It is no dependency, not even of the tests: its licence is non-commercial, and it asks
-    for a transformers older than ours, which it does not need."""
+    """``make test-authors`` installs it. It is no dependency: its licence is non-commercial, and its transformers is older."""
     nltk = pytest.importorskip("nltk", reason="make test-authors")
     monkeypatch.setattr(nltk, "download", lambda *_: None)  # of data that are only used to sample texts
     return pytest.importorskip("embedding_condensation", reason="make test-authors")
 
 
-def theirs(package, model, ids):
-    """[layers, N, N]: the package's averaged cosines of a model on [B, N] token ids."""
-    texts = [str(i) for i in range(len(ids))]
-    options = {"max_length": ids.shape[1], "plot": False, "save_path": None, "show_progress": False}
-    return package.measure_embedding_condensation(
-        model, lambda text, **_: {"input_ids": ids[int(text)][None]}, texts=texts, repetitions=len(texts), **options
-    ).cossim_by_layer
-
-
 def test_what_was_recorded_is_the_packages(package):
-    np.testing.assert_allclose(
-        theirs(package, HiddenStates(), torch.arange(3)[:, None]), json.loads(RECORDED.read_text()), atol=1e-6
+    found = package.measure_embedding_condensation(
+        HiddenStates(),
+        lambda text, **_: {"input_ids": torch.tensor([[int(text)]])},
+        texts=["0", "1", "2"],
+        repetitions=3,
+        **{"max_length": 1, "plot": False, "save_path": None, "show_progress": False},
     )
-
-
-def test_both_heatmaps_are_the_packages(package):
-    """The same model, a GPT-2, on the same tokens."""
-    import transformers
-
-    from titan_disp.lab.inspection.command import measure
-    from titan_disp.lab.inspection.targets import hugging_face_layers
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 24, "n_layer": 4, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, initializer_range=0.3)).eval()
-    ids = torch.randint(0, 300, (9, N), generator=torch.Generator().manual_seed(1))
-    expected = theirs(package, model, ids)
-
-    averaged = AveragedCosines()
-    with torch.no_grad():
-        hugging_face_layers(model)(ids, averaged.add)
-    ours = [averaged.matrix(layer) for layer in (0, 1, 2, 3, 5)]  # their layers leave out the last block's output
-    np.testing.assert_allclose(ours, expected, atol=1e-5)
-    found = measure("model", hugging_face_layers(model), ids, batch_size=1)
-    means = expected.mean((1, 2), dtype=np.float64)
-    np.testing.assert_allclose(np.delete(found.mean_cosine, found.last_block), means, atol=1e-5)
-    histograms = np.stack([np.histogram(matrix, EDGES)[0] / N**2 for matrix in expected])
-    np.testing.assert_allclose(np.delete(found.averaged_histogram, found.last_block, 0), histograms, atol=1e-5)
-    assert found.after_norm.spearman == pytest.approx(stats.spearmanr(means, range(5)).statistic)
-    assert found.after_norm.kendall == pytest.approx(stats.kendalltau(means, range(5)).statistic)
+    np.testing.assert_allclose(found.cossim_by_layer, json.loads(RECORDED.read_text()), atol=1e-6)

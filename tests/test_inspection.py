@@ -1,4 +1,4 @@
-"""These tests inspect models: layers one at a time, models of the hub, devices and dtypes, and the paper's sampling."""
+"""Layers one at a time, models of the hub, devices and dtypes, and the paper's sampling."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, processors
 
 from tests.command_line import typed
 from tests.saved_run import random_model, save_run
-from tests.test_condensation_command import refused, save_hugging_face
+from tests.test_condensation_command import refused, save_gpt2
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
@@ -39,7 +39,6 @@ CONFIGS = {
 
 
 def random_causal_lm(name):
-    """The weights are so large that every layer differs from the next."""
     import transformers
 
     torch.manual_seed(0)
@@ -58,7 +57,7 @@ def tokens(count=2, length=12):
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_are_transformers_hidden_states(name):
-    """One at a time: at most a layer, the embedding and a block's output are alive. transformers' are alive together."""
+    """One at a time: at most a layer, the embedding and a block's output are alive."""
     model = random_causal_lm(name)
     layers = hugging_face_layers(model)
     got = {}
@@ -73,12 +72,6 @@ def test_layers_are_transformers_hidden_states(name):
         torch.testing.assert_close(model.model.norm(got[BLOCKS]), got[BLOCKS + 1])
     assert layers.parameters == sum(p.numel() for p in set(model.parameters()))
     assert largest_number_alive(layers) <= 3
-
-    def at_once(batch, take_in):
-        for layer, z in enumerate(model.base_model(batch, output_hidden_states=True).hidden_states):
-            take_in(layer, z)
-
-    assert largest_number_alive(at_once) == BLOCKS + 1
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +102,6 @@ def test_layers_of_a_run(run):
     assert list(got) == list(range(8))
     torch.testing.assert_close([*got.values()], [*expected], rtol=0, atol=0)
     assert largest_number_alive(layers) <= 3
-
-
-def save_gpt2(folder, tokenizer, seed=0, width=32):
-    import transformers
-
-    torch.manual_seed(seed)
-    config = transformers.GPT2Config(vocab_size=2048, n_positions=48, n_embd=width, n_layer=3, n_head=2)
-    return save_hugging_face(transformers.GPT2LMHeadModel(config), tokenizer, folder)
 
 
 @pytest.fixture(scope="module")
@@ -162,18 +147,17 @@ def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "shown", "over_steps"),
-    [(("step1000", "step20"), ["20", "1,000", "step"], True), (("old", "new"), ["old", "new", "revision"], False)],
+    ("names", "shown"),
+    [(("step1000", "step20"), ["20", "1,000", "step"]), (("old", "new"), ["old", "new", "revision"])],
 )
-def test_revisions_over_training(hub, text, command, drawn, tmp_path, names, shown, over_steps):
+def test_revisions_over_training(hub, text, command, drawn, tmp_path, names, shown):
     (hub / "refs" / "new").write_text("a" * 40)
     (hub / "refs" / "old").write_text("b" * 40)
     command(*(f"lab/tiny@{name}" for name in names), "--text", text, "--sequences", 2, "--out", tmp_path)
     legend = drawn["over_training.png"].legends[0]
     assert [t.get_text() for t in (*legend.texts, legend.get_title())] == shown
-    assert ("over_steps.png" in drawn) == over_steps
-    if over_steps:
-        assert [line.get_xdata().tolist() for line in drawn["over_steps.png"].axes[0].lines] == [[20, 1000]]
+    picture = drawn.get("over_steps.png")
+    assert (picture and picture.axes[0].lines[0].get_xdata().tolist()) == ([20, 1000] if "step" in shown else None)
 
 
 def test_steps_of_revisions(gpt2):
@@ -188,9 +172,7 @@ def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_p
         ("Qwen/Qwen3-0.6B", "snapshot_download('Qwen/Qwen3-0.6B', allow_patterns=['*.json', "),
         ("lab/tiny@v2", "snapshot_download('lab/tiny', revision='v2', allow_patterns=["),
     ):
-        told = refused(command, capsys, name, *rest)
-        assert "is not a folder here" in told
-        assert f'python -c "from huggingface_hub import snapshot_download; {call}' in told
+        assert f'"from huggingface_hub import snapshot_download; {call}' in refused(command, capsys, name, *rest)
     # An index of pickles that were not downloaded does not matter, but one of two files of weights does.
     folder, of_step20 = hub / "snapshots" / ("b" * 40), "snapshot_download('lab/tiny', revision='step20', "
     pickles = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
@@ -205,8 +187,7 @@ def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_p
     for file in folder.glob("*model*"):
         file.unlink()
     told = refused(command, capsys, "lab/tiny@step20", *rest)
-    for said in ("no weights", of_step20, "'pytorch_model*.bin'])"):  # the repository may have pickles only
-        assert said in told
+    assert ("no weights" in told, "'pytorch_model*.bin'])" in told) == (True, True)  # it may have pickles only
 
 
 def test_ids_of_the_hub():
@@ -218,7 +199,7 @@ def test_ids_of_the_hub():
 
 
 def test_a_run_goes_before_the_hub(hub, run, monkeypatch):
-    """run/30 could be a model's id. So could the missing run/7, but the message says that the run has no such step."""
+    """run/30 could be a model's id, and so could the missing run/7."""
     monkeypatch.chdir(run.parent)
     assert list(find_targets(["run/30"], False, None)) == ["run-step-30"]
     with pytest.raises(ConfigError, match="has no checkpoint of step 7; it has 30"):
@@ -247,14 +228,12 @@ def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
     rest = ("--text", text, "--sequences", 2, "--out", tmp_path / "out")
     assert "--trust-remote-code" in refused(command, capsys, folder, *rest)
     assert not (tmp_path / "modules").exists()
-    command(folder, "--trust-remote-code", *rest)
-    command(gpt2, *rest)
+    command(folder, gpt2, "--trust-remote-code", *rest)
     own, plain = (Condensation.load(tmp_path / "out" / f"{name}.npz") for name in ("own", "gpt2"))
     assert own.to_json() == plain.to_json()
 
 
 def test_dtypes_and_devices(gpt2, run, text, command, tmp_path, capsys, monkeypatch):
-    """bf16 is close to float32 but not equal, also for a run. auto is the CPU without a GPU, and needs accelerate."""
     pytest.importorskip("accelerate")
     few = ("--text", text, "--sequences", 2, "--out")
     for name, options in {"f32": "", "bf16": "--dtype bfloat16", "auto": "--device auto --dtype auto"}.items():
@@ -262,30 +241,25 @@ def test_dtypes_and_devices(gpt2, run, text, command, tmp_path, capsys, monkeypa
     for target in ("gpt2", "run-step-30"):
         f32, bf16, auto = (Condensation.load(tmp_path / out / f"{target}.npz") for out in ("f32", "bf16", "auto"))
         assert auto.to_json() == f32.to_json()
-        # With eight bits, each activation is off by up to 1/256.
         assert 0 < np.abs(bf16.mean_cosine - f32.mean_cosine).max() < 0.02
     assert json.loads((tmp_path / "bf16" / "metrics.json").read_text())["dtype"] == "bfloat16"
     monkeypatch.setattr(command_module, "find_spec", lambda _: None)
     assert "pip install accelerate" in refused(command, capsys, gpt2, *few, tmp_path / "out", "--device", "auto")
 
 
-def letters(text):
-    return [ord(c) for c in text]
-
-
 def test_contiguous_sequences():
-    """Every sequence is a part of the text that begins at a line. The seed determines the places."""
+    def letters(text):
+        return [ord(c) for c in text]
+
     lines = [f"line {i}\n" for i in range(300)]
     whole = "".join(lines)
     found = contiguous_sequences(lines, letters, 50, 40, seed=3)
-    assert found.shape == (50, 40)
     places = [whole.index("".join(map(chr, sequence))) for sequence in found.tolist()]
     assert all(place == 0 or whole[place - 1] == "\n" for place in places)
-    assert len(set(places)) > 30
-    assert torch.equal(found, contiguous_sequences(lines, letters, 50, 40, seed=3))
-    assert not torch.equal(found, contiguous_sequences(lines, letters, 50, 40, seed=4))
-    all_of_it = contiguous_sequences(lines, letters, 3, len(whole), seed=0)
-    assert "".join(map(chr, all_of_it[2])) == whole
+    assert (found.shape, len(set(places)) > 30) == ((50, 40), True)
+    same, other = (contiguous_sequences(lines, letters, 50, 40, seed) for seed in (3, 4))
+    assert (torch.equal(found, same), torch.equal(found, other)) == (True, False)
+    assert "".join(map(chr, contiguous_sequences(lines, letters, 3, len(whole), seed=0)[2])) == whole
     with pytest.raises(ConfigError, match=f"has {len(whole):,} tokens, expected at least {len(whole) + 1:,}"):
         contiguous_sequences(lines, letters, 1, len(whole) + 1, seed=0)
 
@@ -299,26 +273,21 @@ def surrounded(gpt2, folder, template):
 
 
 def test_special_tokens_are_those_of_transformers(gpt2, tmp_path, text):
-    """A tokenizer adds tokens to both ends of a text. The ids equal transformers', which are also cut at max_length."""
     from transformers import AutoTokenizer
 
     folder = surrounded(gpt2, tmp_path / "model", "! $A # #")
     (target,) = find_targets([str(folder)], False, None).values()
-    special = target.special_tokens
-    assert (special.before, special.after) == ((5,), (6, 6))
-    texts = read_texts(text, None, 0, in_order=True)
-    cut = contiguous_sequences(texts, target.encode, 4, 20 - 3, seed=1)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    special, theirs = target.special_tokens, AutoTokenizer.from_pretrained(folder)
+    cut = contiguous_sequences(read_texts(text, None, 0, in_order=True), target.encode, 4, 20 - 3, seed=1)
     for sequence in surround(cut, special.before, special.after).tolist():
-        start = theirs.decode(sequence[1:-2])
-        assert theirs(start + " and more of it", truncation=True, max_length=20)["input_ids"] == sequence
+        longer = theirs.decode(sequence[1:-2]) + " and more of it"
+        assert theirs(longer, truncation=True, max_length=20)["input_ids"] == sequence
 
 
 def test_the_papers_protocol(gpt2, text, command, tmp_path):
     folder, out = surrounded(gpt2, tmp_path / "with_bos", "! $A"), tmp_path / "out"
     command(folder, "--text", text, "--out", out, "--sequences", 10, "--contiguous", "--special-tokens")
     content = json.loads((out / "metrics.json").read_text())
-    assert (content["contiguous"], content["special_tokens"]) == (True, True)
     assert (content["targets"][0]["sequences"], content["targets"][0]["tokens"]) == (10, 48)
     assert Condensation.load(out / "with_bos.npz").averaged_histogram.sum(1) == pytest.approx(np.ones(5))
 

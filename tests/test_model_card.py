@@ -32,7 +32,6 @@ def run(save, sample):
 
 
 def save_files(run, files):
-    """Write a checkpoint of step 40 that read these files. The files on disk may have changed since."""
     state = {"fingerprint": json.dumps({"files": files}), "positions": torch.zeros(1, len(Field), dtype=torch.int64)}
     dcp.save({"dataloader": state}, checkpoint_id=run / "checkpoint" / "step-40", no_dist=True)
 
@@ -50,13 +49,11 @@ def test_files_of_the_checkpoint(run, sample):
 
 
 def test_files_on_this_disk(run, sample):
-    """If the checkpoint has no files, those of the training split are listed."""
     files = sorted((sample / "en").glob("c4-train*"))
     told = rows_of(run)["data"]
     assert told.startswith(f"{len(files)} files, ")
     assert {f"`{files[0].name}`", f"`{files[-1].name}`"} <= set(told.split())
-    assert "validation" not in told
-    assert f"{sample}/" not in told
+    assert ("validation" in told, f"{sample}/" in told) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -75,17 +72,14 @@ def test_other_files(path, told, save, tmp_path):
     assert rows_of(run)["data"] == told
 
 
-def test_dispersions_settings(run):
-    told = rows_of(run)["dispersion"]
+def test_settings_of_dispersion_and_of_a_baseline(run):
+    told = rows_of(run)
     for setting in ("coeff = 0.1", "norm_coeff = 0.1", "include_diagonal = True", "max_tokens = 256"):
-        assert setting in told
-    assert "baseline" not in rows_of(run)
-
-
-def test_a_baselines_settings(run):
+        assert setting in told["dispersion"]
+    assert "baseline" not in told
     change_config(run, "baseline", method="active_forgetting", forget_every=100)
-    told = rows_of(run)["baseline"]
-    assert told == "active_forgetting, forget_every = 100, forget_lr = 0.0, forget_warmup = 0.08"
+    expected = "active_forgetting, forget_every = 100, forget_lr = 0.0, forget_warmup = 0.08"
+    assert rows_of(run)["baseline"] == expected
 
 
 def measured(step, level):
@@ -95,7 +89,7 @@ def measured(step, level):
 
 
 def test_losses_and_condensation_up_to_the_step(run):
-    """The card of step 30 has the measurement of step 20, not a later one, and the last loss of the repeated step 30."""
+    """The card of step 30 has the measurement of step 20, and the last loss of the repeated step 30."""
     absent = {"cross-entropy, validation", "condensation, held-out text"}
     assert not absent & rows_of(run).keys()
     with open(run / "metrics.jsonl", "a") as file:
@@ -110,7 +104,6 @@ def test_losses_and_condensation_up_to_the_step(run):
     told = rows["condensation, held-out text"]
     # In the embedding, over the blocks, after the last block, after the final norm; ρ and τ; step, sequences and tokens.
     assert re.findall(r"\d+\.?\d*", told) == ["0.100", "0.500", "0.900", "0.500", "1.00", "1.00", "20", "8", "64"]
-
     found = json.loads(measured(30, 1.0))  # ρ and τ are left out if the mean cosines hardly differ
     found["condensation"]["before_norm"] |= {"spearman": None, "kendall": None}
     with open(run / "metrics.jsonl", "a") as file:

@@ -1,4 +1,4 @@
-"""These tests read pictures back from matplotlib's objects, for hand-made numbers that differ in every direction."""
+"""Pictures read back from matplotlib's objects, for hand-made numbers that differ in every direction."""
 
 from types import SimpleNamespace
 
@@ -12,11 +12,9 @@ from titan_disp.lab import plots
 from titan_disp.lab.report import charts
 from titan_disp.run.history import Attempt
 
-LAYERS = "layer (0: embedding, 1: last block, 2: final norm)"
-
 
 def condensed(*mean_cosine, pairs=()):
-    """Build a measurement. ``pairs`` has {cosine: fraction of pairs} for each layer, of which the last is the final norm."""
+    """A measurement. ``pairs``: for each layer, {cosine: fraction of pairs}."""
     pairs = pairs or [{cosine: 1.0} for cosine in mean_cosine]
     histogram = np.stack([np.histogram(list(p), EDGES, weights=list(p.values()))[0] for p in pairs])
     mean = np.array(mean_cosine)
@@ -24,9 +22,8 @@ def condensed(*mean_cosine, pairs=()):
 
 
 def shown_at(artist, x, y):
-    """Return the number of an image or a mesh at a point of its axes, as matplotlib shows it at the mouse cursor."""
+    """The number of an image or a mesh at a point of its axes, as matplotlib shows it at the mouse cursor."""
     x, y = artist.axes.transData.transform((x, y))
-    # The coordinates of a real mouse event would be whole pixels.
     return artist.get_cursor_data(SimpleNamespace(x=x, y=y, canvas=artist.figure.canvas))
 
 
@@ -48,32 +45,21 @@ def darkness(artist, value):
 
 def test_heatmap():
     layers = [{-0.76: 0.25, 0.51: 0.75}, {0.1: 1.0}, {0.9: 0.9, -0.2: 0.0999, 0.3: 0.0001}]
-    figure = heatmap.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2")
-    axes, bar = figure.axes
+    axes, _ = heatmap.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2").axes
     (image,) = axes.images
     assert upright(axes)
-    assert (image.origin, image.get_extent(), image.get_array().shape) == ("lower", [-0.5, 2.5, -1, 1], (128, 3))
     assert [shown_at(image, 0, y) for y in (-0.76, 0.51)] == [0.25, 0.75]
     assert shown_at(image, 1, 0.1) == 1
     assert [shown_at(image, 2, y) for y in (0.9, -0.2)] == [0.9, 0.0999]
-    # Fractions below 0.001 are left blank.
-    assert image.get_array().count() == 5
-    assert shown_at(image, 2, 0.3) is np.ma.masked
-    np.testing.assert_array_equal(axes.lines[0].get_xydata(), [[0, 0.2], [1, 0.1], [2, 0.8]])
+    assert image.get_array().count() == 5  # fractions below 0.001 are left blank
+    assert points(axes.lines[0]) == [[0, 0.2], [1, 0.1], [2, 0.8]]
     assert darkness(image, 0.001) < darkness(image, 0.03) < darkness(image, 1)
-    assert bar.get_ylabel() == "fraction of pairs"
-    assert axes.get_title() == "gpt2"
-    assert figure.get_supxlabel() == LAYERS
-    assert figure.get_supylabel() == "cosine of two tokens (line: mean)"
 
 
 def test_side_by_side():
     levels = {"_a$1$": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}  # the first name is not read as mathematics
-    figure = plots.side_by_side({name: condensed(0, level) for name, level in levels.items()}, "all")
-    *grid, bar = figure.axes
-    assert (figure.get_suptitle(), bar.get_ylabel()) == ("all", "fraction of pairs")
-    assert [axes.get_title() for axes in grid] == [r" _a\$1\$", "b", "c", "d", "", ""]
-    assert [axes.axison for axes in grid] == [True] * 4 + [False] * 2
+    *grid, _ = plots.side_by_side({name: condensed(0, level) for name, level in levels.items()}, "all").axes
+    assert [axes.get_title() for axes in grid if axes.axison] == [r" _a\$1\$", "b", "c", "d"]
     for axes, level in zip(grid[:4], levels.values(), strict=True):
         assert shown_at(axes.images[0], 1, level) == 1
         assert axes.lines[0].get_ydata().tolist() == [0, level]
@@ -84,7 +70,7 @@ def test_mean_cosine_by_layer():
     (axes,) = figure.axes
     lines = {line.get_label(): points(line) for line in axes.lines}
     assert lines == {r" _a\$1\$": [[0, 0.1], [1, 0.4], [2, 0.2]], "b": [[0, 0.3], [1, 0.0], [2, 0.9]]}
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (LAYERS, "mean pairwise cosine")
+    assert axes.get_xlabel() == "layer (0: embedding, 1: last block, 2: final norm)"
     assert texts(figure.legends[0].texts) == [r" _a\$1\$", "b"]
     small, large = condensed(0.1, 0.2, 0.6), condensed(0.1, 0.3, 0.4, 0.5, 0.7)
     (axes,) = plots.mean_cosine_by_layer({"small": small, "large": large}).axes
@@ -97,12 +83,10 @@ def test_depth_bars():
     """Without the last block, the ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
     some, falling = condensed(0.5, 0.1, 0.25, 0.1, 0.75), condensed(0.9, 0.8, 0.95, 0.1)
     (axes,) = plots.depth_bars({"some": some, "_falling$1$": falling, "flat": condensed(0.2, 0.9, 0.209)}).axes
-    assert axes.get_xlabel().startswith("rank correlation of the mean cosine with depth")
-    assert dict(zip(axes.get_yticks(), texts(axes.get_yticklabels()), strict=True)) == {
-        0: "some",
-        1: r" _falling\$1\$",
-        2: "flat",
-    }
+    assert (axes.get_yticks().tolist(), texts(axes.get_yticklabels())) == (
+        [0, 1, 2],
+        ["some", r" _falling\$1\$", "flat"],
+    )
     for container, name, value in zip(axes.containers, ("Spearman's ρ", "Kendall's τ"), (0.4, 1 / 3), strict=True):
         assert container.get_label() == name
         assert [bar.get_width() for bar in container] == pytest.approx([value, -1, 0])
@@ -120,7 +104,6 @@ def test_over_training():
     handles = [tuple(handle.get_color()) for handle in legend.legend_handles]
     colors = dict(zip(texts(legend.texts), handles, strict=True))
     assert (list(colors), len(set(handles))) == (["0", "50", "1,000"], 3)
-    assert legend.get_title().get_text() == "step"
     for axes, name, by_step in zip(figure.axes, (r" _on\$1\$", "off"), runs.values(), strict=True):
         assert (axes.get_title(), axes.get_xlabel()) == (name, "layer (0: embedding,\n0: last block, 1: final norm)")
         drawn = {tuple(line.get_color()): line.get_ydata().tolist() for line in axes.lines}
@@ -129,16 +112,13 @@ def test_over_training():
 
 def test_layer_map():
     by_step = {10: condensed(0.1, 0.2, 0.3, 0.4), 30: condensed(0.5, 0.6, 0.7, 0.75), 70: condensed(0.8, 0.85, 0.9, 1)}
-    figure = charts.layer_map(by_step, "_run$1$", end=80)
-    axes, bar = figure.axes
+    axes, _ = charts.layer_map(by_step, "_run$1$", end=80).axes
     (mesh,) = axes.collections
     assert upright(axes)
     for step, found in by_step.items():
         assert [shown_at(mesh, step + 1, layer) for layer in range(4)] == found.mean_cosine.tolist()
     assert axes.get_xlim() == (10, 80)  # ends with the run, although other columns are wider
-    assert charts.layer_map(by_step, "run", end=70).axes[0].get_xlim() == (10, 70)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "layer (0: embedding,\n2: last block, 3: final norm)")
-    assert bar.get_ylabel() == "mean pairwise cosine"
+    assert axes.get_ylabel() == "layer (0: embedding,\n2: last block, 3: final norm)"
     assert mesh.get_clim() == (0, 1)
     assert darkness(mesh, 0.1) < darkness(mesh, 0.9)
     assert axes.get_title() == r" _run\$1\$"
@@ -177,7 +157,6 @@ def test_scales():
 
 
 def test_timeline():
-    """Two starts are an hour apart. Every event is in the row of its kind, with the first kind on top."""
     begin = 1_772_323_200.0  # 2026-03-01 00:00 UTC
     first = Attempt(begin, job="7.0", first_step=0, times=[begin + 10, begin + 30], steps=[1, 3])
     second = Attempt(begin + 3630, job="7.1", first_step=2, times=[begin + 3630, begin + 3650], steps=[2, 3])
@@ -196,7 +175,6 @@ def test_timeline():
     assert drawn == {"checkpoint": [20, 3660], "save failed": [25]}
     charts.timeline([first], [{"event": "$a_$", "time": begin}]).draw_without_rendering()  # not as mathematics
     assert (below.yaxis_inverted(), upright(above)) == (True, True)
-    assert (below.get_xlabel(), above.get_ylabel()) == ("time (UTC)", "step")
     for axes in (above, below):
         (gap,) = axes.patches
         assert seconds([gap.get_x(), gap.get_x() + gap.get_width()]) == [30, 3630]
@@ -216,9 +194,8 @@ def test_a_family_by_size():
         [[427_008, 1]],
     ]
     assert points(kendall.lines[1])[1] == [2_000_000_000, pytest.approx(1 / 3, abs=1e-6)]
-    assert (spearman.get_xscale(), spearman.get_xlabel(), spearman.get_ylim()) == ("log", "parameters", (-1.08, 1.08))
-    names = [f"{name} of the mean cosine with depth" for name in ("Spearman's ρ", "Kendall's τ")]
-    assert [axes.get_title() for axes in figure.axes] == names
+    assert (spearman.get_xscale(), spearman.get_ylim()) == ("log", (-1.08, 1.08))
+    assert [axes.get_title()[:8] for axes in figure.axes] == ["Spearman", "Kendall'"]
     assert texts(figure.legends[0].texts) == ["a: a-small 124M, a-large 2B", r" _b\$: b 427k"]
     assert {2e8, 5e8, 1e9, 2e9} <= set(spearman.xaxis.get_major_locator().tick_values(124e6, 2e9).round())
     ticks = spearman.xaxis.get_major_formatter()
@@ -239,21 +216,17 @@ def test_pairs():
 
 def test_over_steps():
     figure = plots.over_steps({"on": {0: RISING, 50: FALLING, 100: SOME}, "_off": {0: RISING, 100: RISING}})
-    for axes, title, (rising, *after) in zip(
-        figure.axes,
-        (
-            "mean pairwise cosine, mean over all blocks",
-            "mean pairwise cosine, last block",
-            "Spearman's ρ",
-            "Kendall's τ",
-        ),
-        ((0.125, 0.55, round(1.15 / 3, 6)), (0.05, 0.6, 0.8), (1, -1, 0.4), (1, -1, 0.333333)),
-        strict=True,
-    ):
-        assert axes.get_title().startswith(title)
+    expected = {
+        "mean over all blocks": [0.125, 0.55, 0.383333],
+        "last block": [0.05, 0.6, 0.8],
+        "Spearman's ρ": [1, -1, 0.4],
+        "Kendall's τ": [1, -1, 0.333333],
+    }
+    for axes, (title, values) in zip(figure.axes, expected.items(), strict=True):
+        assert title in axes.get_title()
         on, off = [points(line) for line in axes.lines[:2]]
-        assert on == [[0, rising], [50, after[0]], [100, after[1]]]
-        assert off == [[0, rising], [100, rising]]
+        assert on == [list(point) for point in zip((0, 50, 100), values, strict=True)]
+        assert off == [[0, values[0]], [100, values[0]]]
         assert axes.get_xscale() == "linear"
     assert texts(figure.legends[0].texts) == ["on", " _off"]
     published = plots.over_steps({"pythia": dict.fromkeys((0, 1, 512, 143000), SOME)})

@@ -1,4 +1,4 @@
-"""These tests check which runs the report treats as seeds of one condition, and how it draws them."""
+"""Which runs the report treats as seeds of one condition, and how it draws them."""
 
 import re
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ def seeded(folder, seed, rows=(), **sections):
 
 
 def one(name, seed, group=None, **settings):
-    """Build the part of a run that decides its condition."""
     seeds = {"debug.seed": seed, "stream.seed": seed, "job.dump_folder": name, "metrics.log_freq": seed}
     return SimpleNamespace(name=name, group=group, settings={"dispersion.enabled": False, **seeds, **settings})
 
@@ -30,9 +29,8 @@ ON = {"dispersion.enabled": True}
 OTHER = {"optimizer.lr": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("runs", "found"),
-    [
+def test_conditions():
+    for runs, found in (
         # Different seeds are one condition. A different λ, or the same seed again, is another condition.
         (
             [
@@ -41,13 +39,8 @@ OTHER = {"optimizer.lr": 1.0}
                 one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}),
                 *(one(f"again-{i}", 7, **OTHER) for i in "ab"),
             ],
-            [
-                ("off (2 seeds)", [0, 1]),
-                ("on (3 seeds)", [2, 3, 4]),
-                ("small-lambda", [5]),
-                ("again-a", [6]),
-                ("again-b", [7]),
-            ],
+            [("off (2 seeds)", [0, 1]), ("on (3 seeds)", [2, 3, 4])]
+            + [("small-lambda", [5]), ("again-a", [6]), ("again-b", [7])],
         ),
         # Of runs that were named together, configs, seeds and the runs between them do not matter.
         (
@@ -64,10 +57,8 @@ OTHER = {"optimizer.lr": 1.0}
                 (("a", "b"), "a"),
             )
         ),
-    ],
-)
-def test_conditions(runs, found):
-    assert conditions(runs) == found
+    ):
+        assert conditions(runs) == found
 
 
 def test_the_page(tmp_path):
@@ -76,7 +67,6 @@ def test_the_page(tmp_path):
     assert [(run.name, run.group) for run in runs] == [("a", None), ("c", "both"), ("b", "both")]
     page = render(runs, T0)
     assert cells(page, "condition") == ["–", "both (2 seeds)", "both (2 seeds)"]
-    assert "Several seeds of one condition are one line" in page
     alts = re.findall(r'alt="(cross-entropy \(training\)[^"]*)"', page)
     assert alts == ["cross-entropy (training) against tokens. a: 8.99 → 8.7; both (2 seeds): 8.99 → 8.7"]
     with pytest.raises(ConfigError, match="given twice"):
@@ -85,7 +75,6 @@ def test_the_page(tmp_path):
 
 @pytest.fixture
 def three(tmp_path):
-    """Two seeds have no dispersion, and one of them has come further. One run has dispersion."""
     off = [
         seeded(tmp_path / f"off-{i}", i, [row(s, T0 + s, ce=ce + s) for s in range(2, 2 + last, 2)])
         for i, ce, last in ((1, 10.0, 6), (2, 13.0, 10))
@@ -95,7 +84,7 @@ def three(tmp_path):
 
 
 def test_a_band_by_hand(three):
-    """10 + s and 13 + s have steps 2, 4 and 6 in common. Their mean is 11.5 + s, and the band spans both."""
+    """10 + s and 13 + s have steps 2, 4 and 6 in common."""
     lines = picture_makers._lines(three, "step", "ce")
     off, on = by_condition(three, lines)
     assert (off.name, off.place, on.name, on.place) == ("off (2 seeds)", 0, "on", 1)
@@ -112,10 +101,7 @@ def test_a_band_by_hand(three):
 
 def test_seeds_without_a_shared_step(three):
     """Seeds that were logged at different steps keep their own lines, in one colour."""
-    a, b = (
-        Line(n, np.array(x), np.array(y), i)
-        for i, (n, x, y) in enumerate((("a", [1.0, 3], [5.0, 6]), ("b", [2.0, 4], [7.0, 8])))
-    )
+    a, b = Line("a", np.array([1.0, 3]), np.ones(2), 0), Line("b", np.array([2.0, 4]), np.ones(2), 1)
     assert [(line.name, line.place, line.low) for line in by_condition(three, [a, b])] == [
         ("a", 0, None),
         ("b", 0, None),
@@ -126,7 +112,6 @@ def test_seeds_without_a_shared_step(three):
 
 
 def test_many_points_of_seeds_keep_their_extremes():
-    """With three points per bin, the band spans from the lowest seed's smallest value to the highest seed's largest."""
     x = np.arange(1500.0)
     line = Line("a", x, x % 3, 0, low=x % 3 - 10, high=x % 3 + 10)
     (axes,) = charts.curves([line], "step", "loss", charts.as_it_is).axes
