@@ -73,6 +73,9 @@ def load_tokenizer(folder: str | Path) -> BaseTokenizer:
 def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
     """Load TorchTitan's tokenizer, changed so that text never becomes a special token, as with SentencePiece.
 
+    Settings of tokenizer.json that cut or pad every text, as some fine-tuning leaves them, are switched off, as in
+    transformers.
+
     EOS within a document would end the document, and any author of a corpus could write control tokens. TorchTitan
     treats all tokens that tokenizer_config.json adds as special. Those that the file calls not special (Qwen's <think>)
     are words here, as in transformers.
@@ -87,6 +90,8 @@ def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
             token["special"] &= token["content"] not in words
         tokenizer.tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.tokenizer.encode_special_tokens = True
+    tokenizer.tokenizer.no_truncation()
+    tokenizer.tokenizer.no_padding()
     if tokenizer.eos_id is None:
         _find_eos(tokenizer, Path(folder))
     return tokenizer
