@@ -15,6 +15,7 @@ from tests.command_line import DEMO
 from titan_disp.condensation.record import Condensation
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Share
+from titan_disp.data.files import DataFile
 from titan_disp.data.loader import StreamLoader
 from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
@@ -29,10 +30,12 @@ class DamagedFiles:
 
     def __init__(self, skipped):
         self.groups, self.options = [Share("", 0, 8, 8, 1.0)], SimpleNamespace(max_skipped_fraction=0.2)
-        self.files, self.skipped, self.read, self.waited = range(100), skipped, 0, 0.5
+        self.files, self.skipped, self.read, self.waited = [DataFile("", "", 1)] * 100, skipped, 0, 0.5
 
     def counters(self):
-        documents = {"documents": 0, "skipped_documents": 0, "skipped_files": self.skipped}
+        documents = dict.fromkeys(("documents", "skipped_documents", "skipped_bytes"), 0) | {
+            "skipped_files": self.skipped
+        }
         return {**documents, "stored_bytes": self.read, "epoch": 0, "seconds_waited": self.waited, "epochs_read": 0.375}
 
 

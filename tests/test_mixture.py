@@ -113,7 +113,14 @@ def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
     """A small source is in its tenth epoch and a large one in its first: 9 × 10 + 100 files were begun."""
     files = [DataFile(f"{name}/{i}", "", 1) for name, count in (("small", 9), ("large", 100)) for i in range(count)]
     one = loader(files, sample, slots=4, shares=shares({"small": 1, "large": 3}, 4), max_skipped_fraction=0.1)
-    counters = {"documents": 9e9, "skipped_documents": 0, "epoch": 9, "epoch/small": 9, "epoch/large": 0}
+    counters = {
+        "documents": 9e9,
+        "skipped_documents": 0,
+        "skipped_bytes": 0,
+        "epoch": 9,
+        "epoch/small": 9,
+        "epoch/large": 0,
+    }
     one.check_counters(counters | {"skipped_files": 19})
     with pytest.raises(ConfigError, match="20 of 190 files are damaged"):
         one.check_counters(counters | {"skipped_files": 20})

@@ -101,7 +101,7 @@ def check_data_metrics(folder):
     logged = metrics(folder, 2, loader)
     loader.read, loader.waited = (1000, 3.0) if rank == 0 else (3000, 2.0)
     expected = {
-        **{"documents": 0, "skipped_documents": 0, "skipped_files": 41, "epoch": 1, "epoch/web": 2},
+        **{"documents": 0, "skipped_documents": 0, "skipped_bytes": 0, "skipped_files": 41, "epoch": 1, "epoch/web": 2},
         **{"epochs_read": 0.75, "epochs_read/web": 3.0, "stored_bytes": 4000, "seconds_waited": 3.0},
         **{"stored_bytes_per_second": 1000.0, "wait_fraction": 0.75},
     }

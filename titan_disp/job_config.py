@@ -208,9 +208,10 @@ class Stream:
 
     max_skipped_fraction: float = key(0.01, least=0, most=1)
     """The run stops when it next logs if more than this fraction of the documents was skipped (after the first 1000),
-    or if more than this fraction of the files ended early (and at least 10 per epoch). Both are counted over all ranks.
-    After 1000 bad documents in a row, the rest of a file is skipped, and the file counts as one that ended early. This
-    does not apply to a file that is itself more than this fraction of the data (or of its source).
+    if more than this fraction of the files ended early (and at least 10 per epoch), or if more than this fraction of the
+    bytes of text was lost in both. All are counted over all ranks. After 1000 bad documents in a row, the rest of a file
+    is skipped, and the file counts as one that ended early. This does not apply to a file that is itself more than this
+    fraction of the data (or of its source).
     """
 
     max_document_mb: float = key(16.0, above=0, fixes="data")

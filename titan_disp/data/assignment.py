@@ -37,7 +37,7 @@ import numpy as np
 from titan_disp.data.files import DataFile
 from titan_disp.errors import ConfigError
 
-VERSION = 5  # part of the fingerprint: under another version, the same position means other documents
+VERSION = 6  # part of the fingerprint: under another version, the same position means other documents
 KEYS = 1 << 64
 STEP = 0x9E3779B97F4A7C15  # 2⁶⁴ / golden ratio, odd: no other number's multiples are spread more evenly
 _EDGE = 8  # a cut that is closer to the edge of a file than 1/8 of a run is moved to the edge
@@ -49,7 +49,8 @@ _KEPT = 1 << 18  # bound on the files and cuts in all cached lines: about 20 MB
 class Segment:
     """Describe the documents of one file that a slot owns: those with ``low ≤ (index · STEP + shift) mod KEYS < high``.
 
-    ``file`` is the index of the file; ``length`` is the segment's stored bytes, times the number of slots.
+    ``file`` is the index of the file; ``length`` is the segment's stored bytes, times the number of slots; ``text`` is
+    about the bytes of its text.
     """
 
     file: int
@@ -57,6 +58,7 @@ class Segment:
     high: int
     shift: int
     length: int
+    text: int = 0
 
     def key(self, index: int) -> int:
         return (index * STEP + self.shift) % KEYS
@@ -105,8 +107,9 @@ class Assignment:
     """Compute the runs of all slots in every epoch: ``run(slot, epoch)`` returns one."""
 
     def __init__(self, files: Sequence[DataFile], slots: int, seed: int) -> None:
-        """Only the names and sizes of the files matter. They are all files of one source."""
+        """Only the names and sizes of the files decide. They are all files of one source."""
         self.names, self.slots, self.seed = [file.name for file in files], slots, seed
+        self.densities = [file.density for file in files]
         self.first_files = [0]  # the first file of each source; there is one source
         # In units of 1/S byte, so that no run is empty. An empty file counts as one byte: some slot must report it.
         self.lengths = [max(file.size, 1) * slots for file in files]
@@ -141,7 +144,8 @@ class Assignment:
     def _segment(self, line: _Line, i: int, begin: int, end: int) -> Segment:
         first, length = line.edges[i], line.edges[i + 1] - line.edges[i]
         begin, end = max(begin - first, 0), min(end - first, length)
-        return Segment(line.order[i], begin * KEYS // length, end * KEYS // length, line.shifts[i], end - begin)
+        text = int((end - begin) / self.slots * self.densities[line.order[i]])
+        return Segment(line.order[i], begin * KEYS // length, end * KEYS // length, line.shifts[i], end - begin, text)
 
     def owners(self, file: int, epoch: int) -> range:
         line = self._line(epoch)

@@ -83,7 +83,8 @@ class _Search:
 
     epochs: int = 0  # that ended
     bad: int = 0  # documents that cannot be used
-    row: int = 0  # of these, the most recent ones, all in the current file
+    row: int = 0  # of these, the most recent ones, all in the current file …
+    row_bytes: int = 0  # … and their bytes
     garbage: int = 0  # of these, the most recent ones that are not JSON, in a compressed file
     counted: int = 0  # those of the bad documents that are not in a damaged file
     damaged: int = 0  # damaged files without a sound file between them
@@ -116,7 +117,7 @@ class Cursor:
             try:
                 content = raw if isinstance(raw, np.ndarray) else text_of(raw, self.passes.options.format.text_field)
             except BadDocument as error:
-                self._pass_over(part, segment, index, error)
+                self._pass_over(part, segment, index, error, error.size or size_of(raw))
                 continue
             size = len(content.encode()) if isinstance(content, str) else content.nbytes
             start = p.copy()
@@ -129,10 +130,11 @@ class Cursor:
             self._search = _Search()
             return Document(content, size, start, p.copy())
 
-    def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
+    def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument, size: int) -> None:
         search = self._search
         self.faults.bad(segment.file, index, str(error))
-        self.position.values[Field.SKIPPED] += 1
+        self.position.values[[Field.SKIPPED, Field.SKIPPED_BYTES]] += 1, size
+        search.row_bytes += size
         search.bad, search.row, search.counted = search.bad + 1, search.row + 1, search.counted + 1
         garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
         search.garbage = search.garbage + 1 if garbage else 0
@@ -148,13 +150,14 @@ class Cursor:
 
     def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
         p, search = self.position.values, self._search
-        row = search.row
-        search.row = search.garbage = 0
+        row, row_bytes, rest = search.row, search.row_bytes, segment.text - self.position.taken(part)
+        search.row = search.row_bytes = search.garbage = 0
         self.position.end_file(part)
         if damage is not None:
             self.faults.bad(segment.file, -1, damage)
             p[Field.SKIPPED_FILES] += segment.low == 0  # of all slots that share the file, one counts it …
             p[Field.SKIPPED] -= row  # … and the documents that revealed the damage count as part of it
+            p[Field.SKIPPED_BYTES] += max(0, rest - row_bytes)
             search.counted -= row
             search.damaged += 1
             if search.damaged == _HOPELESS_FILES:
@@ -195,6 +198,15 @@ def check_documents(skipped: float, used: float, allowed: float) -> None:
         raise DataError(
             f"{skipped:.0f} of {every:.0f} documents could not be used, more than stream.max_skipped_fraction {allowed} "
             "allows: the reasons are in the logs above (of all ranks)"
+        )
+
+
+def check_bytes(skipped: float, every: float, documents: float, allowed: float) -> None:
+    """Raise DataError if too much of the text is lost, ``every`` being that of all epochs begun."""
+    if documents >= _FIRST and skipped > allowed * every:
+        raise DataError(
+            f"about {skipped:,.0f} of {every:,.0f} bytes of text could not be used, more than "
+            f"stream.max_skipped_fraction {allowed} allows: the reasons are in the logs above (of all ranks)"
         )
 
 

@@ -39,6 +39,7 @@ class Documents:
         self.file, self.options, self.position = file, options, start
         self._earlier_bytes = 0
         self._raw: LocalFile | RemoteFile | None = None
+        self.stored: io.BufferedReader | None = None
         self._records: Iterator[Record] = iter(())
 
     @property
@@ -58,13 +59,17 @@ class Documents:
             if self._raw is None:
                 self._start()
             record = next(self._records, None)
+            if record is None and (damage := self._damage()):
+                raise DamagedFile(damage)
             self.position += record is not None
             return record
         except (DamagedFile, DataError):
             raise
         except (EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile) as error:  # type: ignore[misc]  # isal's stub
-            raise DamagedFile(f"{type(error).__name__}: {error}") from error
+            raise DamagedFile(self._damage() or f"{type(error).__name__}: {error}") from error
         except Exception as error:  # pyarrow raises its own
+            if damage := self._damage():
+                raise DamagedFile(damage) from error
             remote = self._raw if isinstance(self._raw, RemoteFile) else None
             self.close()
             if remote is not None and (lost := remote.error) is not None:
@@ -74,6 +79,9 @@ class Documents:
             if remote is not None or not (isinstance(error, OSError) and error.errno is not None):
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error
             raise DataError(f"cannot read {self.file.url}: {type(error).__name__}: {error}") from error
+
+    def _damage(self) -> str | None:
+        return self._raw.damage if self._raw is not None else None
 
     def seek(self) -> None:
         """Open the file and pass over the documents before ``position``. Errors are left for ``read`` to raise."""
@@ -89,7 +97,8 @@ class Documents:
         self._raw = kind(self.file, self.options)
         # Parquet readers jump about in the file, to where its footer points.
         buffer = io.DEFAULT_BUFFER_SIZE if self.file.name.endswith(formats.PARQUET) else BUFFER
-        self._records = self._reader(io.BufferedReader(self._raw, buffer))
+        self.stored = io.BufferedReader(self._raw, buffer)
+        self._records = self._reader(self.stored)
         deque(islice(self._records, self.position), maxlen=0)
 
     def _reader(self, stored: io.BufferedReader) -> Iterator[Record]:

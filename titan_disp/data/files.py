@@ -1,7 +1,7 @@
 """This module finds the data files. They are listed once, on rank 0, and the list is broadcast to all ranks."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -23,6 +23,12 @@ class DataFile:
     name: str  # path relative to the folder that holds all files of the split; the same on the hub and in a mirror
     url: str  # what to open: a local path or hf://datasets/…
     size: int  # in bytes, as stored
+    density: float = 1.0  # bytes of text per stored byte, see ``sources.measured``
+
+
+def text_bytes(files: Iterable[DataFile]) -> float:
+    """Return about how many bytes of text the files hold."""
+    return sum(file.size * file.density for file in files)
 
 
 def split_of(dataset: str, key: str) -> str:

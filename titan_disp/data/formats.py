@@ -28,6 +28,11 @@ TOKEN_IDS = (".npy", ".bin")
 SUFFIXES = (*JSON_LINES, *PARQUET, *PLAIN_TEXT, *TOKEN_IDS)
 COMPRESSED = (".gz", ".zst")
 
+
+def suffix_of(name: str) -> str:
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), os.path.splitext(name)[1])
+
+
 HEAD = 512  # first bytes of a file, which are enough to recognize its format
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ARCHIVE = b"PK\x03\x04"
@@ -74,6 +79,11 @@ def mistaken(head: bytes, name: str) -> str | None:
 class BadDocument(Exception):
     """One document cannot be used; the message says why."""
 
+    def __init__(self, reason: str, size: int = 0) -> None:
+        """``size`` is that of the document in bytes, if it is no longer in memory."""
+        super().__init__(reason)
+        self.size = size
+
 
 class OtherShape(BadDocument):
     """The document is JSON without a text in the text field. If all are so, the config names the wrong field."""
@@ -103,7 +113,7 @@ def size_of(record: Record) -> int:
 
 
 def too_long(size: int) -> BadDocument:
-    return BadDocument(f"{size:,} bytes, more than stream.max_document_mb allows")
+    return BadDocument(f"{size:,} bytes, more than stream.max_document_mb allows", size)
 
 
 def text_of(raw: Record, field: str = "text") -> str:
@@ -125,7 +135,7 @@ def text_of(raw: Record, field: str = "text") -> str:
 
 
 def _not_utf_8(error: UnicodeDecodeError) -> Garbage:
-    return Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}")
+    return Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}", len(error.object))
 
 
 def _parse(line: bytes) -> Any:
@@ -209,7 +219,7 @@ def _whole(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
         parts.append(part)
         size += len(part)
         if size > max_bytes:
-            yield BadDocument(f"the file has more than {max_bytes:,} bytes, {TOO_LONG}")
+            yield BadDocument(f"the file has more than {max_bytes:,} bytes, {TOO_LONG}", size)
             return
     yield _decoded(b"".join(parts).removeprefix(codecs.BOM_UTF8))
 
@@ -282,6 +292,12 @@ def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions
                     yield too_long(size)
                 else:
                     yield text
+
+
+def parquet_rows(stored: io.BufferedReader) -> int:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(pyarrow.PythonFile(stored, "r")).num_rows
 
 
 def _rows(metadata: Any) -> int:

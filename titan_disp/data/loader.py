@@ -23,8 +23,8 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.batch import slot_count
 from titan_disp.data.assignment import Assignment, Mixture, Share
-from titan_disp.data.cursor import check_documents, check_files
-from titan_disp.data.files import DataFile, on_rank_0
+from titan_disp.data.cursor import check_bytes, check_documents, check_files
+from titan_disp.data.files import DataFile, on_rank_0, text_bytes
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field, fraction_read
@@ -150,6 +150,7 @@ class StreamLoader(BaseDataLoader):
             "text_bytes": columns[Field.BYTES],
             "stored_bytes": sum(self.bytes_read.values()),
             "skipped_documents": columns[Field.SKIPPED],
+            "skipped_bytes": columns[Field.SKIPPED_BYTES],
             "skipped_files": columns[Field.SKIPPED_FILES],
             "epoch": self.positions[:, Field.EPOCH].max().item(),
             "seconds_waited": self.seconds_waited,
@@ -171,8 +172,13 @@ class StreamLoader(BaseDataLoader):
     def check_counters(self, counters: dict[str, float]) -> None:
         """Raise DataError if too much data is bad. The counters are those of all ranks together: all stop, or none."""
         allowed = self.options.max_skipped_fraction
-        begun = sum(sum(map(g.owns, self.files)) * (counters[f"epoch{g.suffix}"] + 1) for g in self.groups)
-        check_documents(counters["skipped_documents"], counters["documents"], allowed)
+        begun, text, documents = 0.0, 0.0, counters["documents"]
+        for group in self.groups:
+            own, epochs = list(filter(group.owns, self.files)), counters[f"epoch{group.suffix}"] + 1
+            begun += len(own) * epochs
+            text += text_bytes(own) * epochs
+        check_documents(counters["skipped_documents"], documents, allowed)
+        check_bytes(counters["skipped_bytes"], text, documents, allowed)
         check_files(counters["skipped_files"], begun, len(self.files), allowed)
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan.tools.logging import logger
 
-from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS
+from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS, suffix_of
 from titan_disp.data.hub import FOLDER
 from titan_disp.errors import ConfigError, counted
 
@@ -48,7 +48,7 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
         if not os.access(path, os.R_OK):
             raise ConfigError(f"{where}, but {path!r} is not readable: expected read permission (chmod +r)")
     _check_kinds(paths, where)
-    if len({_suffix(path) for path in paths}) > 1:
+    if len({suffix_of(path) for path in paths}) > 1:
         _warn(f"{where}: files of several formats are read together: {_counts(paths)}")
     return paths
 
@@ -175,7 +175,7 @@ def _check_kinds(paths: list[str], where: str) -> None:
         raise ConfigError(
             f"{where}, which holds {counted(len(ids), 'file')} of token ids, such as {ids[0]!r}, and "
             f"{len(paths) - len(ids)} of text, such as {other!r}; expected only one of the two: select one by a glob, "
-            f"such as {f'{os.path.dirname(other)}/*{_suffix(other)}'!r}"
+            f"such as {f'{os.path.dirname(other)}/*{suffix_of(other)}'!r}"
         )
 
 
@@ -225,12 +225,8 @@ def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
     return [path for path in paths if path in named or not says(path, held_out)]
 
 
-def _suffix(path: str) -> str:
-    return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), os.path.splitext(path)[1])
-
-
 def _counts(paths: Iterable[str]) -> str:
-    return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(Counter(map(_suffix, paths)).items()))
+    return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(Counter(map(suffix_of, paths)).items()))
 
 
 # Checks, training and validation list the same folder, but it is logged once.

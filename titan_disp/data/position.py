@@ -25,22 +25,24 @@ class Field(IntEnum):
     HEAD_BYTES = 2  # … and bytes of text taken from the head
     BODY_FILE = 3  # number of the current file among the body's whole files …
     BODY_DOCUMENT = 4  # … index of its next document …
-    BODY_BYTES = 5  # … and bytes of text taken from the whole body
-    TAIL = 6  # as HEAD
-    TAIL_BYTES = 7
-    DONE = 8  # bits for head, body and tail: read to the end
-    WINDOW = 9  # number of the shuffling window in the epoch …
-    IN_WINDOW = 10  # … and how many of its documents have been used
-    OFFSET = 11  # tokens already taken from the next document
-    DOCUMENTS = 12  # documents used since the start of the run …
-    BYTES = 13  # … their bytes of text in UTF-8 …
-    SKIPPED = 14  # … documents skipped …
-    SKIPPED_FILES = 15  # … and files that ended early
+    BODY_BYTES = 5  # … and bytes of text taken from the whole body …
+    FILE_BYTES = 6  # … and from this file
+    TAIL = 7  # as HEAD
+    TAIL_BYTES = 8
+    DONE = 9  # bits for head, body and tail: read to the end
+    WINDOW = 10  # number of the shuffling window in the epoch …
+    IN_WINDOW = 11  # … and how many of its documents have been used
+    OFFSET = 12  # tokens already taken from the next document
+    DOCUMENTS = 13  # documents used since the start of the run …
+    BYTES = 14  # … their bytes of text in UTF-8 …
+    SKIPPED = 15  # … documents skipped …
+    SKIPPED_FILES = 16  # … files that ended early …
+    SKIPPED_BYTES = 17  # … and about the bytes of both
 
 
 NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)  # index of the next document in head, body, tail
 TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
-OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.WINDOW)
+OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.FILE_BYTES, Field.DONE, Field.WINDOW)
 
 
 class Position:
@@ -92,12 +94,17 @@ class Position:
         """Move past document ``index`` of a part. ``size`` is its bytes of text, or 0 if it cannot be used."""
         self.values[NEXT[part]] = index + 1
         self.values[TAKEN[part]] += size
+        self.values[Field.FILE_BYTES] += size if part == 1 else 0
+
+    def taken(self, part: int) -> int:
+        """Return the bytes of text taken from a part's current file."""
+        return int(self.values[Field.FILE_BYTES if part == 1 else TAKEN[part]])
 
     def end_file(self, part: int) -> None:
         p = self.values
         if part == 1:
             p[Field.BODY_FILE] += 1
-            p[Field.BODY_DOCUMENT] = 0
+            p[[Field.BODY_DOCUMENT, Field.FILE_BYTES]] = 0
             if p[Field.BODY_FILE] < len(self.run().body):
                 return
         p[Field.DONE] |= 1 << part

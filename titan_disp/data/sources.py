@@ -4,7 +4,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -124,8 +125,47 @@ def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[Data
     for one in data:
         files = one.files()
         check_content(files, options, one.key)
-        every += files
+        every += measured(files, options)
     return every
+
+
+SAMPLE = 1 << 20  # stored bytes read of each file that is measured; more than buffers and decoders hold
+
+
+def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
+    """Return files with their ``density``, measured on the beginnings of up to three files with the same suffix."""
+    groups: dict[str, list[DataFile]] = {}
+    for file in files:
+        groups.setdefault(formats.suffix_of(file.name), []).append(file)
+    densities = {}
+    for suffix, group in groups.items():
+        some = [] if suffix in formats.TOKEN_IDS else [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
+        text, stored = (sum(each) for each in zip((0, 0.0), *(_sampled(file, options) for file in some), strict=True))
+        densities[suffix] = float(f"{text / stored:.3g}") if text else 1.0
+    return [replace(file, density=densities[formats.suffix_of(file.name)]) for file in files]
+
+
+def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:
+    """Return the bytes of some text of a file, and how many stored bytes it takes."""
+    documents, text, begin = Documents(file, options), 0, 0
+    try:
+        while (record := documents.read()) is not None:
+            assert documents.stored is not None
+            place = documents.stored.tell()
+            if not text:
+                begin = place
+            if file.name.endswith(formats.PARQUET):
+                if text > SAMPLE:
+                    return text, file.size * documents.position / formats.parquet_rows(documents.stored)
+            elif place - begin >= SAMPLE:
+                return text, place - begin
+            with suppress(formats.BadDocument):
+                text += len(formats.text_of(record, options.format.text_field).encode())
+        return text, file.size
+    except formats.DamagedFile:
+        return 0, 0
+    finally:
+        documents.close()
 
 
 def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:

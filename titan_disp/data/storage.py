@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import PARQUET
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import DataError
 
@@ -31,20 +32,32 @@ LONGEST_PAUSE = 15.0
 uniform = random.SystemRandom().uniform
 
 
+ZEROS = bytes(4096)
+
+
 class RetryingFile(io.RawIOBase):
-    """Represent a file that can be read at any place. Subclasses say which failures are tried again."""
+    """Represent a file that can be read at any place. Subclasses say which failures are tried again.
+
+    A file ends where a block of it was never written, which ``damage`` then says. A decoder would take zeros for text.
+    """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         self._name, self._size, self._place = file.url, file.size, 0
         self.count = 0  # bytes that a buffer has read
         self._retry_seconds = options.retry_seconds
         self.error: Exception | None = None  # on giving up; decoders hide it in exceptions of their own
+        # What is wrong with the content. Parquet files may hold zeros, and say themselves what is damaged.
+        self.damage: str | None = None
+        self._zeros = b"" if file.name.endswith(PARQUET) else ZEROS
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
+        data = self.read(len(buffer)) if self.damage is None else b""
+        if self._zeros and self._zeros in data:  # the documents before them are sound
+            self.damage = f"{len(ZEROS):,} bytes of zeros in a row, as a disk that was full or failed leaves them"
+            data = data.partition(ZEROS)[0]
         buffer[: len(data)] = data
         self.count += len(data)
         return len(data)

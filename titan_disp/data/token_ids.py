@@ -63,17 +63,18 @@ def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[
     rest = np.empty(0, layout.dtype)  # the beginning of a document that continues in the next block
     for first in range(0, layout.count, _BLOCK):
         wanted = min(_BLOCK, layout.count - first) * layout.dtype.itemsize
-        if len(data := stored.read(wanted)) < wanted:
-            raise EOFError(f"the file ends {wanted - len(data):,} bytes early")
-        block = np.frombuffer(data, layout.dtype)
-        if first == 0:
+        data = stored.read(wanted)
+        block = np.frombuffer(data, layout.dtype, len(data) // layout.dtype.itemsize)
+        if first == 0 and len(block):
             _check_first(block, layout, name, vocab_size)
         ids = np.concatenate([rest, block])
-        fits = int(ids.max()) < vocab_size
+        fits = int(ids.max(initial=0)) < vocab_size
         begins, ends, rest_begin = _runs(ids, how.eos_id)
         for begin, end in zip(begins, ends, strict=True):
             # Copied, so that a document does not keep the whole block in memory.
             yield ids[begin:end].copy() if fits else _checked(ids[begin:end], vocab_size)
+        if len(data) < wanted:
+            raise EOFError(f"the file ends {wanted - len(data):,} bytes early")
         rest = ids[rest_begin:]
     if len(rest):
         yield _checked(rest, vocab_size)
@@ -104,7 +105,7 @@ def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[int], list[int], int]:
 def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
     if (largest := int(ids.max())) < vocab_size:
         return ids.copy()
-    return BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids")
+    return BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids", ids.nbytes)
 
 
 def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _Layout:

@@ -1,0 +1,112 @@
+"""Bytes, not only documents: what a corpus has lost, what a run has read of it, and when a loss stops a run."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.streams import EOS, ids_as, loader, stored, streams_of, through, write_texts
+from titan_disp.data.files import list_files
+from titan_disp.data.loader import together
+from titan_disp.data.options import Format, StreamOptions
+from titan_disp.data.position import Field
+from titan_disp.data.sources import measured
+from titan_disp.errors import DataError
+
+FORMAT = Format(text_split="blank_lines", eos_id=EOS, vocab_size=5000)
+OPTIONS = StreamOptions(seq_len=511, max_document_bytes=1 << 20, max_skipped_fraction=1.0, format=FORMAT)
+DOCUMENTS = 150  # of a file
+
+
+def corpus(folder, kind, files=10):
+    """Files of documents of about 900 bytes of text; also its size. Documents say their number."""
+    folder.mkdir()
+    generator, size = np.random.default_rng(0), 0
+    for f in range(files):
+        path, numbers = folder / f"{f}.{kind}", range(f * DOCUMENTS + 1, (f + 1) * DOCUMENTS + 1)
+        texts = [f"{i} " + " ".join(map(str, generator.integers(1000, 9999, 150 + i % 60))) for i in numbers]
+        size += sum(map(len, texts))
+        if kind == "bin":
+            path.write_bytes(
+                ids_as([i for text in texts for i in [*(int(word) % 4999 + 1 for word in text.split()), EOS]])
+            )
+        elif kind.startswith("txt"):
+            path.write_bytes(stored("\n\n".join(texts).encode(), path.name))
+        else:
+            write_texts(path, texts)
+    return size
+
+
+def zeros(content):
+    return bytes(len(content))
+
+
+def zeros_from_the_middle(content):
+    """As a node leaves a file whose last blocks were not on disk when it died."""
+    return content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
+
+
+def half(content):
+    return content[: len(content) // 2]
+
+
+def junk(content):
+    return b"\xff" * len(content)
+
+
+def random_junk(content):
+    return np.random.default_rng(1).bytes(len(content))
+
+
+DAMAGE = [
+    *((kind, zeros, 0.1) for kind in ("jsonl", "json.gz", "json.zst", "parquet", "txt", "bin")),
+    *((kind, zeros_from_the_middle, 0.05) for kind in ("jsonl", "txt", "bin", "json.gz")),
+    *((kind, half, 0.05) for kind in ("jsonl.gz", "txt.gz")),
+    *((kind, junk, 0.1) for kind in ("jsonl", "txt", "parquet")),
+    *((kind, random_junk, 0.1) for kind in ("jsonl", "txt", "json.gz")),
+]
+
+
+def epoch_of(streams):
+    """The positions of all slots when each has read its first epoch."""
+    found = []
+    for rank in streams:
+        for slot in rank.slots.values():
+            while slot.source.next_of_epoch() is not None:
+                pass
+            found.append(slot.source.position.values)
+    return np.stack(found)
+
+
+@pytest.mark.parametrize(("kind", "damage", "lost"), DAMAGE, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_what_is_lost_is_counted_in_bytes_and_stops_the_run(sample, tmp_path, kind, damage, lost):
+    """Of ten files, one is spoiled: stored = used + skipped on any ranks, and the limit is met although few documents are bad."""
+    corpus(tmp_path / "data", kind)
+    listed = list_files("text", str(tmp_path / "data"))
+    whole = epoch_of(streams_of(listed, 4, 1, **vars(OPTIONS)))[:, Field.BYTES].sum()
+    path = tmp_path / "data" / f"3.{kind}"
+    path.write_bytes(damage(path.read_bytes()))
+    files = measured(list_files("text", str(tmp_path / "data")), OPTIONS)
+    if damage is half:  # the rest of the file is not stored, so that its loss is not seen in bytes
+        lost = 0
+    for ranks in (1, 4):
+        position = epoch_of(streams_of(files, 4, ranks, **vars(OPTIONS)))
+        used, skipped = position[:, [Field.BYTES, Field.SKIPPED_BYTES]].sum(0) / whole
+        assert used + skipped == pytest.approx(sum(file.size * file.density for file in files) / whole, abs=0.02)
+        assert skipped == pytest.approx(lost, abs=0.02)
+    expected = through(lambda ranks, at: streams_of(files, 4, ranks, positions=at, **vars(OPTIONS)), [(1, 90)])
+    resumed = through(lambda ranks, at: streams_of(files, 4, ranks, positions=at, **vars(OPTIONS)), [(4, 31), (2, 59)])
+    assert all(np.array_equal(a, b) for a, b in zip(expected, resumed, strict=True))
+    one = loader(files, sample, slots=4)
+    one.positions[:] = one.positions.new_tensor(position)
+    one.positions[:, Field.EPOCH] = 0
+    counters = together([one.counters()])
+    assert counters["skipped_bytes"] == position[:, Field.SKIPPED_BYTES].sum()
+    for allowed in (0.03, 0.15):
+        one.options = dataclasses.replace(one.options, max_skipped_fraction=allowed)
+        counters |= {"skipped_documents": 0, "skipped_files": 0}
+        if lost > allowed:
+            with pytest.raises(DataError, match=r"bytes of text could not be used, more than stream.max_skipped_fr"):
+                one.check_counters(counters)
+        else:
+            one.check_counters(counters)
