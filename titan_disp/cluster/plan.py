@@ -22,7 +22,7 @@ from titan_disp.config.checks import check_config, tokenizer_of
 from titan_disp.config.options import Machine
 from titan_disp.data.assignment import Share
 from titan_disp.data.options import stream_options
-from titan_disp.data.sources import check_content, data_sets, source_shares
+from titan_disp.data.sources import check_content, check_overlaps, data_sets, source_shares
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.models.decoder import DispModel
@@ -159,6 +159,7 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
         missing.append(str(error))
     else:
         tokenizer = tokenizer_of(job_config)
+    listed = []
     for one in data_sets(job_config):
         one.check_name()
         try:
@@ -169,6 +170,8 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
             missing.append(str(error))
         else:
             check_content(files, stream_options(job_config, tokenizer=tokenizer), one.key)
+            listed.append((one, files))
+    check_overlaps(listed)
     return missing
 
 

@@ -22,7 +22,7 @@ from titan_disp import cpu
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, resolve_steps, slot_count
 from titan_disp.config.keys import facts_of
 from titan_disp.data.options import stream_options
-from titan_disp.data.sources import check_content, data_sets, source_shares
+from titan_disp.data.sources import check_content, check_overlaps, data_sets, source_shares
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
@@ -355,8 +355,10 @@ def check_device(job_config: JobConfig) -> None:
 def check_inputs(job_config: JobConfig) -> None:
     """Check what the config names on disk: the tokenizer, the data, and the initial weights."""
     options = stream_options(job_config, tokenizer=tokenizer_of(job_config))
-    for data in data_sets(job_config):
-        check_content(data.check(), options, data.key)
+    listed = [(data, data.check()) for data in data_sets(job_config)]
+    check_overlaps(listed)
+    for data, files in listed:
+        check_content(files, options, data.key)
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
         adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)

@@ -20,8 +20,9 @@ of every file that they share, and one pass over a file serves all slots of a ra
 Several sources are mixed by weights ([[stream.sources]]): the S slots are divided among them by largest remainder, and
 each slot belongs to one source. Every slot gives one sequence in turn, so that in every S sequences a source's fraction
 of the tokens is exactly its fraction of the slots. Each source has its own epochs, and its documents come as in a run of
-this source alone with this number of slots. (Only the shuffling differs, because it depends on the slot's number.) The
-slots of a source are contiguous, so that a rank reads files of few sources.
+this source alone with this name and this number of slots. (Only the shuffling differs, because it depends on the slot's
+number.) The name counts because otherwise copies of a file in two sources would come at the same time. The slots of a
+source are contiguous, so that a rank reads files of few sources.
 """
 
 import hashlib
@@ -242,7 +243,7 @@ class Mixture(Assignment):
         self._parts = []
         end = 0
         for share in shares:
-            own = [replace(file, name=file.name.partition("/")[2]) for file in files if share.owns(file)]
+            own = [file for file in files if share.owns(file)]
             slots, numbers = range(share.first, share.first + share.slots), range(end, end + len(own))
             self._parts.append(_Part(slots, numbers, Assignment(own, share.slots, seed)))
             end = numbers.stop

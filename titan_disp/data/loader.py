@@ -29,7 +29,7 @@ from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field, fraction_read
 from titan_disp.data.shuffle import memory
-from titan_disp.data.sources import list_and_check, source_shares, training_sets
+from titan_disp.data.sources import data_sets, list_and_check, source_shares
 from titan_disp.data.stream import Batch, RankStreams, Sequences, as_batch, as_it_is, worker_signals
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
@@ -224,7 +224,7 @@ def open_stream(
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
     """Build the loader, as TorchTitan's ``build_dataloader_fn``. Rank 0 lists the files. All ranks raise ConfigError."""
-    files = on_rank_0(list_and_check, training_sets(job_config), stream_options(job_config, tokenizer=tokenizer))
+    files = on_rank_0(list_and_check, data_sets(job_config), stream_options(job_config, tokenizer=tokenizer))
     if dp_rank == 0:
         total = byte_size(sum(file.size for file in files), 3)
         logger.info(f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}")

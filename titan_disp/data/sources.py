@@ -1,9 +1,10 @@
 """This module names the data sets that a run reads, and looks at the first documents of a few local files."""
 
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -11,13 +12,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
 
 from titan_disp.data import formats
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, check_data, list_files, split_of
 from titan_disp.data.options import StreamOptions
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, counted
 from titan_disp.job_config import Source
 
 T = TypeVar("T")
@@ -121,12 +123,43 @@ DOCUMENTS = 20  # read in each of three files (the first, a middle one, the last
 
 
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
+    """List and check the files of the data sets, and return those for training."""
+    # Validation lists its own files later, which are on the hub if ``check`` returns none.
+    listed = [(one, one.check() if one.key == "validation" else one.files()) for one in data]
+    check_overlaps(listed)
     every = []
-    for one in data:
-        files = one.files()
-        check_content(files, options, one.key)
-        every += measured(files, options)
+    for one, files in listed:
+        if one.key != "validation":
+            check_content(files, options, one.key)
+            every += measured(files, options)
     return every
+
+
+def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
+    """Raise ConfigError if two data sets have a file in common, under any name or link; warn if one has it twice."""
+    seen: dict[object, tuple[DataSet, DataFile]] = {}
+    for data, files in listed:
+        twice: dict[str, list[tuple[str, str]]] = {}
+        for file in files:
+            # Links have the inode of the file. What was removed since it was listed is reported when it is read.
+            status = os.stat(file.url) if os.path.exists(file.url) else None
+            identity = (status.st_dev, status.st_ino) if status else file.url
+            if identity in seen:
+                other, first = seen[identity]
+                twice.setdefault(other.key, []).append((first.url, file.url))
+            seen.setdefault(identity, (data, file))
+        for key, pairs in twice.items():
+            number, (one, again) = counted(len(pairs), "file"), pairs[0]
+            if key == data.key:
+                logger.warning(
+                    f"{key} data: {number}, such as {again!r}, lead to files that are read under another name ({one!r}), "
+                    "so that their documents come several times per epoch"
+                )
+                continue
+            why = "a weight decides how often a document comes: leave it out of one source, and raise the weight of the other"
+            if data.key == "validation":
+                why = "expected held-out documents in [validation]: leave the file out of one of the two"
+            raise ConfigError(f"{key} and {data.key} read {number} in common, such as {one!r} and {again!r}; {why}")
 
 
 SAMPLE = 1 << 20  # stored bytes read of each file that is measured; more than buffers and decoders hold
