@@ -1,6 +1,7 @@
 """A local server that gives the few answers of the Hugging Face hub that reading needs, with faults on demand."""
 
 import contextlib
+import gzip
 import hashlib
 import json
 import re
@@ -19,7 +20,7 @@ def serving(root, repository, monkeypatch, caches):
     """A hub that this process uses, with its caches in a folder, and hardly a pause between requests."""
     hub = FakeHub(root, repository)
     hub.use(monkeypatch, caches)
-    monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("titan_disp.data.retry.FIRST_PAUSE", 0.01)
     yield hub
     hub.close()
 
@@ -34,7 +35,10 @@ class FakeHub:
         self.gated = set()  # data sets to which nobody has access
         self.fail_every = 0  # every n-th request for content is answered 503; 0 for none
         self.damaged = set()  # paths whose content is served with one wrong byte
-        self.refusals = []  # answers to the next requests for content, as (status, headers)
+        self.refusals = []  # answers to the next requests for content, as (status, headers) …
+        self.listing_refusals = []  # … and to the next requests for anything else
+        self.packed = False  # whether a proxy sends whole files, packed by gzip without being asked to
+        self.trickle = 0.0  # seconds before every ten bytes of an answer
         self.cut = 0  # the connection breaks after this many bytes of an answer; 0 for never
         self.short = 0  # answers hold at most this many bytes, and say so; 0 for no limit
         self.stall = 0  # nothing more is sent after this many bytes; 0 for never
@@ -92,6 +96,10 @@ class FakeHub:
         repository = "/".join(path.removeprefix("/api").split("/")[2:4])
         if repository not in self.datasets:
             return self.send(request, 404, b"", {"X-Error-Code": "RepoNotFound"}, body)
+        if path.startswith("/api") and self.listing_refusals:
+            self.requests["refused"] += 1
+            status, headers = self.listing_refusals.pop(0)
+            return self.send(request, status, b"", headers, body)
         root = self.tagged[repository] if OLDER in path else self.datasets[repository]
         if match := re.fullmatch(rf"/api/datasets/{repository}/tree/(?:{COMMIT}|{OLDER})/?(.*)", path):
             self.requests["tree"] += 1
@@ -129,6 +137,8 @@ class FakeHub:
         headers = {"ETag": etag, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if path in self.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
+        if self.packed:
+            return self.send(request, 200, gzip.compress(content), {"Content-Encoding": "gzip"}, body, self.cut or None)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if not wanted or self.ignore_range:
             return self.send(request, 200, content, headers, body, self.cut or self.stall or None)
@@ -164,7 +174,11 @@ class FakeHub:
         for name, value in {**headers, "Content-Length": str(len(content)), "Content-Type": "application/json"}.items():
             request.send_header(name, value)
         request.end_headers()
-        if body:
+        if body and self.trickle:
+            for i in range(0, len(content), 10):
+                self.closing.wait(self.trickle)
+                request.wfile.write(content[i : i + 10])
+        elif body:
             request.wfile.write(content[:sent])
         if body and sent and sent < len(content):
             if self.stall:

@@ -72,6 +72,11 @@ def c4(sample, tmp_path, monkeypatch):
         yield hub
 
 
+@pytest.fixture
+def c4_beside(hub, sample):
+    hub.datasets["allenai/c4"] = sample
+
+
 def add(hub, tmp_path, name, *files, card=None):
     for file in files:
         write_texts(tmp_path / name / file, ["one two three"])
@@ -176,6 +181,29 @@ def test_a_hub_that_does_not_answer(hub):
             ask("hf:some/prose:split", None)
     with pytest.raises(ConfigError, match=r"cannot list allenai/c4 on the .* fetch DIR makes one"):
         check_hub("c4")
+
+
+BUSY = [(429, {}), (504, {}), (503, {"Retry-After": "0"}), (500, {})]
+
+
+@pytest.mark.parametrize("dataset", ["hf:some/prose", "hf:some/prose:split", "c4"])
+def test_a_hub_that_is_busy_is_asked_again(hub, c4_beside, dataset):
+    """At every request while files are listed: otherwise one answer of many would end a job of many nodes."""
+    quiet = names_of(list_files(dataset, None))
+    for place in range(3):
+        for busy in BUSY:
+            hub.listing_refusals = [busy] * (place + 1)
+            assert names_of(list_files(dataset, None)) == quiet
+    assert hub.requests["refused"] == 6 * len(BUSY)
+    hub.listing_refusals = [(503, {"Retry-After": "61"})]
+    with pytest.raises(ConfigError, match=r"cannot list .*503"):
+        list_files(dataset, None)
+    for refusal in ((401, {}), (404, {"X-Error-Code": "RepoNotFound"})):
+        hub.requests.clear()
+        hub.listing_refusals = [refusal] * 9
+        with pytest.raises(ConfigError):
+            list_files(dataset, None)
+        assert hub.requests["refused"] == 1
 
 
 def test_every_node_asks_the_hub_once(hub, sample):

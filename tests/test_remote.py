@@ -12,7 +12,7 @@ import pytest
 
 from tests.fake_hub import COMMIT, serving
 from tests.streams import sequence, write_texts
-from titan_disp.data import storage
+from titan_disp.data import retry, storage
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
@@ -93,7 +93,7 @@ def test_an_answer_that_ends_early_is_continued(hub, monkeypatch, fault):
 @pytest.mark.parametrize("suffix", ["json.gz", "json.zst", "parquet", "json"])
 def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(hub, monkeypatch, suffix):
     """A single byte of gzip's two would be no gzip, and the file damaged."""
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.0001)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.0001)
     path = write_texts(hub.datasets["some/data"] / f"a.{suffix}", ["7"])
     hub.short = 1 if suffix != "parquet" else 100
     assert numbers_of(Documents(on_hub(hub, path.name), StreamOptions())) == [7]
@@ -126,32 +126,88 @@ def test_another_file_than_listed_is_not_read(hub):
 LIMIT = {"RateLimit-Policy": '"fixed window";"resolvers";q=3000;w=300'}
 
 
+PAUSES = [
+    ((429, {"RateLimit": '"resolvers";r=0;t=48', **LIMIT}), (48.0, 60.0)),
+    ((503, {"Retry-After": "2"}), (2.0, 3.0)),
+    (
+        (429, {"RateLimit": '"resolvers";r=77;t=48', **LIMIT}),
+        (2.0, 6.0),
+    ),  # requests are left: something else is the reason
+    ((500, {"Retry-After": "soon"}), (4.0, 12.0)),
+    ((503, {"Retry-After": "Sun, 09 Sep 2001 01:47:20 GMT"}), (40.0, 50.0)),
+    ((503, {"Retry-After": "Sun, 09 Sep 2001 01:40:00 GMT"}), (0.0, 1.0)),
+]
+
+
 def test_the_hubs_own_pauses(hub, monkeypatch):
     """RateLimit where it is the reason, Retry-After, else growing pauses; each spread, so that ranks do not ask together."""
-    asked = []
-    monkeypatch.setattr(storage, "uniform", lambda shortest, longest: asked.append((shortest, longest)) or shortest)
-    monkeypatch.setattr(RemoteFile, "_pause", lambda self, error, seconds: asked.append(seconds))
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 1.0)
-    hub.refusals = [
-        (429, {"RateLimit": '"resolvers";r=0;t=48', **LIMIT}),
-        (503, {"Retry-After": "2"}),
-        (429, {"RateLimit": '"resolvers";r=77;t=48', **LIMIT}),  # requests are left: something else is the reason
-        (500, {}),
-    ]
+    asked, waited = [], []
+    monkeypatch.setattr(retry, "uniform", lambda shortest, longest: asked.append((shortest, longest)) or shortest)
+    monkeypatch.setattr(retry, "sleep", waited.append)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(retry.time, "time", lambda: 1e9)  # on the same day, at 01:46:40
+    hub.refusals = [refusal for refusal, _ in PAUSES]
     content, file = random_file(hub)
     file._retry_seconds = 60.0
     assert read_all(file) == content
-    assert asked == [(48.0, 60.0), 48.0, (2.0, 3.0), 2.0, (2.0, 6.0), 2.0, (4.0, 12.0), 4.0]
-    assert len(hub.ranges) == 5
+    assert asked == [pause for _, pause in PAUSES]
+    assert waited == [shortest for (shortest, _) in asked]
+    assert len(hub.ranges) == len(PAUSES) + 1
 
 
-def test_a_rate_limit_that_lasts_longer_than_a_rank_may_wait(hub):
-    hub.refusals = [(429, {"RateLimit": '"resolvers";r=0;t=200', **LIMIT})] * 9
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            (429, {"RateLimit": '"resolvers";r=0;t=200', **LIMIT}),
+            r"within 60 s \(stream.retry_seconds\): .*429 Too Many",
+        ),
+        ((503, {"Retry-After": "200"}), r"within 60 s \(stream.retry_seconds\): .*503 Service"),
+        ((401, {}), r"cannot read hf://.*random.bin: .*401"),
+        ((404, {"X-Error-Code": "EntryNotFound"}), r"cannot read hf://.*random.bin: .*404"),
+    ],
+)
+def test_what_is_not_tried_again(hub, answer, message):
+    """Longer than a rank may wait, or an answer that the next one will repeat."""
+    hub.refusals = [answer] * 9
     random_file(hub)
     documents = Documents(replace(on_hub(hub, "random.bin"), name="random.json"), StreamOptions())
-    with pytest.raises(DataError, match=r"within 60 s \(stream.retry_seconds\): .*429 Too Many.*\nRetry after 200"):
+    with pytest.raises(DataError, match=message):
         documents.read()
     assert len(hub.ranges) == 1
+
+
+def test_a_server_that_is_too_slow(hub, monkeypatch):
+    """Ten bytes every 10 ms never run into the time-out without a byte. The read is tried again, until it is too long."""
+    monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.2)
+    hub.trickle = 0.01
+    content, file = random_file(hub, 10_000)
+    file._retry_seconds = 0.5
+    assert file.read(10) == content[:10]
+    with pytest.raises(OSError, match=r"bytes per second for 0\.[67]\d* s, expected at least 4096|per second for 1 s"):
+        read_all(file)
+    assert 3 <= len(hub.ranges) <= 4
+    hub.trickle = 0.0
+    _, again = random_file(hub, 10_000)
+    assert read_all(again) == content
+
+
+@pytest.mark.parametrize("cut", [0, 8000])
+def test_a_proxy_that_packs_what_it_passes_on(hub, cut):
+    """It sends whole files by gzip: they are unpacked, also from the middle on after a broken connection."""
+    content = "".join(f"{i} " for i in range(9000)).encode()
+    (hub.datasets["some/data"] / "text.bin").write_bytes(content)
+    hub.packed, hub.cut = True, cut
+    file = RemoteFile(on_hub(hub, "text.bin"), StreamOptions(retry_seconds=0.05))
+    file.seek(7000)
+    if not cut:
+        assert read_all(file) == content[7000:]
+        return
+    with pytest.raises(Exception, match="incomplete|without sending"):  # it can never get further
+        read_all(file)
+    hub.cut, at = 0, file.tell()
+    assert 7000 <= at < len(content)
+    assert read_all(file) == content[at:]
 
 
 def test_pauses_of_ranks_with_the_same_seed_differ():
@@ -159,7 +215,7 @@ def test_pauses_of_ranks_with_the_same_seed_differ():
     drawn = []
     for _ in range(2):
         random.seed(0)
-        drawn.append(storage.uniform(0, 1))
+        drawn.append(retry.uniform(0, 1))
     assert drawn[0] != drawn[1]
 
 

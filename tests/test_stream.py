@@ -411,7 +411,7 @@ class TestBadData:
                 return super().read(size)
 
         monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Failing)
-        monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.001)
+        monkeypatch.setattr("titan_disp.data.retry.FIRST_PAUSE", 0.001)
         return state
 
     @pytest.mark.parametrize("trouble", ["cut off", "away"])

@@ -73,8 +73,10 @@ class Documents:
             remote = self._raw if isinstance(self._raw, RemoteFile) else None
             self.close()
             if remote is not None and (lost := remote.error) is not None:
-                within = f"within {self.options.retry_seconds:g} s (stream.retry_seconds)"
-                raise DataError(f"cannot read {self.file.url} {within}: {type(lost).__name__}: {lost}") from error
+                within = (
+                    f" within {self.options.retry_seconds:g} s (stream.retry_seconds)" if remote.may_pass(lost) else ""
+                )
+                raise DataError(f"cannot read {self.file.url}{within}: {type(lost).__name__}: {lost}") from error
             # Decoders raise OSError too, but only the operating system sets errno.
             if remote is not None or not (isinstance(error, OSError) and error.errno is not None):
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error

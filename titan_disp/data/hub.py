@@ -8,15 +8,19 @@ asked at one commit, so that all ranks read the same data.
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from titan_disp.data.formats import SUFFIXES
+from titan_disp.data.retry import chain, response_of, retried
 from titan_disp.errors import ConfigError
 
 DATASET = "allenai/c4"
 FOLDER = "en"
 ANSWER_SECONDS = 30.0  # time-out of the request for the commit
+LISTING_SECONDS = 60.0  # for which a hub that is busy or fails is asked again
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,27 @@ def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
     )
 
 
+def patiently(ask: Callable[[], T]) -> T:
+    """Return the hub's answer. If it is busy or fails, ask again for up to a minute; not without internet."""
+    from huggingface_hub.utils import httpx
+
+    def may_pass(error: Exception) -> bool:
+        response = response_of(error)
+        if response is not None:
+            return response.status_code in (408, 429) or response.status_code >= 500
+        return any(
+            isinstance(one, (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)) for one in chain(error)
+        )
+
+    return retried(ask, LISTING_SECONDS, "the list of files", may_pass)
+
+
 def files_in(repository: str, commit: str, folder: str, recursive: bool) -> dict[str, HubFile]:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    entries = HfApi().list_repo_tree(
-        repository, folder or None, recursive=recursive, revision=commit, repo_type="dataset"
-    )
+    options = {"recursive": recursive, "revision": commit, "repo_type": "dataset"}
+    entries = patiently(lambda: list(HfApi().list_repo_tree(repository, folder or None, **options)))
     return {
         entry.path: HubFile(entry.path, 0, entry.size, entry.lfs.sha256 if entry.lfs else None)
         for entry in entries
@@ -67,7 +85,7 @@ def c4_files(split: str) -> Listing:
     from huggingface_hub import HfApi
 
     try:
-        commit = HfApi().dataset_info(DATASET, timeout=ANSWER_SECONDS).sha or ""
+        commit = patiently(lambda: HfApi().dataset_info(DATASET, timeout=ANSWER_SECONDS)).sha or ""
         found = files_in(DATASET, commit, FOLDER, recursive=False)
     except Exception as error:  # see cannot_list
         raise cannot_list(DATASET, error, "DIR") from error
@@ -160,9 +178,9 @@ def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str,
     api, page = HfApi(), f"huggingface.co/datasets/{name.repository}"
     token = "a token of an account that has it (hf auth login, or HF_TOKEN)"
     try:
-        info = api.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS)
+        info = patiently(lambda: api.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS))
         if info.gated:
-            api.auth_check(info.id, repo_type="dataset")
+            patiently(lambda: api.auth_check(info.id, repo_type="dataset"))
     except GatedRepoError as error:
         raise ConfigError(
             f"{where}: the data set is gated. Accept its terms or ask for access at {page}, and use {token}"
@@ -195,7 +213,7 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
             return function(root, *args, revision=commit, cache_dir=cache)
 
     try:
-        builder = ask(load_dataset_builder, name.config)
+        builder = patiently(lambda: ask(load_dataset_builder, name.config))
     except DatasetNotFoundError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # datasets, huggingface_hub, httpx and the system each raise their own types

@@ -9,28 +9,17 @@ therefore takes one request, from the first byte wanted to its end, and one more
 import errno
 import io
 import os
-import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, TypeVar
-
-from torchtitan.tools.logging import logger
+from typing import Any
 
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import PARQUET
 from titan_disp.data.options import StreamOptions
+from titan_disp.data.retry import response_of, retried
 from titan_disp.errors import DataError
-
-T = TypeVar("T")
-FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
-LONGEST_PAUSE = 15.0
-
-# Ranks that failed at the same time must not try again at the same time. The randomness is the system's, because
-# DataLoader seeds ``random`` alike in the prefetch workers of all ranks (from debug.seed).
-uniform = random.SystemRandom().uniform
-
 
 ZEROS = bytes(4096)
 
@@ -76,7 +65,7 @@ class RetryingFile(io.RawIOBase):
         if not wanted:
             return b""
         try:
-            found = self._again(lambda: self._read(wanted))
+            found = retried(lambda: self._read(wanted), self._retry_seconds, self._name, self.may_pass)
         except Exception as error:  # httpx and huggingface_hub raise their own
             self.error = error
             raise
@@ -94,31 +83,8 @@ class RetryingFile(io.RawIOBase):
         """Close what the reads hold open; the next one opens it again."""
         raise NotImplementedError
 
-    def _may_pass(self, error: Exception) -> bool:
-        return True
-
-    def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
-        """Return the shortest and the longest pause before the next try, in seconds. ``pause`` is their usual mean."""
-        return pause / 2, pause * 3 / 2
-
-    def _pause(self, error: Exception, seconds: float) -> None:
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        logger.warning(f"data: {self._name}: {reason}: trying again in {seconds:.2g} s")
-        time.sleep(seconds)
-
-    def _again(self, attempt: Callable[[], T]) -> T:
-        """Return what ``attempt`` returns. Errors that may pass are tried again for ``retry_seconds``, then raised."""
-        deadline, pause = time.monotonic() + self._retry_seconds, FIRST_PAUSE
-        while True:
-            try:
-                return attempt()
-            except Exception as error:
-                shortest, longest = self._pauses(error, pause)
-                left = deadline - time.monotonic()
-                if not self._may_pass(error) or shortest > left:
-                    raise
-                self._pause(error, min(uniform(shortest, longest), left))
-                pause = min(2 * pause, LONGEST_PAUSE)
+    def may_pass(self, error: Exception) -> bool:
+        raise NotImplementedError
 
 
 # Network file systems raise these while their server changes or restarts.
@@ -131,7 +97,7 @@ class LocalFile(RetryingFile):
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         super().__init__(file, options)
         self._file: io.FileIO | None = None
-        self._again(self._open)
+        retried(self._open, self._retry_seconds, self._name, self.may_pass)
 
     def _open(self) -> io.FileIO:
         if self._file is None:
@@ -161,7 +127,7 @@ class LocalFile(RetryingFile):
             self._file.close()
             self._file = None
 
-    def _may_pass(self, error: Exception) -> bool:
+    def may_pass(self, error: Exception) -> bool:
         if not isinstance(error, OSError):
             return False
         self._let_go()  # the next attempt opens it again
@@ -169,11 +135,12 @@ class LocalFile(RetryingFile):
 
 
 GAP = 4 << 20  # up to this many bytes are read and dropped to get to a later place; a new request takes about as long
-REQUEST_SECONDS = 10.0  # time-out without a byte
+REQUEST_SECONDS = 10.0  # time-out without a byte …
+SLOWEST = 4096  # … and fewest bytes per second, over as long a wait: a server that sends a byte now and then has failed
 
 
 class RemoteFile(RetryingFile):
-    """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH. After any failure of the hub, the read is tried again."""
+    """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH. After most failures of the hub, the read is tried again."""
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         from huggingface_hub import hf_hub_url
@@ -183,15 +150,20 @@ class RemoteFile(RetryingFile):
         assert matched is not None, file.url
         self._url = hf_hub_url(matched[1], matched[3], repo_type="dataset", revision=matched[2])
         self._answer: _Answer | None = None
+        self._waited, self._came = 0.0, 0  # seconds of waiting for bytes, and those that came
+        self._slow = 0.0  # seconds for which the hub has been too slow
 
     def _read(self, size: int) -> bytes:
+        began = time.monotonic()
         try:
             if self._answer is None or not 0 <= self._place - self._answer.place <= GAP:
                 self._let_go()
                 self._answer = _Answer(self._url, self._place, self._size)
+            first = self._answer.place
             while self._answer.place < self._place:
                 self._answer.take(self._place - self._answer.place)
             found = self._answer.take(size)
+            self._check_speed(self._answer.place - first, time.monotonic() - began)
         except Exception:
             self._let_go()
             raise
@@ -199,17 +171,24 @@ class RemoteFile(RetryingFile):
             self._let_go()
         return found
 
+    def _check_speed(self, came: int, seconds: float) -> None:
+        self._came, self._waited = self._came + came, self._waited + seconds
+        if self._waited >= REQUEST_SECONDS:
+            speed, waited = self._came / self._waited, self._waited
+            self._came, self._waited = 0, 0.0
+            self._slow = self._slow + waited if speed < SLOWEST else 0.0
+            if self._slow:
+                raise OSError(f"{speed:.0f} bytes per second for {self._slow:.0f} s, expected at least {SLOWEST}")
+
+    def may_pass(self, error: Exception) -> bool:
+        response = response_of(error)
+        refused = response is not None and response.status_code in (401, 404)
+        return not refused and self._slow <= self._retry_seconds
+
     def _let_go(self) -> None:
         if self._answer is not None:
             self._answer.close()
             self._answer = None
-
-    def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
-        """Return at least what the hub asks for, and so long a range that the ranks wait for different times."""
-        asked = _seconds_asked(error)
-        if asked is None:
-            return super()._pauses(error, pause)
-        return asked, asked + min(max(1.0, asked / 4), LONGEST_PAUSE)
 
 
 class _Answer:
@@ -225,10 +204,11 @@ class _Answer:
         try:
             hf_raise_for_status(self._response)
             self.place = _first_byte(self._response, begin, size)
+            packed = self._response.status_code == 200 and self._response.headers.get("Content-Length") != str(size)
+            self._pieces: Iterator[bytes] = self._response.iter_bytes() if packed else self._response.iter_raw()
         except Exception:
             self._response.close()
             raise
-        self._pieces: Iterator[bytes] = self._response.iter_raw()
         self._piece = memoryview(b"")
 
     def take(self, size: int) -> bytes:
@@ -248,7 +228,9 @@ class _Answer:
 def _first_byte(response: Any, begin: int, size: int) -> int:
     """Return the place of an answer's first byte: ``begin``, or 0 if the server does not support ranges."""
     if response.status_code == 200:
-        first, right = 0, response.headers.get("Content-Length", str(size)) == str(size)
+        # A proxy may pack what it passes on. The length is then that of the packed content, if it is told.
+        packed = response.headers.get("Content-Encoding", "identity") != "identity"
+        first, right = 0, packed or response.headers.get("Content-Length", str(size)) == str(size)
     else:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
         first = int(found[1]) if found else -1
@@ -257,20 +239,6 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
         answered = response.headers.get("Content-Range") or f"{response.headers.get('Content-Length')} bytes"
         raise OSError(f"asked for bytes {begin}- of {size}, the hub answered {response.status_code}, {answered}")
     return first
-
-
-def _seconds_asked(error: Exception) -> float | None:
-    """Return the seconds that the hub asks to wait, by RateLimit in an answer 429 or by Retry-After, or None."""
-    from huggingface_hub.utils import parse_ratelimit_headers
-
-    response = getattr(error, "response", None)
-    if response is None:
-        return None
-    limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
-    if limit is not None and limit.remaining == 0:  # every answer has this header
-        return float(limit.reset_in_seconds)
-    after = response.headers.get("Retry-After", "").strip()
-    return float(after) if after.isdecimal() else None
 
 
 @cache

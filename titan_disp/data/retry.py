@@ -1,0 +1,73 @@
+"""Failures of a file system or of the hub that may pass: the attempt is made again after a pause, which grows."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import timezone
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+from torchtitan.tools.logging import logger
+
+T = TypeVar("T")
+FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
+LONGEST_PAUSE = 15.0
+
+# Ranks that failed at the same time must not try again at the same time. The randomness is the system's, because
+# DataLoader seeds ``random`` alike in the prefetch workers of all ranks (from debug.seed).
+uniform = random.SystemRandom().uniform
+sleep = time.sleep
+
+
+def retried(attempt: Callable[[], T], seconds: float, name: str, may_pass: Callable[[Exception], bool]) -> T:
+    """Return what ``attempt`` returns. Errors that may pass are tried again for some seconds, then raised.
+
+    A pause is at least as long as the hub asks for. Its range is so wide that the ranks wait for different times.
+    """
+    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+    while True:
+        try:
+            return attempt()
+        except Exception as error:  # httpx, huggingface_hub and datasets raise their own
+            asked, left = seconds_asked(error), deadline - time.monotonic()
+            shortest, longest = pause / 2, pause * 3 / 2
+            if asked is not None:
+                shortest, longest = asked, asked + min(max(1.0, asked / 4), LONGEST_PAUSE)
+            if not may_pass(error) or shortest > left:
+                raise
+            wait, reason = min(uniform(shortest, longest), left), (str(error).splitlines() or [""])[0]
+            logger.warning(f"data: {name}: {reason or type(error).__name__}: trying again in {wait:.2g} s")
+            sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from: datasets hides the hub's answer behind errors of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def response_of(error: Exception) -> Any:
+    """Return the server's answer that an error is about, or None."""
+    return next((one.response for one in chain(error) if getattr(one, "response", None) is not None), None)
+
+
+def seconds_asked(error: Exception) -> float | None:
+    """Return the seconds that the hub asks to wait, by RateLimit in an answer 429 or by Retry-After, or None."""
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    response = response_of(error)
+    if response is None:
+        return None
+    limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
+    if limit is not None and limit.remaining == 0:  # every answer has this header
+        return float(limit.reset_in_seconds)
+    after = response.headers.get("Retry-After", "").strip()
+    if after.isdecimal():
+        return float(after)
+    try:
+        when = parsedate_to_datetime(after)
+    except ValueError:
+        return None
+    return max(0.0, when.replace(tzinfo=when.tzinfo or timezone.utc).timestamp() - time.time())
