@@ -110,3 +110,36 @@ def test_what_is_lost_is_counted_in_bytes_and_stops_the_run(sample, tmp_path, ki
                 one.check_counters(counters)
         else:
             one.check_counters(counters)
+
+
+EMPTY = [
+    ("jsonl", [" ", ""]),
+    ("json.gz", ["\n"]),
+    ("parquet", [""]),
+    ("jsonl", [""] * 1500),  # more in a row than bad documents may be
+]
+
+
+@pytest.mark.parametrize(("kind", "between"), EMPTY)
+def test_documents_without_text_are_no_fault(sample, tmp_path, kind, between, caplog):
+    """As in raw wikitext, where a third of the rows are empty: they are passed over, and neither counted nor named."""
+    texts = [text for i in range(1, 601) for text in (f"{i}", *(between if i % 300 == 0 or len(between) < 3 else []))]
+    for name in "ab":
+        write_texts(tmp_path / f"{name}.{kind}", texts)
+    files = list_files("text", str(tmp_path))
+    (rank,) = streams_of(files, 2, 1, shuffle_window=5, on_bad_data="fail")
+    found = [slot.source.next() for slot in rank.slots.values() for _ in range(700)]
+    assert sum(document.start[Field.EPOCH] == 0 for document in found) == 1200
+    assert max(document.start[Field.SKIPPED] + document.start[Field.SKIPPED_BYTES] for document in found) == 0
+    assert not caplog.records
+    one = loader(files, sample, slots=2)
+    one.positions[:] = one.positions.new_tensor(np.stack([document.end for document in found[699::700]]))
+    one.check_counters(one.counters())
+
+
+def test_a_corpus_without_text(tmp_path):
+    write_texts(tmp_path / "a.jsonl", [" "] * 1200)
+    with pytest.raises(
+        DataError, match="bad documents: 0, damaged files: 0, documents without text: 20000.*add data, or"
+    ):
+        streams_of(list_files("text", str(tmp_path)), 1, 1)[0].slots[0].source.next()

@@ -202,8 +202,8 @@ class Stream:
     """
 
     on_bad_data: Literal["skip", "fail"] = key("skip")
-    """What to do with documents that are malformed, empty or too long, and with the rest of damaged files: skip them,
-    which is logged and counted, or fail, which stops the run.
+    """What to do with documents that are malformed or too long, and with the rest of damaged files: skip them, which is
+    logged and counted, or fail, which stops the run.
     """
 
     max_skipped_fraction: float = key(0.01, least=0, most=1)

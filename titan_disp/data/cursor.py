@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import COMPRESSED, BadDocument, Garbage, size_of, text_of
+from titan_disp.data.formats import COMPRESSED, BadDocument, Empty, Garbage, size_of, text_of
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
 from titan_disp.data.position import Field, Position
@@ -82,6 +82,7 @@ class _Search:
     """Count what a slot has met since its last usable document."""
 
     epochs: int = 0  # that ended
+    empty: int = 0  # documents without text
     bad: int = 0  # documents that cannot be used
     row: int = 0  # of these, the most recent ones, all in the current file …
     row_bytes: int = 0  # … and their bytes
@@ -132,10 +133,13 @@ class Cursor:
 
     def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument, size: int) -> None:
         search = self._search
-        self.faults.bad(segment.file, index, str(error))
-        self.position.values[[Field.SKIPPED, Field.SKIPPED_BYTES]] += 1, size
-        search.row_bytes += size
-        search.bad, search.row, search.counted = search.bad + 1, search.row + 1, search.counted + 1
+        if isinstance(error, Empty):
+            search.empty += 1
+        else:
+            self.faults.bad(segment.file, index, str(error))
+            search.bad, search.counted = search.bad + 1, search.counted + 1
+            self.position.values[[Field.SKIPPED, Field.SKIPPED_BYTES]] += 1, size
+            search.row, search.row_bytes = search.row + 1, search.row_bytes + size
         garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
         search.garbage = search.garbage + 1 if garbage else 0
         self.position.take(part, index, 0)
@@ -145,7 +149,7 @@ class Cursor:
         if damage is not None:
             self.passes.leave(self.position.slot, self.position.epoch, segment.file)
             self._end_file(part, segment, damage)
-        if search.bad == _HOPELESS:
+        if search.bad + search.empty == _HOPELESS:
             self._give_up()
 
     def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
@@ -181,8 +185,8 @@ class Cursor:
             advice = "The log above says why: repair or remove these files"
         raise DataError(
             f"slot {self.position.slot} of {slots} found no usable document (completed epochs: {search.epochs}, bad "
-            f"documents: {search.bad}, damaged files: {search.damaged}) in these files: {len(names)}, from {names[0]} to "
-            f"{names[-1]}. {advice}"
+            f"documents: {search.bad}, damaged files: {search.damaged}, documents without text: {search.empty}) in these "
+            f"files: {len(names)}, from {names[0]} to {names[-1]}. {advice}"
         )
 
 

@@ -89,6 +89,10 @@ class OtherShape(BadDocument):
     """The document is JSON without a text in the text field. If all are so, the config names the wrong field."""
 
 
+class Empty(BadDocument):
+    """The document has no text, which is no fault."""
+
+
 class Garbage(BadDocument):
     """The document is not JSON or not UTF-8. Flipped bytes in a compressed file make many such documents in a row."""
 
@@ -126,7 +130,7 @@ def text_of(raw: Record, field: str = "text") -> str:
         raise raw
     text = _field_of(_parse(raw), field) if isinstance(raw, bytes) else raw
     if not text.strip():
-        raise BadDocument("empty text")
+        raise Empty("empty text")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair, which no tokenizer accepts
