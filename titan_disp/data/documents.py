@@ -5,7 +5,9 @@ import io
 import zlib
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from isal import igzip, isal_zlib
@@ -24,11 +26,54 @@ def _decompressed(stored: io.BufferedReader, name: str) -> Any:
     """Return a stream with ``read`` and ``readline``, decompressed if the suffix says that the file is compressed."""
     if name.endswith(".gz"):
         return igzip.IGzipFile(fileobj=stored, mode="rb")
-    if name.endswith(".zst"):
+    return io.BufferedReader(_Zstd(stored), 1 << 18) if name.endswith(".zst") else stored
+
+
+class _Zstd(io.RawIOBase):
+    """Decompress a file by pyarrow, which drops what a failing read has decompressed: that is read again byte by byte."""
+
+    def __init__(self, stored: io.BufferedReader) -> None:
+        self._stored, self._place = stored, 0
+        self._error: Exception | None = None
+        self._open()
+
+    def _open(self) -> None:
         import pyarrow
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), "zstd"), 1 << 18)
-    return stored
+        # A stream that fails closes its file.
+        file = SimpleNamespace(read=self._stored.read, close=lambda: None, closed=False)
+        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._error is not None:
+            raise self._error
+        try:
+            data = self._stream.read(len(buffer))
+        except Exception as error:
+            raw: Any = self._stored.raw
+            if raw.error is not None:  # the content is not to blame
+                raise
+            data, self._error = self._up_to(self._place + len(buffer)), error
+            if not data:
+                raise
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def _up_to(self, end: int) -> bytes:
+        """Return what can be decompressed from ``_place`` on, before the failure."""
+        self._stored.seek(0)
+        self._open()
+        left, found = self._place, bytearray()
+        while left:
+            left -= len(self._stream.read(min(left, 1 << 18)))
+        with suppress(Exception):
+            while self._place + len(found) < end and (byte := self._stream.read(1)):
+                found += byte
+        return bytes(found)
 
 
 class Documents:

@@ -32,6 +32,7 @@ class RetryingFile(io.RawIOBase):
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         self._name, self._size, self._place = file.url, file.size, 0
+        self._end = file.size
         self.count = 0  # bytes that a buffer has read
         self._retry_seconds = options.retry_seconds
         self.error: Exception | None = None  # on giving up; decoders hide it in exceptions of their own
@@ -43,10 +44,11 @@ class RetryingFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer)) if self.damage is None else b""
-        if self._zeros and self._zeros in data:  # the documents before them are sound
+        data = self.read(len(buffer))
+        if self._zeros and (at := data.find(self._zeros)) >= 0:  # the documents before them are sound
             self.damage = f"{len(ZEROS):,} bytes of zeros in a row, as a disk that was full or failed leaves them"
-            data = data.partition(ZEROS)[0]
+            self._end, data = self._place - len(data) + at, data[:at]
+            self._place = self._end
         buffer[: len(data)] = data
         self.count += len(data)
         return len(data)
@@ -60,7 +62,7 @@ class RetryingFile(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """Return at most ``size`` bytes, as many as have come, or b"" at the end of the file."""
-        left = max(0, self._size - self._place)
+        left = max(0, self._end - self._place)
         wanted = left if size < 0 else min(size, left)
         if not wanted:
             return b""
