@@ -143,3 +143,20 @@ def test_a_corpus_without_text(tmp_path):
         DataError, match="bad documents: 0, damaged files: 0, documents without text: 20000.*add data, or"
     ):
         streams_of(list_files("text", str(tmp_path)), 1, 1)[0].slots[0].source.next()
+
+
+@pytest.mark.parametrize(("slots", "steps", "warns"), [(8, 2, False), (128, 1, True), (128, 20, True)])
+def test_epochs_read_is_the_text_trained_on(sample, tmp_path, slots, steps, warns, caplog):
+    """128 source files, each a document: some are far longer than what a slot has read of them, and some slots have none."""
+    lengths = np.random.default_rng(0).lognormal(9, 1.5, 128).astype(int)
+    for i, length in enumerate(lengths):
+        (tmp_path / f"{i}.txt").write_text("x" * (length + 1))
+    one = loader(measured(list_files("text", str(tmp_path)), StreamOptions()), sample, slots=slots, seq_len=2047)
+    one.encode = lambda text: [1] * len(text) + [EOS]
+    batches = iter(one)
+    for _ in range(steps * slots // 2):
+        next(batches)
+    expected = steps * slots * 2048 / (lengths.sum() + 128)
+    assert one.counters()["epochs_read"] == pytest.approx(expected, rel=0.02)
+    assert one.counters()["documents"] < 128 or steps > 2
+    assert ("has no documents in epoch" in caplog.text) == warns

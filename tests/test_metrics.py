@@ -31,6 +31,7 @@ class DamagedFiles:
     def __init__(self, skipped):
         self.groups, self.options = [Share("", 0, 8, 8, 1.0)], SimpleNamespace(max_skipped_fraction=0.2)
         self.files, self.skipped, self.read, self.waited = [DataFile("", "", 1)] * 100, skipped, 0, 0.5
+        self.texts = [1.0]
 
     def counters(self):
         documents = dict.fromkeys(("documents", "skipped_documents", "skipped_bytes"), 0) | {

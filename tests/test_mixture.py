@@ -4,7 +4,6 @@ import copy
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,11 +11,12 @@ from tests.command_line import DEMO, ROOT
 from tests.streams import EOS, config, loader, sequence, streams_of, words_of, write_files, write_texts
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
-from titan_disp.data.assignment import Mixture, Run, Segment, prefixed, shares
+from titan_disp.data.assignment import Mixture, prefixed, shares
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.loader import open_stream, together
-from titan_disp.data.position import Field, fraction_read
-from titan_disp.data.sources import source_name, source_shares, training_sets
+from titan_disp.data.options import StreamOptions
+from titan_disp.data.position import Field
+from titan_disp.data.sources import measured, source_name, source_shares, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
@@ -139,55 +139,11 @@ def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_p
     assert rank.slots[1].position[Field.SKIPPED_FILES] == 0
 
 
-def test_epochs_read_of_each_source_by_hand(sample):
-    """Two slots of web are on rank 0, one of them is on rank 1, which is halfway; code's slot is two epochs ahead."""
-    files = [DataFile(name, "", 100) for name in ("web/a", "web/b", "web/c", "code/a")]
-    found = shares({"web": 3, "code": 1}, 4)
-    first, second = ranks = [loader(files, sample, rank, 2, slots=4, shares=found) for rank in range(2)]
-    for one in ranks:
-        one.positions[:, Field.EPOCH] = 5
-        one.densities = [2.0, 0.5]  # bytes of text per stored byte
-    first.positions[0, Field.DONE] = 2
-    second.positions[0, Field.BODY_BYTES] = 100
-    second.positions[1, [Field.EPOCH, Field.BODY_BYTES]] = torch.tensor([7, 10])
-    first.bytes_read[5, 0], second.bytes_read[5, 1], second.bytes_read[7, 3] = 150, 300, 20
-    counters = together([one.counters() for one in ranks])
-    assert counters["epochs_read/web"] == pytest.approx(5 + (1 + 0 + 0.5) / 3)
-    assert counters["epochs_read/code"] == pytest.approx(7 + 0.2)
-    assert (counters["epoch/web"], counters["epoch/code"], counters["epoch"]) == (5, 7, 7)
-    assert counters["stored_bytes"] == 470
-
-
-def test_fraction_of_a_run_by_hand():
-    """A head of 40 bytes, whole files of 10, 30 and 60 bytes, and a tail of 60 bytes. The current file is known."""
-    bodies = tuple(Segment(i, 0, 2**64, 0, n) for i, n in ((1, 10), (2, 30), (3, 60)))
-    run = Run(Segment(0, 1, 2, 0, 40), bodies, Segment(4, 0, 1, 0, 60))
-    # Of a window that began there, three documents of ten bytes on average have been used.
-    used = {"IN_WINDOW": 3, "DOCUMENTS": 20, "BYTES": 200}
-    for fields, density, slots, expected in (
-        ({}, 1.0, 1, 0),
-        ({"HEAD_BYTES": 20, "TAIL_BYTES": 6}, 4.0, 2, 13),
-        ({"HEAD_BYTES": 500}, 1.0, 1, 40),
-        ({"HEAD_BYTES": 500, "DONE": 4}, 1.0, 1, 100),
-        ({"BODY_BYTES": 25, "BODY_FILE": 1}, 1.0, 1, 25),
-        ({"BODY_BYTES": 3, "BODY_FILE": 1}, 1.0, 1, 10),
-        ({"BODY_BYTES": 99, "BODY_FILE": 1}, 1.0, 1, 40),
-        ({"BODY_BYTES": 3, "BODY_FILE": 3, "DONE": 7}, 1.0, 1, 200),
-        ({"HEAD_BYTES": 20, "BODY_FILE": 2}, 0.0, 1, 40),  # nothing has been measured yet
-        ({"HEAD_BYTES": 20} | used, 4.0, 2, 10 + 15),
-        ({"DONE": 6} | used | {"IN_WINDOW": 20}, 1.0, 1, 200),
-    ):
-        position = np.zeros(len(Field), dtype=np.int64)
-        position[[Field[name] for name in fields]] = [*fields.values()]
-        assert fraction_read(position, run, slots, density) * 200 == pytest.approx(expected), fields
-    assert fraction_read(np.zeros(len(Field), dtype=np.int64), Run(None, (), None), 1, 1.0) == 0
-
-
 @pytest.mark.parametrize("window", [0, 1000])
 def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
     """Found by counting text: on any ranks, with any reading ahead, after a resume, and within a window as large as an epoch."""
     lengths = lambda i: 9 + i * 7919 % 81  # noqa: E731
-    files, found = write_files(tmp_path, [300, 120, 200], lengths), []
+    files, found = measured(write_files(tmp_path, [300, 120, 200], lengths), StreamOptions()), []
     for ranks, prefetch, parts in ((1, 0, [201]), (3, 4, [90, 111])):
         states = [{}] * ranks
         for part in parts:

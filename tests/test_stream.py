@@ -206,7 +206,7 @@ def test_position_by_hand(tmp_path):
     first = after | {Field.BODY_FILE: 1, Field.FILE_BYTES: 0, Field.TAIL: shared[1][1] + 1, Field.TAIL_BYTES: 2}
     second = after | {Field.BODY_DOCUMENT: 8, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
     assert positions.tolist() == [[*first.values()], [*second.values()]]
-    assert [int(field) for field in after] == list(range(18))
+    assert [int(field) for field in after] == list(range(19))
 
 
 def test_slots_of_a_rank_share_one_pass(tmp_path):

@@ -43,6 +43,7 @@ class Faults:
         self._sources = [slice(*bounds) for bounds in pairwise([*first_files, len(files)])]
         self._expendable = [options.max_skipped_fraction * sum(self.sizes[source]) for source in self._sources]  # bytes
         self._told: set[tuple[int, int]] = set()
+        self._told_of_slots = False
 
     def bad(self, file: int, index: int, reason: str) -> None:
         """Log once that a document, or the rest of a file (index −1), is skipped. Raise DataError if on_bad_data is "fail"."""
@@ -53,6 +54,14 @@ class Faults:
         if (file, index) not in self._told and (index < 0 or len(self._told) < 1000):
             self._told.add((file, index))
             logger.warning(f"skipped: {text}")
+
+    def no_documents(self, position: Position) -> None:
+        if not self._told_of_slots:
+            self._told_of_slots = True
+            logger.warning(
+                f"data: slot {position.slot} of {position.assignment.slots} has no documents in epoch {position.epoch - 1}. "
+                "If there are hardly more documents than slots, their order and shares are poor: lower stream.slots"
+            )
 
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
         """Return why the rest of a file is skipped, or None. One that is too large to be skipped is read to its end."""
@@ -124,9 +133,6 @@ class Cursor:
             start = p.copy()
             p[Field.DOCUMENTS] += 1
             p[Field.BYTES] += size
-            density = self.passes.density(segment.file)
-            density.parsed += size_of(raw)
-            density.text += size
             position.take(part, index, size)
             self._search = _Search()
             return Document(content, size, start, p.copy())
@@ -174,6 +180,8 @@ class Cursor:
         search = self._search
         self.position.end_epoch()
         search.epochs += 1
+        if search.epochs == 2:
+            self.faults.no_documents(self.position)
         if search.counted >= _BAD or search.epochs > _EPOCHS * self.position.assignment.slots:
             self._give_up()
 

@@ -27,7 +27,7 @@ from titan_disp.data.cursor import check_bytes, check_documents, check_files
 from titan_disp.data.files import DataFile, on_rank_0, text_bytes
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.options import StreamOptions, stream_options
-from titan_disp.data.position import Field, fraction_read
+from titan_disp.data.position import Field
 from titan_disp.data.shuffle import memory
 from titan_disp.data.sources import data_sets, list_and_check, source_shares
 from titan_disp.data.stream import Batch, RankStreams, Sequences, as_batch, as_it_is, worker_signals
@@ -91,7 +91,7 @@ class StreamLoader(BaseDataLoader):
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
-        self.densities = [0.0] * len(self.groups)  # bytes of text per stored byte
+        self.texts = [text_bytes(filter(group.owns, files)) for group in self.groups]
         self._running: Generator[Batch, None, None] | None = None
 
     def _make(self) -> RankStreams:
@@ -125,7 +125,7 @@ class StreamLoader(BaseDataLoader):
                 self.seconds_waited += time.perf_counter() - start
                 if isinstance(got, ConfigError):
                     raise got
-                arrays, positions, bytes_read, self.densities = got
+                arrays, positions, bytes_read = got
                 self.bytes_read.update(bytes_read)
                 for first in range(0, len(positions), batch):
                     for row in positions[first : first + batch]:
@@ -142,7 +142,8 @@ class StreamLoader(BaseDataLoader):
         """Return this rank's totals for the sequences handed out since the start of the run, or since ``restart``.
 
         stored_bytes and seconds_waited are since this process started, epoch is the latest of the rank's slots, and the
-        ranks' epochs_read add up to the mean over all slots. Each of several sources has its own epoch and epochs_read.
+        ranks' epochs_read, text used or skipped of all text, add up. Each of several sources has its own epoch and
+        epochs_read.
         """
         columns = self.positions.sum(0).tolist()
         return {
@@ -158,27 +159,21 @@ class StreamLoader(BaseDataLoader):
         }
 
     def _epochs(self) -> Iterator[tuple[str, float]]:
-        for group, density in zip(self.groups, self.densities, strict=True):
-            own = range(max(group.first, self.slots.start), min(group.first + group.slots, self.slots.stop))
-            latest, read, slots = 0, 0.0, group.slots
-            for slot in own:
-                position = self.positions[slot - self.slots.start].numpy()
-                epoch = int(position[Field.EPOCH])
-                latest = max(latest, epoch)
-                read += epoch + fraction_read(position, self.assignment.run(slot, epoch), slots, density)
-            yield f"epoch{group.suffix}", latest
-            yield f"epochs_read{group.suffix}", read / slots
+        read = self.positions[:, [Field.BYTES, Field.OFFSET_BYTES, Field.SKIPPED_BYTES]].sum(1)
+        for group, text in zip(self.groups, self.texts, strict=True):
+            first = max(group.first - self.slots.start, 0)
+            own = slice(first, max(first, group.first + group.slots - self.slots.start))
+            yield f"epoch{group.suffix}", self.positions[own, Field.EPOCH].max().item() if len(read[own]) else 0
+            yield f"epochs_read{group.suffix}", read[own].sum().item() / max(text, 1)
 
     def check_counters(self, counters: dict[str, float]) -> None:
         """Raise DataError if too much data is bad. The counters are those of all ranks together: all stop, or none."""
         allowed = self.options.max_skipped_fraction
-        begun, text, documents = 0.0, 0.0, counters["documents"]
-        for group in self.groups:
-            own, epochs = list(filter(group.owns, self.files)), counters[f"epoch{group.suffix}"] + 1
-            begun += len(own) * epochs
-            text += text_bytes(own) * epochs
-        check_documents(counters["skipped_documents"], documents, allowed)
-        check_bytes(counters["skipped_bytes"], text, documents, allowed)
+        epochs = [counters[f"epoch{group.suffix}"] + 1 for group in self.groups]
+        begun = sum(sum(map(group.owns, self.files)) * n for group, n in zip(self.groups, epochs, strict=True))
+        text = sum(text * n for text, n in zip(self.texts, epochs, strict=True))
+        check_documents(counters["skipped_documents"], counters["documents"], allowed)
+        check_bytes(counters["skipped_bytes"], text, counters["documents"], allowed)
         check_files(counters["skipped_files"], begun, len(self.files), allowed)
 
     def state_dict(self) -> dict[str, Any]:

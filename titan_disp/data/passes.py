@@ -5,16 +5,16 @@ import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import COMPRESSED, PARQUET, DamagedFile, Record, size_of
+from titan_disp.data.formats import DamagedFile, Record, size_of
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.position import Density, Position
+from titan_disp.data.position import Position
 from titan_disp.errors import counted
 
 PROGRESS_SECONDS = 10.0
@@ -39,9 +39,7 @@ class _Pass:
         self.epoch, self.documents, self.queues = epoch, documents, queues
         self.queued = 0  # bytes in all queues
         self.counted = 0  # stored bytes at the last call of newly_read
-        self.start = documents.position
-        self.read, self.read_bytes = 0, 0  # all documents read, whichever slot owns them …
-        self.before = -1  # … and stored bytes read when the first of them was there
+        self.read, self.read_bytes = 0, 0  # all documents read, whichever slot owns them
         self.ended = False
         self.damage: str | None = None
         # Sorted by the first of their keys, for bisection.
@@ -62,8 +60,6 @@ class _Pass:
         except DamagedFile as error:
             self.damage = str(error)
             document = None
-        if self.before < 0:
-            self.before = self.documents.bytes_read
         if document is None:
             self.ended = True
             self.documents.close()
@@ -102,27 +98,6 @@ class Passes:
         # For each file that was read to its end: its number of documents, and what was damaged.
         self._ends: dict[int, tuple[int, str | None]] = {}
         self._closed_bytes: Counter[tuple[int, int]] = Counter()  # since the last call of bytes_read
-        self.first_files = positions[0].assignment.first_files
-        self._densities = [Density(files[first].name.endswith((*COMPRESSED, *PARQUET))) for first in self.first_files]
-
-    def density(self, file: int) -> Density:
-        return self._densities[bisect_right(self.first_files, file) - 1]
-
-    def text_per_stored_byte(self) -> list[float]:
-        """Return the bytes of text per stored byte, for each source, measured on what has been read so far."""
-        found = [replace(density) for density in self._densities]
-        for file, passes in self._open.items():
-            for one in passes:
-                self._measure(found[bisect_right(self.first_files, file) - 1], file, one)
-        return [density.value() for density in found]
-
-    def _measure(self, density: Density, file: int, one: _Pass) -> None:
-        count = one.documents.position
-        if one.ended and one.damage is None:
-            if count > one.start:  # after a resume, the rest of the documents takes about the same fraction of the file
-                density.measured(one.read_bytes, self.files[file].size * (count - one.start) / count, ended=True)
-        elif one.before >= 0:
-            density.measured(one.read_bytes, one.documents.bytes_read - one.before, ended=False)
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
         """Return the number of stored bytes read since the last call, by (epoch, file)."""
@@ -207,7 +182,6 @@ class Passes:
             left.documents.close()
             self._open[file].remove(left)
             self._closed_bytes[left.epoch, file] += left.newly_read()
-            self._measure(self.density(file), file, left)
             if not self._open[file]:
                 del self._open[file]
 

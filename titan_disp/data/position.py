@@ -1,11 +1,5 @@
-"""A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them.
+"""A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them."""
 
-It also measures how far the slots are in their epochs, by the text that they have handed out. The size of a slot's run
-is known in stored bytes only. The worker therefore measures the bytes of text per stored byte (``Density``). Text that
-is prefetched does not count, and after a resume the fraction continues where it was.
-"""
-
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -32,12 +26,13 @@ class Field(IntEnum):
     DONE = 9  # bits for head, body and tail: read to the end
     WINDOW = 10  # number of the shuffling window in the epoch …
     IN_WINDOW = 11  # … and how many of its documents have been used
-    OFFSET = 12  # tokens already taken from the next document
-    DOCUMENTS = 13  # documents used since the start of the run …
-    BYTES = 14  # … their bytes of text in UTF-8 …
-    SKIPPED = 15  # … documents skipped …
-    SKIPPED_FILES = 16  # … files that ended early …
-    SKIPPED_BYTES = 17  # … and about the bytes of both
+    OFFSET = 12  # tokens already taken from the next document …
+    OFFSET_BYTES = 13  # … and about their bytes of text
+    DOCUMENTS = 14  # documents used since the start of the run …
+    BYTES = 15  # … their bytes of text in UTF-8 …
+    SKIPPED = 16  # … documents skipped …
+    SKIPPED_FILES = 17  # … files that ended early …
+    SKIPPED_BYTES = 18  # … and about the bytes of both
 
 
 NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)  # index of the next document in head, body, tail
@@ -116,53 +111,3 @@ class Position:
     def _left(self) -> list[int]:
         weights = self.run().weights
         return [part for part in range(3) if weights[part] and not self.values[Field.DONE] >> part & 1]
-
-
-# Stored bytes that must be read of an unfinished file before it is measured: buffers and decoders hold up to 512 KiB.
-_ENOUGH = 4 << 20
-_RATIO = 2.5  # bytes of documents per stored byte of a compressed file, until it is measured
-
-
-@dataclass
-class Density:
-    """Measure the bytes of text per stored byte: (documents / stored) · (text / parsed)."""
-
-    compressed: bool  # whether the files are
-    documents: int = 0  # bytes of all documents read, whichever slot owns them
-    stored: float = 0  # stored bytes of these documents
-    parsed: int = 0  # bytes of the documents that this rank uses
-    text: int = 0  # bytes of their text
-
-    def measured(self, documents: int, stored: float, ended: bool) -> None:
-        """Add a measurement: ``stored`` bytes of a file, read to its end or not, held ``documents`` bytes."""
-        if ended or stored >= _ENOUGH:
-            self.documents += documents
-            self.stored += stored
-
-    def value(self) -> float:
-        """Return the bytes of text per stored byte, or 0 if nothing has been read."""
-        ratio = self.documents / self.stored if self.stored else _RATIO if self.compressed else 1.0
-        return ratio * self.text / max(1, self.parsed)
-
-
-def fraction_read(position: np.ndarray, run: Run, slots: int, density: float) -> float:
-    """Return the fraction of its run that a slot has handed out, from 0 to 1.
-
-    ``slots`` is the number that ``Segment.length`` was multiplied by; ``density`` is in bytes of text per stored byte.
-    """
-    every, read = sum(run.weights), 0.0
-    for part, length in enumerate(run.weights):
-        least, most = 0, length
-        if int(position[Field.DONE]) >> part & 1:
-            least = length
-        elif part == 1 and length:  # the files before the current one are read, those after it are not
-            current = int(position[Field.BODY_FILE])
-            least = sum(segment.length for segment in run.body[:current])
-            most = least + run.body[current].length
-        taken = int(position[TAKEN[part]]) * slots / density if density else 0.0
-        read += min(max(taken, least), most)
-    # So far, only text before the shuffling window counts. Documents used of the window are taken to have the mean length.
-    if density:
-        window = int(position[Field.IN_WINDOW]) * int(position[Field.BYTES]) / max(1, int(position[Field.DOCUMENTS]))
-        read = min(read + window * slots / density, every)
-    return read / every if every else 0.0

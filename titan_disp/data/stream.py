@@ -106,7 +106,7 @@ class Slot:
         self.cursor, self.streams = cursor, streams
         self.position = cursor.position.values.copy()
         self._offset = int(cursor.position.values[Field.OFFSET])  # tokens already taken from the next document
-        cursor.position.values[Field.OFFSET] = 0
+        cursor.position.values[[Field.OFFSET, Field.OFFSET_BYTES]] = 0
         window = streams.options.shuffle_window
         self.source = Shuffle(cursor, window) if window > 1 else cursor
         # Documents read ahead, each with a function that returns a list of token ids, and its index in this list.
@@ -150,6 +150,7 @@ class Slot:
             if self._offset < len(tokens):
                 self.position = document.start
                 self.position[Field.OFFSET] = self._offset
+                self.position[Field.OFFSET_BYTES] = document.size * self._offset // len(tokens)
             else:
                 self.streams.learn(document, len(tokens))
                 self._ahead.popleft()
@@ -189,9 +190,9 @@ def as_it_is(batch: Any) -> Any:
 class Sequences(IterableDataset):
     """Make the rank's sequences, in the prefetch worker if there is one.
 
-    It yields tuples of ``empty_rows`` that it has filled, positions [n, k], bytes newly read by (epoch, file), and bytes
-    of text per stored byte of each source. n is ``batch`` · ``group``. If reading fails, it yields what was read before
-    (a smaller multiple of ``batch``) and then the ConfigError.
+    It yields tuples of ``empty_rows`` that it has filled, positions [n, k], and bytes newly read by (epoch, file). n is
+    ``batch`` · ``group``. If reading fails, it yields what was read before (a smaller multiple of ``batch``) and then the
+    ConfigError.
     """
 
     def __init__(self, make: Any, batch: int, group: int) -> None:
@@ -221,9 +222,7 @@ class Sequences(IterableDataset):
                     failed = error
                 whole = done - done % self.batch
                 if whole:
-                    read = streams.passes
-                    filled = [array[:whole] for array in arrays]
-                    yield filled, positions[:whole], read.bytes_read(), read.text_per_stored_byte()
+                    yield [array[:whole] for array in arrays], positions[:whole], streams.passes.bytes_read()
                 if failed is not None:
                     raise failed
         except ConfigError as error:
