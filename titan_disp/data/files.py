@@ -23,7 +23,8 @@ class DataFile:
     name: str  # path relative to the folder that holds all files of the split; the same on the hub and in a mirror
     url: str  # what to open: a local path or hf://datasets/…
     size: int  # in bytes, as stored
-    density: float = 1.0  # bytes of text per stored byte, see ``sources.measured``
+    density: float = 1.0  # bytes of text per stored byte, see ``sources.measured`` …
+    sample: str = ""  # … and a hash of some of its content
 
 
 def text_bytes(files: Iterable[DataFile]) -> float:

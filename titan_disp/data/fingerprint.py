@@ -59,6 +59,7 @@ def fingerprint(
     }
     return {
         "files": [[file.name, file.size] for file in files],
+        "contents": {file.name: file.sample for file in files if file.sample},
         "assignment": VERSION,
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "eos_token_id": _eos_of_model(tokenizer_folder),
@@ -74,6 +75,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         then, today = saved.get(key), now.get(key)
         if key == "files":  # in any order
             then, today = dict(then or []), dict(now[key])
+        elif key == "contents":  # unknown on the hub
+            then, today = ({n: one[n] for n in then or {} if n in (today or {})} for one in (then or {}, today or {}))
         if then != today:
             found.append(_difference(key, then, today))
     return found
@@ -86,6 +89,9 @@ def _difference(key: str, then: Any, today: Any) -> str:
             f"data: {counted(len(then), 'file')} then, {len(today)} now, with {counted(len(changed), 'difference')}; first "
             f"{changed[0]} ({then.get(changed[0], 'missing')} bytes then, {today.get(changed[0], 'missing')} now)"
         )
+    if key == "contents":
+        changed = sorted(name for name in then if then[name] != today[name])
+        return f"content: {counted(len(changed), 'file')} of the same size with other documents, first {changed[0]}"
     if key == "stream.sources":
         words = (", ".join(f"{name} {n}" for name, n in one or []) or "none" for one in (then, today))
         return f"{key}, with the slots that their weights make: {next(words)} then, {next(words)} now"

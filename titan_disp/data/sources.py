@@ -1,10 +1,12 @@
 """This module names the data sets that a run reads, and looks at the first documents of a few local files."""
 
+import hashlib
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -162,11 +164,12 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
             raise ConfigError(f"{key} and {data.key} read {number} in common, such as {one!r} and {again!r}; {why}")
 
 
+_HASHED = 4096
 SAMPLE = 1 << 20  # stored bytes read of each file that is measured; more than buffers and decoders hold
 
 
 def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
-    """Return files with their ``density``, measured on the beginnings of up to three files with the same suffix."""
+    """Return files with ``density``, measured on the beginnings of up to three files with the same suffix, and ``sample``."""
     groups: dict[str, list[DataFile]] = {}
     for file in files:
         groups.setdefault(formats.suffix_of(file.name), []).append(file)
@@ -175,7 +178,24 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
         some = [] if suffix in formats.TOKEN_IDS else [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
         text, stored = (sum(each) for each in zip((0, 0.0), *(_sampled(file, options) for file in some), strict=True))
         densities[suffix] = float(f"{text / stored:.3g}") if text else 1.0
-    return [replace(file, density=densities[formats.suffix_of(file.name)]) for file in files]
+    with ThreadPoolExecutor(16) as pool:  # a shared file system takes milliseconds for each file
+        hashes = pool.map(_hash, files)
+        return [
+            replace(file, density=densities[formats.suffix_of(file.name)], sample=sample)
+            for file, sample in zip(files, hashes, strict=True)
+        ]
+
+
+def _hash(file: DataFile) -> str:
+    """Hash the beginning, middle and end of a local file. On the hub, the commit says which content a file has."""
+    if file.url.startswith("hf://"):
+        return ""
+    digest = hashlib.sha256()
+    with open(file.url, "rb") as content:
+        for place in (0, file.size // 2, max(0, file.size - _HASHED)):
+            content.seek(place)
+            digest.update(content.read(_HASHED))
+    return digest.hexdigest()[:16]
 
 
 def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:
