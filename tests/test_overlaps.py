@@ -111,3 +111,17 @@ def test_a_data_set_that_is_only_on_the_hub_is_compared_by_its_address():
     with pytest.raises(ConfigError, match="stream.sources.a and stream.sources.b read 1 file in common"):
         check_overlaps([(one, [file]) for one in data])
     check_overlaps([(data[0], [file]), (data[1], [DataFile("x.json", "hf://datasets/a/b@c/y.json", 1)])])
+
+
+def test_a_run_warns_of_shares_that_are_not_its_weights(job, tmp_path, caplog):
+    """As the plan does: with 64 slots, the weights 0.01 and 0.02 both become one slot."""
+    job.training.dataset_path, job.training.global_batch_size, job.training.local_batch_size = None, 64, 1
+    job.stream.sources = [Source(0.99, str(tmp_path / "web")), Source(0.01, str(tmp_path / "code"))]
+    tokenizer = load_tokenizer(job.model.hf_assets_path)
+    build_dataloader(1, 0, tokenizer, job)
+    far = "too few slots to follow the weights of stream.sources: code: 1.56% of the tokens (1.00% asked for), 1 of 64 slots"
+    assert [far in record.message for record in caplog.records if record.levelname == "WARNING"] == [True]
+    caplog.clear()
+    job.stream.sources = [Source(3, str(tmp_path / "web")), Source(1, str(tmp_path / "code"))]
+    build_dataloader(1, 0, tokenizer, job)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -20,7 +20,7 @@ from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
 from titan_disp.config.checks import check_config, tokenizer_of
 from titan_disp.config.options import Machine
-from titan_disp.data.assignment import Share
+from titan_disp.data.assignment import Share, far_from_weights
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import check_content, check_overlaps, data_sets, source_shares
 from titan_disp.data.tokenizer import find_tokenizer
@@ -30,7 +30,7 @@ from titan_disp.models.registry import args_of, find_model
 from titan_disp.text import estimated_duration
 
 MAX_NODES = 1024  # largest number of nodes that is tried
-NOTICED = 0.1  # a plan warns if communication or checkpoints take a larger part, or a source's share is off by more
+NOTICED = 0.1  # a plan warns if communication or checkpoints take a larger part
 
 
 @dataclass(frozen=True)
@@ -213,11 +213,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             "tensor_parallel_degree"
         )
     sources = source_shares(job_config, slot_count(job_config, mesh.data_parallel))
-    if coarse := [str(share) for share in sources if abs(share.tokens - share.asked) > NOTICED * share.asked]:
-        warnings.append(
-            f"there are too few slots to follow the weights of stream.sources: {'; '.join(coarse)}. Raise "
-            "training.global_batch_size (and stream.slots, if it is set)"
-        )
+    if (coarse := far_from_weights(sources)) is not None:
+        warnings.append(coarse)
     if time.exposed_seconds > NOTICED * time.step_seconds:
         warnings.append(
             f"communication that computing cannot hide takes {time.exposed_seconds / time.step_seconds:.0%} of a step: use "

@@ -220,6 +220,17 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
     return found
 
 
+def far_from_weights(found: Sequence[Share]) -> str | None:
+    """Return a warning if a source's share of the tokens is off by more than a tenth of what its weight asks for."""
+    far = [str(share) for share in found if abs(share.tokens - share.asked) > 0.1 * share.asked]
+    if not far:
+        return None
+    return (
+        f"there are too few slots to follow the weights of stream.sources: {'; '.join(far)}. Raise "
+        "training.global_batch_size (and stream.slots, if it is set)"
+    )
+
+
 def prefixed(name: str, files: Sequence[DataFile]) -> list[DataFile]:
     """Put the source's name before its files' names, because other sources may have files of the same names."""
     return [replace(file, name=f"{name}/{file.name}") for file in files]

@@ -22,7 +22,7 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.batch import slot_count
-from titan_disp.data.assignment import Assignment, Mixture, Share
+from titan_disp.data.assignment import Assignment, Mixture, Share, far_from_weights
 from titan_disp.data.cursor import check_bytes, check_documents, check_files
 from titan_disp.data.files import DataFile, on_rank_0, text_bytes
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
@@ -223,8 +223,11 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     if dp_rank == 0:
         total = byte_size(sum(file.size for file in files), 3)
         logger.info(f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}")
-        for share in source_shares(job_config, slot_count(job_config, dp_world_size)):
+        sources = source_shares(job_config, slot_count(job_config, dp_world_size))
+        for share in sources:
             logger.info(f"data: {share}")
+        if (coarse := far_from_weights(sources)) is not None:
+            logger.warning(f"data: {coarse}")
     loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
     loader.pin_memory = job_config.training.dataloader.pin_memory
     own, window = len(loader.slots), loader.options.shuffle_window
