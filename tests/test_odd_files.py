@@ -2,16 +2,25 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 
-from tests.streams import config, json_lines, records_of
+from tests.command_line import DEMO
+from tests.streams import config, json_lines, loader, parquet, records_of
+from titan_disp.data.assignment import Assignment
+from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences
 from titan_disp.data.loader import build_dataloader
+from titan_disp.data.options import StreamOptions
+from titan_disp.data.sources import DataSet, list_and_check
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import RefusedError
+from titan_disp.errors import ConfigError, RefusedError, UserError
 
 
 def compressed(content, suffix):
@@ -65,3 +74,68 @@ def test_a_file_that_changes_between_a_save_and_a_resume(sample, tmp_path, chang
         with pytest.raises(RefusedError, match="content: 1 file of the same size with other documents, first b.jsonl"):
             now.load_state_dict(saved)
     assert differences(json.loads(saved["fingerprint"]), now.fingerprint | {"contents": {}}) == []
+
+
+def digest_in(environment, sample, folder, *options):
+    """What `titan-disp data digest` prints in another process, with other variables: (output, errors)."""
+    arguments = ["--training.dataset", "text", "--training.dataset_path", str(folder), "--training.seq_len", "32"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_disp.cli",
+        "data",
+        "digest",
+        str(DEMO),
+        "--steps",
+        "3",
+        *arguments,
+        *options,
+    ]
+    run = subprocess.run(
+        [*command, "--model.hf_assets_path", f"{sample}/tokenizer"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    return run.stdout, run.stderr
+
+
+def test_names_that_are_not_utf_8_and_other_locales(sample, tmp_path):
+    """The order depends on the bytes of the names. Without UTF-8, torch cannot even be imported, which the message says."""
+    for name in (b"caf\xe9.jsonl", "naïve.jsonl".encode(), b"plain.jsonl"):
+        (Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))).write_bytes(json_lines(TEXTS[:60]))
+    expected, errors = digest_in({"LC_ALL": "C.UTF-8"}, sample, tmp_path)
+    assert len(expected.splitlines()) >= 3, errors
+    other, _ = digest_in({"LC_ALL": "C", "PYTHONUTF8": "1"}, sample, tmp_path)
+    assert other.splitlines()[:3] == expected.splitlines()[:3]
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    _, errors = digest_in(ascii_only, sample, tmp_path)
+    assert len(errors.splitlines()) == 1
+    assert "reads and writes files as ANSI_X3.4-1968 here, expected UTF-8: set PYTHONUTF8=1, or" in errors
+
+
+def test_parquet_files_without_rows(tmp_path):
+    """They take no part of the line: a slot that got one would find nothing in epoch after epoch."""
+    for name in "abcd":
+        rows = TEXTS[:40] if name == "c" else []
+        (tmp_path / f"{name}.parquet").write_bytes(parquet(text=pyarrow.array(rows, pyarrow.string())))
+    files = list_and_check([DataSet("text", str(tmp_path), "training")], StreamOptions())
+    assert [file.density > 0 for file in files] == [False, False, True, False]
+    for epoch in range(5):
+        runs = [Assignment(files, 4, seed=0).run(slot, epoch) for slot in range(4)]
+        assert all(any(segment.file == 2 for segment in run.segments) for run in runs)
+    (tmp_path / "c.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"a.parquet has no rows \(nor have the others\): name files with text"):
+        list_and_check([DataSet("text", str(tmp_path), "training")], StreamOptions())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_failure_of_the_worker_is_one_traceback(sample, tmp_path, prefetch):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS[:90]))
+    one = loader(list_files("text", str(tmp_path)), sample, prefetch=prefetch)
+    one.encode = lambda text: 1 / 0
+    with pytest.raises(UserError, match=r"(?s)reading the data failed.*Traceback.*ZeroDivisionError") as error:
+        next(iter(one))
+    assert str(error.value).count("Traceback") == 1
+    one.close()

@@ -1,8 +1,10 @@
 """This module is the command line ``titan-disp …``. Each subcommand calls one function of another module."""
 
+import codecs
 import dataclasses
 import inspect
 import io
+import locale
 import os
 import shutil
 import sys
@@ -300,6 +302,12 @@ def main() -> None:
     if argv[:1] == ["sweep"] and _begins_with_a_file(argv[1:]):
         argv.insert(1, "run")
     try:
+        if (
+            codecs.lookup(encoding := locale.getpreferredencoding(False)).name != "utf-8"
+        ):  # torch fails while it is imported
+            raise ConfigError(
+                f"Python reads and writes files as {encoding} here, expected UTF-8: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+            )
         run(argv, prog="titan-disp")
     except UserError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr)

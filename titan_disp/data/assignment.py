@@ -113,14 +113,16 @@ class Assignment:
         self.densities = [file.density for file in files]
         self.first_files = [0]  # the first file of each source; there is one source
         # In units of 1/S byte, so that no run is empty. An empty file counts as one byte: some slot must report it.
-        self.lengths = [max(file.size, 1) * slots for file in files]
+        self.lengths = [max(file.size if file.density else 0, 1) * slots for file in files]
         # With few documents, slots can be many epochs apart and need many lines. The cache bounds the memory.
         self._line = lru_cache(maxsize=max(8, _KEPT // (len(files) + slots)))(self._make_line)
         self.run = lru_cache(maxsize=8 * slots)(self._run)
 
     def _make_line(self, epoch: int) -> _Line:
         # A hash instead of a library's shuffle: the order must not change with the version of Python or numpy.
-        hashes = [hashlib.sha256(f"{self.seed}/{epoch}/{name}".encode()).digest() for name in self.names]
+        # Names of files are bytes: those that are not UTF-8 have surrogates.
+        named = (f"{self.seed}/{epoch}/{name}".encode(errors="surrogateescape") for name in self.names)
+        hashes = [hashlib.sha256(name).digest() for name in named]
         order = sorted(range(len(hashes)), key=hashes.__getitem__)
         edges, place = [0], [0] * len(order)
         for i, file in enumerate(order):

@@ -76,7 +76,10 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
         paths = list_local(dataset_path, split, key, dataset.startswith("c4"))
         found = [(path, path, os.path.getsize(path)) for path in paths]
     root = os.path.commonpath([os.path.dirname(path) for path, _, _ in found])
-    files = [DataFile(PurePosixPath(os.path.relpath(path, root)).as_posix(), url, size) for path, url, size in found]
+    names = [PurePosixPath(os.path.relpath(path, root)).as_posix() for path, _, _ in found]
+    # The same name on nodes with other locales, and also for a name that is not UTF-8.
+    names = [os.fsencode(name).decode(errors="surrogateescape") for name in names]
+    files = [DataFile(name, url, size) for name, (_, url, size) in zip(names, found, strict=True)]
     return sorted(files, key=lambda file: file.name)
 
 

@@ -14,7 +14,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -298,7 +298,7 @@ def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions
                     yield text
 
 
-def parquet_rows(stored: io.BufferedReader) -> int:
+def parquet_rows(stored: BinaryIO) -> int:
     import pyarrow.parquet
 
     return pyarrow.parquet.read_metadata(pyarrow.PythonFile(stored, "r")).num_rows

@@ -179,11 +179,29 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
         text, stored = (sum(each) for each in zip((0, 0.0), *(_sampled(file, options) for file in some), strict=True))
         densities[suffix] = float(f"{text / stored:.3g}") if text else 1.0
     with ThreadPoolExecutor(16) as pool:  # a shared file system takes milliseconds for each file
-        hashes = pool.map(_hash, files)
-        return [
-            replace(file, density=densities[formats.suffix_of(file.name)], sample=sample)
-            for file, sample in zip(files, hashes, strict=True)
+        hashes, empty = pool.map(_hash, files), pool.map(_has_no_rows, files)
+        found = [
+            replace(file, density=0.0 if no_rows else densities[formats.suffix_of(file.name)], sample=sample)
+            for file, sample, no_rows in zip(files, hashes, empty, strict=True)
         ]
+    if not any(file.density for file in found):
+        raise ConfigError(
+            f"{found[0].url} has no rows{' (nor have the others)' * (len(found) > 1)}: name files with text"
+        )
+    return found
+
+
+def _has_no_rows(file: DataFile) -> bool:
+    """Return whether a local Parquet file is empty. One of 64 KiB has more than a footer."""
+    import pyarrow
+
+    if not file.name.endswith(formats.PARQUET) or file.url.startswith("hf://") or file.size > 1 << 16:
+        return False
+    try:
+        with open(file.url, "rb") as stored:
+            return formats.parquet_rows(stored) == 0
+    except (OSError, pyarrow.ArrowException):  # damaged, as reading it will tell
+        return False
 
 
 def _hash(file: DataFile) -> str:

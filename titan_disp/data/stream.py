@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from traceback import format_exc
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
 from titan_disp.data.position import Field, Position
 from titan_disp.data.shuffle import Shuffle
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, DataError
 
 AHEAD_BYTES = 1 << 17  # of text that a rank tokenizes ahead, in all its slots together …
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
@@ -227,6 +228,8 @@ class Sequences(IterableDataset):
                     raise failed
         except ConfigError as error:
             yield error  # the consumer raises it, because a worker's traceback would bury the message
+        except Exception:  # DataLoader would add a traceback of the rank's own
+            yield DataError(f"reading the data failed, for a reason that titan-disp does not know:\n{format_exc()}")
         finally:
             if streams is not None:
                 streams.close()
