@@ -1,6 +1,7 @@
 """Files that are odd but readable, or changed: what is before the damage is used, and what changed is noticed."""
 
 import gzip
+import hashlib
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from titan_disp.data.options import StreamOptions
 from titan_disp.data.sources import DataSet, list_and_check
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, RefusedError, UserError
+from titan_disp.lab.digest import digest
 
 
 def compressed(content, suffix):
@@ -76,43 +78,25 @@ def test_a_file_that_changes_between_a_save_and_a_resume(sample, tmp_path, chang
     assert differences(json.loads(saved["fingerprint"]), now.fingerprint | {"contents": {}}) == []
 
 
-def digest_in(environment, sample, folder, *options):
-    """What `titan-disp data digest` prints in another process, with other variables: (output, errors)."""
-    arguments = ["--training.dataset", "text", "--training.dataset_path", str(folder), "--training.seq_len", "32"]
-    command = [
-        sys.executable,
-        "-m",
-        "titan_disp.cli",
-        "data",
-        "digest",
-        str(DEMO),
-        "--steps",
-        "3",
-        *arguments,
-        *options,
-    ]
-    run = subprocess.run(
-        [*command, "--model.hf_assets_path", f"{sample}/tokenizer"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
-    return run.stdout, run.stderr
+def test_names_that_are_not_utf_8(sample, tmp_path):
+    """The order depends on the bytes of the names."""
+    for name in (b"caf\xe9.jsonl", "naïve.jsonl".encode()):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(json_lines(TEXTS[:60]))
+    files = list_files("text", str(tmp_path))
+    assert [file.name.encode(errors="surrogateescape") for file in files] == [b"caf\xe9.jsonl", "naïve.jsonl".encode()]
+    hashes = [hashlib.sha256(b"0/0/" + name).digest() for name in (b"caf\xe9.jsonl", "naïve.jsonl".encode())]
+    assert Assignment(files, 2, seed=0).order(0) == sorted(range(2), key=hashes.__getitem__)
+    job = config(sample, "--training.dataset", "text", "--training.dataset_path", str(tmp_path))
+    assert len(digest(job, 2, [(0, 1), (1, 2)]).hashes) == 2
 
 
-def test_names_that_are_not_utf_8_and_other_locales(sample, tmp_path):
-    """The order depends on the bytes of the names. Without UTF-8, torch cannot even be imported, which the message says."""
-    for name in (b"caf\xe9.jsonl", "naïve.jsonl".encode(), b"plain.jsonl"):
-        (Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))).write_bytes(json_lines(TEXTS[:60]))
-    expected, errors = digest_in({"LC_ALL": "C.UTF-8"}, sample, tmp_path)
-    assert len(expected.splitlines()) >= 3, errors
-    other, _ = digest_in({"LC_ALL": "C", "PYTHONUTF8": "1"}, sample, tmp_path)
-    assert other.splitlines()[:3] == expected.splitlines()[:3]
+def test_a_locale_without_utf_8():
+    """torch cannot even be imported there, which the message says."""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    _, errors = digest_in(ascii_only, sample, tmp_path)
-    assert len(errors.splitlines()) == 1
-    assert "reads and writes files as ANSI_X3.4-1968 here, expected UTF-8: set PYTHONUTF8=1, or" in errors
+    command = [sys.executable, "-m", "titan_disp.cli", "plan", str(DEMO)]
+    run = subprocess.run(command, env={**os.environ, **ascii_only}, capture_output=True, text=True)
+    assert "reads and writes files as ANSI_X3.4-1968 here, expected UTF-8: set PYTHONUTF8=1, or" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
 
 
 def test_parquet_files_without_rows(tmp_path):

@@ -1,11 +1,15 @@
 """What a tokenizer's files say beside the vocabulary: settings that would change a text, and what gigatoken lacks."""
 
+import re
+
 import pytest
 from tokenizers import Tokenizer
 
-from tests.streams import config, json_lines, texts_of
+from tests.streams import VALIDATION_FILE, config, json_lines, texts_of
 from titan_disp.data.hf_tokenizer import plain_encoder
+from titan_disp.data.sample import train_tokenizer
 from titan_disp.data.tokenizer import encoder, fast_encoder, load_tokenizer
+from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
 
 TEXT = "a word or two " * 500
@@ -36,3 +40,21 @@ def test_texts_are_neither_cut_nor_padded(sample, hf_tokenizer, tmp_path, settin
         job.training.dataset_path, job.model.hf_assets_path = str(tmp_path / "a.json"), str(folder)
         found.append(digest(job, 6, [(0, 1)]).hashes)
     assert found[:1] == found[1:]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "what this model has: user-defined symbols ('\\n'): set stream.fast_tokenizer = false"),
+        ({"user_defined_symbols": ()}, None),
+    ],
+)
+def test_why_gigatoken_is_refused(sample, tmp_path, options, reason):
+    """The speed that the README names needs a tokenizer without the sample's piece of a line break."""
+    (tmp_path / "a.model").write_bytes(train_tokenizer(texts_of(sample / VALIDATION_FILE), 2048, **options))
+    loaded = load_tokenizer(tmp_path)
+    if reason is None:
+        fast_encoder(loaded, str(tmp_path), encoder(loaded))
+        return
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        fast_encoder(loaded, str(tmp_path), encoder(loaded))

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -171,6 +172,24 @@ def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
     return ["".join(rng.choices(pool, k=rng.randint(0, 40))) for _ in range(count)]
 
 
+def _not_supported(model_file: Path) -> str:
+    """Say what a SentencePiece model has that gigatoken treats differently, or return an empty text."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    protobuf: Any = sentencepiece_model_pb2  # generated code without types
+    model = protobuf.ModelProto.FromString(model_file.read_bytes())
+    symbols = [one.piece for one in model.pieces if one.type == protobuf.ModelProto.SentencePiece.USER_DEFINED]
+    found = {
+        f"user-defined symbols ({', '.join(map(repr, symbols[:3]))})": bool(symbols),
+        "another type than BPE": model.trainer_spec.model_type != protobuf.TrainerSpec.BPE,
+        "no byte fallback": not model.trainer_spec.byte_fallback,
+        "a normalization": model.normalizer_spec.name != "identity",
+        "spaces that it removes": model.normalizer_spec.remove_extra_whitespaces,
+    }
+    has = ", ".join(what for what, there in found.items() if there)
+    return f", because it does not support what this model has: {has}" if has else ""
+
+
 def fast_encoder(
     tokenizer: BaseTokenizer, folder: str, reference: Callable[[str], list[int]]
 ) -> Callable[[str], np.ndarray]:
@@ -214,7 +233,10 @@ def fast_encoder(
     if tokenizer not in _agreed:
         for text in odd_texts(tokenizer):
             if whole(text).tolist() != reference(text):
-                raise ConfigError(f"gigatoken gives other ids than the tokenizer's own library for {text!r}: {_OFF}")
+                why = "" if isinstance(tokenizer, HuggingFaceTokenizer) else _not_supported(file)
+                raise ConfigError(
+                    f"gigatoken gives other ids than the tokenizer's own library for {text!r}{why}: {_OFF}"
+                )
         _agreed.add(tokenizer)
     documents = itertools.count(1)
 
