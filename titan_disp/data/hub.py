@@ -72,7 +72,7 @@ def files_in(repository: str, commit: str, folder: str, recursive: bool) -> dict
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    options = {"recursive": recursive, "revision": commit, "repo_type": "dataset"}
+    options: dict[str, Any] = {"recursive": recursive, "revision": commit, "repo_type": "dataset"}
     entries = patiently(lambda: list(HfApi().list_repo_tree(repository, folder or None, **options)))
     return {
         entry.path: HubFile(entry.path, 0, entry.size, entry.lfs.sha256 if entry.lfs else None)

@@ -50,7 +50,8 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def response_of(error: Exception) -> Any:
     """Return the server's answer that an error is about, or None."""
-    return next((one.response for one in chain(error) if getattr(one, "response", None) is not None), None)
+    found = (getattr(one, "response", None) for one in chain(error))
+    return next((response for response in found if response is not None), None)
 
 
 def seconds_asked(error: Exception) -> float | None:
