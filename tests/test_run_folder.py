@@ -225,7 +225,7 @@ def two_starts(sample, folder):
             *("--checkpoint.enable", "--checkpoint.interval", "2", "--metrics.enable_tensorboard"),
             *("--metrics.log_freq", "1", "--guard.max_skipped_steps", "7", "--validation.enable"),
             *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.freq", "2"),
-            *("--validation.dataset", "c4", "--validation.dataset_path", sample),
+            *("--validation.dataset", "c4_validation", "--validation.dataset_path", sample),
             *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
         )
         saved, guard = trainer.checkpointer, trainer.optimizers

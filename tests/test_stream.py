@@ -201,10 +201,10 @@ def test_position_by_hand(tmp_path):
     ((_, others), _) = parts_by_hand(files, [8] * 5, 2, 1, 0)
     assert {i for _, i in shared} | {i for _, i in others} == set(range(8))
     _, positions = batches(streams_of(files, 2, 1, seq_len=2), 7)
-    counted = {Field.DOCUMENTS: 10, Field.BYTES: 10, Field.BODY_BYTES: 8, Field.FILE_BYTES: 8}
-    after = dict.fromkeys(Field, 0) | counted | {Field.OFFSET: 1}
-    first = after | {Field.BODY_FILE: 1, Field.FILE_BYTES: 0, Field.TAIL: shared[1][1] + 1, Field.TAIL_BYTES: 2}
-    second = after | {Field.BODY_DOCUMENT: 8, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
+    counted = {Field.DOCUMENTS: 10, Field.BYTES: 20, Field.BODY_BYTES: 16, Field.FILE_BYTES: 16}
+    after = dict.fromkeys(Field, 0) | counted | {Field.OFFSET: 1, Field.OFFSET_BYTES: 1}
+    first = after | {Field.BODY_FILE: 1, Field.FILE_BYTES: 0, Field.TAIL: shared[1][1] + 1, Field.TAIL_BYTES: 4}
+    second = after | {Field.BODY_DOCUMENT: 8, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 4}
     assert positions.tolist() == [[*first.values()], [*second.values()]]
     assert [int(field) for field in after] == list(range(19))
 
