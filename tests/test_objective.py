@@ -1,6 +1,7 @@
 """The training objective, cross-entropy + λ · dispersion, and the ledger of its terms, against the formula."""
 
 import gc
+import math
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -195,7 +196,18 @@ class OfLayer(AutogradVariant):
         return (context.layer + 1) * z.square().sum((1, 2))
 
 
+def test_an_activation_that_nothing_takes_is_an_error(monkeypatch):
+    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
+    model, tokens = Blocks(), torch.randn(3, 9, 6)
+    h, activations = model(tokens)
+    unused = model.layers[0](tokens)
+    value = objective(defer=True)((h, (unused, *activations)), torch.zeros(3, 9, dtype=torch.long))
+    with pytest.raises(RuntimeError, match="activation 0 gets a gradient from dispersion only"):
+        value.backward()
+
+
 def test_a_second_derivative_in_the_backward_pass_is_refused(monkeypatch):
+    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
     model, tokens = Blocks(), torch.randn(3, 9, 6)
     value = objective(defer=True)(model(tokens), torch.zeros(3, 9, dtype=torch.long))
     (grad,) = torch.autograd.grad(value, model.layers[3].weight, create_graph=True)
@@ -224,3 +236,9 @@ def test_logged_values_are_those_of_the_forward_pass(sample, tmp_path):
     for forward, backward in both:
         for key in ("loss", "ce", "dispersion", "grad_norm"):
             assert backward[key] == pytest.approx(forward[key], rel=1e-6)
+
+
+def test_means_without_a_valid_token_are_nan():
+    ledger, none = LossLedger(), torch.zeros(())
+    ledger.add(none, none, none)
+    assert all(math.isnan(mean) for mean in ledger.mean(None).values())

@@ -89,15 +89,20 @@ def add_in_backward(zs: Sequence[Tensor], loss: Callable[[int, Tensor], Tensor])
     kept: list[Tensor | None] = [z.detach() for z in zs]
     factor: list[Tensor] = []
 
-    def arrived(index: int, grad: Tensor) -> Tensor:
+    def arrived(index: int, grad: Tensor | None) -> Tensor:
         z = kept[index]
         assert z is not None
+        if grad is None:
+            raise RuntimeError(
+                f"activation {index} gets a gradient from dispersion only: another layer must take it as input"
+            )
         if not _graph_is_retained():
             kept[index] = None
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             (own,) = torch.autograd.grad(loss(index, z), z, factor[-1])
-        return only_first_derivative(own.add_(grad), z, factor[-1])
+        both = own + grad if torch.is_grad_enabled() else own.add_(grad)  # the former under create_graph
+        return only_first_derivative(both, z, factor[-1])
 
     for index, z in enumerate(zs):
         z.register_hook(partial(arrived, index))

@@ -77,6 +77,7 @@ class LossLedger:
         if mesh is not None:
             dist.all_reduce(sums, group=mesh.get_group())
         ce, dispersion, tokens, *losses = sums.tolist()
+        tokens = tokens or math.nan
         both = zip(self._names, losses, strict=True)
         return {"ce": ce / tokens, "dispersion": dispersion / tokens} | {f"dispersion_{n}": x / tokens for n, x in both}
 
