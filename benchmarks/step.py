@@ -6,17 +6,18 @@
 
 One rank runs TorchTitan's trainer on random tokens. Every estimator and sequence length has a process of its own. The
 estimators take turns for --rounds rounds, and the round with the fastest median step counts. "saved" is the exact one
-with the gradients of large layers computed in the forward pass, as under the stock trainer. Memory is that of tensors, as
-torch counts it (MemTracker) in one more step, beside the estimate of ``titan-disp plan``. On a CPU there are three
-more numbers, in CPU seconds of all threads, which depend less on other work on the machine, as fractions of the step
-without dispersion: what dispersion adds, what the step spends in the loss, and what the loss takes outside of a step.
+with the gradients of large layers computed in the forward pass, as under the stock trainer. Memory is the allocator's
+peak on a GPU. On a CPU it is that of the tensors of one more step, as torch's MemTracker counts it. The estimate of
+``titan-disp plan`` is beside it. On a CPU there are three more numbers, in CPU seconds of all threads, which depend
+less on other work on the machine, as fractions of the step without dispersion: what dispersion adds, what the step
+spends in the loss, and what the loss takes outside of a step.
 """
 
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from timeit import repeat
@@ -98,10 +99,27 @@ class LossTime:
         return layers * min(repeat(once, timer=time.process_time, number=1, repeat=3))
 
 
+def tracked_peak(trainer: Any, batches: Iterator[Any]) -> int:
+    """Train a step more, and return the most bytes that its tensors took. Those of compiled code would not be seen."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker, one = MemTracker(), trainer.forward_backward_step
+    tracker.track_external(*trainer.model_parts, *trainer.optimizers.optimizers)
+
+    def microbatch(**kwargs: Any) -> torch.Tensor:
+        tracker.reset_mod_stats()  # without which the tracker refuses a second microbatch
+        return one(**kwargs)
+
+    trainer.forward_backward_step = microbatch
+    with tracker:
+        trainer.step += 1
+        trainer.train_step(batches)
+    return max(of_device["Total"] for of_device in tracker.get_tracker_snapshot("peak").values())
+
+
 def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, Any]:
     """Return medians over steps and the peak memory, in this process."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    from torch.distributed._tools.mem_tracker import MemTracker
     from torchtitan.train import Trainer
 
     import titan_disp.plugin  # noqa: F401 — device type
@@ -119,7 +137,9 @@ def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, 
     on_gpu = torch.cuda.is_available()
     loss_time = None if on_gpu else LossTime()
     seconds, cpu_seconds, loss_seconds = [], [], []
-    for _ in range(warmup + steps):
+    for step in range(warmup + steps):
+        if step == warmup and on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         start, cpu_start = time.perf_counter(), time.process_time()
         trainer.step += 1
         trainer.train_step(batches)
@@ -129,19 +149,7 @@ def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, 
         cpu_seconds.append(time.process_time() - cpu_start)
         if loss_time is not None:
             loss_seconds.append(loss_time.take())
-    tracker = MemTracker()
-    tracker.track_external(*trainer.model_parts, *trainer.optimizers.optimizers)
-    one = trainer.forward_backward_step
-
-    def microbatch(**kwargs: Any) -> torch.Tensor:
-        tracker.reset_mod_stats()  # without which the tracker refuses a second microbatch
-        return one(**kwargs)
-
-    trainer.forward_backward_step = microbatch  # type: ignore[method-assign]
-    with tracker:
-        trainer.step += 1
-        trainer.train_step(batches)
-    peak = max(of_device["Total"] for of_device in tracker.get_tracker_snapshot("peak").values())
+    peak = torch.cuda.max_memory_allocated() if on_gpu else tracked_peak(trainer, batches)
     planned = estimate(job_config, meta_model(job_config), 1, trainer.gradient_accumulation_steps > 1)
     return {
         "seconds": statistics.median(seconds[warmup:]),
