@@ -302,9 +302,8 @@ def main() -> None:
     if argv[:1] == ["sweep"] and _begins_with_a_file(argv[1:]):
         argv.insert(1, "run")
     try:
-        if (
-            codecs.lookup(encoding := locale.getpreferredencoding(False)).name != "utf-8"
-        ):  # torch fails while it is imported
+        encoding = locale.getpreferredencoding(False)
+        if codecs.lookup(encoding).name != "utf-8":  # torch fails while it is imported
             raise ConfigError(
                 f"Python reads and writes files as {encoding} here, expected UTF-8: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
             )
