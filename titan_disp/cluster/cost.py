@@ -1,7 +1,8 @@
 """This module computes what a step costs from shapes alone: memory and checkpoints, communication, and a table of GPUs.
 
 The activations are counted as eager PyTorch saves them for backward, with flash attention and a fused norm. A compiled
-block saves less, so the estimate errs on the safe side. benchmarks/memory.py compares it with the storages of a step.
+block saves less, so the estimate errs on the safe side. tests/test_memory.py and benchmarks/step.py compare it with the
+tensors of a step.
 
 Communication is counted for ring algorithms, which NCCL and RCCL use for large messages. In a group of n ranks, an
 all-gather or a reduce-scatter of B bytes sends (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks
@@ -93,6 +94,11 @@ def saved_gradients(job_config: JobConfig, args: DispModelArgs) -> int:
     return len(layers) * sum(layer[:, : loss.saved_tokens].numel() for loss in losses)
 
 
+def _lower(itemsize: int) -> int:
+    """Return the bytes per number of a second copy in a lower precision, which float32 itself does not need."""
+    return itemsize if itemsize < 4 else 0
+
+
 def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int, tokens: int) -> int:
     """Return the bytes for the logits of a CP rank's tokens, at the peak in the loss.
 
@@ -108,7 +114,7 @@ def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int, token
         return tokens * args.vocab_size // (tp if loss_parallel else 1) * (2 * itemsize if compiled else 12)
     # The weight's gradient is added up in fp32. In bf16, a chunk's part of it is a tensor of its own, and the logits of
     # an eager loss are also in fp32.
-    lower = itemsize if itemsize < 4 else 0
+    lower = _lower(itemsize)
     of_chunk = max(chunk * (2 * itemsize if compiled and tp == 1 else 4 + lower), lower * (chunk + args.dim))
     return args.vocab_size // tp * (of_chunk + args.dim * 4) + tokens * args.dim * itemsize
 
@@ -139,7 +145,7 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int, accumula
     dispersed = saved_gradients(job_config, args) * dtype.itemsize
     logits, chunked = logit_bytes(job_config, args, dtype.itemsize, tokens), t.head_chunk_tokens > 0  # type: ignore[attr-defined]
     matrix = args.vocab_size * args.dim // tp
-    computed = args.dim * token + matrix * (4 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if chunked else 0
+    computed = args.dim * token + matrix * (4 + _lower(dtype.itemsize)) if chunked else 0
     tied = matrix * dtype.itemsize if args.enable_weight_tying else 0
     before = shard if accumulating else 0
     # Outputs of blocks are counted as saved inputs of the next blocks. The loss's own tiles are smaller than all of this.

@@ -1,8 +1,9 @@
-"""These autograd functions compute gradients in forward, and sum values over the ranks that share a sequence.
+"""These autograd functions compute a layer's value together with its gradient, and sum values over ranks.
 
-Forward computes a layer's value together with its gradient and saves the gradient. Backward only scales it. If a
-sequence is sharded, each rank saves the complete gradient of its own tokens, so backward needs no communication: the
-derivative of a sum over ranks is the identity. A sequence may be sharded over a process group or a 1-D mesh.
+Either forward does so and saves the gradient, which backward only scales, or a hook does so in the backward pass
+(``add_in_backward``). If a sequence is sharded, each rank saves the complete gradient of its own tokens, so backward
+needs no communication: the derivative of a sum over ranks is the identity. A sequence may be sharded over a process
+group or a 1-D mesh.
 """
 
 from collections.abc import Callable, Sequence

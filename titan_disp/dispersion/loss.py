@@ -117,7 +117,7 @@ class DispersionLoss:
 
     @property
     def saved_tokens(self) -> int | None:
-        """At how many positions of a sequence its gradient is not 0; None: at all."""
+        """At how many positions of a sequence its gradient is not 0; None: at all of them."""
         return self.max_tokens if self.estimator == "sampled" else None
 
     def cost(self, tokens: int, features: int, shards: int) -> Cost:
