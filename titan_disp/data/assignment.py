@@ -1,6 +1,7 @@
 """The files, the number of slots S, seed and epoch decide which slot reads which documents; the ranks do not.
 
-In every epoch the files are laid end to end, each as long as its stored bytes, in an order that (seed, epoch) decides.
+In every epoch the files are laid end to end, each as long as its stored bytes (times its text per stored byte, if it is
+not the same in all files), in an order that (seed, epoch) decides.
 This line is cut into S runs of equal length, and slot s reads run s. A cut that would fall close to the edge of a file
 is moved to the edge, because a slot that owns a sliver of a file has to read all of it. The following runs divide the
 rest of the line equally. Ranks own contiguous slots and therefore contiguous runs. A file is read only by the ranks
@@ -108,12 +109,12 @@ class Assignment:
     """Compute the runs of all slots in every epoch: ``run(slot, epoch)`` returns one."""
 
     def __init__(self, files: Sequence[DataFile], slots: int, seed: int) -> None:
-        """Only the names and sizes of the files decide. They are all files of one source."""
+        """Only the names of the files, their sizes and their densities decide. They are all files of one source."""
         self.names, self.slots, self.seed = [file.name for file in files], slots, seed
-        self.densities = [file.density for file in files]
         self.first_files = [0]  # the first file of each source; there is one source
+        self.least = min((file.density for file in files if file.density), default=1.0)
         # In units of 1/S byte, so that no run is empty. An empty file counts as one byte: some slot must report it.
-        self.lengths = [max(file.size if file.density else 0, 1) * slots for file in files]
+        self.lengths = [max(round(file.size * file.density / self.least), 1) * slots for file in files]
         # With few documents, slots can be many epochs apart and need many lines. The cache bounds the memory.
         self._line = lru_cache(maxsize=max(8, _KEPT // (len(files) + slots)))(self._make_line)
         self.run = lru_cache(maxsize=8 * slots)(self._run)
@@ -147,7 +148,7 @@ class Assignment:
     def _segment(self, line: _Line, i: int, begin: int, end: int) -> Segment:
         first, length = line.edges[i], line.edges[i + 1] - line.edges[i]
         begin, end = max(begin - first, 0), min(end - first, length)
-        text = int((end - begin) / self.slots * self.densities[line.order[i]])
+        text = int((end - begin) / self.slots * self.least)
         return Segment(line.order[i], begin * KEYS // length, end * KEYS // length, line.shifts[i], end - begin, text)
 
     def owners(self, file: int, epoch: int) -> range:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_disp.data.assignment import VERSION, Share
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import suffix_of
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import find_tokenizer
@@ -57,9 +58,11 @@ def fingerprint(
         "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,  # a window of 1 shuffles nothing
         "max_document_mb": options.max_document_bytes / 2**20,
     }
+    densities = {suffix_of(file.name): file.density for file in files if file.density}
     return {
         "files": [[file.name, file.size] for file in files],
         "contents": {file.name: file.sample for file in files if file.sample},
+        "text per stored byte": densities if len(set(densities.values())) > 1 else {},  # else it decides nothing
         "assignment": VERSION,
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "eos_token_id": _eos_of_model(tokenizer_folder),
