@@ -1,11 +1,14 @@
-"""Equal shares of a corpus, with and without an index of it."""
+"""The index of the data: equal shares, resumes that seek, sorted files that are mixed, and changes that are noticed."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.streams import streams_of, write_texts
+from tests.streams import EOS, encode, epochs_of, ids_as, parquet, stored, streams_of, through, words_of, write_texts
+from titan_disp.data import index
 from titan_disp.data.files import list_files
-from titan_disp.data.options import StreamOptions
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.sources import measured
 
@@ -33,7 +36,9 @@ def after_an_epoch_of_tokens(files, slots, **options):
     return 1 - first / EVERY, again / EVERY
 
 
-@pytest.mark.parametrize("suffixes", [("jsonl.gz",), ("jsonl", "jsonl.gz"), ("jsonl.zst", "parquet", "jsonl", "json.gz")])
+@pytest.mark.parametrize(
+    "suffixes", [("jsonl.gz",), ("jsonl", "jsonl.gz"), ("jsonl.zst", "parquet", "jsonl", "json.gz")]
+)
 def test_shares_are_of_text(tmp_path, suffixes):
     """Issue: half of the files gzip, and 23 to 25 % of the documents were not seen in an epoch's tokens."""
     for i in range(32):
@@ -42,3 +47,57 @@ def test_shares_are_of_text(tmp_path, suffixes):
     unseen, again = after_an_epoch_of_tokens(measured(list_files("text", str(tmp_path)), options), 64)
     assert unseen < 0.04
     assert again < 0.04
+
+
+FORMAT = Format(text_split="blank_lines", eos_id=EOS, vocab_size=5000)
+OPTIONS = StreamOptions(index="memory", format=FORMAT)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(index, "_LEAST", 256)
+
+
+def numbered(folder, kind, counts):
+    """Files of documents that say their numbers, from 1 on."""
+    number = 1
+    for f, count in enumerate(counts):
+        path, numbers = folder / f"{f}.{kind}", range(number, number + count)
+        number += count
+        if kind in ("bin", "npy"):
+            ids = [i for n in numbers for i in [*([n] * (1 + n % 5)), *([EOS] * (1 + n % 2))]]
+            path.write_bytes(ids_as(ids, "numpy" if kind == "npy" else "raw"))
+        elif kind == "parquet":
+            path.write_bytes(parquet(7, text=[words_of(n) for n in numbers]))
+        elif "txt" in kind:
+            path.write_bytes(stored("\n\n\n".join(map(words_of, numbers)).encode(), path.name))
+        else:
+            write_texts(path, [words_of(n) for n in numbers])
+    return list_files("text", str(folder))
+
+
+KINDS = ["jsonl", "txt", "bin", "npy", "parquet", "json.gz", "jsonl.zst", "txt.gz"]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_ranks_read_every_document_once_an_epoch(tmp_path, kind, window):
+    """Also after resumes, of which one is in the middle of a block, and one on other ranks."""
+    counts = (700, 40, 3, 900, 1)
+    files = measured(numbered(tmp_path, kind, counts), OPTIONS)
+    assert [file.documents for file in files] == list(counts)
+    dealt = streams_of(files, 4, 1)[0].slots[0].cursor.position.assignment.dealt
+    assert any(dealt) == (kind in KINDS[:5])
+    how = vars(replace(OPTIONS, seq_len=15, shuffle_window=window))
+    for ranks in (1, 4):
+        every = [slot for rank in streams_of(files, 4, ranks, **how) for slot in rank.slots.values()]
+        first, second = epochs_of(every)
+        assert first == second == list(range(1, sum(counts) + 1))
+
+    def make(ranks, at):
+        return streams_of(files, 4, ranks, positions=at, **how)
+
+    expected = through(make, [(1, 200)])
+    resumed = through(make, [(4, 31), (2, 60), (1, 109)])
+    assert all(np.array_equal(a, b) for a, b in zip(expected, resumed, strict=True))

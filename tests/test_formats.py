@@ -198,7 +198,7 @@ class TestTokenIds:
             patch.setattr(token_ids, "_BLOCK", block)
             patch.setattr(token_ids, "LONGEST", longest)
             file, how = DataFile("a.bin", "a.bin", len(content)), Format(eos_id=EOS, vocab_size=20)
-            found = [record.tolist() for record in token_ids.records(io.BytesIO(content), file, how)]
+            found = [record.tolist() for record in token_ids.reader(io.BytesIO(content), file, how)()]
         assert found == documents_by_hand(ids, EOS, longest)
 
     def test_a_long_run_is_cut(self, tmp_path):
@@ -263,7 +263,7 @@ class TestTokenIds:
     def test_a_file_that_is_shorter_than_listed(self):
         stored = io.BytesIO(np.full(50, 11, "<u2").tobytes())
         with pytest.raises(EOFError, match="the file ends 20 bytes early"):
-            list(token_ids.records(stored, DataFile("a.bin", "a.bin", 120), Format(eos_id=EOS, vocab_size=20)))
+            list(token_ids.reader(stored, DataFile("a.bin", "a.bin", 120), Format(eos_id=EOS, vocab_size=20))())
 
     @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gigatoken"])
     def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, kind):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.streams import EOS, batches, json_lines, order_by_hand, sequence, streams_of, words_of, write_files
+from titan_disp.data.blocks import permutation
 from titan_disp.data.files import list_files
 from titan_disp.data.position import Field
-from titan_disp.data.shuffle import permutation
 from titan_disp.errors import DataError
 
 STEP = 0x9E3779B97F4A7C15

@@ -187,6 +187,13 @@ class Stream:
     up to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
     """
 
+    index: str = key("")
+    """Folder of an index of local training data, which titan-disp data index CONFIG writes, or "memory": the run makes
+    one at its start (at most 256 MiB of data). With it, all slots get equal shares of the text, a resume reads only what
+    it needs, and the blocks of a file are read in another order in every epoch, which mixes sorted files. It changes the
+    order of the documents (docs/data.md).
+    """
+
     prefetch: int = key(4, least=0, noun="microbatches")
     """Least number of microbatches that a worker process prepares ahead. It hands them over in groups of up to 32. 0:
     the training process prepares each microbatch when it is needed.

@@ -10,7 +10,8 @@ whose runs it overlaps, so that an epoch takes at most files + ranks reads.
 The documents of a file that contains cuts are dealt out to its slots by their *keys*, (index · STEP + shift) mod 2⁶⁴.
 The keys are spread evenly from 0 to 2⁶⁴, however many documents there are. A slot whose run covers the file from
 fraction a to fraction b owns the keys from a · 2⁶⁴ to b · 2⁶⁴. The number of documents, which only a read of the whole
-file would tell, is not needed.
+file would tell, is not needed. If an index of the data knows enough places where reading can begin, whole blocks are
+dealt out in this way instead of documents (``blocks``), and a rank reads only the blocks of its slots.
 
 A slot's run consists of the end of one file (``head``), whole files (``body``) and the beginning of another file
 (``tail``). It shares head and tail with its neighbours. Read one after another, these parts would have
@@ -36,13 +37,14 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from titan_disp.data.blocks import STEP, Blocks, Visits
 from titan_disp.data.files import DataFile
 from titan_disp.errors import ConfigError
 
 VERSION = 6  # part of the fingerprint: under another version, the same position means other documents
 KEYS = 1 << 64
-STEP = 0x9E3779B97F4A7C15  # 2⁶⁴ / golden ratio, odd: no other number's multiples are spread more evenly
 _EDGE = 8  # a cut that is closer to the edge of a file than 1/8 of a run is moved to the edge
+_BLOCKS = 32  # blocks are dealt out if a slot has at least so many of the file
 _BLOCK = 1 << 16
 _KEPT = 1 << 18  # bound on the files and cuts in all cached lines: about 20 MB
 
@@ -61,9 +63,14 @@ class Segment:
     shift: int
     length: int
     text: int = 0
+    dealt: bool = False  # whether the blocks of the file are dealt out, by their visits, instead of its documents
 
     def key(self, index: int) -> int:
         return (index * STEP + self.shift) % KEYS
+
+    def visits(self, blocks: Blocks | None) -> Visits | None:
+        """Return how the file is read in this epoch."""
+        return None if blocks is None else Visits(blocks, self.shift if self.dealt else None)
 
     def owns_any(self, start: int, end: int) -> bool:
         low, high = np.uint64(self.low), np.uint64(self.high - 1)
@@ -115,6 +122,11 @@ class Assignment:
         self.least = min((file.density for file in files if file.density), default=1.0)
         # In units of 1/S byte, so that no run is empty. An empty file counts as one byte: some slot must report it.
         self.lengths = [max(round(file.size * file.density / self.least), 1) * slots for file in files]
+        whole = sum(self.lengths)
+        self.dealt = [
+            file.blocks is not None and len(file.blocks) * whole >= _BLOCKS * slots * length
+            for file, length in zip(files, self.lengths, strict=True)
+        ]
         # With few documents, slots can be many epochs apart and need many lines. The cache bounds the memory.
         self._line = lru_cache(maxsize=max(8, _KEPT // (len(files) + slots)))(self._make_line)
         self.run = lru_cache(maxsize=8 * slots)(self._run)
@@ -149,7 +161,8 @@ class Assignment:
         first, length = line.edges[i], line.edges[i + 1] - line.edges[i]
         begin, end = max(begin - first, 0), min(end - first, length)
         text = int((end - begin) / self.slots * self.least)
-        return Segment(line.order[i], begin * KEYS // length, end * KEYS // length, line.shifts[i], end - begin, text)
+        low, high, file = begin * KEYS // length, end * KEYS // length, line.order[i]
+        return Segment(file, low, high, line.shifts[i], end - begin, text, self.dealt[file])
 
     def owners(self, file: int, epoch: int) -> range:
         line = self._line(epoch)

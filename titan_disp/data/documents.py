@@ -1,11 +1,12 @@
-"""This module reads the documents of one file, one after another, by the reader of its format."""
+"""This module reads the documents of one file by the reader of its format."""
 
 import gzip
 import io
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from isal import igzip, isal_zlib
 
 from titan_disp.data import formats, token_ids
+from titan_disp.data.blocks import Visits
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import DamagedFile, OtherContent, Record
 from titan_disp.data.options import StreamOptions
@@ -77,15 +79,34 @@ class _Zstd(io.RawIOBase):
 
 
 class Documents:
-    """Read the documents of one file sequentially. ``position`` is the index of the next one."""
+    """Read the documents of one file. ``position`` is the index of the next one, in the order of the visits."""
 
-    def __init__(self, file: DataFile, options: StreamOptions, start: int = 0) -> None:
-        """Open nothing yet. The documents before index ``start`` will be passed over without being parsed."""
+    def __init__(
+        self,
+        file: DataFile,
+        options: StreamOptions,
+        start: int = 0,
+        visits: Visits | None = None,
+        wants: Callable[[int], bool] = lambda visit: True,
+    ) -> None:
+        """Open nothing yet. The documents before index ``start`` will be passed over without being parsed.
+
+        With ``visits``, the file is read block by block, without the visits that ``wants`` refuses.
+        """
         self.file, self.options, self.position = file, options, start
+        self.visits, self.wants = visits, wants
+        self._visit = 0  # the next one
         self._earlier_bytes = 0
         self._raw: LocalFile | RemoteFile | None = None
         self.stored: io.BufferedReader | None = None
         self._records: Iterator[Record] = iter(())
+        self._at: Callable[..., Iterator[Record]] = lambda *span: iter(())
+        self.table: Any = None  # of a Parquet file that is open
+
+    @property
+    def unit(self) -> int:
+        """Return the number, for ``Segment.key``, of the document that was read last, or of its visit."""
+        return self._visit - 1 if self.visits is not None and self.visits.dealt else self.position - 1
 
     @property
     def bytes_read(self) -> int:
@@ -104,6 +125,8 @@ class Documents:
             if self._raw is None:
                 self._start()
             record = next(self._records, None)
+            while record is None and self._begin_visit():
+                record = next(self._records, None)
             if record is None and (damage := self._damage()):
                 raise DamagedFile(damage)
             self.position += record is not None
@@ -128,7 +151,8 @@ class Documents:
             raise DataError(f"cannot read {self.file.url}: {type(error).__name__}: {error}") from error
 
     def _damage(self) -> str | None:
-        return self._raw.damage if self._raw is not None else None
+        found = self._raw.damage if self._raw is not None else None
+        return found or (self.file.damage if self.visits is not None else None)
 
     def seek(self) -> None:
         """Open the file and pass over the documents before ``position``. Errors are left for ``read`` to raise."""
@@ -142,27 +166,52 @@ class Documents:
             raise DamagedFile("the file is empty")
         kind = RemoteFile if self.file.url.startswith("hf://") else LocalFile
         self._raw = kind(self.file, self.options)
-        # Parquet readers jump about in the file, to where its footer points.
-        buffer = io.DEFAULT_BUFFER_SIZE if self.file.name.endswith(formats.PARQUET) else BUFFER
-        self.stored = io.BufferedReader(self._raw, buffer)
-        self._records = self._reader(self.stored)
-        deque(islice(self._records, self.position), maxlen=0)
+        # Parquet readers jump about in the file, to where its footer points, and visits to where a block begins.
+        small = self.file.name.endswith(formats.PARQUET) or self.visits is not None
+        self.stored = io.BufferedReader(self._raw, io.DEFAULT_BUFFER_SIZE if small else BUFFER)
+        self._at = self._reader(self.stored)
+        if self.visits is not None:
+            self._visit, self._records = self.visits.of(self.position), iter(())
+        else:
+            self._records = self._at()
+            deque(islice(self._records, self.position), maxlen=0)
 
-    def _reader(self, stored: io.BufferedReader) -> Iterator[Record]:
+    def _begin_visit(self) -> bool:
+        """Go to the next visit that is wanted, and return whether there is one."""
+        if self.visits is None:
+            return False
+        first, spans = self.visits.first, self.visits.spans
+        while self._visit < len(spans) and not self.wants(self._visit):
+            self._visit += 1
+        begin = first[self._visit]
+        self.position = max(self.position, begin)
+        if self._visit == len(spans):
+            return False
+        self._records = islice(self._at(*spans[self._visit]), self.position - begin, first[self._visit + 1] - begin)
+        self._visit += 1
+        return True
+
+    def _reader(self, stored: io.BufferedReader) -> Callable[..., Iterator[Record]]:
+        """Return a function that reads the whole file, or the block between two places."""
         name = self.file.name
         if name.endswith(formats.PARQUET):
-            return formats.parquet_records(stored, self.file.url, self.options)
+            self.table = formats.parquet_table(stored, self.file.url)
+            return partial(formats.parquet_records, self.table, self.file.url, self.options)
         if name.endswith(formats.TOKEN_IDS):
-            return token_ids.records(stored, self.file, self.options.format)
+            return token_ids.reader(stored, self.file, self.options.format)
         head = stored.peek(formats.HEAD)[: formats.HEAD]
         if len(head) < min(formats.HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
             head = stored.read(formats.HEAD)
             stored.seek(0)
         if (found := formats.mistaken(head, name)) is not None:
             raise OtherContent(found)
-        if name.endswith(formats.PLAIN_TEXT):
-            return formats.text_records(_decompressed(stored, name), self.options)
-        return formats.json_line_records(_decompressed(stored, name), self.options)
+        read = formats.text_records if name.endswith(formats.PLAIN_TEXT) else formats.json_line_records
+
+        def at(begin: int = 0, end: int = 0) -> Iterator[Record]:
+            stored.seek(begin)
+            return read(_decompressed(stored, name), self.options)
+
+        return at
 
     def close(self) -> None:
         """Close the file. A later ``read`` opens it again and continues."""

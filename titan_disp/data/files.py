@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from titan_disp.data.blocks import Blocks
 from titan_disp.data.hub import DATASET, FORM, HubName, c4_files, commit_of, is_hub_name, parse_name, resolve
 from titan_disp.data.local import list_local
 from titan_disp.data.mirror import mirrored_files
@@ -24,7 +25,10 @@ class DataFile:
     url: str  # what to open: a local path or hf://datasets/…
     size: int  # in bytes, as stored
     density: float = 1.0  # bytes of text per stored byte, see ``sources.measured`` …
-    sample: str = ""  # … and a hash of some of its content
+    sample: str = ""  # … and a hash of some of its content; or both of all of it, if it is indexed
+    blocks: Blocks | None = field(default=None, compare=False, repr=False)
+    damage: str | None = None  # what is wrong behind the last block
+    documents: int | None = None  # known of an indexed file
 
 
 def text_bytes(files: Iterable[DataFile]) -> float:

@@ -58,11 +58,16 @@ def fingerprint(
         "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,  # a window of 1 shuffles nothing
         "max_document_mb": options.max_document_bytes / 2**20,
     }
-    densities = {suffix_of(file.name): file.density for file in files if file.density}
+    densities = {suffix_of(file.name): file.density for file in files if file.density and file.documents is None}
+    digest = hashlib.sha256()
+    for file in files:
+        blocks = [] if file.blocks is None else [*file.blocks.first, *file.blocks.places]
+        digest.update(f"{file.name} {file.density} {blocks}".encode(errors="surrogateescape"))
     return {
         "files": [[file.name, file.size] for file in files],
         "contents": {file.name: file.sample for file in files if file.sample},
         "text per stored byte": densities if len(set(densities.values())) > 1 else {},  # else it decides nothing
+        "index of the data": digest.hexdigest() if any(file.documents is not None for file in files) else "none",
         "assignment": VERSION,
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "eos_token_id": _eos_of_model(tokenizer_folder),

@@ -266,36 +266,43 @@ _ROWS = 256  # rows that are decoded at a time, but …
 _BATCH = 4 << 20  # … no more bytes than these
 
 
-def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column. DataError is raised for a sound file without such a column: the config has to change."""
+def parquet_table(stored: io.BufferedReader, name: str) -> Any:
+    """Open a Parquet file. Raise OtherContent if it is something else."""
     import pyarrow
     import pyarrow.parquet
 
-    field, max_bytes = options.format.text_field, options.max_document_bytes
     try:
         # pyarrow's default pre_buffer would keep gigabytes of a large file, until it is closed.
         file = pyarrow.PythonFile(stored, "r")
-        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ)
+        return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ)
     except pyarrow.ArrowInvalid as error:
         stored.seek(0)
         if (found := mistaken(stored.read(HEAD), name)) is not None:
             raise OtherContent(found) from error
         raise
-    with table:
-        _check_column(table.schema_arrow, name, field)
-        for batch in table.iter_batches(batch_size=_rows(table.metadata), columns=[field]):
-            for value in _column(batch, field):
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError as error:  # other writers do not validate UTF-8
-                    yield _not_utf_8(error)
-                    continue
-                if not isinstance(text, str):
-                    yield BadDocument("text is null")
-                elif 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
-                    yield too_long(size)
-                else:
-                    yield text
+
+
+def parquet_records(table: Any, name: str, options: StreamOptions, *groups: int) -> Iterator[str | BadDocument]:
+    """Yield the texts of a column, of all row groups or of ``range(*groups)``.
+
+    DataError is raised for a sound file without such a column: the config has to change.
+    """
+    field, max_bytes = options.format.text_field, options.max_document_bytes
+    _check_column(table.schema_arrow, name, field)
+    chosen = list(range(*groups)) if groups else None
+    for batch in table.iter_batches(batch_size=_rows(table.metadata), columns=[field], row_groups=chosen):
+        for value in _column(batch, field):
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:  # other writers do not validate UTF-8
+                yield _not_utf_8(error)
+                continue
+            if not isinstance(text, str):
+                yield BadDocument("text is null")
+            elif 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
+                yield too_long(size)
+            else:
+                yield text
 
 
 def parquet_rows(stored: BinaryIO) -> int:

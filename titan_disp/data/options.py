@@ -25,6 +25,7 @@ class StreamOptions:
     seq_len: int = 2048  # tokens of a sequence, without the last label
     seed: int = 0
     shuffle_window: int = 0  # documents of a slot that are shuffled together; 0 or 1 for none
+    index: str = ""  # of the data: a folder, or "memory"
     on_bad_data: str = "skip"  # or "fail"
     max_skipped_fraction: float = 0.01
     max_document_bytes: int = 16 << 20
@@ -46,6 +47,7 @@ def stream_options(
         seq_len=seq_len or job_config.training.seq_len,
         seed=stream.seed,
         shuffle_window=stream.shuffle_window,
+        index=stream.index,
         on_bad_data=stream.on_bad_data,
         max_skipped_fraction=stream.max_skipped_fraction,
         max_document_bytes=int(stream.max_document_mb * 2**20),

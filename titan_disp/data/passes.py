@@ -37,6 +37,7 @@ class _Pass:
 
     def __init__(self, epoch: int, documents: Documents, queues: dict[int, _Queue]) -> None:
         self.epoch, self.documents, self.queues = epoch, documents, queues
+        documents.wants = self.wants
         self.queued = 0  # bytes in all queues
         self.counted = 0  # stored bytes at the last call of newly_read
         self.read, self.read_bytes = 0, 0  # all documents read, whichever slot owns them
@@ -47,14 +48,22 @@ class _Pass:
         self.lows, self.highs, self.slots = ([owner[i] for owner in owners] for i in range(3))
         self.key = next(iter(queues.values())).segment.key  # the same in all segments of a file
 
-    def owner(self, index: int) -> int | None:
-        key = self.key(index)
+    def owner(self, unit: int) -> _Queue | None:
+        """Return the queue of the slot that owns a document, or a visit if blocks are dealt out."""
+        key = self.key(unit)
         i = bisect_right(self.lows, key) - 1
-        return self.slots[i] if i >= 0 and key < self.highs[i] else None
+        return self.queues.get(self.slots[i]) if i >= 0 and key < self.highs[i] else None
+
+    def wants(self, visit: int) -> bool:
+        """Return whether a visit gives any slot a document."""
+        visits = self.documents.visits
+        if visits is None or not visits.dealt:
+            return True
+        queue = self.owner(visit)
+        return queue is not None and queue.fed and queue.start < visits.first[visit + 1]
 
     def advance(self, asking: int) -> None:
         """Read one document for the slot that owns it. The queue of the slot that asks is always fed."""
-        index = self.documents.position
         try:
             document = self.documents.read()
         except DamagedFile as error:
@@ -67,8 +76,7 @@ class _Pass:
         size = size_of(document)
         self.read += 1
         self.read_bytes += size
-        owner = self.owner(index)
-        queue = None if owner is None else self.queues.get(owner)
+        index, queue = self.documents.position - 1, self.owner(self.documents.unit)
         if queue is not None and queue.fed and index >= queue.start:
             queue.documents.append((index, document))
             queue.bytes += size
@@ -115,7 +123,7 @@ class Passes:
         mine = self._pass(slot, epoch, segment.file)
         if mine is None:
             count, damage = self._ends.get(segment.file, (None, None))
-            if count is not None and not segment.owns_any(start, count):
+            if count is not None and not segment.dealt and not segment.owns_any(start, count):
                 return count, None, damage
             mine = self._begin(slot, epoch, segment, start)
         queue = mine.queues[slot]
@@ -167,7 +175,8 @@ class Passes:
                 if wanted is not None:
                     queues[other] = _Queue(*wanted)
         first = min(queue.start for queue in queues.values())
-        new = _Pass(epoch, Documents(self.files[segment.file], self.options, first), queues)
+        file = self.files[segment.file]
+        new = _Pass(epoch, Documents(file, self.options, first, segment.visits(file.blocks)), queues)
         self._open.setdefault(segment.file, []).append(new)
         return new
 

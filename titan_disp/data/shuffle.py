@@ -12,26 +12,13 @@ import hashlib
 
 import numpy as np
 
-from titan_disp.data.assignment import KEYS, STEP
+from titan_disp.data.assignment import KEYS
+from titan_disp.data.blocks import STEP, permutation
 from titan_disp.data.cursor import Cursor, Document
 from titan_disp.data.formats import size_of
 from titan_disp.data.passes import DOCUMENT_BYTES
 from titan_disp.data.position import Field
 from titan_disp.errors import DataError
-
-
-def permutation(key: int, count: int) -> list[int]:
-    """Return 0 … count − 1 in a pseudorandom order that ``key`` (64 bits) decides.
-
-    They are sorted by the first ``count`` numbers of SplitMix64 with this key (Steele, Lea, Flood: "Fast splittable
-    pseudorandom number generators", OOPSLA 2014), which gives no number twice. The generator is written out here
-    because the order must not change with the version of Python or numpy.
-    """
-    increment = np.uint64(STEP)  # SplitMix64 uses the same number
-    z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * increment  # modulo 2⁶⁴
-    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(z ^ z >> np.uint64(31), kind="stable").tolist()
 
 
 def memory(slots: int, window: int, document_bytes: float) -> float:

@@ -20,6 +20,7 @@ from titan_disp.data import formats
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, check_data, list_files, split_of
+from titan_disp.data.index import with_index
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.job_config import Source
@@ -169,7 +170,12 @@ SAMPLE = 1 << 20  # stored bytes read of each file that is measured; more than b
 
 
 def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
-    """Return files with ``density``, measured on the beginnings of up to three files with the same suffix, and ``sample``."""
+    """Return the files with what the index knows of them, or else measured.
+
+    ``density`` is then that of the beginnings of up to three files with the same suffix.
+    """
+    if options.index:
+        return with_index(files, options.index, options)
     groups: dict[str, list[DataFile]] = {}
     for file in files:
         groups.setdefault(formats.suffix_of(file.name), []).append(file)

@@ -15,8 +15,9 @@ ids is cut after every ``LONGEST`` ids. A document without EOS (by a cut or the 
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 
@@ -35,50 +36,65 @@ _NUMPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.fo
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
-@dataclass(frozen=True)
-class _Layout:
+@dataclass
+class Layout:
+    """Describe how a file stores ids."""
+
+    name: str
+    eos_id: int
+    vocab_size: int
     dtype: np.dtype
+    begin: int  # bytes of the header
     count: int  # whole ids in the file; no more than its header says
     damage: str | None  # what is wrong at the end of the file
     declared: bool  # whether a header says the type; if not, stream.token_dtype does
+    unchecked: bool = True  # until the first ids have been read
 
 
-def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[np.ndarray | BadDocument]:
-    """Yield the documents as ids, [n] uint16 or uint32. ``stored`` is the file, at its beginning.
+Ids = np.ndarray | BadDocument  # of a document, [n] uint16 or uint32
 
-    DataError is raised if the ids have another type or tokenizer than the config names, DamagedFile at the file's end if
-    it is shorter or longer than its header says, or ends within an id.
+
+def reader(stored: BinaryIO, file: DataFile, how: Format) -> Callable[..., Iterator[Ids]]:
+    """Return a function that reads the documents between two places in bytes, by default all of the file.
+
+    DataError is raised if the ids have another type or tokenizer than the config names. The function raises DamagedFile
+    at the file's end if it is shorter or longer than its header says, or ends within an id.
     """
-    name = file.url
-    if how.eos_id is None:
-        raise DataError(f"{name} holds token ids, expected text: name a file of text")
-    layout = _layout(stored, file.size, name, how)
-    if how.eos_id > np.iinfo(layout.dtype).max:
-        fix = "" if layout.declared else 'set stream.token_dtype = "uint32" if the ids are of that type, or '
-        raise DataError(
-            f"{name} is read as {layout.dtype.name}, but the id of the tokenizer's EOS, {how.eos_id}, does not fit in this "
-            f"type: {fix}use the tokenizer that wrote them"
-        )
-    vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
+    layout = layout_of(stored, file, how)
+
+    def records(*span: int) -> Iterator[Ids]:
+        return (ids for _, ids in located(stored, layout, *span))
+
+    return records
+
+
+def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int, Ids]]:
+    """Yield the place of each document, in bytes, and its ids."""
+    size = layout.dtype.itemsize
+    begin_of_file, end_of_file = layout.begin, layout.begin + layout.count * size
+    begin, end = span or (begin_of_file, end_of_file)
+    vocab_size = layout.vocab_size
+    stored.seek(begin)
     rest = np.empty(0, layout.dtype)  # the beginning of a document that continues in the next block
-    for first in range(0, layout.count, _BLOCK):
-        wanted = min(_BLOCK, layout.count - first) * layout.dtype.itemsize
+    for place in range(begin, end, _BLOCK * size):
+        wanted = min(_BLOCK * size, end - place)
         data = stored.read(wanted)
-        block = np.frombuffer(data, layout.dtype, len(data) // layout.dtype.itemsize)
-        if first == 0 and len(block):
-            _check_first(block, layout, name, vocab_size)
+        block = np.frombuffer(data, layout.dtype, len(data) // size)
+        if layout.unchecked and len(block):
+            layout.unchecked = False
+            _check_first(block, layout)
         ids = np.concatenate([rest, block])
-        fits = int(ids.max(initial=0)) < vocab_size
-        begins, ends, rest_begin = _runs(ids, how.eos_id)
-        for begin, end in zip(begins, ends, strict=True):
+        fits, at = int(ids.max(initial=0)) < vocab_size, place - len(rest) * size
+        begins, ends, rest_begin = _runs(ids, layout.eos_id)
+        for first, last in zip(begins, ends, strict=True):
             # Copied, so that a document does not keep the whole block in memory.
-            yield ids[begin:end].copy() if fits else _checked(ids[begin:end], vocab_size)
+            yield at + first * size, ids[first:last].copy() if fits else _checked(ids[first:last], vocab_size)
         if len(data) < wanted:
             raise EOFError(f"the file ends {wanted - len(data):,} bytes early")
         rest = ids[rest_begin:]
     if len(rest):
-        yield _checked(rest, vocab_size)
-    if layout.damage is not None:
+        yield end - len(rest) * size, _checked(rest, vocab_size)
+    if end == end_of_file and layout.damage is not None:
         raise DamagedFile(layout.damage)
 
 
@@ -108,14 +124,16 @@ def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
     return BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids", ids.nbytes)
 
 
-def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _Layout:
-    """Return the layout, from the header if the file has one. ``stored`` is then at the first id."""
+def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
+    """Return the layout, from the header if the file has one."""
+    name, size, eos_id = file.url, file.size, how.eos_id
+    if eos_id is None:
+        raise DataError(f"{name} holds token ids, expected text: name a file of text")
     head = stored.read(_LLM_C_HEADER)
     if (found := mistaken(head[:HEAD], name)) is not None:
         raise OtherContent(found)
     header = _numpy_header(head, name) if head.startswith(_NUMPY_MAGIC) else _llm_c_header(head, name)
     dtype, declared, begin = header or (_DTYPES[how.token_dtype], None, 0)
-    stored.seek(begin)
     count, odd = divmod(size - begin, dtype.itemsize)
     damage = None
     if declared is not None:
@@ -126,7 +144,14 @@ def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _La
     elif odd:
         multiple = f"a multiple of {dtype.itemsize}, the size of a {dtype.name} id"
         damage = f"its {size:,} bytes are not {multiple}: it is cut off, or the ids have another type"
-    return _Layout(dtype, count, damage, declared is not None)
+    if eos_id > np.iinfo(dtype).max:
+        fix = "" if declared is not None else 'set stream.token_dtype = "uint32" if the ids are of that type, or '
+        raise DataError(
+            f"{name} is read as {dtype.name}, but the id of the tokenizer's EOS, {eos_id}, does not fit in this type: {fix}"
+            "use the tokenizer that wrote them"
+        )
+    vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
+    return Layout(name, eos_id, vocab_size, dtype, begin, count, damage, declared is not None)
 
 
 _Header = tuple[np.dtype, int | None, int]  # type of an id, number of ids, bytes before them
@@ -167,8 +192,9 @@ def _llm_c_header(head: bytes, name: str) -> _Header | None:
     return None
 
 
-def _check_first(ids: np.ndarray, layout: _Layout, name: str, vocab_size: int) -> None:
-    """Refuse a file whose first block holds ids of another type, or ids that the tokenizer does not have."""
+def _check_first(ids: np.ndarray, layout: Layout) -> None:
+    """Refuse a file whose first ids that are read have another type, or are not the tokenizer's."""
+    name, vocab_size = layout.name, layout.vocab_size
     other = "uint32" if layout.dtype.itemsize == 2 else "uint16"
     found, largest = f"{name} is read as {layout.dtype.name}", int(ids.max())
     fix = "" if layout.declared else f'set stream.token_dtype = "{other}" if they are of that type, or '
