@@ -63,7 +63,6 @@ NAMED = [
     ({}, {"a.jsonl": None}, "is not a regular file", "Name the files, or remove it"),
     ({"dataset": "text_validation"}, {"a.jsonl": DOCUMENT}, "but 1 *.jsonl", "with validation in their names"),
     ({}, {"a.jsonl": DOCUMENT, "b.bin": ids_as(RANDOM)}, "1 file of token ids, such as", "*.jsonl'"),
-    ({}, {"a.bin": ids_as(RANDOM), "a.idx": b"MMIDIDX"}, "is Megatron-LM's, because its index 'a.idx'"),
 ]
 # A file, and what is said of it.
 FOUND = [

@@ -1,11 +1,24 @@
 """The index of the data: equal shares, resumes that seek, sorted files that are mixed, and changes that are noticed."""
 
+import base64
+import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.streams import EOS, encode, epochs_of, ids_as, parquet, stored, streams_of, through, words_of, write_texts
+from tests.streams import (
+    EOS,
+    epochs_of,
+    ids_as,
+    parquet,
+    records_of,
+    stored,
+    streams_of,
+    through,
+    words_of,
+    write_texts,
+)
 from titan_disp.data import index
 from titan_disp.data.files import list_files
 from titan_disp.data.options import Format, StreamOptions
@@ -67,6 +80,14 @@ def numbered(folder, kind, counts):
         if kind in ("bin", "npy"):
             ids = [i for n in numbers for i in [*([n] * (1 + n % 5)), *([EOS] * (1 + n % 2))]]
             path.write_bytes(ids_as(ids, "numpy" if kind == "npy" else "raw"))
+        elif kind == "megatron":
+            path = path.with_suffix(".bin")
+            path.write_bytes(ids_as([i for n in numbers for i in [n] * (1 + n % 5)]))
+            sizes = [1 + n % 5 for n in numbers]
+            places = 2 * np.cumsum([0, *sizes[:-1]])
+            header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, count, count + 1)
+            parts = np.array(sizes, "<i4"), places.astype("<i8"), np.arange(count + 1, dtype="<i8")
+            path.with_suffix(".idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
         elif kind == "parquet":
             path.write_bytes(parquet(7, text=[words_of(n) for n in numbers]))
         elif "txt" in kind:
@@ -76,7 +97,7 @@ def numbered(folder, kind, counts):
     return list_files("text", str(folder))
 
 
-KINDS = ["jsonl", "txt", "bin", "npy", "parquet", "json.gz", "jsonl.zst", "txt.gz"]
+KINDS = ["jsonl", "txt", "bin", "npy", "megatron", "parquet", "json.gz", "jsonl.zst", "txt.gz"]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -88,7 +109,7 @@ def test_any_ranks_read_every_document_once_an_epoch(tmp_path, kind, window):
     files = measured(numbered(tmp_path, kind, counts), OPTIONS)
     assert [file.documents for file in files] == list(counts)
     dealt = streams_of(files, 4, 1)[0].slots[0].cursor.position.assignment.dealt
-    assert any(dealt) == (kind in KINDS[:5])
+    assert any(dealt) == (kind in KINDS[:6])
     how = vars(replace(OPTIONS, seq_len=15, shuffle_window=window))
     for ranks in (1, 4):
         every = [slot for rank in streams_of(files, 4, ranks, **how) for slot in rank.slots.values()]
@@ -101,3 +122,24 @@ def test_any_ranks_read_every_document_once_an_epoch(tmp_path, kind, window):
     expected = through(make, [(1, 200)])
     resumed = through(make, [(4, 31), (2, 60), (1, 109)])
     assert all(np.array_equal(a, b) for a, b in zip(expected, resumed, strict=True))
+
+
+# As megatron-core 0.12.1 writes them: documents 5 6 7 0, of one sequence; 8 9 and 10 0, of two; 11; 0; 12 to 17.
+IDX = (
+    "TU1JRElEWAAAAQAAAAAAAAAIBgAAAAAAAAAGAAAAAAAAAAQAAAACAAAAAgAAAAEAAAABAAAABgAAAAAAAAAAAAAACAAAAAAAAAAMAAAAAAAAABAA"
+    "AAAAAAAAEgAAAAAAAAAUAAAAAAAAAAAAAAAAAAAAAQAAAAAAAAADAAAAAAAAAAQAAAAAAAAABQAAAAAAAAAGAAAAAAAAAA=="
+)
+IDS = [5, 6, 7, 0, 8, 9, 10, 0, 11, 0, 12, 13, 14, 15, 16, 17]
+
+
+def test_files_of_megatrons_library(tmp_path):
+    (tmp_path / "a.bin").write_bytes(ids_as(IDS))
+    (tmp_path / "a.idx").write_bytes(base64.b64decode(IDX))
+    found = [one if isinstance(one, str) else one.tolist() for one in records_of(tmp_path / "a.bin", eos_id=EOS)]
+    assert found == [[5, 6, 7, 0], [8, 9, 10, 0], [11], "no ids but EOS", [12, 13, 14, 15, 16, 17]]
+    (file,) = measured(list_files("text", str(tmp_path)), StreamOptions(format=FORMAT))
+    assert file.blocks.places.tolist() == list(range(6))
+    (tmp_path / "a.bin").write_bytes(ids_as(IDS[:-1]))
+    assert "its 30 bytes are not the 32 that" in records_of(tmp_path / "a.bin", eos_id=EOS)[0]
+    (tmp_path / "a.idx").write_bytes(base64.b64decode(IDX)[:-1])
+    assert "153 bytes; expected version 1, type 8" in records_of(tmp_path / "a.bin", eos_id=EOS)[0]

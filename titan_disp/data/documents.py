@@ -13,7 +13,7 @@ from typing import Any
 
 from isal import igzip, isal_zlib
 
-from titan_disp.data import formats, token_ids
+from titan_disp.data import formats, megatron, token_ids
 from titan_disp.data.blocks import Visits
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import DamagedFile, OtherContent, Record
@@ -198,7 +198,8 @@ class Documents:
             self.table = formats.parquet_table(stored, self.file.url)
             return partial(formats.parquet_records, self.table, self.file.url, self.options)
         if name.endswith(formats.TOKEN_IDS):
-            return token_ids.reader(stored, self.file, self.options.format)
+            how = self.options.format
+            return megatron.reader(stored, self.file, how) or token_ids.reader(stored, self.file, how)
         head = stored.peek(formats.HEAD)[: formats.HEAD]
         if len(head) < min(formats.HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
             head = stored.read(formats.HEAD)

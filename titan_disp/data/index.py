@@ -22,7 +22,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from titan_disp.data import formats, token_ids
+from titan_disp.data import formats, megatron, token_ids
 from titan_disp.data.blocks import Blocks
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
@@ -63,7 +63,8 @@ class FileIndex:
 def _about(file: DataFile, options: StreamOptions) -> dict[str, Any]:
     how = options.format
     keys = ("token_dtype", "eos_id") if file.name.endswith(formats.TOKEN_IDS) else ("text_field", "text_split")
-    own = {"version": VERSION, "size": file.size, "changed": os.stat(file.url).st_mtime_ns}
+    changed = [os.stat(path).st_mtime_ns for path in megatron.paths_of(file)]
+    own = {"version": VERSION, "size": file.size, "changed": changed}
     return own | {key: getattr(how, key) for key in keys}
 
 
@@ -73,7 +74,7 @@ def _hash(content: bytes) -> int:
 
 def _records(file: DataFile, documents: Documents, options: StreamOptions) -> Iterator[tuple[int, int, formats.Record]]:
     """Yield where a block that begins with a document would begin, where it would end with it, and the document."""
-    if file.name.endswith(formats.TOKEN_IDS):
+    if file.name.endswith(formats.TOKEN_IDS) and len(megatron.paths_of(file)) == 1:
         stored: Any = BufferedReader(LocalFile(file, options))
         for place, ids in token_ids.located(stored, token_ids.layout_of(stored, file, options.format)):
             yield place, place + (ids.nbytes if isinstance(ids, np.ndarray) else ids.size), ids
@@ -110,7 +111,9 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     finally:
         table = documents.table
         documents.close()
-    if table is not None:
+    if (known := megatron.blocks_of(file)) is not None:
+        first, places = known.first.tolist(), known.places.tolist()
+    elif table is not None:
         rows = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
         first = [n for n in np.cumsum([0, *rows]).tolist() if n <= len(hashes)]
         places = list(range(len(first)))

@@ -15,8 +15,8 @@ from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS, suffix_of
 from titan_disp.data.hub import FOLDER
 from titan_disp.errors import ConfigError, counted
 
-# Usual beside documents: leaving them out is not worth a warning. (The .model is SentencePiece's.)
-_NO_DATA = (".md", ".py", ".lock", ".metadata", ".model")
+# Usual beside documents: leaving them out is not worth a warning. (The .model is SentencePiece's, the .idx Megatron-LM's.)
+_NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
 _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
 _MARKS = {"train": ("train",), "validation": ("validation", "valid", "val"), "test": ("test",)}
 
@@ -162,14 +162,8 @@ def _walk(folder: str, where: str) -> list[str]:
 
 
 def _check_kinds(paths: list[str], where: str) -> None:
-    """Refuse token ids that lie beside texts, and token ids whose documents only an index delimits."""
+    """Refuse token ids that lie beside texts."""
     ids = [path for path in paths if path.endswith(TOKEN_IDS)]
-    for path in ids:
-        if path.endswith(".bin") and os.path.exists(index := path.removesuffix(".bin") + ".idx"):
-            raise ConfigError(
-                f"{where}, but {path!r} is Megatron-LM's, because its index {os.path.basename(index)!r} lies beside it; "
-                "expected ids in which EOS ends the documents (docs/data.md): write such ids, or use their texts"
-            )
     if ids and len(ids) < len(paths):
         other = next(path for path in paths if not path.endswith(TOKEN_IDS))
         raise ConfigError(

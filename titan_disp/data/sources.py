@@ -16,7 +16,7 @@ import numpy as np
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_disp.data import formats
+from titan_disp.data import formats, megatron
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, check_data, list_files, split_of
@@ -187,7 +187,12 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
     with ThreadPoolExecutor(16) as pool:  # a shared file system takes milliseconds for each file
         hashes, empty = pool.map(_hash, files), pool.map(_has_no_rows, files)
         found = [
-            replace(file, density=0.0 if no_rows else densities[formats.suffix_of(file.name)], sample=sample)
+            replace(
+                file,
+                density=0.0 if no_rows else densities[formats.suffix_of(file.name)],
+                sample=sample,
+                blocks=None if file.url.startswith("hf://") else megatron.blocks_of(file),
+            )
             for file, sample, no_rows in zip(files, hashes, empty, strict=True)
         ]
     if not any(file.density for file in found):
@@ -215,10 +220,12 @@ def _hash(file: DataFile) -> str:
     if file.url.startswith("hf://"):
         return ""
     digest = hashlib.sha256()
-    with open(file.url, "rb") as content:
-        for place in (0, file.size // 2, max(0, file.size - _HASHED)):
-            content.seek(place)
-            digest.update(content.read(_HASHED))
+    for path in megatron.paths_of(file):
+        size = os.path.getsize(path)
+        with open(path, "rb") as content:
+            for place in (0, size // 2, max(0, size - _HASHED)):
+                content.seek(place)
+                digest.update(content.read(_HASHED))
     return digest.hexdigest()[:16]
 
 

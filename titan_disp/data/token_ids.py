@@ -88,12 +88,12 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
         begins, ends, rest_begin = _runs(ids, layout.eos_id)
         for first, last in zip(begins, ends, strict=True):
             # Copied, so that a document does not keep the whole block in memory.
-            yield at + first * size, ids[first:last].copy() if fits else _checked(ids[first:last], vocab_size)
+            yield at + first * size, ids[first:last].copy() if fits else checked(ids[first:last], vocab_size)
         if len(data) < wanted:
             raise EOFError(f"the file ends {wanted - len(data):,} bytes early")
         rest = ids[rest_begin:]
     if len(rest):
-        yield end - len(rest) * size, _checked(rest, vocab_size)
+        yield end - len(rest) * size, checked(rest, vocab_size)
     if end == end_of_file and layout.damage is not None:
         raise DamagedFile(layout.damage)
 
@@ -118,7 +118,7 @@ def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[int], list[int], int]:
     return [begin for begin, _ in pieces], [end for _, end in pieces], cuts[-1] if cuts else open_begin
 
 
-def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
+def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
     if (largest := int(ids.max())) < vocab_size:
         return ids.copy()
     return BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids", ids.nbytes)

@@ -1,0 +1,95 @@
+"""Megatron-LM stores token ids in NAME.bin, and in NAME.idx where its documents begin, so that no index has to be made.
+
+NAME.idx holds, little-endian (megatron/core/datasets/indexed_dataset.py): the magic number, int64 version, uint8 code of
+the ids' type, int64 number of sequences S and of documents D + 1, int32 [S] lengths of the sequences in ids, int64 [S]
+their places in NAME.bin in bytes, and int64 [D + 1] the first sequence of each document.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import numpy as np
+
+from titan_disp.data.blocks import Blocks
+from titan_disp.data.files import DataFile
+from titan_disp.data.formats import BadDocument, Empty, OtherContent
+from titan_disp.data.options import Format
+from titan_disp.data.token_ids import checked
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, np.dtype] = {8: np.dtype("<u2"), 4: np.dtype("<u4")}  # 4 is int32, of which no id is negative
+_BLOCKS = 4096  # of a file, at most
+
+
+def paths_of(file: DataFile) -> list[str]:
+    """Return the paths of a file's content: with that of its .idx, if it is Megatron-LM's."""
+    beside = file.url.removesuffix(".bin") + ".idx"
+    if not file.url.endswith(".bin") or not os.path.isfile(beside):
+        return [file.url]
+    with open(beside, "rb") as index:
+        return [file.url, beside] if index.read(len(_MAGIC)) == _MAGIC else [file.url]
+
+
+class _Index:
+    """Read NAME.idx through memory maps: [S] places of sequences, and [D + 1] first sequences of documents."""
+
+    def __init__(self, file: DataFile, path: str) -> None:
+        with open(path, "rb") as index:
+            head = index.read(_HEADER.size)
+        _, version, code, sequences, bounds = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
+        expected = _HEADER.size + 12 * sequences + 8 * bounds  # more if it has the modes of multimodal data
+        if version != 1 or code not in _DTYPES or not bounds or os.path.getsize(path) < expected:
+            raise OtherContent(
+                f"{path} has version {version}, ids of type {code} and {os.path.getsize(path):,} bytes; expected version 1, "
+                f"type 8 (uint16) or 4 (int32), and at least {expected:,} bytes: write it again"
+            )
+        self.dtype, self.documents = _DTYPES[code], bounds - 1
+        lengths = np.memmap(path, "<i4", "r", _HEADER.size, (sequences,)) if sequences else np.zeros(0, "<i4")
+        self.places = np.memmap(path, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,)) if sequences else lengths
+        self.bounds = np.memmap(path, "<i8", "r", _HEADER.size + 12 * sequences, (bounds,))
+        self.end = int(self.places[-1]) + int(lengths[-1]) * self.dtype.itemsize if sequences else 0
+        if self.end != file.size or self.bounds[-1] != sequences:
+            raise OtherContent(
+                f"its {file.size:,} bytes are not the {self.end:,} that {path} describes: copy both again"
+            )
+
+    def begins(self, first: int, last: int) -> list[int]:
+        """Return where the documents from ``first`` on begin, and where the one before ``last`` ends, in bytes."""
+        return [
+            int(self.places[s]) if s < len(self.places) else self.end for s in self.bounds[first : last + 1].tolist()
+        ]
+
+
+def blocks_of(file: DataFile) -> Blocks | None:
+    """Return the blocks of a file of Megatron-LM, of equal numbers of documents; None for any other or a damaged file."""
+    if len(paths := paths_of(file)) == 1:
+        return None
+    try:
+        documents = _Index(file, paths[1]).documents
+    except OtherContent:  # reading the file will tell
+        return None
+    places = np.append(np.arange(0, documents, -(-documents // _BLOCKS) or 1), documents)
+    return Blocks(places, places)
+
+
+def reader(stored: BinaryIO, file: DataFile, how: Format) -> Callable[..., Iterator[np.ndarray | BadDocument]] | None:
+    """Return a function that reads the documents between two numbers, or None if the file is not Megatron-LM's."""
+    if len(paths := paths_of(file)) == 1:
+        return None
+    index = _Index(file, paths[1])
+    vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
+
+    def records(first: int = 0, last: int = index.documents) -> Iterator[np.ndarray | BadDocument]:
+        begins = index.begins(first, last)
+        stored.seek(begins[0])
+        for begin, end in zip(begins, begins[1:], strict=False):
+            data = stored.read(end - begin)
+            if len(data) < end - begin:
+                raise EOFError(f"the file ends {end - begin - len(data):,} bytes early")
+            ids = np.frombuffer(data, index.dtype)
+            yield checked(ids, vocab_size) if len(ids) > (ids[-1:] == how.eos_id).sum() else Empty("no ids but EOS")
+
+    return records
