@@ -55,6 +55,14 @@ def data_digest(options: opts.DigestOptions) -> None:
     print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
 
 
+def data_index(options: opts.IndexOptions) -> None:
+    from titan_disp.config.load import load_config
+    from titan_disp.data.indexing import index_data
+
+    for line in index_data(load_config(options.argv), options.out, options.workers):
+        print(line)
+
+
 def data_fetch(options: opts.FetchOptions) -> None:
     from titan_disp.data.mirror import fetch
 
@@ -186,7 +194,7 @@ Function = Callable[[Any], None]
 Commands = Mapping[str, Function | Mapping[str, Function]]
 COMMANDS: Commands = {
     "sample-data": sample_data,
-    "data": {"digest": data_digest, "fetch": data_fetch},
+    "data": {"digest": data_digest, "fetch": data_fetch, "index": data_index},
     "train": train,
     "config": config,
     "plan": plan,
@@ -202,7 +210,7 @@ COMMANDS: Commands = {
     "sweep": {"run": sweep_run, "table": sweep_table},
 }
 GROUPS = {
-    "data": "Download a data set, or hash the batches that a run trains on.",
+    "data": "Download or index a data set, or hash the batches that a run trains on.",
     "sweep": "Train or submit the runs of a sweep, or compare them.",
 }
 
@@ -297,7 +305,10 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Help and tables have characters that a terminal may not have.
     argv = sys.argv[1:]
-    if argv[:1] in (["train"], ["plan"], ["submit"], ["preflight"]) or argv[:2] == ["data", "digest"]:
+    if argv[:1] in (["train"], ["plan"], ["submit"], ["preflight"]) or argv[:2] in (
+        ["data", "digest"],
+        ["data", "index"],
+    ):
         argv = _split_overrides(argv)
     if argv[:1] == ["sweep"] and _begins_with_a_file(argv[1:]):
         argv.insert(1, "run")

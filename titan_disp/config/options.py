@@ -198,6 +198,28 @@ class DigestOptions(ConfigOptions):
 
 
 @dataclass(frozen=True)
+class IndexOptions(ConfigOptions):
+    """Index local training data: its documents, their text, and where reading can begin. Set stream.index to the result.
+
+    Only what is new or has changed is read, so that the command can be run again, and on several nodes at once. It also
+    counts documents that come twice, and held-out documents that are in the training data.
+    """
+
+    config: Annotated[str, Positional, arg(metavar="CONFIG|FOLDER")]
+    """TOML file of the run, or a folder of documents."""
+    out: OptionalPath = None
+    """folder of the index. The default is stream.index, or .titan-disp/index in the folder of the data."""
+    workers: int = 4
+    """number of processes."""
+
+    @property
+    def argv(self) -> list[str]:
+        if self.config.endswith(".toml"):
+            return super().argv
+        return ["--training.dataset", "text", "--training.dataset_path", self.config, *self.overrides]
+
+
+@dataclass(frozen=True)
 class FetchOptions:
     """Download C4 or another data set from the Hugging Face hub.
 

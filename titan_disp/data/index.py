@@ -11,11 +11,10 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BufferedReader
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -29,7 +28,6 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import LocalFile
 from titan_disp.errors import ConfigError, counted
-from titan_disp.files import progress
 
 VERSION = 1
 FOLDER = ".titan-disp/index"  # hidden, so that it is not listed as data
@@ -159,7 +157,7 @@ def _current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex 
     return found if found is not None and _about(file, options).items() <= found.about.items() else None
 
 
-def _write(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex:
+def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex:
     """Index a file unless that has been done. Other processes and nodes may do the same at the same time."""
     if (found := _current(folder, options, file)) is not None:
         return found
@@ -171,22 +169,6 @@ def _write(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return found
-
-
-def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions, workers: int) -> dict[str, FileIndex]:
-    """Index local files in several processes, the largest first. Return what is known of each, by its name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, FileIndex] = {}
-    with (
-        ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool,
-        progress("indexing", "B", total=sum(file.size for file in files)) as bar,
-    ):
-        ordered = sorted(files, key=lambda file: -file.size)
-        running = {pool.submit(_write, folder, options, file): file for file in ordered}
-        for done in as_completed(running):
-            found[running[done].name] = done.result()
-            bar.update(running[done].size)
     return found
 
 
@@ -226,34 +208,3 @@ def _indexed(file: DataFile, index: FileIndex, usual: float) -> DataFile:
         damage=index.damage,
         documents=len(index.hashes),
     )
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Count what an index holds. ``repeated`` are documents that came before, ``leaked`` those also in training data."""
-
-    files: int
-    documents: int
-    text: int
-    unusable: int
-    damaged: list[str]
-    repeated: int
-    leaked: int
-
-    def lines(self) -> list[str]:
-        every = f"{self.documents:,} documents, {self.text:,} bytes of text, in {counted(self.files, 'file')}"
-        shares = {"have no text or cannot be used": self.unusable, "repeat an earlier one exactly": self.repeated}
-        found = [every, *(f"{n:,} documents ({n / max(self.documents, 1):.2%}) {what}" for what, n in shares.items())]
-        return [*found, f"{self.leaked:,} held-out documents are in the training data, too", *self.damaged]
-
-
-def summary(training: dict[str, FileIndex], held_out: dict[str, FileIndex]) -> Summary:
-    """Count documents, and exact duplicates by their hashes."""
-    hashes = np.concatenate([one.hashes for one in training.values()])
-    used = np.unique(usable := hashes[hashes > 0])
-    others = np.concatenate([np.empty(0, np.uint64), *(one.hashes for one in held_out.values())])
-    damaged = [f"{name} is damaged: {one.damage}" for name, one in training.items() if one.damage]
-    text = sum(one.text for one in training.values())
-    leaked = int(np.isin(others[others > 0], used).sum())
-    unusable, repeated = len(hashes) - len(usable), len(usable) - len(used)
-    return Summary(len(training), len(hashes), text, unusable, damaged, repeated, leaked)

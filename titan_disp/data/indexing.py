@@ -1,0 +1,94 @@
+"""``titan-disp data index`` indexes a run's data, and counts documents that come twice."""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from torchtitan.config import JobConfig
+
+from titan_disp.data.files import DataFile, held_out
+from titan_disp.data.formats import TOKEN_IDS
+from titan_disp.data.index import FOLDER, FileIndex, index_file
+from titan_disp.data.options import StreamOptions, stream_options
+from titan_disp.data.sources import DataSet, data_sets, training_sets
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import ConfigError, counted
+from titan_disp.files import progress
+
+
+def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterator[str]:
+    """Index the local training data of a run and its held-out data, and yield lines about them.
+
+    ConfigError is raised if data is missing or on the hub, or if ``out`` is None and there are several sources.
+    """
+    sets = training_sets(job_config)
+    training = [file for one in sets for file in one.check()]
+    if not all(one.check() for one in sets):
+        raise ConfigError("the training data is on the hub, which cannot be indexed: titan-disp data fetch copies it")
+    others = _held_out(job_config, sets)
+    how = stream_options(job_config)
+    if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
+        how = stream_options(job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path))
+    folder = out or Path(how.index or _beside(sets))
+    found = write_index([*training, *others], folder, how, workers)
+    yield from lines([found[file.url] for file in training], [found[file.url] for file in others])
+    yield from (f"{url} is damaged: {one.damage}" for url, one in found.items() if one.damage)
+    yield f"stream.index = {str(folder)!r}"
+
+
+def _held_out(job_config: JobConfig, sets: Sequence[DataSet]) -> list[DataFile]:
+    """List the files of [validation], or else of the validation splits beside the training data, if there are any."""
+    given = [one for one in data_sets(job_config) if one.key == "validation"]
+    found = []
+    for one in given or [DataSet(held_out(one.dataset), one.path, "validation") for one in sets]:
+        try:
+            found += one.check()
+        except ConfigError:
+            if given:
+                raise
+    return found
+
+
+def _beside(sets: Sequence[DataSet]) -> str:
+    (path, *others) = [one.path for one in sets]
+    if others or path is None or not os.path.isdir(path):
+        raise ConfigError("the training data is not one folder: say with --out where to write the index")
+    return os.path.join(path, FOLDER)
+
+
+def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions, workers: int) -> dict[str, FileIndex]:
+    """Index local files in several processes, the largest first. Return what is known of each, by its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, FileIndex] = {}
+    with (
+        ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool,
+        progress("indexing", "B", total=sum(file.size for file in files)) as bar,
+    ):
+        ordered = sorted(files, key=lambda file: -file.size)
+        running = {pool.submit(index_file, folder, options, file): file for file in ordered}
+        for done in as_completed(running):
+            found[running[done].url] = done.result()
+            bar.update(running[done].size)
+    return found
+
+
+def lines(training: Sequence[FileIndex], others: Sequence[FileIndex]) -> Iterator[str]:
+    """Count documents, and exact duplicates by their hashes, in training and held-out data."""
+    hashes, held = (
+        np.concatenate([np.zeros(0, np.uint64), *(one.hashes for one in part)]) for part in (training, others)
+    )
+    usable, held = hashes[hashes > 0], held[held > 0]
+    different = np.unique(usable)
+    yield (
+        f"{len(hashes):,} documents, {sum(one.text for one in training):,} bytes of text, in {counted(len(training), 'file')}"
+    )
+    parts = {
+        "have no text, or cannot be used": len(hashes) - len(usable),
+        "repeat an earlier one exactly": len(usable) - len(different),
+    }
+    yield from (f"{count:,} of them ({count / max(len(hashes), 1):.2%}) {what}" for what, count in parts.items())
+    if len(held):
+        yield f"{np.isin(held, different).sum():,} of {len(held):,} held-out documents are in the training data, too"
