@@ -65,6 +65,12 @@ DAMAGE = [
     *((kind, junk, 0.1) for kind in ("jsonl", "txt", "parquet")),
     *((kind, random_junk, 0.1) for kind in ("jsonl", "txt", "json.gz")),
 ]
+DAMAGE = [
+    *((*row, "") for row in DAMAGE),
+    *((kind, zeros_from_the_middle, 0.05, "memory") for kind in ("jsonl", "txt", "bin", "json.gz")),
+    *((kind, zeros, 0.1, "memory") for kind in ("jsonl", "json.zst", "parquet", "bin")),
+    ("jsonl", junk, 0.1, "memory"),
+]
 
 
 def epoch_of(streams):
@@ -78,15 +84,17 @@ def epoch_of(streams):
     return np.stack(found)
 
 
-@pytest.mark.parametrize(("kind", "damage", "lost"), DAMAGE, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_what_is_lost_is_counted_in_bytes_and_stops_the_run(sample, tmp_path, kind, damage, lost):
+@pytest.mark.parametrize(
+    ("kind", "damage", "lost", "index"), DAMAGE, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_what_is_lost_is_counted_in_bytes_and_stops_the_run(sample, tmp_path, kind, damage, lost, index):
     """Of ten files, one is spoiled: stored = used + skipped on any ranks, and the limit is met although few documents are bad."""
     corpus(tmp_path / "data", kind)
     listed = list_files("text", str(tmp_path / "data"))
     whole = epoch_of(streams_of(listed, 4, 1, **vars(OPTIONS)))[:, Field.BYTES].sum()
     path = tmp_path / "data" / f"3.{kind}"
     path.write_bytes(damage(path.read_bytes()))
-    files = measured(list_files("text", str(tmp_path / "data")), OPTIONS)
+    files = measured(list_files("text", str(tmp_path / "data")), dataclasses.replace(OPTIONS, index=index))
     if damage is half:  # the rest of the file is not stored, so that its loss is not seen in bytes
         lost = 0
     for ranks in (1, 4):

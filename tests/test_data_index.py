@@ -1,6 +1,7 @@
 """The index of the data: equal shares, resumes that seek, sorted files that are mixed, and changes that are noticed."""
 
 import base64
+import json
 import struct
 from dataclasses import replace
 
@@ -9,8 +10,10 @@ import pytest
 
 from tests.streams import (
     EOS,
+    batches,
     epochs_of,
     ids_as,
+    loader,
     parquet,
     records_of,
     stored,
@@ -19,11 +22,17 @@ from tests.streams import (
     words_of,
     write_texts,
 )
+from titan_disp.config.load import load_config
+from titan_disp.config.options import IndexOptions
 from titan_disp.data import index
 from titan_disp.data.files import list_files
+from titan_disp.data.fingerprint import check_fingerprint
+from titan_disp.data.index import FOLDER
+from titan_disp.data.indexing import index_data
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.sources import measured
+from titan_disp.errors import ConfigError, RefusedError
 
 EVERY = 6400  # documents of a corpus
 
@@ -143,3 +152,100 @@ def test_files_of_megatrons_library(tmp_path):
     assert "its 30 bytes are not the 32 that" in records_of(tmp_path / "a.bin", eos_id=EOS)[0]
     (tmp_path / "a.idx").write_bytes(base64.b64decode(IDX)[:-1])
     assert "153 bytes; expected version 1, type 8" in records_of(tmp_path / "a.bin", eos_id=EOS)[0]
+
+
+def test_a_resume_reads_what_it_needs(tmp_path):
+    """Issue: of one file of ids on 64 ranks, a resume at 95 % read nearly all, and an epoch read it 64 times."""
+    ids = np.random.default_rng(0).integers(1, 5000, 4_000_000)
+    ids[::200] = EOS
+    (tmp_path / "a.bin").write_bytes(ids_as(ids))
+    files = measured(list_files("text", str(tmp_path)), OPTIONS)
+    how = vars(replace(OPTIONS, seq_len=499, shuffle_window=16))
+    (one,) = streams_of(files, 64, 1, **how)
+    _, at = batches([one], round(0.95 * len(ids) / 500 / 64))
+    assert sum(one.passes.bytes_read().values()) < 1.5 * files[0].size
+    for rank in streams_of(files, 64, 64, positions=at, **how)[:64:9]:
+        batches([rank], 1)
+        assert sum(rank.passes.bytes_read().values()) < 0.02 * files[0].size
+
+
+@pytest.mark.parametrize(("how", "least", "most"), [("", 10, 100), ("memory", 0.3, 3)])
+def test_sorted_files_are_mixed(tmp_path, how, least, most):
+    """Issue: the variance of a domain's share in a batch, as a multiple of the multinomial one; files are sorted by domain."""
+    generator, domains, slots = np.random.default_rng(0), 20, 30
+    for f in range(16):
+        lengths = generator.integers(60, 140, 1600)
+        write_texts(tmp_path / f"{f}.jsonl", [f"{1 + i * domains // 1600} " * n for i, n in enumerate(lengths)])
+    files = measured(list_files("text", str(tmp_path)), replace(OPTIONS, index=how))
+    got, _ = batches(streams_of(files, slots, 1, seq_len=511, shuffle_window=256), 200)
+    shares = np.stack([(got == 1 + d).mean((1, 2)) for d in range(domains)])
+    multinomial = (1 / domains) * (1 - 1 / domains) / (slots * 512 / 101)  # of about 101 tokens a document
+    assert least < ((shares - 1 / domains) ** 2).mean() / multinomial < most
+
+
+class TestOnDisk:
+    @pytest.fixture
+    def corpus(self, tmp_path):
+        numbered(tmp_path / "data", "jsonl", [50, 60, 70])
+        write_texts(tmp_path / "data" / "validation.jsonl", [words_of(n) for n in (7, 200, 201)])
+        return tmp_path / "data"
+
+    def run(self, corpus, *options):
+        return list(index_data(load_config(IndexOptions(str(corpus), options).argv), None, 2))
+
+    def files(self, corpus, index=FOLDER, **how):
+        listed = list_files("text", str(corpus))
+        return measured(listed, StreamOptions(index=index and str(corpus / index), format=Format(**how)))
+
+    def test_what_it_says(self, corpus, tmp_path):
+        (corpus / "1.jsonl").write_bytes((corpus / "0.jsonl").read_bytes() + b'{"text": ""}\n{\n')
+        (corpus / "2.jsonl").write_bytes((corpus / "2.jsonl").read_bytes() + bytes(1 << 14))
+        found = self.run(corpus)
+        assert found[0].startswith("172 documents, ")
+        assert found[1:4] == [
+            "2 of them (1.16%) have no text, or cannot be used",
+            "50 of them (29.07%) repeat an earlier one exactly",
+            "1 of 3 held-out documents are in the training data, too",
+        ]
+        assert "2.jsonl is damaged: 4,096 bytes of zeros" in found[4]
+        assert found[5] == f"stream.index = '{corpus / FOLDER}'"
+
+    def test_it_is_what_memory_holds(self, corpus):
+        self.run(corpus)
+        every = [self.files(corpus), measured(list_files("text", str(corpus)), StreamOptions(index="memory"))]
+        first, second = ([(file, *map(list, vars(file.blocks).values())) for file in files] for files in every)
+        assert first == second
+        moved = corpus.rename(corpus.with_name("moved"))
+        assert [file.sample for file in self.files(moved)] == [file.sample for file, *_ in first]
+
+    def test_only_what_has_changed_is_read_again(self, corpus, monkeypatch):
+        self.run(corpus)
+        written = {path: path.stat().st_mtime_ns for path in (corpus / FOLDER).iterdir()}
+        (corpus / "0.jsonl").write_bytes((corpus / "0.jsonl").read_bytes().replace(b"1", b"3"))
+        with pytest.raises(
+            ConfigError, match=r"does not describe 1 file of the data .*0.jsonl.*: run titan-disp data in"
+        ):
+            self.files(corpus)
+        self.run(corpus)
+        assert sum(path.stat().st_mtime_ns != written[path] for path in (corpus / FOLDER).iterdir()) == 1
+        self.files(corpus)
+        with pytest.raises(ConfigError, match="does not describe 3 files"):
+            self.files(corpus, text_field="body")
+        next((corpus / FOLDER).iterdir()).write_bytes(b"PK")
+        with pytest.raises(ConfigError, match="does not describe 1 file"):
+            self.files(corpus, FOLDER)
+
+    def test_it_belongs_to_the_run(self, corpus, sample):
+        """A run that began without an index does not go on with one, and the other way round."""
+        self.run(corpus)
+        plain, indexed = (loader(self.files(corpus, how), sample).state_dict() for how in ("", FOLDER))
+        for saved, now in ((plain, indexed), (indexed, plain)):
+            with pytest.raises(RefusedError, match="index of the data: .* then, .* now"):
+                check_fingerprint(*(json.loads(state["fingerprint"]) for state in (saved, now)))
+
+    def test_what_cannot_be_indexed(self, corpus, monkeypatch):
+        with pytest.raises(ConfigError, match="on the hub, which cannot be indexed: titan-disp data fetch"):
+            self.run(corpus, "--training.dataset=c4", "--training.dataset_path=None")
+        monkeypatch.setattr(index, "_SMALL", 10)
+        with pytest.raises(ConfigError, match="expected at most 10: write an index with titan-disp data index"):
+            measured(list_files("text", str(corpus)), StreamOptions(index="memory"))

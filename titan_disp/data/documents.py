@@ -166,9 +166,12 @@ class Documents:
             raise DamagedFile("the file is empty")
         kind = RemoteFile if self.file.url.startswith("hf://") else LocalFile
         self._raw = kind(self.file, self.options)
-        # Parquet readers jump about in the file, to where its footer points, and visits to where a block begins.
-        small = self.file.name.endswith(formats.PARQUET) or self.visits is not None
-        self.stored = io.BufferedReader(self._raw, io.DEFAULT_BUFFER_SIZE if small else BUFFER)
+        buffer = BUFFER
+        if self.file.name.endswith(formats.PARQUET):  # its readers jump about in the file, to where its footer points
+            buffer = io.DEFAULT_BUFFER_SIZE
+        elif self.visits is not None:  # little more than a block is read to its end
+            buffer = min(max(self.file.size // (4 * len(self.visits.spans)), 512), BUFFER)
+        self.stored = io.BufferedReader(self._raw, buffer)
         self._at = self._reader(self.stored)
         if self.visits is not None:
             self._visit, self._records = self.visits.of(self.position), iter(())

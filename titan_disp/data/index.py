@@ -34,7 +34,7 @@ FOLDER = ".titan-disp/index"  # hidden, so that it is not listed as data
 IN_MEMORY = "memory"
 _SMALL = 1 << 28  # bytes that the start of a run may index
 _MOST = 4096  # blocks of a file …
-_LEAST = 4096  # … and bytes of a block
+_LEAST = 2048  # … and bytes of a block
 
 
 @dataclass(frozen=True)

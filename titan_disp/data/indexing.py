@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from titan_disp.data.sources import DataSet, data_sets, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
+
+_WORTH = 1 << 26  # bytes from which on processes take less time than their start
 
 
 def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterator[str]:
@@ -63,10 +65,11 @@ def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions,
     """Index local files in several processes, the largest first. Return what is known of each, by its path."""
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, FileIndex] = {}
-    with (
-        ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool,
-        progress("indexing", "B", total=sum(file.size for file in files)) as bar,
-    ):
+    total = sum(file.size for file in files)
+    pool: Executor = ThreadPoolExecutor(1)
+    if workers > 1 and total > _WORTH:
+        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    with pool, progress("indexing", "B", total=total) as bar:
         ordered = sorted(files, key=lambda file: -file.size)
         running = {pool.submit(index_file, folder, options, file): file for file in ordered}
         for done in as_completed(running):
