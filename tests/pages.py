@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import itertools
 import re
 import shlex
@@ -52,12 +51,11 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def _tells(members, prefix=""):
-    def told(name, function):
+    def told(name, command):
         def tell(options):
             raise Understood(name, options)
 
-        tell.__signature__ = inspect.signature(function)
-        return tell
+        return command[0], tell
 
     return {
         name: _tells(one, f"{name} ") if isinstance(one, Mapping) else told(prefix + name, one)

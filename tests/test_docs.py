@@ -168,7 +168,7 @@ def check_span(span):
         found = cli.COMMANDS[words[0]]
         if isinstance(found, dict):
             found = found.get("".join(words[1:2]), found.get("run"))  # sweep FILE is sweep run FILE
-        known = {field.name for field in dataclasses.fields(cli.options_of(found))} if found else ()
+        known = {field.name for field in dataclasses.fields(found[0])} if found else ()
         for option in re.findall(r"--([a-z-]+)(?![\w.-])", span):
             assert option == "help" or option.replace("-", "_") in known, span
     if re.match(r"(make|pip|python) \S", span) and "…" not in span:

@@ -17,7 +17,7 @@ def functions(commands, words=()):
         if isinstance(member, dict):
             yield from functions(member, (*words, name))
         else:
-            yield (*words, name), cli.options_of(member)
+            yield (*words, name), member[0]
 
 
 ALL = dict(functions(cli.COMMANDS))

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import docstring_parser
@@ -73,12 +74,6 @@ def data_fetch(options: opts.FetchOptions) -> None:
     print(f"{path} is complete: training.dataset = {options.dataset!r}, training.dataset_path = {path!r}")
 
 
-def train(options: opts.TrainOptions) -> None:
-    from titan_disp.cluster.launch import launch
-
-    raise SystemExit(launch(options))
-
-
 def config(options: opts.ReferenceOptions) -> None:
     from titan_disp.config import reference
 
@@ -113,24 +108,6 @@ def preflight(options: opts.PreflightOptions) -> None:
     print("\n".join(run(options).lines()))
 
 
-def selftest(options: opts.SelftestOptions) -> None:
-    from titan_disp.lab.selftest import selftest as run
-
-    raise SystemExit(run(options))
-
-
-def submit(options: opts.SubmitOptions) -> None:
-    from titan_disp.cluster.launch import submit as run
-
-    raise SystemExit(run(options))
-
-
-def condensation(options: opts.CondensationOptions) -> None:
-    from titan_disp.lab.inspection.command import condensation as run
-
-    run(options)
-
-
 def report(options: opts.ReportOptions) -> None:
     from titan_disp.lab.report.page import write_report
     from titan_disp.text import byte_size
@@ -155,18 +132,6 @@ def checkpoint(options: opts.CheckpointOptions) -> None:
     raise SystemExit(int(damaged))
 
 
-def generate(options: opts.GenerateOptions) -> None:
-    from titan_disp.lab.export.generate import generate as run
-
-    print(run(options))
-
-
-def evaluate(options: opts.EvaluateOptions) -> None:
-    from titan_disp.lab.evaluate.evaluation import evaluate as run
-
-    run(options)
-
-
 def sweep_run(options: opts.SweepOptions) -> None:
     from titan_disp.lab.sweeps.definition import read_sweep
 
@@ -189,25 +154,29 @@ def sweep_table(options: opts.SweepTableOptions) -> None:
     print(write_table(read_sweep(options.file), options.out, options.metric, options.against), end="")
 
 
-# Each function imports what it needs, so that help appears at once.
-Function = Callable[[Any], None]
-Commands = Mapping[str, Function | Mapping[str, Function]]
+Command = tuple[type[Any], Callable[[Any], Any] | str]  # options, and a function of them or where it is
+Commands = Mapping[str, Command | Mapping[str, Command]]
+# The functions above import what they need, and the others are imported when they are called: help appears at once.
 COMMANDS: Commands = {
-    "sample-data": sample_data,
-    "data": {"digest": data_digest, "fetch": data_fetch, "index": data_index},
-    "train": train,
-    "config": config,
-    "plan": plan,
-    "preflight": preflight,
-    "selftest": selftest,
-    "submit": submit,
-    "condensation": condensation,
-    "report": report,
-    "export": export,
-    "checkpoint": checkpoint,
-    "generate": generate,
-    "evaluate": evaluate,
-    "sweep": {"run": sweep_run, "table": sweep_table},
+    "sample-data": (opts.SampleOptions, sample_data),
+    "data": {
+        "digest": (opts.DigestOptions, data_digest),
+        "fetch": (opts.FetchOptions, data_fetch),
+        "index": (opts.IndexOptions, data_index),
+    },
+    "train": (opts.TrainOptions, "cluster.launch:launch"),
+    "config": (opts.ReferenceOptions, config),
+    "plan": (opts.PlanOptions, plan),
+    "preflight": (opts.PreflightOptions, preflight),
+    "selftest": (opts.SelftestOptions, "lab.selftest:selftest"),
+    "submit": (opts.SubmitOptions, "cluster.launch:submit"),
+    "condensation": (opts.CondensationOptions, "lab.inspection.command:condensation"),
+    "report": (opts.ReportOptions, report),
+    "export": (opts.ExportOptions, export),
+    "checkpoint": (opts.CheckpointOptions, checkpoint),
+    "generate": (opts.GenerateOptions, "lab.export.generate:generate"),
+    "evaluate": (opts.EvaluateOptions, "lab.evaluate.evaluation:evaluate"),
+    "sweep": {"run": (opts.SweepOptions, sweep_run), "table": (opts.SweepTableOptions, sweep_table)},
 }
 GROUPS = {
     "data": "Download or index a data set, or hash the batches that a run trains on.",
@@ -218,11 +187,6 @@ GROUPS = {
 # tyro prints the boxes of help from the docstrings of options and their fields. It keeps the line breaks inside a field's
 # description and then wraps the lines once more, so that lines end early. It does not wrap a subcommand's description at
 # all. Both are settled here before tyro sees the text.
-
-
-def options_of(function: Function) -> Any:
-    (parameter,) = inspect.signature(function).parameters.values()
-    return parameter.annotation
 
 
 def description(options: type) -> str:
@@ -244,8 +208,8 @@ def _wrapped(text: str) -> str:
     return textwrap.indent(wrapper.fill(" ".join(text.split())), "  ")
 
 
-def _find(commands: Commands, args: Sequence[str], prog: str) -> Function | None:
-    """Return the function that ``args`` names, or None if they only lead to a list of subcommands."""
+def _find(commands: Commands, args: Sequence[str], prog: str) -> Command | None:
+    """Return the subcommand that ``args`` names, or None if they only lead to a list of subcommands."""
     if not args or args[0].startswith("-"):
         return None
     found = commands.get(args[0])
@@ -263,22 +227,27 @@ def _app(commands: Commands, listed: bool) -> tyro.extras.SubcommandApp:
         if isinstance(member, Mapping):
             app.command(_app(member, listed), name=name, help=_wrapped(GROUPS[name]))
         else:
-            text = description(options_of(member))
+            text = description(member[0])
             summary = " ".join(text.partition("\n\n")[0].split())  # the first paragraph
-            app.command(options_of(member), name=name, help=summary if listed else _wrapped(text))
+            app.command(member[0], name=name, help=summary if listed else _wrapped(text))
     return app
 
 
 def run(args: Sequence[str], prog: str) -> None:
-    """Call the function that ``args`` names with its options."""
-    function = _find(COMMANDS, args, prog)
-    if function is not None:
-        _join_lines(options_of(function))
+    """Call the function that ``args`` names with its options. It may return a text, or its exit status."""
+    command = _find(COMMANDS, args, prog)
+    if command is not None:
+        _join_lines(command[0])
     about = _wrapped("Pre-train language models with the dispersion loss, and measure their condensation.")
     config = (tyro.conf.FlagCreatePairsOff,)  # without pairs, help shows --json, and not "--json, --no-json"
-    options = _app(COMMANDS, listed=function is None).cli(prog=prog, description=about, args=args, config=config)
-    assert function is not None  # otherwise, tyro has printed help or an error
-    function(options)
+    options = _app(COMMANDS, listed=command is None).cli(prog=prog, description=about, args=args, config=config)
+    assert command is not None  # otherwise, tyro has printed help or an error
+    function = command[1]
+    result = (resolve_name(f"titan_disp.{function}") if isinstance(function, str) else function)(options)
+    if isinstance(result, str):
+        print(result)
+    elif isinstance(result, int):
+        raise SystemExit(result)
 
 
 def _split_overrides(argv: Sequence[str]) -> list[str]:
