@@ -154,7 +154,7 @@ def sweep_table(options: opts.SweepTableOptions) -> None:
     print(write_table(read_sweep(options.file), options.out, options.metric, options.against), end="")
 
 
-Command = tuple[type[Any], Callable[[Any], Any] | str]  # options, and a function of them or where it is
+Command = tuple[Any, Callable[[Any], Any] | str]  # the class of its options, and a function of them or where it is
 Commands = Mapping[str, Command | Mapping[str, Command]]
 # The functions above import what they need, and the others are imported when they are called: help appears at once.
 COMMANDS: Commands = {
