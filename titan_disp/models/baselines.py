@@ -197,7 +197,7 @@ class ForgettingOptimizers(OptimizersContainer):
 
     def __init__(self, inner: OptimizersContainer, job_config: JobConfig, steps_completed: Callable[[], int]) -> None:
         section = job_config.baseline  # type: ignore[attr-defined]
-        self.inner, self.steps_completed = inner, steps_completed
+        self.steps_completed = steps_completed
         self.every, self.seed, lr = section.forget_every, job_config.debug.seed or 0, section.forget_lr
         self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
         (model,), (optimizer,) = self.model_parts, self.optimizers
@@ -214,7 +214,7 @@ class ForgettingOptimizers(OptimizersContainer):
         step = self.steps_completed()
         if step and step % self.every == 0:
             self.forget(step)
-        self.inner.zero_grad(*args, **kwargs)
+        super().zero_grad(*args, **kwargs)
 
     @torch.no_grad()
     def forget(self, step: int) -> None:
@@ -228,18 +228,6 @@ class ForgettingOptimizers(OptimizersContainer):
         logger.info(
             f"step {step + 1}: active_forgetting draws the token embeddings anew, with standard deviation {STD}"
         )
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        self.inner.step(*args, **kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def init_cache_state_dict(self) -> None:
-        self.inner.init_cache_state_dict()
 
 
 def forgetting_schedule(schedulers: LRSchedulersContainer, job_config: JobConfig) -> LRSchedulersContainer:

@@ -143,6 +143,3 @@ class GuardedOptimizers(OptimizersContainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "guard"})
         self._counts = state_dict["guard"].clone()
-
-    def init_cache_state_dict(self) -> None:
-        self.inner.init_cache_state_dict()
