@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from torchtitan.config import JobConfig
@@ -56,7 +57,7 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
     """
     machine = find_machine(machine)
     module, memory = meta_model(job_config), FILLED * GPUS[machine.gpu].memory
-    own = {key: _get(job_config, key) for key in KEYS}
+    own = {key: attrgetter(key)(job_config) for key in KEYS}
     found: dict[tuple[str, ...], tuple[Suggestion, dict[str, Any]]] = {}
     for values in [own, *_tries(job_config, machine, own)]:
         trial = copy.deepcopy(job_config)
@@ -85,11 +86,6 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
         if values in same_tensor and values[BATCH] == largest:
             chosen.setdefault(BATCH, one)
     return [now, *sorted({id(one): one for one in chosen.values()}.values(), key=lambda one: one.step_seconds)]
-
-
-def _get(job_config: JobConfig, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(job_config, section), name)
 
 
 def _again(job_config: JobConfig) -> float:
