@@ -13,8 +13,7 @@ import pyarrow
 import pytest
 
 from tests.streams import batches, config, ids_as, llm_c, parquet, records_of, stored, streams_of, write_texts
-from titan_disp.cluster.plan import missing_inputs
-from titan_disp.config.checks import check_inputs
+from titan_disp.config.checks import check_inputs, missing_inputs
 from titan_disp.data import sources
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data

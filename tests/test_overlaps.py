@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tests.streams import batches, config, streams_of, words_of, write_texts
-from titan_disp.cluster.plan import missing_inputs
-from titan_disp.config.checks import check_inputs
+from titan_disp.config.checks import check_inputs, missing_inputs
 from titan_disp.data.assignment import Mixture, prefixed, shares
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.loader import build_dataloader

@@ -18,12 +18,10 @@ from titan_disp.cluster.cost import (
 )
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
-from titan_disp.config.checks import check_config, tokenizer_of
+from titan_disp.config.checks import check_config, missing_inputs
 from titan_disp.config.options import Machine
 from titan_disp.data.assignment import Share, far_from_weights
-from titan_disp.data.options import stream_options
-from titan_disp.data.sources import check_content, check_overlaps, data_sets, source_shares
-from titan_disp.data.tokenizer import find_tokenizer
+from titan_disp.data.sources import source_shares
 from titan_disp.errors import ConfigError, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
@@ -143,36 +141,6 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
             admitted.append(NodeCount(nodes, -1 if resolves else p.data_parallel_replicate_degree))
             break
     return admitted
-
-
-def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
-    """Return messages about data and a tokenizer that the config names and the disk does not have.
-
-    What is there and wrong raises ConfigError. With ``strict``, so does what is missing.
-    """
-    missing, tokenizer = [], None
-    try:
-        find_tokenizer(job_config.model.hf_assets_path)
-    except ConfigError as error:
-        if strict:
-            raise
-        missing.append(str(error))
-    else:
-        tokenizer = tokenizer_of(job_config)
-    listed = []
-    for one in data_sets(job_config):
-        one.check_name()
-        try:
-            files = one.check()
-        except ConfigError as error:
-            if strict:
-                raise
-            missing.append(str(error))
-        else:
-            check_content(files, stream_options(job_config, tokenizer=tokenizer), one.key)
-            listed.append((one, files))
-    check_overlaps(listed)
-    return missing
 
 
 def find_machine(machine: Machine) -> Machine:

@@ -10,10 +10,10 @@ import importlib.util
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
@@ -23,7 +23,7 @@ from titan_disp.config.batch import data_parallel_degree, global_batch_size, res
 from titan_disp.config.keys import facts_of
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import check_content, check_overlaps, data_sets, source_shares
-from titan_disp.data.tokenizer import load_tokenizer_for
+from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.dispersion.registry import checked
@@ -34,6 +34,8 @@ from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
+
+T = TypeVar("T")
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
@@ -354,15 +356,39 @@ def check_device(job_config: JobConfig) -> None:
 
 def check_inputs(job_config: JobConfig) -> None:
     """Check what the config names on disk: the tokenizer, the data, and the initial weights."""
-    options = stream_options(job_config, tokenizer=tokenizer_of(job_config))
-    listed = [(data, data.check()) for data in data_sets(job_config)]
-    check_overlaps(listed)
-    for data, files in listed:
-        check_content(files, options, data.key)
+    missing_inputs(job_config, strict=True)
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
         adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)
         check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
+
+
+def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
+    """Return messages about data and a tokenizer that the config names and the disk does not have.
+
+    What is there and wrong raises ConfigError. With ``strict``, so does what is missing.
+    """
+    missing: list[str] = []
+
+    def found(look: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return look(*args)
+        except ConfigError as error:
+            if strict:
+                raise
+            missing.append(str(error))
+            return None
+
+    there = found(find_tokenizer, job_config.model.hf_assets_path) is not None
+    options = stream_options(job_config, tokenizer=tokenizer_of(job_config) if there else None)
+    listed = []
+    for data in data_sets(job_config):
+        data.check_name()
+        if (files := found(data.check)) is not None:
+            check_content(files, options, data.key)
+            listed.append((data, files))
+    check_overlaps(listed)
+    return missing
 
 
 def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
