@@ -5,9 +5,9 @@ and another the values of a fused matrix. There is no dropout, as is usual in pr
 """
 
 import dataclasses
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -221,22 +221,28 @@ def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfi
     logger.info("Applied Tensor Parallelism to the model")
 
 
-# fmt: off
+# By our names. A layer of Hugging Face's may hold several of ours.
 OUTSIDE = {
-    "tok_embeddings.weight": "transformer.wte.weight", "pos_embeddings.weight": "transformer.wpe.weight",
-    "norm.weight": "transformer.ln_f.weight", "norm.bias": "transformer.ln_f.bias",
+    "tok_embeddings.weight": "transformer.wte.weight",
+    "pos_embeddings.weight": "transformer.wpe.weight",
+    "norm.weight": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
     "output.weight": "lm_head.weight",
 }
-NORMS = {"attention_norm": "ln_1", "ffn_norm": "ln_2"}
-PRODUCTS = {"attention.wo": "attn.c_proj", "feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"}
-FUSED, PARTS = "attn.c_attn", ("attention.wq", "attention.wk", "attention.wv")
-# fmt: on
+IN_BLOCK = {
+    ("attention_norm",): "ln_1",
+    ("attention.wq", "attention.wk", "attention.wv"): "attn.c_attn",
+    ("attention.wo",): "attn.c_proj",
+    ("ffn_norm",): "ln_2",
+    ("feed_forward.w1",): "mlp.c_fc",
+    ("feed_forward.w2",): "mlp.c_proj",
+}
 
 
 class GPT2HfAdapter(HfAdapter):
     """Convert to Hugging Face's GPT2LMHeadModel. The hub's own files omit the prefix "transformer.".
 
-    Its Conv1D matrices are the transposes of nn.Linear's. Queries, keys and values are one layer, c_attn.
+    Its Conv1D matrices (c_…) are the transposes of nn.Linear's. Queries, keys and values are one layer, c_attn.
     """
 
     model_cls = GPT2DispModel
@@ -293,37 +299,34 @@ class GPT2HfAdapter(HfAdapter):
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return Hugging Face's weights: linear layers whole and on the CPU, by a collective call, if sharded."""
         found: dict[str, Any] = {}
-        for name, value in state_dict.items():
-            if name in OUTSIDE:
-                if name != "output.weight" or not self.model_args.enable_weight_tying:
-                    found[OUTSIDE[name]] = value
-                continue
-            block, part, kind = _parse(name)
-            if part in NORMS:
-                found[f"transformer.{block}.{NORMS[part]}.{kind}"] = value
-            elif part in PRODUCTS:
-                found[f"transformer.{block}.{PRODUCTS[part]}.{kind}"] = _conv(self._whole(name, value))
-            elif part == PARTS[0]:
-                names = [f"layers.{block.removeprefix('h.')}.{p}.{kind}" for p in PARTS]
-                whole = torch.cat([self._whole(n, state_dict[n]) for n in names])
-                found[f"transformer.{block}.{FUSED}.{kind}"] = _conv(whole)
+        for theirs, ours in self._names():
+            if ".c_" in theirs:
+                found[theirs] = _conv(torch.cat([self._whole(name, state_dict[name]) for name in ours]))
+            else:
+                found[theirs] = state_dict[ours[0]]
         return found
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return our weights, sharded as they were before ``to_hf``. Other entries, such as masks, are left out."""
         hf = {self.canonical(name): value for name, value in hf_state_dict.items()}
-        found = {ours: hf[theirs] for ours, theirs in OUTSIDE.items() if theirs in hf}
+        found: dict[str, Any] = {}
+        for theirs, ours in self._names():
+            if ".c_" in theirs:
+                parts = _conv(hf[theirs]).chunk(len(ours))
+                found |= {name: self._laid_out(name, part) for name, part in zip(ours, parts, strict=True)}
+            else:
+                found[ours[0]] = hf[theirs]
         if self.model_args.enable_weight_tying:
             found["output.weight"] = found["tok_embeddings.weight"]
-        for i in range(self.model_args.n_layers):
-            for kind in ("weight", "bias"):
-                block = f"transformer.h.{i}"
-                for part, theirs in NORMS.items():
-                    found[f"layers.{i}.{part}.{kind}"] = hf[f"{block}.{theirs}.{kind}"]
-                for part, theirs in PRODUCTS.items():
-                    self._put(found, [f"layers.{i}.{part}.{kind}"], hf[f"{block}.{theirs}.{kind}"])
-                self._put(found, [f"layers.{i}.{part}.{kind}" for part in PARTS], hf[f"{block}.{FUSED}.{kind}"])
         return found
+
+    def _names(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield Hugging Face's name of every weight, and ours of what it holds."""
+        for ours, theirs in OUTSIDE.items():
+            if ours != "output.weight" or not self.model_args.enable_weight_tying:
+                yield theirs, [ours]
+        for i, (parts, layer), kind in product(range(self.model_args.n_layers), IN_BLOCK.items(), ("weight", "bias")):
+            yield f"transformer.h.{i}.{layer}.{kind}", [f"layers.{i}.{part}.{kind}" for part in parts]
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
@@ -331,23 +334,11 @@ class GPT2HfAdapter(HfAdapter):
         self._layouts[name] = value.device_mesh, value.placements
         return value.full_tensor().cpu()  # all weights at once may not fit on a GPU
 
-    def _put(self, found: dict[str, Any], names: list[str], value: Tensor) -> None:
-        """Store equal chunks of ``value``, in the linear layer's layout, under each of the names."""
-        for name, whole in zip(names, _conv(value).chunk(len(names)), strict=True):
-            if name in self._layouts:
-                mesh, placements = self._layouts[name]
-                whole = whole.contiguous().to(mesh.device_type)
-                found[name] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            else:
-                found[name] = whole.contiguous()
-
-
-def _parse(name: str) -> tuple[str, str, str]:
-    """Split layers.3.attention.wq.weight into h.3, attention.wq and weight."""
-    matched = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    assert matched is not None, name
-    layer, part, kind = matched.groups()
-    return f"h.{layer}", part, kind
+    def _laid_out(self, name: str, whole: Tensor) -> Tensor:
+        if name not in self._layouts:
+            return whole.contiguous()
+        mesh, placements = self._layouts[name]
+        return distribute_tensor(whole.contiguous().to(mesh.device_type), mesh, placements, src_data_rank=None)
 
 
 def _conv(value: Tensor) -> Tensor:
