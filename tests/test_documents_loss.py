@@ -91,6 +91,18 @@ def check(variant, estimator, more, features, group=None, rank=0, ranks=1):
         torch.testing.assert_close(zs[layer].grad, z.grad[:, own])
 
 
+def test_lone_tokens_have_no_gradient():
+    """Of no variant: at tau 1, l2_repel divided 0 by a number near 0."""
+    segments = torch.stack([torch.arange(8), torch.zeros(8, dtype=torch.int64)])
+    for variant, estimator, _ in CASES:
+        z = tokens(2, 8, 4).requires_grad_()
+        found = dispersion_loss(z, variant=variant, estimator=estimator, segments=segments)
+        found.sum().backward()
+        assert found[0] == 0
+        assert z.grad[0].eq(0).all(), variant
+        assert z.grad[1].isfinite().all()
+
+
 def test_one_document_is_the_whole_sequence():
     """Bit for bit, and as ``valid`` with padding."""
     z = tokens(2, 40, 8)

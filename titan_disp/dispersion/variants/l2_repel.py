@@ -95,8 +95,8 @@ class PairExponents:
             self.centre = rows.sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp_min(1)
         self.rows, self.tau, self.marks = rows - self.centre, tau, marks
         self.maximum = rows.new_full((rows.shape[0],), -torch.inf)
-        # Not 0, because its log is infinite: rows that are all padding have no pair.
-        self.total = rows.new_full((rows.shape[0],), torch.finfo(rows.dtype).tiny)
+        # Not 0, because its log is infinite, and not so small that 4/(τ·total) is: rows may have no pair.
+        self.total = rows.new_full((rows.shape[0],), torch.finfo(rows.dtype).tiny ** 0.5)
         self.weights = rows.new_zeros(*rows.shape[:2], 1)
         self.vectors = torch.zeros_like(rows)
 
