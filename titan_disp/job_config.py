@@ -183,8 +183,9 @@ class Stream:
     """Decides the order of files in every epoch, and of documents in every window of shuffle_window documents."""
 
     shuffle_window: int = key(256, least=0, noun="documents", fixes="data")
-    """Documents of a slot that are shuffled at a time. 0 or 1: documents come in the order of their files. A rank holds
-    up to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
+    """Documents of a slot that are shuffled at a time. 0 or 1: documents come in the order of their files. Only an index
+    mixes sorted files. A rank holds up to 2 × its slots × this × the mean length of a document in memory
+    (docs/shuffling.md).
     """
 
     index: str = key("")

@@ -1,6 +1,8 @@
 """This module predicts a run's mesh, batches, bytes, FLOPs and days. It needs no data, tokenizer or GPU."""
 
+import contextlib
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +22,10 @@ from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
 from titan_disp.config.checks import check_config, missing_inputs
 from titan_disp.config.options import Machine
-from titan_disp.data.assignment import Share, far_from_weights
-from titan_disp.data.sources import source_shares
+from titan_disp.data.assignment import Assignment, Share, far_from_weights
+from titan_disp.data.options import stream_options
+from titan_disp.data.sources import measured as with_densities
+from titan_disp.data.sources import source_shares, training_sets
 from titan_disp.errors import ConfigError, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
@@ -103,6 +107,7 @@ class Plan:
     checkpoints: Checkpoints
     time: Time
     sources: list[Share]
+    unseen: dict[str, float]  # of each local source's text, the fraction that an epoch's tokens leave unread, about
     node_counts: list[NodeCount]  # up to MAX_NODES, with the same number of GPUs per node
     warnings: list[str]
 
@@ -143,6 +148,17 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
     return admitted
 
 
+def unseen_shares(job_config: JobConfig, slots: int, shares: Sequence[Share]) -> dict[str, float]:
+    """Predict which fraction of each local source's text is not read in an epoch's tokens."""
+    found, options = {}, stream_options(job_config)
+    for i, one in enumerate(training_sets(job_config)):
+        with contextlib.suppress(ConfigError):  # missing_inputs tells
+            if files := one.check():
+                own = shares[i].slots if shares else slots
+                found[one.source] = Assignment(with_densities(files, options), own, options.seed).unseen()
+    return found
+
+
 def find_machine(machine: Machine) -> Machine:
     """Return the machine with the GPU's own bandwidths where it names none, or raise ConfigError."""
     gpu = find_gpu(machine.gpu)
@@ -180,7 +196,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             'training.local_batch_size, or set activation_checkpoint.mode = "full", a larger data_parallel_shard_degree or '
             "tensor_parallel_degree"
         )
-    sources = source_shares(job_config, slot_count(job_config, mesh.data_parallel))
+    slots = slot_count(job_config, mesh.data_parallel)
+    sources = source_shares(job_config, slots)
     if (coarse := far_from_weights(sources)) is not None:
         warnings.append(coarse)
     if time.exposed_seconds > NOTICED * time.step_seconds:
@@ -197,7 +214,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             "checkpoint.interval"
         )
     config, counts = job_config.job.config_file or "", admitted_node_counts(given, machine.gpus_per_node, mesh.shard)
-    return Plan(config, machine, mesh, batch, model, memory, checkpoints, time, sources, counts, warnings)
+    unseen = unseen_shares(job_config, slots, sources)
+    return Plan(config, machine, mesh, batch, model, memory, checkpoints, time, sources, unseen, counts, warnings)
 
 
 def measured(job_config: JobConfig, module: DispModel, machine: Machine) -> tuple[Mesh, Batch, Model, Memory, Time]:
@@ -294,6 +312,10 @@ def render(plan: Plan) -> str:
         ("batch", f"{sequences} = {microbatches}"),
         ("steps", f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = {batch.total_tokens:,} tokens"),
         *(("sources" if i == 0 else "", str(source)) for i, source in enumerate(plan.sources)),
+        *(
+            (f"data {name}".strip(), f"about {part:.1%} of an epoch is not read in its tokens")
+            for name, part in plan.unseen.items()
+        ),
         ("parameters", f"{model.parameters:,}; {model.parameters_non_embedding:,} without embedding and output"),
         ("memory", f"{_size(m.total)} of {gpu.memory / 1e9:.0f} GB per GPU at the peak, estimated (1 GB = 1e9 bytes)"),
         *((f"  {name}", _size(count) + kinds.get(name, "")) for name, count in vars(m).items()),

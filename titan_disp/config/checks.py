@@ -21,6 +21,7 @@ from torchtitan.config import JobConfig
 from titan_disp import cpu
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, resolve_steps, slot_count
 from titan_disp.config.keys import facts_of
+from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import check_content, check_overlaps, data_sets, source_shares
 from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
@@ -387,6 +388,8 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
         if (files := found(data.check)) is not None:
             check_content(files, options, data.key)
             listed.append((data, files))
+            if options.index not in ("", IN_MEMORY) and data.key != "validation":
+                found(with_index, files, options)
     check_overlaps(listed)
     return missing
 

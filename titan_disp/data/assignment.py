@@ -169,6 +169,12 @@ class Assignment:
         i = line.place[file]
         return range(bisect_right(line.cuts, line.edges[i]) - 1, bisect_left(line.cuts, line.edges[i + 1]))
 
+    def unseen(self) -> float:
+        """Return the fraction of the text that the slots have not read after an epoch's bytes, as far as cuts decide."""
+        text = [sum(segment.text for segment in self.run(slot, 0).segments) for slot in range(self.slots)]
+        mean = sum(text) / self.slots
+        return sum(max(0.0, own - mean) for own in text) / max(1, sum(text))
+
     def files_of(self, slots: range, epoch: int) -> set[int]:
         """Return the indices of the files that a rank with these slots reads in an epoch."""
         return {segment.file for slot in slots for segment in self.run(slot, epoch).segments}

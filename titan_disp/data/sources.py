@@ -175,7 +175,7 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
     ``density`` is then that of the beginnings of up to three files with the same suffix.
     """
     if options.index:
-        return with_index(files, options.index, options)
+        return with_index(files, options)
     groups: dict[str, list[DataFile]] = {}
     for file in files:
         groups.setdefault(formats.suffix_of(file.name), []).append(file)
