@@ -12,7 +12,7 @@ import torch
 from tests.distributed import spawn
 from tests.mesh import build
 from tests.oracle import angular, drawing_order
-from titan_disp.dispersion import AutogradVariant, DispersionLoss, DispersionObjective, LossLedger
+from titan_disp.dispersion import AutogradVariant, DispersionLoss, DispersionObjective, LossLedger, masks
 from titan_disp.run.reader import read_rows
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
@@ -194,6 +194,20 @@ class OfLayer(AutogradVariant):
     def loss(self, z, valid, context):
         self.seen.append(context.layer)
         return (context.layer + 1) * z.square().sum((1, 2))
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_the_host_waits_for_documents_once_a_microbatch(monkeypatch, defer):
+    """Not once for each of the layers and losses."""
+    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
+    ranges = mock.Mock(wraps=masks._ranges)
+    monkeypatch.setattr(masks, "_ranges", ranges)
+    losses = {"a": (1.0, DispersionLoss()), "b": (2.0, DispersionLoss("l2_repel"))}
+    segments = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2]).expand(3, 9)
+    labels = torch.zeros(3, 9, dtype=torch.long)
+    loss = objective(loss=losses, defer=defer, within_documents=True)
+    loss((*Blocks()(torch.randn(3, 9, 6)), segments), labels).backward()
+    assert ranges.call_count == 1
 
 
 def test_an_activation_that_nothing_takes_is_an_error(monkeypatch):

@@ -38,6 +38,17 @@ def test_the_paper_on_one_node(monkeypatch):
         assert make_plan(largest, MACHINE).memory.total > 0.9 * GPUS[MACHINE.gpu].memory
 
 
+@pytest.mark.parametrize(("global_batch", "local"), [(-1, 8), (64, 4), (-1, 1)])
+def test_the_global_batch_stays(global_batch, local):
+    """Also where it follows from the local batch (−1)."""
+    batch = ["--training.global_batch_size", str(global_batch), "--training.local_batch_size", str(local)]
+    same = make_plan(loaded(PAPER, *batch), Machine(1, 8, "H100")).batch.global_batch_size
+    for one in suggest(loaded(PAPER, *batch), Machine(1, 8, "H100")):
+        job = loaded(PAPER, *batch, *(word for option in one.options for word in option.split("=")))
+        assert make_plan(job, Machine(1, 8, "H100")).batch.global_batch_size == same
+        assert one.options != ["--training.global_batch_size=64"]
+
+
 def test_a_config_that_is_refused():
     with pytest.raises(ConfigError, match="tensor_parallel_degree 3"):
         suggest(loaded(PAPER, "--parallelism.tensor_parallel_degree", "3"), MACHINE)
@@ -53,3 +64,6 @@ def test_the_command(monkeypatch, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("now", "suggested"))]
     assert lines[0].endswith(" GB: the config as it is")
     assert all(" --" in line for line in lines[1:])
+    monkeypatch.setattr("titan_disp.cluster.suggest.FILLED", 0)
+    assert typed(monkeypatch, *words.split()) == 0
+    assert "suggested       nothing: no other" in capsys.readouterr().out

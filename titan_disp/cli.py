@@ -100,6 +100,8 @@ def plan(options: opts.PlanOptions) -> None:
     print(render(made))
     for i, one in enumerate(found):
         print(f"{'suggested' if i else 'now':<15} {one.line()}")
+    if len(found) == 1:
+        print(f"{'suggested':<15} nothing: no other batch, mesh or checkpointing that was tried fits and is accepted")
 
 
 def preflight(options: opts.PreflightOptions) -> None:

@@ -27,8 +27,9 @@ FILLED = 0.9  # fraction of the GPU's memory that a plan may fill: the rest is f
 CHUNK = 2048  # of training.head_chunk_tokens
 # Mode → the part of the forward pass that backward computes again. "op" keeps every second product and the attention.
 AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
-BATCH, TENSOR, SHARD, REPLICATE, MODE, OPTION, HEAD = KEYS = (
+BATCH, GLOBAL, TENSOR, SHARD, REPLICATE, MODE, OPTION, HEAD = KEYS = (
     "training.local_batch_size",
+    "training.global_batch_size",
     "parallelism.tensor_parallel_degree",
     "parallelism.data_parallel_shard_degree",
     "parallelism.data_parallel_replicate_degree",
@@ -107,5 +108,8 @@ def _tries(job_config: JobConfig, machine: Machine, own: dict[str, Any]) -> Iter
     batches = [n for n in range(1, sequences + 1) if sequences % n == 0]
     modes = [("none", own[OPTION]), ("selective", "op"), ("full", own[OPTION])]
     for n, tp, shard, (mode, option), head in product(batches, tensor, shards, modes, {own[HEAD], 0, CHUNK}):
-        if n * world // (tp * p.context_parallel_degree) <= sequences:
-            yield dict(zip(KEYS, (n, tp, shard, -1, mode, option, head), strict=True))
+        replicate = -1 if shard > 0 else own[REPLICATE]
+        together = n * world // (tp * p.context_parallel_degree)
+        if together <= sequences:
+            whole = own[GLOBAL] if together == sequences else sequences  # −1 is that of a microbatch
+            yield dict(zip(KEYS, (n, whole, tp, shard, replicate, mode, option, head), strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 from titan_disp.dispersion.autograd import Group, process_group
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import Layers, WholeLayers
-from titan_disp.dispersion.masks import token_mask
+from titan_disp.dispersion.masks import TokenMask, token_mask
 from titan_disp.dispersion.registry import build, options_of
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
@@ -134,7 +134,7 @@ class DispersionLoss:
         step: int = 0,
         fit_errors: list[Tensor] | None = None,
         valid: Tensor | None = None,
-        segments: Tensor | None = None,
+        segments: Tensor | TokenMask | None = None,
         first: int = 0,
     ) -> Tensor:
         """Return the loss per layer and sequence.
@@ -182,7 +182,9 @@ class DispersionLoss:
         mask = None
         if pg is not None:
             _check_shards(tuple(tuple(z.shape) for z in zs), pg)
-        if segments is not None:
+        if isinstance(segments, TokenMask):
+            mask = segments
+        elif segments is not None:
             self._check_segments(segments, valid, zs[0])
             mask = token_mask(segments, pg)
         elif valid is not None:

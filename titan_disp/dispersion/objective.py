@@ -22,6 +22,7 @@ from titan_disp.dispersion.autograd import Group, add_in_backward, process_group
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import packed
 from titan_disp.dispersion.loss import DispersionLoss
+from titan_disp.dispersion.masks import TokenMask, token_mask
 
 # Logits, or (logits, activations), or (logits, activations, segments).
 Predictions = Tensor | tuple[Tensor, Sequence[Tensor]] | tuple[Tensor, Sequence[Tensor], Tensor]
@@ -201,9 +202,10 @@ class DispersionObjective:
         both = zip(self._losses.values(), losses, strict=True)
         return torch.stack([loss if weight == 1 else weight * loss for (weight, _), loss in both]).sum()
 
-    def _own_segments(self, segments: Tensor) -> Tensor:
+    def _own_segments(self, segments: Tensor) -> TokenMask:  # once for all layers and losses: the host waits for it
         group = process_group(self.group)
-        return segments if group is None else segments.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+        own = segments if group is None else segments.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+        return token_mask(own, group)
 
     def _record(self, ce: Tensor, losses: Tensor | None, tokens: Tensor, fit_errors: Sequence[Tensor] = ()) -> Tensor:
         """Add the terms to the ledger, and return dispersion."""
