@@ -176,14 +176,14 @@ def on_two_ranks(sample, folder):
     assert trainer.step == EVERY
     resumed = trained_steps(trainer, STEPS - EVERY)["after"]
     assert all(torch.equal(w, tied["after"][n]) for n, w in resumed.items())
-    trainer.identity.content["n_kv_heads"] = 1
+    trainer.identity["n_kv_heads"] = 1
     with pytest.raises(ConfigError, match="n_kv_heads is 2 in the checkpoint and 1 in the config"):
         trainer.checkpointer.load()
     trainer.close()
 
     # A checkpoint that does not say what it is of, as TorchTitan's own trainer saves them.
     trainer = build(sample, run, *PLAIN, *SMALL, "--checkpoint.enable")
-    trainer.identity.content.clear()
+    trainer.identity.clear()
     trainer.checkpointer.load()
     with pytest.raises(ConfigError, match="2 groups of parameters, expected 1: .* baseline.method"):
         trainer.batch_generator([])

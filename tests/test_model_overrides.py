@@ -20,7 +20,7 @@ from titan_disp.lab.report.gather import gather
 from titan_disp.models.arguments import apply_overrides, architecture_of, parse_overrides
 from titan_disp.models.qwen3 import flavors
 from titan_disp.models.registry import model_args
-from titan_disp.run.identity import Identity, check_identity, differences
+from titan_disp.run.identity import check_identity, differences, to_state
 
 NARROW = {"hidden_dim": 16, "n_layers": 2}
 # Embedding; of two blocks: q, k, v and output matrices, norms of q and k, the feed-forward's three matrices, norms; last norm.
@@ -157,7 +157,7 @@ def test_the_model_that_is_planned_trained_and_reported(tmp_path, monkeypatch):
 )
 def test_a_run_keeps_its_model(overrides, differs):
     """However its sizes are written; lengths of sequences are other checks', and tests/test_resume_keys.py tries other keys."""
-    saved = json.loads(Identity(architecture_of(flavors["nano"])).state_dict()["json"])
+    saved = json.loads(to_state(architecture_of(flavors["nano"]))["json"])
     args = model_args("qwen3_disp", "nano", overrides)
     args.max_seq_len, args.activations = 7, (1,)
     found = differences(saved, architecture_of(args))
@@ -169,7 +169,7 @@ def test_a_saved_model_is_read_as_what_it_is(sample, tmp_path):
     """config.json is written at every start, also at one that is refused for its other model."""
     model = random_model(overrides="n_layers=1,norm_eps=1e-5")
     run = save_run(tmp_path / "run", model, sample / "tokenizer", "--model.overrides", "n_layers=1,norm_eps=1e-5")
-    identity = {"identity": Identity(architecture_of(model.model_args)).state_dict()}
+    identity = {"identity": to_state(architecture_of(model.model_args))}
     dcp.save(model.state_dict() | identity, checkpoint_id=run / "checkpoint" / "step-40", no_dist=True)
     assert load_model(find_saved(run)).norm.eps == 1e-5
     config = json.loads((run / "config.json").read_text())

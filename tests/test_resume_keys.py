@@ -18,7 +18,7 @@ from titan_disp.data.sources import training_sets
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source, all_keys, fixed
 from titan_disp.models.registry import args_of
-from titan_disp.run.identity import Identity, of_model
+from titan_disp.run.identity import of_model, to_state
 from titan_disp.train import DispTrainer
 
 # By hand: what decides which tokens a slot gets, and which model is trained. Does a new key?
@@ -34,7 +34,7 @@ def start(job, tokenizer, checkpoint):
     files = [file for one in training_sets(job) for file in one.files()]
     return SimpleNamespace(
         job_config=job,
-        identity=Identity(of_model(job, args)),
+        identity=of_model(job, args),
         dataloader=open_stream(job, files, tokenizer, 1, 0),
         checkpointer=SimpleNamespace(_create_checkpoint_id=lambda step: str(checkpoint), exclude_from_loading=[]),
         events=(events := []),
@@ -50,7 +50,7 @@ def run(sample, tmp_path_factory):
     tokenizer = tokenizer_of(job)
     first = start(job, tokenizer, checkpoint)
     first.dataloader.positions[3, Field.EPOCH] = EPOCH
-    states = {"dataloader": first.dataloader.state_dict(), "identity": first.identity.state_dict()}
+    states = {"dataloader": first.dataloader.state_dict(), "identity": to_state(first.identity)}
     dcp.save(states, checkpoint_id=checkpoint, no_dist=True)
 
     def resume(changes):

@@ -230,7 +230,7 @@ def two_starts(sample, folder):
         )
         saved, guard = trainer.checkpointer, trainer.optimizers
         assert saved.hooks is saved.states["train_state"] is trainer
-        assert saved.states["identity"].content["hidden_dim"] == 192
+        assert json.loads(saved.states["identity"]["json"])["hidden_dim"] == 192
         assert guard.max_skipped_steps == 7
         assert trainer.owns_folder()
         trainer.train()

@@ -600,7 +600,7 @@ def test_a_checkpoint_of_another_loader_is_refused_or_the_streams_begin(sample, 
     trainer = SimpleNamespace(
         checkpointer=SimpleNamespace(_create_checkpoint_id=lambda step: str(tmp_path), exclude_from_loading=[]),
         job_config=config(sample),
-        identity=SimpleNamespace(content={}),
+        identity={},
         dataloader=loader(list_files("c4", str(sample)), sample),
         event=lambda *args, **details: None,
     )

@@ -45,7 +45,6 @@ from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.history import Goodput, goodputs, together
-from titan_disp.run.identity import Identity
 from titan_disp.run.liveness import Aside, Clock, Heartbeat, StopRequest, Stragglers, allocation_began
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.reader import read_condensation, read_events, read_rows
@@ -109,7 +108,7 @@ class DispTrainer(Trainer):
 
     def _build_checkpointer(self) -> DispCheckpointManager:
         adapter, job = self.train_spec.state_dict_adapter, self.job_config
-        self.identity = Identity(identity.of_model(job, self.model_args))
+        self.identity = identity.of_model(job, self.model_args)
         return DispCheckpointManager(
             hooks=self,
             save_seconds=self.job_config.guard.save_seconds,  # type: ignore[attr-defined]
@@ -117,7 +116,7 @@ class DispTrainer(Trainer):
             model_parts=self.model_parts,
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
-            states={"train_state": self, identity.NAME: self.identity},
+            states={"train_state": self, identity.NAME: identity.to_state(self.identity)},
             checkpoint_config=self.job_config.checkpoint,
             sd_adapter=adapter(self.model_args, self.job_config.model.hf_assets_path) if adapter else None,  # type: ignore[arg-type]
             base_folder=self.job_config.job.dump_folder,
@@ -201,7 +200,7 @@ class DispTrainer(Trainer):
         the data streams begin a new epoch. CheckpointError means that the checkpoint cannot be read.
         """
         folder, checkpoint = self.checkpointer._create_checkpoint_id(step), self.job_config.checkpoint
-        identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity.content)
+        identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity)
         if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
             return
         saved, epoch = on_rank_0(read_data_state, folder)

@@ -27,17 +27,9 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
     return {key: operator.attrgetter(key)(job_config) for key in keys} | architecture_of(args)
 
 
-class Identity:
-    """Hold names and values that are saved but never loaded. ``read_identity`` reads them before anything is loaded."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self.content = content
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(self.content)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+def to_state(content: dict[str, Any]) -> dict[str, str]:
+    """Return the state of a checkpoint that ``read_identity`` reads before anything is loaded. It is never loaded itself."""
+    return {"json": json.dumps(content)}
 
 
 def read_identity(checkpoint: str) -> dict[str, Any]:
