@@ -77,8 +77,7 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
         return layers * saved[ac.mode]
     if ac.selective_ac_option == "op":
         return layers * saved["op"]
-    every = int(ac.selective_ac_option)
-    checkpointed = layers // every if every else 0
+    checkpointed = layers // (int(ac.selective_ac_option) or 1)  # 0 stands for every block, as 1 does
     return checkpointed * full + (layers - checkpointed) * none
 
 

@@ -93,7 +93,7 @@ def _again(job_config: JobConfig) -> float:
     checkpointing = job_config.activation_checkpoint
     every = checkpointing.selective_ac_option
     if checkpointing.mode == "selective" and every != "op":
-        return 1 / int(every)
+        return 1 / (int(every) or 1)
     return AGAIN.get(checkpointing.mode, 1 - checkpointing.memory_budget)
 
 
