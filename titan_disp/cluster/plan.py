@@ -8,16 +8,7 @@ from dataclasses import dataclass
 import torch
 from torchtitan.config import JobConfig
 
-from titan_disp.cluster.cost import (
-    GPUS,
-    Memory,
-    checkpoint_bytes,
-    checkpoint_counts,
-    dispersion_cost,
-    estimate,
-    find_gpu,
-    traffic,
-)
+from titan_disp.cluster import cost
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
 from titan_disp.config.checks import check_config, missing_inputs
@@ -103,7 +94,7 @@ class Plan:
     mesh: Mesh
     batch: Batch
     model: Model
-    memory: Memory
+    memory: cost.Memory
     checkpoints: Checkpoints
     time: Time
     sources: list[Share]
@@ -161,7 +152,7 @@ def unseen_shares(job_config: JobConfig, slots: int, shares: Sequence[Share]) ->
 
 def find_machine(machine: Machine) -> Machine:
     """Return the machine with the GPU's own bandwidths where it names none, or raise ConfigError."""
-    gpu = find_gpu(machine.gpu)
+    gpu = cost.find_gpu(machine.gpu)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
         raise ConfigError(
             f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}, expected at least 1 of both"
@@ -185,7 +176,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     Raises ConfigError if the run would fail at its start, or a number of the machine is out of range.
     """
     machine, given, job_config = find_machine(machine), job_config, copy.deepcopy(job_config)
-    gpu, world = GPUS[machine.gpu], machine.nodes * machine.gpus_per_node
+    gpu, world = cost.GPUS[machine.gpu], machine.nodes * machine.gpus_per_node
     check_config(job_config, world)
     warnings = missing_inputs(job_config, strict) + hub_warnings(job_config, world, machine.nodes)
     module = meta_model(job_config)
@@ -205,7 +196,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             f"communication that computing cannot hide takes {time.exposed_seconds / time.step_seconds:.0%} of a step: use "
             "fewer nodes, or raise training.local_batch_size, which splits the same batch into fewer microbatches"
         )
-    size, (saved, kept, on_disk) = checkpoint_bytes(job_config, module), checkpoint_counts(job_config)
+    size, (saved, kept, on_disk) = cost.checkpoint_bytes(job_config, module), cost.checkpoint_counts(job_config)
     between = job_config.checkpoint.interval * time.step_seconds if saved else 0.0
     checkpoints = Checkpoints(size, saved, kept, on_disk * size, between, size / (machine.storage_bandwidth * 1e9))
     if saved and checkpoints.seconds > NOTICED * between:
@@ -218,7 +209,9 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     return Plan(config, machine, mesh, batch, model, memory, checkpoints, time, sources, unseen, counts, warnings)
 
 
-def measured(job_config: JobConfig, module: DispModel, machine: Machine) -> tuple[Mesh, Batch, Model, Memory, Time]:
+def measured(
+    job_config: JobConfig, module: DispModel, machine: Machine
+) -> tuple[Mesh, Batch, Model, cost.Memory, Time]:
     """Return what follows from a checked config, its model on the meta device and a machine of ``find_machine``."""
     p, t, world = job_config.parallelism, job_config.training, machine.nodes * machine.gpus_per_node
     cp, tp, replicate = p.context_parallel_degree, p.tensor_parallel_degree, p.data_parallel_replicate_degree
@@ -230,9 +223,9 @@ def measured(job_config: JobConfig, module: DispModel, machine: Machine) -> tupl
     args = module.model_args
     parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
     embeddings = {id(w): w.numel() for part in (*module.embeddings, module.output) for w in part.parameters()}
-    flops, dispersed = flops_per_token * step_tokens, sequences * dispersion_cost(job_config, args).flops
+    flops, dispersed = flops_per_token * step_tokens, sequences * cost.dispersion_cost(job_config, args).flops
     model = Model(parameters, parameters - sum(embeddings.values()), float(flops), float(dispersed))
-    memory = estimate(job_config, module, mesh.shard * cp, accumulation > 1)
+    memory = cost.estimate(job_config, module, mesh.shard * cp, accumulation > 1)
     return mesh, batch, model, memory, _time(job_config, module, machine, model, batch)
 
 
@@ -240,8 +233,8 @@ def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Mod
     assert machine.node_bandwidth is not None  # ``find_machine`` has filled it in
     assert machine.network_bandwidth is not None
     within, between = machine.node_bandwidth * 1e9, machine.network_bandwidth * 1e9
-    world, gpu = machine.nodes * machine.gpus_per_node, GPUS[machine.gpu]
-    sent = traffic(job_config, module, machine.gpus_per_node, world)
+    world, gpu = machine.nodes * machine.gpus_per_node, cost.GPUS[machine.gpu]
+    sent = cost.traffic(job_config, module, machine.gpus_per_node, world)
     bf16, fp32 = (world * machine.mfu * peak for peak in (gpu.bf16_flops, gpu.fp32_flops))
 
     def days(computing: float) -> float:
@@ -293,7 +286,7 @@ def render(plan: Plan) -> str:
     machine, mesh, batch, model = plan.machine, plan.mesh, plan.batch, plan.model
     m, c, t = plan.memory, plan.checkpoints, plan.time
     kinds = {"unsharded": " of gathered weights and their gradients", "dispersion": " of saved gradients"}
-    gpu, took = GPUS[machine.gpu], estimated_duration
+    gpu, took = cost.GPUS[machine.gpu], estimated_duration
     gpus = f"{counted(machine.nodes, 'node')} × {machine.gpus_per_node} {machine.gpu}"
     ranks, share = counted(mesh.data_parallel, "rank"), model.dispersion_flops / model.flops
     degrees = f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} × tensor {mesh.tensor}"

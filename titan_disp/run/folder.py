@@ -21,18 +21,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.files import atomic_write
-from titan_disp.run.reader import (
-    CONFIG,
-    ENVIRONMENT,
-    EVENTS,
-    HEARTBEAT,
-    LOCK,
-    OWNER,
-    flatten,
-    read_config,
-    read_heartbeat,
-    read_owner,
-)
+from titan_disp.run import reader
 
 WATCH = (30.0, 0.5)  # seconds in which a run that lives writes a heartbeat, but for long saves; and between two looks
 _RECORDED = re.compile(
@@ -97,7 +86,7 @@ def _environment(world_size: int) -> dict[str, Any]:
     }
 
 
-def lock_folder(path: Path, name: str = LOCK) -> IO[str]:
+def lock_folder(path: Path, name: str = reader.LOCK) -> IO[str]:
     """Lock a folder, and return the open file that holds the lock until it is closed. Raises InUseError if it is held."""
     lock = open(path / name, "a+")  # noqa: SIM115 — held for the life of the run
     try:
@@ -151,7 +140,7 @@ class RunFolder:
             # The lock of some file systems, such as Lustre with localflock, holds only within one node. Of two starts
             # that have the lock, the one that opened the folder last keeps it.
             self._owner = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "job": job_id(), "time": time.time()}
-            write_json(self.path / OWNER, self._owner)
+            write_json(self.path / reader.OWNER, self._owner)
 
     def _sign(self, holder: str) -> None:
         """Write who holds the lock: slurm/supervise.py reads it."""
@@ -161,18 +150,18 @@ class RunFolder:
 
     def _refuse_living(self) -> None:
         """Raise InUseError if the heartbeat of another job on another node changes. A killed start leaves one, too."""
-        owner, beat = _read(read_owner, self.path), _read(read_heartbeat, self.path)
+        owner, beat = _read(reader.read_owner, self.path), _read(reader.read_heartbeat, self.path)
         same_job = job_id() and str(owner.get("job")).split(".")[0] == job_id().split(".")[0]
         if not beat or same_job or (self.locked and owner.get("host") == socket.gethostname()):
             return
         with contextlib.suppress(OSError, KeyError):  # no heartbeat, or one that is being replaced
             # Both times are the file system's: the lock's file was just written.
-            age = os.fstat(self._lock.fileno()).st_mtime - (self.path / HEARTBEAT).stat().st_mtime
+            age = os.fstat(self._lock.fileno()).st_mtime - (self.path / reader.HEARTBEAT).stat().st_mtime
             if age > beat["allowed_seconds"]:
                 return
         seconds, pause = WATCH
         end = time.monotonic() + seconds
-        while (now := _read(read_heartbeat, self.path)) and time.monotonic() < end:
+        while (now := _read(reader.read_heartbeat, self.path)) and time.monotonic() < end:
             if now != beat:
                 raise InUseError(
                     f"the run folder {str(self.path)!r} is in use by another job ({_said(owner)}), whose heartbeat.json "
@@ -183,16 +172,16 @@ class RunFolder:
 
     def taken_by(self) -> str | None:
         """Say which start has opened the folder after this one, or return None."""
-        owner = _read(read_owner, self.path)
+        owner = _read(reader.read_owner, self.path)
         return _said(owner) if owner and owner != self._owner else None
 
     def _differences(self) -> dict[str, list[Any]]:
         """Return [former, present] value of the keys that differ from the config of the run's former starts."""
-        file = self.path / CONFIG
+        file = self.path / reader.CONFIG
         if not file.exists():
             return {}
         try:
-            old, new = flatten(read_config(self.path)), flatten(self._config)
+            old, new = reader.flatten(reader.read_config(self.path)), reader.flatten(self._config)
         except ValueError as error:
             raise ConfigError(
                 f"{str(file)!r} cannot be read: {error}. It records the config that this run was started with. "
@@ -203,18 +192,18 @@ class RunFolder:
     def record_start(self) -> None:
         """Write config.json and environment.json. Only a start that trains may: reports and the next start read them."""
         with writing(self.path):
-            write_json(self.path / CONFIG, self._config)
-            write_json(self.path / ENVIRONMENT, _environment(self._world_size))
+            write_json(self.path / reader.CONFIG, self._config)
+            write_json(self.path / reader.ENVIRONMENT, _environment(self._world_size))
 
     def record_path(self, path: dict[str, Any]) -> None:
         """Add to environment.json how dispersion is computed, which is known after the first step."""
         with contextlib.suppress(OSError):  # a full disk must not end a run
-            write_json(self.path / ENVIRONMENT, _environment(self._world_size) | {"dispersion": path})
+            write_json(self.path / reader.ENVIRONMENT, _environment(self._world_size) | {"dispersion": path})
 
     def event(self, name: str, step: int, **details: Any) -> None:
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         job = {"job": job_id()} if job_id() else {}
-        append_json(self.path / EVENTS, {"time": time, "event": name, "step": step, **job, **details})
+        append_json(self.path / reader.EVENTS, {"time": time, "event": name, "step": step, **job, **details})
 
     @property
     def locked(self) -> bool:

@@ -23,18 +23,8 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.targets import parse_group
 from titan_disp.models.arguments import named
 from titan_disp.models.registry import MODELS, model_args
+from titan_disp.run import reader
 from titan_disp.run.history import Attempt, Goodput, attempts, goodputs
-from titan_disp.run.reader import (
-    by_step,
-    flatten,
-    is_run,
-    read_config,
-    read_environment,
-    read_events,
-    read_failures,
-    read_rows,
-    read_validation,
-)
 
 SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
 # Keys that do not change training.
@@ -80,7 +70,7 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Return the config by dotted key."""
-        return flatten(self.config)
+        return reader.flatten(self.config)
 
     @property
     def steps(self) -> int | None:
@@ -126,12 +116,12 @@ def _newest_step(written: Sequence[dict[str, Any]], events: Sequence[dict[str, A
 def _read(path: Path, name: str, group: str | None) -> Run:
     problems = []
     try:
-        config = read_config(path)
-        written = read_rows(path)
-        metrics = by_step(written)
-        events = read_events(path)
-        environment = read_environment(path)
-        failures = read_failures(path)
+        config = reader.read_config(path)
+        written = reader.read_rows(path)
+        metrics = reader.by_step(written)
+        events = reader.read_events(path)
+        environment = reader.read_environment(path)
+        failures = reader.read_failures(path)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
     try:
@@ -139,7 +129,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
     except Exception as error:  # a damaged archive can raise any exception
         condensation = {}
         problems.append(f"the measurements in {path / 'condensation'} cannot be read: {error}")
-    validation = read_validation(path)
+    validation = reader.read_validation(path)
     step = _newest_step(written, events)
     return Run(
         path=path,
@@ -168,7 +158,7 @@ def gather(paths: Sequence[str | Path]) -> list[Run]:
     if not folders:
         raise ConfigError("no run to report on: give one or several run folders (job.dump_folder)")
     for folder in folders:
-        if not is_run(folder):
+        if not reader.is_run(folder):
             what = (
                 "lacks config.json or metrics.jsonl: it is not a run's folder, the run has not logged anything yet, or "
                 "TorchTitan's own trainer wrote it, without a config.json"
@@ -188,7 +178,7 @@ def defaults() -> dict[str, Any]:
     """Return the defaults of TorchTitan and titan-disp by dotted key, with values as in config.json."""
     # The folder exists, because ConfigManager warns if the default tokenizer does not.
     parsed = ConfigManager().parse_args(["--job.custom_config_module", MODULE, "--model.hf_assets_path", "."])
-    return flatten(json.loads(json.dumps(type(parsed)().to_dict())))
+    return reader.flatten(json.loads(json.dumps(type(parsed)().to_dict())))
 
 
 def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
