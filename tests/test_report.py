@@ -21,7 +21,7 @@ from titan_disp.lab.report import page as picture_makers
 from titan_disp.lab.report.charts import BINS, binned
 from titan_disp.lab.report.gather import defaults, gather
 from titan_disp.lab.report.page import render, write_report
-from titan_disp.lab.report.tables import downtimes, final_numbers, repeated_steps, state
+from titan_disp.lab.report.tables import final_numbers, starts, state
 
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
 
@@ -239,7 +239,8 @@ def test_history(compared):
         ("7.1", 30, 60, "stop: SIGUSR1"),
         ("7.2", 60, 100, "complete"),
     ]
-    assert (repeated_steps(found), downtimes(found)) == ([10, 0], pytest.approx([600, 699]))
+    lost_and_gaps = [(line[7], line[9]) for line in starts(run, T0)]
+    assert lost_and_gaps == [("10", "10 min 0 s"), ("0", "11 min 39 s"), ("–", "–")]
     for told in ("checkpoint × 4", "training.local_batch_size", "checkpoint damaged"):
         assert told in compared.read_text()
     assert (run.series("ce")[34], len(run.rows)) == (2.0, 100)  # repeated steps count once, with their last values

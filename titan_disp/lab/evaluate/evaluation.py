@@ -20,7 +20,7 @@ from titan_disp.files import no_bars_in_logs
 from titan_disp.lab.evaluate.compare import Comparison, compare, pooled, to_csv, to_markdown
 from titan_disp.lab.evaluate.harness import PROTOCOLS, Result, Settings, Suite, build_suite, run_model, warnings_once
 from titan_disp.lab.export.export import export
-from titan_disp.lab.inspection.targets import Target, find_targets, name_of, parse_group
+from titan_disp.lab.inspection.targets import Target, find_device, find_targets, name_of, parse_group
 from titan_disp.run.folder import write_json
 
 Conditions = Mapping[str, Sequence[str]]
@@ -44,7 +44,8 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     if options.batch_size != "auto" and options.batch_size < 1:
         raise ConfigError(f"--batch-size is {options.batch_size}, expected auto or at least 1")
     _require_harness()
-    chosen, out, device = PROTOCOLS[options.protocol], options.out, _find_device(options.device)
+    chosen, out = PROTOCOLS[options.protocol], options.out
+    device = str(find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     settings = Settings(options.limit or chosen.limit, options.batch_size, device, options.dtype, options.seed)
     found, conditions = _find_models(list(map(str, options.models)))
     _check_out(out)
@@ -79,15 +80,6 @@ def _require_harness() -> None:
         raise ConfigError(
             f"titan-disp evaluate needs EleutherAI's lm-evaluation-harness: {error}. pip install 'titan-disp[eval]'"
         ) from error
-
-
-def _find_device(name: str | None) -> str:
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return name
 
 
 def _check_out(out: Path) -> None:

@@ -3,7 +3,6 @@
 It writes numbers as .npz, JSON and CSV, and pictures.
 """
 
-import csv
 import re
 import sys
 from collections import defaultdict
@@ -29,12 +28,14 @@ from titan_disp.lab.inspection.targets import (
     SpecialTokens,
     Target,
     end_of_name,
+    find_device,
     find_targets,
     name_of,
     parse_group,
 )
 from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
 from titan_disp.run.folder import write_json
+from titan_disp.text import csv_text
 
 PLACES, RANKS = ("before_norm", "after_norm"), ("spearman", "kendall")
 
@@ -64,10 +65,7 @@ def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[st
             numbers = {key: values[layer] for key, values in by_layer.items()}
             rows.append({"target": name, "layer": layer, "layer_name": layer_name, **numbers, **correlations})
     write_json(out / "metrics.json", {**settings, "targets": content})
-    with open(out / "metrics.csv", "w", newline="") as file:
-        table = csv.DictWriter(file, rows[0])  # it writes None as an empty cell
-        table.writeheader()
-        table.writerows(rows)
+    (out / "metrics.csv").write_text(csv_text([list(rows[0]), *(list(row.values()) for row in rows)]))
     return ["metrics.json", "metrics.csv"]
 
 
@@ -196,7 +194,11 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     for option, (value, minimum) in least.items():
         if value < minimum:
             raise ConfigError(f"{option} is {value}, expected at least {minimum}")
-    torch_device = _find_device(options.device)
+    device: Device = "auto"
+    if options.device != "auto":
+        device = find_device(options.device, torch.float64)  # of the cosines
+    elif find_spec("accelerate") is None:
+        raise ConfigError("--device auto needs accelerate, which spreads a model over the GPUs: pip install accelerate")
     by_family = dict(_members(family, "--family") for family in options.family)
     by_pair = [_pair(pair) for pair in options.pair]
     grouped = [member for members in (*by_family.values(), *by_pair) for member in members]
@@ -220,7 +222,7 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
         raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
     found: dict[str, Measured] = {}
     for name, target in targets.items():
-        layers = target.load(torch_device, options.dtype)
+        layers = target.load(device, options.dtype)
         found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], options.batch_size))
         found[name].condensation.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
@@ -249,21 +251,6 @@ def _pair(text: str) -> tuple[str, str]:
     if len(members) != 2 or not all(members):
         raise ConfigError(f"--pair is {text!r}, expected two models: BASE,MODEL")
     return members[0], members[1]
-
-
-def _find_device(name: str) -> Device:
-    if name == "auto":
-        if find_spec("accelerate") is None:
-            raise ConfigError(
-                "--device auto needs accelerate, which spreads a model over the GPUs: pip install accelerate"
-            )
-        return "auto"
-    try:
-        device = torch.device(name)
-        torch.empty(1, dtype=torch.float64, device=device)  # cosines need float64
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def _sample(name: str, target: Target, texts: Sequence[str], options: CondensationOptions) -> Tensor:

@@ -42,6 +42,15 @@ Device = torch.device | Literal["auto"]
 """auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first GPU, and the CPU replaces none."""
 
 
+def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
+    """Return the device of --device if this machine has it and it computes in ``dtype``, or raise ConfigError."""
+    try:
+        torch.empty(1, dtype=dtype, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ConfigError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
 def parse_group(text: str) -> tuple[str, list[str]] | None:
     """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, or an existing path.
 

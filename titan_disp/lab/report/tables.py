@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 from statistics import median
 from typing import Any
 
@@ -15,7 +15,7 @@ from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.errors import counted
 from titan_disp.lab.report.gather import ABSENT, Run, conditions, defaults, side_by_side, unlike
 from titan_disp.models.arguments import written_out
-from titan_disp.run.history import Attempt, Goodput, together
+from titan_disp.run.history import Goodput, together
 from titan_disp.run.reader import flatten
 from titan_disp.text import NOTHING, duration, number
 
@@ -226,31 +226,24 @@ def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
     return {key: [NOTHING if value is ABSENT else _setting(value) for value in values] for key, values in rows.items()}
 
 
-def repeated_steps(found: Sequence[Attempt]) -> list[int]:
-    """Return the number of each start's steps that were lost, so that the next start repeated them."""
-    return [max(0, a.last_step - b.first_step) for a, b in zip(found, found[1:], strict=False)]
-
-
-def downtimes(found: Sequence[Attempt]) -> list[float]:
-    """Return the seconds from the last activity of each start to the beginning of the next."""
-    return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]
-
-
 def starts(run: Run, now: float) -> list[list[str]]:
     """Return a line for each start, with the cells that page.html.j2 names."""
     found = run.attempts
-    repeated, gaps = [*repeated_steps(found), None], [*downtimes(found), None]
     goodputs = [_percent(part.in_its_allocation()) for part in run.goodputs] or [NOTHING] * len(found)
     ends = [one.how() for one in found]
     if state(run, now)[0] == "running":
         ends[-1] = "not yet"
     lines = []
-    for i, one in enumerate(found):
+    for i, (one, following) in enumerate(zip_longest(found, found[1:])):
+        repeated = gap = NOTHING
+        if following is not None:
+            repeated = number(max(0, one.last_step - following.first_step))
+            gap = duration(following.began - one.ended)
         seconds = one.ended - one.began
         pace = (one.last_step - one.first_step) * run.tokens_per_step / seconds if seconds else None
         begin = [str(i + 1), one.job or NOTHING, when(one.began), duration(seconds)]
-        steps = [number(one.first_step), number(one.last_step), number(pace, 4), number(repeated[i]), goodputs[i]]
-        lines.append([*begin, *steps, NOTHING if (gap := gaps[i]) is None else duration(gap), ends[i]])
+        steps = [number(one.first_step), number(one.last_step), number(pace, 4), repeated, goodputs[i]]
+        lines.append([*begin, *steps, gap, ends[i]])
     return lines
 
 

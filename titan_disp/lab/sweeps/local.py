@@ -46,9 +46,8 @@ class Result:
     """Hold the result of this call for a point."""
 
     name: str
-    outcome: Literal[
-        "finished", "failed", "stopped", "in use"
-    ]  # finished now or before; stopped early without an error
+    # Finished now or before; stopped early without an error.
+    outcome: Literal["finished", "failed", "stopped", "in use"]
     detail: str  # an explanation; for a failed point, its first error
 
 
@@ -86,11 +85,6 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 def _counts(results: Iterable[Result]) -> list[str]:
     return [f"{count} {word}" for word, count in Counter(result.outcome for result in results).items()]
-
-
-def time_left(elapsed: float, done: float, left: float) -> float | None:
-    """Estimate the seconds left from the speed so far, in steps of all points. Returns None before the first step."""
-    return elapsed * left / done if done > 0 else None
 
 
 @dataclass
@@ -252,7 +246,8 @@ class _Runner:
         under_way = sum(map(_steps_done, self.training))
         left = sum(one.prepared.steps - one.first_step for one in self.training) - under_way
         left += sum(one.steps for one in self.todo)
-        seconds = time_left(elapsed, self.steps_done + under_way, left)
+        done = self.steps_done + under_way
+        seconds = elapsed * left / done if done else 0.0  # at the speed so far, in steps of all points
         counts = [*_counts(self.results.values()), f"{len(self.training)} training", f"{len(self.todo)} waiting"]
         return ", ".join(counts) + (f"; about {duration(seconds)} left" if seconds else "")
 
