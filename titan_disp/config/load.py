@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, get_args
 
 import tomli
@@ -14,7 +15,7 @@ import typeguard
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_disp.config.keys import other_names
+from titan_disp.config.keys import facts_of, other_names
 from titan_disp.errors import ConfigError, did_you_mean
 
 MODULE = "titan_disp.job_config"
@@ -28,38 +29,35 @@ def check_spelling(argv: Sequence[str], default: Any) -> None:
     ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits at the commas without further parsing:
     ``["a","b"]`` would become two strings that contain brackets and quotes. ``default`` is a config, which has the types.
     """
+    known = {name: field for name, field, _ in _keys(default)}
+    types = {name: field.type for name, field in known.items()}
+    others = {f"{name.rpartition('.')[0]}.{other}": name for name, f in known.items() for other in facts_of(f).also}
     for i, arg in enumerate(argv):
         option, equals, value = arg.partition("=")
         key = option.removeprefix("--").replace("-", "_")
         if not option.startswith("--") or "." not in key:
             continue
-        section, _, name = key.rpartition(".")
-        if name in (others := other_names(_fields(section, default))):
-            raise ConfigError(f"unknown key {option} (did you mean --{section}.{others[name]}?)")
-        values = [value] if equals else _up_to_next_option(argv[i + 1 :])
-        if right := _boolean(key, values, default) or _list(key, values, default):
+        if key in others:
+            raise ConfigError(f"unknown key {option} (did you mean --{others[key]}?)")
+        values = [value] if equals else list(takewhile(lambda word: not word.startswith("--"), argv[i + 1 :]))
+        if right := _boolean(key, values, types) or _list(key, values, types):
             raise ConfigError(f"{' '.join([option, *values])} is not the command-line spelling: expected {right}")
 
 
-def _up_to_next_option(argv: Sequence[str]) -> list[str]:
-    end = next((i for i, arg in enumerate(argv) if arg.startswith("--")), len(argv))
-    return list(argv[:end])
-
-
-def _boolean(key: str, values: list[str], default: Any) -> str | None:
+def _boolean(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
     section, _, name = key.rpartition(".")
     asked = _BOOLEANS.get(values[0].lower()) if len(values) == 1 else None
     if asked is None:
         return None
-    if _type(key, default) is bool:
+    if types.get(key) is bool:
         return f"--{section}.{'' if asked else 'no-'}{name}"
-    if name.startswith("no_") and _type(f"{section}.{name.removeprefix('no_')}", default) is bool:
+    if name.startswith("no_") and types.get(f"{section}.{name.removeprefix('no_')}") is bool:
         return f"--{section}.{'no-' if asked else ''}{name.removeprefix('no_')}"
     return None
 
 
-def _list(key: str, values: list[str], default: Any) -> str | None:
-    type_, text = _type(key, default), " ".join(values)
+def _list(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
+    type_, text = types.get(key), " ".join(values)
     items = re.findall(r"[^\s,\[\]\"']+", text)
     if not items:
         return None
@@ -70,15 +68,14 @@ def _list(key: str, values: list[str], default: Any) -> str | None:
     return None
 
 
-def _fields(section: str, default: Any) -> tuple[dataclasses.Field[Any], ...]:
-    for part in section.split("."):
-        default = getattr(default, part, None)
-    return dataclasses.fields(default) if dataclasses.is_dataclass(default) else ()
-
-
-def _type(key: str, default: Any) -> Any:
-    section, _, name = key.rpartition(".")
-    return next((f.type for f in _fields(section, default) if f.name == name), None)
+def _keys(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yield the full name, the field and the value of every key."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _keys(value, f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", f, value
 
 
 def _option(argv: Sequence[str], *names: str) -> str | None:
@@ -123,18 +120,14 @@ def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Itera
                 yield f"{prefix}{key} (this is a section: write [{prefix}{key}])"
 
 
-def _check_types(config: Any, prefix: str = "") -> None:
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            _check_types(value, f"{prefix}{f.name}.")
-            continue
+def _check_types(config: Any) -> None:
+    for name, f, value in _keys(config):
         try:
             typeguard.check_type(value, f.type)
         except typeguard.TypeCheckError as error:
-            raise ConfigError(f"{prefix}{f.name} is {value!r}: {error}") from error
+            raise ConfigError(f"{name} is {value!r}: {error}") from error
         if isinstance(value, bool) and f.type in (int, float):
-            raise ConfigError(f"{prefix}{f.name} is {value!r}, expected a number")
+            raise ConfigError(f"{name} is {value!r}, expected a number")
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
