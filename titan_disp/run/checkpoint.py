@@ -406,10 +406,8 @@ class DispCheckpointManager(CheckpointManager):
         """Return what is wrong with a checkpoint's files, or None. Ranks share the files and agree on the answer."""
         if reason := on_rank_0(integrity.problem, folder):
             return reason
-        if dist.get_rank() == 0 and not integrity.has_hashes(folder):
-            logger.warning(
-                f"{folder} has no hashes.json, because TorchTitan's own trainer saved it: it is loaded without verification"
-            )
+        if dist.get_rank() == 0:
+            integrity.warn_without_hashes(folder)
         share = () if dist.get_backend() == "fake" else (dist.get_rank(), dist.get_world_size())
         return _first(integrity.damage(folder, *share))
 

@@ -193,6 +193,13 @@ def has_hashes(folder: str | Path) -> bool:
     return (Path(folder) / HASHES).is_file()
 
 
+def warn_without_hashes(folder: str | Path) -> None:
+    if not has_hashes(folder):
+        logger.warning(
+            f"{folder} has no {HASHES}, because TorchTitan's own trainer saved it: it is loaded without verification"
+        )
+
+
 def is_model_only(folder: str | Path) -> bool:
     """Return whether a complete DCP checkpoint holds the model without the optimizer."""
     return not any(key.startswith("optimizer.") for key in read_metadata(folder).state_dict_metadata)
@@ -230,7 +237,7 @@ def clean_up(folder: Path) -> None:
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     doomed = [folder / name for name in names if re.fullmatch(r"purging-\d+x*", name) and _is_folder(folder / name)]
     for path in (folder / name for name in names if re.fullmatch(r"step-\d+", name)):
-        if not _is_folder(path) or (path / METADATA).exists() or (path / INDEX).exists():
+        if not _is_folder(path) or is_complete(path):
             continue
         if not is_unfinished(path):
             logger.warning(

@@ -37,11 +37,7 @@ class Found:
 
 
 def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
-    """Yield the folders of all checkpoints, or those of one step, sorted by step. Each is verified in its turn.
-
-    Raises:
-        ConfigError: this is not a run's folder, or it has no checkpoint of this step.
-    """
+    """Yield the folders of all checkpoints, or those of one step, sorted by step. Each is verified in its turn."""
     run = Path(run)
     try:
         folder = run / read_config(run)["checkpoint"]["folder"]
@@ -59,14 +55,12 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
             continue
         try:
             modified, size = _size(folder / name)
+            damaged, state = False, "being deleted"
             if kind == "step":
                 damaged, state = _state(folder / name)
             elif kind == "damaged":
                 reason = reasons.get(number)
-                damaged = False
                 state = f"moved aside as damaged: {reason}" if reason else "moved aside: the run's log says why"
-            else:
-                damaged, state = False, "being deleted"
         except FileNotFoundError:
             continue  # the run has deleted it in the meantime
         yield Found(name, number, modified, size, damaged, state)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.tools.logging import logger
 
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, counted
@@ -22,7 +21,7 @@ from titan_disp.models.hf import HfAdapter
 from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_args
 from titan_disp.run import safe_dcp
 from titan_disp.run.identity import differences, read_identity
-from titan_disp.run.integrity import HASHES, checkpoints, has_hashes
+from titan_disp.run.integrity import checkpoints, warn_without_hashes
 from titan_disp.run.reader import is_run, read_config
 
 
@@ -73,11 +72,7 @@ class SavedModel:
         return folder
 
     def tokenizer(self, override: str | Path | None = None) -> BaseTokenizer:
-        """Load the tokenizer that the run trained with.
-
-        Raises:
-            ConfigError: The tokenizer is missing, unreadable, or larger than the model's vocabulary.
-        """
+        """Load the tokenizer that the run trained with, which must fit into the model's vocabulary."""
         folder = self.tokenizer_folder(override)
         tokenizer, args = load_tokenizer(folder), self.model_args()
         advice = "it is not the tokenizer of this run"
@@ -88,8 +83,7 @@ class SavedModel:
 def saved_models(run: str | Path) -> list[SavedModel]:
     """Return all complete checkpoints of a run, by ascending step, with step 0 (``checkpoint.create_seed_checkpoint``).
 
-    Raises:
-        ConfigError: The path is not a run's folder, or the run has no complete checkpoint.
+    There is at least one: otherwise, and for a path that is not a run's folder, ConfigError is raised.
     """
     run = Path(run)
     if not is_run(run):
@@ -112,11 +106,7 @@ def saved_models(run: str | Path) -> list[SavedModel]:
 
 
 def find_saved(target: str | Path) -> SavedModel:
-    """Find the checkpoint named ``RUN`` (its newest), ``RUN/300``, ``RUN/step-300`` or ``RUN/checkpoint/step-300``.
-
-    Raises:
-        ConfigError: The run or the step does not exist. The message lists the steps of the run.
-    """
+    """Find the checkpoint named ``RUN`` (its newest), ``RUN/300``, ``RUN/step-300`` or ``RUN/checkpoint/step-300``."""
     path = Path(target)
     matched = re.fullmatch(r"(?:step-)?(\d+)", path.name)
     if is_run(path) or not matched:
@@ -132,8 +122,7 @@ def find_saved(target: str | Path) -> SavedModel:
 def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     """Load the weights under the model's names, in float32 on the CPU. A tied ``output.weight`` is left out.
 
-    Raises:
-        CheckpointError: The checkpoint is damaged, or its model is not the config's.
+    Raises CheckpointError if the checkpoint is damaged, or its model is not the config's.
     """
     args = saved.model_args()
     if saved.in_hf_format:
@@ -144,10 +133,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         return {k: v for k, v in weights.items() if k != "output.weight" or not args.enable_weight_tying}
     if reason := verify(saved.folder):
         raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
-    if not has_hashes(saved.folder):
-        logger.warning(
-            f"{saved.folder} has no {HASHES}, because TorchTitan's own trainer saved it: it is loaded without verification"
-        )
+    warn_without_hashes(saved.folder)
     with torch.device("meta"):
         wanted = saved.entry.model_cls(args).state_dict()
     if args.enable_weight_tying:
@@ -202,8 +188,7 @@ def load_causal_lm(
         device_map: "auto" spreads the blocks over all GPUs (accelerate); None loads the model on the CPU.
         trust_remote_code: whether Python files of the folder may run if transformers does not know the model.
 
-    Raises:
-        ConfigError: Weights cannot be read or are missing. transformers would initialize missing ones randomly.
+    Missing weights are a ConfigError. transformers would initialize them randomly.
     """
     from transformers import AutoModelForCausalLM  # the import takes seconds
 
