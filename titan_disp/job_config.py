@@ -256,11 +256,7 @@ class Stream:
 
 
 def read_sources(tables: Any) -> list[Source]:
-    """Turn the tables of [[stream.sources]] into ``Source`` objects. TorchTitan does this for sections only.
-
-    Raises:
-        ConfigError: it is not an array of tables, a key is unknown, or a value has the wrong type.
-    """
+    """Turn the tables of [[stream.sources]] into ``Source`` objects. TorchTitan does this for sections only."""
     if not isinstance(tables, Sequence) or isinstance(tables, str):
         raise ConfigError(f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]")
     return [

@@ -291,10 +291,7 @@ def check_validation(job_config: JobConfig) -> None:
 
 
 def check_stream(job_config: JobConfig, world_size: int) -> None:
-    """Check the slots, their sources, and the number of validation sequences.
-
-    A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
-    """
+    """Check the slots, their sources, and the number of validation sequences."""
     dp = data_parallel_degree(job_config, world_size)
     batch, slots = global_batch_size(job_config, dp), slot_count(job_config, dp)
     if slots < 1 or batch % slots or slots % dp:

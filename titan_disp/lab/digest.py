@@ -56,10 +56,8 @@ def global_batch(iterators: Sequence[Any], job_config: JobConfig, batch: int, sl
 def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]]) -> Digest:
     """Hash ``steps`` global batches. ``phases`` holds the (first step, data-parallel ranks) of each phase.
 
-    Between two phases the positions go through ``state_dict`` and ``load_state_dict``, as through a checkpoint.
-
-    Raises:
-        ConfigError: the batch cannot be divided among the ranks, or the data is bad.
+    Between two phases the positions go through ``state_dict`` and ``load_state_dict``, as through a checkpoint. Raises
+    ConfigError if the batch cannot be divided among the ranks, or the data is bad.
     """
     t = job_config.training
     if t.global_batch_size < 1 and len({ranks for _, ranks in phases}) > 1:

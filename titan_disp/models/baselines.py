@@ -9,8 +9,7 @@ so on, and clears their optimizer state. They have their own learning rate, whic
 to 0 in each interval of K steps. The draw depends on (seed, step) alone, and every rank keeps its shard, as for the
 initial weights. A checkpoint of step K holds what was learnt in these K steps.
 
-A *slot* is one of the run's document streams, of which each data-parallel rank reads some. Sequence i of a global batch
-comes from slot i modulo the number of slots.
+Sequence i of a global batch comes from slot i modulo the number of slots (``config.batch``).
 """
 
 import functools

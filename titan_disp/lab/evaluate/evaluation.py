@@ -33,9 +33,8 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     One model at a time is loaded. The files are written after each model: results.json (all numbers of the harness and
     of the comparison, settings, versions), samples.jsonl (every metric of every document), table.md and table.csv.
 
-    Raises:
-        ConfigError: A model, task, data set or device does not exist, or a number is out of range; nothing is evaluated
-            then. Weights are missing or damaged, or a run cannot be exported; the models before it are evaluated then.
+    Raises ConfigError, before anything is evaluated, if a model, task, data set or device does not exist, or a number is
+    out of range; after the models before it, if weights are missing or damaged, or a run cannot be exported.
     """
     for name, minimum in {"limit": 1, "num_fewshot": 0, "seed": 0}.items():
         value = getattr(options, name)

@@ -56,9 +56,7 @@ PROTOCOLS = {
     "authors-qwen3": Protocol(PAPER, limit=200),
     "authors-gpt2": Protocol({task: min(shots, 1) for task, shots in PAPER.items()}, limit=500),
 }
-"""The protocols by name. "paper" scores the paper's ten tasks on all documents. The others follow the authors' two
-mid-training scripts (train_configs/authors/README.md): Qwen3's has five examples or none and 200 documents, GPT-2's has
-one or none and 500."""
+"""By name. Those of the authors follow their two mid-training scripts (train_configs/authors/README.md)."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,7 @@ def build_suite(
 
     The names are those of the harness's tasks, groups or tags. ``paper`` stands for the ten tasks of ``PAPER``. A prompt
     has ``num_fewshot`` examples, or else the number in ``shots`` or the task's own, unless the task fixes their number.
-
-    Raises:
-        ConfigError: A task or its data do not exist, tasks overlap, or a task has no metric that can be compared.
+    Raises ConfigError if a task or its data do not exist, tasks overlap, or a task has no metric that can be compared.
     """
     from lm_eval.tasks import TaskManager
 
@@ -223,11 +219,7 @@ class Result:
 
 
 def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
-    """Load a Hugging Face causal language model, run all tasks, and free it.
-
-    Raises:
-        ConfigError: Weights are missing or cannot be read.
-    """
+    """Load a Hugging Face causal language model, run all tasks, and free it. Raises ConfigError as ``load_causal_lm``."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import handle_non_serializable

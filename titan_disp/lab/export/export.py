@@ -49,9 +49,7 @@ def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
     """Load the weights under Hugging Face's names on the CPU, in float32 at first. A tied embedding is included once.
 
-    Raises:
-        CheckpointError: The checkpoint is damaged.
-        ConfigError: A weight is not finite in ``dtype``.
+    Raises CheckpointError as ``load_weights``, and ConfigError if a weight is not finite in ``dtype``.
     """
     weights = saved.adapter().to_hf(load_weights(saved))
     for name in weights:
@@ -64,14 +62,10 @@ def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Ten
 
 
 def export(options: ExportOptions) -> SavedModel:
-    """Write a Hugging Face folder with weights, config, tokenizer and model card. The export is atomic.
+    """Write a Hugging Face folder with weights, config, tokenizer and model card, and return the exported checkpoint.
 
-    Returns:
-        The exported checkpoint.
-
-    Raises:
-        ConfigError: The checkpoint or the tokenizer does not exist, ``dest`` is not empty, the disk is full, or the
-            tokenizer cannot be converted.
+    The export is atomic. Raises ConfigError if the checkpoint or the tokenizer does not exist, ``dest`` is not empty, the
+    disk is full, or the tokenizer cannot be converted.
     """
     dest, dtype, tokenizer = options.dest.absolute(), options.dtype, options.tokenizer
     if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):

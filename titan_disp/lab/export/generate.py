@@ -36,14 +36,7 @@ def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTo
 
 
 def generate(options: GenerateOptions) -> str:
-    """Continue a prompt up to EOS, ``max_new_tokens``, or the sequence length of training.
-
-    Returns:
-        The prompt and its continuation.
-
-    Raises:
-        ConfigError: The model does not exist, a number is out of range, or the prompt fills the sequence.
-    """
+    """Return a prompt and its continuation up to EOS, ``max_new_tokens``, or the sequence length of training."""
     from transformers import GenerationConfig
 
     max_new_tokens, temperature, top_k = options.max_new_tokens, options.temperature, options.top_k

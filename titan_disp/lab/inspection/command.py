@@ -150,11 +150,7 @@ def table(found: Mapping[str, Condensation]) -> str:
 
 @torch.no_grad()
 def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Condensation:
-    """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar.
-
-    Raises:
-        ConfigError: A layer has values that are not finite.
-    """
+    """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar."""
     pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines()
 
     def take_in(layer: int, z: Tensor) -> None:
@@ -176,15 +172,10 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
 
     All models read sequences of the same length, which is limited by the model with the fewest positions. The length
     matters: the mean over all N² pairs of tokens includes the N pairs of a token with itself. Files of the same names
-    in ``out`` are overwritten.
+    in ``out`` are overwritten. Returns the measurements by target.
 
-    Returns:
-        The measurements by target.
-
-    Raises:
-        ConfigError: A model, text or device does not exist, or a number is out of range.
-        CheckpointError: The weights of a run cannot be read. This and other errors of weights may come after the first
-            measurement; all other errors come before it.
+    Raises ConfigError, and CheckpointError if the weights of a run cannot be read. Errors of weights may come after the
+    first measurement; all other errors come before it.
     """
     least = {
         "--sequences": (options.sequences, 1),

@@ -52,11 +52,7 @@ def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
 
 
 def parse_group(text: str) -> tuple[str, list[str]] | None:
-    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, or an existing path.
-
-    Raises:
-        ConfigError: The name or a member is empty, or a member comes twice.
-    """
+    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, or an existing path."""
     if "=" not in text or Path(text).exists():
         return None
     name, _, rest = text.partition("=")
@@ -218,10 +214,8 @@ def find_targets(
     """Find models. The keys of the result name files. Each model comes once, in the order of ``names``.
 
     ``names`` are RUN (all its checkpoints, or the newest one), RUN/STEP, a Hugging Face folder, or MODEL or
-    MODEL@REVISION of the Hugging Face hub. ``tokenizer`` is a folder that replaces each model's own.
-
-    Raises:
-        ConfigError: A name is not a model, or a tokenizer does not fit.
+    MODEL@REVISION of the Hugging Face hub. ``tokenizer`` is a folder that replaces each model's own. Raises ConfigError
+    if a name is not a model, or a tokenizer does not fit.
     """
     if not names:
         raise ConfigError(

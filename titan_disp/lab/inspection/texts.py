@@ -37,9 +37,8 @@ def read_texts(
             cut into lines, so that joining the results gives the text.
         text_field: as stream.text_field of a run.
 
-    Raises:
-        ConfigError: None or both of text and dataset are given, or the text is missing, unreadable or empty, or the first
-            ``HOPELESS`` documents that are not empty have no text.
+    Raises ConfigError if none or both of text and dataset are given, if the text is missing, unreadable or empty, or if
+    the first ``HOPELESS`` documents that are not empty have no text.
     """
     if (text is None) == (dataset is None):
         raise ConfigError("expected one of --text FILE and --dataset PATH, with the text to measure on")
@@ -139,10 +138,8 @@ def _of_options(error: Exception) -> str:
 def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int) -> Tensor:
     """Join texts by blank lines, and cut their token ids into sequences of equal length, [count, length] int64.
 
-    A short text gives fewer sequences. If it does not fill one, the result is a single shorter sequence.
-
-    Raises:
-        ConfigError: The text has fewer than two tokens.
+    A short text gives fewer sequences. If it does not fill one, the result is a single shorter sequence. A text of fewer
+    than two tokens is a ConfigError.
     """
     ids: list[int] = []
     for text in texts:

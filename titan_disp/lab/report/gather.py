@@ -148,11 +148,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
 
 
 def gather(paths: Sequence[str | Path]) -> list[Run]:
-    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one condition, in their order.
-
-    Raises:
-        ConfigError: No run is given, a path is not a run's folder or cannot be read, or a run is given twice.
-    """
+    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one condition, in their order."""
     given = [parse_group(str(path)) or (None, [str(path)]) for path in paths]
     folders, groups = [Path(m) for _, members in given for m in members], [g for g, members in given for _ in members]
     if not folders:

@@ -204,11 +204,7 @@ def render(runs: Sequence[Run], now: float) -> str:
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page about the runs in these folders (see ``gather``), and return its path.
-
-    Raises:
-        ConfigError: A path is not a run's folder, or ``out`` cannot be written.
-    """
+    """Write the page about the runs in these folders (see ``gather``), and return its path."""
     out = Path(out)
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "is in a folder that does not exist"

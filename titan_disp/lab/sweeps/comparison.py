@@ -193,11 +193,7 @@ def differences(conditions: Sequence[Condition], against: str | None) -> list[Co
 
 
 def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None, against: str | None = None) -> str:
-    """Write table.md, table.csv, values.csv and table.png to ``out`` or the sweep's folder, and return the Markdown.
-
-    Raises:
-        ConfigError: The metric or the condition does not exist.
-    """
+    """Write table.md, table.csv, values.csv and table.png to ``out`` or the sweep's folder, and return the Markdown."""
     comparison = compare(sweep, metric, against)
     out = out or sweep.folder
     out.mkdir(parents=True, exist_ok=True)

@@ -189,11 +189,7 @@ def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
 
 
 def points(sweep: Sweep) -> list[Point]:
-    """Return all points of a sweep, in the order of its file. The last line of a grid varies fastest.
-
-    Raises:
-        ConfigError: Two points have the same name, or a name is too long.
-    """
+    """Return all points of a sweep, in the order of its file. The last line of a grid varies fastest."""
     found = [point for listed in sweep.listed for point in _combinations(sweep, listed)]
     for name, count in Counter(point.name for point in found).items():
         if count > 1:

@@ -89,13 +89,9 @@ class Prepared:
 def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared]:
     """Check every point's config for ``world_size`` ranks, then write the new ones.
 
-    Loading a config takes a quarter of a second, so configs that an earlier call checked are not loaded again.
-
-    With ``inputs``, the tokenizer and data of unfinished points are checked as well, for a start on this machine.
-
-    Raises:
-        ConfigError: A point's config cannot work or differs from the one in the folder (nothing is written in that
-            case), or the folder is not writable.
+    Loading a config takes a quarter of a second, so configs that an earlier call checked are not loaded again. With
+    ``inputs``, the tokenizer and data of unfinished points are checked as well, for a start on this machine. If a config
+    cannot work, or differs from the one in the folder, ConfigError is raised and nothing is written.
     """
     preparation = _Preparation(world_size, inputs)
     problems = []
@@ -252,9 +248,6 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
     """Check all points, print the plan of the first one, submit, and return sbatch's exit status.
 
     It is safe to submit again while an array waits or runs: the second of two tasks with the same point ends at once.
-
-    Raises:
-        ConfigError: A point would fail at its start, or this machine has no sbatch or no scripts.
     """
     prepared = prepare(sweep, options.nodes * max(1, options.gpus_per_node), inputs=False)
     todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]

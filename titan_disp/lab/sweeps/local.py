@@ -56,10 +56,8 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
 
     SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A second signal kills them.
 
-    Returns one result per point, in the sweep's order. Each point runs ``module`` on ``nproc`` ranks.
-
-    Raises:
-        ConfigError: A config cannot work. In this case, nothing has run.
+    Returns one result per point, in the sweep's order. Each point runs ``module`` on ``nproc`` ranks. If one config cannot
+    work, ConfigError is raised, and nothing has run.
     """
     for name, value in (("jobs", jobs), ("nproc", nproc)):
         if value < 1:
