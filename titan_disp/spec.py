@@ -17,13 +17,7 @@ from torchtitan.config.job_config import LRScheduler
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from titan_disp.config.checks import (
-    build_coeff_schedule,
-    build_dispersion_losses,
-    check_config,
-    check_device,
-    tokenizer_of,
-)
+from titan_disp.config import checks
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
@@ -46,9 +40,9 @@ def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """Check the config and build the tokenizer. Under the stock trainer, this hook is the first to see the config."""
-    check_config(job_config, dist.get_world_size())
-    check_device(job_config)
-    return tokenizer_of(job_config)
+    checks.check_config(job_config, dist.get_world_size())
+    checks.check_device(job_config)
+    return checks.tokenizer_of(job_config)
 
 
 def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
@@ -115,8 +109,8 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),
-            losses=build_dispersion_losses(job_config),
-            coeff=build_coeff_schedule(job_config),
+            losses=checks.build_dispersion_losses(job_config),
+            coeff=checks.build_coeff_schedule(job_config),
             step=shared.steps_completed,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),

@@ -103,12 +103,13 @@ def checked(name: str, value: Any, field: Field[Any]) -> Any:
     kind = KINDS.get(field.type if isinstance(field.type, str) else getattr(field.type, "__name__", ""))
     if kind is None:
         return value
-    if not _fits(value, kind[0]):
+    if not fits(value, kind[0]):
         raise ValueError(f"{name} is {value!r}, expected {kind[1]}")
     return kind[0](value)
 
 
-def _fits(value: Any, kind: type) -> bool:
+def fits(value: Any, kind: type) -> bool:
+    """Return whether a value has this type. Whole numbers are numbers, too, but true and false are not."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     return isinstance(value, (int, float) if kind is float else kind)

@@ -19,6 +19,7 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 from tyro.constructors import PrimitiveConstructorSpec
 
+from titan_disp.dispersion.registry import fits
 from titan_disp.errors import ConfigError, did_you_mean
 
 KEY = "model.overrides"
@@ -246,17 +247,10 @@ def apply_overrides(args: Any, overrides: Written) -> None:
             known = [name for name in kinds if name not in fixed]
             raise ConfigError(f"{KEY}.{key} is not known{did_you_mean(key, known)}; expected {', '.join(known)}")
         kind = kinds[key]
-        if not _fits(value, kind):
+        if not fits(value, kind) or (kind is not bool and not 0 < value < math.inf):
             raise ConfigError(f"{KEY}.{key} is {value!r}, expected {_KINDS[kind]}")
         setattr(args, key, kind(value))
     _check_heads(args)
-
-
-def _fits(value: Any, kind: type) -> bool:
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    numbers = (int,) if kind is int else (int, float)
-    return isinstance(value, numbers) and value > 0 and math.isfinite(value)
 
 
 def _check_heads(args: Any) -> None:

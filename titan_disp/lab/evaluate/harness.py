@@ -22,6 +22,7 @@ from titan_disp.lab.evaluate.compare import Row, Scores, scaled_values
 from titan_disp.lab.export.saved import load_causal_lm, longest_sequence
 
 CPU_BATCH = 8  # the harness searches for the largest batch until memory runs out, which kills the process on a CPU
+SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
 
 @dataclass(frozen=True)
@@ -245,10 +246,7 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
             batch_size=batch_size,
             device=settings.device,
             bootstrap_iters=1000,  # for LAMBADA's perplexity; accuracies have closed forms
-            random_seed=settings.seed,
-            numpy_random_seed=settings.seed,
-            torch_random_seed=settings.seed,
-            fewshot_random_seed=settings.seed,
+            **dict.fromkeys(SEEDS, settings.seed),
         )
     finally:
         del model, loaded

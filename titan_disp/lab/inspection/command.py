@@ -22,17 +22,7 @@ from titan_disp.config.options import CondensationOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
 from titan_disp.lab import plots
-from titan_disp.lab.inspection.targets import (
-    Device,
-    Layers,
-    SpecialTokens,
-    Target,
-    end_of_name,
-    find_device,
-    find_targets,
-    name_of,
-    parse_group,
-)
+from titan_disp.lab.inspection import targets
 from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
 from titan_disp.run.folder import write_json
 from titan_disp.text import csv_text
@@ -44,7 +34,7 @@ PLACES, RANKS = ("before_norm", "after_norm"), ("spearman", "kendall")
 class Measured:
     """A model, the number of its parameters (a tied embedding counts once), and its measurement."""
 
-    target: Target
+    target: targets.Target
     parameters: int
     condensation: Condensation
 
@@ -109,7 +99,7 @@ def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condens
     """
     several: dict[str, list[Measured]] = defaultdict(list)
     for name, one in found.items():
-        if end := end_of_name(one.target):
+        if end := targets.end_of_name(one.target):
             several[name.removesuffix(end)].append(one)
     groups: dict[str, dict[Any, Condensation]] = {}
     for name, many in several.items():
@@ -121,7 +111,7 @@ def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condens
     return {name: group for name, group in groups.items() if len(group) > 1}
 
 
-def step_of(target: Target) -> int | None:
+def step_of(target: targets.Target) -> int | None:
     """Return the step of a checkpoint or revision, such as step1000 (Pythia) or stage1-step140000-tokens294B (OLMo)."""
     matched = re.search(r"step[-_]?(\d+)", target.revision or "")
     return int(matched[1]) if matched else target.step
@@ -149,7 +139,7 @@ def table(found: Mapping[str, Condensation]) -> str:
 
 
 @torch.no_grad()
-def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Condensation:
+def measure(name: str, layers: targets.Layers, tokens: Tensor, batch_size: int) -> Condensation:
     """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar."""
     pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines()
 
@@ -185,18 +175,18 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     for option, (value, minimum) in least.items():
         if value < minimum:
             raise ConfigError(f"{option} is {value}, expected at least {minimum}")
-    device: Device = "auto"
+    device: targets.Device = "auto"
     if options.device != "auto":
-        device = find_device(options.device, torch.float64)  # of the cosines
+        device = targets.find_device(options.device, torch.float64)  # of the cosines
     elif find_spec("accelerate") is None:
         raise ConfigError("--device auto needs accelerate, which spreads a model over the GPUs: pip install accelerate")
     by_family = dict(_members(family, "--family") for family in options.family)
     by_pair = [_pair(pair) for pair in options.pair]
     grouped = [member for members in (*by_family.values(), *by_pair) for member in members]
     every = list(dict.fromkeys([*options.targets, *grouped]))
-    targets = find_targets(every, options.all_steps, options.tokenizer, options.trust_remote_code)
-    shortest = min(targets, key=lambda name: targets[name].max_tokens or sys.maxsize)
-    length = min(options.max_length, targets[shortest].max_tokens or sys.maxsize)
+    models = targets.find_targets(every, options.all_steps, options.tokenizer, options.trust_remote_code)
+    shortest = min(models, key=lambda name: models[name].max_tokens or sys.maxsize)
+    length = min(options.max_length, models[shortest].max_tokens or sys.maxsize)
     if length < options.max_length:
         print(
             f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions",
@@ -206,19 +196,21 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     texts = read_texts(
         options.text, options.dataset, options.seed, in_order=options.contiguous, text_field=options.text_field
     )
-    samples = {name: _sample(name, target, texts, cut) for name, target in targets.items()}
+    samples = {name: _sample(name, target, texts, cut) for name, target in models.items()}
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
     found: dict[str, Measured] = {}
-    for name, target in targets.items():
+    for name, target in models.items():
         layers = target.load(device, options.dtype)
         found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], options.batch_size))
         found[name].condensation.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
-    named_families = {family: [name_of(member, targets) for member in members] for family, members in by_family.items()}
-    named_pairs = [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair]
+    named_families = {
+        family: [targets.name_of(member, models) for member in members] for family, members in by_family.items()
+    }
+    named_pairs = [(targets.name_of(base, models), targets.name_of(other, models)) for base, other in by_pair]
     settings = {
         **{"text": str(options.text or options.dataset), "seed": options.seed, "dtype": options.dtype},
         **{"contiguous": options.contiguous, "special_tokens": options.special_tokens},
@@ -231,7 +223,7 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
 
 
 def _members(text: str, option: str) -> tuple[str, list[str]]:
-    group = parse_group(text)
+    group = targets.parse_group(text)
     if group is None or len(group[1]) < 2:
         raise ConfigError(f"{option} is {text!r}, expected NAME=MODEL,MODEL,… with at least two models")
     return group
@@ -244,8 +236,8 @@ def _pair(text: str) -> tuple[str, str]:
     return members[0], members[1]
 
 
-def _sample(name: str, target: Target, texts: Sequence[str], options: CondensationOptions) -> Tensor:
-    special = target.special_tokens if options.special_tokens else SpecialTokens()
+def _sample(name: str, target: targets.Target, texts: Sequence[str], options: CondensationOptions) -> Tensor:
+    special = target.special_tokens if options.special_tokens else targets.SpecialTokens()
     count, length = options.sequences, options.max_length - len(special.before) - len(special.after)
     if length < 2:
         raise ConfigError(f"--max-length {options.max_length} leaves no room for text next to {name}'s special tokens")
