@@ -213,7 +213,8 @@ class Documents:
 
         def at(begin: int = 0, end: int = 0) -> Iterator[Record]:
             stored.seek(begin)
-            return read(_decompressed(stored, name), self.options)
+            whole = 0 < end - begin <= 1 << 20  # a block in one read; a larger one is a single long document
+            return read(io.BytesIO(stored.read(end - begin)) if whole else _decompressed(stored, name), self.options)
 
         return at
 
