@@ -19,6 +19,7 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import differences
 from titan_disp.data.formats import text_of
+from titan_disp.data.index import with_index
 from titan_disp.data.loader import together
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
@@ -154,9 +156,18 @@ def corpora(draw):
 
 
 @settings(max_examples=40, deadline=None, phases=(Phase.reuse, Phase.generate))  # shrinking would take minutes
-@given(corpus=corpora(), seq_len=st.integers(1, 40), window=st.sampled_from([0, 2, 7, 100]), data=st.data())
-def test_any_run_against_the_list_of_documents(tmp_path_factory, corpus, seq_len, window, data):
-    """Each document once per epoch of its source; through any stops, on any ranks and threads, the same batches."""
+@given(
+    corpus=corpora(),
+    seq_len=st.integers(1, 40),
+    window=st.sampled_from([0, 2, 7, 100]),
+    block=st.sampled_from([None, 1, 60]),
+    data=st.data(),
+)
+def test_any_run_against_the_list_of_documents(tmp_path_factory, corpus, seq_len, window, block, data):
+    """Each document once per epoch of its source; through any stops, on any ranks and threads, the same batches.
+
+    With an index, also in blocks of few bytes, of which few are enough to be dealt out.
+    """
     folder, first, numbers = tmp_path_factory.mktemp("corpus"), 1, {}
     for i, (_, kind, counts) in enumerate(corpus):
         begin, first = first, write_source(folder / NAMES[i], kind, counts, first)
@@ -164,12 +175,19 @@ def test_any_run_against_the_list_of_documents(tmp_path_factory, corpus, seq_len
     weights = {NAMES[i]: weight for i, (weight, _, _) in enumerate(corpus)}
     slots = data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 8, 12) if n >= sum(weights.values())]))
     files = [file for name in weights for file in prefixed(name, list_files("text", str(folder / name)))]
+    if block is not None:
+        with mock.patch("titan_disp.data.index._LEAST", block):
+            format = Format(text_split="blank_lines", eos_id=EOS)
+            files = with_index(files, StreamOptions(index="memory", format=format))
     found = shares(weights, slots)
     assert [share.slots / slots for share in found] == pytest.approx([s.asked for s in found], abs=1 / slots)
 
+    with mock.patch("titan_disp.data.assignment._BLOCKS", 1):
+        mixture = Mixture(files, found, seed=0)
+
     def streams(ranks, positions=None):
         how = {
-            "assignment": Mixture(files, found, seed=0),
+            "assignment": mixture,
             "format": Format(text_split="blank_lines", eos_id=EOS, vocab_size=5000),
             "shuffle_window": window,
             "tokenizer_threads": data.draw(st.sampled_from([1, 3])),
