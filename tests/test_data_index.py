@@ -14,6 +14,7 @@ from tests.streams import (
     epochs_of,
     ids_as,
     loader,
+    number_of,
     parquet,
     records_of,
     stored,
@@ -122,8 +123,7 @@ def test_any_ranks_read_every_document_once_an_epoch(tmp_path, kind, window):
     how = vars(replace(OPTIONS, seq_len=15, shuffle_window=window))
     for ranks in (1, 4):
         every = [slot for rank in streams_of(files, 4, ranks, **how) for slot in rank.slots.values()]
-        first, second = epochs_of(every)
-        assert first == second == list(range(1, sum(counts) + 1))
+        assert epochs_of(every) == [list(range(1, sum(counts) + 1))] * 2
 
     def make(ranks, at):
         return streams_of(files, 4, ranks, positions=at, **how)
@@ -152,6 +152,15 @@ def test_files_of_megatrons_library(tmp_path):
     assert "its 30 bytes are not the 32 that" in records_of(tmp_path / "a.bin", eos_id=EOS)[0]
     (tmp_path / "a.idx").write_bytes(base64.b64decode(IDX)[:-1])
     assert "153 bytes; expected version 1, type 8" in records_of(tmp_path / "a.bin", eos_id=EOS)[0]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_every_epoch_has_an_order_of_its_own(tmp_path):
+    files = measured(numbered(tmp_path, "jsonl", (2000,)), OPTIONS)
+    (cursor,) = [slot.cursor for slot in streams_of(files, 1, 1)[0].slots.values()]
+    orders = [[number_of(cursor.next().content) for _ in range(2000)] for _ in range(3)]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) == list(range(1, 2001))
+    assert abs(np.corrcoef([range(2000), *orders]) - np.eye(4)).max() < 0.5
 
 
 def test_a_resume_reads_what_it_needs(tmp_path):
