@@ -41,6 +41,7 @@ class Run:
     group: str | None  # name that the user gave to several runs, as in off=RUN,RUN; None for a run alone
     config: dict[str, Any]
     environment: dict[str, Any]
+    step: int  # number of steps done. A resume may lower it
     written: list[dict[str, Any]]  # rows in the order of writing; steps repeated after a resume come twice
     rows: list[dict[str, Any]]  # the rows that count: one per step, ascending, none after ``step``
     events: list[dict[str, Any]]
@@ -48,11 +49,6 @@ class Run:
     validation: dict[int, float]  # loss by step
     failures: dict[str, Any]  # about failures in a row without a new checkpoint, or empty
     problems: list[str]  # messages about files that could not be read
-
-    @cached_property
-    def step(self) -> int:
-        """Return the number of steps done. A resume may lower it."""
-        return _newest_step(self.written, self.events)
 
     @cached_property
     def most_condensed(self) -> int:
@@ -108,11 +104,6 @@ class Run:
             return args.get_nparams_and_flops(entry.model_cls(args), args.max_seq_len)[0]
 
 
-def _newest_step(written: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> int:
-    ends = [record for records in (written, events) for record in records[-1:]]
-    return max(ends, key=lambda record: record["time"])["step"] if ends else 0
-
-
 def _read(path: Path, name: str, group: str | None) -> Run:
     problems = []
     try:
@@ -130,13 +121,15 @@ def _read(path: Path, name: str, group: str | None) -> Run:
         condensation = {}
         problems.append(f"the measurements in {path / 'condensation'} cannot be read: {error}")
     validation = reader.read_validation(path)
-    step = _newest_step(written, events)
+    newest = max((*written[-1:], *events[-1:]), key=lambda record: record["time"], default={"step": 0})
+    step = newest["step"]
     return Run(
         path=path,
         name=name,
         group=group,
         config=config,
         environment=environment,
+        step=step,
         written=written,
         rows=[row for at, row in metrics.items() if at <= step],
         events=events,
