@@ -57,6 +57,7 @@ def test_a_config_that_is_refused():
 def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
     words = f"plan {DEMO} --gpus-per-node 2 --training.global_batch_size 4 --suggest --training.local_batch_size 2"
+    words += " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0"  # of all blocks
     assert typed(monkeypatch, *words.split(), "--json") == 0
     first = json.loads(capsys.readouterr().out)["suggestions"][0]
     assert (first["options"], first["memory"] > 1e6) == ([], True)
