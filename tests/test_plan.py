@@ -209,6 +209,13 @@ def test_dispersion_flops(sample):
         plan = make_plan(demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2))
         assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 32 * 32 * 64
         assert (plan.memory.dispersion > 0) == (factor > 0)
+    for within, factor in (
+        (False, 6 * 4 / 2),
+        (True, 6 * 3),
+    ):  # F is N / 2: by moments in a whole sequence, by pairs in documents
+        changes = {"training.seq_len": 128, "dispersion.variant": "cosine", "dispersion.within_documents": within}
+        plan = make_plan(demo(sample, changes), Machine(1, 2))
+        assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 128 * 128 * 64
 
 
 def test_dispersion_traffic(sample):

@@ -309,7 +309,8 @@ def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
     p, tokens = job_config.parallelism, job_config.training.seq_len
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
-    every = zip(*(loss.cost(tokens, args.dim, shards) for loss in losses), strict=True)
+    segmented = job_config.dispersion.within_documents  # type: ignore[attr-defined]
+    every = zip(*(loss.cost(tokens, args.dim, shards, segmented) for loss in losses), strict=True)
     return Cost(*(len(args.activations) * sum(part) for part in every))
 
 

@@ -120,12 +120,16 @@ class DispersionLoss:
         """At how many positions of a sequence its gradient is not 0; None: at all of them."""
         return self.max_tokens if self.estimator == "sampled" else None
 
-    def cost(self, tokens: int, features: int, shards: int) -> Cost:
-        """Return what the loss costs for one layer of a sequence over this number of shards (ranks)."""
+    def cost(self, tokens: int, features: int, shards: int, segmented: bool = False) -> Cost:
+        """Return what the loss costs for one layer of a sequence over this number of shards (ranks).
+
+        If it is ``segmented``, all pairs count, although those of tiles without a common segment are left out.
+        """
         if self.estimator == "sampled" and self.max_tokens < tokens:  # every rank takes all sampled tokens
             one = self._variant.cost(self.max_tokens, features, 1)
             return Cost(one.flops * shards, 0.0, self.max_tokens * features)
-        return self._variant.cost(tokens, features, shards, self.estimator == "moments")
+        linear = self.estimator == "moments" or None
+        return self._variant.cost(tokens, features, shards, False if segmented else linear)
 
     def __call__(
         self,

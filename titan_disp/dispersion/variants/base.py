@@ -72,14 +72,14 @@ class Variant(ABC):
     def exact(self, layers: Layers) -> Tensor:
         """Return the loss over all pairs of the tokens, [L, B]."""
 
-    def cost(self, tokens: int, features: int, shards: int, linear: bool = False) -> Cost:
-        """Return the cost for a sequence over this number of shards. ``linear``: by moments, whatever takes less.
+    def cost(self, tokens: int, features: int, shards: int, linear: bool | None = None) -> Cost:
+        """Return the cost for a sequence over this number of shards, by moments (``linear``), by pairs, or by what is less.
 
         The cosines take 2N²F FLOPs and V another 2N²F. In a whole sequence, each tile above the diagonal serves both
         sides, which saves half of the cosines. Of shards, only a rank's own tokens do; this is ignored. By moments, M
         and its product with the tokens take 2NF² each.
         """
-        if linear or (self.linear_in_tokens and features < tokens):
+        if linear or (linear is None and self.linear_in_tokens and features < tokens):
             return Cost(4.0 * tokens * features**2, 0.0, features**2 + features)
         return Cost((3.0 if shards == 1 else 4.0) * tokens**2 * features, tokens * features, 0.0)
 
@@ -204,7 +204,7 @@ class MomentsVariant(Variant):
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
         """Return the loss [B], given s, M and n [B]."""
 
-    def cost(self, tokens: int, features: int, shards: int, linear: bool = True) -> Cost:
+    def cost(self, tokens: int, features: int, shards: int, linear: bool | None = True) -> Cost:
         return super().cost(tokens, features, shards, linear=True)
 
     def units(self, z: Tensor) -> Units:
@@ -255,7 +255,7 @@ class AutogradVariant(Variant):
         ranks have no gradient, and stand in the order of the ranks, which under context parallelism is not theirs.
         """
 
-    def cost(self, tokens: int, features: int, shards: int, linear: bool = False) -> Cost:
+    def cost(self, tokens: int, features: int, shards: int, linear: bool | None = None) -> Cost:
         one = super().cost(tokens, features, 1)  # as a function of pairs: its code is not known
         return one._replace(flops=one.flops * shards)  # every rank computes the whole
 
