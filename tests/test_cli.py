@@ -40,6 +40,7 @@ OWN = {
     "preflight": ("--ranks 2 --flavor debugmodel --seq-len 32", {"ranks": 2, "flavor": "debugmodel", "seq_len": 32}),
     "submit": ("--gpus-per-node 0 --sbatch time=1:00:00", {"gpus_per_node": 0, "sbatch": ("time=1:00:00",)}),
     "data digest": ("--resume-at 3 5 --resume-ranks 1 4 --steps 9", {"phases": [(0, 1), (3, 1), (5, 4)], "steps": 9}),
+    "data index": ("--workers 2 --out x", {"workers": 2, "out": Path("x")}),
 }
 
 
