@@ -113,6 +113,7 @@ def check(config, ranks):
         (4, f"{TP} 4", "4 does not divide the 2 key/value heads"),
         (2, f"{TP} 2 model.overrides hidden_dim=15", "2 does not divide the 15 hidden units .* 'nano with hidden_dim"),
         (2, "training.enable_cpu_offload true", "enable_cpu_offload is true, but there is no accelerator"),
+        (2, f"{TP} 2 compile.enable true activation_checkpoint.mode full", "expected at most two of them on a CPU"),
         (2, f"training.enable_cpu_offload true {TP} 2", "only FSDP offloads, .* data_parallel_shard_degree 1"),
         (1, NOISE, "'noisy_embedding' and dispersion.enabled is true.*baseline.with_dispersion = true"),
         (1, "baseline.with_dispersion true", "with_dispersion is true, but baseline.method is 'none'"),

@@ -350,6 +350,13 @@ def check_device(job_config: JobConfig) -> None:
         raise ConfigError(
             f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels"
         )
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    checkpointed = job_config.activation_checkpoint.mode != "none"
+    if cpu.active() and compiled and checkpointed and job_config.parallelism.tensor_parallel_degree > 1:
+        raise ConfigError(
+            "tensor parallelism, activation checkpointing and compile.enable are on, expected at most two of them on a CPU: "
+            'torch cannot compile its attention with all. Set activation_checkpoint.mode = "none"'
+        )
 
 
 def check_inputs(job_config: JobConfig) -> None:
