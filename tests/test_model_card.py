@@ -76,7 +76,9 @@ def test_settings_of_dispersion_and_of_a_baseline(run):
     told = rows_of(run)
     for setting in ("coeff = 0.1", "norm_coeff = 0.1", "include_diagonal = True", "max_tokens = 256"):
         assert setting in told["dispersion"]
-    assert "baseline" not in told
+    assert not {"baseline", "attention in training"} & told.keys()
+    change_config(run, "stream", document_mask=True, restart_positions=True)
+    assert rows_of(run)["attention in training"] == "within documents, whose positions begin at 0"
     change_config(run, "baseline", method="active_forgetting", forget_every=100)
     expected = "active_forgetting, forget_every = 100, forget_lr = 0.0, forget_warmup = 0.08"
     assert rows_of(run)["baseline"] == expected

@@ -98,6 +98,9 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         "optimizer": f"{config['optimizer']['name']}, peak learning rate {config['optimizer']['lr']:g}",
         "steps": f"{saved.step:,} of {training['steps']:,}",
     }
+    if config["stream"].get("document_mask"):
+        restart = ", whose positions begin at 0" * config["stream"]["restart_positions"]
+        facts["attention in training"] = f"within documents{restart}"
     if config["baseline"]["method"] != "none":
         facts["baseline"] = _baseline(config["baseline"])
     if config["checkpoint"]["initial_load_in_hf"]:
