@@ -18,6 +18,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
 from titan_disp.config.checks import build_dispersion_losses
+from titan_disp.dispersion.layers import GPU_BATCH_ELEMENTS
 from titan_disp.dispersion.objective import in_backward
 from titan_disp.dispersion.variants.base import Cost
 from titan_disp.errors import ConfigError
@@ -144,13 +145,16 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int, accumula
     dispersed = saved_gradients(job_config, args) * dtype.itemsize
     logits, chunked = logit_bytes(job_config, args, dtype.itemsize, tokens), t.head_chunk_tokens > 0  # type: ignore[attr-defined]
     matrix = args.vocab_size * args.dim // tp
-    computed = args.dim * token + matrix * (4 + _lower(dtype.itemsize)) if chunked else 0
+    computed = args.dim * token + matrix * 4 if chunked else 0  # by a chunked head, in forward
+    cast = matrix * _lower(dtype.itemsize) if chunked else 0
+    together = 3 * min(dispersed, GPU_BATCH_ELEMENTS * dtype.itemsize)  # layers, their units and products
     tied = matrix * dtype.itemsize if args.enable_weight_tying else 0
     before = shard if accumulating else 0
-    # Outputs of blocks are counted as saved inputs of the next blocks. The loss's own tiles are smaller than all of this.
+    # Outputs of blocks are counted as saved inputs of the next blocks.
     moments = [
         (before, saved + head, 0 if chunked else dispersed, logits),  # the loss; with a chunked head, in its forward
-        (before, saved + head, dispersed, computed),  # backward begins with the head
+        (before, saved + head, dispersed, computed + together),  # the loss of dispersion
+        (before, saved + head, dispersed, computed + cast),  # backward begins with the head
         (before, saved + working, dispersed, tied),  # and comes to the last block
         (shard, saved / args.n_layers + working, dispersed / args.n_layers, tied),  # the first block
         # The tied gradients of output and embedding, and their sum, of which ``shard`` or ``unsharded`` has one.

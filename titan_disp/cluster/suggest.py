@@ -53,7 +53,7 @@ class Suggestion:
 def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
     """Return the config as it is, and then the best others that fit the memory, by step time.
 
-    Of those whose times are equal, the one with the fewest changes comes first, and then the one with the least memory.
+    Of those whose times are equal, the one with the fewest changes comes first, then the one with the largest batch.
     Raises ConfigError if the config is refused as it is.
     """
     machine = find_machine(machine)
@@ -78,7 +78,7 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
             found.setdefault(tuple(options), (Suggestion(options, seconds, needed.total), values))
     (now, _), *others = found.values()
     least = min((one.step_seconds for one, _ in others), default=1.0)
-    others.sort(key=lambda it: (int(it[0].step_seconds / least / EQUAL), len(it[0].options), it[0].memory))
+    others.sort(key=lambda it: (int(it[0].step_seconds / least / EQUAL), len(it[0].options), -it[1][BATCH], it[0].memory))
     same_tensor = [values for _, values in others if values[TENSOR] == own[TENSOR]]
     largest = max((values[BATCH] for values in same_tensor), default=0)
     chosen: dict[Any, Suggestion] = {}
