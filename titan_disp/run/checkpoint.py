@@ -184,7 +184,7 @@ class DispCheckpointManager(CheckpointManager):
                 self._move_aside(step, "has no .metadata")
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
-        reason = " ".join(str(error).split())[-600:] or type(error).__name__
+        reason = _why(error)
         kept: list[int] = []
         with suppress(OSError):  # what made the save fail may make these fail too
             kept = integrity.checkpoints(self.folder)
@@ -399,7 +399,7 @@ class DispCheckpointManager(CheckpointManager):
         except (KeyboardInterrupt, SystemExit, UserError):
             raise
         except BaseException as error:  # DCP's CheckpointException is not an Exception
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+            reason = _why(error)
         return _first(reason)
 
     def _damage(self, folder: str) -> str | None:
@@ -438,6 +438,14 @@ def _refuse_ended(folder: str) -> None:
             "there. To continue from an earlier checkpoint, move this one away; to start a new run from it, set "
             "another --job.dump_folder, --checkpoint.initial_load_in_hf and --checkpoint.initial_load_path"
         )
+
+
+def _why(error: BaseException) -> str:
+    """Return the reason of a failure in one line, of each rank that DCP names: its own text is their tracebacks."""
+    failures = getattr(error, "failures", None) or {None: (error, None)}
+    told = {rank: f"{type(one).__name__}: {one}" for rank, (one, _) in failures.items()}
+    every = (text if rank is None else f"rank {rank}: {text}" for rank, text in told.items())
+    return " ".join("; ".join(every).split())[:600]
 
 
 def _first(reason: str | None) -> str | None:
