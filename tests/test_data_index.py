@@ -2,8 +2,11 @@
 
 import base64
 import json
+import os
+import shutil
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from tests.streams import (
     batches,
     epochs_of,
     ids_as,
+    json_lines,
     loader,
     number_of,
     parquet,
@@ -33,7 +37,7 @@ from titan_disp.data.indexing import index_data
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.sources import measured
-from titan_disp.errors import ConfigError, RefusedError
+from titan_disp.errors import ConfigError, DataError, RefusedError
 
 EVERY = 6400  # documents of a corpus
 
@@ -148,6 +152,14 @@ def test_files_of_megatrons_library(tmp_path):
     assert found == [[5, 6, 7, 0], [8, 9, 10, 0], [11], "no ids but EOS", [12, 13, 14, 15, 16, 17]]
     (file,) = measured(list_files("text", str(tmp_path)), StreamOptions(format=FORMAT))
     assert file.blocks.places.tolist() == list(range(6))
+    (tmp_path / "a.idx").write_bytes(base64.b64decode(IDX).replace(b"\1\0\0\0\0\0\0\0\3", b"\2\0\0\0\0\0\0\0\3"))
+    assert measured([file], OPTIONS)[0].sample != measured([file], StreamOptions())[0].sample != file.sample
+    (tmp_path / "a.idx").write_bytes(base64.b64decode(IDX).replace(b"\3\0\0\0\0\0\0\0\4", b"\5\0\0\0\0\0\0\0\4"))
+    with pytest.raises(ConfigError, match="a.idx: its sequences or documents do not follow one another"):
+        measured([file], OPTIONS)
+    (tmp_path / "a.idx").write_bytes(base64.b64decode(IDX))
+    with pytest.raises(DataError, match="holds the id 7, but the tokenizer has 6 ids"):
+        records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=6)
     (tmp_path / "a.bin").write_bytes(ids_as(IDS[:-1]))
     assert "its 30 bytes are not the 32 that" in records_of(tmp_path / "a.bin", eos_id=EOS)[0]
     (tmp_path / "a.idx").write_bytes(base64.b64decode(IDX)[:-1])
@@ -192,6 +204,54 @@ def test_sorted_files_are_mixed(tmp_path, how, least, most):
     assert least < ((shares - 1 / domains) ** 2).mean() / multinomial < most
 
 
+def epoch_and_skipped(folder, ranks, how):
+    files = measured(list_files("text", str(folder)), replace(OPTIONS, index=how, max_skipped_fraction=1.0))
+    options = vars(replace(OPTIONS, seq_len=15, max_skipped_fraction=1.0))
+    every = [slot for rank in streams_of(files, 4, ranks, **options) for slot in rank.slots.values()]
+    return epochs_of(every, 1), sum(slot.source.position.values[Field.SKIPPED] > 0 for slot in every) > 0
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", ["zeros", "unknown ids", "row group"])
+def test_what_is_bad_is_bad_with_an_index(tmp_path, kind):
+    """Found by an outsider. Zeros on both sides of the end of a read are no damage, whatever the reads; an unknown id makes a
+    bad document in any block; and of a damaged row group, the beginning is used."""
+    if kind == "zeros":
+        lines = json_lines(map(words_of, range(1, 4001)))
+        at = lines.index(b"\n", (1 << 16) - 3000)
+        (tmp_path / "a.jsonl").write_bytes(lines[: at + 1] + bytes(6000) + b"\n" + lines[at + 1 :])
+    elif kind == "unknown ids":
+        ids = np.array([i for n in range(1, 4001) for i in [n] * (1 + n % 30) + [EOS]])
+        ids[-20_000:][ids[-20_000:] == 3900] = 6000
+        (tmp_path / "a.bin").write_bytes(ids_as(ids))
+    else:
+        content = bytearray(parquet(1000, text=[f"{n} " * 20 for n in range(1, 4001)]))
+        content[len(content) * 6 // 10 :][:4000] = bytes(4000)
+        (tmp_path / "a.parquet").write_bytes(content)
+    found = [epoch_and_skipped(tmp_path, ranks, how) for ranks in (1, 4) for how in ("", "memory")]
+    assert found == found[:1] * 4
+    assert 1000 < len(found[0][0][0]) < 4001
+
+
+def foreign(path):
+    """As another version may write it."""
+    np.savez(path, facts=json.dumps({"other": 1}), hashes=np.zeros(1), blocks=np.zeros(1))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_block_that_is_damaged_later(tmp_path):
+    """Only the slot that owns it loses it, whatever the ranks."""
+    files = measured(numbered(tmp_path, "bin", (4900,)), OPTIONS)
+    (tmp_path / "0.bin").write_bytes((tmp_path / "0.bin").read_bytes()[:-700])
+    files = [replace(file, size=file.size - 700, sample="") for file in files]
+    how, every = vars(replace(OPTIONS, seq_len=15)), []
+    for ranks in (1, 2, 4):
+        slots = [slot for rank in streams_of(files, 4, ranks, **how) for slot in rank.slots.values()]
+        every.append((epochs_of(slots, 1), [slot.source.position.values.tolist() for slot in slots]))
+    assert every[0] == every[1] == every[2]
+    assert 4500 < len(every[0][0][0]) < 4900
+
+
 class TestOnDisk:
     @pytest.fixture
     def corpus(self, tmp_path):
@@ -232,17 +292,42 @@ class TestOnDisk:
         written = {path: path.stat().st_mtime_ns for path in (corpus / FOLDER).iterdir()}
         (corpus / "0.jsonl").write_bytes((corpus / "0.jsonl").read_bytes().replace(b"1", b"3"))
         with pytest.raises(
-            ConfigError, match=r"does not describe 1 file of the data .*0.jsonl.*: run titan-disp data in"
+            ConfigError, match=r"1 file of the data .*0.jsonl', which has changed since .*Run titan-disp dat"
         ):
             self.files(corpus)
         self.run(corpus)
         assert sum(path.stat().st_mtime_ns != written[path] for path in (corpus / FOLDER).iterdir()) == 1
         self.files(corpus)
-        with pytest.raises(ConfigError, match="does not describe 3 files"):
+        with pytest.raises(ConfigError, match="3 files .* which was indexed with text_field = 'text'"):
             self.files(corpus, text_field="body")
-        next((corpus / FOLDER).iterdir()).write_bytes(b"PK")
-        with pytest.raises(ConfigError, match="does not describe 1 file"):
-            self.files(corpus, FOLDER)
+        monkeypatch.setattr(index, "read_index", None)  # a copy is only hashed
+        os.utime(corpus / "0.jsonl", ns=(0, 10**9))
+        with pytest.raises(ConfigError, match="1 file .* which has another time of change than when it was indexed"):
+            self.files(corpus)
+        self.run(corpus)
+        self.files(corpus)
+
+    @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"PK"), Path.unlink, foreign])
+    def test_an_index_that_cannot_be_used(self, corpus, damage):
+        self.run(corpus)
+        for path in (corpus / FOLDER).iterdir():
+            damage(path)
+        with pytest.raises(ConfigError, match="3 files of the data .* which is not in it"):
+            self.files(corpus)
+        shutil.rmtree(corpus / FOLDER)
+        with pytest.raises(ConfigError, match="which does not exist: 3 files"):
+            self.files(corpus)
+
+    def test_a_change_while_it_is_indexed(self, corpus, monkeypatch):
+        def records(file, *rest):
+            yield from found(file, *rest)
+            os.utime(file.url, ns=(0, 10**9))
+
+        found = index._records
+        monkeypatch.setattr(index, "_records", records)
+        self.run(corpus)
+        with pytest.raises(ConfigError, match="3 files .* which has another time of change"):
+            self.files(corpus)
 
     def test_it_belongs_to_the_run(self, corpus, sample):
         """A run that began without an index does not go on with one, and the other way round."""
@@ -255,6 +340,11 @@ class TestOnDisk:
     def test_what_cannot_be_indexed(self, corpus, monkeypatch):
         with pytest.raises(ConfigError, match="on the hub, which cannot be indexed: titan-disp data fetch"):
             self.run(corpus, "--training.dataset=c4", "--training.dataset_path=None")
+        self.run(corpus, "--stream.index=memory")
+        assert (corpus / FOLDER).is_dir()
+        (corpus / "file").touch()
+        with pytest.raises(ConfigError, match="cannot write the index in .*: name a folder with --out"):
+            self.run(corpus, f"--stream.index={corpus / 'file'}")
         monkeypatch.setattr(index, "_SMALL", 10)
         with pytest.raises(ConfigError, match="expected at most 10: write an index with titan-disp data index"):
             measured(list_files("text", str(corpus)), StreamOptions(index="memory"))

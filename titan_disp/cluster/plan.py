@@ -140,7 +140,10 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
 
 
 def unseen_shares(job_config: JobConfig, slots: int, shares: Sequence[Share]) -> dict[str, float]:
-    """Predict which fraction of each local source's text is not read in an epoch's tokens."""
+    """Predict which fraction of each local source's text the cuts leave unread in an epoch's tokens.
+
+    Lengths of documents add to it: the fewer a slot has, and the more they differ, the more.
+    """
     found, options = {}, stream_options(job_config)
     for i, one in enumerate(training_sets(job_config)):
         with contextlib.suppress(ConfigError):  # missing_inputs tells
@@ -306,7 +309,7 @@ def render(plan: Plan) -> str:
         ("steps", f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = {batch.total_tokens:,} tokens"),
         *(("sources" if i == 0 else "", str(source)) for i, source in enumerate(plan.sources)),
         *(
-            (f"data {name}".strip(), f"about {part:.1%} of an epoch is not read in its tokens")
+            (f"data {name}".strip(), f"at least {part:.1%} of an epoch is not read in its tokens")
             for name, part in plan.unseen.items()
         ),
         ("parameters", f"{model.parameters:,}; {model.parameters_non_embedding:,} without embedding and output"),

@@ -78,7 +78,9 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
             found.setdefault(tuple(options), (Suggestion(options, seconds, needed.total), values))
     (now, _), *others = found.values()
     least = min((one.step_seconds for one, _ in others), default=1.0)
-    others.sort(key=lambda it: (int(it[0].step_seconds / least / EQUAL), len(it[0].options), -it[1][BATCH], it[0].memory))
+    others.sort(
+        key=lambda it: (int(it[0].step_seconds / least / EQUAL), len(it[0].options), -it[1][BATCH], it[0].memory)
+    )
     same_tensor = [values for _, values in others if values[TENSOR] == own[TENSOR]]
     largest = max((values[BATCH] for values in same_tensor), default=0)
     chosen: dict[Any, Suggestion] = {}

@@ -392,8 +392,8 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
         if (files := found(data.check)) is not None:
             check_content(files, options, data.key)
             listed.append((data, files))
-            if options.index not in ("", IN_MEMORY) and data.key != "validation":
-                found(with_index, files, options)
+            if files and options.index not in ("", IN_MEMORY) and data.key != "validation":
+                with_index(files, options)
     check_overlaps(listed)
     return missing
 

@@ -282,6 +282,7 @@ class Mixture(Assignment):
             end = numbers.stop
         self._first_slots = [part.slots.start for part in self._parts]
         self.first_files = [part.files.start for part in self._parts]
+        self.dealt = [one for part in self._parts for one in part.assignment.dealt]
         self.run = lru_cache(maxsize=8 * self.slots)(self._run)
 
     def _run(self, slot: int, epoch: int) -> Run:

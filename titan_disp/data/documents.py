@@ -16,7 +16,7 @@ from isal import igzip, isal_zlib
 from titan_disp.data import formats, megatron, token_ids
 from titan_disp.data.blocks import Visits
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import DamagedFile, OtherContent, Record
+from titan_disp.data.formats import BadDocument, DamagedFile, OtherContent, Record
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import LocalFile, RemoteFile
 from titan_disp.errors import DataError
@@ -95,7 +95,10 @@ class Documents:
         """
         self.file, self.options, self.position = file, options, start
         self.visits, self.wants = visits, wants
-        self._visit = 0  # the next one
+        self._visit, self._in_block = (
+            0,
+            False,
+        )  # the next visit, and whether the one before it is of a block that is dealt out
         self._earlier_bytes = 0
         self._raw: LocalFile | RemoteFile | None = None
         self.stored: io.BufferedReader | None = None
@@ -116,11 +119,26 @@ class Documents:
     def read(self) -> Record | None:
         """Read the next document, unparsed: a BadDocument in place of one that cannot be used, None at the end of the file.
 
+        If blocks are dealt out, a damaged one is a BadDocument: on any ranks, only the slot that owns it loses it.
+
         Raises:
             DamagedFile: the file is truncated or corrupt from here on.
             DataError: it cannot be read, although it may be sound, so that skipping it would lose data; or the config
                 does not fit a sound file (its column, its tokenizer).
         """
+        try:
+            return self._read()
+        except DamagedFile as error:
+            if not self._in_block:
+                raise
+            assert self.visits is not None
+            visit, begin = self._visit - 1, self.position
+            self.close()
+            self.position, (first, last) = self.visits.first[visit + 1], self.visits.spans[visit]
+            part = (self.position - begin) / max(self.position - self.visits.first[visit], 1)
+            return BadDocument(f"its block cannot be read: {error}", int(part * (last - first)))
+
+    def _read(self) -> Record | None:
         try:
             if self._raw is None:
                 self._start()
@@ -162,6 +180,7 @@ class Documents:
             self.close()
 
     def _start(self) -> None:
+        self._in_block = False
         if self.file.size == 0:  # as a full disk leaves it; gzip would take it for a regular end
             raise DamagedFile("the file is empty")
         kind = RemoteFile if self.file.url.startswith("hf://") else LocalFile
@@ -181,6 +200,7 @@ class Documents:
 
     def _begin_visit(self) -> bool:
         """Go to the next visit that is wanted, and return whether there is one."""
+        self._in_block = False
         if self.visits is None:
             return False
         first, spans = self.visits.first, self.visits.spans
@@ -191,7 +211,7 @@ class Documents:
         if self._visit == len(spans):
             return False
         self._records = islice(self._at(*spans[self._visit]), self.position - begin, first[self._visit + 1] - begin)
-        self._visit += 1
+        self._visit, self._in_block = self._visit + 1, self.visits.dealt
         return True
 
     def _reader(self, stored: io.BufferedReader) -> Callable[..., Iterator[Record]]:

@@ -61,8 +61,9 @@ def fingerprint(
     densities = {suffix_of(file.name): file.density for file in files if file.density and file.documents is None}
     digest = hashlib.sha256()
     for file in files:
-        blocks = [] if file.blocks is None else [*file.blocks.first, *file.blocks.places]
-        digest.update(f"{file.name} {file.density} {blocks}".encode(errors="surrogateescape"))
+        digest.update(f"{file.name} {file.density}\n".encode(errors="surrogateescape"))
+        if file.blocks is not None:
+            digest.update(file.blocks.first.tobytes() + file.blocks.places.tobytes())
     return {
         "files": [[file.name, file.size] for file in files],
         "contents": {file.name: file.sample for file in files if file.sample},

@@ -10,14 +10,13 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -32,9 +31,11 @@ from titan_disp.errors import ConfigError, counted
 VERSION = 1
 FOLDER = ".titan-disp/index"  # hidden, so that it is not listed as data
 IN_MEMORY = "memory"
+_SAMPLED = 4096  # bytes
 _SMALL = 1 << 28  # bytes that the start of a run may index
-_MOST = 4096  # blocks of a file …
+_MOST = 1 << 14  # blocks of a file …
 _LEAST = 2048  # … and bytes of a block
+_TOGETHER = 1 << 20  # blocks of all files: 16 MB, which every rank holds
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class FileIndex:
         text: bytes of text in UTF-8, or of token ids as stored …
         stored: … and the stored bytes that hold them.
         damage: what is wrong behind them.
-        hashes: [documents] uint64, of every document; 0 for one that has no text or cannot be used.
+        documents: their number.
+        hashes: [documents] uint64, of every document; 0 for one that has no text or cannot be used. A run loads none.
         blocks: [2, B + 1] int64, ``Blocks.first`` and ``Blocks.places``; [2, 0] if reading cannot begin anywhere else.
     """
 
@@ -54,16 +56,38 @@ class FileIndex:
     text: int
     stored: int
     damage: str | None
+    documents: int
     hashes: np.ndarray
     blocks: np.ndarray
+
+
+def content_sample(file: DataFile) -> str:
+    """Hash the beginning, middle and end of a local file."""
+    digest = hashlib.sha256()
+    for path in megatron.paths_of(file):
+        size = os.path.getsize(path)
+        with open(path, "rb") as content:
+            for place in (0, size // 2, max(0, size - _SAMPLED)):
+                content.seek(place)
+                digest.update(content.read(_SAMPLED))
+    return digest.hexdigest()[:16]
 
 
 def _about(file: DataFile, options: StreamOptions) -> dict[str, Any]:
     how = options.format
     keys = ("token_dtype", "eos_id") if file.name.endswith(formats.TOKEN_IDS) else ("text_field", "text_split")
     changed = [os.stat(path).st_mtime_ns for path in megatron.paths_of(file)]
-    own = {"version": VERSION, "size": file.size, "changed": changed}
+    own = {"version": VERSION, "size": file.size, "sample": content_sample(file), "changed": changed}
     return own | {key: getattr(how, key) for key in keys}
+
+
+def _sha256(file: DataFile) -> str:
+    digest = hashlib.sha256()
+    for path in megatron.paths_of(file):
+        with open(path, "rb") as content:
+            while piece := content.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def _hash(content: bytes) -> int:
@@ -73,9 +97,15 @@ def _hash(content: bytes) -> int:
 def _records(file: DataFile, documents: Documents, options: StreamOptions) -> Iterator[tuple[int, int, formats.Record]]:
     """Yield where a block that begins with a document would begin, where it would end with it, and the document."""
     if file.name.endswith(formats.TOKEN_IDS) and len(megatron.paths_of(file)) == 1:
-        stored: Any = BufferedReader(LocalFile(file, options))
-        for place, ids in token_ids.located(stored, token_ids.layout_of(stored, file, options.format)):
-            yield place, place + (ids.nbytes if isinstance(ids, np.ndarray) else ids.size), ids
+        raw = LocalFile(file, options)
+        stored: Any = BufferedReader(raw)
+        try:
+            for place, ids in token_ids.located(stored, token_ids.layout_of(stored, file, options.format)):
+                yield place, place + (ids.nbytes if isinstance(ids, np.ndarray) else ids.size), ids
+        except EOFError as error:
+            raise formats.DamagedFile(raw.damage or str(error)) from error
+        finally:
+            stored.close()
         return
     begin = 0
     while (record := documents.read()) is not None:
@@ -87,6 +117,8 @@ def _records(file: DataFile, documents: Documents, options: StreamOptions) -> It
 
 def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     """Read a whole file."""
+    about = _about(file, options)  # before the content, so that a change in the meantime is noticed
+    file = replace(file, blocks=megatron.blocks_of(file))
     documents, least = Documents(file, options), max(_LEAST, file.size // _MOST)
     hashes: list[int] = []
     first: list[int] = []
@@ -104,34 +136,27 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
                 content = b""
             hashes.append(_hash(content) if content else 0)
             text += len(content)
-    except (formats.DamagedFile, EOFError) as error:
+    except formats.DamagedFile as error:
         damage = str(error)
     finally:
         table = documents.table
         documents.close()
-    if (known := megatron.blocks_of(file)) is not None:
-        first, places = known.first.tolist(), known.places.tolist()
+    count = len(hashes)
+    if file.blocks is not None:
+        first, places = file.blocks.first.tolist(), file.blocks.places.tolist()
     elif table is not None:
-        rows = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
-        first = [n for n in np.cumsum([0, *rows]).tolist() if n <= len(hashes)]
-        places = list(range(len(first)))
-    elif file.name.endswith(formats.COMPRESSED) or (options.format.text_split == "file" and "txt" in file.name):
+        groups = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
+        first = sorted({min(n, count) for n in np.cumsum([0, *groups]).tolist()})  # of a damaged group, its beginning
+        places, end = list(range(len(first))), file.size * count // max(sum(groups), 1)
+    elif file.name.endswith(formats.COMPRESSED) or (
+        options.format.text_split == "file" and file.name.endswith(formats.PLAIN_TEXT)
+    ):
         first, places = [], []
     else:
-        first, places = [*first, len(hashes)], [*places, end]
-    sha256 = hashlib.sha256()
-    with open(file.url, "rb") as stored:
-        while piece := stored.read(1 << 20):
-            sha256.update(piece)
-    about = _about(file, options) | {"sha256": sha256.hexdigest()}
-    return FileIndex(
-        about,
-        text,
-        end if damage else file.size,
-        damage,
-        np.array(hashes, np.uint64),
-        np.array([first, places], np.int64),
-    )
+        first, places = [*first, count], [*places, end]
+    blocks, stored = np.array([first, places], np.int64), end if damage else file.size
+    about["sha256"] = _sha256(file)
+    return FileIndex(about, text, stored, damage, count, np.array(hashes, np.uint64), blocks)
 
 
 def _text(record: formats.Record, options: StreamOptions) -> bytes:
@@ -144,31 +169,53 @@ def _path(folder: Path, file: DataFile) -> Path:
     return folder / f"{hashlib.sha256(os.fsencode(relative)).hexdigest()[:24]}.npz"
 
 
-def _load(path: Path) -> FileIndex | None:
+def _load(path: Path, hashes: bool) -> FileIndex | None:
     try:
         with np.load(path) as stored:
-            return FileIndex(**json.loads(str(stored["facts"])), hashes=stored["hashes"], blocks=stored["blocks"])
-    except (OSError, ValueError, KeyError, BadZipFile, EOFError):  # missing, or damaged
+            some = stored["hashes"] if hashes else np.zeros(0, np.uint64)
+            return FileIndex(**json.loads(str(stored["facts"])), hashes=some, blocks=stored["blocks"])
+    except Exception:  # missing, of another version, or damaged, which numpy and zipfile tell by errors of all kinds
         return None
 
 
-def _current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex | None:
-    found = _load(_path(folder, file))
-    return found if found is not None and _about(file, options).items() <= found.about.items() else None
+def _differences(found: FileIndex | None, about: Mapping[str, Any]) -> dict[str, str]:
+    """Say why an index is not that of a file as it is now, by the facts that differ."""
+    if found is None:
+        return {"": "is not in it"}
+    changed = dict.fromkeys(("size", "sample"), "has changed since it was indexed")
+    said = {
+        "version": "was indexed by another version",
+        "changed": "has another time of change than when it was indexed",
+    }
+    keys = [key for key in about if found.about.get(key) != about[key]]
+    return {key: (said | changed).get(key, f"was indexed with {key} = {found.about.get(key)!r}") for key in keys}
+
+
+def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex | str:
+    """Return what an index knows of a file, without hashes, or why it does not know it."""
+    found = _load(_path(folder, file), hashes=False)
+    why = _differences(found, _about(file, options))
+    return next(iter(why.values()), None) or found  # type: ignore[return-value]
 
 
 def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex:
     """Index a file unless that has been done. Other processes and nodes may do the same at the same time."""
-    if (found := _current(folder, options, file)) is not None:
+    path, about = _path(folder, file), _about(file, options)
+    found = _load(path, hashes=True)
+    why = _differences(found, about)
+    if found is None or (why and not (why.keys() == {"changed"} and _sha256(file) == found.about["sha256"])):
+        found = read_index(file, options)
+    elif why:  # a copy
+        found = replace(found, about=found.about | about)
+    else:
         return found
-    found, path = read_index(file, options), _path(folder, file)
-    facts = {key: getattr(found, key) for key in ("about", "text", "stored", "damage")}
-    partial = path.with_name(f".{path.stem}.{platform.node()}.{os.getpid()}.npz")
+    facts = {key: getattr(found, key) for key in ("about", "text", "stored", "damage", "documents")}
+    unfinished = path.with_name(f".{path.stem}.{platform.node()}.{os.getpid()}.npz")
     try:
-        np.savez(partial, facts=json.dumps(facts), hashes=found.hashes, blocks=found.blocks)
-        os.replace(partial, path)
+        np.savez(unfinished, facts=json.dumps(facts), hashes=found.hashes, blocks=found.blocks)
+        os.replace(unfinished, path)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     return found
 
 
@@ -183,29 +230,36 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
                 f'stream.index is "memory", but the data has {size:,} bytes, expected at most {_SMALL:,}: write an index '
                 "with titan-disp data index CONFIG, and set stream.index to its folder"
             )
-        found: list[FileIndex | None] = [read_index(file, options) for file in files]
+        found: list[FileIndex | str] = [read_index(file, options) for file in files]
     else:
         with ThreadPoolExecutor(16) as pool:
-            found = list(pool.map(partial(_current, Path(folder), options), files))
-    if missing := [file.url for file, one in zip(files, found, strict=True) if one is None]:
+            found = list(pool.map(partial(current, Path(folder), options), files))
+    known = {file: one for file, one in zip(files, found, strict=True) if isinstance(one, FileIndex)}
+    if missing := [(file.url, why) for file, why in zip(files, found, strict=True) if isinstance(why, str)]:
+        number, (url, why) = counted(len(missing), "file"), missing[0]
+        there = "" if os.path.isdir(folder) else ", which does not exist"
         raise ConfigError(
-            f"stream.index is {folder!r}, which does not describe {counted(len(missing), 'file')} of the data as they are "
-            f"now, such as {missing[0]!r}: run titan-disp data index CONFIG, which reads what is new or has changed"
+            f"stream.index is {folder!r}{there}: {number} of the data cannot be read by it, such as {url!r}, which {why}. "
+            "Run titan-disp data index CONFIG, which reads what is new or has changed"
         )
-    text, stored = (sum(getattr(one, part) for one in found if one and one.text) for part in ("text", "stored"))
+    text, stored = (sum(getattr(one, part) for one in known.values() if one.text) for part in ("text", "stored"))
     usual = text / stored if stored else 1.0
-    return [_indexed(file, one, usual) for file, one in zip(files, found, strict=True) if one is not None]
+    step = max(1, -(-sum(one.blocks.shape[1] for one in known.values()) // _TOGETHER))
+    return [_indexed(file, one, usual, step) for file, one in known.items()]
 
 
-def _indexed(file: DataFile, index: FileIndex, usual: float) -> DataFile:
-    """Attach an index. A file without a usable document has the ``usual`` density, so that it is seen what is lost."""
-    first, places = index.blocks
-    lost = index.damage is not None or len(index.hashes)
+def _indexed(file: DataFile, index: FileIndex, usual: float, step: int) -> DataFile:
+    """Attach an index, with ``step`` blocks in one.
+
+    A file without a usable document has the ``usual`` density, so that it is seen what is lost.
+    """
+    first, places = np.append(index.blocks[:, :-1:step], index.blocks[:, -1:], axis=1)
+    lost = index.damage is not None or index.documents
     return replace(
         file,
         density=index.text / index.stored if index.text else usual if lost else 0.0,
         sample=index.about["sha256"],
         blocks=Blocks(first, places) if len(first) > 1 else None,
         damage=index.damage,
-        documents=len(index.hashes),
+        documents=index.documents,
     )

@@ -1,6 +1,7 @@
 """``titan-disp data index`` indexes a run's data, and counts documents that come twice."""
 
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -11,7 +12,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp.data.files import DataFile, held_out
 from titan_disp.data.formats import TOKEN_IDS
-from titan_disp.data.index import FOLDER, FileIndex, index_file
+from titan_disp.data.index import FOLDER, IN_MEMORY, FileIndex, current, index_file
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.sources import DataSet, data_sets, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
@@ -34,7 +35,8 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     how = stream_options(job_config)
     if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
         how = stream_options(job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path))
-    folder = out or Path(how.index or _beside(sets))
+    named = "" if how.index == IN_MEMORY else how.index
+    folder = out or Path(named or _beside(sets))
     found = write_index([*training, *others], folder, how, workers)
     yield from lines([found[file.url] for file in training], [found[file.url] for file in others])
     yield from (f"{url} is damaged: {one.damage}" for url, one in found.items() if one.damage)
@@ -63,13 +65,20 @@ def _beside(sets: Sequence[DataSet]) -> str:
 
 def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions, workers: int) -> dict[str, FileIndex]:
     """Index local files in several processes, the largest first. Return what is known of each, by its path."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the index in {str(folder)!r} ({error.strerror}): name a folder with --out"
+        ) from error
     found: dict[str, FileIndex] = {}
-    total = sum(file.size for file in files)
+    total = sum(file.size for file in files if isinstance(current(folder, options, file), str))
     pool: Executor = ThreadPoolExecutor(1)
     if workers > 1 and total > _WORTH:
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    with pool, progress("indexing", "B", total=total) as bar:
+    with pool, progress("indexing", "B", total=sum(file.size for file in files)) as bar:
         ordered = sorted(files, key=lambda file: -file.size)
         running = {pool.submit(index_file, folder, options, file): file for file in ordered}
         for done in as_completed(running):

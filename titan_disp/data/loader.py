@@ -229,6 +229,9 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
         if (coarse := far_from_weights(sources)) is not None:
             logger.warning(f"data: {coarse}")
     loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
+    if dp_rank == 0 and any(file.blocks is not None for file in files):
+        dealt = sum(loader.assignment.dealt)
+        logger.info(f"data: {dealt} of {counted(len(files), 'file')} are read block by block (docs/data.md)")
     loader.pin_memory = job_config.training.dataloader.pin_memory
     own, window = len(loader.slots), loader.options.shuffle_window
     if dp_rank == 0 and window > 1:

@@ -17,11 +17,13 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.formats import BadDocument, Empty, OtherContent
 from titan_disp.data.options import Format
 from titan_disp.data.token_ids import checked
+from titan_disp.errors import ConfigError, DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, np.dtype] = {8: np.dtype("<u2"), 4: np.dtype("<u4")}  # 4 is int32, of which no id is negative
-_BLOCKS = 4096  # of a file, at most
+_BLOCKS = 1 << 14  # of a file, at most
+_FIRST = 1 << 16  # bytes of ids that must be the tokenizer's
 
 
 def paths_of(file: DataFile) -> list[str]:
@@ -47,14 +49,22 @@ class _Index:
                 f"type 8 (uint16) or 4 (int32), and at least {expected:,} bytes: write it again"
             )
         self.dtype, self.documents = _DTYPES[code], bounds - 1
-        lengths = np.memmap(path, "<i4", "r", _HEADER.size, (sequences,)) if sequences else np.zeros(0, "<i4")
-        self.places = np.memmap(path, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,)) if sequences else lengths
+        self.lengths = np.memmap(path, "<i4", "r", _HEADER.size, (sequences,)) if sequences else np.zeros(0, "<i4")
+        self.places = (
+            np.memmap(path, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,)) if sequences else self.lengths
+        )
         self.bounds = np.memmap(path, "<i8", "r", _HEADER.size + 12 * sequences, (bounds,))
-        self.end = int(self.places[-1]) + int(lengths[-1]) * self.dtype.itemsize if sequences else 0
+        self.end = int(self.places[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if self.end != file.size or self.bounds[-1] != sequences:
             raise OtherContent(
                 f"its {file.size:,} bytes are not the {self.end:,} that {path} describes: copy both again"
             )
+
+    def is_in_order(self) -> bool:
+        """Return whether one sequence follows another, and one document another. This reads the whole index."""
+        ends = self.places + self.lengths.astype(np.int64) * self.dtype.itemsize
+        whole = (self.places[1:] == ends[:-1]).all() and self.bounds[0] == 0 and (np.diff(self.bounds) >= 0).all()
+        return bool(whole and (len(self.places) == 0 or self.places[0] == 0))
 
     def begins(self, first: int, last: int) -> list[int]:
         """Return where the documents from ``first`` on begin, and where the one before ``last`` ends, in bytes."""
@@ -64,13 +74,19 @@ class _Index:
 
 
 def blocks_of(file: DataFile) -> Blocks | None:
-    """Return the blocks of a file of Megatron-LM, of equal numbers of documents; None for any other or a damaged file."""
+    """Return the blocks of a file of Megatron-LM, of equal numbers of documents; None for any other or a damaged file.
+
+    ConfigError is raised if its .idx is not one that Megatron-LM writes.
+    """
     if len(paths := paths_of(file)) == 1:
         return None
     try:
-        documents = _Index(file, paths[1]).documents
+        index = _Index(file, paths[1])
     except OtherContent:  # reading the file will tell
         return None
+    if not index.is_in_order():
+        raise ConfigError(f"{paths[1]}: its sequences or documents do not follow one another: write it again")
+    documents = index.documents
     places = np.append(np.arange(0, documents, -(-documents // _BLOCKS) or 1), documents)
     return Blocks(places, places)
 
@@ -90,6 +106,11 @@ def reader(stored: BinaryIO, file: DataFile, how: Format) -> Callable[..., Itera
             if len(data) < end - begin:
                 raise EOFError(f"the file ends {end - begin - len(data):,} bytes early")
             ids = np.frombuffer(data, index.dtype)
+            if begin < _FIRST and (largest := int(ids.max(initial=0))) >= vocab_size:
+                raise DataError(
+                    f"{file.url} holds the id {largest:,}, but the tokenizer has {vocab_size:,} ids: use the tokenizer that "
+                    "wrote them"
+                )
             yield checked(ids, vocab_size) if len(ids) > (ids[-1:] == how.eos_id).sum() else Empty("no ids but EOS")
 
     return records

@@ -1,6 +1,5 @@
 """This module names the data sets that a run reads, and looks at the first documents of a few local files."""
 
-import hashlib
 import math
 import os
 import re
@@ -20,7 +19,7 @@ from titan_disp.data import formats, megatron
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, check_data, list_files, split_of
-from titan_disp.data.index import with_index
+from titan_disp.data.index import content_sample, with_index
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.job_config import Source
@@ -165,7 +164,6 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
             raise ConfigError(f"{key} and {data.key} read {number} in common, such as {one!r} and {again!r}; {why}")
 
 
-_HASHED = 4096
 SAMPLE = 1 << 20  # stored bytes read of each file that is measured; more than buffers and decoders hold
 
 
@@ -216,17 +214,8 @@ def _has_no_rows(file: DataFile) -> bool:
 
 
 def _hash(file: DataFile) -> str:
-    """Hash the beginning, middle and end of a local file. On the hub, the commit says which content a file has."""
-    if file.url.startswith("hf://"):
-        return ""
-    digest = hashlib.sha256()
-    for path in megatron.paths_of(file):
-        size = os.path.getsize(path)
-        with open(path, "rb") as content:
-            for place in (0, size // 2, max(0, size - _HASHED)):
-                content.seek(place)
-                digest.update(content.read(_HASHED))
-    return digest.hexdigest()[:16]
+    """Hash some of a local file. On the hub, the commit says which content a file has."""
+    return "" if file.url.startswith("hf://") else content_sample(file)
 
 
 def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:

@@ -36,9 +36,10 @@ class RetryingFile(io.RawIOBase):
         self.count = 0  # bytes that a buffer has read
         self._retry_seconds = options.retry_seconds
         self.error: Exception | None = None  # on giving up; decoders hide it in exceptions of their own
-        # What is wrong with the content. Parquet files may hold zeros, and say themselves what is damaged.
+        # What is wrong with the content. Parquet files may hold zeros, and say themselves what is damaged; the index of a
+        # file has looked for them.
         self.damage: str | None = None
-        self._zeros = b"" if file.name.endswith(PARQUET) else ZEROS
+        self._zeros = b"" if file.name.endswith(PARQUET) or file.blocks is not None else ZEROS
 
     def readable(self) -> bool:
         return True

@@ -36,7 +36,7 @@ _NUMPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.fo
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layout:
     """Describe how a file stores ids."""
 
@@ -48,7 +48,6 @@ class Layout:
     count: int  # whole ids in the file; no more than its header says
     damage: str | None  # what is wrong at the end of the file
     declared: bool  # whether a header says the type; if not, stream.token_dtype does
-    unchecked: bool = True  # until the first ids have been read
 
 
 Ids = np.ndarray | BadDocument  # of a document, [n] uint16 or uint32
@@ -80,8 +79,7 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
         wanted = min(_BLOCK * size, end - place)
         data = stored.read(wanted)
         block = np.frombuffer(data, layout.dtype, len(data) // size)
-        if layout.unchecked and len(block):
-            layout.unchecked = False
+        if place == begin_of_file and len(block):
             _check_first(block, layout)
         ids = np.concatenate([rest, block])
         fits, at = int(ids.max(initial=0)) < vocab_size, place - len(rest) * size
@@ -193,7 +191,7 @@ def _llm_c_header(head: bytes, name: str) -> _Header | None:
 
 
 def _check_first(ids: np.ndarray, layout: Layout) -> None:
-    """Refuse a file whose first ids that are read have another type, or are not the tokenizer's."""
+    """Refuse a file whose first block holds ids of another type, or ids that the tokenizer does not have."""
     name, vocab_size = layout.name, layout.vocab_size
     other = "uint32" if layout.dtype.itemsize == 2 else "uint16"
     found, largest = f"{name} is read as {layout.dtype.name}", int(ids.max())
