@@ -2,13 +2,14 @@
 
 import re
 from itertools import pairwise
-from math import inf
+from math import inf, isclose
 from pathlib import Path
 
 from titan_disp.run.reader import read_events, read_json_lines
 
 ENDS = {"complete", "stop", "save_failed", "refused"}
 BEFORE_A_RESUME = {"checkpoint_damaged", "streams_restarted"}
+ADDED_UP = ("tokens", "documents", "text_bytes")  # what the sources have of the whole
 CHECKPOINT = r"checkpoint/((damaged|purging)-\d+x*|step-\d+)"
 # The name that the page has for files → a pattern of their paths below the run folder.
 FILES = {
@@ -55,7 +56,21 @@ def check_run(run: Path) -> None:
         assert all(s >= step for s in of_start[1])
         ratios = {row["tokens"] / row["step"] for row in rows if since <= row["time"] < until}
         assert len(ratios) <= 1, f"tokens do not grow by the same number in every step: {ratios}"
+    for row in rows:
+        check_sources(row)
     assert not rows or rows[0]["time"] >= begins[0][1], "a row before the first start"
+
+
+def check_sources(row: dict) -> None:
+    """Each of several sources has its own numbers, which make those of the whole."""
+    own = {name: {key: x for key, x in row["data"].items() if key.startswith(f"{name}/")} for name in ADDED_UP}
+    assert {len(numbers) for numbers in own.values()} <= {0, len(own["tokens"])} != {1}
+    if not own["tokens"]:
+        return
+    for name, whole in (row | row["data"]).items():
+        assert name not in own or sum(own[name].values()) == whole, f"{name} of the sources: {own[name]}"
+    ce = sum(row[f"ce/{key.partition('/')[2]}"] * count for key, count in own["tokens"].items()) / row["tokens"]
+    assert isclose(ce, row["ce"], rel_tol=1e-6), f"ce of the sources makes {ce}, not {row['ce']}"
 
 
 def _starts(events: list[dict]) -> list[tuple[int, float]]:

@@ -43,7 +43,7 @@ def whole(labels):
 
 
 def chunks(labels, chunk, of_chunk=loss_and_gradient):
-    return lambda h, weight: chunked_cross_entropy(HiddenStates(h, weight), labels, chunk, of_chunk)
+    return lambda h, weight: chunked_cross_entropy(HiddenStates(h, weight), labels, chunk, of_chunk)[0]
 
 
 def relative(found, expected):

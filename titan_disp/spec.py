@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torchtitan.protocols.train_spec as titan
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss, cross_entropy_loss
+from torch.nn import functional as F
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction, cross_entropy_loss
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -45,20 +46,30 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     return checks.tokenizer_of(job_config)
 
 
+def cross_entropies(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return TorchTitan's ``cross_entropy_loss``, and that of each token [B · N], which has no gradient."""
+    of_tokens = F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="none", ignore_index=IGNORE_INDEX
+    )
+    return of_tokens.sum(), of_tokens.detach()
+
+
 def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
     """Return TorchTitan's cross-entropy, compiled if the config says so and the gradient stays right.
 
-    In training with a chunked head, the model returns hidden states, whose cross-entropy is computed in chunks.
+    In training with a chunked head, the model returns hidden states, whose cross-entropy is computed in chunks. If there
+    are several sources of data, the cross-entropy of each token follows.
     """
+    several = len(job_config.stream.sources) > 1  # type: ignore[attr-defined]
     loss_parallel = parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
-    whole = cross_entropy_loss
+    whole = cross_entropies if several else cross_entropy_loss
     if loss_parallel and compiled:
         # Inductor on torch 2.13 (CPU) returned wrong gradients for vocabulary-sharded logits, without an error. Each
         # rank holds only a part of the vocabulary, so the eager loss costs little memory.
         logger.warning("compile.components: the loss is not compiled, because loss parallel shards its logits")
-    else:
-        whole = build_cross_entropy_loss(job_config)
+    elif compiled:
+        whole = torch.compile(whole, backend=job_config.compile.backend)
     chunk = job_config.training.head_chunk_tokens  # type: ignore[attr-defined]
     if not chunk:
         return whole
@@ -66,9 +77,10 @@ def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> L
     if compiled and not parallel_dims.tp_enabled:
         of_chunk = torch.compile(of_chunk, backend=job_config.compile.backend)
 
-    def cross_entropy(predictions: Tensor | HiddenStates, labels: Tensor) -> Tensor:
+    def cross_entropy(predictions: Tensor | HiddenStates, labels: Tensor) -> Any:
         if isinstance(predictions, HiddenStates):
-            return chunked_cross_entropy(predictions, labels, chunk, of_chunk)
+            found = chunked_cross_entropy(predictions, labels, chunk, of_chunk)
+            return found if several else found[0]
         return whole(predictions, labels)
 
     return cross_entropy
@@ -94,6 +106,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_data(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
         shared.max_skipped_steps = job_config.guard.max_skipped_steps  # type: ignore[attr-defined]
         shared.loader = build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        shared.ledger.sources = shared.loader.own if len(shared.loader.own) > 1 else {}
         return shared.loader
 
     def parallelize_model(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:

@@ -211,6 +211,9 @@ class Share:
         """Return what is appended to the names of the source's counters."""
         return f"/{self.name}" if self.name else ""
 
+    def slots_among(self, slots: range) -> int:
+        return len(range(max(self.first, slots.start), min(self.first + self.slots, slots.stop)))
+
     @property
     def tokens(self) -> float:
         return self.slots / self.total

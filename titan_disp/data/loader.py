@@ -56,6 +56,7 @@ class StreamLoader(BaseDataLoader):
     Attributes:
         positions: [own slots, k] int64, after the last sequence handed out (not prefetched) of each slot.
         groups: the sources, whose epochs are counted separately; one without a name if there is but one.
+        own: how many of the rank's slots belong to each of the sources, in the order of both.
         mesh: the data-parallel mesh over which a checkpoint shards the positions, if it has several ranks.
         bytes_read: stored bytes read so far, by (epoch, file).
     """
@@ -88,6 +89,7 @@ class StreamLoader(BaseDataLoader):
         self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
         self.groups = list(shares) or [Share("", 0, slots, slots, 1.0)]
+        self.own = {group.name: group.slots_among(self.slots) for group in self.groups}
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
@@ -142,8 +144,8 @@ class StreamLoader(BaseDataLoader):
         """Return this rank's totals for the sequences handed out since the start of the run, or since ``restart``.
 
         stored_bytes and seconds_waited are since this process started, epoch is the latest of the rank's slots, and the
-        ranks' epochs_read, text used or skipped of all text, add up. Each of several sources has its own epoch and
-        epochs_read.
+        ranks' epochs_read, text used or skipped of all text, add up. Each of several sources has its own epoch,
+        epochs_read, documents and text_bytes.
         """
         columns = self.positions.sum(0).tolist()
         return {
@@ -155,16 +157,19 @@ class StreamLoader(BaseDataLoader):
             "skipped_files": columns[Field.SKIPPED_FILES],
             "epoch": self.positions[:, Field.EPOCH].max().item(),
             "seconds_waited": self.seconds_waited,
-            **dict(self._epochs()),
+            **dict(self._of_sources()),
         }
 
-    def _epochs(self) -> Iterator[tuple[str, float]]:
-        read = self.positions[:, [Field.BYTES, Field.OFFSET_BYTES, Field.SKIPPED_BYTES]].sum(1)
-        for group, text in zip(self.groups, self.texts, strict=True):
-            first = max(group.first - self.slots.start, 0)
-            own = slice(first, max(first, group.first + group.slots - self.slots.start))
-            yield f"epoch{group.suffix}", self.positions[own, Field.EPOCH].max().item() if len(read[own]) else 0
-            yield f"epochs_read{group.suffix}", read[own].sum().item() / max(text, 1)
+    def _of_sources(self) -> Iterator[tuple[str, float]]:
+        parts = self.positions.split(list(self.own.values()))
+        for group, text, own in zip(self.groups, self.texts, parts, strict=True):
+            columns = own.sum(0).tolist()
+            read = sum(columns[field] for field in (Field.BYTES, Field.OFFSET_BYTES, Field.SKIPPED_BYTES))
+            yield f"epoch{group.suffix}", own[:, Field.EPOCH].max().item() if len(own) else 0
+            yield f"epochs_read{group.suffix}", read / max(text, 1)
+            if len(self.groups) > 1:
+                yield f"documents{group.suffix}", columns[Field.DOCUMENTS]
+                yield f"text_bytes{group.suffix}", columns[Field.BYTES]
 
     def check_counters(self, counters: dict[str, float]) -> None:
         """Raise DataError if too much data is bad. The counters are those of all ranks together: all stop, or none."""

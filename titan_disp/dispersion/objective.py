@@ -29,9 +29,16 @@ Predictions = Tensor | tuple[Tensor, Sequence[Tensor]] | tuple[Tensor, Sequence[
 
 
 class LossLedger:
-    """Accumulate the loss terms since the last reset. The sums stay on the device, so adding never waits for the GPU."""
+    """Accumulate the loss terms since the last reset. The sums stay on the device, so adding never waits for the GPU.
+
+    Attributes:
+        sources: for each of several sources of data, how many of this rank's slots belong to it, in the order of the slots.
+            The rank's sequences come from its slots in turn. Empty: sources are not told apart.
+    """
 
     def __init__(self) -> None:
+        self.sources: dict[str, int] = {}
+        self._rows: list[Tensor] = []  # of each microbatch
         self._sums: Tensor | None = None
         self._names: list[str] = []  # of further losses
         self._worst_fit: Tensor | None = None
@@ -45,6 +52,10 @@ class LossLedger:
         """
         terms = torch.stack([term.detach().double() for term in (ce, dispersion, tokens, *losses.values())])
         self._names, self._sums = list(losses), terms if self._sums is None else self._sums + terms
+
+    def add_rows(self, ce: Tensor, tokens: Tensor) -> None:
+        """Add the next sequences' cross-entropies, each summed over its valid tokens, and numbers of valid tokens, [B]."""
+        self._rows.append(torch.stack([ce.detach().double(), tokens.double()]))
 
     def non_finite(self) -> Tensor | None:
         """Return whether CE and dispersion are not finite on this rank: [2] bool on the device; None before any add."""
@@ -66,21 +77,34 @@ class LossLedger:
 
     def reset(self) -> None:
         self._sums = self._worst_fit = None
+        self._rows = []
 
     def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
         """Return the means over the valid tokens of all ranks of ``mesh`` (a collective call); None before any add.
 
-        They are named "ce" and "dispersion", and "dispersion_NAME" for each of several losses.
+        They are named "ce" and "dispersion", "dispersion_NAME" for each of several losses, and "ce/NAME" for each of
+        several sources.
         """
         if self._sums is None:
             return None
-        sums = self._sums.clone()
+        sums = torch.cat([self._sums, *self._of_sources()])
         if mesh is not None:
             dist.all_reduce(sums, group=mesh.get_group())
-        ce, dispersion, tokens, *losses = sums.tolist()
-        tokens = tokens or math.nan
-        both = zip(self._names, losses, strict=True)
-        return {"ce": ce / tokens, "dispersion": dispersion / tokens} | {f"dispersion_{n}": x / tokens for n, x in both}
+        ce, dispersion, tokens, *others = sums.tolist()
+        tokens, n = tokens or math.nan, len(self._names)
+        losses = zip(self._names, others[:n], strict=True)
+        of_sources = zip(self.sources, others[n::2], others[n + 1 :: 2], strict=False)  # nothing, before ``add_rows``
+        means = {"ce": ce / tokens, "dispersion": dispersion / tokens}
+        means |= {f"dispersion_{name}": x / tokens for name, x in losses}
+        return means | {f"ce/{name}": x / (count or math.nan) for name, x, count in of_sources}
+
+    def _of_sources(self) -> list[Tensor]:
+        """Return this rank's cross-entropy and valid tokens of each source, [2] float64."""
+        if not self._rows:
+            return []
+        counts = list(self.sources.values())
+        of_slots = torch.cat(self._rows, 1).unflatten(1, (-1, sum(counts))).sum(1)
+        return [part.sum(1) for part in of_slots.split(counts, 1)]
 
 
 def in_backward(losses: Iterable[DispersionLoss], zs: Sequence[Tensor], sharded: bool) -> bool:
@@ -98,7 +122,7 @@ class DispersionObjective:
 
     Attributes:
         cross_entropy: takes logits [B, N, V], or what the model returns in their place, and labels [B, N]; returns CE
-            summed over the valid tokens.
+            summed over the valid tokens. If the ledger tells sources apart, that of each token [B · N] follows.
         losses: the dispersion loss, or several, each with its weight, by name.
         coeff: λ as a function of the number of completed steps.
         step: returns the number of completed steps, which also decides which positions are sampled.
@@ -111,7 +135,7 @@ class DispersionObjective:
         ignore_index: the label of tokens that do not count.
     """
 
-    cross_entropy: Callable[[Tensor, Tensor], Tensor]
+    cross_entropy: Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
     losses: DispersionLoss | Mapping[str, tuple[float, DispersionLoss]]
     coeff: Callable[[int], float]
     step: Callable[[], int] = lambda: 0
@@ -141,11 +165,14 @@ class DispersionObjective:
             gradient of its own shard exactly once.
         """
         logits, activations = predictions[:2] if isinstance(predictions, tuple) else (predictions, None)
-        ce = self.cross_entropy(logits, labels)
-        if isinstance(ce, DTensor):  # loss parallel: the sum below would mix DTensor and Tensor
-            ce = ce.to_local()
+        cross = self.cross_entropy(logits, labels)
+        parts = cross if isinstance(cross, tuple) else (cross,)
+        # Under loss parallel, the sum below would mix DTensor and Tensor.
+        ce, *of_tokens = (x.to_local() if isinstance(x, DTensor) else x for x in parts)
         weights = (labels != self.ignore_index).sum(1)
         local_tokens = weights.sum()
+        if of_tokens and self.ledger is not None and torch.is_grad_enabled():
+            self.ledger.add_rows(of_tokens[0].view_as(labels).sum(1, dtype=torch.float64), weights)
         if not activations:
             self._record(ce, None, local_tokens)
             return ce

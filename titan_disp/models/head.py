@@ -57,8 +57,10 @@ def chunked(output: nn.Linear, tp_mesh: DeviceMesh | None, loss_parallel: bool) 
     return head
 
 
-def chunked_cross_entropy(hidden: HiddenStates, labels: Tensor, chunk: int, of_chunk: OfChunk) -> Tensor:
-    """Return the cross-entropy summed over the valid tokens: a float32 scalar, the same on all ranks of TP.
+def chunked_cross_entropy(hidden: HiddenStates, labels: Tensor, chunk: int, of_chunk: OfChunk) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy summed over the valid tokens, and that of each token [B · N], which has no gradient.
+
+    Both are float32, and the same on all ranks of TP.
 
     ``labels`` are [B, N] token ids, or −100 for tokens that do not count. The logits of ``chunk`` tokens exist at a
     time. ``of_chunk`` is ``loss_and_gradient``, which may be compiled if there is no TP.
@@ -109,7 +111,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Compute the gradients for h [T, F] and weight [V, F] of one dtype in forward. Backward scales them, once."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, chunk: int, of_chunk: OfChunk) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, chunk: int, of_chunk: OfChunk
+    ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(h), dtype=torch.float32, device=h.device)
         h_gradient = torch.empty_like(h)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
@@ -123,11 +127,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 weight_gradient += gradient.T @ h[some]
             del gradient  # the next chunk's logits take its place
         ctx.gradients, ctx.dtype = (h_gradient, weight_gradient), weight.dtype
-        return losses.sum()
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         if ctx.gradients is None:
             raise RuntimeError("the chunked head keeps its gradients for one backward pass, but this is the second one")
         (h_gradient, weight_gradient), ctx.gradients = ctx.gradients, None

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 import os
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -161,10 +162,12 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger.reset()
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
-        extra["loss_metrics/cross_entropy"] = terms["ce"]
-        extra |= {f"loss_metrics/{name}": value for name, value in terms.items() if name != "ce"}
+        extra |= {f"loss_metrics/{re.sub('^ce(?=$|/)', 'cross_entropy', name)}": x for name, x in terms.items()}
         seconds = time.perf_counter() - self.time_last_log
         data = self.data_metrics(seconds)
+        shares = self._loader.groups if self._loader is not None else []
+        if len(shares) > 1:  # each step has as many tokens of every slot
+            data |= {f"tokens{share.suffix}": tokens * share.slots // share.total for share in shares}
         extra.update({f"data/{name}": value for name, value in data.items()})
         slowest = self.stragglers.find() if self.stragglers is not None else None
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
