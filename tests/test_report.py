@@ -21,7 +21,7 @@ from titan_disp.lab.report import page as picture_makers
 from titan_disp.lab.report.charts import BINS, binned
 from titan_disp.lab.report.gather import defaults, gather
 from titan_disp.lab.report.page import render, write_report
-from titan_disp.lab.report.tables import final_numbers, starts, state
+from titan_disp.lab.report.tables import SEEN, data_counters, final_numbers, seen, starts, state
 
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
 
@@ -189,6 +189,25 @@ def test_final_numbers_by_hand(by_hand):
     }
     found = {h: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for h, row in final_numbers(by_hand).items()}
     assert found == of_both | {heading: [number, "–"] for heading, number in of_one.items()}
+
+
+def test_what_was_seen(tmp_path):
+    """Of each of several sources: counters of the last row, and the mean of its ten last cross-entropies."""
+    counters = {
+        f"{name}/{source}": 3.5 * s
+        for s, source in enumerate(("<web>", "code"), 1)
+        for name in (*SEEN.values(), "epoch")
+    }
+    rows = [
+        row(s, T0 + s, **{"ce/<web>": float(s), "ce/code": 3.0}, data=counters | {"documents": 9.0})
+        for s in range(1, 13)
+    ]
+    mixed, plain = write_run(tmp_path / "mixed", rows), write_run(tmp_path / "plain", *whole(12))
+    expected = [*["3.5"] * 4, "7.5"]
+    assert cells(page_of(mixed), "<web>") == cells(page_of(plain, mixed), "mixed: <web>") == expected
+    assert seen(gather([mixed]))["code"] == [*["7"] * 4, "3"]
+    assert data_counters(gather([mixed])) == {"documents": ["9"]}
+    assert "What was seen" not in page_of(plain)
 
 
 def test_curves_by_hand(by_hand, monkeypatch):

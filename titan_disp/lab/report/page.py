@@ -195,6 +195,8 @@ def render(runs: Sequence[Run], now: float) -> str:
             optimization=optimization(runs),
             condensation=[condensation_by_step(runs), condensation_maps(runs), condensation_by_layer(runs)],
             histories=[(run, history(run), tables.starts(run, now), tables.events(run)) for run in runs],
+            seen=tables.seen(runs),
+            seen_headings=[*tables.SEEN, f"cross-entropy, mean of the last {tables.LAST_ROWS} rows"],
             data_counters=tables.data_counters(runs),
             differ=differ,
             shared=shared,

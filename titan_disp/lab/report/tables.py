@@ -199,9 +199,34 @@ def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
     }
 
 
+SEEN = {"tokens": "tokens", "documents": "documents", "bytes of text": "text_bytes", "epochs": "epochs_read"}
+
+
+def _counters(run: Run) -> dict[str, float]:
+    return run.rows[-1].get("data") or {} if run.rows else {}
+
+
+def seen(runs: Sequence[Run]) -> Rows:
+    """Return what each of several sources has given up to the last row (``SEEN``), and its cross-entropy, by run and source."""
+    rows = {}
+    for run in runs:
+        counters = _counters(run)
+        for source in [key.partition("/")[2] for key in counters if key.startswith("tokens/")]:
+            ce = run.series(f"ce/{source}")[-LAST_ROWS:].mean()
+            values = [*(counters.get(f"{name}/{source}") for name in SEEN.values()), ce]
+            rows[f"{run.name}: {source}" if len(runs) > 1 else source] = list(map(number, values))
+    return rows
+
+
 def data_counters(runs: Sequence[Run]) -> Rows:
-    """Return the data loaders' counters at the last row: sums over ranks, but maxima for epoch and waiting time."""
-    counters = [run.rows[-1].get("data") or {} if run.rows else {} for run in runs]
+    """Return the data loaders' counters at the last row: sums over ranks, but maxima for epoch and waiting time.
+
+    Those that ``seen`` has are left out.
+    """
+    counters = [
+        {key: x for key, x in one.items() if f"tokens/{key.partition('/')[2]}" not in one}
+        for one in map(_counters, runs)
+    ]
     steps = [number(run.rows[-1]["step"]) if run.rows else NOTHING for run in runs]
     told = {"up to step": steps} if any(counters) and len(set(steps)) > 1 else {}
     return told | {
