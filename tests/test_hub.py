@@ -108,6 +108,24 @@ def test_files_of_a_configuration_and_a_split(hub, tmp_path, dataset):
     assert not any(path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges)
 
 
+def test_files_of_a_url(hub):
+    for place, names in {
+        "/sample": ["sample/2/1.parquet", "sample/2/2.parquet"],
+        f"@{COMMIT}/split/[a-c].jsonl": ["split/b.jsonl", "split/c.jsonl"],
+        "@main/split/c.jsonl": ["split/c.jsonl"],
+    }.items():
+        files = list_files("text", f"hf://datasets/some/prose{place}")
+        assert [file.url for file in files] == [f"hf://datasets/some/prose@{COMMIT}/{name}" for name in names]
+        assert all(text_of(Documents(file, StreamOptions()).read()).endswith(" a ") for file in files)
+    for place, words in {
+        "prose/none": "holds no train data",
+        "none": "no such data set",
+        "prose@v9/": "no revision 'v9'",
+    }.items():
+        with pytest.raises(ConfigError, match=f"dataset_path is 'hf://datasets/some/{place}'.*{words}"):
+            list_files("text", f"hf://datasets/some/{place}")
+
+
 def test_a_revision(hub, tmp_path):
     add(hub, tmp_path, "older", "then.jsonl", card="- config_name: one\n  data_files: then.jsonl\n")
     hub.tagged["some/prose"] = hub.datasets.pop("some/older")
@@ -179,7 +197,7 @@ def test_a_hub_that_does_not_answer(hub):
     for ask in (list_files, lambda dataset, _: check_hub(dataset)):
         with pytest.raises(ConfigError, match=r"cannot list .* fetch DIR --dataset 'hf:some/prose:split'"):
             ask("hf:some/prose:split", None)
-    with pytest.raises(ConfigError, match=r"cannot list allenai/c4 on the .* fetch DIR makes one"):
+    with pytest.raises(ConfigError, match=r"cannot list hf:allenai/c4 on the .* fetch DIR makes one"):
         check_hub("c4")
 
 

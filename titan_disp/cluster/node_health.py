@@ -169,8 +169,10 @@ def _read_data(data: DataSet) -> None:
     if streams_from_hub(data.dataset, data.path):
         check_hub(data.dataset, data.key)
         return
-    with open(data.files()[0].url, "rb") as file:  # a file system may list files that it cannot read
-        file.read(1)
+    first = data.files()[0]
+    if not first.remote:
+        with open(first.url, "rb") as file:  # a file system may list files that it cannot read
+            file.read(1)
 
 
 def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any]:

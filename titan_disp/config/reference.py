@@ -25,7 +25,7 @@ USED = {
     "model.flavor": "The size, such as nano, 0.6B or 124M.",
     "model.hf_assets_path": "Folder of the tokenizer, and of the weights if checkpoint.initial_load_in_hf is true.",
     "training.dataset": '"c4", "text" (any documents at dataset_path) or "hf:OWNER/NAME…": docs/data.md.',
-    "training.dataset_path": "Folder, file or glob of the documents. Unset: they are streamed from the hub.",
+    "training.dataset_path": "Folder, file, glob or URL (s3://…) of the documents. Unset: they are streamed from the hub.",
     "training.seq_len": "Tokens per sequence.",
     "training.local_batch_size": "Sequences per microbatch on a data-parallel rank.",
     "training.global_batch_size": (

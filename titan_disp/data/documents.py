@@ -18,7 +18,7 @@ from titan_disp.data.blocks import Visits
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import BadDocument, DamagedFile, OtherContent, Record
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.storage import LocalFile, RemoteFile
+from titan_disp.data.storage import RetryingFile, opened
 from titan_disp.errors import DataError
 
 BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
@@ -100,7 +100,7 @@ class Documents:
             False,
         )  # the next visit, and whether the one before it is of a block that is dealt out
         self._earlier_bytes = 0
-        self._raw: LocalFile | RemoteFile | None = None
+        self._raw: RetryingFile | None = None
         self.stored: io.BufferedReader | None = None
         self._records: Iterator[Record] = iter(())
         self._at: Callable[..., Iterator[Record]] = lambda *span: iter(())
@@ -156,7 +156,7 @@ class Documents:
         except Exception as error:  # pyarrow raises its own
             if damage := self._damage():
                 raise DamagedFile(damage) from error
-            remote = self._raw if isinstance(self._raw, RemoteFile) else None
+            remote = self._raw if self.file.remote else None
             self.close()
             if remote is not None and (lost := remote.error) is not None:
                 within = (
@@ -183,8 +183,7 @@ class Documents:
         self._in_block = False
         if self.file.size == 0:  # as a full disk leaves it; gzip would take it for a regular end
             raise DamagedFile("the file is empty")
-        kind = RemoteFile if self.file.url.startswith("hf://") else LocalFile
-        self._raw = kind(self.file, self.options)
+        self._raw = opened(self.file, self.options)
         buffer = BUFFER
         if self.file.name.endswith(formats.PARQUET):  # its readers jump about in the file, to where its footer points
             buffer = io.DEFAULT_BUFFER_SIZE

@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from titan_disp.data.blocks import Blocks
-from titan_disp.data.hub import DATASET, FORM, HubName, c4_files, commit_of, is_hub_name, parse_name, resolve
+from titan_disp.data.hub import C4, FORM, c4_files, commit_of, is_hub_name, parse_name, resolve
 from titan_disp.data.local import list_local
 from titan_disp.data.mirror import mirrored_files
+from titan_disp.data.objects import is_url, list_objects
 from titan_disp.errors import ConfigError, UserError
 
 T = TypeVar("T")
@@ -22,13 +23,18 @@ class DataFile:
     """Describe one file of documents."""
 
     name: str  # path relative to the folder that holds all files of the split; the same on the hub and in a mirror
-    url: str  # what to open: a local path or hf://datasets/…
+    url: str  # what to open: a local path, hf://datasets/…, or an object's URL
     size: int  # in bytes, as stored
     density: float = 1.0  # bytes of text per stored byte, see ``sources.measured`` …
     sample: str = ""  # … and a hash of some of its content; or both of all of it, if it is indexed
     blocks: Blocks | None = field(default=None, compare=False, repr=False)
     damage: str | None = None  # what is wrong behind the last block
     documents: int | None = None  # known of an indexed file
+    etag: str = ""  # an object store's checksum of the content
+
+    @property
+    def remote(self) -> bool:
+        return is_url(self.url)
 
 
 def text_bytes(files: Iterable[DataFile]) -> float:
@@ -63,8 +69,8 @@ def streams_from_hub(dataset: str, dataset_path: str | None) -> bool:
 def list_files(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
     """List the files of a split, sorted by name. ``key`` is the config section, for messages.
 
-    ``dataset_path`` is as in ``list_local``, the mirror of an hf:… data set, or None for the hub. ConfigError is raised
-    if there is no such data, it cannot be read, or the hub cannot be reached.
+    ``dataset_path`` is as in ``list_local`` or ``list_objects``, the mirror of an hf:… data set, or None for the hub.
+    ConfigError is raised if there is no such data, it cannot be read, or the hub cannot be reached.
     """
     split, where = split_of(dataset, key), f"{key}.dataset is {dataset!r}"
     if dataset_path is None and not streams_from_hub(dataset, None):
@@ -72,18 +78,21 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
     name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else None
     if dataset_path is None:
         listing = resolve(name, where).files(split, where) if name else c4_files(split)
-        found = [(file.path, listing.url(file), file.size) for file in listing.files]
+        found = [DataFile(file.path, listing.url(file), file.size) for file in listing.files]
     elif name:
         mirrored = mirrored_files(dataset_path, name.of_split(split), f"{key}.dataset_path is {dataset_path!r}")
-        found = [(path, path, size) for path, size in mirrored]
+        found = [DataFile(path, path, size) for path, size in mirrored]
+    elif is_url(dataset_path):
+        objects = list_objects(dataset_path, split, key, dataset.startswith("c4"))
+        found = [DataFile(url, url, size, etag=etag) for url, size, etag in objects]
     else:
         paths = list_local(dataset_path, split, key, dataset.startswith("c4"))
-        found = [(path, path, os.path.getsize(path)) for path in paths]
-    root = os.path.commonpath([os.path.dirname(path) for path, _, _ in found])
-    names = [PurePosixPath(os.path.relpath(path, root)).as_posix() for path, _, _ in found]
+        found = [DataFile(path, path, os.path.getsize(path)) for path in paths]
+    root = os.path.commonpath([os.path.dirname(file.name) for file in found])
+    names = [PurePosixPath(os.path.relpath(file.name, root)).as_posix() for file in found]
     # The same name on nodes with other locales, and also for a name that is not UTF-8.
     names = [os.fsencode(name).decode(errors="surrogateescape") for name in names]
-    files = [DataFile(name, url, size) for name, (_, url, size) in zip(names, found, strict=True)]
+    files = [replace(file, name=name) for name, file in zip(names, found, strict=True)]
     return sorted(files, key=lambda file: file.name)
 
 
@@ -116,8 +125,5 @@ def check_data(dataset: str, dataset_path: str | None, key: str = "training") ->
 
 def check_hub(dataset: str, key: str = "training") -> None:
     """Raise ConfigError if the hub does not answer, denies access or has no such data set, by one or two requests."""
-    where = f"{key}.dataset is {dataset!r}"
-    if is_hub_name(dataset):
-        commit_of(parse_name(dataset, f"{key}.dataset"), where)
-    else:
-        commit_of(HubName(DATASET), where, fetch="DIR")
+    name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else C4
+    commit_of(name, f"{key}.dataset is {dataset!r}")

@@ -67,6 +67,7 @@ def fingerprint(
     return {
         "files": [[file.name, file.size] for file in files],
         "contents": {file.name: file.sample for file in files if file.sample},
+        "etags": {file.name: file.etag for file in files if file.etag},
         "text per stored byte": densities if len(set(densities.values())) > 1 else {},  # else it decides nothing
         "index of the data": digest.hexdigest() if any(file.documents is not None for file in files) else "none",
         "assignment": VERSION,
@@ -84,7 +85,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         then, today = saved.get(key), now.get(key)
         if key == "files":  # in any order
             then, today = dict(then or []), dict(now[key])
-        elif key == "contents":  # unknown on the hub
+        elif key in ("contents", "etags"):  # unknown on the hub; a copy elsewhere has one of the two
             then, today = ({n: one[n] for n in then or {} if n in (today or {})} for one in (then or {}, today or {}))
         if then != today:
             found.append(_difference(key, then, today))
@@ -98,7 +99,7 @@ def _difference(key: str, then: Any, today: Any) -> str:
             f"data: {counted(len(then), 'file')} then, {len(today)} now, with {counted(len(changed), 'difference')}; first "
             f"{changed[0]} ({then.get(changed[0], 'missing')} bytes then, {today.get(changed[0], 'missing')} now)"
         )
-    if key == "contents":
+    if key in ("contents", "etags"):
         changed = sorted(name for name in then if then[name] != today[name])
         return f"content: {counted(len(changed), 'file')} of the same size with other documents, first {changed[0]}"
     if key == "stream.sources":

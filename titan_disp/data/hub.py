@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from titan_disp.data.formats import SUFFIXES
-from titan_disp.data.retry import chain, response_of, retried
+from titan_disp.data.retry import chain, may_recover, response_of, retried
 from titan_disp.errors import ConfigError
 
 DATASET = "allenai/c4"
@@ -45,11 +45,11 @@ class Listing:
         return f"hf://datasets/{self.repository}@{self.commit}/{file.path}"
 
 
-def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
-    """Make a ConfigError from any error. ``fetch`` holds the arguments of ``titan-disp data fetch``."""
+def cannot_list(name: "HubName", error: Exception) -> ConfigError:
+    """Make a ConfigError from any error: huggingface_hub, datasets, httpx and the system each raise their own."""
     return ConfigError(
         f"cannot list {name} on the Hugging Face hub ({type(error).__name__}: {error}). Without internet, use a local "
-        f"copy: dataset_path (titan-disp data fetch {fetch} makes one on a machine with internet)"
+        f"copy: dataset_path (titan-disp data fetch {fetch_arguments(name)} makes one on a machine with internet)"
     )
 
 
@@ -58,22 +58,23 @@ def patiently(ask: Callable[[], T]) -> T:
     from huggingface_hub.utils import httpx
 
     def may_pass(error: Exception) -> bool:
-        response = response_of(error)
-        if response is not None:
-            return response.status_code in (408, 429) or response.status_code >= 500
-        return any(
-            isinstance(one, (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)) for one in chain(error)
-        )
+        if response_of(error) is not None:
+            return may_recover(error)
+        broken = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)
+        return any(isinstance(one, broken) for one in chain(error))
 
     return retried(ask, LISTING_SECONDS, "the list of files", may_pass)
 
 
-def files_in(repository: str, commit: str, folder: str, recursive: bool) -> dict[str, HubFile]:
+def files_in(name: "HubName", repository: str, commit: str, folder: str, recursive: bool) -> dict[str, HubFile]:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
     options: dict[str, Any] = {"recursive": recursive, "revision": commit, "repo_type": "dataset"}
-    entries = patiently(lambda: list(HfApi().list_repo_tree(repository, folder or None, **options)))
+    try:
+        entries = patiently(lambda: list(HfApi().list_repo_tree(repository, folder or None, **options)))
+    except Exception as error:  # see cannot_list
+        raise cannot_list(name, error) from error
     return {
         entry.path: HubFile(entry.path, 0, entry.size, entry.lfs.sha256 if entry.lfs else None)
         for entry in entries
@@ -82,13 +83,8 @@ def files_in(repository: str, commit: str, folder: str, recursive: bool) -> dict
 
 
 def c4_files(split: str) -> Listing:
-    from huggingface_hub import HfApi
-
-    try:
-        commit = patiently(lambda: HfApi().dataset_info(DATASET, timeout=ANSWER_SECONDS)).sha or ""
-        found = files_in(DATASET, commit, FOLDER, recursive=False)
-    except Exception as error:  # see cannot_list
-        raise cannot_list(DATASET, error, "DIR") from error
+    _, commit = commit_of(C4, "the data set c4")
+    found = files_in(C4, DATASET, commit, FOLDER, recursive=False)
     pattern = re.compile(rf"{FOLDER}/c4-{split}\.(\d+)-of-\d+\.json\.gz")
     files = [replace(file, index=int(m[1])) for path, file in found.items() if (m := pattern.fullmatch(path))]
     if not files or not commit:
@@ -122,6 +118,9 @@ class HubName:
         return replace(self, split=split)
 
 
+C4 = HubName(DATASET)
+
+
 def is_hub_name(dataset: str) -> bool:
     return dataset.startswith(PREFIX)
 
@@ -150,11 +149,8 @@ class HubDataset:
     def files(self, split: str, where: str) -> Listing:
         paths = files_of_split(self.splits, split, self.name, where)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-        try:
-            found = files_in(self.repository, self.commit, folder, recursive=True)
-            files = [replace(found[path], index=index) for index, path in enumerate(paths)]
-        except Exception as error:  # see cannot_list
-            raise cannot_list(str(self.name), error, fetch_arguments(self.name)) from error
+        found = files_in(self.name, self.repository, self.commit, folder, recursive=True)
+        files = [replace(found[path], index=index) for index, path in enumerate(paths)]
         return Listing(self.repository, self.commit, files)
 
 
@@ -167,11 +163,8 @@ def resolve(name: HubName, where: str) -> HubDataset:
     return HubDataset(name, repository, commit, paths)
 
 
-def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str, str]:
-    """Ask the hub for a repository's present name and the commit of a revision, in one request, or two if it is gated.
-
-    ``where`` begins the messages; for ``fetch``, see ``cannot_list``.
-    """
+def commit_of(name: HubName, where: str) -> tuple[str, str]:
+    """Ask the hub for a repository's present name and the commit of a revision, in one request, or two if it is gated."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -191,10 +184,10 @@ def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str,
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{where}: the data set has no revision {name.revision!r}, see {page}/tree/main") from error
-    except Exception as error:  # httpx and OSError each raise their own
+    except Exception as error:  # see cannot_list
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise ConfigError(f"{where}: the hub refuses access. See {page}, and use {token}") from error
-        raise cannot_list(name.repository, error, fetch or fetch_arguments(name)) from error
+        raise cannot_list(name, error) from error
     return info.id, info.sha or ""
 
 
@@ -216,7 +209,7 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
         builder = patiently(lambda: ask(load_dataset_builder, name.config))
     except DatasetNotFoundError as error:
         raise ConfigError(f"{where}: {error}") from error
-    except Exception as error:  # datasets, huggingface_hub, httpx and the system each raise their own types
+    except Exception as error:  # see cannot_list
         expected = f"expected files that end in {', '.join(SUFFIXES)}"
         if "scripts are no longer supported" in str(error):
             raise ConfigError(
@@ -237,7 +230,7 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
                 f"{where}: datasets cannot read this folder ({type(error).__name__}: {error}); expected a mirror, as "
                 f"titan-disp data fetch {fetch_arguments(name)} makes it, or a full copy of the repository"
             ) from error
-        raise cannot_list(str(name), error, fetch_arguments(name)) from error
+        raise cannot_list(name, error) from error
     return {split: list(files) for split, files in (builder.config.data_files or {}).items()}
 
 
@@ -256,4 +249,4 @@ def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, wher
 
 
 def fetch_arguments(name: HubName) -> str:
-    return f"DIR --dataset '{name}'"
+    return "DIR" if name == C4 else f"DIR --dataset '{name}'"

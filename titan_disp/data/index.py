@@ -222,8 +222,10 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
 def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
     """Return the files with what the index knows of them. ConfigError is raised if it does not know a file as it is now."""
     folder = options.index
-    if remote := next((file for file in files if file.url.startswith("hf://")), None):
-        raise ConfigError(f"stream.index is {folder!r}, but {remote.url} is on the hub: fetch the data, or unset it")
+    if remote := next((file for file in files if file.remote), None):
+        raise ConfigError(
+            f"stream.index is {folder!r}, but {remote.url} is in a store, or is on the hub: fetch the data, or unset it"
+        )
     if folder == IN_MEMORY:
         if (size := sum(file.size for file in files)) > _SMALL:
             raise ConfigError(

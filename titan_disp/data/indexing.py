@@ -29,9 +29,11 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     """
     sets = training_sets(job_config)
     training = [file for one in sets for file in one.check()]
-    if not all(one.check() for one in sets):
-        raise ConfigError("the training data is on the hub, which cannot be indexed: titan-disp data fetch copies it")
     others = _held_out(job_config, sets)
+    if not all(one.check() for one in sets) or any(file.remote for file in [*training, *others]):
+        raise ConfigError(
+            "data is in a store or on the hub, which cannot be indexed: titan-disp data fetch copies it from the hub"
+        )
     how = stream_options(job_config)
     if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
         how = stream_options(job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path))

@@ -28,12 +28,12 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
     """
     where = f"{key}.dataset_path is {dataset_path!r}"
     if os.path.isdir(dataset_path):
-        paths = _of_folder(dataset_path, split, where, c4)
+        paths = select(_walk(dataset_path, where), dataset_path, split, where, c4)
     elif os.path.lexists(dataset_path):
         if not dataset_path.endswith(SUFFIXES):
             raise ConfigError(f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: convert or rename it")
         paths = [dataset_path]
-    elif _is_pattern(dataset_path):
+    elif is_pattern(dataset_path):
         paths = _of_pattern(dataset_path, where)
     else:
         raise ConfigError(
@@ -47,13 +47,13 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
             )
         if not os.access(path, os.R_OK):
             raise ConfigError(f"{where}, but {path!r} is not readable: expected read permission (chmod +r)")
-    _check_kinds(paths, where)
+    check_kinds(paths, where)
     if len({suffix_of(path) for path in paths}) > 1:
         _warn(f"{where}: files of several formats are read together: {_counts(paths)}")
     return paths
 
 
-def _is_pattern(path: str) -> bool:
+def is_pattern(path: str) -> bool:
     return any(c in path for c in "*?[")
 
 
@@ -81,7 +81,7 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
     if folders and found and "**" not in pattern:
         left_out = f"{counted(len(folders), 'folder')}, such as {folders[0]}"
         _warn(f"{where}: the glob leaves out {left_out}. (A glob with /** includes the files in folders)")
-    paths = _readable_formats(list(found.values()), where)
+    paths = readable_formats(list(found.values()), where)
     if not paths:
         there = [_counts(found)] if found else []
         there += [counted(len(folders), "folder")] if folders else []
@@ -97,23 +97,23 @@ def _searched(pattern: str) -> Iterator[str]:
     """Yield the folders whose entries decide what a glob matches."""
     parts = Path(pattern).parts
     for i, part in enumerate(parts):
-        if _is_pattern(part):
+        if is_pattern(part):
             above = os.path.join(*parts[:i]) if i else os.curdir
-            for folder in filter(os.path.isdir, glob(above, recursive=True) if _is_pattern(above) else [above]):
+            for folder in filter(os.path.isdir, glob(above, recursive=True) if is_pattern(above) else [above]):
                 yield folder
                 if part == "**":
                     yield from glob(os.path.join(glob_escape(folder), "**", ""), recursive=True)
 
 
-def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
-    found = _walk(folder, where)
+def select(found: list[str], folder: str, split: str, where: str, c4: bool) -> list[str]:
+    """Select a split's files among all that are in a folder."""
     if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
         # Beside documents in other formats, plain text is about them (README.txt, LICENSE.txt).
         if texts := [path for path in found if path.endswith(PLAIN_TEXT)]:
             such = f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
             _say(f"{where}: left out, because there are documents in other formats: {such}")
         found = [path for path in found if not path.endswith(PLAIN_TEXT)]
-    paths = _readable_formats(found, where)
+    paths = readable_formats(found, where)
     of_split = _of_split(paths, split, narrow=c4)
     if c4:  # a clone of the data set holds other variants too; the hub's stream reads only this one
         of_split = [path for path in of_split if Path(path).is_relative_to(Path(folder) / FOLDER)] or of_split
@@ -161,7 +161,7 @@ def _walk(folder: str, where: str) -> list[str]:
     return found
 
 
-def _check_kinds(paths: list[str], where: str) -> None:
+def check_kinds(paths: list[str], where: str) -> None:
     """Refuse token ids that lie beside texts."""
     ids = [path for path in paths if path.endswith(TOKEN_IDS)]
     if ids and len(ids) < len(paths):
@@ -173,7 +173,7 @@ def _check_kinds(paths: list[str], where: str) -> None:
         )
 
 
-def _readable_formats(paths: list[str], where: str) -> list[str]:
+def readable_formats(paths: list[str], where: str) -> list[str]:
     other = [path for path in paths if not path.endswith(SUFFIXES)]
     for say, usual in ((_warn, False), (_say, True)):
         if part := [path for path in other if path.endswith(_NO_DATA) == usual]:

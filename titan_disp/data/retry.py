@@ -5,9 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timezone
 from email.utils import parsedate_to_datetime
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from torchtitan.tools.logging import logger
+
+from titan_disp.errors import UserError
 
 T = TypeVar("T")
 FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
@@ -49,9 +52,29 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def response_of(error: Exception) -> Any:
-    """Return the server's answer that an error is about, or None."""
-    found = (getattr(one, "response", None) for one in chain(error))
-    return next((response for response in found if response is not None), None)
+    """Return the server's answer that an error is about, with ``status_code`` and ``headers``, or None."""
+    for one in chain(error):
+        response, code = getattr(one, "response", None), getattr(one, "code", None)
+        if isinstance(response, dict):  # of S3
+            about = response.get("ResponseMetadata", {})
+            after = about.get("HTTPHeaders", {}).get("retry-after", "")
+            return SimpleNamespace(status_code=about.get("HTTPStatusCode", 0), headers={"Retry-After": after})
+        if response is not None:
+            return response
+        if isinstance(code, int):  # of Google
+            return SimpleNamespace(status_code=code, headers={})
+    return None
+
+
+REFUSALS = (PermissionError, FileNotFoundError, ValueError, TypeError, AttributeError, ImportError, UserError)
+
+
+def may_recover(error: Exception) -> bool:
+    """Return whether a server may answer the same request later: not if it refuses access, or has no such object."""
+    if (response := response_of(error)) is not None:
+        return response.status_code in (408, 429) or response.status_code >= 500
+    refused = (isinstance(one, REFUSALS) or "Credentials" in type(one).__name__ for one in chain(error))
+    return not any(refused) and not str(error).startswith("Forbidden")
 
 
 def seconds_asked(error: Exception) -> float | None:

@@ -189,7 +189,7 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
                 file,
                 density=0.0 if no_rows else densities[formats.suffix_of(file.name)],
                 sample=sample,
-                blocks=None if file.url.startswith("hf://") else megatron.blocks_of(file),
+                blocks=None if file.remote else megatron.blocks_of(file),
             )
             for file, sample, no_rows in zip(files, hashes, empty, strict=True)
         ]
@@ -204,7 +204,7 @@ def _has_no_rows(file: DataFile) -> bool:
     """Return whether a local Parquet file is empty. One of 64 KiB has more than a footer."""
     import pyarrow
 
-    if not file.name.endswith(formats.PARQUET) or file.url.startswith("hf://") or file.size > 1 << 16:
+    if not file.name.endswith(formats.PARQUET) or file.remote or file.size > 1 << 16:
         return False
     try:
         with open(file.url, "rb") as stored:
@@ -214,8 +214,8 @@ def _has_no_rows(file: DataFile) -> bool:
 
 
 def _hash(file: DataFile) -> str:
-    """Hash some of a local file. On the hub, the commit says which content a file has."""
-    return "" if file.url.startswith("hf://") else content_sample(file)
+    """Hash some of a local file. On the hub, the commit says which content a file has; else ``etag``."""
+    return "" if file.remote else content_sample(file)
 
 
 def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:

@@ -8,6 +8,7 @@ therefore takes one request, from the first byte wanted to its end, and one more
 
 import errno
 import io
+import math
 import os
 import re
 import time
@@ -15,10 +16,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from titan_disp.data import objects
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import PARQUET
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.retry import response_of, retried
+from titan_disp.data.retry import may_recover, response_of, retried
 from titan_disp.errors import DataError
 
 ZEROS = bytes(4096)
@@ -75,6 +77,12 @@ class RetryingFile(io.RawIOBase):
         self._place += len(found)
         return found
 
+    def _changed(self, now: str, then: object) -> DataError:
+        return DataError(
+            f"{self._name} has {now}, but had {then} when the files were listed: it was changed meanwhile, or another node "
+            "sees another copy. Restore it, or start the run again to list the files anew"
+        )
+
     def close(self) -> None:
         self._let_go()
         super().close()
@@ -84,10 +92,9 @@ class RetryingFile(io.RawIOBase):
 
     def _let_go(self) -> None:
         """Close what the reads hold open; the next one opens it again."""
-        raise NotImplementedError
 
     def may_pass(self, error: Exception) -> bool:
-        raise NotImplementedError
+        return may_recover(error)
 
 
 # Network file systems raise these while their server changes or restarts.
@@ -108,21 +115,15 @@ class LocalFile(RetryingFile):
             now = self._file.seek(0, io.SEEK_END)
             if now != self._size:
                 self._let_go()
-                raise self._changed(now)
+                raise self._changed(f"{now} bytes", self._size)
         return self._file
-
-    def _changed(self, now: int) -> DataError:
-        return DataError(
-            f"{self._name} has {now} bytes, but had {self._size} when the files were listed: it was changed meanwhile, or "
-            "another node sees another copy. Restore it, or start the run again to list the files anew"
-        )
 
     def _read(self, size: int) -> bytes:
         file = self._open()
         if file.tell() != self._place:
             file.seek(self._place)
         if not (found := file.read(size)):  # a reader would take this for the end of the documents, or for damage
-            raise self._changed(self._place)
+            raise self._changed(f"{self._place} bytes", self._size)
         return found
 
     def _let_go(self) -> None:
@@ -135,6 +136,38 @@ class LocalFile(RetryingFile):
             return False
         self._let_go()  # the next attempt opens it again
         return error.errno in PASSING
+
+
+BLOCK = 1 << 19  # bytes that an open object holds: a rank may hold two thousand open …
+LARGEST = 1 << 22  # … and most bytes of a request, as for a column of a Parquet file
+UNCHECKED_SECONDS = 60.0  # after so long, the next request is preceded by one for the object's size and checksum
+
+
+class ObjectFile(RetryingFile):
+    """Read an object of a store, in blocks. After most failures of the store, a block is asked for again."""
+
+    def __init__(self, file: DataFile, options: StreamOptions) -> None:
+        super().__init__(file, options)
+        self._etag, self._checked = file.etag, -math.inf
+        self._begin, self._block = 0, b""
+
+    def _read(self, size: int) -> bytes:
+        if not self._begin <= self._place < self._begin + len(self._block):
+            if time.monotonic() - self._checked > UNCHECKED_SECONDS:
+                self._check()
+            asked = min(max(size, BLOCK), LARGEST, self._size - self._place)
+            block = objects.ask(self._name, "cat_file", start=self._place, end=self._place + asked)
+            if not 0 < len(block) <= asked:
+                raise OSError(f"asked for {asked} bytes from {self._place} on, the store answered {len(block)}")
+            self._begin, self._block = self._place, block
+        first = self._place - self._begin
+        return self._block[first : first + size]
+
+    def _check(self) -> None:
+        info = objects.ask(self._name, "info")
+        if (info["size"], etag := objects.etag_of(info)) != (self._size, self._etag):
+            raise self._changed(f"{info['size']} bytes, checksum {etag}", f"{self._size}, checksum {self._etag}")
+        self._checked = time.monotonic()
 
 
 GAP = 4 << 20  # up to this many bytes are read and dropped to get to a later place; a new request takes about as long
@@ -254,3 +287,9 @@ def _client() -> Any:
 
 
 os.register_at_fork(after_in_child=_client.cache_clear)  # a prefetch worker must not share its parent's connections
+
+
+def opened(file: DataFile, options: StreamOptions) -> RetryingFile:
+    if not file.remote:
+        return LocalFile(file, options)
+    return RemoteFile(file, options) if file.url.startswith("hf://") else ObjectFile(file, options)

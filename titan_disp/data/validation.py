@@ -1,6 +1,5 @@
 """Validation runs on the first sequences of the validation split, which are the same in every run and on any mesh."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,6 +16,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import check_documents
 from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, streams_from_hub
+from titan_disp.data.objects import is_folder
 from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.sources import check_content, training_sets
@@ -86,7 +86,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
         splits = [
             (held_out(data.dataset), data.path)
             for data in training_sets(job_config)
-            if streams_from_hub(data.dataset, data.path) or (data.path is not None and os.path.isdir(data.path))
+            if streams_from_hub(data.dataset, data.path) or (data.path and is_folder(data.path))
         ]
     if not splits:
         return None
