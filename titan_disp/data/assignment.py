@@ -44,7 +44,7 @@ from titan_disp.errors import ConfigError
 VERSION = 6  # part of the fingerprint: under another version, the same position means other documents
 KEYS = 1 << 64
 _EDGE = 8  # a cut that is closer to the edge of a file than 1/8 of a run is moved to the edge
-_BLOCKS = 32  # blocks are dealt out if a slot has at least so many of the file
+_BLOCKS = 16  # blocks are dealt out if a slot has at least so many of the file
 _BLOCK = 1 << 16
 _KEPT = 1 << 18  # bound on the files and cuts in all cached lines: about 20 MB
 

@@ -218,7 +218,8 @@ class Documents:
         name = self.file.name
         if name.endswith(formats.PARQUET):
             self.table = formats.parquet_table(stored, self.file.url)
-            return partial(formats.parquet_records, self.table, self.file.url, self.options)
+            rows = formats.rows_at_a_time(self.table.metadata)
+            return partial(formats.parquet_records, self.table, self.file.url, self.options, rows)
         if name.endswith(formats.TOKEN_IDS):
             how = self.options.format
             return megatron.reader(stored, self.file, how) or token_ids.reader(stored, self.file, how)

@@ -267,7 +267,7 @@ _BATCH = 4 << 20  # … no more bytes than these
 
 
 def parquet_table(stored: io.BufferedReader, name: str) -> Any:
-    """Open a Parquet file. Raise OtherContent if it is something else."""
+    """Open a Parquet file. Raise OtherContent if it is something else. ``parquet_records`` takes it."""
     import pyarrow
     import pyarrow.parquet
 
@@ -282,15 +282,17 @@ def parquet_table(stored: io.BufferedReader, name: str) -> Any:
         raise
 
 
-def parquet_records(table: Any, name: str, options: StreamOptions, *groups: int) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column, of all row groups or of ``range(*groups)``.
+def parquet_records(
+    table: Any, name: str, options: StreamOptions, rows: int, *groups: int
+) -> Iterator[str | BadDocument]:
+    """Yield the texts of a column, of all row groups or of ``range(*groups)``, decoding so many ``rows`` at a time.
 
     DataError is raised for a sound file without such a column: the config has to change.
     """
     field, max_bytes = options.format.text_field, options.max_document_bytes
     _check_column(table.schema_arrow, name, field)
     chosen = list(range(*groups)) if groups else None
-    for batch in table.iter_batches(batch_size=_rows(table.metadata), columns=[field], row_groups=chosen):
+    for batch in table.iter_batches(batch_size=rows, columns=[field], row_groups=chosen):
         for value in _column(batch, field):
             try:
                 text = value.as_py()
@@ -311,7 +313,7 @@ def parquet_rows(stored: BinaryIO) -> int:
     return pyarrow.parquet.read_metadata(pyarrow.PythonFile(stored, "r")).num_rows
 
 
-def _rows(metadata: Any) -> int:
+def rows_at_a_time(metadata: Any) -> int:
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 

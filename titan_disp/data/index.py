@@ -146,8 +146,11 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
         first, places = file.blocks.first.tolist(), file.blocks.places.tolist()
     elif table is not None:
         groups = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
-        first = sorted({min(n, count) for n in np.cumsum([0, *groups]).tolist()})  # of a damaged group, its beginning
-        places, end = list(range(len(first))), file.size * count // max(sum(groups), 1)
+        step = max(1, least * len(groups) // file.size)  # row groups of a block
+        found = zip(np.cumsum([0, *groups]).tolist(), range(len(groups) + 1), strict=True)
+        known = [(n, group) for n, group in found if (group % step == 0 and n < count) or group == len(groups)]
+        first, places = [min(n, count) for n, _ in known], [group for _, group in known]
+        end = file.size * count // max(sum(groups), 1)
     elif file.name.endswith(formats.COMPRESSED) or (
         options.format.text_split == "file" and file.name.endswith(formats.PLAIN_TEXT)
     ):
@@ -166,7 +169,8 @@ def _text(record: formats.Record, options: StreamOptions) -> bytes:
 def _path(folder: Path, file: DataFile) -> Path:
     """Return where the index of a file is. The folder may be moved together with the data."""
     relative = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder))
-    return folder / f"{hashlib.sha256(os.fsencode(relative)).hexdigest()[:24]}.npz"
+    kind = formats.suffix_of(file.name)  # links of several names may lead to one file
+    return folder / f"{hashlib.sha256(os.fsencode(relative + kind)).hexdigest()[:24]}.npz"
 
 
 def _load(path: Path, hashes: bool) -> FileIndex | None:
