@@ -69,7 +69,7 @@ def fingerprint(
         "contents": {file.name: file.sample for file in files if file.sample},
         "etags": {file.name: file.etag for file in files if file.etag},
         "text per stored byte": densities if len(set(densities.values())) > 1 else {},  # else it decides nothing
-        "index of the data": digest.hexdigest() if any(file.documents is not None for file in files) else "none",
+        INDEX: digest.hexdigest() if any(file.documents is not None for file in files) else "none",
         "assignment": VERSION,
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "eos_token_id": _eos_of_model(tokenizer_folder),
@@ -78,10 +78,18 @@ def fingerprint(
     }
 
 
+INDEX = "index of the data"
+
+
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe each difference between two fingerprints in words."""
     found = []
+    other = (saved.get(INDEX, "none") == "none") != (
+        now[INDEX] == "none"
+    )  # then hashes are of other parts of the files
     for key in now | saved:
+        if other and key in ("contents", "text per stored byte"):
+            continue
         then, today = saved.get(key), now.get(key)
         if key == "files":  # in any order
             then, today = dict(then or []), dict(now[key])
@@ -102,6 +110,11 @@ def _difference(key: str, then: Any, today: Any) -> str:
     if key in ("contents", "etags"):
         changed = sorted(name for name in then if then[name] != today[name])
         return f"content: {counted(len(changed), 'file')} of the same size with other documents, first {changed[0]}"
+    if key == INDEX:
+        if "none" not in (then, today):
+            return "the index describes other blocks or texts than then"
+        how = ["without an index" if one == "none" else "with an index" for one in (then, today)]
+        return f"stream.index: the data was read {how[0]} then, and is now read {how[1]}"
     if key == "stream.sources":
         words = (", ".join(f"{name} {n}" for name, n in one or []) or "none" for one in (then, today))
         return f"{key}, with the slots that their weights make: {next(words)} then, {next(words)} now"

@@ -14,7 +14,7 @@ from titan_disp.data.files import DataFile, held_out
 from titan_disp.data.formats import TOKEN_IDS
 from titan_disp.data.index import FOLDER, IN_MEMORY, FileIndex, current, index_file
 from titan_disp.data.options import StreamOptions, stream_options
-from titan_disp.data.sources import DataSet, data_sets, training_sets
+from titan_disp.data.sources import DataSet, check_content, data_sets, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
@@ -37,6 +37,8 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     how = stream_options(job_config)
     if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
         how = stream_options(job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path))
+    for one in sets:
+        check_content(one.check(), how, one.key)
     named = "" if how.index == IN_MEMORY else how.index
     folder = out or Path(named or _beside(sets))
     found = write_index([*training, *others], folder, how, workers)
