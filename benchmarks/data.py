@@ -159,7 +159,7 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
             fast = ("--stream.fast_tokenizer",)
             cases |= {"titan-disp, fast_tokenizer": (4, fast), "titan-disp, fast_tokenizer, prefetch = 0": (0, fast)}
         cases["TorchTitan"] = (0, ())
-        for ranks in (64, 40):
+        for ranks in (64, 40, 1):
             measured: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
             for name, (prefetch, overrides) in [*cases.items()] * options.rounds:
                 job = job_config(folder, path, options.seq_len, prefetch, *overrides)

@@ -191,6 +191,16 @@ def block_cosine(text: str = "test") -> Value:
     return lambda row: float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
 
 
+def order_of_depth(text: str = "test") -> Value:
+    """Return a function that reads the paper's measure: Spearman's ρ of the blocks' mean cosines with their depth."""
+
+    def value(row: Row) -> float:
+        cosines = row["numbers"][text]["mean_cosine"][1:-1]
+        return float(stats.spearmanr(range(len(cosines)), cosines).statistic)
+
+    return value
+
+
 def failures(rows: Iterable[Row]) -> list[Row]:
     """Return the last rows of the runs whose last try failed."""
     return [row for row in newest(rows).values() if row["status"] == "failed"]
@@ -264,9 +274,11 @@ def second_runs(rows: Sequence[Row]) -> dict[int, Row]:
     return {key_of(row)[2]: row for row in rows if row["part"] == RESTORED and key_of(row)[:2] == ("main", "off")}
 
 
-def against_second_runs(rows: Sequence[Row]) -> Paired:
+def against_second_runs(rows: Sequence[Row]) -> tuple[Paired, Paired]:
+    """Return main's on against the second runs of off, and against the mean of each seed's two runs."""
+    on, first = (by_seed(rows, "main", state, loss("test")) for state in ("on", "off"))
     again = {seed: ce for seed, row in second_runs(rows).items() if (ce := loss("test")(row)) is not None}
-    return paired(by_seed(rows, "main", "on", loss("test")), again)
+    return paired(on, again), paired(on, {seed: (ce + first[seed]) / 2 for seed, ce in again.items() if seed in first})
 
 
 def token_shares(rows: Iterable[Row]) -> dict[str, float] | None:

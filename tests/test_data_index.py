@@ -298,8 +298,10 @@ class TestOnDisk:
         self.run(corpus)
         assert sum(path.stat().st_mtime_ns != written[path] for path in (corpus / FOLDER).iterdir()) == 1
         self.files(corpus)
-        with pytest.raises(ConfigError, match="3 files .* which was indexed with text_field = 'text'"):
+        with pytest.raises(ConfigError, match="3 files .* which is not in it, or not with these options"):
             self.files(corpus, text_field="body")
+        self.run(corpus, "--stream.text_split=blank_lines")  # beside the first
+        self.files(corpus)
         monkeypatch.setattr(index, "read_index", None)  # a copy is only hashed
         os.utime(corpus / "0.jsonl", ns=(0, 10**9))
         with pytest.raises(ConfigError, match="1 file .* which has another time of change than when it was indexed"):

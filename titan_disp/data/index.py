@@ -73,12 +73,9 @@ def content_sample(file: DataFile) -> str:
     return digest.hexdigest()[:16]
 
 
-def _about(file: DataFile, options: StreamOptions) -> dict[str, Any]:
-    how = options.format
-    keys = ("token_dtype", "eos_id") if file.name.endswith(formats.TOKEN_IDS) else ("text_field", "text_split")
+def _about(file: DataFile) -> dict[str, Any]:
     changed = [os.stat(path).st_mtime_ns for path in megatron.paths_of(file)]
-    own = {"version": VERSION, "size": file.size, "sample": content_sample(file), "changed": changed}
-    return own | {key: getattr(how, key) for key in keys}
+    return {"version": VERSION, "size": file.size, "sample": content_sample(file), "changed": changed}
 
 
 def _sha256(file: DataFile) -> str:
@@ -117,7 +114,7 @@ def _records(file: DataFile, documents: Documents, options: StreamOptions) -> It
 
 def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     """Read a whole file."""
-    about = _about(file, options)  # before the content, so that a change in the meantime is noticed
+    about = _about(file)  # before the content, so that a change in the meantime is noticed
     file = replace(file, blocks=megatron.blocks_of(file))
     documents, least = Documents(file, options), max(_LEAST, file.size // _MOST)
     hashes: list[int] = []
@@ -166,11 +163,13 @@ def _text(record: formats.Record, options: StreamOptions) -> bytes:
     return formats.text_of(record, options.format.text_field).encode()
 
 
-def _path(folder: Path, file: DataFile) -> Path:
-    """Return where the index of a file is. The folder may be moved together with the data."""
-    relative = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder))
-    kind = formats.suffix_of(file.name)  # links of several names may lead to one file
-    return folder / f"{hashlib.sha256(os.fsencode(relative + kind)).hexdigest()[:24]}.npz"
+def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:
+    """Return where the index of a file is, as these options read it. The folder may be moved together with the data."""
+    relative, how = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder)), options.format
+    ids = file.name.endswith(formats.TOKEN_IDS)
+    kind = (how.token_dtype, how.eos_id) if ids else (how.text_field, how.text_split)
+    named = f"{relative}/{formats.suffix_of(file.name)}/{kind}"  # links of several names may lead to one file
+    return folder / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:24]}.npz"
 
 
 def _load(path: Path, hashes: bool) -> FileIndex | None:
@@ -185,26 +184,25 @@ def _load(path: Path, hashes: bool) -> FileIndex | None:
 def _differences(found: FileIndex | None, about: Mapping[str, Any]) -> dict[str, str]:
     """Say why an index is not that of a file as it is now, by the facts that differ."""
     if found is None:
-        return {"": "is not in it"}
-    changed = dict.fromkeys(("size", "sample"), "has changed since it was indexed")
+        return {"": "is not in it, or not with these options of the format and this tokenizer"}
     said = {
+        **dict.fromkeys(("size", "sample"), "has changed since it was indexed"),
         "version": "was indexed by another version",
         "changed": "has another time of change than when it was indexed",
     }
-    keys = [key for key in about if found.about.get(key) != about[key]]
-    return {key: (said | changed).get(key, f"was indexed with {key} = {found.about.get(key)!r}") for key in keys}
+    return {key: said[key] for key in about if found.about.get(key) != about[key]}
 
 
 def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex | str:
     """Return what an index knows of a file, without hashes, or why it does not know it."""
-    found = _load(_path(folder, file), hashes=False)
-    why = _differences(found, _about(file, options))
+    found = _load(_path(folder, options, file), hashes=False)
+    why = _differences(found, _about(file))
     return next(iter(why.values()), None) or found  # type: ignore[return-value]
 
 
 def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex:
     """Index a file unless that has been done. Other processes and nodes may do the same at the same time."""
-    path, about = _path(folder, file), _about(file, options)
+    path, about = _path(folder, options, file), _about(file)
     found = _load(path, hashes=True)
     why = _differences(found, about)
     if found is None or (why and not (why.keys() == {"changed"} and _sha256(file) == found.about["sha256"])):

@@ -19,7 +19,7 @@ from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
 
-_WORTH = 1 << 26  # bytes from which on processes take less time than their start
+_WORTH = 1 << 31  # bytes from which on processes take less time than their start
 
 
 def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterator[str]:
