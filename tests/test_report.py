@@ -319,6 +319,41 @@ def test_bare_and_damaged_runs(tmp_path):
     assert "2 in a row; the last: node n3 <died>" in cells(page, "failures without a new checkpoint")
 
 
+def first_event(run):
+    lines = (run / "events.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    del first["time"]
+    (run / "events.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run: (run / "metrics.jsonl").unlink(),
+        first_event,
+        lambda run: (run / "metrics.jsonl").open("a").write('{"step": "abc", "time": 1e9, "loss": 1, "ce": 1}\n'),
+        lambda run: (run / "config.json").write_text('{"model": 5}'),
+        lambda run: (run / "config.json").write_bytes(b"\xff\xfe"),
+    ],
+)
+def test_one_broken_run_among_several(tmp_path, damage, capsys):
+    good, broken = (write_run(tmp_path / name, *whole()) for name in ("good", "broken"))
+    damage(broken)
+    html = write_report([good, broken], tmp_path / "report.html").read_text()
+    assert ("Left out" in html, "good: complete" in html) == (True, True)
+    assert f"{str(broken)!r}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="broken"):
+        write_report([broken], tmp_path / "report.html")
+
+
+def test_a_truncated_measurement_costs_only_itself(tmp_path):
+    run = write_run(tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)])
+    path = run / "condensation" / "step-50.npz"
+    path.write_bytes(path.read_bytes()[:300])
+    (found,) = gather([run])
+    assert (list(found.condensation), len(found.problems)) == ([0, 100], 1)
+
+
 def test_models_of_different_depth_and_one_measurement(tmp_path):
     deep = write_run(tmp_path / "deep", *whole(), model={"flavor": "of another version"})
     measurement(0.5, layers=29).save(deep / "condensation" / "step-0.npz")
@@ -368,8 +403,8 @@ def test_errors(tmp_path, monkeypatch, capsys):
     out.write_text("before")
     for paths, target, reason in (
         ([], out, "no run"),
-        ([tmp_path / "nowhere"], out, "nowhere' does not exist"),
-        ([run, tmp_path / "folder"], out, "folder' lacks config.json"),
+        ([tmp_path / "folder"], out, "folder' lacks config.json"),
+        ([run, tmp_path / "nowhere"], out, "nowhere' does not exist"),
         ([run, tmp_path / "folder" / ".." / "run"], out, "given twice"),
         ([run], tmp_path / "folder", "is a folder"),
         ([run], tmp_path / "missing" / "report.html", "does not exist"),

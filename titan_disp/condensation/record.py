@@ -142,10 +142,20 @@ class Condensation:
         return cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
 
 
-def load_steps(folder: str | Path) -> dict[int, Condensation]:
-    """Return what a run measured while it trained, by step: its files RUN/condensation/step-N.npz, if any."""
-    steps = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.npz")}
-    return {int(step): Condensation.load(steps[step]) for step in sorted(filter(str.isdecimal, steps), key=int)}
+def load_steps(folder: str | Path, problems: list[str] | None = None) -> dict[int, Condensation]:
+    """Return what a run measured while it trained, by step: its files RUN/condensation/step-N.npz, if any.
+
+    A message about each file that cannot be read is put into ``problems``; without it, the error is raised.
+    """
+    steps, found = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.npz")}, {}
+    for step in sorted(filter(str.isdecimal, steps), key=int):
+        try:
+            found[int(step)] = Condensation.load(steps[step])
+        except Exception as error:  # a damaged archive can raise any exception
+            if problems is None:
+                raise
+            problems.append(f"{steps[step]} cannot be read: {error}")
+    return found
 
 
 def blocks_mean(found: Condensation) -> float:

@@ -105,62 +105,70 @@ class Run:
 
 
 def _read(path: Path, name: str, group: str | None) -> Run:
-    problems = []
+    if not reader.is_run(path):
+        what = (
+            "lacks config.json or metrics.jsonl: it is not a run's folder, the run has not logged anything yet, or "
+            "TorchTitan's own trainer wrote it, without a config.json"
+        )
+        raise ConfigError(f"{str(path)!r} {what}; expected a job.dump_folder")
+    problems: list[str] = []
     try:
-        config = reader.read_config(path)
-        written = reader.read_rows(path)
-        metrics = reader.by_step(written)
-        events = reader.read_events(path)
-        environment = reader.read_environment(path)
-        failures = reader.read_failures(path)
-    except (OSError, ValueError, KeyError) as error:
+        written, events = reader.read_rows(path), reader.read_events(path)
+        newest = max((*written[-1:], *events[-1:]), key=lambda record: record["time"], default={"step": 0})
+        step = newest["step"]
+
+        def done(by_step: Mapping[int, Any]) -> dict[int, Any]:
+            return {at: found for at, found in by_step.items() if at <= step}
+
+        run = Run(
+            path=path,
+            name=name,
+            group=group,
+            config=reader.read_config(path),
+            environment=reader.read_environment(path),
+            step=step,
+            written=written,
+            rows=list(done(reader.by_step(written)).values()),
+            events=events,
+            condensation=done(load_steps(path / "condensation", problems)),
+            validation=done(reader.read_validation(path)),
+            failures=reader.read_failures(path),
+            problems=problems,
+        )
+        _ = run.model, run.parameters, run.attempts, run.goodputs, run.tokens_per_step  # what is malformed shows now
+    except Exception as error:  # whatever a damaged file leads to
         raise ConfigError(f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
-    try:
-        condensation = load_steps(path / "condensation")
-    except Exception as error:  # a damaged archive can raise any exception
-        condensation = {}
-        problems.append(f"the measurements in {path / 'condensation'} cannot be read: {error}")
-    validation = reader.read_validation(path)
-    newest = max((*written[-1:], *events[-1:]), key=lambda record: record["time"], default={"step": 0})
-    step = newest["step"]
-    return Run(
-        path=path,
-        name=name,
-        group=group,
-        config=config,
-        environment=environment,
-        step=step,
-        written=written,
-        rows=[row for at, row in metrics.items() if at <= step],
-        events=events,
-        condensation={at: found for at, found in condensation.items() if at <= step},
-        validation={at: loss for at, loss in validation.items() if at <= step},
-        failures=failures,
-        problems=problems,
-    )
+    return run
 
 
-def gather(paths: Sequence[str | Path]) -> list[Run]:
-    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one condition, in their order."""
+def gather(paths: Sequence[str | Path], left_out: list[str] | None = None) -> list[Run]:
+    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one condition, in their order.
+
+    ConfigError is raised if one cannot be read. With ``left_out``, which receives the reason, only if none can.
+    """
     given = [parse_group(str(path)) or (None, [str(path)]) for path in paths]
     folders, groups = [Path(m) for _, members in given for m in members], [g for g, members in given for _ in members]
     if not folders:
         raise ConfigError("no run to report on: give one or several run folders (job.dump_folder)")
-    for folder in folders:
-        if not reader.is_run(folder):
-            what = (
-                "lacks config.json or metrics.jsonl: it is not a run's folder, the run has not logged anything yet, or "
-                "TorchTitan's own trainer wrote it, without a config.json"
-            )
-            raise ConfigError(
-                f"{str(folder)!r} {what if folder.exists() else 'does not exist'}; expected a job.dump_folder"
-            )
+    if missing := [str(folder) for folder in folders if not folder.exists()]:
+        raise ConfigError(f"{missing[0]!r} does not exist; expected a job.dump_folder")
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
         raise ConfigError(f"a run is given twice: {', '.join(map(str, folders))}")
     short = [folder.name for folder in resolved]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
-    return [_read(folder, name, group) for folder, name, group in zip(folders, names, groups, strict=True)]
+    found: list[Run] = []
+    errors: list[ConfigError] = []
+    for folder, name, group in zip(folders, names, groups, strict=True):
+        try:
+            found.append(_read(folder, name, group))
+        except ConfigError as error:
+            errors.append(error)
+    if errors and (left_out is None or not found):
+        raise errors[0]
+    if left_out is not None:
+        left_out += map(str, errors)
+    return found
 
 
 def defaults() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """This module draws and describes the pictures of the page, renders them with the tables into page.html.j2, and writes it."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -170,10 +171,10 @@ def history(run: Run) -> Picture | None:
     return Picture(to_uri(charts.timeline(run.attempts, run.events)), alt, wide=True)
 
 
-def render(runs: Sequence[Run], now: float) -> str:
+def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = ()) -> str:
     """Render the HTML page. It needs no other file, and texts from a run's files are never markup in it.
 
-    ``now``, in seconds since the epoch, decides whether a run is alive.
+    ``now``, in seconds since the epoch, decides whether a run is alive. ``left_out`` says which runs could not be read.
     """
     here = FileSystemLoader(Path(__file__).parent)
     templates = Environment(
@@ -183,6 +184,7 @@ def render(runs: Sequence[Run], now: float) -> str:
     with drawing():
         return templates.get_template("page.html.j2").render(
             runs=runs,
+            left_out=left_out,
             states=[state(run, now)[0] for run in runs],
             written=tables.when(now),
             bins=BINS,
@@ -211,7 +213,10 @@ def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
         raise ConfigError(f"--out {str(out)!r} {what}, expected a file such as report.html in an existing folder")
-    html = render(gather(paths), time.time())
+    left_out: list[str] = []
+    html = render(gather(paths, left_out), time.time(), left_out)
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
     try:
         with atomic_write(out) as partial:
             partial.write_text(html, encoding="utf-8")
