@@ -76,7 +76,7 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
 
     card = (dest / "README.md").read_text()
     for fact in ("# small-model", "30 of 300", "30,720", "7.0000 at step 20", "-0.2000 at step 20", "427,008", "2602.00217",
-                 "torch 2.99", "7 ranks", "coeff = 0.1", f"copy named `{sample.name}`"):  # fmt: skip
+                 "torch 2.99", "7 ranks", "coeff = 0.1", f"file named `{sample.name}`"):  # fmt: skip
         assert fact in card, fact
     for absent in ("held-out", f"{sample}/"):  # the run measured nothing
         assert absent not in card

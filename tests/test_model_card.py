@@ -40,7 +40,7 @@ def test_files_of_the_checkpoint(run, sample):
     save_files(run, [[f"c4-train.{i:05}-of-01024.json.gz", 319_400_000] for i in range(1024)])
     assert rows_of(run)["data"] == (
         "1,024 files, 327.1 GB: `c4-train.00000-of-01024.json.gz` to `c4-train.01023-of-01024.json.gz` "
-        f"(allenai/c4, a local copy named `{sample.name}`)"
+        f"(laid out as allenai/c4, from a local folder or file named `{sample.name}`)"
     )
     web = {"name": "", "path": "/data/web", "dataset": "text", "weight": 3.0}
     change_config(run, "stream", sources=[web, web | {"name": "code", "path": "/data/c", "weight": 1.0}])
@@ -59,9 +59,9 @@ def test_files_on_this_disk(run, sample):
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/gone/mirror", "allenai/c4, a local copy named `mirror`"),
+        ("/gone/mirror", "laid out as allenai/c4, from a local folder or file named `mirror`"),
         (None, "allenai/c4, from the hub"),
-        ("docs", "1 file, 16 bytes: `a.jsonl` (documents, a local copy named `docs`)"),
+        ("docs", "1 file, 16 bytes: `a.jsonl` (documents, from a local folder or file named `docs`)"),
     ],
 )
 def test_other_files(path, told, save, tmp_path):
@@ -74,6 +74,9 @@ def test_other_files(path, told, save, tmp_path):
 
 def test_settings_of_dispersion_and_of_a_baseline(run):
     told = rows_of(run)
+    assert re.fullmatch(r"\d+ sequences", told["batch"])
+    assert re.fullmatch(r"[\d,]+ steps of warm-up, then \w+ decay to [\d.]+ of the peak", told["schedule"])
+    assert re.fullmatch(r"\w+ \(weights\), 0 \(order of the data\)", told["seeds"])
     for setting in ("coeff = 0.1", "norm_coeff = 0.1", "include_diagonal = True", "max_tokens = 256"):
         assert setting in told["dispersion"]
     assert not {"baseline", "attention in training"} & told.keys()

@@ -42,8 +42,11 @@ def _data(saved: SavedModel) -> str:
         return parts + (f"; in total {_listed(files)}" if (files := _files(saved)) else "")
     training = saved.config["training"]
     path, files, dataset = training["dataset_path"], _files(saved), training["dataset"]
-    name = "allenai/c4" if dataset.startswith("c4") else f"`{dataset}`" if dataset.startswith("hf:") else "documents"
-    source = name + (f", a local copy named `{Path(path).name}`" if path else ", from the hub")
+    if dataset.startswith("c4"):
+        name = "laid out as allenai/c4" if path else "allenai/c4"
+    else:
+        name = f"`{dataset}`" if dataset.startswith("hf:") else "documents"
+    source = name + (f", from a local folder or file named `{Path(path).name}`" if path else ", from the hub")
     return f"{_listed(files)} ({source})" if files else source
 
 
@@ -87,15 +90,20 @@ def _baseline(section: dict[str, Any]) -> str:
 def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, environment: dict[str, Any]) -> str:
     """Write the text of README.md. ``environment`` is the run's environment.json, or {} if it is missing."""
     config = saved.config
-    training = config["training"]
+    training, schedule = config["training"], config["lr_scheduler"]
+    together, each = training["global_batch_size"], training["local_batch_size"]
     logged = {step: record for step, record in read_metrics(saved.run).items() if step <= saved.step}
     model = f"{saved.entry.title}, {parameters:,} parameters (flavor {saved.flavor})"
     facts = {
         "architecture": f"{model}, weights in {dtype}",
         "data": _data(saved),
         "sequence length": f"{training['seq_len']:,}",
+        "batch": f"{together:,} sequences" if together > 0 else f"{counted(each, 'sequence')} of each rank",
         "dispersion": _dispersion(config["dispersion"]),
         "optimizer": f"{config['optimizer']['name']}, peak learning rate {config['optimizer']['lr']:g}",
+        "schedule": f"{schedule['warmup_steps']:,} steps of warm-up, then {schedule['decay_type']} decay to "
+        f"{schedule['min_lr_factor']:g} of the peak",
+        "seeds": f"{config['debug']['seed']} (weights), {config['stream']['seed']} (order of the data)",
         "steps": f"{saved.step:,} of {training['steps']:,}",
     }
     if config["stream"].get("document_mask"):
