@@ -92,6 +92,16 @@ def largest_number_alive(layers):
 
 
 @torch.no_grad()
+def test_a_model_of_another_layout():
+    """XLNet's layers are [N, B, F]. They would be measured as other sequences, without a word."""
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    model = XLNetLMHeadModel(XLNetConfig(vocab_size=20, d_model=8, n_layer=2, n_head=2, d_inner=8)).eval()
+    with pytest.raises(ConfigError, match=r"layer 0 has the shape \[5, 3, 8\] for \[3, 5\] tokens"):
+        hugging_face_layers(model)(torch.arange(15).view(3, 5), lambda layer, h: None)
+
+
+@torch.no_grad()
 def test_layers_of_a_run(run):
     (target,) = find_targets([str(run)], False, None).values()
     layers, got = target.load(torch.device("cpu"), "float32"), {}

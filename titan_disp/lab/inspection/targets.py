@@ -128,13 +128,24 @@ class Layers:
         self.device = torch.device("cpu") if first.type == "meta" else first
 
     def __call__(self, tokens: Tensor, consume: Consume) -> None:
-        """Run [B, N] token ids through the model, and call ``consume`` for each layer."""
+        """Run [B, N] token ids through the model, and call ``consume`` for each layer.
+
+        ConfigError is raised if a layer is not [B, N, F], as of XLNet, whose layers are [N, B, F].
+        """
+
+        def take(layer: int, h: Tensor) -> None:
+            if h.ndim != 3 or h.shape[:2] != tokens.shape:
+                raise ConfigError(
+                    f"layer {layer} has the shape {list(h.shape)} for {list(tokens.shape)} tokens, expected [sequences, "
+                    "tokens, features]: models of this kind cannot be measured"
+                )
+            consume(layer, h)
 
         def take_input(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            consume(layer, args[0] if args else kwargs["hidden_states"])
+            take(layer, args[0] if args else kwargs["hidden_states"])
 
         def take_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            consume(len(self.blocks), output if isinstance(output, Tensor) else output[0])
+            take(len(self.blocks), output if isinstance(output, Tensor) else output[0])
 
         hooks = [
             block.register_forward_pre_hook(partial(take_input, layer), with_kwargs=True)
@@ -146,7 +157,7 @@ class Layers:
         finally:
             for hook in hooks:
                 hook.remove()
-        consume(self.count - 1, normed)
+        take(self.count - 1, normed)
 
 
 def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
