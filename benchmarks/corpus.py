@@ -33,9 +33,9 @@ import tyro
 
 from benchmarks.corpus_text import DICTIONARY, clean, dictionary_pages, documents_of
 from benchmarks.templates import render
-from titan_disp.data.sample import MIN_CHARACTERS, TIMESTAMP, train_tokenizer, write_shard
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.files import atomic_folder, progress
+from titan_disp.lab.sample import MIN_CHARACTERS, TIMESTAMP, train_tokenizer, write_shard
 
 # NAME=VERSION of Debian 12's last point release, which the archive keeps. Security updates are replaced within weeks.
 PACKAGES = (

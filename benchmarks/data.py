@@ -30,8 +30,8 @@ from titan_disp.data.files import list_files
 from titan_disp.data.loader import StreamLoader, open_stream
 from titan_disp.data.options import StreamOptions, default_threads
 from titan_disp.data.position import Field
-from titan_disp.data.sample import CARD, documents, train_tokenizer, write_sample
 from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.lab.sample import CARD, documents, train_tokenizer, write_sample
 
 
 @dataclass

@@ -181,7 +181,7 @@ def options_of(sample: Path, run: Path) -> list[str]:
 
 
 def main() -> None:
-    from titan_disp.data.sample import write_sample
+    from titan_disp.lab.sample import write_sample
 
     options = tyro.cli(Options, description=__doc__)
     rows = []

@@ -80,7 +80,7 @@ def sample(tmp_path_factory):
     """The sample corpus with its SentencePiece tokenizer. SAMPLE may name a folder that already holds them."""
     if written := os.environ.get("SAMPLE"):
         return Path(written)
-    from titan_disp.data.sample import write_sample
+    from titan_disp.lab.sample import write_sample
 
     folder = tmp_path_factory.mktemp("data") / "sample"
     write_sample(folder)

@@ -149,7 +149,7 @@ def prepare(room: str) -> Path:
 
 def sample() -> Path:
     """The corpus of the tests, written once: writing it takes seconds, for every mutant."""
-    from titan_disp.data.sample import is_complete, write_sample
+    from titan_disp.lab.sample import is_complete, write_sample
 
     folder = BUILD / "sample"
     if not is_complete(folder):

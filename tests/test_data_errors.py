@@ -16,7 +16,6 @@ from tests.streams import batches, config, ids_as, llm_c, parquet, records_of, s
 from titan_disp.config.checks import check_inputs, missing_inputs
 from titan_disp.data import sources
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import check_data
 from titan_disp.data.formats import SUFFIXES, BadDocument, text_of
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.sources import DataSet, list_and_check
@@ -274,7 +273,7 @@ def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
 def test_commands_look_at_the_data(sample, tmp_path):
     written(tmp_path, {"a.json": b'{"body": "a"}\n'})
     job = config(sample, "--training.dataset", "text", "--training.dataset_path", str(tmp_path))
-    assert len(check_data("text", str(tmp_path))) == 1
+    assert len(DataSet("text", str(tmp_path), "training").check()) == 1
     for look in (check_inputs, lambda job: missing_inputs(job, strict=False), lambda job: digest(job, 1, [(0, 1)])):
         with pytest.raises(ConfigError, match='a.json: document 0: no field "text", only body; set stream.text_field'):
             look(job)

@@ -33,11 +33,11 @@ from titan_disp.data import index
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import check_fingerprint
 from titan_disp.data.index import FOLDER
-from titan_disp.data.indexing import index_data
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.sources import measured
 from titan_disp.errors import ConfigError, DataError, RefusedError
+from titan_disp.lab.indexing import index_data
 
 EVERY = 6400  # documents of a corpus
 
@@ -278,6 +278,10 @@ class TestOnDisk:
         ]
         assert "2.jsonl is damaged: 4,096 bytes of zeros" in found[4]
         assert found[5] == f"stream.index = '{corpus / FOLDER}'"
+
+    def test_files_of_a_glob_have_no_held_out_documents_beside_them(self, corpus, tmp_path):
+        job = load_config(IndexOptions(str(corpus / "*.jsonl"), ()).argv)
+        assert not [line for line in index_data(job, tmp_path / "index", 1) if "held-out" in line]
 
     def test_it_is_what_memory_holds(self, corpus):
         self.run(corpus)

@@ -12,13 +12,15 @@ from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.config.options import FetchOptions
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
+from titan_disp.data.files import check_hub, held_out, list_files, split_of
 from titan_disp.data.formats import text_of
 from titan_disp.data.hub import HubName, parse_name
-from titan_disp.data.mirror import RECORDS, fetch, parse_shards
+from titan_disp.data.mirror import RECORDS
 from titan_disp.data.options import StreamOptions
+from titan_disp.data.sources import DataSet
 from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
+from titan_disp.lab.fetch import fetch, parse_shards
 from titan_disp.lab.inspection.texts import read_texts
 
 # As FineWeb-Edu's: the default configuration is everything, samples lie elsewhere; and a configuration with three splits.
@@ -153,7 +155,7 @@ def test_names():
     wrong = ["hf:", "hf:b", "hf:a/b/c", "hf:a/b:", "hf:a/b:c:", "hf:a/b:c:d:e", "hf:a/b@", "hf:a/b@:c", "hf:/b"]
     for name in (*wrong, "hf:a b/c"):
         with pytest.raises(ConfigError, match=r"training.dataset is '.*', expected hf:OWNER/NAME, "):
-            check_data(name, None)
+            DataSet(name, None, "training").check()
 
 
 def test_without_a_card_names_decide(hub, tmp_path):
@@ -257,7 +259,7 @@ def test_mirror(hub, tmp_path, capsys):
         hub.requests.clear()
         local = list_files(dataset, str(mirror), key)
         assert all(Path(file.url).is_relative_to(mirror) for file in local)
-        check_data(dataset, str(mirror), key)
+        DataSet(dataset, str(mirror), key).check()
         assert not hub.requests, "a mirror asks the hub for nothing"
         assert names_of(local) == names_of(list_files(dataset, None, key))
     held = "hf:some/prose:sample-2:train, hf:some/prose:split:train, hf:some/prose:split:validation"

@@ -4,16 +4,17 @@ import os
 
 import pytest
 
-from titan_disp.data.files import check_data, list_files
-from titan_disp.data.sample import TRAIN_FILES
+from titan_disp.data.files import list_files
+from titan_disp.data.sources import DataSet
 from titan_disp.errors import ConfigError
+from titan_disp.lab.sample import TRAIN_FILES
 
 
 def test_local_data_is_checked(sample, tmp_path):
-    assert len(check_data("c4", str(sample))) == TRAIN_FILES
-    assert check_data("c4", None) == []
+    assert len(DataSet("c4", str(sample), "training").check()) == TRAIN_FILES
+    assert DataSet("c4", None, "training").check() == []
     with pytest.raises(ConfigError, match=r"validation\.dataset_path .* no validation data, because .* such as en/c4-"):
-        check_data("c4_validation", str(tmp_path), key="validation")
+        DataSet("c4_validation", str(tmp_path), "validation").check()
 
 
 def test_local_layouts(sample, tmp_path):

@@ -85,7 +85,7 @@ def test_names_that_are_not_utf_8(sample, tmp_path):
     files = list_files("text", str(tmp_path))
     assert [file.name.encode(errors="surrogateescape") for file in files] == [b"caf\xe9.jsonl", "naïve.jsonl".encode()]
     hashes = [hashlib.sha256(b"0/0/" + name).digest() for name in (b"caf\xe9.jsonl", "naïve.jsonl".encode())]
-    assert Assignment(files, 2, seed=0).order(0) == sorted(range(2), key=hashes.__getitem__)
+    assert Assignment(files, 2, seed=0)._line(0).order == sorted(range(2), key=hashes.__getitem__)
     job = config(sample, "--training.dataset", "text", "--training.dataset_path", str(tmp_path))
     assert len(digest(job, 2, [(0, 1), (1, 2)]).hashes) == 2
 

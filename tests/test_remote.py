@@ -58,7 +58,7 @@ def begins(hub):
 def test_a_file_is_one_request(hub):
     content, file = random_file(hub)
     assert file.read(10) == content[:10]
-    assert len(file._answer._piece.obj) <= 1 << 16  # what an open file holds
+    assert len(file._held._piece.obj) <= 1 << 16  # what an open file holds
     assert file.read(0) == b""
     assert content[:10] + read_all(file) == content
     assert file.read() == b""

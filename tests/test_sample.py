@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from titan_disp.data import sample as module
-from titan_disp.data.sample import TRAIN_FILES, is_complete, write_sample
+from titan_disp.lab import sample as module
+from titan_disp.lab.sample import TRAIN_FILES, is_complete, write_sample
 
 
 def records(folder, pattern):

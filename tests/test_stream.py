@@ -101,7 +101,7 @@ class TestAssignment:
 
     def test_order_differs_by_epoch_and_seed(self):
         files = of_sizes([1] * 50)
-        orders = [tuple(Assignment(files, 5, seed).order(epoch)) for seed in (0, 1) for epoch in (0, 1)]
+        orders = [tuple(Assignment(files, 5, seed)._line(epoch).order) for seed in (0, 1) for epoch in (0, 1)]
         assert len(set(orders)) == 4
         assert all(sorted(order) == list(range(50)) for order in orders)
 

@@ -7,10 +7,10 @@ from tokenizers import Tokenizer
 
 from tests.streams import VALIDATION_FILE, config, json_lines, texts_of
 from titan_disp.data.hf_tokenizer import plain_encoder
-from titan_disp.data.sample import train_tokenizer
 from titan_disp.data.tokenizer import encoder, fast_encoder, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
+from titan_disp.lab.sample import train_tokenizer
 
 TEXT = "a word or two " * 500
 

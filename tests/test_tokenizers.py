@@ -13,9 +13,9 @@ from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.sample import train_tokenizer
 from titan_disp.data.tokenizer import encoder, fast_encoder, find_tokenizer, load_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError, DataError
+from titan_disp.lab.sample import train_tokenizer
 
 TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
 

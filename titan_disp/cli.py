@@ -23,7 +23,7 @@ from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_yo
 
 
 def sample_data(options: opts.SampleOptions) -> None:
-    from titan_disp.data.sample import is_complete, write_sample
+    from titan_disp.lab.sample import is_complete, write_sample
 
     folder, vocab_size = options.folder, options.vocab_size
     if is_complete(folder):
@@ -58,14 +58,14 @@ def data_digest(options: opts.DigestOptions) -> None:
 
 def data_index(options: opts.IndexOptions) -> None:
     from titan_disp.config.load import load_config
-    from titan_disp.data.indexing import index_data
+    from titan_disp.lab.indexing import index_data
 
     for line in index_data(load_config(options.argv), options.out, options.workers):
         print(line)
 
 
 def data_fetch(options: opts.FetchOptions) -> None:
-    from titan_disp.data.mirror import fetch
+    from titan_disp.lab.fetch import fetch
 
     if left := fetch(options):
         print("\n".join(left), file=sys.stderr)

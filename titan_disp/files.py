@@ -1,9 +1,10 @@
 """Files and folders are written atomically: a reader finds the whole one, the one before it, or none.
 
-The progress bars of long commands are here, too.
+The hash of files and the progress bars of long commands are here, too.
 """
 
 import contextlib
+import hashlib
 import os
 import shutil
 import sys
@@ -48,6 +49,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         os.replace(partial, path)  # in the place of an empty folder, too
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def sha256_of(*paths: str | Path) -> str:
+    """Return the sha256 of the contents of files, one after another, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as content:
+            while piece := content.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def progress(what: str, unit: str, items: Iterable[Any] | None = None, total: float | None = None) -> tqdm:

@@ -16,7 +16,6 @@ from titan_disp.cluster.freeze import differences
 from titan_disp.config.batch import data_parallel_degree
 from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
-from titan_disp.data.files import streams_from_hub
 from titan_disp.data.hub import fetch_arguments, is_hub_name, parse_name
 from titan_disp.data.sources import training_sets
 from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError, UserError
@@ -58,7 +57,7 @@ def hub_warnings(job_config: JobConfig, ranks: int, nodes: int | None = None) ->
         return []
     warnings, streams = [], data_parallel_degree(job_config, ranks)
     for data in training_sets(job_config):
-        if not streams_from_hub(data.dataset, data.path):
+        if not data.on_hub:
             continue
         # Every stream reads each file that has its documents (at most files + streams reads), on all of its ranks.
         fetch = "DIR"

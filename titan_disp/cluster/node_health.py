@@ -26,7 +26,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp.config.checks import tokenizer_of
 from titan_disp.config.load import load_config
-from titan_disp.data.files import check_hub, streams_from_hub
+from titan_disp.data.files import check_hub
 from titan_disp.data.sources import DataSet, data_sets
 from titan_disp.errors import ConfigError
 from titan_disp.run.folder import write_json
@@ -166,7 +166,7 @@ def input_problems(job_config: JobConfig) -> list[str]:
 
 
 def _read_data(data: DataSet) -> None:
-    if streams_from_hub(data.dataset, data.path):
+    if data.on_hub:
         check_hub(data.dataset, data.key)
         return
     first = data.files()[0]

@@ -18,5 +18,6 @@ stream        the slots of a rank: documents are tokenized ahead and packed into
 loader        TorchTitan's dataloader; validation: the first sequences of the validation split; fingerprint: what a checkpoint
               must agree with
 
-Beside the road are hf_tokenizer (a model's tokenizer for export) and sample (a small corpus).
+Beside the road is hf_tokenizer (a model's tokenizer for export). The commands that write data (fetch, indexing, sample) are
+in ``titan_disp.lab``.
 """

@@ -115,10 +115,15 @@ class _Line:
 class Assignment:
     """Compute the runs of all slots in every epoch: ``run(slot, epoch)`` returns one."""
 
-    def __init__(self, files: Sequence[DataFile], slots: int, seed: int) -> None:
-        """Only the names of the files, their sizes and their densities decide. They are all files of one source."""
+    def __init__(
+        self, files: Sequence[DataFile], slots: int, seed: int, first_slot: int = 0, first_file: int = 0
+    ) -> None:
+        """Only the names of the files, their sizes and their densities decide. They are all files of one source.
+
+        Slots and files are numbered from ``first_slot`` and ``first_file`` on, if there are other sources before it.
+        """
         self.names, self.slots, self.seed = [file.name for file in files], slots, seed
-        self.first_files = [0]  # the first file of each source; there is one source
+        self.first_slot, self.first_files = first_slot, [first_file]  # the first file of each source
         self.least = min((file.density for file in files if file.density), default=1.0)
         # In units of 1/S byte, so that no run is empty. An empty file counts as one byte: some slot must report it.
         self.lengths = [max(round(file.size * file.density / self.least), 1) * slots for file in files]
@@ -144,12 +149,10 @@ class Assignment:
         shifts = [int.from_bytes(hashes[file][-8:], "big") for file in order]
         return _Line(order, shifts, place, edges, _cut(edges, self.slots))
 
-    def order(self, epoch: int) -> list[int]:
-        return self._line(epoch).order
-
     def _run(self, slot: int, epoch: int) -> Run:
         line = self._line(epoch)
-        begin, end = line.cuts[slot], line.cuts[slot + 1]
+        first = slot - self.first_slot
+        begin, end = line.cuts[first : first + 2]
         parts = range(bisect_right(line.edges, begin) - 1, bisect_left(line.edges, end))
         segments = [self._segment(line, i, begin, end) for i in parts]
         whole = [segment.low == 0 and segment.high == KEYS for segment in segments]
@@ -162,12 +165,13 @@ class Assignment:
         begin, end = max(begin - first, 0), min(end - first, length)
         text = int((end - begin) / self.slots * self.least)
         low, high, file = begin * KEYS // length, end * KEYS // length, line.order[i]
-        return Segment(file, low, high, line.shifts[i], end - begin, text, self.dealt[file])
+        return Segment(self.first_files[0] + file, low, high, line.shifts[i], end - begin, text, self.dealt[file])
 
     def owners(self, file: int, epoch: int) -> range:
-        line = self._line(epoch)
-        i = line.place[file]
-        return range(bisect_right(line.cuts, line.edges[i]) - 1, bisect_left(line.cuts, line.edges[i + 1]))
+        line, first = self._line(epoch), self.first_slot
+        i = line.place[file - self.first_files[0]]
+        begin, end = bisect_right(line.cuts, line.edges[i]) - 1, bisect_left(line.cuts, line.edges[i + 1])
+        return range(first + begin, first + end)
 
     def unseen(self) -> float:
         """Return the fraction of the text that the slots have not read after an epoch's bytes, as far as cuts decide."""
@@ -261,47 +265,24 @@ def prefixed(name: str, files: Sequence[DataFile]) -> list[DataFile]:
     return [replace(file, name=f"{name}/{file.name}") for file in files]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Hold one source: its slots and files among those of all sources, and the assignment within the source."""
-
-    slots: range
-    files: range
-    assignment: Assignment
-
-
 class Mixture(Assignment):
     """Compute all slots' runs, with one ``Assignment`` for each source."""
 
     def __init__(self, files: Sequence[DataFile], shares: Sequence[Share], seed: int) -> None:
         """``files`` are the ``prefixed`` files of all sources, in the order of ``shares``."""
         self.slots, self.seed = sum(share.slots for share in shares), seed
-        self._parts = []
-        end = 0
+        self._parts: list[Assignment] = []
+        self.first_files, self.dealt = [], []
         for share in shares:
             own = [file for file in files if share.owns(file)]
-            slots, numbers = range(share.first, share.first + share.slots), range(end, end + len(own))
-            self._parts.append(_Part(slots, numbers, Assignment(own, share.slots, seed)))
-            end = numbers.stop
-        self._first_slots = [part.slots.start for part in self._parts]
-        self.first_files = [part.files.start for part in self._parts]
-        self.dealt = [one for part in self._parts for one in part.assignment.dealt]
+            self._parts.append(Assignment(own, share.slots, seed, share.first, len(self.dealt)))
+            self.first_files += self._parts[-1].first_files
+            self.dealt += self._parts[-1].dealt
+        self._first_slots = [share.first for share in shares]
         self.run = lru_cache(maxsize=8 * self.slots)(self._run)
 
     def _run(self, slot: int, epoch: int) -> Run:
-        part = self._parts[bisect_right(self._first_slots, slot) - 1]
-        run = part.assignment.run(slot - part.slots.start, epoch)
-
-        def moved(segment: Segment) -> Segment:
-            return replace(segment, file=part.files[segment.file])
-
-        head, tail = (moved(segment) if segment is not None else None for segment in (run.head, run.tail))
-        return Run(head, tuple(map(moved, run.body)), tail)
+        return self._parts[bisect_right(self._first_slots, slot) - 1].run(slot, epoch)
 
     def owners(self, file: int, epoch: int) -> range:
-        part = self._parts[bisect_right(self.first_files, file) - 1]
-        own = part.assignment.owners(file - part.files.start, epoch)
-        return part.slots[own.start : own.stop]
-
-    def order(self, epoch: int) -> list[int]:
-        return [part.files[file] for part in self._parts for file in part.assignment.order(epoch)]
+        return self._parts[bisect_right(self.first_files, file) - 1].owners(file, epoch)

@@ -95,10 +95,7 @@ class Documents:
         """
         self.file, self.options, self.position = file, options, start
         self.visits, self.wants = visits, wants
-        self._visit, self._in_block = (
-            0,
-            False,
-        )  # the next visit, and whether the one before it is of a block that is dealt out
+        self._visit, self._in_block = 0, False  # the next visit; whether the one before is of a block that is dealt out
         self._earlier_bytes = 0
         self._raw: RetryingFile | None = None
         self.stored: io.BufferedReader | None = None

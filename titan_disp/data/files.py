@@ -117,12 +117,6 @@ def on_rank_0(function: Callable[..., T], *args: Any, group: dist.ProcessGroup |
     return box[0]
 
 
-def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
-    """List local files; return an empty list for data on the hub, which is listed only when training starts."""
-    split_of(dataset, key)
-    return [] if streams_from_hub(dataset, dataset_path) else list_files(dataset, dataset_path, key)
-
-
 def check_hub(dataset: str, key: str = "training") -> None:
     """Raise ConfigError if the hub does not answer, denies access or has no such data set, by one or two requests."""
     name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else C4

@@ -18,6 +18,7 @@ from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, RefusedError, counted
+from titan_disp.files import sha256_of
 from titan_disp.job_config import fixed
 from titan_disp.run import safe_dcp
 
@@ -25,12 +26,8 @@ from titan_disp.run import safe_dcp
 def tokenizer_hash(folder: str) -> str:
     """Return the sha256 of the tokenizer's files, in hexadecimal."""
     file = find_tokenizer(folder)
-    digest = hashlib.sha256(file.read_bytes())
-    for name in ("tokenizer_config.json", "merges.txt"):
-        other = Path(folder) / name
-        if file.suffix != ".model" and other.is_file():
-            digest.update(other.read_bytes())
-    return digest.hexdigest()
+    others = [Path(folder) / name for name in ("tokenizer_config.json", "merges.txt")]
+    return sha256_of(file, *(other for other in others if file.suffix != ".model" and other.is_file()))
 
 
 def _eos_of_model(folder: str) -> int | None:
@@ -83,10 +80,8 @@ INDEX = "index of the data"
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe each difference between two fingerprints in words."""
-    found = []
-    other = (saved.get(INDEX, "none") == "none") != (
-        now[INDEX] == "none"
-    )  # then hashes are of other parts of the files
+    # With an index and without, hashes are of different parts of the files.
+    found, other = [], (saved.get(INDEX, "none") == "none") != (now[INDEX] == "none")
     for key in now | saved:
         if other and key in ("contents", "text per stored byte"):
             continue

@@ -14,7 +14,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -305,12 +305,6 @@ def parquet_records(
                 yield too_long(size)
             else:
                 yield text
-
-
-def parquet_rows(stored: BinaryIO) -> int:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_metadata(pyarrow.PythonFile(stored, "r")).num_rows
 
 
 def rows_at_a_time(metadata: Any) -> int:

@@ -210,27 +210,26 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
     except DatasetNotFoundError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # see cannot_list
-        expected = f"expected files that end in {', '.join(SUFFIXES)}"
-        if "scripts are no longer supported" in str(error):
-            raise ConfigError(
-                f"{where}: the data set is made by a script on the hub, which datasets no longer runs. Use a copy: {expected}"
-            ) from error
-        if isinstance(error, (EmptyDatasetError, DataFilesNotFoundError)) or "Unable to find" in str(error):
-            raise ConfigError(f"{where}: datasets finds no data there ({error}); {expected}") from error
-        missing, unknown = "Config name is missing" in str(error), f"'{name.config}' not found" in str(error)
-        if isinstance(error, ValueError) and (missing or unknown):
+        problem, expected = str(error), f"expected files that end in {', '.join(SUFFIXES)}"
+        missing, unknown = "Config name is missing" in problem, f"'{name.config}' not found" in problem
+        if "scripts are no longer supported" in problem:
+            problem = (
+                f"the data set is made by a script on the hub, which datasets no longer runs. Use a copy: {expected}"
+            )
+        elif isinstance(error, (EmptyDatasetError, DataFilesNotFoundError)) or "Unable to find" in problem:
+            problem = f"datasets finds no data there ({error}); {expected}"
+        elif isinstance(error, ValueError) and (missing or unknown):
             names = ask(get_dataset_config_names)
             found = "no default configuration" if missing else f"no configuration {name.config!r}"
-            example = str(replace(name, config=names[0]))
-            raise ConfigError(f"{where}: it has {found}, only {', '.join(names)}; such as {example!r}") from error
-        if isinstance(error, ValueError):
-            raise ConfigError(f"{where}: datasets cannot tell which files belong to it: {error}") from error
-        if commit is None:  # a folder
-            raise ConfigError(
-                f"{where}: datasets cannot read this folder ({type(error).__name__}: {error}); expected a mirror, as "
-                f"titan-disp data fetch {fetch_arguments(name)} makes it, or a full copy of the repository"
-            ) from error
-        raise cannot_list(name, error) from error
+            problem = f"it has {found}, only {', '.join(names)}; such as {str(replace(name, config=names[0]))!r}"
+        elif isinstance(error, ValueError):
+            problem = f"datasets cannot tell which files belong to it: {error}"
+        elif commit is None:  # a folder
+            problem = f"datasets cannot read this folder ({type(error).__name__}: {error}); expected a mirror, as "
+            problem += f"titan-disp data fetch {fetch_arguments(name)} makes it, or a full copy of the repository"
+        else:
+            raise cannot_list(name, error) from error
+        raise ConfigError(f"{where}: {problem}") from error
     return {split: list(files) for split, files in (builder.config.data_files or {}).items()}
 
 

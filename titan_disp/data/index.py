@@ -27,6 +27,7 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import LocalFile
 from titan_disp.errors import ConfigError, counted
+from titan_disp.files import sha256_of
 
 VERSION = 1
 FOLDER = ".titan-disp/index"  # hidden, so that it is not listed as data
@@ -62,7 +63,9 @@ class FileIndex:
 
 
 def content_sample(file: DataFile) -> str:
-    """Hash the beginning, middle and end of a local file."""
+    """Hash the beginning, middle and end of a local file. (The hub's commit or ``etag`` say it of another.)"""
+    if file.remote:
+        return ""
     digest = hashlib.sha256()
     for path in megatron.paths_of(file):
         size = os.path.getsize(path)
@@ -76,15 +79,6 @@ def content_sample(file: DataFile) -> str:
 def _about(file: DataFile) -> dict[str, Any]:
     changed = [os.stat(path).st_mtime_ns for path in megatron.paths_of(file)]
     return {"version": VERSION, "size": file.size, "sample": content_sample(file), "changed": changed}
-
-
-def _sha256(file: DataFile) -> str:
-    digest = hashlib.sha256()
-    for path in megatron.paths_of(file):
-        with open(path, "rb") as content:
-            while piece := content.read(1 << 20):
-                digest.update(piece)
-    return digest.hexdigest()
 
 
 def _hash(content: bytes) -> int:
@@ -155,7 +149,7 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     else:
         first, places = [*first, count], [*places, end]
     blocks, stored = np.array([first, places], np.int64), end if damage else file.size
-    about["sha256"] = _sha256(file)
+    about["sha256"] = sha256_of(*megatron.paths_of(file))
     return FileIndex(about, text, stored, damage, count, np.array(hashes, np.uint64), blocks)
 
 
@@ -205,12 +199,12 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
     path, about = _path(folder, options, file), _about(file)
     found = _load(path, hashes=True)
     why = _differences(found, about)
-    if found is None or (why and not (why.keys() == {"changed"} and _sha256(file) == found.about["sha256"])):
-        found = read_index(file, options)
-    elif why:  # a copy
+    if found and not why:
+        return found
+    if found and why.keys() == {"changed"} and found.about["sha256"] == sha256_of(*megatron.paths_of(file)):  # a copy
         found = replace(found, about=found.about | about)
     else:
-        return found
+        found = read_index(file, options)
     facts = {key: getattr(found, key) for key in ("about", "text", "stored", "damage", "documents")}
     unfinished = path.with_name(f".{path.stem}.{platform.node()}.{os.getpid()}.npz")
     try:

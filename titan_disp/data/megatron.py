@@ -16,8 +16,8 @@ from titan_disp.data.blocks import Blocks
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import BadDocument, Empty, OtherContent
 from titan_disp.data.options import Format
-from titan_disp.data.token_ids import checked
-from titan_disp.errors import ConfigError, DataError
+from titan_disp.data.token_ids import check_known, checked
+from titan_disp.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -49,11 +49,10 @@ class _Index:
                 f"type 8 (uint16) or 4 (int32), and at least {expected:,} bytes: write it again"
             )
         self.dtype, self.documents = _DTYPES[code], bounds - 1
-        self.lengths = np.memmap(path, "<i4", "r", _HEADER.size, (sequences,)) if sequences else np.zeros(0, "<i4")
-        self.places = (
-            np.memmap(path, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,)) if sequences else self.lengths
-        )
-        self.bounds = np.memmap(path, "<i8", "r", _HEADER.size + 12 * sequences, (bounds,))
+        parts = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds]).tolist()
+        content = np.memmap(path, np.uint8, "r")
+        kinds = zip(("<i4", "<i8", "<i8"), parts, parts[1:], strict=False)
+        self.lengths, self.places, self.bounds = (content[begin:end].view(kind) for kind, begin, end in kinds)
         self.end = int(self.places[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if self.end != file.size or self.bounds[-1] != sequences:
             raise OtherContent(
@@ -96,7 +95,6 @@ def reader(stored: BinaryIO, file: DataFile, how: Format) -> Callable[..., Itera
     if len(paths := paths_of(file)) == 1:
         return None
     index = _Index(file, paths[1])
-    vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
 
     def records(first: int = 0, last: int = index.documents) -> Iterator[np.ndarray | BadDocument]:
         begins = index.begins(first, last)
@@ -106,11 +104,9 @@ def reader(stored: BinaryIO, file: DataFile, how: Format) -> Callable[..., Itera
             if len(data) < end - begin:
                 raise EOFError(f"the file ends {end - begin - len(data):,} bytes early")
             ids = np.frombuffer(data, index.dtype)
-            if begin < _FIRST and (largest := int(ids.max(initial=0))) >= vocab_size:
-                raise DataError(
-                    f"{file.url} holds the id {largest:,}, but the tokenizer has {vocab_size:,} ids: use the tokenizer that "
-                    "wrote them"
-                )
-            yield checked(ids, vocab_size) if len(ids) > (ids[-1:] == how.eos_id).sum() else Empty("no ids but EOS")
+            if begin < _FIRST:
+                check_known(file.url, ids, how.vocab_size)
+            usable = len(ids) > (ids[-1:] == how.eos_id).sum()
+            yield checked(ids, how.vocab_size) if usable else Empty("no ids but EOS")
 
     return records

@@ -9,13 +9,13 @@ from torchtitan.config import JobConfig
 
 @dataclass(frozen=True)
 class Format:
-    """Describe how documents are found in files: see [stream]. Without a tokenizer, the last two are None."""
+    """Describe how documents are found in files: see [stream]. Without a tokenizer, the last two have these values."""
 
     text_field: str = "text"
     text_split: str = "file"
     token_dtype: str = "uint16"
     eos_id: int | None = None  # ends a document of token ids
-    vocab_size: int | None = None
+    vocab_size: int = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,21 @@ def stream_options(
 ) -> StreamOptions:
     """Take the stream's options from [stream] and [training]. Without a tokenizer, token ids on disk cannot be read."""
     stream, dispersion = job_config.stream, job_config.dispersion  # type: ignore[attr-defined]
+    same = ("seed", "shuffle_window", "index", "on_bad_data", "max_skipped_fraction", "prefetch", "fast_tokenizer")
     return StreamOptions(
+        **{name: getattr(stream, name) for name in same},
         seq_len=seq_len or job_config.training.seq_len,
-        seed=stream.seed,
-        shuffle_window=stream.shuffle_window,
-        index=stream.index,
-        on_bad_data=stream.on_bad_data,
-        max_skipped_fraction=stream.max_skipped_fraction,
         max_document_bytes=int(stream.max_document_mb * 2**20),
         # If a rank tried again for longer than the other ranks wait for it, it would look like a hang.
         retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
-        prefetch=stream.prefetch,
         tokenizer_threads=stream.tokenizer_threads or default_threads(),
-        fast_tokenizer=stream.fast_tokenizer,
         segments=stream.document_mask or (dispersion.enabled and dispersion.within_documents),
         format=Format(
             stream.text_field,
             stream.text_split,
             stream.token_dtype,
             eos_id=tokenizer.eos_id if tokenizer is not None else None,
-            vocab_size=tokenizer.get_vocab_size() if tokenizer is not None else None,
+            vocab_size=tokenizer.get_vocab_size() if tokenizer is not None else 1 << 32,
         ),
     )
 

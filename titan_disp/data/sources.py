@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -18,8 +18,9 @@ from torchtitan.tools.logging import logger
 from titan_disp.data import formats, megatron
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile, check_data, list_files, split_of
+from titan_disp.data.files import DataFile, held_out, list_files, split_of, streams_from_hub
 from titan_disp.data.index import content_sample, with_index
+from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.job_config import Source
@@ -40,12 +41,17 @@ class DataSet:
     def path_key(self) -> str:
         return f"{self.key}.path" if self.source else f"{self.key}.dataset_path"
 
+    @property
+    def on_hub(self) -> bool:
+        return streams_from_hub(self.dataset, self.path)
+
     def check_name(self) -> None:
         self._ask(split_of, self.dataset)
 
     def check(self) -> list[DataFile]:
-        """List its files if they are local."""
-        return self._ask(check_data, self.dataset, self.path)
+        """List its files, unless they are on the hub, which is asked only when training starts."""
+        self.check_name()
+        return [] if self.on_hub else self._ask(list_files, self.dataset, self.path)
 
     def files(self) -> list[DataFile]:
         """List its files, with the names that they have in the run."""
@@ -121,6 +127,17 @@ def data_sets(job_config: JobConfig) -> list[DataSet]:
     return [*training_sets(job_config), *validation]
 
 
+def held_out_sets(job_config: JobConfig) -> list[DataSet]:
+    """Return that of [validation] if it is enabled, or else those that may lie beside the training data."""
+    if job_config.validation.enable:
+        return data_sets(job_config)[-1:]
+    return [
+        DataSet(held_out(one.dataset), one.path, "validation")
+        for one in training_sets(job_config)
+        if one.on_hub or (one.path and is_folder(one.path))
+    ]
+
+
 DOCUMENTS = 20  # read in each of three files (the first, a middle one, the last) until a usable one is found
 
 
@@ -183,13 +200,13 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
         text, stored = (sum(each) for each in zip((0, 0.0), *(_sampled(file, options) for file in some), strict=True))
         densities[suffix] = float(f"{text / stored:.3g}") if text else 1.0
     with ThreadPoolExecutor(16) as pool:  # a shared file system takes milliseconds for each file
-        hashes, empty = pool.map(_hash, files), pool.map(_has_no_rows, files)
+        hashes, empty = pool.map(content_sample, files), pool.map(_has_no_rows, files)
         found = [
             replace(
                 file,
                 density=0.0 if no_rows else densities[formats.suffix_of(file.name)],
                 sample=sample,
-                blocks=None if file.remote else megatron.blocks_of(file),
+                blocks=megatron.blocks_of(file),
             )
             for file, sample, no_rows in zip(files, hashes, empty, strict=True)
         ]
@@ -202,26 +219,21 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
 
 def _has_no_rows(file: DataFile) -> bool:
     """Return whether a local Parquet file is empty. One of 64 KiB has more than a footer."""
-    import pyarrow
+    import pyarrow.parquet
 
     if not file.name.endswith(formats.PARQUET) or file.remote or file.size > 1 << 16:
         return False
     try:
         with open(file.url, "rb") as stored:
-            return formats.parquet_rows(stored) == 0
+            return pyarrow.parquet.read_metadata(stored).num_rows == 0
     except (OSError, pyarrow.ArrowException):  # damaged, as reading it will tell
         return False
 
 
-def _hash(file: DataFile) -> str:
-    """Hash some of a local file. On the hub, the commit says which content a file has; else ``etag``."""
-    return "" if file.remote else content_sample(file)
-
-
 def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:
     """Return the bytes of some text of a file, and how many stored bytes it takes."""
-    documents, text, begin = Documents(file, options), 0, 0
-    try:
+    text = begin = 0
+    with closing(Documents(file, options)) as documents, suppress(formats.DamagedFile):
         while (record := documents.read()) is not None:
             assert documents.stored is not None
             place = documents.stored.tell()
@@ -229,16 +241,13 @@ def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:
                 begin = place
             if file.name.endswith(formats.PARQUET):
                 if text > SAMPLE:
-                    return text, file.size * documents.position / formats.parquet_rows(documents.stored)
+                    return text, file.size * documents.position / documents.table.metadata.num_rows
             elif place - begin >= SAMPLE:
                 return text, place - begin
             with suppress(formats.BadDocument):
                 text += len(formats.text_of(record, options.format.text_field).encode())
         return text, file.size
-    except formats.DamagedFile:
-        return 0, 0
-    finally:
-        documents.close()
+    return 0, 0
 
 
 def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:

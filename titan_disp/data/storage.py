@@ -36,6 +36,7 @@ class RetryingFile(io.RawIOBase):
         self._name, self._size, self._place = file.url, file.size, 0
         self._end = file.size
         self.count = 0  # bytes that a buffer has read
+        self._held: Any = None  # what is open between reads
         self._retry_seconds = options.retry_seconds
         self.error: Exception | None = None  # on giving up; decoders hide it in exceptions of their own
         # What is wrong with the content. Parquet files may hold zeros, and say themselves what is damaged; the index of a
@@ -92,6 +93,9 @@ class RetryingFile(io.RawIOBase):
 
     def _let_go(self) -> None:
         """Close what the reads hold open; the next one opens it again."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def may_pass(self, error: Exception) -> bool:
         return may_recover(error)
@@ -106,17 +110,16 @@ class LocalFile(RetryingFile):
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         super().__init__(file, options)
-        self._file: io.FileIO | None = None
         retried(self._open, self._retry_seconds, self._name, self.may_pass)
 
     def _open(self) -> io.FileIO:
-        if self._file is None:
-            self._file = io.FileIO(self._name)
-            now = self._file.seek(0, io.SEEK_END)
+        if self._held is None:
+            self._held = io.FileIO(self._name)
+            now = self._held.seek(0, io.SEEK_END)
             if now != self._size:
                 self._let_go()
                 raise self._changed(f"{now} bytes", self._size)
-        return self._file
+        return self._held
 
     def _read(self, size: int) -> bytes:
         file = self._open()
@@ -125,11 +128,6 @@ class LocalFile(RetryingFile):
         if not (found := file.read(size)):  # a reader would take this for the end of the documents, or for damage
             raise self._changed(f"{self._place} bytes", self._size)
         return found
-
-    def _let_go(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def may_pass(self, error: Exception) -> bool:
         if not isinstance(error, OSError):
@@ -185,21 +183,20 @@ class RemoteFile(RetryingFile):
         matched = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)", file.url)
         assert matched is not None, file.url
         self._url = hf_hub_url(matched[1], matched[3], repo_type="dataset", revision=matched[2])
-        self._answer: _Answer | None = None
         self._waited, self._came = 0.0, 0  # seconds of waiting for bytes, and those that came
         self._slow = 0.0  # seconds for which the hub has been too slow
 
     def _read(self, size: int) -> bytes:
         began = time.monotonic()
         try:
-            if self._answer is None or not 0 <= self._place - self._answer.place <= GAP:
+            if self._held is None or not 0 <= self._place - self._held.place <= GAP:
                 self._let_go()
-                self._answer = _Answer(self._url, self._place, self._size)
-            first = self._answer.place
-            while self._answer.place < self._place:
-                self._answer.take(self._place - self._answer.place)
-            found = self._answer.take(size)
-            self._check_speed(self._answer.place - first, time.monotonic() - began)
+                self._held = _Answer(self._url, self._place, self._size)
+            first = self._held.place
+            while self._held.place < self._place:
+                self._held.take(self._place - self._held.place)
+            found = self._held.take(size)
+            self._check_speed(self._held.place - first, time.monotonic() - began)
         except Exception:
             self._let_go()
             raise
@@ -220,11 +217,6 @@ class RemoteFile(RetryingFile):
         response = response_of(error)
         refused = response is not None and response.status_code in (401, 404)
         return not refused and self._slow <= self._retry_seconds
-
-    def _let_go(self) -> None:
-        if self._answer is not None:
-            self._answer.close()
-            self._answer = None
 
 
 class _Answer:

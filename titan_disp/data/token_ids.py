@@ -122,6 +122,14 @@ def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
     return BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids", ids.nbytes)
 
 
+def check_known(found: str, ids: np.ndarray, vocab_size: int, fix: str = "") -> None:
+    if (largest := int(ids.max(initial=0))) >= vocab_size:
+        raise DataError(
+            f"{found} holds the id {largest:,}, but the tokenizer has {vocab_size:,} ids: {fix}use the tokenizer that "
+            "wrote them"
+        )
+
+
 def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
     """Return the layout, from the header if the file has one."""
     name, size, eos_id = file.url, file.size, how.eos_id
@@ -148,8 +156,7 @@ def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
             f"{name} is read as {dtype.name}, but the id of the tokenizer's EOS, {eos_id}, does not fit in this type: {fix}"
             "use the tokenizer that wrote them"
         )
-    vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
-    return Layout(name, eos_id, vocab_size, dtype, begin, count, damage, declared is not None)
+    return Layout(name, eos_id, how.vocab_size, dtype, begin, count, damage, declared is not None)
 
 
 _Header = tuple[np.dtype, int | None, int]  # type of an id, number of ids, bytes before them
@@ -194,13 +201,9 @@ def _check_first(ids: np.ndarray, layout: Layout) -> None:
     """Refuse a file whose first block holds ids of another type, or ids that the tokenizer does not have."""
     name, vocab_size = layout.name, layout.vocab_size
     other = "uint32" if layout.dtype.itemsize == 2 else "uint16"
-    found, largest = f"{name} is read as {layout.dtype.name}", int(ids.max())
+    found = f"{name} is read as {layout.dtype.name}"
     fix = "" if layout.declared else f'set stream.token_dtype = "{other}" if they are of that type, or '
-    if largest >= vocab_size:
-        raise DataError(
-            f"{found} and holds the id {largest:,}, but the tokenizer has {vocab_size:,} ids: {fix}use the tokenizer "
-            "that wrote them"
-        )
+    check_known(f"{found} and", ids, vocab_size, fix)
     if layout.dtype.itemsize == 2 and not layout.declared and len(ids) >= 64:
         low, high = ids[0 : len(ids) & ~1 : 2], ids[1::2]  # the halves of uint32 ids, if they are uint32
         if int(high.max()) <= (vocab_size - 1) >> 16 < int(low.max()):

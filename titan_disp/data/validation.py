@@ -15,11 +15,10 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import check_documents
-from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, streams_from_hub
-from titan_disp.data.objects import is_folder
+from titan_disp.data.files import DataFile, list_files, on_rank_0
 from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
-from titan_disp.data.sources import check_content, training_sets
+from titan_disp.data.sources import check_content, held_out_sets
 from titan_disp.data.stream import Batch, RankStreams, as_batch, empty_rows
 from titan_disp.data.tokenizer import encoder
 from titan_disp.errors import ConfigError, counted
@@ -79,23 +78,14 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
     has one. It returns token ids [count, training.seq_len + 1] int64, with ``stream.document_mask`` also their segments
     (``Slot.fill``), or None if there is no validation split.
     """
-    v = job_config.validation
-    if v.enable:
-        splits = [(v.dataset, v.dataset_path)]
-    else:
-        splits = [
-            (held_out(data.dataset), data.path)
-            for data in training_sets(job_config)
-            if streams_from_hub(data.dataset, data.path) or (data.path and is_folder(data.path))
-        ]
-    if not splits:
+    if not (splits := held_out_sets(job_config)):
         return None
 
     # On rank 0, because hundreds of ranks would ask the hub for the same documents.
     def read() -> list[np.ndarray] | None:
-        for dataset, path in splits:
+        for data in splits:
             try:
-                files = list_files(dataset, path, "validation")
+                files = data.files()
             except ConfigError as error:
                 logger.warning(f"no validation split: {error}")
                 continue

@@ -1,1 +1,1 @@
-"""The lab reads the folders of runs, and starts runs in sweeps. The core never imports it."""
+"""The lab reads the folders of runs, starts runs in sweeps, and writes data and its index. The core never imports it."""

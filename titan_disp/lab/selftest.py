@@ -29,10 +29,10 @@ from torchtitan.tools import utils
 
 import titan_disp.plugin  # noqa: F401 — the device type, and on CPUs gloo groups of one thread
 from titan_disp.config.options import SelftestOptions
-from titan_disp.data.sample import write_sample
 from titan_disp.dispersion import DispersionLoss, DispersionObjective, kernels
 from titan_disp.dispersion.loss import ESTIMATORS
 from titan_disp.dispersion.sampled import order
+from titan_disp.lab.sample import write_sample
 from titan_disp.models.registry import MODELS, model_args
 from titan_disp.run.folder import versions
 from titan_disp.run.reader import read_rows

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from torchtitan.config import JobConfig
 
-from titan_disp.data.files import DataFile, held_out
+from titan_disp.data.files import DataFile
 from titan_disp.data.formats import TOKEN_IDS
 from titan_disp.data.index import FOLDER, IN_MEMORY, FileIndex, current, index_file
 from titan_disp.data.options import StreamOptions, stream_options
-from titan_disp.data.sources import DataSet, check_content, data_sets, training_sets
+from titan_disp.data.sources import DataSet, check_content, held_out_sets, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
@@ -29,7 +29,7 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     """
     sets = training_sets(job_config)
     training = [file for one in sets for file in one.check()]
-    others = _held_out(job_config, sets)
+    others = _held_out(job_config)
     if not all(one.check() for one in sets) or any(file.remote for file in [*training, *others]):
         raise ConfigError(
             "data is in a store or on the hub, which cannot be indexed: titan-disp data fetch copies it from the hub"
@@ -47,15 +47,13 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     yield f"stream.index = {str(folder)!r}"
 
 
-def _held_out(job_config: JobConfig, sets: Sequence[DataSet]) -> list[DataFile]:
-    """List the files of [validation], or else of the validation splits beside the training data, if there are any."""
-    given = [one for one in data_sets(job_config) if one.key == "validation"]
+def _held_out(job_config: JobConfig) -> list[DataFile]:
     found = []
-    for one in given or [DataSet(held_out(one.dataset), one.path, "validation") for one in sets]:
+    for one in held_out_sets(job_config):
         try:
             found += one.check()
         except ConfigError:
-            if given:
+            if job_config.validation.enable:
                 raise
     return found
 
