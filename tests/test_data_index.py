@@ -325,9 +325,9 @@ class TestOnDisk:
             self.files(corpus)
 
     def test_a_change_while_it_is_indexed(self, corpus, monkeypatch):
-        def records(file, *rest):
-            yield from found(file, *rest)
-            os.utime(file.url, ns=(0, 10**9))
+        def records(documents):
+            yield from found(documents)
+            os.utime(documents.file.url, ns=(0, 10**9))
 
         found = index._records
         monkeypatch.setattr(index, "_records", records)

@@ -65,6 +65,10 @@ class TestTextField:
         assert stream_options(job, tokenizer=tokenizer).format == Format("body", "blank_lines", "uint32", 1, 2048)
 
 
+def records_in(stored, file, how):
+    return [ids for _, ids in token_ids.located(stored, token_ids.layout_of(stored, file, how))]
+
+
 TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
 
 
@@ -105,8 +109,7 @@ class TestPlainText:
     def test_blocks_of_any_lines(self, lines):
         groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
         content = io.BytesIO(("\n".join(lines) + "\n").encode())
-        how = StreamOptions(format=Format(text_split="blank_lines"))
-        assert list(formats.text_records(content, how)) == ["\n".join(group) for full, group in groups if full]
+        assert list(formats.text_blocks(content, 1 << 20)) == ["\n".join(group) for full, group in groups if full]
 
     def test_the_longest_document_is_read(self, tmp_path):
         (tmp_path / "a.txt").write_bytes(b"x" * 100)
@@ -198,7 +201,7 @@ class TestTokenIds:
             patch.setattr(token_ids, "_BLOCK", block)
             patch.setattr(token_ids, "LONGEST", longest)
             file, how = DataFile("a.bin", "a.bin", len(content)), Format(eos_id=EOS, vocab_size=20)
-            found = [record.tolist() for record in token_ids.reader(io.BytesIO(content), file, how)()]
+            found = [record.tolist() for record in records_in(io.BytesIO(content), file, how)]
         assert found == documents_by_hand(ids, EOS, longest)
 
     def test_a_long_run_is_cut(self, tmp_path):
@@ -263,7 +266,7 @@ class TestTokenIds:
     def test_a_file_that_is_shorter_than_listed(self):
         stored = io.BytesIO(np.full(50, 11, "<u2").tobytes())
         with pytest.raises(EOFError, match="the file ends 20 bytes early"):
-            list(token_ids.reader(stored, DataFile("a.bin", "a.bin", 120), Format(eos_id=EOS, vocab_size=20))())
+            records_in(stored, DataFile("a.bin", "a.bin", 120), Format(eos_id=EOS, vocab_size=20))
 
     @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gigatoken"])
     def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, kind):

@@ -24,7 +24,7 @@ from titan_disp.config.keys import facts_of
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import check_content, check_overlaps, data_sets, source_shares
-from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
+from titan_disp.data.tokenizer import check_fits, find_tokenizer, load_tokenizer
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.dispersion.registry import checked
@@ -400,7 +400,11 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
 
 def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is large enough for it."""
-    return load_tokenizer_for(_flavor(job_config), args_of(job_config).vocab_size, job_config.model.hf_assets_path)
+    folder, model = job_config.model.hf_assets_path, f"model.flavor {_flavor(job_config)!r}"
+    tokenizer = load_tokenizer(folder)
+    advice = "choose a flavor with a larger vocabulary or a smaller tokenizer, or set vocab_size in model.overrides"
+    check_fits(tokenizer.get_vocab_size(), folder, args_of(job_config).vocab_size, model, advice)
+    return tokenizer
 
 
 def build_dispersion_losses(job_config: JobConfig) -> dict[str, tuple[float, DispersionLoss]]:

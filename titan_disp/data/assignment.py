@@ -1,30 +1,24 @@
 """The files, the number of slots S, seed and epoch decide which slot reads which documents; the ranks do not.
 
 In every epoch the files are laid end to end, each as long as its stored bytes (times its text per stored byte, if it is
-not the same in all files), in an order that (seed, epoch) decides.
-This line is cut into S runs of equal length, and slot s reads run s. A cut that would fall close to the edge of a file
-is moved to the edge, because a slot that owns a sliver of a file has to read all of it. The following runs divide the
-rest of the line equally. Ranks own contiguous slots and therefore contiguous runs. A file is read only by the ranks
-whose runs it overlaps, so that an epoch takes at most files + ranks reads.
+not the same in all files), in an order that (seed, epoch) decides. This line is cut into S runs of equal length
+(``_cut``), and slot s reads run s. Ranks own contiguous slots and therefore contiguous runs. A file is read only by the
+ranks whose runs it overlaps, so that an epoch takes at most files + ranks reads.
 
-The documents of a file that contains cuts are dealt out to its slots by their *keys*, (index · STEP + shift) mod 2⁶⁴.
-The keys are spread evenly from 0 to 2⁶⁴, however many documents there are. A slot whose run covers the file from
-fraction a to fraction b owns the keys from a · 2⁶⁴ to b · 2⁶⁴. The number of documents, which only a read of the whole
-file would tell, is not needed. If an index of the data knows enough places where reading can begin, whole blocks are
-dealt out in this way instead of documents (``blocks``), and a rank reads only the blocks of its slots.
+The documents of a file that contains cuts are dealt out to its slots by their *keys*, (index · STEP + shift) mod 2⁶⁴,
+which are spread evenly, however many documents there are. A slot whose run covers the file from fraction a to fraction b
+owns the keys from a · 2⁶⁴ to b · 2⁶⁴. If an index of the data knows enough places where reading can begin, whole blocks
+are dealt out in this way instead of documents (``blocks``), and a rank reads only the blocks of its slots.
 
 A slot's run consists of the end of one file (``head``), whole files (``body``) and the beginning of another file
-(``tail``). It shares head and tail with its neighbours. Read one after another, these parts would have
-neighbours at different places of the shared file, and a rank would read this file twice or hold it in memory. A slot
-therefore *interleaves* head, body and tail in proportion to their bytes. All slots are then at about the same fraction
-of every file that they share, and one pass over a file serves all slots of a rank.
+(``tail``). A slot *interleaves* them in proportion to their bytes. All slots are then at about the same fraction of every
+file that they share, and one pass over a file serves all slots of a rank. Read one after another, these parts would have
+neighbours at different places of the shared file, and a rank would read this file twice or hold it in memory.
 
-Several sources are mixed by weights ([[stream.sources]]): the S slots are divided among them by largest remainder, and
-each slot belongs to one source. Every slot gives one sequence in turn, so that in every S sequences a source's fraction
-of the tokens is exactly its fraction of the slots. Each source has its own epochs, and its documents come as in a run of
-this source alone with this name and this number of slots. (Only the shuffling differs, because it depends on the slot's
-number.) The name counts because otherwise copies of a file in two sources would come at the same time. The slots of a
-source are contiguous, so that a rank reads files of few sources.
+Of several sources ([[stream.sources]]), each has some of the S slots and epochs of its own. Its documents come as in a
+run of this source alone with this name and this number of slots. (Only the shuffling differs, because it depends on the
+slot's number.) The name counts because otherwise copies of a file in two sources would come at the same time. The slots
+of a source are contiguous, so that a rank reads files of few sources.
 """
 
 import hashlib
@@ -43,7 +37,7 @@ from titan_disp.errors import ConfigError
 
 VERSION = 6  # part of the fingerprint: under another version, the same position means other documents
 KEYS = 1 << 64
-_EDGE = 8  # a cut that is closer to the edge of a file than 1/8 of a run is moved to the edge
+_EDGE = 8  # a cut closer to the edge of a file than 1/8 of a run is moved there: a slot that owns a sliver reads it all
 _BLOCKS = 16  # blocks are dealt out if a slot has at least so many of the file
 _BLOCK = 1 << 16
 _KEPT = 1 << 18  # bound on the files and cuts in all cached lines: about 20 MB

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 from isal import igzip, isal_zlib
 
@@ -81,20 +81,13 @@ class _Zstd(io.RawIOBase):
 class Documents:
     """Read the documents of one file. ``position`` is the index of the next one, in the order of the visits."""
 
-    def __init__(
-        self,
-        file: DataFile,
-        options: StreamOptions,
-        start: int = 0,
-        visits: Visits | None = None,
-        wants: Callable[[int], bool] = lambda visit: True,
-    ) -> None:
+    def __init__(self, file: DataFile, options: StreamOptions, start: int = 0, visits: Visits | None = None) -> None:
         """Open nothing yet. The documents before index ``start`` will be passed over without being parsed.
 
         With ``visits``, the file is read block by block, without the visits that ``wants`` refuses.
         """
         self.file, self.options, self.position = file, options, start
-        self.visits, self.wants = visits, wants
+        self.visits, self.wants = visits, lambda visit: True
         self._visit, self._in_block = 0, False  # the next visit; whether the one before is of a block that is dealt out
         self._earlier_bytes = 0
         self._raw: RetryingFile | None = None
@@ -102,6 +95,7 @@ class Documents:
         self._records: Iterator[Record] = iter(())
         self._at: Callable[..., Iterator[Record]] = lambda *span: iter(())
         self.table: Any = None  # of a Parquet file that is open
+        self.place: int | None = None  # in bytes, of a document of token ids that was read last
 
     @property
     def unit(self) -> int:
@@ -219,21 +213,30 @@ class Documents:
             return partial(formats.parquet_records, self.table, self.file.url, self.options, rows)
         if name.endswith(formats.TOKEN_IDS):
             how = self.options.format
-            return megatron.reader(stored, self.file, how) or token_ids.reader(stored, self.file, how)
+            if (reader := megatron.reader(stored, self.file, how)) is not None:
+                return reader
+            return partial(self._ids, stored, token_ids.layout_of(stored, self.file, how))
         head = stored.peek(formats.HEAD)[: formats.HEAD]
         if len(head) < min(formats.HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
             head = stored.read(formats.HEAD)
             stored.seek(0)
         if (found := formats.mistaken(head, name)) is not None:
             raise OtherContent(found)
-        read = formats.text_records if name.endswith(formats.PLAIN_TEXT) else formats.json_line_records
+        read: Callable[[Any, int], Iterator[Record]] = formats.json_lines
+        if name.endswith(formats.PLAIN_TEXT):
+            read = formats.text_blocks if self.options.format.text_split == "blank_lines" else formats.whole_text
 
         def at(begin: int = 0, end: int = 0) -> Iterator[Record]:
             stored.seek(begin)
             whole = 0 < end - begin <= 1 << 20  # a block in one read; a larger one is a single long document
-            return read(io.BytesIO(stored.read(end - begin)) if whole else _decompressed(stored, name), self.options)
+            stream = io.BytesIO(stored.read(end - begin)) if whole else _decompressed(stored, name)
+            return read(stream, self.options.max_document_bytes)
 
         return at
+
+    def _ids(self, stored: BinaryIO, layout: token_ids.Layout, *span: int) -> Iterator[Record]:
+        for self.place, ids in token_ids.located(stored, layout, *span):
+            yield ids
 
     def close(self) -> None:
         """Close the file. A later ``read`` opens it again and continues."""

@@ -1,7 +1,7 @@
 """This module finds the data files. They are listed once, on rank 0, and the list is broadcast to all ranks."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -37,11 +37,6 @@ class DataFile:
         return is_url(self.url)
 
 
-def text_bytes(files: Iterable[DataFile]) -> float:
-    """Return about how many bytes of text the files hold."""
-    return sum(file.size * file.density for file in files)
-
-
 def split_of(dataset: str, key: str) -> str:
     """Return the split that a data set's name selects; if it names none, validation in [validation], else train."""
     names = {"c4": "train", "c4_validation": "validation", "text": "train", "text_validation": "validation"}
@@ -66,27 +61,30 @@ def streams_from_hub(dataset: str, dataset_path: str | None) -> bool:
     return dataset_path is None and (dataset.startswith("c4") or is_hub_name(dataset))
 
 
-def list_files(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
-    """List the files of a split, sorted by name. ``key`` is the config section, for messages.
+def list_files(
+    dataset: str, dataset_path: str | None, key: str = "training", path_key: str | None = None
+) -> list[DataFile]:
+    """List the files of a split, sorted by name. ``key`` is the config section, and ``path_key`` a key, for messages.
 
     ``dataset_path`` is as in ``list_local`` or ``list_objects``, the mirror of an hf:… data set, or None for the hub.
     ConfigError is raised if there is no such data, it cannot be read, or the hub cannot be reached.
     """
-    split, where = split_of(dataset, key), f"{key}.dataset is {dataset!r}"
+    split, where, path_key = split_of(dataset, key), f"{key}.dataset is {dataset!r}", path_key or f"{key}.dataset_path"
+    path_is = f"{path_key} is {dataset_path!r}"
     if dataset_path is None and not streams_from_hub(dataset, None):
         raise ConfigError(f"{where}: set {key}.dataset_path to the folder, file or glob of the documents")
     name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else None
     if dataset_path is None:
         listing = resolve(name, where).files(split, where) if name else c4_files(split)
-        found = [DataFile(file.path, listing.url(file), file.size) for file in listing.files]
+        found = [DataFile(file.path, file.url, file.size) for file in listing]
     elif name:
-        mirrored = mirrored_files(dataset_path, name.of_split(split), f"{key}.dataset_path is {dataset_path!r}")
+        mirrored = mirrored_files(dataset_path, name.of_split(split), path_is)
         found = [DataFile(path, path, size) for path, size in mirrored]
     elif is_url(dataset_path):
-        objects = list_objects(dataset_path, split, key, dataset.startswith("c4"))
+        objects = list_objects(dataset_path, split, path_is, dataset.startswith("c4"))
         found = [DataFile(url, url, size, etag=etag) for url, size, etag in objects]
     else:
-        paths = list_local(dataset_path, split, key, dataset.startswith("c4"))
+        paths = list_local(dataset_path, split, path_is, dataset.startswith("c4"))
         found = [DataFile(path, path, os.path.getsize(path)) for path in paths]
     root = os.path.commonpath([os.path.dirname(file.name) for file in found])
     names = [PurePosixPath(os.path.relpath(file.name, root)).as_posix() for file in found]

@@ -139,11 +139,7 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
 def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
     """Read the fingerprint in a checkpoint folder, and the last epoch that any slot has begun.
 
-    Returns:
-        (fingerprint, epoch), or ({}, −1) if another loader wrote the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
+    They are {} and −1 if another loader wrote the checkpoint. CheckpointError is raised if it cannot be read.
     """
     try:
         metadata = safe_dcp.read_metadata(checkpoint).state_dict_metadata

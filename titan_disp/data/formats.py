@@ -192,9 +192,9 @@ def _kind(value: Any) -> str:
 _DRAIN = 1 << 20
 
 
-def json_line_records(lines: Any, options: StreamOptions) -> Iterator[bytes | BadDocument]:
+def json_lines(lines: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
     """Yield the lines of a binary stream, unparsed, but no blank ones. Too long ones are never in memory as a whole."""
-    first, max_bytes = True, options.max_document_bytes
+    first = True
     while line := lines.readline(max_bytes + 1):
         if len(line) > max_bytes and not line.endswith(b"\n"):
             size = len(line)
@@ -211,13 +211,8 @@ def json_line_records(lines: Any, options: StreamOptions) -> Iterator[bytes | Ba
 TOO_LONG = 'more than stream.max_document_mb allows: set stream.text_split = "blank_lines", or allow more'
 
 
-def text_records(stream: Any, options: StreamOptions) -> Iterator[str | BadDocument]:
-    """Yield the documents of a binary stream of text. Too long ones are never in memory as a whole."""
-    read = _blocks if options.format.text_split == "blank_lines" else _whole
-    return read(stream, options.max_document_bytes)
-
-
-def _whole(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
+def whole_text(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
+    """Yield the text of a binary stream, unless it is too long. Then it is never in memory as a whole."""
     parts, size = [], 0
     while part := stream.read(min(1 << 20, max_bytes + 1 - size)):
         parts.append(part)
@@ -228,7 +223,7 @@ def _whole(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
     yield _decoded(b"".join(parts).removeprefix(codecs.BOM_UTF8))
 
 
-def _blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
+def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
     """Yield the blocks between blank lines (only white space), without the line break at the end (\\n or \\r\\n)."""
     block: list[bytes] = []
     size, at_line_start, first = 0, True, True

@@ -30,8 +30,7 @@ _TYPES = (protobuf.TrainerSpec.UNIGRAM, protobuf.TrainerSpec.BPE)
 
 def read_model(file: str | Path) -> Any:
     """Read a SentencePiece model as protobuf's ModelProto. Refuse one that ``tokenizers`` cannot express."""
-    model = protobuf.ModelProto()
-    model.ParseFromString(Path(file).read_bytes())
+    model = protobuf.ModelProto.FromString(Path(file).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     features = {
         f"model type {protobuf.TrainerSpec.ModelType.Name(trainer.model_type)}": trainer.model_type not in _TYPES,
@@ -103,7 +102,7 @@ def _has_long_symbols(model: Any) -> bool:
 
 def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
     steps = []
-    if symbols := _longest_first(_texts(model, Piece.USER_DEFINED)):
+    if symbols := sorted(_texts(model, Piece.USER_DEFINED), key=len, reverse=True):
         steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated"))
     if cuts := list(_cuts(model)):
         steps.append(pre_tokenizers.Split(Regex("|".join(cuts)), "merged_with_previous"))
@@ -135,7 +134,7 @@ def _normalizer(model: Any) -> normalizers.Normalizer:
         # SentencePiece does not normalize user-defined symbols. Noncharacters stand in for those that the map changes.
         hidden = {
             symbol: chr(0x10FFFF - i)
-            for i, symbol in enumerate(_longest_first(_texts(model, Piece.USER_DEFINED)))
+            for i, symbol in enumerate(sorted(_texts(model, Piece.USER_DEFINED), key=len, reverse=True))
             if change(symbol) != symbol
         }
         steps += [normalizers.Replace(symbol, mark) for symbol, mark in hidden.items()]
@@ -152,10 +151,6 @@ def _normalizer(model: Any) -> normalizers.Normalizer:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
     return normalizers.Sequence(steps)
-
-
-def _longest_first(symbols: list[str]) -> list[str]:
-    return sorted(symbols, key=len, reverse=True)
 
 
 def _decoder(model: Any) -> decoders.Decoder:

@@ -25,24 +25,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HubFile:
-    """Describe a file of a data set at one commit."""
-
-    path: str  # in the repository, such as en/c4-train.00000-of-01024.json.gz
-    index: int  # the file's number among the files of the split
-    size: int
-    sha256: str | None  # of the content; None if the hub does not say
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Hold the files of a split at one commit, so that all ranks read the same data."""
+    """Describe a file of a data set at one commit, so that all ranks read the same data."""
 
     repository: str
     commit: str
-    files: list[HubFile]
+    path: str  # in the repository, such as en/c4-train.00000-of-01024.json.gz
+    size: int
+    sha256: str | None  # of the content; None if the hub does not say
+    index: int = 0  # the file's number among the files of the split
 
-    def url(self, file: HubFile) -> str:
-        return f"hf://datasets/{self.repository}@{self.commit}/{file.path}"
+    @property
+    def url(self) -> str:
+        return f"hf://datasets/{self.repository}@{self.commit}/{self.path}"
 
 
 def cannot_list(name: "HubName", error: Exception) -> ConfigError:
@@ -76,20 +70,20 @@ def files_in(name: "HubName", repository: str, commit: str, folder: str, recursi
     except Exception as error:  # see cannot_list
         raise cannot_list(name, error) from error
     return {
-        entry.path: HubFile(entry.path, 0, entry.size, entry.lfs.sha256 if entry.lfs else None)
+        entry.path: HubFile(repository, commit, entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None)
         for entry in entries
         if isinstance(entry, RepoFile)
     }
 
 
-def c4_files(split: str) -> Listing:
+def c4_files(split: str) -> list[HubFile]:
     _, commit = commit_of(C4, "the data set c4")
     found = files_in(C4, DATASET, commit, FOLDER, recursive=False)
     pattern = re.compile(rf"{FOLDER}/c4-{split}\.(\d+)-of-\d+\.json\.gz")
     files = [replace(file, index=int(m[1])) for path, file in found.items() if (m := pattern.fullmatch(path))]
     if not files or not commit:
         raise ConfigError(f"{DATASET} on the hub holds no {FOLDER}/c4-{split}.*.json.gz")
-    return Listing(DATASET, commit, sorted(files, key=lambda file: file.index))
+    return sorted(files, key=lambda file: file.index)
 
 
 PREFIX = "hf:"
@@ -146,12 +140,11 @@ class HubDataset:
     commit: str
     splits: dict[str, list[str]]  # the paths of each split's files
 
-    def files(self, split: str, where: str) -> Listing:
+    def files(self, split: str, where: str) -> list[HubFile]:
         paths = files_of_split(self.splits, split, self.name, where)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
         found = files_in(self.name, self.repository, self.commit, folder, recursive=True)
-        files = [replace(found[path], index=index) for index, path in enumerate(paths)]
-        return Listing(self.repository, self.commit, files)
+        return [replace(found[path], index=index) for index, path in enumerate(paths)]
 
 
 def resolve(name: HubName, where: str) -> HubDataset:
@@ -174,20 +167,18 @@ def commit_of(name: HubName, where: str) -> tuple[str, str]:
         info = patiently(lambda: api.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS))
         if info.gated:
             patiently(lambda: api.auth_check(info.id, repo_type="dataset"))
-    except GatedRepoError as error:
-        raise ConfigError(
-            f"{where}: the data set is gated. Accept its terms or ask for access at {page}, and use {token}"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{where}: there is no such data set on the hub, or it is private (its page: {page}): then use {token}"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"{where}: the data set has no revision {name.revision!r}, see {page}/tree/main") from error
     except Exception as error:  # see cannot_list
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            raise ConfigError(f"{where}: the hub refuses access. See {page}, and use {token}") from error
-        raise cannot_list(name, error) from error
+        if isinstance(error, GatedRepoError):
+            problem = f"the data set is gated. Accept its terms or ask for access at {page}, and use {token}"
+        elif isinstance(error, RepositoryNotFoundError):
+            problem = f"there is no such data set on the hub, or it is private (its page: {page}): then use {token}"
+        elif isinstance(error, RevisionNotFoundError):
+            problem = f"the data set has no revision {name.revision!r}, see {page}/tree/main"
+        elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            problem = f"the hub refuses access. See {page}, and use {token}"
+        else:
+            raise cannot_list(name, error) from error
+        raise ConfigError(f"{where}: {problem}") from error
     return info.id, info.sha or ""
 
 
@@ -214,7 +205,7 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
         missing, unknown = "Config name is missing" in problem, f"'{name.config}' not found" in problem
         if "scripts are no longer supported" in problem:
             problem = (
-                f"the data set is made by a script on the hub, which datasets no longer runs. Use a copy: {expected}"
+                "the data set is made by a script on the hub, which datasets no longer runs. Use a copy: " + expected
             )
         elif isinstance(error, (EmptyDatasetError, DataFilesNotFoundError)) or "Unable to find" in problem:
             problem = f"datasets finds no data there ({error}); {expected}"

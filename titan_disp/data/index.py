@@ -14,18 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titan_disp.data import formats, megatron, token_ids
+from titan_disp.data import formats, megatron
 from titan_disp.data.blocks import Blocks
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.storage import LocalFile
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import sha256_of
 
@@ -41,25 +39,15 @@ _TOGETHER = 1 << 20  # blocks of all files: 16 MB, which every rank holds
 
 @dataclass(frozen=True)
 class FileIndex:
-    """Describe the sound part of one file.
+    """Describe the sound part of one file."""
 
-    Attributes:
-        about: what the index is of (``_about``), and "sha256" of the file.
-        text: bytes of text in UTF-8, or of token ids as stored …
-        stored: … and the stored bytes that hold them.
-        damage: what is wrong behind them.
-        documents: their number.
-        hashes: [documents] uint64, of every document; 0 for one that has no text or cannot be used. A run loads none.
-        blocks: [2, B + 1] int64, ``Blocks.first`` and ``Blocks.places``; [2, 0] if reading cannot begin anywhere else.
-    """
-
-    about: dict[str, Any]
-    text: int
-    stored: int
-    damage: str | None
+    about: dict[str, Any]  # what the index is of (``_about``), and "sha256" of the file
+    text: int  # bytes of text in UTF-8, or of token ids as stored …
+    stored: int  # … and the stored bytes that hold them
+    damage: str | None  # what is wrong behind them
     documents: int
-    hashes: np.ndarray
-    blocks: np.ndarray
+    hashes: np.ndarray  # [documents] uint64; 0 for one that has no text or cannot be used. A run loads none.
+    blocks: np.ndarray  # [2, B + 1] int64, ``Blocks.first`` and ``places``; [2, 0] if reading cannot begin elsewhere
 
 
 def content_sample(file: DataFile) -> str:
@@ -85,23 +73,15 @@ def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
 
 
-def _records(file: DataFile, documents: Documents, options: StreamOptions) -> Iterator[tuple[int, int, formats.Record]]:
+def _records(documents: Documents) -> Iterator[tuple[int, int, formats.Record]]:
     """Yield where a block that begins with a document would begin, where it would end with it, and the document."""
-    if file.name.endswith(formats.TOKEN_IDS) and len(megatron.paths_of(file)) == 1:
-        raw = LocalFile(file, options)
-        stored: Any = BufferedReader(raw)
-        try:
-            for place, ids in token_ids.located(stored, token_ids.layout_of(stored, file, options.format)):
-                yield place, place + (ids.nbytes if isinstance(ids, np.ndarray) else ids.size), ids
-        except EOFError as error:
-            raise formats.DamagedFile(raw.damage or str(error)) from error
-        finally:
-            stored.close()
-        return
     begin = 0
     while (record := documents.read()) is not None:
         assert documents.stored is not None
         end = documents.stored.tell()
+        if documents.place is not None:  # ids are read ahead
+            begin = documents.place
+            end = begin + (record.size if isinstance(record, formats.BadDocument) else formats.size_of(record))
         yield begin, end, record
         begin = end
 
@@ -111,18 +91,17 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     about = _about(file)  # before the content, so that a change in the meantime is noticed
     file = replace(file, blocks=megatron.blocks_of(file))
     documents, least = Documents(file, options), max(_LEAST, file.size // _MOST)
+    text_of = partial(formats.text_of, field=options.format.text_field)
     hashes: list[int] = []
-    first: list[int] = []
-    places: list[int] = []
+    blocks: list[tuple[int, int]] = []  # the documents before each, and its place
     text, end, damage = 0, 0, None
     try:
-        for begin, place, record in _records(file, documents, options):
-            if not places or begin >= places[-1] + least:
-                first.append(len(hashes))
-                places.append(begin)
+        for begin, place, record in _records(documents):
+            if not blocks or begin >= blocks[-1][1] + least:
+                blocks.append((len(hashes), begin))
             end = place
             try:
-                content = record.tobytes() if isinstance(record, np.ndarray) else _text(record, options)
+                content = record.tobytes() if isinstance(record, np.ndarray) else text_of(record).encode()
             except formats.BadDocument:
                 content = b""
             hashes.append(_hash(content) if content else 0)
@@ -134,27 +113,22 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
         documents.close()
     count = len(hashes)
     if file.blocks is not None:
-        first, places = file.blocks.first.tolist(), file.blocks.places.tolist()
+        blocks = list(zip(file.blocks.first.tolist(), file.blocks.places.tolist(), strict=True))
     elif table is not None:
-        groups = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
-        step = max(1, least * len(groups) // file.size)  # row groups of a block
-        found = zip(np.cumsum([0, *groups]).tolist(), range(len(groups) + 1), strict=True)
-        known = [(n, group) for n, group in found if (group % step == 0 and n < count) or group == len(groups)]
-        first, places = [min(n, count) for n, _ in known], [group for _, group in known]
-        end = file.size * count // max(sum(groups), 1)
+        last = table.metadata.num_row_groups
+        rows = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in range(last))]).tolist()
+        step = max(1, least * last // file.size)  # row groups of a block
+        blocks = [(min(n, count), i) for i, n in enumerate(rows) if (i % step == 0 and n < count) or i == last]
+        end = file.size * count // max(rows[-1], 1)
     elif file.name.endswith(formats.COMPRESSED) or (
         options.format.text_split == "file" and file.name.endswith(formats.PLAIN_TEXT)
     ):
-        first, places = [], []
+        blocks = []
     else:
-        first, places = [*first, count], [*places, end]
-    blocks, stored = np.array([first, places], np.int64), end if damage else file.size
-    about["sha256"] = sha256_of(*megatron.paths_of(file))
-    return FileIndex(about, text, stored, damage, count, np.array(hashes, np.uint64), blocks)
-
-
-def _text(record: formats.Record, options: StreamOptions) -> bytes:
-    return formats.text_of(record, options.format.text_field).encode()
+        blocks.append((count, end))
+    stored, about["sha256"] = end if damage else file.size, sha256_of(*megatron.paths_of(file))
+    found = np.array(blocks, np.int64).reshape(-1, 2).T
+    return FileIndex(about, text, stored, damage, count, np.array(hashes, np.uint64), found)
 
 
 def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:

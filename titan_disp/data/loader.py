@@ -24,13 +24,13 @@ from torchtitan.tools.logging import logger
 from titan_disp.config.batch import slot_count
 from titan_disp.data.assignment import Assignment, Mixture, Share, far_from_weights
 from titan_disp.data.cursor import check_bytes, check_documents, check_files
-from titan_disp.data.files import DataFile, on_rank_0, text_bytes
+from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.shuffle import memory
 from titan_disp.data.sources import data_sets, list_and_check, source_shares
-from titan_disp.data.stream import Batch, RankStreams, Sequences, as_batch, as_it_is, worker_signals
+from titan_disp.data.stream import Batch, RankStreams, Sequences, as_batch, worker_signals
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
 from titan_disp.text import byte_size
@@ -93,7 +93,8 @@ class StreamLoader(BaseDataLoader):
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
-        self.texts = [text_bytes(filter(group.owns, files)) for group in self.groups]
+        # About the bytes of text of each source.
+        self.texts = [sum(one.size * one.density for one in files if group.owns(one)) for group in self.groups]
         self._running: Generator[Batch, None, None] | None = None
 
     def _make(self) -> RankStreams:
@@ -118,7 +119,8 @@ class StreamLoader(BaseDataLoader):
         # Fork, even where it is not the default (Python 3.14), so that the tokenizer need not be loaded again.
         worker: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "worker_init_fn": worker_signals}
         workers = worker | {"prefetch_factor": -(-prefetch // group)} if prefetch else {}
-        batches = iter(DataLoader(sequences, batch_size=None, collate_fn=as_it_is, **workers))  # type: ignore[arg-type]
+        # DataLoader's own collate function would turn arrays into tensors in the worker.
+        batches = iter(DataLoader(sequences, None, collate_fn=lambda batch: batch, **workers))  # type: ignore[arg-type]
         turn, own = 0, len(self.slots)
         try:
             while True:

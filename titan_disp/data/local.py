@@ -21,12 +21,12 @@ _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
 _MARKS = {"train": ("train",), "validation": ("validation", "valid", "val"), "test": ("test",)}
 
 
-def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
+def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]:
     """List the paths of a split's files in a folder (searched recursively, through links), a glob, or one file.
 
-    A path that exists is never a glob. ``c4`` says whether the files are laid out and named as C4's.
+    A path that exists is never a glob. ``c4`` says whether the files are laid out and named as C4's. Messages begin with
+    ``where``, such as "training.dataset_path is '…'".
     """
-    where = f"{key}.dataset_path is {dataset_path!r}"
     if os.path.isdir(dataset_path):
         paths = select(_walk(dataset_path, where), dataset_path, split, where, c4)
     elif os.path.lexists(dataset_path):

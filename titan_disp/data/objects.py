@@ -55,9 +55,9 @@ def etag_of(info: dict[str, Any]) -> str:
     return next((info[key].strip('"') for key in ("md5Hash", "ETag", "etag") if info.get(key)), "")
 
 
-def list_objects(url: str, split: str, key: str, c4: bool) -> list[tuple[str, int, str]]:
+def list_objects(url: str, split: str, where: str, c4: bool) -> list[tuple[str, int, str]]:
     """List (URL, size, checksum) of a split's files in a folder, a glob, or one file, as ``list_local`` does."""
-    where, scheme = f"{key}.dataset_path is {url!r}", url.split("://")[0]
+    scheme = url.split("://")[0]
     on_hub = re.fullmatch(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@(refs/\w+/\w+|[^/]+))?(/.*)?", url)
     if on_hub is None and scheme not in ("s3", "gs"):
         raise ConfigError(

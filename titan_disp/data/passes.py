@@ -148,7 +148,7 @@ class Passes:
         """After a resume, pass over what was read before, in all files at once. Decompression releases the GIL."""
         waiting: set[futures.Future[None]] = set()
         for slot, position in self.positions.items():
-            for segment, start in position.upcoming():
+            for segment, start in map(position.next, position.left()):
                 if self._pass(slot, position.epoch, segment.file) is None:
                     new = self._begin(slot, position.epoch, segment, start)
                     if new.documents.position:

@@ -57,7 +57,7 @@ class Position:
         """Return the part furthest behind its share: head (0), body (1) or tail (2). Return None if all are read."""
         taken, weights = [int(self.values[column]) for column in TAKEN], self.run().weights
         best = None
-        for part in self._left():  # the smallest taken / weight, compared without rounding; of equal ones the first
+        for part in self.left():  # the smallest taken / weight, compared without rounding; of equal ones the first
             if best is None or taken[part] * weights[best] < taken[best] * weights[part]:
                 best = part
         return best
@@ -68,9 +68,6 @@ class Position:
         segment = (run.head, run.body[int(self.values[Field.BODY_FILE])] if part == 1 else None, run.tail)[part]
         assert segment is not None
         return segment, int(self.values[NEXT[part]])
-
-    def upcoming(self) -> list[tuple[Segment, int]]:
-        return [self.next(part) for part in self._left()]
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
         """Return what the slot still needs of a shared file in an epoch: the segment and the index of its next document."""
@@ -108,6 +105,6 @@ class Position:
         self.values[Field.EPOCH] += 1
         self.values[list(OF_AN_EPOCH)] = 0
 
-    def _left(self) -> list[int]:
+    def left(self) -> list[int]:
         weights = self.run().weights
         return [part for part in range(3) if weights[part] and not self.values[Field.DONE] >> part & 1]

@@ -24,8 +24,8 @@ from titan_disp.errors import DataError
 def memory(slots: int, window: int, document_bytes: float) -> float:
     """Return the most bytes of text that a rank holds for shuffling documents of this mean length.
 
-    Slots refill at different times, so that windows are half full on average. The slot that refills reads one window
-    ahead of the others, so that their documents of a shared file wait: half a window too, at most a whole one.
+    Windows are half full on average. The slot that refills reads one window ahead of the others, so that their documents
+    of a shared file wait: half a window too, at most a whole one.
     """
     return 2 * slots * window * min(document_bytes, DOCUMENT_BYTES)
 

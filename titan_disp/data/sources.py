@@ -4,12 +4,11 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, TypeVar
 
 import numpy as np
 from torchtitan.config import JobConfig
@@ -24,8 +23,6 @@ from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.job_config import Source
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,26 +43,17 @@ class DataSet:
         return streams_from_hub(self.dataset, self.path)
 
     def check_name(self) -> None:
-        self._ask(split_of, self.dataset)
+        split_of(self.dataset, self.key)
 
     def check(self) -> list[DataFile]:
         """List its files, unless they are on the hub, which is asked only when training starts."""
         self.check_name()
-        return [] if self.on_hub else self._ask(list_files, self.dataset, self.path)
+        return [] if self.on_hub else list_files(self.dataset, self.path, self.key, self.path_key)
 
     def files(self) -> list[DataFile]:
         """List its files, with the names that they have in the run."""
-        files = self._ask(list_files, self.dataset, self.path)
+        files = list_files(self.dataset, self.path, self.key, self.path_key)
         return prefixed(self.source, files) if self.source else files
-
-    def _ask(self, function: Callable[..., T], *args: Any) -> T:
-        """Correct the key in messages: a source has ``path`` where [training] has ``dataset_path``."""
-        try:
-            return function(*args, self.key)
-        except ConfigError as error:
-            if not self.source:
-                raise
-            raise ConfigError(str(error).replace(f"{self.key}.dataset_path", self.path_key)) from error
 
 
 def source_name(source: Source) -> str:
@@ -199,17 +187,13 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
         some = [] if suffix in formats.TOKEN_IDS else [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
         text, stored = (sum(each) for each in zip((0, 0.0), *(_sampled(file, options) for file in some), strict=True))
         densities[suffix] = float(f"{text / stored:.3g}") if text else 1.0
+
+    def known(file: DataFile) -> DataFile:
+        density = 0.0 if _has_no_rows(file) else densities[formats.suffix_of(file.name)]
+        return replace(file, density=density, sample=content_sample(file), blocks=megatron.blocks_of(file))
+
     with ThreadPoolExecutor(16) as pool:  # a shared file system takes milliseconds for each file
-        hashes, empty = pool.map(content_sample, files), pool.map(_has_no_rows, files)
-        found = [
-            replace(
-                file,
-                density=0.0 if no_rows else densities[formats.suffix_of(file.name)],
-                sample=sample,
-                blocks=megatron.blocks_of(file),
-            )
-            for file, sample, no_rows in zip(files, hashes, empty, strict=True)
-        ]
+        found = list(pool.map(known, files))
     if not any(file.density for file in found):
         raise ConfigError(
             f"{found[0].url} has no rows{' (nor have the others)' * (len(found) > 1)}: name files with text"

@@ -183,11 +183,6 @@ def empty_rows(count: int, options: StreamOptions, dtype: type = np.int64) -> li
 _WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
 
 
-def as_it_is(batch: Any) -> Any:
-    """DataLoader's own collate function would turn arrays into tensors in the worker."""
-    return batch
-
-
 class Sequences(IterableDataset):
     """Make the rank's sequences, in the prefetch worker if there is one.
 

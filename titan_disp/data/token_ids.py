@@ -15,7 +15,7 @@ ids is cut after every ``LONGEST`` ids. A document without EOS (by a cut or the 
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -53,22 +53,11 @@ class Layout:
 Ids = np.ndarray | BadDocument  # of a document, [n] uint16 or uint32
 
 
-def reader(stored: BinaryIO, file: DataFile, how: Format) -> Callable[..., Iterator[Ids]]:
-    """Return a function that reads the documents between two places in bytes, by default all of the file.
-
-    DataError is raised if the ids have another type or tokenizer than the config names. The function raises DamagedFile
-    at the file's end if it is shorter or longer than its header says, or ends within an id.
-    """
-    layout = layout_of(stored, file, how)
-
-    def records(*span: int) -> Iterator[Ids]:
-        return (ids for _, ids in located(stored, layout, *span))
-
-    return records
-
-
 def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int, Ids]]:
-    """Yield the place of each document, in bytes, and its ids."""
+    """Yield the place of each document, in bytes, and its ids: of all the file, or between two places.
+
+    DataError is raised if the ids have another type or tokenizer than the config names, and DamagedFile at the file's end.
+    """
     size = layout.dtype.itemsize
     begin_of_file, end_of_file = layout.begin, layout.begin + layout.count * size
     begin, end = span or (begin_of_file, end_of_file)

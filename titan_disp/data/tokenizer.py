@@ -29,12 +29,8 @@ class SentencePieceTokenizer(BaseTokenizer):
         self.bos_id, self.eos_id = bos_id if bos_id >= 0 else None, eos_id if eos_id >= 0 else None
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:  # type: ignore[override]
-        ids = self.processor.encode(text)
-        if add_bos and self.bos_id is not None:
-            ids.insert(0, self.bos_id)
-        if add_eos and self.eos_id is not None:
-            ids.append(self.eos_id)
-        return ids
+        begin, end = add_bos and self.bos_id is not None, add_eos and self.eos_id is not None
+        return self.processor.encode(text, add_bos=begin, add_eos=end)
 
     def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
         return self.processor.decode(token_ids)
@@ -74,12 +70,9 @@ def load_tokenizer(folder: str | Path) -> BaseTokenizer:
 def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
     """Load TorchTitan's tokenizer, changed so that text never becomes a special token, as with SentencePiece.
 
-    Settings of tokenizer.json that cut or pad every text, as some fine-tuning leaves them, are switched off, as in
-    transformers.
-
     EOS within a document would end the document, and any author of a corpus could write control tokens. TorchTitan
     treats all tokens that tokenizer_config.json adds as special. Those that the file calls not special (Qwen's <think>)
-    are words here, as in transformers.
+    are words here, as in transformers. Settings that cut or pad every text are switched off, too.
     """
     tokenizer = HuggingFaceTokenizer(str(folder))
     config = tokenizer.config or {}
@@ -122,14 +115,6 @@ def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, adv
         raise ConfigError(
             f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a vocabulary of {vocab_size}: {advice}"
         )
-
-
-def load_tokenizer_for(flavor: str, vocab_size: int, folder: str | Path) -> BaseTokenizer:
-    """Load the tokenizer in ``model.hf_assets_path``, which must fit into a flavor's vocabulary."""
-    tokenizer = load_tokenizer(folder)
-    advice = "choose a flavor with a larger vocabulary or a smaller tokenizer, or set vocab_size in model.overrides"
-    check_fits(tokenizer.get_vocab_size(), folder, vocab_size, f"model.flavor {flavor!r}", advice)
-    return tokenizer
 
 
 def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
@@ -196,8 +181,8 @@ def fast_encoder(
     """Return gigatoken's thread-safe function from a text to its token ids, int32, with BOS and EOS as in ``reference``.
 
     gigatoken gives the same ids many times as fast. It is young, so its ids are compared with those of the tokenizer's own
-    library (``reference``), at the start and during the run. They were found to agree for byte-level BPE (GPT-2, Qwen), and
-    for SentencePiece BPE with byte fallback, identity normalization, all spaces kept and no user-defined symbols.
+    library (``reference``), at the start and during the run. It supports byte-level BPE (GPT-2, Qwen), and SentencePiece
+    models unless ``_not_supported``.
 
     ConfigError is raised if gigatoken is missing, does not support this tokenizer, or gives other ids at the start;
     DataError by the returned function if it gives other ids for a document.
@@ -223,12 +208,7 @@ def fast_encoder(
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     def whole(text: str) -> np.ndarray:
-        ids = encode(text)
-        out = np.empty(len(begin) + len(ids) + 1, dtype=np.int32)
-        out[: len(begin)] = begin
-        out[len(begin) : -1] = ids
-        out[-1] = tokenizer.eos_id
-        return out
+        return np.concatenate([begin, encode(text), [tokenizer.eos_id]], dtype=np.int32, casting="unsafe")
 
     if tokenizer not in _agreed:
         for text in odd_texts(tokenizer):

@@ -74,9 +74,8 @@ def first_sequences(
 def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> list[Tensor] | None:
     """Read the first sequences of the validation split, the same on every rank and in every run. A collective call.
 
-    The split is that of [validation] if it is enabled, else the one beside the training data, of the first source that
-    has one. It returns token ids [count, training.seq_len + 1] int64, with ``stream.document_mask`` also their segments
-    (``Slot.fill``), or None if there is no validation split.
+    The split is the first of ``held_out_sets`` that is there. It returns token ids [count, training.seq_len + 1] int64, with
+    ``stream.document_mask`` also their segments (``Slot.fill``), or None if there is no validation split.
     """
     if not (splits := held_out_sets(job_config)):
         return None

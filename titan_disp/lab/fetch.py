@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from titan_disp.config.options import FetchOptions
-from titan_disp.data.hub import FORM, HubFile, HubName, Listing, c4_files, is_hub_name, parse_name, resolve
+from titan_disp.data.hub import FORM, HubFile, HubName, c4_files, is_hub_name, parse_name, resolve
 from titan_disp.data.mirror import record_path
 from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_write, progress, sha256_of
@@ -34,24 +34,24 @@ def fetch(options: FetchOptions) -> list[str]:
     shards = parse_shards(options.shards)
     wanted: list[str] = ["validation", "train"] if options.split == "both" else [options.split]
     if options.dataset == "c4":
-        listings: list[tuple[HubName | None, Listing]] = [(None, c4_files(one)) for one in wanted]
+        listings: list[tuple[HubName | None, list[HubFile]]] = [(None, c4_files(one)) for one in wanted]
     else:
         listings = _listings(options.dataset, options.split, wanted)
     left = []
     for record, listing in listings:
         some = shards if listing is listings[-1][1] else None
-        chosen = [file for file in listing.files if some is None or any(file.index in part for part in some)]
+        chosen = [file for file in listing if some is None or any(file.index in part for part in some)]
         if not chosen:
-            numbers = f"0 to {listing.files[-1].index}, such as {listing.files[0].path}"
+            numbers = f"0 to {listing[-1].index}, such as {listing[0].path}"
             raise ConfigError(f"--shards names none of the files, which have the numbers {numbers}")
-        missing = _mirror(options.folder, listing, chosen, options.workers)
+        missing = _mirror(options.folder, chosen, options.workers)
         if record is not None and not missing:
             _write_record(options.folder, record, listing, chosen)
         left += missing
     return left
 
 
-def _listings(dataset: str, split: str, wanted: list[str]) -> list[tuple[HubName | None, Listing]]:
+def _listings(dataset: str, split: str, wanted: list[str]) -> list[tuple[HubName | None, list[HubFile]]]:
     if not is_hub_name(dataset):
         raise ConfigError(f"--dataset is {dataset!r}, expected c4, {FORM}")
     name, where = parse_name(dataset, "--dataset"), f"--dataset is {dataset!r}"
@@ -70,10 +70,11 @@ def _problem(file: HubFile, path: Path) -> str | None:
         return "missing"
     if path.stat().st_size != file.size:
         return f"{path.stat().st_size} bytes, expected {file.size}"
-    return None if file.sha256 in (None, sha256_of(path)) else "its sha256 differs from the hub's"
+    sound = file.sha256 is None or file.sha256 == sha256_of(path)
+    return None if sound else "its sha256 differs from the hub's"
 
 
-def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, attempts: int = 3) -> list[str]:
+def _mirror(folder: Path, files: list[HubFile], workers: int, attempts: int = 3) -> list[str]:
     """Keep sound copies, resume broken downloads and replace damaged files. Return the problems that are left."""
     from huggingface_hub import hf_hub_download
 
@@ -86,10 +87,10 @@ def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, 
                     return None
                 if attempt < attempts:
                     hf_hub_download(
-                        listing.repository,
+                        file.repository,
                         file.path,
                         repo_type="dataset",
-                        revision=listing.commit,
+                        revision=file.commit,
                         local_dir=folder,
                         force_download=path.exists(),  # the existing file is damaged
                     )
@@ -98,7 +99,7 @@ def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, 
         return f"{file.path}: {problem}"
 
     left, total = [], sum(file.size for file in files)
-    with ThreadPoolExecutor(workers) as pool, progress(listing.repository, "B", total=total) as bar:
+    with ThreadPoolExecutor(workers) as pool, progress(files[0].repository, "B", total=total) as bar:
         running = {pool.submit(mirror, file): file for file in files}
         for done in as_completed(running):
             if (problem := done.result()) is not None:
@@ -107,13 +108,13 @@ def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, 
     return sorted(left)
 
 
-def _write_record(folder: Path, name: HubName, listing: Listing, files: list[HubFile]) -> None:
+def _write_record(folder: Path, name: HubName, listing: list[HubFile], files: list[HubFile]) -> None:
     """Record the files of a split, with those that earlier commands fetched with other ``shards``."""
     path = record_path(folder, name)
     before = set(map(tuple, json.loads(path.read_text())["files"])) if path.exists() else set()
     now = {(file.path, file.size) for file in files}
-    known = {(file.path, file.size) for file in listing.files}
-    content = {"dataset": str(name), "commit": listing.commit, "files": sorted(now | before & known)}
+    known = {(file.path, file.size) for file in listing}
+    content = {"dataset": str(name), "commit": files[0].commit, "files": sorted(now | before & known)}
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")
