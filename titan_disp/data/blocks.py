@@ -16,14 +16,11 @@ STEP = 0x9E3779B97F4A7C15  # 2⁶⁴ / golden ratio, odd: no other number's mult
 class Blocks:
     """Describe the B blocks of a file.
 
-    Attributes:
-        first: [B + 1] int64, the number of documents before each block, and in the file.
-        places: [B + 1] int64, where each block begins, and where the last one ends: in bytes, in row groups of a
-            Parquet file, or in documents if a file beside it says where each of them is (Megatron-LM).
+    A place is in bytes, in row groups of a Parquet file, or in documents if a file beside it says where each of them is.
     """
 
-    first: np.ndarray
-    places: np.ndarray
+    first: np.ndarray  # [B + 1] int64, the number of documents before each block, and in the file
+    places: np.ndarray  # [B + 1] int64, where each block begins, and where the last one ends
 
     def __len__(self) -> int:
         return len(self.first) - 1

@@ -44,6 +44,7 @@ def stream_options(
     """Take the stream's options from [stream] and [training]. Without a tokenizer, token ids on disk cannot be read."""
     stream, dispersion = job_config.stream, job_config.dispersion  # type: ignore[attr-defined]
     same = ("seed", "shuffle_window", "index", "on_bad_data", "max_skipped_fraction", "prefetch", "fast_tokenizer")
+    ids = {} if tokenizer is None else {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.get_vocab_size()}
     return StreamOptions(
         **{name: getattr(stream, name) for name in same},
         seq_len=seq_len or job_config.training.seq_len,
@@ -52,13 +53,7 @@ def stream_options(
         retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
         tokenizer_threads=stream.tokenizer_threads or default_threads(),
         segments=stream.document_mask or (dispersion.enabled and dispersion.within_documents),
-        format=Format(
-            stream.text_field,
-            stream.text_split,
-            stream.token_dtype,
-            eos_id=tokenizer.eos_id if tokenizer is not None else None,
-            vocab_size=tokenizer.get_vocab_size() if tokenizer is not None else 1 << 32,
-        ),
+        format=Format(stream.text_field, stream.text_split, stream.token_dtype, **ids),
     )
 
 
