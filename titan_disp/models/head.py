@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchtitan.components.loss import IGNORE_INDEX
 
-OfChunk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+OfChunk = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -80,14 +80,14 @@ def chunked_cross_entropy(hidden: HiddenStates, labels: Tensor, chunk: int, of_c
 
 
 def loss_and_gradient(
-    logits: Tensor, labels: Tensor, first: int = 0, group: dist.ProcessGroup | None = None
+    h: Tensor, weight: Tensor, labels: Tensor, first: int = 0, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of each token [C] in float32, 0 if it does not count, and its gradient in the logits.
 
-    ``logits`` [C, V/tp] are those of the rows from ``first`` on. They may be overwritten.
+    The logits h @ weightᵀ, [C, V/tp], are those of the rows of the weight from ``first`` on.
     """
-    dtype, p = logits.dtype, logits.float()
-    del logits  # the caller does not keep them either
+    # Multiplied here, because a caller could not let go of the logits: ``partial`` and torch.compile hold arguments.
+    dtype, p = weight.dtype, (h @ weight.T).float()
     counts = labels != IGNORE_INDEX
     own = counts & (labels >= first) & (labels < first + p.shape[1])
     at = torch.arange(len(labels), device=labels.device), torch.where(own, labels - first, 0)
@@ -119,7 +119,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(h), chunk):
             some = slice(start, start + chunk)
-            losses[some], gradient = of_chunk(h[some] @ weight.T, labels[some])
+            losses[some], gradient = of_chunk(h[some], weight, labels[some])
             torch.mm(gradient, weight, out=h_gradient[some])
             if weight.dtype == torch.float32:
                 weight_gradient.addmm_(gradient.T, h[some])
