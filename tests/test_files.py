@@ -31,6 +31,17 @@ def test_nothing_is_left_of_a_folder_that_failed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_processes_write_the_same_file(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with atomic_write(out, by_many=True) as first:
+        first.write_text("first")
+        monkeypatch.setattr("os.getpid", lambda: 1)
+        with atomic_write(out, by_many=True) as second:
+            second.write_text("second")
+        assert out.read_text() == "second"
+    assert (out.read_text(), list(tmp_path.iterdir())) == ("first", [out])
+
+
 def test_nothing_is_left_of_a_file_that_failed(tmp_path):
     (tmp_path / "out").write_text("before")
     with pytest.raises(ZeroDivisionError), atomic_write(tmp_path / "out") as partial:

@@ -6,6 +6,7 @@ The hash of files and the progress bars of long commands are here, too.
 import contextlib
 import hashlib
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -17,13 +18,15 @@ from tqdm import tqdm
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
     """Yield a path to write to. It replaces ``path`` when the block ends, and is removed if the block fails.
 
     Readers on other nodes never find half a file, and an older file stays if a write fails. The content is on disk
-    before the file gets its name, so that a node that dies leaves the older file and not an empty one.
+    before the file gets its name, so that a node that dies leaves the older file and not an empty one. ``by_many``:
+    processes on several nodes may write the same file at the same time.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    writer = f".{platform.node()}.{os.getpid()}" if by_many else ""
+    partial = path.with_name(f".{path.name}{writer}.partial")
     try:
         yield partial
         with open(partial, "rb") as file:

@@ -9,7 +9,6 @@ before it.
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, counted
-from titan_disp.files import sha256_of
+from titan_disp.files import atomic_write, sha256_of
 
 VERSION = 1
 FOLDER = ".titan-disp/index"  # hidden, so that it is not listed as data
@@ -180,12 +179,8 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
     else:
         found = read_index(file, options)
     facts = {key: getattr(found, key) for key in ("about", "text", "stored", "damage", "documents")}
-    unfinished = path.with_name(f".{path.stem}.{platform.node()}.{os.getpid()}.npz")
-    try:
-        np.savez(unfinished, facts=json.dumps(facts), hashes=found.hashes, blocks=found.blocks)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic_write(path, by_many=True) as unfinished, open(unfinished, "wb") as content:
+        np.savez(content, facts=json.dumps(facts), hashes=found.hashes, blocks=found.blocks)
     return found
 
 
