@@ -14,9 +14,10 @@ from titan_disp.config.batch import data_parallel_degree, global_batch_size, slo
 from titan_disp.config.checks import check_config, missing_inputs
 from titan_disp.config.options import Machine
 from titan_disp.data.assignment import Assignment, Share, far_from_weights
+from titan_disp.data.files import DataFile
 from titan_disp.data.options import stream_options
+from titan_disp.data.sources import DataSet, source_shares
 from titan_disp.data.sources import measured as with_densities
-from titan_disp.data.sources import source_shares, training_sets
 from titan_disp.errors import ConfigError, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
@@ -139,17 +140,20 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
     return admitted
 
 
-def unseen_shares(job_config: JobConfig, slots: int, shares: Sequence[Share]) -> dict[str, float]:
+def unseen_shares(
+    job_config: JobConfig, listed: Sequence[tuple[DataSet, list[DataFile]]], slots: int, shares: Sequence[Share]
+) -> dict[str, float]:
     """Predict which fraction of each local source's text the cuts leave unread in an epoch's tokens.
 
     Lengths of documents add to it: the fewer a slot has, and the more they differ, the more.
     """
     found, options = {}, stream_options(job_config)
-    for i, one in enumerate(training_sets(job_config)):
-        with contextlib.suppress(ConfigError):  # missing_inputs tells
-            if files := one.check():
-                own = shares[i].slots if shares else slots
-                found[one.source] = Assignment(with_densities(files, options), own, options.seed).unseen()
+    own = {share.name: share.slots for share in shares}
+    for one, files in listed:
+        with contextlib.suppress(ConfigError):  # no index of token ids without a tokenizer, or too much for memory
+            if files and one.key != "validation":
+                assignment = Assignment(with_densities(files, options), own.get(one.source, slots), options.seed)
+                found[one.source] = assignment.unseen()
     return found
 
 
@@ -181,7 +185,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     machine, given, job_config = find_machine(machine), job_config, copy.deepcopy(job_config)
     gpu, world = cost.GPUS[machine.gpu], machine.nodes * machine.gpus_per_node
     check_config(job_config, world)
-    warnings = missing_inputs(job_config, strict) + hub_warnings(job_config, world, machine.nodes)
+    missing, listed = missing_inputs(job_config, strict)
+    warnings = missing + hub_warnings(job_config, world, machine.nodes)
     module = meta_model(job_config)
     mesh, batch, model, memory, time = measured(job_config, module, machine)
     if memory.total > gpu.memory:
@@ -208,7 +213,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             "checkpoint.interval"
         )
     config, counts = job_config.job.config_file or "", admitted_node_counts(given, machine.gpus_per_node, mesh.shard)
-    unseen = unseen_shares(job_config, slots, sources)
+    unseen = unseen_shares(job_config, listed, slots, sources)
     return Plan(config, machine, mesh, batch, model, memory, checkpoints, time, sources, unseen, counts, warnings)
 
 

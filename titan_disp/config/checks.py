@@ -21,9 +21,10 @@ from torchtitan.config import JobConfig
 from titan_disp import cpu
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, resolve_steps, slot_count
 from titan_disp.config.keys import facts_of
+from titan_disp.data.files import DataFile
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.options import stream_options
-from titan_disp.data.sources import check_content, check_overlaps, data_sets, source_shares
+from titan_disp.data.sources import DataSet, check_content, check_overlaps, data_sets, source_shares
 from titan_disp.data.tokenizer import check_fits, find_tokenizer, load_tokenizer
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
@@ -368,8 +369,8 @@ def check_inputs(job_config: JobConfig) -> None:
         check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
 
 
-def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
-    """Return messages about data and a tokenizer that the config names and the disk does not have.
+def missing_inputs(job_config: JobConfig, strict: bool) -> tuple[list[str], list[tuple[DataSet, list[DataFile]]]]:
+    """Return messages about data and a tokenizer that the config names and the disk does not have, and the files it has.
 
     What is there and wrong raises ConfigError. With ``strict``, so does what is missing.
     """
@@ -386,7 +387,7 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
 
     there = found(find_tokenizer, job_config.model.hf_assets_path) is not None
     options = stream_options(job_config, tokenizer=tokenizer_of(job_config) if there else None)
-    listed = []
+    listed: list[tuple[DataSet, list[DataFile]]] = []
     for data in data_sets(job_config):
         data.check_name()
         if (files := found(data.check)) is not None:
@@ -395,7 +396,7 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
             if files and options.index not in ("", IN_MEMORY) and data.key != "validation":
                 with_index(files, options)
     check_overlaps(listed)
-    return missing
+    return missing, listed
 
 
 def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:

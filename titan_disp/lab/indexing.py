@@ -28,17 +28,17 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     ConfigError is raised if data is missing or on the hub, or if ``out`` is None and there are several sources.
     """
     sets = training_sets(job_config)
-    training = [file for one in sets for file in one.check()]
-    others = _held_out(job_config)
-    if not all(one.check() for one in sets) or any(file.remote for file in [*training, *others]):
+    listed = [one.check() for one in sets]
+    training, others = [file for files in listed for file in files], _held_out(job_config)
+    if not all(listed) or any(file.remote for file in [*training, *others]):
         raise ConfigError(
             "data is in a store or on the hub, which cannot be indexed: titan-disp data fetch copies it from the hub"
         )
     how = stream_options(job_config)
     if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
         how = stream_options(job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path))
-    for one in sets:
-        check_content(one.check(), how, one.key)
+    for one, files in zip(sets, listed, strict=True):
+        check_content(files, how, one.key)
     named = "" if how.index == IN_MEMORY else how.index
     folder = out or Path(named or _beside(sets))
     found = write_index([*training, *others], folder, how, workers)
@@ -76,11 +76,11 @@ def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions,
             f"cannot write the index in {str(folder)!r} ({error.strerror}): name a folder with --out"
         ) from error
     found: dict[str, FileIndex] = {}
-    total = sum(file.size for file in files if isinstance(current(folder, options, file), str))
+    total = sum(file.size for file in files)
     pool: Executor = ThreadPoolExecutor(1)
-    if workers > 1 and total > _WORTH:
+    if workers > 1 and total > _WORTH < sum(f.size for f in files if isinstance(current(folder, options, f), str)):
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    with pool, progress("indexing", "B", total=sum(file.size for file in files)) as bar:
+    with pool, progress("indexing", "B", total=total) as bar:
         ordered = sorted(files, key=lambda file: -file.size)
         running = {pool.submit(index_file, folder, options, file): file for file in ordered}
         for done in as_completed(running):
