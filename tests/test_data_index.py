@@ -30,6 +30,7 @@ from tests.streams import (
 from titan_disp.config.load import load_config
 from titan_disp.config.options import IndexOptions
 from titan_disp.data import index
+from titan_disp.data.assignment import shares
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import check_fingerprint
 from titan_disp.data.index import FOLDER
@@ -67,7 +68,7 @@ def after_an_epoch_of_tokens(files, slots, **options):
     "suffixes", [("jsonl.gz",), ("jsonl", "jsonl.gz"), ("jsonl.zst", "parquet", "jsonl", "json.gz")]
 )
 def test_shares_are_of_text(tmp_path, suffixes):
-    """Issue: half of the files gzip, and 23 to 25 % of the documents were not seen in an epoch's tokens."""
+    """By stored bytes, with half of the files gzip, 23 to 25 % of the documents were not seen in an epoch's tokens."""
     for i in range(32):
         write_texts(tmp_path / f"{i}.{suffixes[i % len(suffixes)]}", texts(seed=i))
     options = StreamOptions(max_skipped_fraction=1.0)
@@ -167,6 +168,30 @@ def test_files_of_megatrons_library(tmp_path):
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_prefetch_and_links(sample, tmp_path):
+    """The batches of a mixture on two ranks, read ahead or not, and of files that links lead to."""
+    folders = [tmp_path / name for name in ("real", "linked")]
+    numbered(folders[0], "jsonl", (700, 300))
+    folders[1].mkdir()
+    for path in folders[0].iterdir():
+        (folders[1] / path.name).symlink_to(path)
+    found = []
+    for folder, prefetch in ((folders[0], 0), (folders[0], 3), (folders[1], 0)):
+        files = measured(list_files("text", str(folder)), OPTIONS)
+        halves = [replace(file, name=f"{'ab'[i]}/{file.name}") for i, file in enumerate(files)]
+        rank = []
+        for number in range(2):
+            how = {"slots": 4, "seq_len": 16, "shuffle_window": 5, "shares": shares({"a": 3, "b": 1}, 4)}
+            one = loader(halves, sample, number, 2, prefetch, **how)
+            batches_of = iter(one)
+            rank.append([next(batches_of)[0]["input"].tolist() for _ in range(60)])
+            assert any(one.assignment.dealt)
+            one.close()
+        found.append(rank)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_every_epoch_has_an_order_of_its_own(tmp_path):
     files = measured(numbered(tmp_path, "jsonl", (2000,)), OPTIONS)
     (cursor,) = [slot.cursor for slot in streams_of(files, 1, 1)[0].slots.values()]
@@ -176,7 +201,7 @@ def test_every_epoch_has_an_order_of_its_own(tmp_path):
 
 
 def test_a_resume_reads_what_it_needs(tmp_path):
-    """Issue: of one file of ids on 64 ranks, a resume at 95 % read nearly all, and an epoch read it 64 times."""
+    """Without an index, of one file of ids on 64 ranks, a resume at 95 % reads nearly all, and an epoch reads it 64 times."""
     ids = np.random.default_rng(0).integers(1, 5000, 4_000_000)
     ids[::200] = EOS
     (tmp_path / "a.bin").write_bytes(ids_as(ids))
@@ -192,7 +217,7 @@ def test_a_resume_reads_what_it_needs(tmp_path):
 
 @pytest.mark.parametrize(("how", "least", "most"), [("", 10, 100), ("memory", 0.3, 3)])
 def test_sorted_files_are_mixed(tmp_path, how, least, most):
-    """Issue: the variance of a domain's share in a batch, as a multiple of the multinomial one; files are sorted by domain."""
+    """The variance of a domain's share in a batch, as a multiple of the multinomial one; files are sorted by domain."""
     generator, domains, slots = np.random.default_rng(0), 20, 30
     for f in range(16):
         lengths = generator.integers(60, 140, 1600)
@@ -214,7 +239,7 @@ def epoch_and_skipped(folder, ranks, how):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", ["zeros", "unknown ids", "row group"])
 def test_what_is_bad_is_bad_with_an_index(tmp_path, kind):
-    """Found by an outsider. Zeros on both sides of the end of a read are no damage, whatever the reads; an unknown id makes a
+    """Zeros on both sides of the end of a read are no damage, whatever the reads; an unknown id makes a
     bad document in any block; and of a damaged row group, the beginning is used."""
     if kind == "zeros":
         lines = json_lines(map(words_of, range(1, 4001)))
