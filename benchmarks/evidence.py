@@ -1,7 +1,7 @@
 """Run the experiment of docs/evidence_design.md: train all runs that are missing, and write the page about them.
 
     make evidence                        # all parts in their order; finished runs are not repeated
-    make evidence PART=main JOBS=2       # one of tuning, main, noise, width, depth, long, midtraining
+    make evidence PART=main JOBS=2       # one part of benchmarks/evidence_parts.py
     python -m benchmarks.evidence --part page    # only docs/evidence.md and its pictures, from docs/evidence.jsonl
 
 This needs data/evidence (python -m benchmarks.corpus data/evidence). An interrupted run resumes from its newest

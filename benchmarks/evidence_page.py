@@ -18,7 +18,7 @@ from benchmarks import evidence_analysis as analysis
 from benchmarks import evidence_parts as design
 from benchmarks import evidence_score
 from benchmarks.evidence_analysis import Paired
-from benchmarks.evidence_parts import PARTS, RESTORED, TRAINED, Recipe, Row, jobs, newest, tuned, tuning_losses
+from benchmarks.evidence_parts import RESTORED, TRAINED, Recipe, Row, jobs, newest, tuned, tuning_losses
 from benchmarks.evidence_plots import draw
 from benchmarks.templates import Refused, render
 from titan_disp.files import atomic_write
@@ -103,7 +103,7 @@ def attempts(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Return number, failures and hours of all attempts by part. Other rows only measure a model again."""
     tried = [row for row in rows if "history" in row or row.get("status") == "failed"]
     found = {}
-    for part, name in {**PARTS, RESTORED: "main comparison's off, trained again for mid-training"}.items():
+    for part, name in {**design.FIRST, RESTORED: "main comparison's off, trained again for mid-training"}.items():
         if own := [row for row in tried if row["part"] == part]:
             hours = sum(_seconds(row) for row in own if "history" in row) / 3600
             failed = sum(row.get("status") == "failed" for row in own)
@@ -125,7 +125,7 @@ def seconds(rows: Sequence[Row], part: str, condition: str = "") -> float:
 def missing(rows: Sequence[Row]) -> list[str]:
     """Return the runs of the design that have no row, by part; a failed run has one."""
     known = newest(rows)
-    wanted = {part: [job.name for job in jobs(part, rows) if job.key not in known] for part in PARTS}
+    wanted = {part: [job.name for job in jobs(part, rows) if job.key not in known] for part in design.FIRST}
     if not tuned(rows):
         return ["tuning is not complete, and decides the recipes of all other runs"]
     return [f"{part}: {', '.join(names)}" for part, names in wanted.items() if names]

@@ -21,8 +21,11 @@ TUNING_SEEDS = (101, 102)  # used in no other part
 LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
 ALL_LRS = (LRS[0] / 2, *LRS, LRS[-1] * 2)  # and those beyond
 STATES = ("off", "on")
+WIDTHS, WIDTH_LRS, WIDTH_WARMUP = (16, 192, 768), (0.016, 0.032, 0.064), 0.2  # the second experiment
+OTHER_LOSSES = ("orthogonalization", "decorrelation", "l2_repel", "uniformity", "cosine", "simctg", "koleo")
+OTHER_LOSSES += ("feature_decorrelation", "vicreg")
 RESTORED = "restored"  # rows of models that were trained again because a later part needs their files
-PARTS = {
+FIRST = {
     "tuning": "tuning",
     "main": "main comparison",
     "noise": "noise floor",
@@ -31,6 +34,15 @@ PARTS = {
     "long": f"{LONG:,} steps",
     "midtraining": "mid-training",
 }
+SECOND = {
+    "widths-tuning": "tuning of off and on at each MLP width",
+    "widths": "MLP widths, off and on each tuned",
+    "widths-again": "the same at the middle width, sums in another order",
+    "losses": "other losses",
+    "long-tuning": f"tuning of off and on for {LONG:,} steps",
+    "long-tuned": f"{LONG:,} steps, off and on each tuned",
+}
+PARTS = FIRST | SECOND
 TRAINED = ("main", "width", "depth", "long")  # the parts that compare on with off from scratch
 
 Row = Mapping[str, Any]  # a row of docs/evidence.jsonl
@@ -148,9 +160,82 @@ def tuned(rows: Iterable[Row]) -> dict[str, Recipe] | None:
     return {state: best for state, best in found.items() if best} if all(found.values()) else None
 
 
+def _grid_part(long: bool) -> tuple[str, int, tuple[int, ...]]:
+    """Return the part that tunes learning rates, its steps, and the widths for which it does."""
+    return ("long-tuning", LONG, WIDTHS[1:2]) if long else ("widths-tuning", STEPS, WIDTHS)
+
+
+def _with_width(
+    part: str, name: str, lr: float, seed: int, *changed: str, steps: int, development: bool = False
+) -> Job:
+    """Return a run of the second experiment. ``name`` is "off-16": the state, or the loss, and the MLP's width."""
+    state, _, width = name.rpartition("-")
+    other = (f"--dispersion.variant={state}",) if state not in STATES else ()
+    shape = (f"--model.overrides=hidden_dim={width}", "--condensation.interval=100")
+    options = _options("off" if state == "off" else "on", Recipe(lr, WIDTH_WARMUP), seed, *other, *shape, steps=steps)
+    condition, text = (f"{name}_lr-{lr:g}", "development") if development else (name, "test")
+    return Job(part, condition, seed, (*options, *changed), (text,))
+
+
+def width_losses(rows: Iterable[Row], name: str, long: bool = False) -> dict[float, list[float]]:
+    """Return the development cross-entropies by learning rate of "off-16" and the like; infinite for a failed run."""
+    part, _, _ = _grid_part(long)
+    found: dict[float, list[float]] = {}
+    for (own, condition, _), row in newest(rows).items():
+        of, _, lr = condition.partition("_lr-")
+        if (own, of) == (part, name):
+            ce = row["numbers"]["development"]["cross_entropy"] if row["status"] == "finished" else float("inf")
+            found.setdefault(float(lr), []).append(ce)
+    return dict(sorted(found.items()))
+
+
+def best_of_width(rows: Iterable[Row], name: str, lrs: Sequence[float], long: bool = False) -> float | None:
+    """Return the learning rate of the lowest mean development cross-entropy; None while runs are missing."""
+    losses = width_losses(rows, name, long)
+    if any(len(losses.get(lr, ())) < len(TUNING_SEEDS) for lr in lrs):
+        return None
+    return min(lrs, key=lambda lr: sum(losses[lr]))
+
+
+def width_lrs(rows: Iterable[Row], name: str, long: bool = False) -> tuple[float, ...]:
+    """Return the learning rates to try: one beyond, half or twice, if the best of the first three is at their edge."""
+    low, _, high = WIDTH_LRS
+    beyond = {low: (low / 2,), high: (high * 2,)}
+    return WIDTH_LRS + beyond.get(best_of_width(rows, name, WIDTH_LRS, long) or 0.0, ())
+
+
+def _second(part: str, rows: Sequence[Row]) -> list[Job]:
+    """Return the runs of a part of the second experiment. What needs learning rates has none before they are tuned."""
+    long = part.startswith("long")
+    tuning_part, steps, widths = _grid_part(long)
+    names = [f"{state}-{width}" for width in widths for state in STATES]
+    if part == tuning_part:
+        return [
+            _with_width(part, name, lr, seed, steps=steps, development=True)
+            for name in names
+            for lr in width_lrs(rows, name, long)
+            for seed in TUNING_SEEDS
+        ]
+    tuned_lrs = {name: best_of_width(rows, name, width_lrs(rows, name, long), long) for name in names}
+    if part == "losses":
+        tuned_lrs = {f"{loss}-{WIDTHS[1]}": tuned_lrs[f"on-{WIDTHS[1]}"] for loss in OTHER_LOSSES}
+    elif part == "widths-again":
+        tuned_lrs = {name: lr for name, lr in tuned_lrs.items() if name.endswith(f"-{WIDTHS[1]}")}
+    seeds = {"losses": SEEDS[:3], "long-tuned": FEW_SEEDS}.get(part, SEEDS)
+    changed = ("--training.local_batch_size=8",) if part == "widths-again" else ()
+    return [
+        _with_width(part, name, lr, seed, *changed, steps=steps)
+        for seed in seeds
+        for name, lr in tuned_lrs.items()
+        if lr is not None
+    ]
+
+
 def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
     """Return the runs of a part. Before tuning is complete, all other parts have none."""
     rows = list(rows)
+    if part in SECOND:
+        return _second(part, rows)
     if part == "tuning":
         return tuning(rows)
     recipes = tuned(rows)

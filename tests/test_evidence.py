@@ -61,6 +61,18 @@ def tuning_rows(best):
 INSIDE = {"off": (2e-3, 0.05), "on": (4e-3, 0.2)}
 
 
+def width_rows(best, beyond=False, missing=""):
+    """Development cross-entropy 5 at the best learning rate of each width and state, 0.032 by default, and 6 elsewhere."""
+    return [
+        row(part, f"{name}_lr-{lr:g}", seed, 5 if lr == best.get(name, 0.032) else 6, "development")
+        for part, widths in (("widths-tuning", (16, 192, 768)), ("long-tuning", (192,)))
+        for name in (f"{state}-{width}" for state in STATES for width in widths)
+        for lr in (0.016, 0.032, 0.064, *((0.008, 0.128) if beyond else ()))
+        for seed in (101, 102)
+        if f"{name}_lr-{lr:g}" != missing
+    ]
+
+
 def test_a_difference_is_what_scipy_makes_of_the_pairs():
     d = np.array([-0.11, -0.2, -0.05, -0.13, -0.31, -0.02, -0.08, -0.17])
     found, theirs = outcomes(made_up(d))[PRIMARY], stats.ttest_1samp(d, 0).confidence_interval()
@@ -131,18 +143,38 @@ def test_tuning_takes_each_state_s_best_and_looks_beyond_an_edge():
 
 
 def test_the_parts_are_the_design_s():
-    rows = tuning_rows(INSIDE)
+    rows = [*tuning_rows(INSIDE), *width_rows({})]
     every = {part: jobs(part, rows) for part in PARTS}
     design = (ROOT / "docs" / "evidence_design.md").read_text()
     for part, found in every.items():
         number = sum(job.trained for job in found)
         assert re.search(rf"^\| {part} \|.*\| {number} \|$", design, re.MULTILINE), part
-        assert all(("development" in job.texts) == (part == "tuning") for job in found)
+        assert all(("development" in job.texts) == part.endswith("tuning") for job in found)
     keys = [job.key for found in every.values() for job in found]
-    assert len(set(keys)) == len(keys) == 32 + 48 + 9 + 16 + 8 + 8 + 24 + 8  # 8 models on new text are of midtraining
+    assert (
+        len(set(keys)) == len(keys) == 145 + 8 + 36 + 48 + 16 + 27 + 12 + 8
+    )  # 8 models on new text are of midtraining
     recipes = Counter(job.recipe(ROOT / evidence_parts.CONFIG) for found in every.values() for job in found)
     assert Counter(recipes.values()) == {1: len(keys) - 2, 2: 1}  # noise's again is main's off
-    assert jobs("main", []) == []
+    assert jobs("main", []) == jobs("widths", []) == []
+
+
+def test_a_width_takes_the_best_learning_rate_and_one_beyond_the_edge():
+    best = {"off-16": 0.016, "on-768": 0.064}
+    lrs = {name: evidence_parts.width_lrs(width_rows(best), name) for name in ("off-16", "on-16", "on-768")}
+    assert lrs == {
+        "off-16": (0.016, 0.032, 0.064, 0.008),
+        "on-16": (0.016, 0.032, 0.064),
+        "on-768": (0.016, 0.032, 0.064, 0.128),
+    }
+    assert not [
+        job for job in jobs("widths", width_rows(best)) if job.condition in best
+    ]  # the one beyond is not run yet
+    rows = width_rows(best, beyond=True)
+    assert [o for job in jobs("widths", rows) if job.name == "on-768_seed-8" for o in job.options if ".lr" in o] == [
+        "--optimizer.lr=0.064"
+    ]
+    assert len(jobs("widths", width_rows({}, missing="on-16_lr-0.032"))) == 40
 
 
 def test_jobs_are_configs_that_can_run(sample):
@@ -150,15 +182,17 @@ def test_jobs_are_configs_that_can_run(sample):
     from titan_disp.config.load import load_config
 
     rows = tuning_rows(INSIDE)
-    every = {(part, job.condition * (part == "main")): job for part in PARTS for job in jobs(part, rows)}
-    assert len(every) == 6 + 6  # main has six conditions, and there are six other parts
+    rows += width_rows({})
+    by_condition = ("main", "losses")
+    every = {(part, job.condition * (part in by_condition)): job for part in PARTS for job in jobs(part, rows)}
+    assert len(every) == 6 + 9 + 11  # main has six conditions, losses nine, and there are eleven other parts
     for job in every.values():
         argv = ["--job.config_file", str(ROOT / evidence_parts.CONFIG), *job.options]
         config = load_config([*argv, "--model.hf_assets_path", f"{sample}/tokenizer"])
         check_config(config, job.ranks)
-        assert config.training.steps == {"midtraining": 200, "long": 2400}.get(job.part, 600)
+        assert config.training.steps == {"midtraining": 200}.get(job.part, 2400 if "long" in job.part else 600)
         assert config.debug.seed == config.stream.seed == job.seed
-        assert config.dispersion.enabled == job.condition.startswith("on")
+        assert config.dispersion.enabled == (job.part == "losses" or job.condition.startswith("on"))
 
 
 def test_the_readme_has_the_answer_of_the_rows():
