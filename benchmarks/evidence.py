@@ -2,7 +2,7 @@
 
     make evidence                        # all parts in their order; finished runs are not repeated
     make evidence PART=main JOBS=2       # one part of benchmarks/evidence_parts.py
-    python -m benchmarks.evidence --part page    # only docs/evidence.md and its pictures, from docs/evidence.jsonl
+    python -m benchmarks.evidence --part page    # only the pages and their pictures, from docs/evidence.jsonl
 
 This needs data/evidence (python -m benchmarks.corpus data/evidence). An interrupted run resumes from its newest
 checkpoint. Each run that has ended, finished or failed, adds a row to docs/evidence.jsonl. Each call tries a failed run
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import tyro
 
-from benchmarks.evidence_page import missing, write_page
+from benchmarks.evidence_page import missing, write_pages
 from benchmarks.evidence_parts import CONFIG, PARTS, RESTORED, STEPS, Job, Row, jobs, key_of, newest
 from benchmarks.evidence_score import HeldOut, held_out, history, score
 from benchmarks.templates import Refused
@@ -221,7 +221,7 @@ def main(options: Options) -> None:
         print(f"{page} is not written before all runs have ended; missing:", *left, sep="\n  ", flush=True)
         return
     try:
-        write_page(rows, options.docs)
+        write_pages(rows, options.docs)
     except Refused as error:
         raise SystemExit(f"{page} is not written: {error}") from error
 

@@ -308,13 +308,6 @@ def lasting(rows: Sequence[Row]) -> tuple[Paired, Paired, Paired]:
     return short, long, paired(*d)
 
 
-def condensation_and_difference(rows: Sequence[Row], part: str) -> list[tuple[float, float]]:
-    """Return by seed how condensed off was over training, and the test cross-entropy of on − off."""
-    found = compare(rows, part, "on", loss("test"))
-    cosine = by_seed(rows, part, "off", read("history", "block_cosine"))
-    return [(cosine[seed], found.own[seed] - found.other[seed]) for seed in found.own if seed in cosine]
-
-
 def by_learning_rate(rows: Sequence[Row]) -> dict[float, dict[str, Any]]:
     """Return tuning's losses by learning rate and state, over warm-ups and seeds, where no run is missing or failed."""
     found = {}

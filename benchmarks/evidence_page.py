@@ -1,4 +1,4 @@
-"""Write docs/evidence.md from docs/evidence.jsonl and the template evidence.md.j2, which has the prose.
+"""Write docs/evidence.md and its appendix from docs/evidence.jsonl and two templates, which have the prose.
 
 The numbers are computed here, and the words are written there by hand. The words that rely on a sign or a size are
 marked with it (``holds``). If the rows say otherwise, the page is not written, and the error names what to rewrite.
@@ -26,6 +26,7 @@ from titan_disp.models.qwen3 import Qwen3DispModel
 from titan_disp.models.registry import model_args
 
 NOTHING = "–"
+PAGES = ("evidence.md", "evidence_tables.md")
 
 
 def mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
@@ -55,6 +56,11 @@ def signed(found: Paired, digits: int | None = None) -> str:
     return f"{found.mean:+.{digits}f} ({certainty(found, digits)})"
 
 
+def short(found: Paired, digits: int = 3) -> str:
+    """Return "+0.012 (+0.005 … +0.020; higher in 8 of 8 seeds)"."""
+    return f"{found.mean:+.{digits}f} ({interval(found, digits)}; {found.agreement()})"
+
+
 FILTERS = {
     "percent": lambda fraction, sign="": f"{100 * fraction:{sign}.0f} %",
     "mean": mean,
@@ -63,6 +69,7 @@ FILTERS = {
     "interval": interval,
     "certainty": certainty,
     "signed": signed,
+    "short": short,
 }
 
 
@@ -138,8 +145,6 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
     with torch.device("meta"):
         parameters = sum(one.numel() for one in Qwen3DispModel(model).parameters())
     shares, rates, noise = analysis.token_shares(rows) or {}, analysis.by_learning_rate(rows), analysis.noise(rows)
-    best = min(of["off"] for of in rates.values())
-    points = {part: np.mean(analysis.condensation_and_difference(rows, part), axis=0) for part in TRAINED}
     known = dict.fromkeys(key[:2] for key in newest(rows))
     return {
         **vars(analysis),
@@ -148,28 +153,29 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
         **{"design": design, "score": evidence_score, "config": config, "model": model, "rows": rows},
         **{"coeff": config["dispersion"]["coeff"], "parameters": parameters / 1e6},
         **{"rates": rates, "recipes": tuned(rows), "shares": shares, "differences": noise},
+        **{"names": design.NAMES, "texts": design.TEXTS, "coeffs": design.COEFFS},
         "largest": max(shares, key=lambda name: shares[name]),
-        "behind": min((of["off"] - best for of in rates.values() if of["difference"] < 0), default=0.0),
         "conditions": [key for part in TRAINED for key in known if key[0] == part],
-        "most_condensed": max(points, key=lambda part: points[part][0]),
-        "best_part": min(points, key=lambda part: points[part][1]),
+        "second": [abs(d) for d in analysis.restored(rows)],
+        "reordered": [abs(d) for name in ("accumulation-4", "2-ranks") for d in noise[name].values()],
         "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
     }
 
 
-def page(rows: Sequence[Row]) -> str:
-    """Return the page as Markdown.
+def pages(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the page and its appendix as Markdown, by file name.
 
     Raises:
-        Refused: Runs are missing, or words of the template are not true of the rows.
+        Refused: Runs are missing, or words of a template are not true of the rows.
     """
     if left := missing(rows):
         raise Refused("\n  ".join(["runs are missing that the text of docs/evidence.md is about:", *left]))
-    return render("evidence.md.j2", context(rows), **FILTERS)
+    return {name: render(f"{name}.j2", context(rows), **FILTERS) for name in PAGES}
 
 
-def write_page(rows: Sequence[Row], docs: Path) -> None:
-    text = page(rows)
+def write_pages(rows: Sequence[Row], docs: Path) -> None:
+    found = pages(rows)
     draw(rows, docs)
-    with atomic_write(docs / "evidence.md") as partial:
-        partial.write_text(text)
+    for name, text in found.items():
+        with atomic_write(docs / name) as partial:
+            partial.write_text(text)

@@ -43,6 +43,17 @@ SECOND = {
     "long-tuned": f"{LONG:,} steps, off and on each tuned",
 }
 PARTS = FIRST | SECOND
+COEFFS = {"on-0.1": "λ 0.1", "on-0.5": "λ 0.5"}  # of mid-training
+NAMES = {
+    "off": "off",
+    "on": "on, λ 0.1",
+    "on-0.03": "on, λ 0.03",
+    "on-first-quarter": "on in the first quarter",
+    "on-moments": "on, moments",
+    "noisy-embedding": "noisy embedding",
+    **{name: f"on, {coeff}" for name, coeff in COEFFS.items()},
+}
+TEXTS = {"test": "old text", "new_test": "new text"}
 TRAINED = ("main", "width", "depth", "long")  # the parts that compare on with off from scratch
 
 Row = Mapping[str, Any]  # a row of docs/evidence.jsonl
@@ -284,13 +295,11 @@ def _midtraining(off: Recipe) -> list[Job]:
     recipe = Recipe(off.lr * MIDTRAINING_LR, MIDTRAINING_WARMUP)
     last = "--lr_scheduler.min_lr_factor=0"
     found = [Job("midtraining", "before", seed, (), ("new_test",), trained=False) for seed in SEEDS]
-    for name, coeff in {
-        "off": (),
-        "on-0.1": ("--dispersion.coeff=0.1",),
-        "on-0.5": ("--dispersion.coeff=0.5",),
-    }.items():
+    for name in ("off", *COEFFS):
+        state, _, value = name.partition("-")
+        coeff = (f"--dispersion.coeff={value}",) if value else ()
         for seed in SEEDS:
-            *options, debug, stream = _options(name.partition("-")[0], recipe, seed, *coeff, steps=MIDTRAINING)
+            *options, debug, stream = _options(state, recipe, seed, *coeff, steps=MIDTRAINING)
             paths = (
                 "--training.dataset_path={data}/held_back",
                 f"--checkpoint.initial_load_path={{runs}}/main/off_seed-{seed}/checkpoint/step-{STEPS}",

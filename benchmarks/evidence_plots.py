@@ -4,21 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 
-from benchmarks.evidence_analysis import MARGIN, condensation_and_difference, curve_differences, finished, interval
-from benchmarks.evidence_parts import PARTS, TRAINED, Row
+from benchmarks.evidence_analysis import MARGIN, curve_differences, finished, interval, outcomes
+from benchmarks.evidence_parts import NAMES, PARTS, TEXTS, TRAINED, Row
 from titan_disp.condensation.heatmap import new_figure
-from titan_disp.lab.plots import MARKERS, MEAN_COSINE, OKABE_ITO
+from titan_disp.lab.plots import MEAN_COSINE, OKABE_ITO
 
 LABELS = {part: PARTS[part] for part in TRAINED}
 LIMIT = 0.2  # nats; larger differences occur only in the first steps
-
-
-def _mark_zero(axes: Axes) -> None:
-    axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: does not matter")
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.grid(alpha=0.3)
 
 
 def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
@@ -29,7 +22,9 @@ def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
         _, tokens, d = curve_differences(rows, part)
         low, high = interval(d)
         axes.set_title(LABELS[part], fontsize=10)
-        _mark_zero(axes)
+        axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: does not matter")
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.grid(alpha=0.3)
         x = np.array(tokens) / 1e6
         axes.plot(x, d.mean(axis=0), color=color, label=f"mean of {len(d)} seeds")
         axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0, label="95 % interval over seeds")
@@ -63,22 +58,30 @@ def cosine_maps(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def difference_against_condensation(rows: Sequence[Row], path: Path) -> None:
-    """Draw test cross-entropy of on − off by seed, against how condensed the run without dispersion was."""
-    figure = new_figure(8, 4)
+def contrasts(rows: Sequence[Row], path: Path) -> None:
+    """Draw every contrast with off: the seeds' differences, and the mean in its 95 % interval."""
+    found = outcomes(rows)
+    figure = new_figure(8, 0.32 * len(found) + 1.2)
     axes = figure.subplots()
-    _mark_zero(axes)
-    for part, color, marker in zip(LABELS, OKABE_ITO, MARKERS, strict=False):
-        if points := condensation_and_difference(rows, part):
-            cosine, d = zip(*points, strict=True)
-            axes.plot(cosine, d, marker, color=color, label=f"{LABELS[part]}, {len(d)} seeds")
-    axes.set_xlabel("mean cosine of the blocks without dispersion, averaged over training (one dictionary page)")
-    axes.set_ylabel("test cross-entropy, on − off\n(nats; above 0, dispersion is worse)")
-    axes.legend(fontsize=8)
+    axes.axvspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: does not matter")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.grid(alpha=0.3)
+    for y, one in enumerate(found.values()):
+        seeds = [own - one.other[seed] for seed, own in one.own.items()]
+        axes.plot(seeds, [y] * len(seeds), "o", color=OKABE_ITO[0], markersize=3, alpha=0.5)
+        axes.errorbar(
+            one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="s", color="black", capsize=3
+        )
+    places = {"midtraining": lambda text: f"mid-training, {TEXTS[text]}"}
+    labels = [f"{places[part](text) if part in places else PARTS[part]}: {NAMES[name]}" for part, name, text in found]
+    axes.set_yticks(range(len(found)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("test cross-entropy, condition − off (nats; right of 0 is worse)")
+    axes.legend(fontsize=7, loc="upper right")
     figure.savefig(path, dpi=120)
 
 
 def draw(rows: Sequence[Row], docs: Path) -> None:
     difference_over_tokens(rows, docs / "evidence_loss.png")
     cosine_maps(rows, docs / "evidence_cosine.png")
-    difference_against_condensation(rows, docs / "evidence_baseline.png")
+    contrasts(rows, docs / "evidence_contrasts.png")

@@ -15,15 +15,15 @@ from scipy import stats
 
 from benchmarks import corpus, evidence, evidence_analysis, evidence_page, evidence_parts
 from benchmarks.evidence_analysis import FAMILIES, outcomes
-from benchmarks.evidence_page import attempts, missing, page
+from benchmarks.evidence_page import FILTERS, PAGES, attempts, context, missing, pages
 from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Job, Recipe, jobs, tuned
 from benchmarks.evidence_score import cosines, history, last_words, passage, token_losses, window
-from benchmarks.templates import FOLDER, Refused
+from benchmarks.templates import FOLDER, Refused, render
 from tests.command_line import ROOT
 
 PRIMARY = ("main", "on", "test")
 RECORDED = [json.loads(line) for line in (ROOT / "docs" / "evidence.jsonl").read_text().splitlines()]
-TEMPLATE = (FOLDER / "evidence.md.j2").read_text()
+TEMPLATE = "\n".join((FOLDER / f"{name}.j2").read_text() for name in PAGES)
 STEPS = [0, 20, 40]
 FAILED = {"status": "failed", "error": "not finite"}
 NO_DIFFERENCE = "no difference of 0.02 or more"
@@ -228,8 +228,11 @@ def test_rows_of_another_recipe_or_corpus_do_not_count():
     assert evidence.current([*rows, other_corpus], config) == [rows[0], other_corpus]
 
 
-def test_the_page_in_docs_is_made_of_the_rows_in_docs():
-    assert (ROOT / "docs" / "evidence.md").read_text() == page(evidence.current(RECORDED, ROOT / evidence_parts.CONFIG))
+def test_the_pages_in_docs_are_made_of_the_rows_in_docs():
+    found = pages(evidence.current(RECORDED, ROOT / evidence_parts.CONFIG))
+    assert {name: (ROOT / "docs" / name).read_text() for name in PAGES} == found
+    assert len(found["evidence.md"].split()) <= 900  # a person reads it in five minutes
+    assert found["evidence.md"].count("![") <= 4
 
 
 NOT_OF_THE_ROWS = r"evidence\.md\.j2|Qwen3|C4|GPT-2|H100|sha256|95 %|evidence_124m|42 hours|2\.5 B tokens"
@@ -273,6 +276,7 @@ TURNED = [
     ("depth", "on", moved(-0.1)),
     ("long", "on", moved(-0.2)),
     ("midtraining", "off", moved(-1)),
+    ("midtraining", "on", moved(0.1, "new_test")),
     ("corpus", "", lambda row: row["sizes"]["main"]["train"].update(tokens=10**6)),
     ("restored", "", moved(-0.1)),
     ("restored", "", lambda row: row["numbers"]["test"].update(mean_cosine=[0.1 * i for i in range(8)])),
@@ -291,9 +295,11 @@ def test_the_page_is_refused_when_a_sign_has_turned():
         for one in rows:
             if one["part"] == part and one.get("condition", "").startswith(condition):
                 change(one)
-        with pytest.raises(Refused) as error:
-            page(rows)
-        turned |= {claim for claim in claims if f'"{claim}"' in str(error.value)}
+        for name in PAGES:
+            try:
+                render(f"{name}.j2", context(rows), **FILTERS)
+            except Refused as error:
+                turned |= {claim for claim in claims if f'"{claim}"' in str(error)}
     assert turned == set(claims)
 
 
@@ -301,10 +307,10 @@ def test_a_page_is_refused_while_runs_are_missing_and_has_the_failed_ones():
     lacking = [one for one in RECORDED if (one["part"], one.get("condition"), one.get("seed")) != ("main", "on", 3)]
     assert missing(lacking) == ["main: on_seed-3"]
     with pytest.raises(Refused, match=r"missing(.|\n)*main: on_seed-3"):
-        page(lacking)
+        pages(lacking)
     (untuned,) = missing([one for one in RECORDED if one["part"] != "tuning"])
     assert "tuning is not complete" in untuned
-    text = page([*RECORDED, failed("main", "on-moments", 3)])
+    text = pages([*RECORDED, failed("main", "on-moments", 3)])["evidence_tables.md"]
     assert "| main comparison | on, moments | 7 of 8 |" in text
     assert re.search(r"\| main comparison \| 49 \| 1 \| \d", text)
     assert "- failed: main on-moments seed 3: not finite\n" in text
