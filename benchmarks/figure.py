@@ -27,7 +27,7 @@ from titan_disp.condensation.heatmap import new_figure
 from titan_disp.condensation.record import Condensation, blocks_mean, telling_steps
 from titan_disp.files import atomic_write
 from titan_disp.lab.export.saved import find_saved, load_model
-from titan_disp.lab.inspection.command import measure
+from titan_disp.lab.inspection.command import CondensationOptions, measure
 from titan_disp.lab.inspection.targets import find_targets
 from titan_disp.lab.inspection.texts import cut_sequences, read_texts
 from titan_disp.lab.plots import MEAN_COSINE
@@ -82,7 +82,7 @@ def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensa
     """Measure the newest checkpoint on the validation split."""
     ((name, target),) = find_targets([str(run)], all_steps=False, tokenizer=None).items()
     tokens = cut_sequences(texts, target.encode, options.sequences, target.max_tokens or 0)
-    found = measure(name, target.load(torch.device("cpu"), "float32"), tokens, 8)
+    found = measure(name, target.load(torch.device("cpu"), "float32"), tokens, CondensationOptions((), run))
     sums, _, number = token_losses(load_model(find_saved(run)), tokens.tolist())
     return replace(found, cross_entropy=float(sums.sum() / number.sum()))
 

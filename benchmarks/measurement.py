@@ -23,7 +23,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import Plan, make_plan
-from titan_disp.condensation.heatmap import heatmap
+from titan_disp.condensation.heatmap import heatmaps as draw
 from titan_disp.condensation.measure import Accumulator, Monitor, _effective_rank
 from titan_disp.config.load import load_config
 from titan_disp.config.options import Machine
@@ -72,8 +72,8 @@ def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
             append_json(Path(folder) / "metrics.jsonl", found.to_json())
 
         return {
-            "eigenvalues": least_seconds(rounds, lambda: _effective_rank(gram)),
-            "heatmap": least_seconds(rounds, lambda: board.add_figure("heatmap", heatmap(found, "step 0"), 0)),
+            "eigenvalues": least_seconds(rounds, lambda: _effective_rank(torch.linalg.eigvalsh(gram))),
+            "heatmap": least_seconds(rounds, lambda: board.add_figure("heatmap", draw([{"step 0": found}]), 0)),
             "files": least_seconds(rounds, write),
         }
 

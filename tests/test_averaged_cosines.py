@@ -87,8 +87,8 @@ def test_recorded_numbers_of_the_authors_package():
     hidden = np.delete(means, 2)  # as if the third layer were the last block, which hidden states leave out
     np.testing.assert_allclose(found.mean_cosine, means, atol=1e-5)
     np.testing.assert_array_equal(averaged.histogram(), [np.histogram(one, EDGES)[0] / 36 for one in recorded])
-    assert found.after_norm.spearman == pytest.approx(stats.spearmanr(hidden, range(3)).statistic)
-    assert found.after_norm.kendall == pytest.approx(stats.kendalltau(hidden, range(3)).statistic)
+    assert found.over_depth["after_norm"].spearman == pytest.approx(stats.spearmanr(hidden, range(3)).statistic)
+    assert found.over_depth["after_norm"].kendall == pytest.approx(stats.kendalltau(hidden, range(3)).statistic)
 
 
 @pytest.fixture

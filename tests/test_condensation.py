@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed import spawn
 from tests.oracle import tokens
 from titan_disp.condensation import measure
-from titan_disp.condensation.measure import Accumulator, cross_entropies
+from titan_disp.condensation.measure import Accumulator, Covariance, cross_entropies
 from titan_disp.condensation.record import BINS, EDGES, Condensation, load_steps, over_training
 
 
@@ -51,8 +51,8 @@ def test_against_the_plain_formulas(n, f):
         np.testing.assert_allclose(found.histogram[i], histogram, atol=5e-5)  # one on an edge may round to either side
         assert found.histogram[i].sum() == pytest.approx(1)
     before = found.mean_cosine[:-1]
-    assert found.before_norm.spearman == stats.spearmanr(range(len(before)), before).statistic
-    assert found.before_norm.kendall == stats.kendalltau(range(len(before)), before).statistic
+    assert found.over_depth["before_norm"].spearman == stats.spearmanr(range(len(before)), before).statistic
+    assert found.over_depth["before_norm"].kendall == stats.kendalltau(range(len(before)), before).statistic
     assert (found.tokens, found.sequences) == (n, 3)
 
 
@@ -96,7 +96,7 @@ def test_undefined_numbers_are_null_in_json():
     found = measured(z, z, bad, z, z)
     assert np.isnan(found.histogram[2]).all()
     np.testing.assert_array_equal(found.histogram[[0, 1, 3]], measured(z, z, z, z, z).histogram[[0, 1, 3]])
-    assert str(found.before_norm) == "ρ – τ – (not all cosines are finite)"
+    assert str(found.over_depth["before_norm"]) == "ρ – τ – (not all cosines are finite)"
     assert dataclasses.replace(found, cross_entropy=math.inf).to_json()["cross_entropy"] is None
     written = json.dumps(found.to_json(), allow_nan=False)
     assert json.loads(written)["mean_cosine"][2] is None
@@ -105,7 +105,7 @@ def test_undefined_numbers_are_null_in_json():
 
 
 def test_depth():
-    """ρ and τ by hand: of 0.1, 0.3, 0.2, and of 0.1, 0.3, 0.4 with the norm in the last block's place. 0.009 apart: none."""
+    """ρ and τ by hand: of 0.1, 0.3, 0.2, or of 0.1, 0.3, 0.4 with the norm, or without the 0.1. 0.009 apart: none."""
     found = condensed(0.1, 0.3, 0.2, 0.4)
     assert found.mean_cosine[found.last_block] == 0.2
     assert found.to_json()["layers"] == ["embedding", "block 0", "block 1", "final norm"]
@@ -113,12 +113,14 @@ def test_depth():
     for one, place, (spearman, kendall, span) in (
         (found, "before_norm", (0.5, 1 / 3, 0.2)),
         (found, "after_norm", (1, 1, 0.3)),
+        (found, "blocks_before_norm", (-1, -1, 0.1)),
+        (found, "blocks_after_norm", (1, 1, 0.1)),
         (flat, "before_norm", (None, None, 0.009)),
         (steep, "before_norm", (1, 1, 0.011)),
     ):
         assert one.to_json()[place] == pytest.approx({"spearman": spearman, "kendall": kendall, "range": span})
-    assert str(flat.before_norm) == "ρ – τ – (the mean cosines differ by only 0.009)"
-    assert str(steep.before_norm) == "ρ 1.00 τ 1.00"
+    assert str(flat.over_depth["before_norm"]) == "ρ – τ – (the mean cosines differ by only 0.009)"
+    assert str(steep.over_depth["before_norm"]) == "ρ 1.00 τ 1.00"
 
 
 def test_means_over_thirds_of_the_blocks():
@@ -133,6 +135,40 @@ def test_means_over_thirds_of_the_blocks():
     assert one == {"blocks": 1, "early_blocks": 1, "last_block": 1, "final_norm": 7}
 
 
+def covariance_of(points, dimensions=None, zeta=0.0):
+    sums = Covariance()
+    for part in points.split(7):
+        sums.add(0, part[None])
+    return sums.result(0, dimensions or points.shape[1], zeta)
+
+
+def test_covariance_by_hand():
+    """IsoScore*, effective rank and first component. Two equal variances in four dimensions have t = √2: (2 − 1)/(4 − 1)."""
+    line = torch.tensor([[1.0, 0], [3, 0], [5, 0]])
+    assert covariance_of(torch.cat([torch.eye(3), -torch.eye(3)]) + 5) == pytest.approx((1, 3, 1 / 3))
+    assert covariance_of(torch.cat([torch.eye(2), -torch.eye(2)]), 4) == pytest.approx((1 / 3, 2, 1 / 2))
+    assert covariance_of(line) == pytest.approx((0, 1, 1))
+    assert covariance_of(line, zeta=0.5)[0] == pytest.approx(0.6)  # λ = ¾ and ¼: t² = 1.6
+    assert covariance_of(torch.ones(9, 3) / 3) == pytest.approx((math.nan, 1, math.nan), nan_ok=True)
+
+
+@pytest.mark.parametrize("zeta", [0.0, 0.2])
+def test_covariance_against_the_plain_formulas(zeta):
+    """Rudman & Eickhoff's Algorithm 1 step by step. The tokens lie far from zero."""
+    points = tokens(1, 100, 6, mean=0.0)[0] * torch.arange(1.0, 7) + 3000
+    x, n = points.double().numpy(), 6
+    singular, shrinkage = np.linalg.svd(x - x.mean(0), compute_uv=False), np.cov(x.T).trace() / n * np.eye(n)
+    eigenvalues = np.linalg.eigvalsh((1 - zeta) * np.cov(x.T) + zeta * shrinkage)
+    defect = np.linalg.norm(np.sqrt(n) * eigenvalues / np.linalg.norm(eigenvalues) - 1) / np.sqrt(2 * (n - np.sqrt(n)))
+    score = (n * (n - defect**2 * (n - np.sqrt(n))) ** 2 / n**2 - 1) / (n - 1)
+    expected = score, np.exp(stats.entropy(singular)), singular[0] ** 2 / (singular**2).sum()
+    np.testing.assert_allclose(covariance_of(points, zeta=zeta), expected, rtol=1e-9)
+    package = pytest.importorskip("IsoScore.IsoScore", reason="make test-authors")
+    assert package.IsoScore_star(x, torch.tensor(shrinkage), zeta).item() == pytest.approx(
+        score, rel=1e-6
+    )  # float32 √n
+
+
 @pytest.mark.parametrize("averaged", [None, np.eye(3, BINS)])
 def test_saved_and_loaded(averaged, tmp_path):
     z = tokens(2, 8, 4)
@@ -144,6 +180,9 @@ def test_saved_and_loaded(averaged, tmp_path):
     assert steps[5].to_json() == found.to_json()
     np.testing.assert_array_equal(steps[5].histogram, found.histogram)
     np.testing.assert_array_equal(steps[5].averaged_histogram, averaged)
+    with np.load(tmp_path / "new" / "step-5.npz") as arrays:  # a file of an earlier version
+        np.savez(tmp_path / "old.npz", **{name: arrays[name] for name in {*arrays.files} - {"features", "logits"}})
+    assert Condensation.load(tmp_path / "old.npz").to_json() == found.to_json() | {"features": 0}
 
 
 def test_table_of_a_collapse_and_its_release():

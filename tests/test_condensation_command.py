@@ -20,7 +20,8 @@ from tests.streams import parquet
 from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.data.documents import Documents
 from titan_disp.errors import ConfigError
-from titan_disp.lab.inspection.targets import find_blocks, find_targets
+from titan_disp.lab.export.saved import find_saved, load_model
+from titan_disp.lab.inspection.targets import find_blocks, find_targets, logits_root
 from titan_disp.lab.inspection.texts import cut_sequences, read_texts
 
 N = 48  # tokens per sequence
@@ -114,13 +115,42 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     assert [(row["target"], row["layer"], row["layer_name"]) for row in rows] == told
     assert content["mean_cosine"] == [float(row["mean_cosine"]) for row in rows] == found.mean_cosine.tolist()
     table = capsys.readouterr().out
-    for place, last in {"before_norm": -2, "after_norm": -1}.items():
-        measured = [*mean[:-2], mean[last]]
+    for place, last in {"before_norm": -2, "after_norm": -1, "blocks_before_norm": -2, "blocks_after_norm": -1}.items():
+        measured = [*mean[:-2], mean[last]][place.startswith("blocks") :]
         by_depth = [correlation(range(len(measured)), measured)[0] for correlation in (spearmanr, kendalltau)]
         assert (content[place]["spearman"], content[place]["kendall"]) == pytest.approx(by_depth)
         assert (float(rows[0][f"spearman_{place}"]), float(rows[-1][f"kendall_{place}"])) == pytest.approx(by_depth)
-        assert "{:6.3f} {:6.3f}".format(*by_depth) in table
-        assert f"{mean[last]:.3f}" in table
+        assert "{:.3g} {:.3g}".format(*by_depth) in table
+        assert f"{mean[last]:.3g}" in table
+
+
+@pytest.mark.parametrize("name", ["gpt2", "run"])
+def test_the_last_tokens_and_the_logits(name, request, command, text, tmp_path):
+    folder, options = request.getfixturevalue(name), ("--sequences", 4, "--max-length", N, "--batch-size", 2)
+    command(folder, "--text", text, "--out", tmp_path, "--logits", "--last-n", 7, *options)
+    found = Condensation.load(next(tmp_path.glob("*.npz")))
+    (target,) = find_targets([str(folder)], False, None).values()
+    tokens = cut_sequences(read_texts(text, None, 0), target.encode, 4, N)
+    if name == "run":
+        logits = load_model(find_saved(folder))(tokens)
+    else:
+        logits = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+    logits = logits[None, :, -7:].detach()
+    expected = by_the_papers_formulas(logits)[:2]
+    np.testing.assert_allclose([found.mean_cosine[-1:], found.std_cosine[-1:]], expected, atol=1e-5)
+    v = np.linalg.eigvalsh(np.cov(logits.double().flatten(0, 2).numpy().T))
+    expected = [(v.sum() ** 2 / (v**2).sum() - 1) / (len(v) - 1), v[-1] / v.sum()]
+    np.testing.assert_allclose(found.covariance[[0, 2], -1], expected, rtol=1e-4)
+    assert (found.to_json()["layers"][-2:], found.tokens) == (["final norm", "logits"], 7)
+    assert len(found.untrained_mean_cosine) == len(found.mean_cosine)
+
+
+def test_the_root_of_logits_with_a_bias():
+    head, h = torch.nn.Linear(5, 9000), torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    logits, like = head(h).double(), torch.nn.functional.pad(h.double(), (0, 1), value=1.0) @ logits_root(head)
+    torch.testing.assert_close(like @ like.T, logits @ logits.T, rtol=1e-5, atol=1e-2)
+    with pytest.raises(ConfigError, match="--logits needs an output layer that is linear"):
+        logits_root(None)
 
 
 def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsys):
@@ -280,6 +310,8 @@ def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
         ("GPT2 --sequences 0", "--sequences is 0"),
         ("GPT2 --max-length 1", "--max-length is 1, expected at least 2"),
         ("GPT2 --batch-size 0", "--batch-size is 0"),
+        ("GPT2 --last-n 1", "--last-n is 1, expected at least 2"),
+        ("GPT2 --zeta 1", "--zeta is 1.0, expected at least 0, and less than 1"),
         ("GPT2 --device tpu", "--device 'tpu' cannot be used here"),
         ("GPT2 --out GPT2/config.json", "is not a writable folder"),
         ("GPT2 --tokenizer TMP", "holds no tokenizer file"),

@@ -45,7 +45,7 @@ def test_the_page_is_made_of_the_numbers_beside_it():
         numbers = f"{off.mean():.3f} | {on.mean():.3f} | {d.mean():+.3f} | {low:+.3f} to {high:+.3f}"
         assert f"| {name} | {numbers} | {(d < 0).sum()} of 3 seeds |" in lines
     layers = after["on"][1]["mean_cosine"]
-    assert f"| on, seed 2 | {' | '.join(f'{x:.3f}' for x in layers)} | 1.000 | 1.000 |" in lines
+    assert f"| on, seed 2 | {' | '.join(f'{x:.3f}' for x in layers)} | 1.000 | 1.000 | 1.000 | 1.000 |" in lines
     of_seeds = cosine.mean(1)
     (off, at_off), (on, at_on) = ((mean.max(), during["steps"][mean.argmax()]) for mean in of_seeds)
     assert f"is {off:.2f} at step {at_off} (off) and {on:.2f} at step {at_on} (on)." in said

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from huggingface_hub import constants
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, processors
@@ -23,6 +24,7 @@ from titan_disp.lab.inspection import command as command_module
 from titan_disp.lab.inspection.command import step_of
 from titan_disp.lab.inspection.targets import HubModel, find_targets, hugging_face_layers, parse_group, parse_id
 from titan_disp.lab.inspection.texts import contiguous_sequences, read_texts, surround
+from titan_disp.models.decoder import draw
 
 BLOCKS = 6
 SIZES = {"vocab_size": 120, "hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
@@ -72,6 +74,9 @@ def test_layers_are_transformers_hidden_states(name):
         torch.testing.assert_close(model.model.norm(got[BLOCKS]), got[BLOCKS + 1])
     assert layers.parameters == sum(p.numel() for p in set(model.parameters()))
     assert largest_number_alive(layers) <= 3
+    layers.untrain(seed=0)  # the weights had a standard deviation of 0.3
+    assert model.get_input_embeddings().weight.std() == pytest.approx(model.config.initializer_range, rel=0.1)
+    assert layers.head is model.get_output_embeddings()
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +117,13 @@ def test_layers_of_a_run(run):
     assert list(got) == list(range(8))
     torch.testing.assert_close([*got.values()], [*expected], rtol=0, atol=0)
     assert largest_number_alive(layers) <= 3
+    layers.untrain(0)
+    expected = draw("tok_embeddings.weight", layers.head.weight.shape, model.model_args, seed=42)  # the run's own seed
+    assert torch.equal(layers.head.weight, expected)
+    dcp.save(model.state_dict(), checkpoint_id=run / "checkpoint" / "step-0", no_dist=True)
+    layers.untrain(0)
+    assert torch.equal(layers.head.weight, model.output.weight)
+    shutil.rmtree(run / "checkpoint" / "step-0")
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +247,8 @@ def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(OWN_MODEL)
-    rest = ("--text", text, "--sequences", 2, "--out", tmp_path / "out")
+    # transformers draws initial weights of own code a little differently
+    rest = ("--text", text, "--sequences", 2, "--skip-untrained", "--out", tmp_path / "out")
     assert "--trust-remote-code" in refused(command, capsys, folder, *rest)
     assert not (tmp_path / "modules").exists()
     command(folder, gpt2, "--trust-remote-code", *rest)

@@ -1,12 +1,15 @@
 """Pictures read back from matplotlib's objects, for hand-made numbers that differ in every direction."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.dates import num2date
 
 from titan_disp.condensation import heatmap
+from titan_disp.condensation.measure import Accumulator, AveragedCosines
 from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.lab import plots
 from titan_disp.lab.report import charts
@@ -45,7 +48,7 @@ def darkness(artist, value):
 
 def test_heatmap():
     layers = [{-0.76: 0.25, 0.51: 0.75}, {0.1: 1.0}, {0.9: 0.9, -0.2: 0.0999, 0.3: 0.0001}]
-    axes, _ = heatmap.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2").axes
+    axes, _ = heatmap.heatmaps([{"gpt2": condensed(0.2, 0.1, 0.8, pairs=layers)}]).axes
     (image,) = axes.images
     assert upright(axes)
     assert [shown_at(image, 0, y) for y in (-0.76, 0.51)] == [0.25, 0.75]
@@ -54,6 +57,24 @@ def test_heatmap():
     assert image.get_array().count() == 5  # fractions below 0.001 are left blank
     assert points(axes.lines[0]) == [[0, 0.2], [1, 0.1], [2, 0.8]]
     assert darkness(image, 0.001) < darkness(image, 0.03) < darkness(image, 1)
+
+
+def test_baselines_of_a_heatmap():
+    """The column of random vectors is that of sampled ones, of averages as well."""
+    z, averages, sums = (
+        torch.randn(9, 256, 12, generator=torch.Generator().manual_seed(0)),
+        AveragedCosines(),
+        Accumulator(2),
+    )
+    for layer, accumulator in ((0, sums), (1, sums), (0, averages), (1, averages)):
+        accumulator.add(layer, z)
+    before = {"averaged_histogram": averages.histogram(), "untrained_mean_cosine": np.array([0.1, 0.2])}
+    found = replace(sums.result(256), **before)
+    for one in (found, plots.averaged(found)):
+        axes, _ = heatmap.heatmaps([{"a": one}]).axes
+        *_, sampled, random = np.ma.filled(axes.images[0].get_array(), 0).T
+        np.testing.assert_allclose(random, sampled, atol=6e-3)
+        assert (texts(axes.texts), points(axes.lines[1])) == (["random vectors"], [[0, 0.1], [1, 0.2]])
 
 
 def test_side_by_side():
@@ -80,9 +101,9 @@ def test_mean_cosine_by_layer():
 
 
 def test_depth_bars():
-    """Without the last block, the ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
-    some, falling = condensed(0.5, 0.1, 0.25, 0.1, 0.75), condensed(0.9, 0.8, 0.95, 0.1)
-    (axes,) = plots.depth_bars({"some": some, "_falling$1$": falling, "flat": condensed(0.2, 0.9, 0.209)}).axes
+    """Without embedding and last block, the ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
+    some, falling = condensed(0.3, 0.5, 0.1, 0.25, 0.1, 0.75), condensed(0, 0.9, 0.8, 0.95, 0.1)
+    (axes,) = plots.depth_bars({"some": some, "_falling$1$": falling, "flat": condensed(0.7, 0.2, 0.9, 0.209)}).axes
     assert (axes.get_yticks().tolist(), texts(axes.get_yticklabels())) == (
         [0, 1, 2],
         ["some", r" _falling\$1\$", "flat"],
@@ -180,9 +201,9 @@ def test_timeline():
         assert seconds([gap.get_x(), gap.get_x() + gap.get_width()]) == [30, 3630]
 
 
-# ρ and τ by hand, without the last block as the paper measures: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6.
+# ρ and τ by hand, without embedding and last block: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6.
 RISING, FALLING = condensed(0.1, 0.2, 0.05, 0.3), condensed(0.9, 0.5, 0.6, 0.1)
-SOME = condensed(0.5, 0.1, 0.25, 0.8, 0.75)
+SOME = condensed(0.3, 0.5, 0.1, 0.25, 0.8, 0.75)
 
 
 def test_a_family_by_size():
@@ -217,7 +238,7 @@ def test_pairs():
 def test_over_steps():
     figure = plots.over_steps({"on": {0: RISING, 50: FALLING, 100: SOME}, "_off": {0: RISING, 100: RISING}})
     expected = {
-        "mean over all blocks": [0.125, 0.55, 0.383333],
+        "mean over all blocks": [0.125, 0.55, 0.4125],
         "last block": [0.05, 0.6, 0.8],
         "Spearman's ρ": [1, -1, 0.4],
         "Kendall's τ": [1, -1, 0.333333],

@@ -183,6 +183,10 @@ def test_final_numbers_by_hand(by_hand):
         "mean cosine after the final norm, last": "0.2",
         "Spearman's ρ up to the last block, last": "0.4",  # 1 − 6 · 6 / (4 · 15)
         "Spearman's ρ up to the final norm, last": "-0.4",  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
+        "Spearman's ρ up to the last block, without the embedding, last": "1",
+        "Spearman's ρ up to the final norm, without the embedding, last": "0.5",  # of 0.1, 0.25, 0.2
+        "Kendall's τ up to the last block, without the embedding, last": "1",
+        "Kendall's τ up to the final norm, without the embedding, last": "0.33333",
         "Kendall's τ up to the last block, last": "0.33333",  # (4 − 2) / 6
         "Kendall's τ up to the final norm, last": "-0.33333",  # (2 − 4) / 6
         "effective rank of the last block, last": "4.5",
@@ -497,5 +501,6 @@ def test_a_collapse_is_in_the_pictures_by_layer(tmp_path, monkeypatch):
     steps = [int(text.get_text()) for text in by_layer.legends[0].texts]
     assert steps == [0, 10, 20, 30, 40, 60, 80, 150, 300]
     assert [len(axes.lines) for axes in by_layer.axes] == [len(steps)] * 2
+    assert heatmaps.axes[1].lines[1].get_ydata().tolist() == heatmaps.axes[0].lines[0].get_ydata().tolist()  # step 0
     titles = [axes.get_title() for axes in heatmaps.axes[:6]]
     assert titles == [f"{name}, step {s}" for name in high for s in (0, high[name], 300)]

@@ -9,11 +9,11 @@ from textwrap import fill
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import EDGES, Condensation
 
 
 def plain(name: str) -> str:
@@ -30,19 +30,30 @@ def new_figure(width: float, height: float) -> Figure:
 
 def layer_label(found: Sequence[Condensation], gap: str = " ") -> str:
     """Return the label of an axis of layers, which says which layer is what. ``gap`` may break it into two lines."""
-    last = found[0].last_block
+    last, logits = found[0].last_block, ", logits" * found[0].logits
     if any(one.last_block != last for one in found):
-        return f"layer (0: embedding,{gap}last two: last block, final norm)"
-    return f"layer (0: embedding,{gap}{last}: last block, {last + 1}: final norm)"
+        return f"layer (0: embedding,{gap}last {'three' if logits else 'two'}: last block, final norm{logits})"
+    return f"layer (0: embedding,{gap}{last}: last block, {last + 1}: final norm{logits})"
 
 
-def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]) -> None:
+def of_random_vectors(tokens: int, features: int) -> np.ndarray:
+    """Return the expected fractions of the N² cosines of Gaussian vectors by bin: (1 + c)/2 ~ Beta((F − 1)/2, (F − 1)/2)."""
+    from scipy import stats  # imported here as in record.py
+
+    below = stats.beta.cdf((EDGES + 1) / 2, (features - 1) / 2, (features - 1) / 2) * (1 - 1 / tokens)
+    below[-1] = 1  # with the pairs of a vector with itself
+    return np.diff(below)
+
+
+def heatmaps(rows: Sequence[Mapping[str, Condensation]], title: str = "") -> Figure:
     """Draw measurements by title, in rows, with shared axes and one colour scale.
 
     Each layer is a column of 128 bins of the cosine, and the line is the mean. The scale is logarithmic from 10⁻³ to 1,
     so that one can read both a layer whose pairs fill a single bin and one whose pairs fill a hundred. Emptier bins are
-    blank.
+    blank. For comparison, there are a column of random vectors, if F is known, and a line of the means before training.
     """
+    figure = new_figure(max(7, 1.1 + 2.6 * max(map(len, rows))), 1.1 + 2.7 * len(rows))
+    figure.suptitle(plain(fill(title, 80)))
     alike = len({len(found.mean_cosine) for row in rows for found in row.values()}) == 1
     grid = figure.subplots(len(rows), max(map(len, rows)), sharex=alike, sharey=True, squeeze=False)
     least = 1e-3
@@ -50,11 +61,13 @@ def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]
         for axes in axes_row[len(row) :]:
             axes.set_axis_off()
         for axes, (title, found) in zip(axes_row, row.items(), strict=False):
-            layers = len(found.mean_cosine)
+            layers, columns = len(found.mean_cosine), found.histogram
+            if found.features:
+                columns = np.vstack([columns, of_random_vectors(found.tokens, found.features)])
             image = axes.imshow(
-                np.ma.masked_less(found.histogram.T, least),
+                np.ma.masked_less(columns.T, least),
                 origin="lower",
-                extent=(-0.5, layers - 0.5, -1, 1),
+                extent=(-0.5, len(columns) - 0.5, -1, 1),
                 aspect="auto",
                 interpolation="nearest",
                 cmap="magma_r",
@@ -62,17 +75,18 @@ def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]
             )
             outline = [withStroke(linewidth=3, foreground="black")]
             axes.plot(range(layers), found.mean_cosine, "o-", color="white", markersize=2.5, path_effects=outline)
+            if found.untrained_mean_cosine is not None:
+                axes.plot(found.untrained_mean_cosine, "--", color="tab:cyan", path_effects=outline)
+            if found.features:
+                axes.axvline(layers - 0.5, color="black", linewidth=0.8)
+                axes.text(layers, -0.98, "random vectors", rotation=90, ha="center", va="bottom", fontsize=8)
             axes.set_title(plain(fill(title, 24)), fontsize=10)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
             axes.set_yticks([-1, -0.5, 0, 0.5, 1])
             axes.set_ylim(-1.05, 1.05)  # a condensed layer fills only the last bin, which the frame would hide
-    figure.supxlabel(layer_label([found for row in rows for found in row.values()]), fontsize=11)
-    figure.supylabel("cosine of two tokens (line: mean)", fontsize=11)
+    drawn = [found for row in rows for found in row.values()]
+    figure.supxlabel(layer_label(drawn), fontsize=11)
+    dashed = ",\ndashed: before training" * any(found.untrained_mean_cosine is not None for found in drawn)
+    figure.supylabel(f"cosine of two tokens (line: mean{dashed})", fontsize=11)
     figure.colorbar(image, ax=grid, label="fraction of pairs", fraction=0.05, aspect=30)
-
-
-def heatmap(found: Condensation, title: str) -> Figure:
-    """Draw one measurement, layer against cosine, with all pairs pooled."""
-    figure = new_figure(6, 4)
-    draw_heatmaps(figure, [{title: found}])
     return figure

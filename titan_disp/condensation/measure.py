@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from titan_disp.condensation.record import BINS, Condensation
 
@@ -59,13 +59,12 @@ def _statistics(z: Tensor) -> Tensor:
     gram = u @ u.T if n <= u.shape[1] else u.T @ u
     # ‖UᵀU‖²_F = ΣΣ c²; ‖Σu‖² = ΣΣ c
     scalars = [u.sum(0).square().sum() / n**2, gram.square().sum() / n**2, angles / (math.pi * n * (n - 1))]
-    return torch.cat([torch.stack([*scalars, _effective_rank(gram)]), histogram / n**2])
+    return torch.cat([torch.stack([*scalars, _effective_rank(torch.linalg.eigvalsh(gram))]), histogram / n**2])
 
 
-def _effective_rank(gram: Tensor) -> Tensor:
-    """Return exp of the entropy of a matrix' normalized singular values, from its Gram matrix (Roy & Vetterli 2007)."""
-    squares = torch.linalg.eigvalsh(gram)
-    noise = len(squares) * torch.finfo(gram.dtype).eps * squares[-1]
+def _effective_rank(squares: Tensor) -> Tensor:
+    """Return exp of the entropy of normalized singular values, from their ascending squares (Roy & Vetterli 2007)."""
+    noise = len(squares) * torch.finfo(squares.dtype).eps * squares[-1]
     p = torch.where(squares > noise, squares, 0).sqrt()
     p = p / p.sum().clamp_min(torch.finfo(p.dtype).tiny)  # all tokens zero: rank 1
     return torch.special.entr(p).sum().exp()
@@ -77,6 +76,7 @@ class Accumulator:
     def __init__(self, layers: int, device: torch.device | str = "cpu") -> None:
         # Rows of statistics, then a row that holds the number of sequences.
         self.sums = torch.zeros(layers + 1, SCALARS + BINS, dtype=torch.float64, device=device)
+        self.features = 0
 
     @torch.no_grad()
     def add(self, layer: int, z: Tensor) -> None:
@@ -85,6 +85,7 @@ class Accumulator:
             self.sums[layer] += _statistics(sequence).to(self.sums.device)  # a model may be spread over several devices
         if layer == 0:
             self.sums[-1] += len(z)
+            self.features = z.shape[-1]
 
     def result(self, tokens: int) -> Condensation:
         """Return the averages over sequences of N ``tokens``."""
@@ -92,7 +93,7 @@ class Accumulator:
         rows, sequences = sums[:-1] / sums[-1, 0], int(sums[-1, 0])
         mean, square, angle, rank = rows[:, :SCALARS].T
         std = (square - mean**2).clip(0) ** 0.5
-        return Condensation(mean, std, angle, rank, rows[:, SCALARS:], tokens, sequences)
+        return Condensation(mean, std, angle, rank, rows[:, SCALARS:], tokens, sequences, features=self.features)
 
 
 class AveragedCosines:
@@ -129,6 +130,38 @@ class AveragedCosines:
             bins = ((averaged + 1) * (BINS / 2)).astype(np.int64).clip(0, BINS - 1)
             rows.append(np.bincount(bins.ravel(), minlength=BINS) / averaged.size)
         return np.stack(rows)
+
+
+class Covariance:
+    """Sum the products of features over all tokens: layers · (F + 1)² float64 numbers, each layer's on its own device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, layer: int, z: Tensor) -> None:
+        """Add one layer's activations, [B, N, F]."""
+        points = z.flatten(0, 1).double()
+        if layer not in self._sums:  # a mean far from zero would cancel the digits of the variance
+            self._sums[layer] = points.mean(0), points.new_zeros(points.shape[1] + 1, points.shape[1] + 1)
+        center, sums = self._sums[layer]
+        points = pad(points - center, (0, 1), value=1.0)  # whose products hold the sums and the number of tokens, too
+        sums.addmm_(points.T, points)
+
+    def result(self, layer: int, dimensions: int, zeta: float = 0.0) -> tuple[float, float, float]:
+        """Return IsoScore*, the effective rank of the centered tokens, and the first component's fraction of variance.
+
+        IsoScore* (Rudman & Eickhoff 2024, arXiv 2305.19358) is (t² − 1)/(n − 1) with t = Σλ/‖λ‖, for the eigenvalues λ of
+        (1 − ζ) Σ_X + ζ Σ_S in n ``dimensions``: it is the paper's form, with δ²(n − √n) = n − √n·t inserted. Σ_S is the
+        identity times the mean variance. If all tokens are equal, it is NaN, and so is the fraction.
+        """
+        _, sums = self._sums[layer]
+        count, total = sums[-1, -1], sums[-1, :-1]
+        variances = torch.linalg.eigvalsh(sums[:-1, :-1] - total.outer(total) / count).clamp_min(0)
+        whole, kept = variances.sum(), (1 - zeta) ** 2
+        ratio = whole**2 / (kept * variances.square().sum() + (1 - kept) * whole**2 / dimensions)
+        score = (ratio - 1) / (dimensions - 1)
+        return score.item(), _effective_rank(variances).item(), (variances[-1] / whole).item()
 
 
 @torch.no_grad()

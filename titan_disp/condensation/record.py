@@ -1,7 +1,7 @@
 """A measurement of condensation has numbers for each layer. They are summed up over depth, and in a table over training."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,18 @@ from titan_disp.files import atomic_write
 
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram's bins
+RANKS = {"spearman": "Spearman's ρ", "kendall": "Kendall's τ"}
+OF_COVARIANCE = ("iso_score_star", "covariance_rank", "first_component")
 LEAST_RANGE = 0.01  # the range of mean cosines below which ρ and τ are not given: our choice
 ROWS = 8  # of a run's table, at most
+# The sets of layers that ρ and τ rank. Those up to the final norm leave out the last block, as Hugging Face's hidden
+# states do. The paper's are l = 1 … L, without the embedding (l = 0).
+PLACES = {
+    "before_norm": "up to the last block",
+    "after_norm": "up to the final norm",
+    "blocks_before_norm": "up to the last block, without the embedding",
+    "blocks_after_norm": "up to the final norm, without the embedding",
+}
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,8 @@ class OverDepth:
 class Condensation:
     """A measurement holds averages over sequences, by layer.
 
-    Index 0 of every array is the embedding's output, i + 1 the output of block i before the final norm, and the last
-    index the last block's output after it.
+    Index 0 of every array is the embedding's output, i + 1 the output of block i before the final norm, and the next
+    index the last block's output after it. The logits may follow.
 
     Attributes:
         mean_cosine: [layers] mean of all N² pairwise cosines of a sequence.
@@ -69,6 +79,10 @@ class Condensation:
         cross_entropy: of the next token, in nats, mean over all tokens of the same sequences; NaN if not measured.
         averaged_histogram: [layers, 128] the paper's histogram, of the N×N cosines averaged over the sequences first
             (``AveragedCosines``). None if it was not taken, as while a run trains.
+        features: F, of all layers but the logits; 0 in files of earlier versions.
+        logits: whether the last index of every array is that of the logits.
+        untrained_mean_cosine: [layers] of the same model before training. None if it was not measured.
+        covariance: [3, layers] the numbers ``OF_COVARIANCE`` of all tokens. None if they were not taken, as in training.
     """
 
     mean_cosine: np.ndarray
@@ -80,26 +94,30 @@ class Condensation:
     sequences: int
     cross_entropy: float = math.nan
     averaged_histogram: np.ndarray | None = None
+    features: int = 0
+    logits: bool = False
+    untrained_mean_cosine: np.ndarray | None = None
+    covariance: np.ndarray | None = None
 
     @property
     def last_block(self) -> int:
         """Return the index of the last block's output, before the final norm."""
-        return len(self.mean_cosine) - 2
+        return len(self.mean_cosine) - 2 - self.logits
 
     @property
-    def before_norm(self) -> OverDepth:
-        """Take the embedding and all blocks."""
-        return OverDepth.of(self.mean_cosine[:-1])
-
-    @property
-    def after_norm(self) -> OverDepth:
-        """Leave out the last block, as Hugging Face's hidden states do, which the paper measures."""
-        return OverDepth.of(np.delete(self.mean_cosine, self.last_block))
+    def over_depth(self) -> dict[str, OverDepth]:
+        """Return ρ and τ over each set of layers in ``PLACES``."""
+        before = self.mean_cosine[: self.last_block + 1]
+        after = np.append(before[:-1], self.mean_cosine[self.last_block + 1])
+        sets = (before, after, before[1:], after[1:])
+        return {place: OverDepth.of(cosines) for place, cosines in zip(PLACES, sets, strict=True)}
 
     def by_layer(self) -> dict[str, list[float]]:
-        """Return the numbers by layer, without the histogram."""
-        numbers = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
-        return {name: getattr(self, name).tolist() for name in numbers}
+        """Return the numbers by layer that were taken, without the histograms."""
+        numbers = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank", "untrained_mean_cosine")
+        taken = {name: getattr(self, name) for name in numbers}
+        taken |= {} if self.covariance is None else dict(zip(OF_COVARIANCE, self.covariance, strict=True))
+        return {name: values.tolist() for name, values in taken.items() if values is not None}
 
     def by_part(self) -> dict[str, dict[str, float]]:
         """Return means of the numbers over parts of the model. Block i of L is early if 3i < L, late if 3i ≥ 2L."""
@@ -114,19 +132,25 @@ class Condensation:
         }
         return {
             name: {part: float(np.mean(values[rows])) for part, rows in parts.items() if values[rows]}
-            for name, values in self.by_layer().items()
+            for name, of_layers in self.by_layer().items()
+            for values in [of_layers[: self.last_block + 2]]
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the histograms, with None for numbers that are undefined or were not measured."""
         return {
-            "layers": ["embedding", *(f"block {i}" for i in range(self.last_block)), "final norm"],
+            "layers": [
+                "embedding",
+                *map("block {}".format, range(self.last_block)),
+                "final norm",
+                *["logits"] * self.logits,
+            ],
             **{name: [_number(value) for value in values] for name, values in self.by_layer().items()},
-            "before_norm": self.before_norm.to_json(),
-            "after_norm": self.after_norm.to_json(),
+            **{place: over_depth.to_json() for place, over_depth in self.over_depth.items()},
             "cross_entropy": _number(self.cross_entropy),
             "tokens": self.tokens,
             "sequences": self.sequences,
+            "features": self.features,
         }
 
     def save(self, path: Path) -> None:
@@ -156,6 +180,11 @@ def load_steps(folder: str | Path, problems: list[str] | None = None) -> dict[in
                 raise
             problems.append(f"{steps[step]} cannot be read: {error}")
     return found
+
+
+def over_depth(place: str, rank: str) -> Callable[[Condensation], float]:
+    """Return a function that reads ρ or τ, of ``RANKS``, over the set of layers of ``PLACES``."""
+    return lambda found: getattr(found.over_depth[place], rank)
 
 
 def blocks_mean(found: Condensation) -> float:

@@ -265,7 +265,16 @@ class CondensationOptions:
     max_length: int = 512
     """tokens per sequence, or fewer if a model has fewer positions."""
     seed: int = 0
-    """seed of the sample."""
+    """seed of the sample, and of a Hugging Face model's weights before training."""
+    skip_untrained: bool = False
+    """do not measure each model before training, too, on one batch, for comparison. A run's weights are then those of
+    its checkpoint of step 0, or else drawn from its seed."""
+    last_n: OptionalInt = None
+    """number of tokens at the end of each sequence that are measured. The default is all of them."""
+    logits: bool = False
+    """measure the logits as one more layer."""
+    zeta: float = 0.0
+    """weight ζ of the shrinkage in IsoScore*, for models with more features than there are tokens."""
     contiguous: bool = False
     """start each sequence at a random place of the text, instead of cutting it from shuffled, joined pieces of it."""
     special_tokens: bool = False

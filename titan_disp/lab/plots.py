@@ -12,18 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from titan_disp.condensation.heatmap import draw_heatmaps, layer_label, new_figure, plain
-from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mean
+from titan_disp.condensation.heatmap import heatmaps, layer_label, new_figure, plain
+from titan_disp.condensation.record import LEAST_RANGE, RANKS, Condensation, blocks_mean, over_depth
 from titan_disp.text import short
 
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
 AVERAGED = "cosines averaged over the sequences first, as in the paper"
-# The paper's two measures are rank correlations with depth, with the last layer after the final norm.
-MEASURES: dict[str, Callable[[Condensation], float]] = {
-    "Spearman's ρ": lambda found: found.after_norm.spearman,
-    "Kendall's τ": lambda found: found.after_norm.kendall,
-}
+# The paper's two measures are rank correlations with depth, of the blocks, with the last layer after the final norm.
+MEASURES = {name: over_depth("blocks_after_norm", rank) for rank, name in RANKS.items()}
 COLUMNS = 3  # of panels
 # Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow, which is faint on white.
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -34,25 +31,14 @@ LINES = ("-", "--", "-.", ":")
 def averaged(found: Condensation) -> Condensation:
     """Return the measurement with the paper's histogram in place of the pooled one, for any heatmap."""
     assert found.averaged_histogram is not None
-    return replace(found, histogram=found.averaged_histogram)
-
-
-def both_heatmaps(found: Condensation, title: str) -> Figure:
-    """Draw one measurement twice: with the pairs of all sequences pooled, and with averaged cosines as in the paper."""
-    figure = new_figure(8, 4.4)
-    figure.suptitle(plain(fill(title, 80)))
-    draw_heatmaps(figure, [{POOLED: found, AVERAGED: averaged(found)}])
-    return figure
+    # An averaged cosine of S sequences is that of S vectors one after another, with S times the features.
+    return replace(found, histogram=found.averaged_histogram, features=found.features * found.sequences)
 
 
 def side_by_side(found: Mapping[str, Condensation], title: str) -> Figure:
     """Draw heatmaps of several measurements by name. ``title`` says what all of them show."""
     items = iter(found.items())
-    rows = list(iter(lambda: dict(islice(items, COLUMNS)), {}))
-    figure = new_figure(max(6, 1.1 + 2.3 * len(rows[0])), 0.9 + 2.7 * len(rows))
-    figure.suptitle(title)
-    draw_heatmaps(figure, rows)
-    return figure
+    return heatmaps(list(iter(lambda: dict(islice(items, COLUMNS)), {})), title)
 
 
 def styles() -> Iterator[dict[str, Any]]:
@@ -67,11 +53,13 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
     axes = figure.subplots()
     relative = len({one.last_block for one in found.values()}) > 1
     for (name, one), style in zip(found.items(), styles(), strict=False):
-        blocks = np.arange(one.last_block + 1)
-        depth = np.append(blocks / one.last_block, 1.05) if relative else np.append(blocks, len(blocks))
+        depth, last = np.arange(len(one.mean_cosine)), one.last_block
+        if relative:
+            depth = np.where(depth <= last, depth / last, 1 + 0.05 * (depth - last))
         axes.plot(depth, one.mean_cosine, label=plain(name), markersize=5, **style)
     if relative:
-        axes.set_xlabel("relative depth (0: embedding, 1: last block, beyond: final norm)", fontsize=11)
+        logits = ", logits" * one.logits
+        axes.set_xlabel(f"relative depth (0: embedding, 1: last block, beyond: final norm{logits})", fontsize=11)
     else:
         axes.set_xlabel(layer_label(list(found.values())), fontsize=11)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -99,7 +87,7 @@ def depth_bars(found: Mapping[str, Condensation]) -> Figure:
     axes.set_xlim(-1.25, 1.25)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("rank correlation of the mean cosine with depth\n(last layer: after the final norm)", fontsize=11)
+    axes.set_xlabel("rank correlation of the mean cosine with depth\n(last block: after the final norm)", fontsize=11)
     figure.legend(loc="outside upper center", ncols=2)
     return figure
 

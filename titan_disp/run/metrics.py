@@ -63,9 +63,9 @@ class TensorBoardFolder(BaseLogger):
         if step < self._next_heatmap:
             return
         self._next_heatmap = HEATMAP_RATIO * step
-        from titan_disp.condensation.heatmap import heatmap  # imports matplotlib, which only rank 0 needs
+        from titan_disp.condensation.heatmap import heatmaps  # imports matplotlib, which only rank 0 needs
 
-        self._open(step).add_figure("condensation/heatmap", heatmap(found, f"step {step}"), step)
+        self._open(step).add_figure("condensation/heatmap", heatmaps([{f"step {step}": found}]), step)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -226,7 +226,7 @@ class DispersionMetrics(MetricsProcessor):
         logger.info(
             f"{self.color.cyan}step: {step:2}  held-out text: ce: {found.cross_entropy:8.5f}  "
             f"mean cosine, embedding → last block: {cosines}  after the final norm: {found.mean_cosine[-1]:.2f}  "
-            f"over depth: {found.before_norm}  ({seconds:.1f} s){self.color.reset}"
+            f"over depth: {found.over_depth['before_norm']}  ({seconds:.1f} s){self.color.reset}"
         )
 
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
@@ -236,7 +236,7 @@ class DispersionMetrics(MetricsProcessor):
         if self.job_config.condensation.per_layer:  # type: ignore[attr-defined]  # 4 × 29 scalars for 0.6B
             for name, values in found.by_layer().items():
                 scalars |= {f"condensation_{name}/layer_{i:02}": values[i] for i in range(found.last_block + 1)}
-        for where, over_depth in (("before_norm", found.before_norm), ("after_norm", found.after_norm)):
+        for where, over_depth in found.over_depth.items():
             scalars[f"condensation/spearman_{where}"] = over_depth.spearman
             scalars[f"condensation/kendall_{where}"] = over_depth.kendall
         return {tag: value for tag, value in scalars.items() if not math.isnan(value)}

@@ -9,15 +9,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from math import isnan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from titan_disp.condensation.measure import Accumulator, AveragedCosines
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.measure import Accumulator, AveragedCosines, Covariance
+from titan_disp.condensation.record import OF_COVARIANCE, PLACES, RANKS, Condensation
 from titan_disp.config.options import CondensationOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
@@ -25,9 +26,7 @@ from titan_disp.lab import plots
 from titan_disp.lab.inspection import targets
 from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
 from titan_disp.run.folder import write_json
-from titan_disp.text import csv_text
-
-PLACES, RANKS = ("before_norm", "after_norm"), ("spearman", "kendall")
+from titan_disp.text import csv_text, markdown_table, number
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Measured:
 def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]) -> list[str]:
     """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for each layer of each target.
 
-    Both files name the layers. They give ρ and τ over depth twice: up to the last block, and up to the final norm. The
-    names of the files are returned.
+    Both files name the layers. They give ρ and τ over depth for the sets of layers in ``PLACES``. The names of the files
+    are returned.
     """
     content, rows = [], []
     for name, one in found.items():
@@ -69,7 +68,8 @@ def write_figures(
     """
     measured = {name: one.condensation for name, one in found.items()}
     averaged = {name: plots.averaged(one) for name, one in measured.items()}
-    figures = {f"heatmap-{name}.png": plots.both_heatmaps(one, name) for name, one in measured.items()}
+    both = {name: {plots.POOLED: one, plots.AVERAGED: averaged[name]} for name, one in measured.items()}
+    figures = {f"heatmap-{name}.png": plots.side_by_side(two, name) for name, two in both.items()}
     figures["side_by_side_pooled.png"] = plots.side_by_side(measured, plots.POOLED)
     figures["side_by_side_averaged.png"] = plots.side_by_side(averaged, plots.AVERAGED)
     figures["mean_cosine.png"] = plots.mean_cosine_by_layer(measured)
@@ -118,43 +118,43 @@ def step_of(target: targets.Target) -> int | None:
 
 
 def table(found: Mapping[str, Condensation]) -> str:
-    """Render a table of mean cosines and their rank correlations with depth.
-
-    The mean cosines are those of the embedding, of the middle and the last block, and after the final norm. The
-    correlations are up to the last block and up to the final norm, or dashes if the mean cosines differ too little.
-    """
-    width = max(map(len, found))
-    lines = [
-        f"{'':{width}}         mean cosine                        up to the last block  up to the final norm",
-        f"{'':{width}}  blocks  embedding  mid block  last block  final norm      ρ      τ      ρ      τ",
-    ]
+    """Render a table of mean cosines, and one of their ρ and τ with depth and of the last block's covariance."""
+    cosines = [["mean cosine", "embedding", "mid block", "last block", "untrained", "final norm", "logits", "random"]]
+    numbers = [["", *(f"ρ, τ: {place}" for place in PLACES), *OF_COVARIANCE]]
     for name, one in found.items():
-        last = one.last_block
-        embedding, middle, block, norm = one.mean_cosine[[0, (last + 1) // 2, last, -1]]
-        cosines = f"{embedding:9.3f}  {middle:9.3f}  {block:10.3f}  {norm:10.3f}"
-        ranks = [getattr(over_depth, rank) for over_depth in (one.before_norm, one.after_norm) for rank in RANKS]
-        shown = " ".join(f"{'–':>6}" if isnan(value) else f"{value:6.3f}" for value in ranks)
-        lines.append(f"{name:{width}}  {last:6}  {cosines}  {shown}")
-    return "\n".join(lines)
+        mean, last, before = one.mean_cosine, one.last_block, one.untrained_mean_cosine
+        shown = [*mean[[0, (last + 1) // 2, last]], None if before is None else before[last], mean[last + 1]]
+        cosines.append(
+            [name, *(number(cosine, 3) for cosine in (*shown, mean[-1] if one.logits else None, 1 / one.tokens))]
+        )
+        ranks = [f"{number(at.spearman, 3)} {number(at.kendall, 3)}" for at in one.over_depth.values()]
+        numbers.append([name, *ranks, *(number(one.by_layer()[key][last], 3) for key in OF_COVARIANCE)])
+    return f"{markdown_table(cosines, 1)}\n\n{markdown_table(numbers, 1)}"
 
 
 @torch.no_grad()
-def measure(name: str, layers: targets.Layers, tokens: Tensor, batch_size: int) -> Condensation:
+def measure(name: str, layers: targets.Layers, tokens: Tensor, options: CondensationOptions) -> Condensation:
     """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar."""
-    pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines()
+    logits, taken = options.logits, min(options.last_n or tokens.shape[1], tokens.shape[1])
+    pooled, averaged = Accumulator(layers.count + logits, layers.device), AveragedCosines()
+    covariance, root = Covariance(), targets.logits_root(layers.head) if logits else None
 
     def take_in(layer: int, z: Tensor) -> None:
         if not z.isfinite().all():
             raise ConfigError(f"{name}: layer {layer} has values that are not finite: the model has diverged")
-        pooled.add(layer, z)
-        averaged.add(layer, z)
+        for sums in (pooled, averaged, covariance):
+            sums.add(layer, z[:, -taken:])
+        if root is not None and layer == layers.count - 1:
+            take_in(layers.count, pad(z.double(), (0, 1), value=1.0) @ root.to(z.device))
 
     with progress(name, "sequence", total=len(tokens)) as bar:
-        for batch in tokens.split(batch_size):
+        for batch in tokens.split(options.batch_size):
             layers(batch, take_in)
             bar.update(len(batch))
-    found = pooled.result(tokens.shape[1])
-    return replace(found, averaged_histogram=averaged.histogram())
+    found = pooled.result(taken)
+    features = [*[found.features] * layers.count, *([layers.head.out_features] if logits else [])]
+    numbers = np.array([covariance.result(layer, f, options.zeta) for layer, f in enumerate(features)]).T
+    return replace(found, averaged_histogram=averaged.histogram(), covariance=numbers, logits=logits)
 
 
 def condensation(options: CondensationOptions) -> dict[str, Condensation]:
@@ -171,10 +171,13 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
         "--sequences": (options.sequences, 1),
         "--max-length": (options.max_length, 2),
         "--batch-size": (options.batch_size, 1),
+        "--last-n": (2 if options.last_n is None else options.last_n, 2),
     }
     for option, (value, minimum) in least.items():
         if value < minimum:
             raise ConfigError(f"{option} is {value}, expected at least {minimum}")
+    if not 0 <= options.zeta < 1:
+        raise ConfigError(f"--zeta is {options.zeta}, expected at least 0, and less than 1")
     device: targets.Device = "auto"
     if options.device != "auto":
         device = targets.find_device(options.device, torch.float64)  # of the cosines
@@ -202,10 +205,16 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     except OSError as error:
         raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
     found: dict[str, Measured] = {}
+    untrained: dict[Path, np.ndarray] = {}  # mean cosines by run or model: its steps or revisions share them
     for name, target in models.items():
         layers = target.load(device, options.dtype)
-        found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], options.batch_size))
-        found[name].condensation.save(out / f"{name}.npz")
+        one, some = measure(name, layers, samples[name], options), samples[name][: options.batch_size]
+        if not options.skip_untrained and target.path not in untrained:
+            layers.untrain(options.seed)
+            untrained[target.path] = measure(f"{name}, untrained", layers, some, options).mean_cosine
+        one = replace(one, untrained_mean_cosine=untrained.get(target.path))
+        found[name] = Measured(target, layers.parameters, one)
+        one.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
     named_families = {
         family: [targets.name_of(member, models) for member in members] for family, members in by_family.items()
@@ -214,6 +223,7 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     settings = {
         **{"text": str(options.text or options.dataset), "seed": options.seed, "dtype": options.dtype},
         **{"contiguous": options.contiguous, "special_tokens": options.special_tokens},
+        **{"last_n": options.last_n, "zeta": options.zeta},
     }
     files = [*write_metrics(out, found, settings), *write_figures(out, found, named_families, named_pairs)]
     measurements = {name: one.condensation for name, one in found.items()}

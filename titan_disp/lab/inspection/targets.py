@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import errors, snapshot_download
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.data.hf_tokenizer import plain_encoder
@@ -26,6 +27,7 @@ from titan_disp.lab.export.saved import (
     find_saved,
     load_causal_lm,
     load_model,
+    load_weights,
     longest_sequence,
     saved_models,
 )
@@ -35,6 +37,7 @@ from titan_disp.run.reader import is_run
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # config, tokenizer, weights
 PICKLES = "pytorch_model*.bin"  # weights of models that were never converted to safetensors
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+CHUNK = 8192  # rows of an output layer in float64 at a time
 Consume = Callable[[int, Tensor], None]
 """A function of (layer, z) that gets a layer's activations [B, N, F] on the model's device. It must not keep them."""
 Encode = Callable[[str], list[int]]
@@ -111,16 +114,38 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
     return folder
 
 
+def logits_root(head: Any) -> Tensor:
+    """Return a root R of [W b]ᵀ[W b], [F + 1, F + 1] float64: [h, 1] R has the lengths and angles of the logits W h + b."""
+    if not isinstance(head, nn.Linear) or head.weight.is_meta:
+        raise ConfigError("--logits needs an output layer that is linear and in memory, which this model has not")
+    rows = head.weight if head.bias is None else torch.cat([head.weight, head.bias[:, None]], 1)
+    chunks = (pad(some.double(), (0, head.in_features + 1 - some.shape[1])) for some in rows.split(CHUNK))
+    values, vectors = torch.linalg.eigh(sum(some.T @ some for some in chunks))
+    return vectors * values.clamp_min(0).sqrt()
+
+
+def draw_weights(model: Any, seed: int) -> None:
+    """Replace the weights by initial ones of the same architecture."""
+    for part in (*model.modules(), *model.parameters(), *model.buffers()):
+        part._is_hf_initialized = False  # otherwise transformers keeps the weights that it has loaded
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.init_weights()
+
+
 class Layers:
     """A loaded model in eval mode that passes on the activations of its layers in order.
 
     Layer 0 is the input of the first block (the embedding), layer i + 1 is the output of block i, and the last layer is
     the output of the final norm. transformers' ``hidden_states`` end with the final norm, and lack the last block's
     output. ``forward`` maps [B, N] token ids to the output of the final norm, and runs ``blocks`` in this order.
+    ``head`` is the output layer, and ``untrain`` draws new weights from a seed.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor], blocks: Sequence[nn.Module]) -> None:
         self.forward, self.blocks = forward, blocks
+        self.head: Any = None
+        self.untrain: Callable[[int], None] = partial(draw_weights, model)
         self.count = len(blocks) + 2
         self.parameters = sum(parameter.numel() for parameter in model.parameters())  # a tied embedding counts once
         first = next(model.parameters()).device
@@ -177,9 +202,11 @@ def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
 
 def hugging_face_layers(model: Any) -> Layers:
     """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V logits are not needed."""
-    body = model.base_model
-    blocks = find_blocks(body, model.config.get_text_config().num_hidden_layers)
-    return Layers(model, lambda tokens: body(tokens, use_cache=False)[0], blocks)
+    body, config = model.base_model, model.config.get_text_config()
+    layers = Layers(model, lambda tokens: body(tokens, use_cache=False)[0], find_blocks(body, config.num_hidden_layers))
+    bent = getattr(config, "final_logit_softcapping", None)  # after the output layer, as in Gemma 2
+    layers.head = None if bent else model.get_output_embeddings()
+    return layers
 
 
 @dataclass(frozen=True)
@@ -289,8 +316,16 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
         if dtype != "auto":  # a checkpoint's weights are float32
             for parameter in model.parameters():  # not the rotary table, which is rounded when it is used
                 parameter.data = parameter.data.to(getattr(torch, dtype))
+
+        def untrain(seed: int) -> None:
+            if (first := saved_models(saved.run)[0]).step == 0:
+                model.load_state_dict(load_weights(first), strict=False)  # as in load_model
+            else:
+                draw_weights(model, saved.config["debug"]["seed"] or seed)
+
         layers = Layers(model.to(device), model, list(model.layers.values()))
-        model.output = torch.nn.Identity()  # the "logits" are then the final norm's output, not N × V numbers
+        layers.head, layers.untrain = model.output, untrain
+        model.output.forward = lambda h: h  # the "logits" are the final norm's output, not N × V numbers
         return layers
 
     return Target(

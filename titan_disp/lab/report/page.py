@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from titan_disp.condensation.heatmap import draw_heatmaps, new_figure
-from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mean, telling_steps
+from titan_disp.condensation.heatmap import heatmaps
+from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mean, over_depth, telling_steps
 from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import over_training
@@ -103,8 +103,8 @@ MEASURES: tuple[tuple[str, Callable[[Condensation], float], Scale], ...] = (
     ("mean cosine, last block", lambda found: found.mean_cosine[found.last_block], charts.as_it_is),
     ("mean cosine, after the final norm", lambda found: found.mean_cosine[-1], charts.as_it_is),
     ("mean cosine, average of all blocks", blocks_mean, charts.as_it_is),
-    ("Spearman's ρ, up to the last block", lambda found: found.before_norm.spearman, charts.correlation),
-    ("Kendall's τ, up to the last block", lambda found: found.before_norm.kendall, charts.correlation),
+    ("Spearman's ρ, up to the last block", over_depth("before_norm", "spearman"), charts.correlation),
+    ("Kendall's τ, up to the last block", over_depth("before_norm", "kendall"), charts.correlation),
     ("effective rank, last block", lambda found: found.effective_rank[found.last_block], charts.from_zero),
 )
 
@@ -153,14 +153,14 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
     rows = []
     for run in measured:
         steps = sorted({min(run.condensation), run.most_condensed, max(run.condensation)})
-        rows.append({f"{run.name}, step {step:,}": run.condensation[step] for step in steps})
-    heatmaps = new_figure(max(7.5, 1.1 + 2.6 * max(map(len, rows))), 0.9 + 2.6 * len(rows))
-    draw_heatmaps(heatmaps, rows)
+        before = run.condensation[0].mean_cosine if 0 in steps else None
+        shown = {step: replace(run.condensation[step], untrained_mean_cosine=before) for step in steps}
+        rows.append({f"{run.name}, step {step:,}": one for step, one in shown.items()})
     names = ", ".join(run.name for run in measured)
     by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
     pairs = f"cosines of all pairs of tokens by layer, first, most condensed and last measurement: {names}"
     lines = over_training(_some_steps(measured))
-    return [Picture(to_uri(lines), by_layer, wide=True), Picture(to_uri(heatmaps), pairs, wide=True)]
+    return [Picture(to_uri(lines), by_layer, wide=True), Picture(to_uri(heatmaps(rows)), pairs, wide=True)]
 
 
 def history(run: Run) -> Picture | None:

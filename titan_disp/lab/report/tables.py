@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_disp.condensation.record import Condensation, blocks_mean
+from titan_disp.condensation.record import PLACES, RANKS, Condensation, blocks_mean, over_depth
 from titan_disp.errors import counted
 from titan_disp.lab.report.gather import ABSENT, Run, conditions, defaults, side_by_side, unlike
 from titan_disp.models.arguments import written_out
@@ -191,10 +191,11 @@ def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
         "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
         "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[found.last_block]),
         "mean cosine after the final norm, last": measured(lambda found: found.mean_cosine[-1]),
-        "Spearman's ρ up to the last block, last": measured(lambda found: found.before_norm.spearman),
-        "Spearman's ρ up to the final norm, last": measured(lambda found: found.after_norm.spearman),
-        "Kendall's τ up to the last block, last": measured(lambda found: found.before_norm.kendall),
-        "Kendall's τ up to the final norm, last": measured(lambda found: found.after_norm.kendall),
+        **{
+            f"{name} {told}, last": measured(over_depth(place, rank))
+            for rank, name in RANKS.items()
+            for place, told in PLACES.items()
+        },
         "effective rank of the last block, last": measured(lambda found: found.effective_rank[found.last_block]),
     }
 
