@@ -228,7 +228,7 @@ def test_pairs():
     for axes, some in zip(figure.axes, (0.4, 1 / 3), strict=True):
         base, made = axes.lines[:2]
         assert [points(base), points(made)] == [[[1, 0], [round(some, 6), 1]], [[-1, 0], [1, 1]]]
-        joined = [segment.tolist() for segment in axes.collections[0].get_segments()]
+        joined = [np.round(segment, 9).tolist() for segment in axes.collections[0].get_segments()]
         assert joined == [[[1, 0], [-1, 0]], [[pytest.approx(some), 1], [1, 1]]]
         assert axes.yaxis_inverted()
     assert texts(figure.axes[0].get_yticklabels()) == ["base\n→ small\\$", "other\n→ made"]
