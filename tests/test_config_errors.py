@@ -14,7 +14,7 @@ from titan_disp import train
 from titan_disp.cluster.launch import launch
 from titan_disp.config.checks import check_config, check_device, check_inputs, check_ranges
 from titan_disp.config.keys import Facts, facts_of
-from titan_disp.config.load import check_spelling, load_config
+from titan_disp.config.load import load_config
 from titan_disp.config.options import TrainOptions
 from titan_disp.errors import EXIT_CODE, ConfigError
 from titan_disp.job_config import all_keys
@@ -211,7 +211,11 @@ def test_toml(tmp_path):
         ("[training]\nstep = 1", r"training.step \(did you mean training.steps\?\)"),
         ("training = 3", r"training \(this is a section: write \[training\]\)"),
         ("[dispersion]\ncoeff = 'much'", r"dispersion.coeff is 'much'"),
-        ("[training]\nsteps = 'many'", r"training.steps is 'many'"),
+        ("[training]\nsteps = 'many'", r"training.steps is 'many', expected a whole number$"),
+        (
+            "[training]\nsteps = '10'",
+            r"training.steps is '10', expected a whole number \(without quotes: steps = 10\)$",
+        ),
         ("[training]\nsteps = true", r"training.steps is True, expected a number"),
         ("[dispersion]\nlayers = 'middle'", r"dispersion.layers is 'middle'"),
         ("[stream]\nsources = []", r"stream.sources is empty"),
@@ -239,14 +243,25 @@ def test_toml(tmp_path):
     ],
 )
 def test_options_written_as_in_toml(written, right):
-    with pytest.raises(ConfigError, match=f"expected {re.escape(right)}$"):
-        check_spelling([*written.split(" "), "--training.steps", "3"], loaded(DEMO))
-    config = loaded(DEMO, *right.split(" "), "--training.steps", "3")
     section, key = re.match(r"--(\w+)\.(?:no-)?(\w+)", right).groups()
     expected = {"enabled": "no-" not in right, "enable": True, "components": ["model", "loss"]}
     expected |= {"layers": "last" if right.endswith("last") else [1, 2]}
-    assert getattr(getattr(config, section), key) == expected[key]
-    assert config.training.steps == 3
+    for spelling in (written, right):
+        config = loaded(DEMO, *spelling.split(" "), "--training.steps", "3")
+        assert getattr(getattr(config, section), key) == expected[key]
+        assert config.training.steps == 3
+
+
+def test_an_entry_of_a_table_is_added_to_those_of_the_file(tmp_path):
+    (tmp_path / "c.toml").write_text(
+        DEMO.read_text().replace("[dispersion]", "[model.overrides]\nn_layers = 2\n\n[dispersion]")
+    )
+    entries = ("--model.overrides.hidden_dim=16", "--model.overrides.n_layers", "3", "--dispersion.options.t=2")
+    config = loaded(tmp_path / "c.toml", *entries)
+    assert config.model.overrides == {"n_layers": 3, "hidden_dim": 16}
+    assert config.dispersion.options == {"t": 2}
+    config = loaded(tmp_path / "c.toml", "--model.overrides", "dim=32", *entries[:1])
+    assert config.model.overrides == {"dim": 32, "hidden_dim": 16}  # the word replaces the table
 
 
 def test_torchtitan_says_nothing_of_the_tokenizers_folder(sample, caplog):

@@ -402,6 +402,28 @@ def test_json_and_text(every_node_count):
     assert {one: plans._days(one) for one in days} == days
 
 
+def test_a_gpu_is_the_named_one_this_computers_or_has_given_sizes(monkeypatch):
+    assert find_gpu(Machine())[0] == "H100"
+    named = find_gpu(Machine(gpu="RTX4090", gpu_memory=48))  # with more memory than the table's
+    assert (named[0], named[1].memory, named[1].bf16_flops) == ("RTX4090", 48e9, 165.2e12)
+    other = find_gpu(Machine(gpu="T4", gpu_memory=16, gpu_flops=65))[1]
+    assert (other.memory, other.bf16_flops) == (16e9, 65e12)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for here, name in (
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX3090"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("Tesla T4", None),
+    ):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda here=here: here)
+        if name:
+            assert find_gpu(Machine())[0] == name
+        else:
+            with pytest.raises(
+                ConfigError, match=r"gpu is 'Tesla T4', expected one of A100, .*--gpu-memory .*--gpu-flops"
+            ):
+                find_gpu(Machine())
+
+
 def test_peaks_follow_from_the_units_and_their_clock():
     for name, units, bf16, bf16_clock, fp32, fp32_clock in (
         ("A100", 108, 2048, 1.41e9, 128, 1.41e9),
@@ -410,6 +432,6 @@ def test_peaks_follow_from_the_units_and_their_clock():
         ("MI250X-GCD", 110, 1024, 1.7e9, 256, 1.7e9),
         ("MI300X", 304, 2048, 2.1e9, 256, 2.1e9),
     ):
-        gpu = find_gpu(name)
+        gpu = find_gpu(Machine(gpu=name))[1]
         assert units * bf16 * bf16_clock == pytest.approx(gpu.bf16_flops, rel=1e-3)
         assert units * fp32 * fp32_clock == pytest.approx(gpu.fp32_flops, rel=1e-3)

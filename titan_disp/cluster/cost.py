@@ -11,13 +11,14 @@ network. Trees, latency and other jobs are ignored. Neither estimate has been co
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
 from titan_disp.config.checks import build_dispersion_losses
+from titan_disp.config.options import Machine
 from titan_disp.dispersion.layers import GPU_BATCH_ELEMENTS
 from titan_disp.dispersion.objective import in_backward
 from titan_disp.dispersion.variants.base import Cost
@@ -243,14 +244,50 @@ GPUS = {
         node_bandwidth=448e9,
         network_bandwidth=50e9,  # Azure ND MI300X v5: 8 NDR ports of 400 Gb/s for 8 GPUs. Other machines differ
     ),
+    # Of a desktop: PCIe ×16 (4.0, and 5.0 for the last), and Ethernet of 10 Gb/s, which is our assumption.
+    "RTX3090": Gpu(
+        bf16_flops=71e12,  # GA102 white paper: dense, with FP32 sums; twice as much with sparsity
+        fp32_flops=35.6e12,  # the same
+        memory=24e9,
+        node_bandwidth=32e9,
+        network_bandwidth=1.25e9,
+    ),
+    "RTX4090": Gpu(
+        bf16_flops=165.2e12,  # Ada white paper: dense, with FP32 sums; 330.3 with sparsity
+        fp32_flops=82.6e12,  # the same
+        memory=24e9,
+        node_bandwidth=32e9,
+        network_bandwidth=1.25e9,
+    ),
+    "RTX5090": Gpu(
+        bf16_flops=209.5e12,  # RTX Blackwell white paper: dense, with FP32 sums
+        fp32_flops=104.8e12,  # the same
+        memory=32e9,
+        node_bandwidth=64e9,
+        network_bandwidth=1.25e9,
+    ),
 }
 
 
-def find_gpu(name: str) -> Gpu:
-    """Return a GPU of the table, or raise ConfigError with the names that it has."""
-    if name not in GPUS:
-        raise ConfigError(f"gpu is {name!r}, expected one of {', '.join(GPUS)}")
-    return GPUS[name]
+def find_gpu(machine: Machine) -> tuple[str, Gpu]:
+    """Return the machine's GPU and its name: of the table, by its memory and FLOP/s, or else this computer's, or an H100.
+
+    Raises:
+        ConfigError: The table does not have it, and its memory or FLOP/s are not given.
+    """
+    name, memory, flops = machine.gpu, machine.gpu_memory, machine.gpu_flops
+    if not name:
+        here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        name = next((one for one in GPUS if one in here.replace(" ", "")), here or "H100")
+    own = {"memory": memory and memory * 1e9, "bf16_flops": flops and flops * 1e12}
+    if name in GPUS:
+        return name, replace(GPUS[name], **{key: value for key, value in own.items() if value})
+    if not (memory and flops):
+        raise ConfigError(
+            f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory (GB) and --gpu-flops (dense bf16 TFLOP/s)"
+        )
+    assumed = {"fp32_flops": flops * 1e12 / 2, "node_bandwidth": 32e9, "network_bandwidth": 1.25e9}
+    return name, Gpu(memory=memory * 1e9, bf16_flops=flops * 1e12, **assumed)
 
 
 @dataclass(frozen=True)

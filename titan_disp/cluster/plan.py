@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torchtitan.config import JobConfig
@@ -159,7 +159,7 @@ def unseen_shares(
 
 def find_machine(machine: Machine) -> Machine:
     """Return the machine with the GPU's own bandwidths where it names none, or raise ConfigError."""
-    gpu = cost.find_gpu(machine.gpu)
+    name, gpu = cost.find_gpu(machine)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
         raise ConfigError(
             f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}, expected at least 1 of both"
@@ -171,10 +171,11 @@ def find_machine(machine: Machine) -> Machine:
         "network": gpu.network_bandwidth / 1e9 if machine.network_bandwidth is None else machine.network_bandwidth,
         "storage": machine.storage_bandwidth,
     }
-    for name, value in bandwidths.items():
+    for kind, value in bandwidths.items():
         if not value > 0:
-            raise ConfigError(f"{name} bandwidth is {value:g} GB/s, expected a number > 0")
-    return Machine(machine.nodes, machine.gpus_per_node, machine.gpu, machine.mfu, *bandwidths.values())
+            raise ConfigError(f"{kind} bandwidth is {value:g} GB/s, expected a number > 0")
+    found = {f"{kind}_bandwidth": value for kind, value in bandwidths.items()}
+    return replace(machine, gpu=name, gpu_memory=gpu.memory / 1e9, gpu_flops=gpu.bf16_flops / 1e12, **found)
 
 
 def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> Plan:
@@ -183,8 +184,12 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     Raises ConfigError if the run would fail at its start, or a number of the machine is out of range.
     """
     machine, given, job_config = find_machine(machine), job_config, copy.deepcopy(job_config)
-    gpu, world = cost.GPUS[machine.gpu], machine.nodes * machine.gpus_per_node
-    check_config(job_config, world)
+    (_, gpu), world = cost.find_gpu(machine), machine.nodes * machine.gpus_per_node
+    try:
+        check_config(job_config, world)
+    except ConfigError as error:
+        gpus = f"{counted(machine.nodes, 'node')} of {counted(machine.gpus_per_node, 'GPU')}"
+        raise ConfigError(f"{error}. This is for {gpus} (--nodes, --gpus-per-node)") from error
     missing, listed = missing_inputs(job_config, strict)
     warnings = missing + hub_warnings(job_config, world, machine.nodes)
     module = meta_model(job_config)
@@ -241,7 +246,7 @@ def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Mod
     assert machine.node_bandwidth is not None  # ``find_machine`` has filled it in
     assert machine.network_bandwidth is not None
     within, between = machine.node_bandwidth * 1e9, machine.network_bandwidth * 1e9
-    world, gpu = machine.nodes * machine.gpus_per_node, cost.GPUS[machine.gpu]
+    world, (_, gpu) = machine.nodes * machine.gpus_per_node, cost.find_gpu(machine)
     sent = cost.traffic(job_config, module, machine.gpus_per_node, world)
     bf16, fp32 = (world * machine.mfu * peak for peak in (gpu.bf16_flops, gpu.fp32_flops))
 
@@ -294,7 +299,7 @@ def render(plan: Plan) -> str:
     machine, mesh, batch, model = plan.machine, plan.mesh, plan.batch, plan.model
     m, c, t = plan.memory, plan.checkpoints, plan.time
     kinds = {"unsharded": " of gathered weights and their gradients", "dispersion": " of saved gradients"}
-    gpu, took = cost.GPUS[machine.gpu], estimated_duration
+    (_, gpu), took = cost.find_gpu(machine), estimated_duration
     gpus = f"{counted(machine.nodes, 'node')} × {machine.gpus_per_node} {machine.gpu}"
     ranks, share = counted(mesh.data_parallel, "rank"), model.dispersion_flops / model.flops
     degrees = f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} × tensor {mesh.tensor}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan.config import JobConfig
 
-from titan_disp.cluster.cost import GPUS
+from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import find_machine, measured, meta_model
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
 from titan_disp.config.checks import check_config
@@ -57,7 +57,7 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
     Raises ConfigError if the config is refused as it is.
     """
     machine = find_machine(machine)
-    module, memory = meta_model(job_config), FILLED * GPUS[machine.gpu].memory
+    module, memory = meta_model(job_config), FILLED * find_gpu(machine)[1].memory
     own = {key: attrgetter(key)(job_config) for key in KEYS}
     found: dict[tuple[str, ...], tuple[Suggestion, dict[str, Any]]] = {}
     for values in [own, *_tries(job_config, machine, own)]:

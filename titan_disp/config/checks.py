@@ -403,8 +403,11 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is large enough for it."""
     folder, model = job_config.model.hf_assets_path, f"model.flavor {_flavor(job_config)!r}"
     tokenizer = load_tokenizer(folder)
-    advice = "choose a flavor with a larger vocabulary or a smaller tokenizer, or set vocab_size in model.overrides"
-    check_fits(tokenizer.get_vocab_size(), folder, args_of(job_config).vocab_size, model, advice)
+    size = tokenizer.get_vocab_size()
+    advice = (
+        f"choose a flavor with a larger vocabulary or a smaller tokenizer, or set --model.overrides.vocab_size={size}"
+    )
+    check_fits(size, folder, args_of(job_config).vocab_size, model, advice)
     return tokenizer
 
 

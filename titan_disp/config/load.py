@@ -8,7 +8,8 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import tomli
 import typeguard
@@ -17,31 +18,53 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.keys import facts_of, other_names
 from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.models.arguments import TABLES, parse_overrides, written_out
 
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", type(None): "nothing"}
 MODULE = "titan_disp.job_config"
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
-def check_spelling(argv: Sequence[str], default: Any) -> None:
-    """Raise ConfigError with the spelling that works for options that are written as in TOML or have another name.
+def respelled(argv: Sequence[str], default: Any, tables: Mapping[str, Any]) -> list[str]:
+    """Return the options as tyro takes them, where they are written as in TOML.
 
-    tyro would reject them without a hint, or read them as something else. Booleans take no value. ``[1, 2]`` is written
-    ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits at the commas without further parsing:
-    ``["a","b"]`` would become two strings that contain brackets and quotes. ``default`` is a config, which has the types.
+    Booleans take no value there. ``[1, 2]`` is written ``1 2``. A list of strings is written ``a,b``, which TorchTitan
+    splits at the commas without further parsing. An entry of a table (``--model.overrides.n_layers 2``) is added to those
+    of ``tables``, by key. ``default`` is a config, which has the types.
+
+    Raises:
+        ConfigError: A key has another name.
     """
     known = {name: field for name, field, _ in _keys(default)}
     types = {name: field.type for name, field in known.items()}
     others = {f"{name.rpartition('.')[0]}.{other}": name for name, f in known.items() for other in facts_of(f).also}
-    for i, arg in enumerate(argv):
-        option, equals, value = arg.partition("=")
+    found: list[str] = []
+    entries: dict[str, dict[str, Any]] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
         key = option.removeprefix("--").replace("-", "_")
         if not option.startswith("--") or "." not in key:
+            found.append(word)
             continue
         if key in others:
             raise ConfigError(f"unknown key {option} (did you mean --{others[key]}?)")
-        values = [value] if equals else list(takewhile(lambda word: not word.startswith("--"), argv[i + 1 :]))
-        if right := _boolean(key, values, types) or _list(key, values, types):
-            raise ConfigError(f"{' '.join([option, *values])} is not the command-line spelling: expected {right}")
+        values = [value] if equals else list(takewhile(lambda word: not word.startswith("--"), words))
+        table, _, entry = key.rpartition(".")
+        if key in TABLES and len(values) == 1:
+            entries[key] = parse_overrides(values[0], key)
+        elif table in TABLES and len(values) == 1:
+            own = entries.setdefault(table, parse_overrides(tables.get(table, {}), table))
+            own |= parse_overrides(f"{entry}={values[0]}", table)
+        elif (right := _boolean(key, values, types) or _list(key, values, types)) is None:
+            found.append(word)
+            continue
+        else:
+            found += right.split(" ")
+        if not equals:
+            words = words[len(values) :]
+    return found + [part for key, own in entries.items() for part in (f"--{key}", written_out(own, key))]
 
 
 def _boolean(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
@@ -120,12 +143,23 @@ def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Itera
                 yield f"{prefix}{key} (this is a section: write [{prefix}{key}])"
 
 
+def _fits(word: Any, kind: Any) -> bool:
+    """Return whether the word, without quotes in TOML, would be a value of this type."""
+    with contextlib.suppress(tomli.TOMLDecodeError, typeguard.TypeCheckError):
+        typeguard.check_type(tomli.loads(f"value = {word}")["value"], kind)
+        return isinstance(word, str)
+    return False
+
+
 def _check_types(config: Any) -> None:
     for name, f, value in _keys(config):
         try:
             typeguard.check_type(value, f.type)
         except typeguard.TypeCheckError as error:
-            raise ConfigError(f"{name} is {value!r}: {error}") from error
+            either = get_args(f.type) if get_origin(f.type) in (Union, UnionType) else (f.type,)
+            wanted = " or ".join(_WORDS.get(one, str(one)) for one in either)
+            cure = f" (without quotes: {name.rpartition('.')[2]} = {value})" if _fits(value, f.type) else ""
+            raise ConfigError(f"{name} is {value!r}, expected {wanted}{cure}") from error
         if isinstance(value, bool) and f.type in (int, float):
             raise ConfigError(f"{name} is {value!r}, expected a number")
 
@@ -151,7 +185,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     titan-disp's sections are known whether or not the TOML file sets ``job.custom_config_module``.
 
     Raises:
-        ConfigError: no such file, invalid TOML, unknown keys, values of the wrong type, or options written as in TOML.
+        ConfigError: no such file, invalid TOML, unknown keys, or values of the wrong type.
         SystemExit: a bad command-line option, for which tyro has printed what it expected.
     """
     argv = list(argv)
@@ -165,9 +199,9 @@ def load_config(argv: Sequence[str]) -> JobConfig:
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
         raise ConfigError("stream.sources is empty: name at least one source, [[stream.sources]], or leave it out")
-    check_spelling(argv, known)
+    tables = {key: toml.get(section, {}).get(name, {}) for key in TABLES for section, name in [key.split(".")]}
     try:
-        config = _parse(argv)
+        config = _parse(respelled(argv, known, tables))
     except ConfigError:
         raise
     except ValueError as error:

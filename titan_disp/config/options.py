@@ -44,12 +44,17 @@ class Nodes:
     """number of nodes of a run."""
     gpus_per_node: int = 8
     """number of GPUs per node, with one rank each. Each of the two dies (GCDs) of an MI250X counts as a GPU."""
-    gpu: str = "H100"
-    """kind of GPU for the plan: A100, H100, H200, MI250X-GCD or MI300X."""
+    gpu: str = ""
+    """kind of GPU for the plan: A100, H100, H200, MI250X-GCD, MI300X, RTX3090, RTX4090 or RTX5090, or any other name with
+    --gpu-memory and --gpu-flops. The default is this computer's, or H100 if it has none."""
 
 
 @dataclass(frozen=True)
 class Machine(Nodes):
+    gpu_memory: OptionalFloat = None
+    """memory of a GPU in GB. The default is that of its kind."""
+    gpu_flops: OptionalFloat = None
+    """peak of a GPU in dense bf16 TFLOP/s. The default is that of its kind."""
     mfu: float = 0.4
     """fraction of the GPU's peak bf16 FLOP/s that training is assumed to reach (model FLOPs utilization)."""
     node_bandwidth: OptionalFloat = None

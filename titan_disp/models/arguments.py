@@ -227,9 +227,9 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def written_out(overrides: Written) -> str:
-    """Format overrides as the command line takes them."""
-    return ",".join(f"{key}={shown(value)}" for key, value in parse_overrides(overrides).items())
+def written_out(overrides: Written, name: str = KEY) -> str:
+    """Format overrides, the value of the key ``name``, as the command line takes them."""
+    return ",".join(f"{key}={shown(value)}" for key, value in parse_overrides(overrides, name).items())
 
 
 def apply_overrides(args: Any, overrides: Written) -> None:
