@@ -172,3 +172,24 @@ def test_splits_of_token_ids(tmp_path, name):
     write(tmp_path, name.format("train"), name.format("val"), "input.txt")  # of which nanoGPT's ids are made
     for dataset, split in (("text", "train"), ("text_validation", "val")):
         assert names_in(dataset, tmp_path) == [name.format(split)]
+
+
+def test_plain_texts_are_held_out_where_no_name_says_which(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for i in range(100):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    split = {
+        name: [file.name for file in list_files(name, str(tmp_path), "training")]
+        for name in ("text", "text_validation")
+    }
+    assert len(split["text_validation"]) == 5
+    assert sorted(split["text"] + split["text_validation"]) == sorted(f"{i}.txt" for i in range(100))
+    assert "5 of 100 *.txt are held out" in caplog.text
+    assert len(list_files("text", f"{tmp_path}/*.txt", "training")) == 100
+    (tmp_path / "99.txt").rename(tmp_path / "validation.txt")
+    assert [file.name for file in list_files("text_validation", str(tmp_path), "training")] == ["validation.txt"]
+    (tmp_path / "validation.txt").unlink()
+    with pytest.raises(
+        ConfigError, match=r"holds no validation data: no name of 99 \*.txt contains the word 'validation'"
+    ):
+        list_files("text_validation", str(tmp_path), "training")

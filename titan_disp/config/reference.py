@@ -285,7 +285,7 @@ A key is set in the TOML file, under its section, or on the command line, which 
 | `[dispersion]`, then `enabled = false` | `--dispersion.no-enabled`, or `--dispersion.enabled false` |
 | `[dispersion]`, then `layers = [1, 2]` | `--dispersion.layers 1 2` |
 | `[compile]`, then `components = ["model", "loss"]` | `--compile.components model,loss` |
-| `[model.overrides]`, then `hidden_dim = 16` | `--model.overrides.hidden_dim 16` (`--model.overrides hidden_dim=16` replaces the table) |
+| `[model.overrides]`, then `hidden_dim = 16` | `--model.overrides.hidden_dim 16` |
 | `[[stream.sources]]`, then `path = "/data/web"` and `weight = 1.0` | `--stream.sources.0.path /data/web` (of one in the file) |
 
 Unknown keys, values of the wrong type and numbers that are out of range are refused before anything starts.

@@ -1,5 +1,6 @@
 """This module finds a split's files in a local folder or glob. Files that are left out are logged with the reason."""
 
+import hashlib
 import os
 import re
 from collections import Counter
@@ -115,18 +116,25 @@ def select(found: list[str], folder: str, split: str, where: str, c4: bool) -> l
         found = [path for path in found if not path.endswith(PLAIN_TEXT)]
     paths = readable_formats(found, where)
     of_split = _of_split(paths, split, narrow=c4)
+    if kept_back := set() if c4 else _kept_back(paths, folder):
+        of_split = sorted(kept_back) if split == "validation" else [path for path in of_split if path not in kept_back]
+        _say(
+            f"{where}: {len(kept_back)} of {len(paths)} *.txt are held out for validation, chosen by a hash of their names, "
+            "because no name contains the word validation. (A glob instead of the folder trains on all)"
+        )
     if c4:  # a clone of the data set holds other variants too; the hub's stream reads only this one
         of_split = [path for path in of_split if Path(path).is_relative_to(Path(folder) / FOLDER)] or of_split
     if not of_split:
         counts = _counts(paths or found)
+        if paths and split != "train":
+            raise ConfigError(f"{where}, which holds no {split} data: no name of {counts} contains the word {split!r}")
         there = f"but {counts}" if counts else "because it has no files"
         expected = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
         expected += ", ".join(f"*{suffix}" for suffix in SUFFIXES)
-        expected += "" if split == "train" else f" with {split} in their names"
         raise ConfigError(
             f"{where}, which holds no {split} data, {there}; expected files such as {expected}. {_SAMPLE}"
         )
-    if left_out := sorted(set(paths) - set(of_split)):
+    if left_out := sorted(set(paths) - set(of_split) - kept_back):
         rule = f"whose names do not say {split}" + (f" or that are not in {FOLDER}" if c4 else "")
         some = ", ".join([os.path.relpath(path, folder) for path in left_out[:3]] + ["…"] * (len(left_out) > 3))
         (_say if c4 or split != "train" else _warn)(
@@ -217,6 +225,17 @@ def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
         return named
     held_out = (*_MARKS["validation"], *_MARKS["test"])
     return [path for path in paths if path in named or not says(path, held_out)]
+
+
+def _kept_back(paths: list[str], folder: str) -> set[str]:
+    """Return the plain texts that are held out where at least 100 are all there is, and no name says which."""
+    if len(paths) < 100 or any(not path.endswith(PLAIN_TEXT) for path in paths) or _of_split(paths, "validation", True):
+        return set()
+    number = max(len(paths) // 100, min(20, len(paths) // 20))
+    by_hash = sorted(
+        paths, key=lambda path: hashlib.sha256(os.path.relpath(path, folder).encode(errors="replace")).digest()
+    )
+    return set(by_hash[:number])
 
 
 def _counts(paths: Iterable[str]) -> str:

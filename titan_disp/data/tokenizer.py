@@ -39,14 +39,20 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self.processor.get_piece_size()
 
 
+_OWNERS = {"Qwen": "Qwen", "gpt2": "openai-community", "Llama": "meta-llama"}  # of models on the hub, by their names
+
+
 def find_tokenizer(folder: str | Path) -> Path:
     """Find the tokenizer's file in a folder: a Hugging Face tokenizer, else the only SentencePiece model."""
     folder = Path(folder)
     expected = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
     if not folder.is_dir():
+        owner = next((owner for prefix, owner in _OWNERS.items() if folder.name.startswith(prefix)), None)
+        name = f"{owner}/{folder.name}" if owner else "OWNER/NAME"
         raise ConfigError(
-            f"model.hf_assets_path is {str(folder)!r}, which is not a folder; expected {expected}. "
-            "For the sample corpus: titan-disp sample-data DIR, then DIR/tokenizer"
+            f"model.hf_assets_path is {str(folder)!r}, which is not a folder; expected {expected}. A model's: hf download "
+            f"{name} --include 'tokenizer*' --local-dir {folder}. The sample corpus's: titan-disp sample-data DIR, then "
+            "DIR/tokenizer"
         )
     for name in HUGGING_FACE_FILES:
         if (folder / name).is_file():
