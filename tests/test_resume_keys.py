@@ -87,7 +87,11 @@ def test_every_declared_key(run, sample):
             changes = {name: [Source(1.0, str(sample), "c4", "web")], "training.dataset_path": None}
         else:
             changes = {name: another(name, field, getattr(getattr(job, section), key))}
-        if facts_of(field).fixes is None:
+        if section == "dispersion":
+            with pytest.raises(ConfigError, match=rf"another loss: {name} is .*--checkpoint.allow_other_loss"):
+                resume(changes)
+            assert resume(changes | {"checkpoint.allow_other_loss": True}).events == [], name
+        elif facts_of(field).fixes is None:
             assert resume(changes).events == [], name
         else:
             with pytest.raises(ConfigError, match={"model.overrides": "n_layers is 6 in .* 5 in"}.get(name, name)):

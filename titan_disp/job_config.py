@@ -352,6 +352,11 @@ class Checkpoint:
     be continued. export reads full checkpoints as well.
     """
 
+    allow_other_loss: bool = key(False)
+    """Whether a run may go on with another [dispersion] than the checkpoint that it resumes from. By default, it is refused.
+    The log and the report name the change.
+    """
+
 
 @dataclass
 class JobConfig:

@@ -170,14 +170,18 @@ class DispTrainer(Trainer):
             if trains := self.step < self.last_step:  # otherwise the config is not what the run was trained with
                 self.run_folder.record_start()
             details = {"config_changes": self.run_folder.config_changes} if self.step and trains else {}
-            shown = {key: both for key, both in details.get("config_changes", {}).items() if not key.startswith(SILENT)}
-            if shown:
-                said = ", ".join(f"{key}: {old!r} → {new!r}" for key, (old, new) in shown.items())
-                logger.warning(f"The config differs from that of the last start: {said}")
+            if self.step:
+                self._say_changes()
             self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
         if self.step == 0:
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
+
+    def _say_changes(self) -> None:
+        changes = self.run_folder.config_changes if self.run_folder is not None else {}
+        if shown := {key: both for key, both in changes.items() if not key.startswith(SILENT)}:
+            said = ", ".join(f"{key}: {old!r} → {new!r}" for key, (old, new) in shown.items())
+            logger.warning(f"The config differs from that of the last start: {said}")
 
     def _use_own_options(self) -> None:
         """Replace the options of the optimizer that the checkpoint has brought back by those of the config."""
@@ -200,7 +204,8 @@ class DispTrainer(Trainer):
         the data streams begin a new epoch. CheckpointError means that the checkpoint cannot be read.
         """
         folder, checkpoint = self.checkpointer._create_checkpoint_id(step), self.job_config.checkpoint
-        identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity)
+        other_loss = self.job_config.checkpoint.allow_other_loss  # type: ignore[attr-defined]
+        identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity, other_loss)
         if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
             return
         saved, epoch = on_rank_0(read_data_state, folder)
@@ -280,6 +285,7 @@ class DispTrainer(Trainer):
             return
         ended = self.checkpointer.ended_at()
         if ended is not None and ended >= steps:
+            self._say_changes()
             logger.info(f"This run was already complete: step {ended} of {steps}. Nothing was trained")
             self.event("complete", ended, allocated=self.clock.began)
             return

@@ -1,7 +1,7 @@
-"""A checkpoint has an identity: the model's architecture, and every key that fixes the model.
+"""A checkpoint has an identity: the model's architecture, every key that fixes the model, and the dispersion loss.
 
-A resume with another identity is refused. The tensors alone would not tell: a model with fewer blocks, or with as many
-parameters in other heads, loads without an error.
+A resume with another identity is refused; for the loss, checkpoint.allow_other_loss may say otherwise. The tensors alone
+would not tell: a model with fewer blocks, or with as many parameters in other heads, loads without an error.
 """
 
 import json
@@ -24,7 +24,14 @@ NAME = "identity"  # its name among the states of a checkpoint
 def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
     """Return the names and values that a run must keep, for JSON. The flavor and the overrides show in ``args``."""
     keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
-    return {key: operator.attrgetter(key)(job_config) for key in keys} | architecture_of(args)
+    return {key: operator.attrgetter(key)(job_config) for key in keys} | architecture_of(args) | of_loss(job_config)
+
+
+def of_loss(job_config: JobConfig) -> dict[str, Any]:
+    """Return the keys that decide the loss: one if it is off."""
+    section = job_config.dispersion  # type: ignore[attr-defined]
+    own = vars(section) if section.enabled else {"enabled": False}
+    return {f"dispersion.{key}": value for key, value in own.items()}
 
 
 def to_state(content: dict[str, Any]) -> dict[str, str]:
@@ -53,14 +60,21 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise RefusedError if a run's identity is not that of its checkpoint.
+def check_identity(saved: dict[str, Any], now: dict[str, Any], other_loss: bool = False) -> None:
+    """Raise RefusedError if a run's identity is not that of its checkpoint. With ``other_loss``, its loss may differ.
 
     A checkpoint that lacks a key is of a version that did not know it, and trained as its default does.
     """
     if saved:
         saved = {key: f.default for key, f in all_keys().items() if key in fixed("model")} | saved
-    if found := differences(saved, now):
+    found = differences(saved, now)
+    loss = [one for one in found if one.startswith("dispersion.")]
+    if loss and not other_loss:
+        raise RefusedError(
+            f"the checkpoint was trained with another loss: {'; '.join(loss)}. Set it back, start a new run in another "
+            "--job.dump_folder, or go on with the new loss: --checkpoint.allow_other_loss"
+        )
+    if found := [one for one in found if one not in loss]:
         raise RefusedError(
             f"the checkpoint is not of this config's model: {'; '.join(found)}. Set model.name, model.flavor, "
             f"{', '.join(fixed('model'))} back to their earlier values, or start a new run in another --job.dump_folder"
