@@ -194,15 +194,20 @@ class TestPrepare:
         assert tuple(listed[1]["argv"]) == two[0].argv
         assert two[0].argv[0] == str(tmp_path / "runs" / "seed-1" / "point.toml")
         assert (tmp_path / "runs" / "seed-1" / "point.toml").read_bytes() == DEMO.read_bytes()
+        (changed,) = prepare(sweep(ONE, *nano(sample), "--dispersion.tau=2.0"), 1)  # it has not started
+        assert "--dispersion.tau=2.0" in changed.argv
+        two = prepare(sweep(ONE, *nano(sample)), 1)
+        (tmp_path / "runs" / "seed-1" / "owner.json").touch()
         # A config that is written differently is the same point.
         (same,) = prepare(sweep(ONE, *nano(sample), "--dispersion.tau=1.0"), 1)
         assert same.argv == two[0].argv  # as in its first start, with the copy of the file from then
         with pytest.raises(ConfigError, match=r"seed-1: its config has changed .*: dispersion.tau 1.0 → 2.0\. "):
             prepare(sweep(ONE, *nano(sample), "--dispersion.tau=2.0"), 1)
 
-    def test_a_model_that_is_no_more_overridden(self, sweep, sample):
+    def test_a_model_that_is_no_more_overridden(self, sweep, sample, tmp_path):
         for same in ("hidden_dim=16,n_layers=2", "n_layers=2, hidden_dim=16"):
             prepare(sweep(ONE, *nano(sample), f"--model.overrides={same}"), 1)
+            (tmp_path / "runs" / "seed-1" / "owner.json").touch()
         for other, told in (
             ((), r"config has changed .* model.overrides.hidden_dim 16 → None[,.]"),
             (("--model.overrides=dim=32,n_layers=2",), r"dim None → 32, model.overrides.hidden_dim 16 → None\. "),
@@ -213,6 +218,7 @@ class TestPrepare:
     def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):
         made, file = sweep(ONE, *nano(sample)), tmp_path / "runs" / "seed-1" / "point.json"
         prepare(made, 1)
+        (file.parent / "owner.json").touch()
         record = json.loads(file.read_text())
         del record["resolved"]["dispersion.tau"], record["resolved"]["training.seq_len"]
         file.write_text(json.dumps(record))
@@ -436,6 +442,8 @@ def test_submit(sweep, sample, monkeypatch, capsys):
     exported = f"ALL,TITAN_DISP_SITE=local_cpu,TITAN_DISP_PYTHON={sys.executable}"
     line = f"sbatch --nodes=1 --array={{}}%2 --time=15 --account=abc --export={exported} {ROOT}/slurm/sweep.sbatch {made.folder}"
     first, *plan, last = told().splitlines()
+    assert not made.folder.exists()  # a dry run writes nothing
+    prepare(made, 1)
     assert (first.endswith("0 finished, 4 to submit"), last) == (True, line.format("0-3"))
     assert "4 of 512 tokens" in "".join(plan)  # 4 steps of 16 × 32 tokens
     (made.folder / NAMES[1] / "failed.json").write_text('{"error": "it broke"}')

@@ -327,6 +327,7 @@ class DispTrainer(Trainer):
             kind = "signal" if self.optimizers.agreed["signal"] else "file"
             self.event("stop", self.step, kind=kind, reason=reason, spent=spent)
         else:
+            logger.info(f"Stopped by budget.stop_at_tokens after step {self.step} of {self.job_config.training.steps}")
             self.event("stop", self.step, kind="budget", reason="budget.stop_at_tokens", spent=spent)
         self.stop_request.done()
 

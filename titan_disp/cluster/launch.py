@@ -90,10 +90,10 @@ def launch(options: TrainOptions) -> int:
         if stop.number and failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL):
             _say(f"titan-disp: {stop.name} ended the run, and not every rank ended by itself. The same command {then}.")
             return 128 + stop.number
-        if reason := _last_error(logs, rank):
-            print(reason, file=sys.stderr)
         status = f"rank {rank} failed with exit status {failure.exitcode}"
         print(f"titan-disp: {status}; logs of all ranks: {logs}", file=sys.stderr)
+        if reason := _last_error(logs, rank):
+            print(reason, file=sys.stderr)
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     if stop.number:
         _say(f"titan-disp: {stop.name} ended the run. The same command {then}.")

@@ -24,7 +24,7 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
 from titan_disp.lab import plots
 from titan_disp.lab.inspection import targets
-from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
+from titan_disp.lab.inspection.texts import MARGIN, contiguous_sequences, cut_sequences, read_texts, surround
 from titan_disp.run.folder import write_json
 from titan_disp.text import csv_text, markdown_table, number
 
@@ -253,6 +253,15 @@ def _sample(name: str, target: targets.Target, texts: Sequence[str], options: Co
         raise ConfigError(f"--max-length {options.max_length} leaves no room for text next to {name}'s special tokens")
     if options.contiguous:
         tokens = contiguous_sequences(texts, target.encode, count, length, options.seed)
+        if (
+            sum(map(len, texts)) < count * length * MARGIN
+            and (found := len(target.encode("".join(texts)))) < count * length
+        ):
+            print(
+                f"{name}: the text has {found:,} tokens, and {count} sequences of {length} take {count * length:,}: they "
+                f"overlap, and are not {count} independent samples",
+                file=sys.stderr,
+            )
     else:
         tokens = cut_sequences(texts, target.encode, count, length)
     if tokens.max() >= target.vocab_size:

@@ -32,7 +32,7 @@ from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.models.arguments import TABLES
 from titan_disp.run.folder import write_json
 from titan_disp.run.history import BEGIN, END
-from titan_disp.run.reader import flatten, read_events, read_heartbeat, read_transitions
+from titan_disp.run.reader import OWNER, flatten, read_events, read_heartbeat, read_transitions
 
 RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
 FAILED = "failed.json"  # ``local`` writes it
@@ -86,8 +86,8 @@ class Prepared:
     place: int = -1  # index in points.json
 
 
-def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared]:
-    """Check every point's config for ``world_size`` ranks, then write the new ones.
+def prepare(sweep: Sweep, world_size: int, inputs: bool = True, write: bool = True) -> list[Prepared]:
+    """Check every point's config for ``world_size`` ranks, then write the new ones, and those that have not started yet.
 
     Loading a config takes a quarter of a second, so configs that an earlier call checked are not loaded again. With
     ``inputs``, the tokenizer and data of unfinished points are checked as well, for a start on this machine. If a config
@@ -103,7 +103,11 @@ def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared
     if problems:
         more = f"\n… and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise ConfigError("\n".join(problems[:NAMED]) + more)
-    return preparation.write(sweep.folder)
+    places = preparation.write(sweep.folder) if write else {}
+    return [
+        Prepared(one, tuple(r["argv"]), r["steps"], r["resolved"]["checkpoint.folder"], places.get(one.name, i))
+        for i, (one, r) in enumerate(preparation.checked)
+    ]
 
 
 class _Preparation:
@@ -120,6 +124,8 @@ class _Preparation:
         if before is not None and unchanged and not self._inputs_to_check(point, before["resolved"]):
             self.checked.append((point, before))
             return
+        if not (point.folder / OWNER).exists():  # it has not started, and may change
+            before = None
         job_config = _load(point)
         resolve_tables(job_config)
         resolved = flatten(json.loads(json.dumps(job_config.to_dict())))
@@ -162,8 +168,8 @@ class _Preparation:
         key = json.dumps({k: v for k, v in resolved.items() if k.startswith(parts) and k != "stream.seed"})
         return None if key in self.read else key
 
-    def write(self, folder: Path) -> list[Prepared]:
-        """Write the new points and the list of points, one call at a time."""
+    def write(self, folder: Path) -> dict[str, int]:
+        """Write the new points and the list of points, one call at a time, and return their places in it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / ".sweep.lock", "a") as lock:
@@ -171,17 +177,13 @@ class _Preparation:
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 for point, record in self.new:
                     point.folder.mkdir(exist_ok=True)
-                    if not (point.folder / RECORD).exists():
+                    if not (point.folder / OWNER).exists():
                         with atomic_write(point.folder / CONFIG) as partial:
                             partial.write_bytes(Path(point.config).read_bytes())
                     write_json(point.folder / RECORD, record)
-                places = _places(folder, [record for _, record in self.checked])
+                return _places(folder, [record for _, record in self.checked])
         except OSError as error:
             raise ConfigError(f"sweep.folder {str(folder)!r} is not writable: {error}") from error
-        return [
-            Prepared(point, tuple(r["argv"]), r["steps"], r["resolved"]["checkpoint.folder"], places[point.name])
-            for point, r in self.checked
-        ]
 
 
 def _load(point: Point) -> JobConfig:
@@ -249,14 +251,14 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
 
     It is safe to submit again while an array waits or runs: the second of two tasks with the same point ends at once.
     """
-    prepared = prepare(sweep, options.nodes * max(1, options.gpus_per_node), inputs=False)
+    prepared = prepare(sweep, options.nodes * max(1, options.gpus_per_node), inputs=False, write=not options.dry_run)
     todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
     print(
         f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(prepared) - len(todo)} finished, {len(todo)} to submit"
     )
     if not todo:
         return 0
-    first = load_config(["--job.config_file", *todo[0].argv])
+    first = _load(todo[0].point)
     print(f"{todo[0].point.name}:\n{render(make_plan(first, options.machine))}", flush=True)
     array = f"array={ranges([one.place for one in todo])}%{options.jobs}"
     line = command(options, [str(sweep.folder)], SCRIPT, [array])
