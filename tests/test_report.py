@@ -18,10 +18,10 @@ from titan_disp.condensation.record import BINS as COSINE_BINS
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.lab.report import page as picture_makers
-from titan_disp.lab.report.charts import BINS, binned
+from titan_disp.lab.report.charts import BINS, MANY, Line, as_it_is, binned, curves, legend
 from titan_disp.lab.report.gather import defaults, gather
 from titan_disp.lab.report.page import render, write_report
-from titan_disp.lab.report.tables import SEEN, data_counters, final_numbers, seen, starts, state
+from titan_disp.lab.report.tables import SEEN, data_counters, events, final_numbers, seen, starts, state
 
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
 
@@ -264,7 +264,7 @@ def test_history(compared):
     ]
     lost_and_gaps = [(line[7], line[9]) for line in starts(run, T0)]
     assert lost_and_gaps == [("10", "10 min 0 s"), ("0", "11 min 39 s"), ("–", "–")]
-    for told in ("checkpoint × 4", "training.local_batch_size", "checkpoint damaged"):
+    for told in ("checkpoint × 4", "training.local_batch_size 8 → 4", "checkpoint damaged"):
         assert told in compared.read_text()
     assert (run.series("ce")[34], len(run.rows)) == (2.0, 100)  # repeated steps count once, with their last values
 
@@ -335,7 +335,13 @@ def first_event(run):
     [
         lambda run: (run / "metrics.jsonl").unlink(),
         first_event,
-        lambda run: (run / "metrics.jsonl").open("a").write('{"step": "abc", "time": 1e9, "loss": 1, "ce": 1}\n'),
+        *(
+            lambda run, row=row: (run / "metrics.jsonl").open("a").write(json.dumps({"step": 9, "time": 1e9} | row))
+            for row in ({"step": "abc"}, {"step": None}, {"step": -3}, {"time": "now"}, {"ce": "low"}, {"data": 5})
+        ),
+        lambda run: (run / "metrics.jsonl").write_text('{"iteration": 1, "loss": 3.0}\n'),  # of another program
+        lambda run: (run / "events.jsonl").open("a").write('{"step": 9, "time": "2026-03-01T00:00:00+00:00"}'),
+        lambda run: [file.unlink() for file in run.iterdir()],
         lambda run: (run / "config.json").write_text('{"model": 5}'),
         lambda run: (run / "config.json").write_bytes(b"\xff\xfe"),
     ],
@@ -345,9 +351,38 @@ def test_one_broken_run_among_several(tmp_path, damage, capsys):
     damage(broken)
     html = write_report([good, broken], tmp_path / "report.html").read_text()
     assert ("Left out" in html, "good: complete" in html) == (True, True)
-    assert f"{str(broken)!r}" in capsys.readouterr().err
+    assert re.fullmatch(rf"left out: .*{broken}.*\n", capsys.readouterr().err)  # one line
     with pytest.raises(ConfigError, match="broken"):
         write_report([broken], tmp_path / "report.html")
+
+
+def test_details_of_events(tmp_path):
+    rows = [row(1, T0 + 1e-6)]
+    spent = {"start_up": 85.4, "steps": 0.0, "checkpoints": 3700.0}
+    ends = [event("start", 0, T0, allocated=T0 - 30.5), event("complete", 1, T0 + 1e-6, spent=spent)]
+    (run,) = gather([write_run(tmp_path / "run", rows, ends, steps=1)])
+    told = [line[3] for line in events(run)]
+    assert told == ["allocated: 2026-02-28 23:59:29 UTC", "spent: start-up 1 min 25 s, checkpoints 1 h 1 min"]
+    assert starts(run, T0)[0][6] == "–"  # no tokens/s of a millisecond
+    assert picture_makers.losses([run]) == picture_makers.optimization([run]) == []  # of a single row
+
+
+def test_many_runs(tmp_path):
+    """They share a legend, which would cover their charts. Pictures of single runs are of the first conditions."""
+    measured = [(0, 0.1), (30, 0.5)]
+    runs = [write_run(tmp_path / f"r{i}", *whole(30), measured, optimizer={"lr": float(i)}) for i in range(13)]
+    runs = gather([*runs, write_run(tmp_path / "seed", debug={"seed": 9}, optimizer={"lr": 0.0})])
+    page = render(runs, T0)
+    alts = re.findall('alt="([^"]*)"', page)
+    assert sum(alt == "legend of the charts below" for alt in alts) == 3
+    assert sum(alt.startswith("mean cosine by layer and step") for alt in alts) == MANY // 2
+    assert "those of r0, r1, r2, r3, r4, r5: the first run" in page
+    assert page.count("<h3>r") == 13
+    lines = [Line(f"r{i}", np.arange(1000.0), np.arange(1000.0), i) for i in range(13)]
+    figure = curves(lines, "step", "y", as_it_is)
+    assert (figure.legends, len(figure.axes[0].collections)) == ([], 0)
+    assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) <= 3000
+    assert [text.get_text() for text in legend(["_a", "b"]).legends[0].texts] == [" _a", "b"]
 
 
 def test_a_truncated_measurement_costs_only_itself(tmp_path):

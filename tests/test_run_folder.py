@@ -2,12 +2,14 @@
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import socket
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -42,19 +44,39 @@ def started(config, world_size=1):
 def test_lines_that_a_kill_or_a_dead_node_cut(tmp_path):
     """They spoil themselves only."""
     file = tmp_path / "metrics.jsonl"
-    append_json(file, {"step": 1, "loss": 3.0})
-    append_json(file, {"step": 2, "loss": 2.5})
+    append_json(file, {"step": 1, "time": 1, "loss": 3.0})
+    append_json(file, {"step": 2, "time": 2, "loss": 2.5})
     with open(file, "ab+") as f:
         f.truncate(f.tell() - 6)
-    append_json(file, {"step": 2, "loss": 2.25})
+    append_json(file, {"step": 2, "time": 3, "loss": 2.25})
     with open(file, "ab") as f:  # pages that never reached the disk are zeros or what was there before
         f.write(b"\0" * 40 + b"\xff\xfe\x80 12\n7\n[1]\n")
-    append_json(file, {"step": 3, "loss": 2.0})
-    append_json(file, {"step": 2, "loss": 4.5})
-    append_json(file, {"step": 2, "condensation": {}})  # no training step
+    append_json(file, {"step": 3, "time": 4, "loss": 2.0})
+    append_json(file, {"step": 2, "time": 5, "loss": 4.5})
+    append_json(file, {"step": 2, "time": 6, "condensation": {}})  # no training step
     assert [r["step"] for r in reader.read_json_lines(file)] == [1, 2, 3, 2, 2]
     found = [(step, row["loss"]) for step, row in reader.read_metrics(tmp_path).items()]
     assert found == [(1, 3.0), (2, 4.5), (3, 2.0)]  # of a repeated step, the last line counts
+    assert [reader.last_row(tmp_path, last).get("loss") for last in (0, 2, math.inf)] == [None, 4.5, 2.0]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    """NaN is no JSON for other readers. Files of older runs have it."""
+    file = tmp_path / "metrics.jsonl"
+    append_json(file, {"step": 1, "time": 1.5, "ce": math.nan, "data": {"epoch": math.inf}})
+    assert file.read_text() == '{"step": 1, "time": 1.5, "ce": null, "data": {"epoch": null}}\n'
+    file.write_text('{"step": 1, "time": 1.5, "ce": NaN}\n')
+    assert math.isnan(reader.last_row(tmp_path)["ce"])
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    row = {"step": 1, "time": 1, "condensation": {}}
+    rows = [row, *({"step": step, "time": 1, "data": {"documents": 1.5}} for step in range(20000))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tracemalloc.start()
+    assert (reader.read_condensation(tmp_path), reader.last_row(tmp_path)["step"]) == ({1: {}}, 19999)
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -329,5 +351,5 @@ def test_what_is_read_of_a_run(trained, tmp_path):
     assert not reader.is_run(tmp_path)
     assert reader.read_rows(tmp_path) == reader.read_events(tmp_path) == []
     assert reader.read_environment(tmp_path) == {}
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match="config.json' cannot be read: .*No such file"):
         reader.read_config(tmp_path)

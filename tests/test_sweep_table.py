@@ -25,10 +25,9 @@ def test_sign_flips_by_hand():
         ([1, 2, -3], 1.0),  # the sum is 0
         ([3, 3, -1], 4 / 8),  # +++ and ++− reach 5, and so do their mirror images
         ([0, 0, 2], 1.0),
-        ([5], 1.0),
     ):
         assert sign_flip_p(signed) == p
-        assert sign_flip_p([*signed, float("nan")]) is sign_flip_p([]) is None
+        assert sign_flip_p([*signed, float("nan")]) is sign_flip_p([5]) is sign_flip_p([]) is None
 
 
 def test_sign_flips_of_many_and_of_ties(monkeypatch):
@@ -56,14 +55,16 @@ class TestDifferences:
         _, found = differences([off, on], "off")
         assert found.pairs == ((("debug.seed", 2),),)
         assert found.difference.mean == 0.5
-        assert (found.difference.standard_error, found.difference.low, found.difference.p_value) == (None, None, 1.0)
+        assert (found.difference.standard_error, found.difference.low, found.difference.p_value) == (None, None, None)
         assert found.mean == pytest.approx((2.5 + 9 + 7) / 3)
 
     def test_holm_over_the_points(self):
         values = {"clear": (1, 2, 3, 4), "none": (1, -1, 1, -1), "some": (4, 3, 2, -0.5), "off": (0, 0, 0, 0)}
         every = [condition(name, dict(enumerate(v))) for name, v in values.items()]
-        found = {c.name: c.difference for c in differences([*every, condition("missing", {9: 1.0})], "off")}
+        every += [condition("missing", {9: 1.0}), condition("one pair", {0: 1.0})]
+        found = {c.name: c.difference for c in differences(every, "off")}
         assert found.pop("missing") is found.pop("off") is None
+        assert (found["one pair"].mean, found.pop("one pair").holm) == (1.0, None)  # is not tested, and not counted
         assert {n: d.p_value for n, d in found.items()} == {"clear": 0.125, "none": 1.0, "some": 0.25}
         assert {n: d.holm for n, d in found.items()} == {"clear": 0.375, "none": 1.0, "some": 0.5}
 
@@ -92,7 +93,7 @@ def test_final_metrics(tmp_path):
     assert final_metric(run, "mean_cosine") == pytest.approx(0.4)
     assert final_metric(run, "mean_cosine.late_blocks") == pytest.approx(0.6)
     for wrong, told in (
-        ("mean_cosine.middle", "has no part 'middle'; it has blocks"),
+        ("mean_cosine.middle", "'mean_cosine.middle' .*the parts are blocks"),
         ("accuracy", "the metric is 'accuracy' .*, expected validation, cross_entropy"),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -143,6 +144,21 @@ def test_the_table(sweep):
     assert values["off_seed-2"] == expected | {"value": "5.2", "missing": ""}
     assert values["on_coeff-1.0_seed-1"]["missing"].startswith("unfinished")
     assert (sweep.folder / "table.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_runs_that_cannot_be_read(sweep):
+    """They are missing, each with its reason, and the others are compared."""
+    metrics, events = (sweep.folder / "off_seed-1" / name for name in ("metrics.jsonl", "events.jsonl"))
+    metrics.write_text('{"time": 3, "ce": 1.0}\n' + metrics.read_text())
+    text = write_table(sweep)
+    assert "- off_seed-1: unreadable:" in text and "'step'" in text
+    assert table(text)[1][:2] == ["off", "1 of 2"]
+    events.write_text('{"event": "complete", "step": 4}\n')
+    assert "- off_seed-1: unreadable: " in write_table(sweep)
+    for folder in sweep.folder.glob("on_*"):
+        (folder / "condensation").mkdir()
+        (folder / "condensation" / "step-4.npz").write_bytes(b"PK\3\4")
+    assert "step-4.npz' cannot be read" in write_table(sweep, metric="mean_cosine")
 
 
 def test_without_held_out_text(sweep, tmp_path):

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_write
 
 BINS = 128
@@ -104,7 +106,7 @@ class Condensation:
         """Return the index of the last block's output, before the final norm."""
         return len(self.mean_cosine) - 2 - self.logits
 
-    @property
+    @cached_property
     def over_depth(self) -> dict[str, OverDepth]:
         """Return ρ and τ over each set of layers in ``PLACES``."""
         before = self.mean_cosine[: self.last_block + 1]
@@ -161,9 +163,13 @@ class Condensation:
 
     @classmethod
     def load(cls, path: Path) -> "Condensation":
-        with np.load(path) as arrays:
-            content: dict[str, Any] = {name: arrays[name] for name in {*arrays.files} - {"edges", "final_norm"}}
-        return cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
+        """Read what ``save`` wrote. Raises ConfigError if the file cannot be read."""
+        try:
+            with np.load(path) as arrays:
+                content: dict[str, Any] = {name: arrays[name] for name in {*arrays.files} - {"edges", "final_norm"}}
+            return cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
+        except Exception as error:  # a damaged archive can raise any exception
+            raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
 
 
 def load_steps(folder: str | Path, problems: list[str] | None = None) -> dict[int, Condensation]:
@@ -175,10 +181,10 @@ def load_steps(folder: str | Path, problems: list[str] | None = None) -> dict[in
     for step in sorted(filter(str.isdecimal, steps), key=int):
         try:
             found[int(step)] = Condensation.load(steps[step])
-        except Exception as error:  # a damaged archive can raise any exception
+        except ConfigError as error:
             if problems is None:
                 raise
-            problems.append(f"{steps[step]} cannot be read: {error}")
+            problems.append(str(error))
     return found
 
 

@@ -76,7 +76,7 @@ def paired_by_seed(own: Mapping[Key, float], other: Mapping[Key, float]) -> tupl
 
 
 def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
-    """Return the two-sided p value of the sign-flip test, or None without differences or if one of them is not finite.
+    """Return the two-sided p value of the sign-flip test, or None for fewer than two differences, or one not finite.
 
     It is the fraction of all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed one. Of more than
     ``EXACT`` differences, 2 to the power of ``EXACT`` random patterns are counted.
@@ -85,10 +85,8 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
     is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach 0.05, and 6 can.
     """
     d = np.asarray(differences, dtype=np.float64)
-    if not len(d) or not np.isfinite(d).all():
+    if len(d) < 2 or not np.isfinite(d).all():
         return None
-    if len(d) == 1:
-        return 1.0
     d = d / (np.abs(d).sum() or 1.0)
 
     def total(signed: np.ndarray, axis: int) -> np.ndarray:

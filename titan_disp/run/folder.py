@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import re
@@ -37,7 +38,14 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
     with open(path, "ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
-        file.write(json.dumps(record).encode() + b"\n")
+        file.write(json.dumps(_in_json(record), allow_nan=False).encode() + b"\n")
+
+
+def _in_json(value: Any) -> Any:
+    """Replace NaN and infinities by null, because other readers than Python's take them for no JSON."""
+    if isinstance(value, dict):
+        return {key: _in_json(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -184,8 +192,8 @@ class RunFolder:
             old, new = reader.flatten(reader.read_config(self.path)), reader.flatten(self._config)
         except ValueError as error:
             raise ConfigError(
-                f"{str(file)!r} cannot be read: {error}. It records the config that this run was started with. "
-                "To continue, move it away, after comparing your config with the one that the run was started with"
+                f"{error}. It records the config that this run was started with. To continue, move it away, after "
+                "comparing your config with the one that the run was started with"
             ) from error
         return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
 

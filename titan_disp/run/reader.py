@@ -2,16 +2,21 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
+
+from titan_disp.errors import ConfigError
 
 CONFIG, ENVIRONMENT, EVENTS, METRICS = "config.json", "environment.json", "events.jsonl", "metrics.jsonl"
 HEARTBEAT, STOP, LOCK, OWNER = "heartbeat.json", "stop", ".lock", "owner.json"
 REQUEUE, SUPERVISOR = "requeue.json", "supervisor.jsonl"  # slurm/supervise.py writes these
 VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's tag
+NESTED = ("condensation", "data", "spent", "straggler")  # objects in metrics.jsonl; all else in it are numbers or null
 
 
 def is_run(path: str | Path) -> bool:
@@ -20,8 +25,15 @@ def is_run(path: str | Path) -> bool:
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
-    """Read the resolved config of the newest start that trained. Raises OSError, or ValueError if it is no JSON object."""
-    return _read_object(Path(run) / CONFIG)
+    """Read the resolved config of the newest start that trained. Raises ConfigError if it is missing or not one."""
+    path = Path(run) / CONFIG
+    try:
+        config = _read_object(path)
+        if not all(isinstance(section, dict) for section in config.values()):
+            raise ValueError("a section is not an object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}; expected the config of a run") from error
+    return config
 
 
 def _read_optional(name: str, run: str | Path) -> dict[str, Any]:
@@ -44,7 +56,7 @@ def read_transitions(run: str | Path) -> list[dict[str, Any]]:
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
     """Read the training rows in the order of writing, including steps repeated after a resume."""
-    return [record for record in read_json_lines(Path(run) / METRICS) if "condensation" not in record]
+    return [record for record in _records(Path(run) / METRICS) if "condensation" not in record]
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
@@ -52,16 +64,45 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
     return by_step(read_rows(run))
 
 
+def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
+    """Read the training row of the largest step up to ``last``, {} if there is none. A run may have a million rows."""
+    found: dict[str, Any] = {}
+    for row in _records(Path(run) / METRICS):
+        if "condensation" not in row and found.get("step", 0) <= row["step"] <= last:
+            found = row
+    return found
+
+
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
     """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote them."""
-    rows = [record for record in read_json_lines(Path(run) / METRICS) if "condensation" in record]
+    rows = [record for record in _records(Path(run) / METRICS) if "condensation" in record]
     return {step: row["condensation"] for step, row in by_step(rows).items()}
 
 
 def read_events(run: str | Path) -> list[dict[str, Any]]:
     """Read the events in order, with times in seconds since the epoch as in the rows."""
-    events = read_json_lines(Path(run) / EVENTS)
-    return [{**event, "time": datetime.fromisoformat(event["time"]).timestamp()} for event in events]
+    return list(_records(Path(run) / EVENTS))
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of metrics.jsonl or events.jsonl. Raises ConfigError at one that titan-disp does not write."""
+    events = path.name == EVENTS
+    for record in _json_lines(path):
+        try:
+            if events:
+                record["time"] = datetime.fromisoformat(record["time"]).timestamp()
+            sound = type(record["step"]) is int and record["step"] >= -events and math.isfinite(record["time"])
+            sound &= isinstance(record["event"], str) if events else all(starmap(_is_metric, record.items()))
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            fields = "'step', 'time' (ISO 8601) and 'event'" if events else "numbers with 'step' and 'time'"
+            raise ConfigError(f"{str(path)!r} cannot be read: expected {fields} in each line, found {str(record):.99}")
+        yield record
+
+
+def _is_metric(key: str, value: Any) -> bool:
+    return isinstance(value, dict) if key in NESTED else value is None or isinstance(value, int | float)
 
 
 def read_validation(run: str | Path) -> dict[int, float]:
@@ -83,11 +124,16 @@ def read_validation(run: str | Path) -> dict[int, float]:
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """Read the records of a .jsonl file, [] if there is none. Lines that killed processes left unfinished are left out."""
-    records = []
-    for line in Path(path).read_bytes().splitlines() if Path(path).exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+    return list(_json_lines(Path(path)))
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        with open(path, "rb") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    if isinstance(record := json.loads(line), dict):
+                        yield record
 
 
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -41,7 +41,7 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
     run = Path(run)
     try:
         folder = run / read_config(run)["checkpoint"]["folder"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ConfigError(f"{str(run)!r} is not a run's folder: its config.json cannot be read ({error})") from error
     reasons = {e["step"]: e["reason"] for e in read_events(run) if e["event"] == "checkpoint_damaged"}
     names = os.listdir(folder) if folder.is_dir() else []

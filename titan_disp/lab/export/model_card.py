@@ -12,7 +12,7 @@ from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
 from titan_disp.models.arguments import written_out
 from titan_disp.models.baselines import OPTIONS
-from titan_disp.run.reader import read_condensation, read_metrics, read_validation
+from titan_disp.run.reader import last_row, read_condensation, read_validation
 from titan_disp.text import byte_size
 
 SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
@@ -92,7 +92,6 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
     config = saved.config
     training, schedule = config["training"], config["lr_scheduler"]
     together, each = training["global_batch_size"], training["local_batch_size"]
-    logged = {step: record for step, record in read_metrics(saved.run).items() if step <= saved.step}
     model = f"{saved.entry.title}, {parameters:,} parameters (flavor {saved.flavor})"
     facts = {
         "architecture": f"{model}, weights in {dtype}",
@@ -114,11 +113,12 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
     if config["checkpoint"]["initial_load_in_hf"]:
         start = config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
         facts["started from"] = f"the weights of `{Path(start).name}`"
-    if logged:
-        step, last = max(logged.items())
-        facts["tokens seen"] = f"{last['tokens'] * saved.step // step:,}"  # the number per step is constant
-        facts["cross-entropy, training batch"] = f"{last['ce']:.4f} at step {step:,}"
-        facts["dispersion loss, training batch"] = f"{last['dispersion']:.4f} at step {step:,}"
+    last = last_row(saved.run, saved.step)
+    if last.get("tokens"):
+        facts["tokens seen"] = f"{last['tokens'] * saved.step // last['step']:,}"  # the number per step is constant
+    for title, key in (("cross-entropy", "ce"), ("dispersion loss", "dispersion")):
+        if last.get(key) is not None:
+            facts[f"{title}, training batch"] = f"{last[key]:.4f} at step {last['step']:,}"
     measured = {step: one for step, one in read_condensation(saved.run).items() if step <= saved.step}
     if measured and (held_out := max(measured.items()))[1]["cross_entropy"] is not None:
         step, one = held_out

@@ -92,9 +92,9 @@ def saved_models(run: str | Path) -> list[SavedModel]:
             f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for one of its checkpoints"
         )
     config = read_config(run)
-    if config["model"]["name"] not in MODELS:
+    if (name := config.get("model", {}).get("name")) not in MODELS:
         known = " or ".join(MODELS)
-        raise ConfigError(f"{str(run)!r} trained the model {config['model']['name']!r}, expected {known}")
+        raise ConfigError(f"{str(run)!r} trained the model {name!r}, expected {known}")
     folder = run / config["checkpoint"]["folder"]
     steps = checkpoints(folder, hugging_face=True)
     found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]

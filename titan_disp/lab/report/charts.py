@@ -5,7 +5,7 @@ The line of several runs that differ only in their seeds is their mean, in a ban
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.stats import binned_statistic
 
@@ -29,7 +30,9 @@ from titan_disp.run.history import WHILE_LOADING, Attempt
 from titan_disp.text import short
 
 BINS = 500  # most points of a line: two pixels each in the widest chart
+POINTS = 3000  # most points of a chart: of many lines, nobody sees the details
 SIZE = (5.6, 3.3)  # inches: a column on a laptop, and still readable at a phone's width
+MANY = 12  # most lines that a chart has in full, with a legend of its own
 BEGINNING = 0.05  # fraction of a run: at first the loss is so high that the rest would look flat
 FAULTS = ("skip", "save_failed", *WHILE_LOADING)  # events
 
@@ -87,14 +90,21 @@ def _finite_x(line: Line) -> np.ndarray:
     return line.x[np.isfinite(line.x) & np.isfinite(line.y)]
 
 
-def binned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean x, mean y, smallest y and largest y of the finite points in at most ``BINS`` bins of equal width in x."""
+def bins(lines: int) -> int:
+    """Return the most points of a line in a chart of so many lines."""
+    return BINS if lines <= MANY else POINTS // lines
+
+
+def binned(
+    x: np.ndarray, y: np.ndarray, count: int = BINS
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean x, mean y, smallest y and largest y of the finite points in at most ``count`` bins of equal width in x."""
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
-    if len(x) <= BINS:
+    if len(x) <= count:
         return x, y, y, y
-    means, _, place = binned_statistic(x, [x, y], "mean", BINS)
-    low, high = (binned_statistic(x, y, name, BINS).statistic for name in ("min", "max"))
+    means, _, place = binned_statistic(x, [x, y], "mean", count)
+    low, high = (binned_statistic(x, y, name, count).statistic for name in ("min", "max"))
     filled = np.unique(place) - 1
     return means[0][filled], means[1][filled], low[filled], high[filled]
 
@@ -136,12 +146,16 @@ def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> None:
-    """Draw a line for each run or condition, in a band from smallest to largest value if its points are means."""
+    """Draw a line for each run or condition, in a band from smallest to largest value if its points are means.
+
+    Of more than ``MANY`` lines, only those of several seeds have a band.
+    """
+    count = bins(len(lines))
     for line in lines:
-        x, y, low, high = binned(line.x, line.y)
+        x, y, low, high = binned(line.x, line.y, count)
         if line.low is not None and line.high is not None:
-            low, high = binned(line.x, line.low)[2], binned(line.x, line.high)[3]
-        if len(x) == BINS or line.low is not None:
+            low, high = binned(line.x, line.low, count)[2], binned(line.x, line.high, count)[3]
+        if (len(x) == count and len(lines) <= MANY) or line.low is not None:
             axes.fill_between(x, low, high, color=line.style["color"], alpha=0.2, linewidth=0)
         marker = "o" if len(x) <= 30 else None
         axes.plot(x, y, label=plain(line.name), linewidth=1.5, marker=marker, markersize=3, **line.style)
@@ -154,11 +168,26 @@ def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scal
 
 
 def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
-    """Draw a chart of ``draw_lines`` with a legend above it."""
+    """Draw a chart of ``draw_lines`` with a legend above it. The legend of ``MANY`` lines is a picture of its own."""
     figure = new_figure(*SIZE)
     draw_lines(figure.subplots(), lines, xlabel, ylabel, scale)
-    figure.legend(loc="outside upper center", ncols=1 if max(len(line.name) for line in lines) > 24 else 3)
+    if len(lines) <= MANY:
+        figure.legend(loc="outside upper center", ncols=_columns(line.name for line in lines))
     return figure
+
+
+def legend(names: Sequence[str]) -> Figure:
+    """Draw nothing but the names of all runs or conditions with their styles."""
+    columns = 2 * _columns(names)
+    figure = new_figure(9, 0.3 + 0.2 * -(-len(names) // columns))
+    lines = [Line(name, np.empty(0), np.empty(0), place) for place, name in enumerate(names)]
+    handles = [Line2D([], [], label=plain(line.name), **line.style) for line in lines]
+    figure.legend(handles=handles, loc="center", ncols=columns, fontsize=8)
+    return figure
+
+
+def _columns(names: Iterable[str]) -> int:
+    return 1 if max(map(len, names)) > 24 else 3
 
 
 def _tick(value: float, _: int) -> str:

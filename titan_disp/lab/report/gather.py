@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,14 @@ class Run:
         entry, flavor = MODELS.get(self.settings.get("model.name", "")), self.settings.get("model.flavor", "")
         if entry is None or flavor not in list(entry.flavors):
             return None
-        args = model_args(entry.name, flavor, self._overrides)
-        with torch.device("meta"):
-            return args.get_nparams_and_flops(entry.model_cls(args), args.max_seq_len)[0]
+        return _parameters(entry.name, flavor, json.dumps(self._overrides))
+
+
+@cache  # building a model takes longer than reading a run
+def _parameters(name: str, flavor: str, overrides: str) -> int:
+    args = model_args(name, flavor, json.loads(overrides))
+    with torch.device("meta"):
+        return args.get_nparams_and_flops(MODELS[name].model_cls(args), args.max_seq_len)[0]
 
 
 def _read(path: Path, name: str, group: str | None) -> Run:
@@ -136,6 +141,8 @@ def _read(path: Path, name: str, group: str | None) -> Run:
             problems=problems,
         )
         _ = run.model, run.parameters, run.attempts, run.goodputs, run.tokens_per_step  # what is malformed shows now
+    except ConfigError:
+        raise
     except Exception as error:  # whatever a damaged file leads to
         raise ConfigError(f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
     return run

@@ -16,7 +16,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import over_training
 from titan_disp.lab.report import charts, tables
-from titan_disp.lab.report.charts import BEGINNING, BINS, Line, Scale, by_condition, drawing, to_uri
+from titan_disp.lab.report.charts import BEGINNING, MANY, Line, Scale, by_condition, drawing, to_uri
 from titan_disp.lab.report.gather import Run, conditions, gather
 from titan_disp.lab.report.tables import state
 from titan_disp.text import number
@@ -42,7 +42,7 @@ def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
     lines = []
     for place, run in enumerate(runs):
         at, values = run.series(x), run.series(key)
-        if np.isfinite(at + values).any():
+        if np.isfinite(at + values).sum() > 1:
             per_step = run.tokens_per_step if x == "tokens" else 1.0
             resumes = [e["step"] * per_step for e in run.events if e["event"] == "resume" and e["step"] <= run.step]
             lines.append(Line(run.name, at, values, place, resumes))
@@ -68,6 +68,9 @@ def _curves(runs: Sequence[Run], xlabel: str, charted: Iterable[tuple[str, Seque
             ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
             uri = to_uri(charts.curves(drawn, xlabel, ylabel, scale))
             pictures.append(Picture(uri, f"{ylabel} against {xlabel}. {ends}"))
+    names = [name for name, _ in conditions(runs)]
+    if pictures and len(names) > MANY:
+        pictures.insert(0, Picture(to_uri(charts.legend(names)), "legend of the charts below", wide=True))
     return pictures
 
 
@@ -77,7 +80,7 @@ def losses(runs: Sequence[Run]) -> list[Picture]:
     validated = [
         Line(run.name, np.array(list(run.validation)) * run.tokens_per_step, np.array(list(run.validation.values())), i)
         for i, run in enumerate(runs)
-        if run.validation
+        if len(run.validation) > 1
     ]
     held_out = measured_lines(runs, lambda found: found.cross_entropy)
     held_out = [replace(line, x=line.x * runs[line.place].tokens_per_step) for line in held_out]
@@ -112,6 +115,13 @@ MEASURES: tuple[tuple[str, Callable[[Condensation], float], Scale], ...] = (
 def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
     """Draw condensation against steps, for runs with at least two measurements."""
     return _curves(runs, "step", [(label, measured_lines(runs, read), scale) for label, read, scale in MEASURES])
+
+
+def shown(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that get a picture or a panel of their own: of many, the first run of the first conditions."""
+    if len(runs) <= MANY:
+        return list(runs)
+    return [runs[members[0]] for _, members in conditions(runs)[: MANY // 2]]
 
 
 def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
@@ -181,28 +191,34 @@ def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = ()) -> str
         loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     differ, shared = tables.config_differences(runs)
+    some = shown(runs)
+    pictured, names = [run.name for run in some], [name for name, _ in conditions(runs)]
     with drawing():
         return templates.get_template("page.html.j2").render(
             runs=runs,
             left_out=left_out,
             states=[state(run, now)[0] for run in runs],
             written=tables.when(now),
-            bins=BINS,
-            several_seeds=len(conditions(runs)) < len(runs),
+            bins=charts.bins(len(names)),
+            several_seeds=len(names) < len(runs),
+            pictured=pictured,
             beginning=f"{BEGINNING:.0%}",
             least_range=LEAST_RANGE,
             overview=tables.overview(runs, now),
             final_numbers=tables.final_numbers(runs),
             losses=losses(runs),
             optimization=optimization(runs),
-            condensation=[condensation_by_step(runs), condensation_maps(runs), condensation_by_layer(runs)],
-            histories=[(run, history(run), tables.starts(run, now), tables.events(run)) for run in runs],
+            condensation=[condensation_by_step(runs), condensation_maps(some), condensation_by_layer(some)],
+            histories=[
+                (run, history(run) if run.name in pictured else None, tables.starts(run, now), tables.events(run))
+                for run in runs
+            ],
             seen=tables.seen(runs),
             seen_headings=[*tables.SEEN, f"cross-entropy, mean of the last {tables.LAST_ROWS} rows"],
             data_counters=tables.data_counters(runs),
             differ=differ,
             shared=shared,
-            configs=[(run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in runs],
+            configs=[(run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in some],
             environments=tables.environments(runs),
         )
 

@@ -266,11 +266,21 @@ def starts(run: Run, now: float) -> list[list[str]]:
             repeated = number(max(0, one.last_step - following.first_step))
             gap = duration(following.began - one.ended)
         seconds = one.ended - one.began
-        pace = (one.last_step - one.first_step) * run.tokens_per_step / seconds if seconds else None
+        pace = (one.last_step - one.first_step) * run.tokens_per_step / seconds if seconds > 1 else None
         begin = [str(i + 1), one.job or NOTHING, when(one.began), duration(seconds)]
         steps = [number(one.first_step), number(one.last_step), number(pace, 4), repeated, goodputs[i]]
         lines.append([*begin, *steps, gap, ends[i]])
     return lines
+
+
+def _detail(name: str, value: Any) -> str:
+    if name == "allocated":
+        return when(value)
+    if name == "spent":
+        return ", ".join(f"{kind.replace('_', '-')} {duration(seconds)}" for kind, seconds in value.items() if seconds)
+    if name == "config_changes":
+        return ", ".join(f"{key} {_setting(old)} → {_setting(new)}" for key, (old, new) in value.items())
+    return value if isinstance(value, str) else _setting(value)
 
 
 def events(run: Run) -> list[list[str]]:
@@ -285,7 +295,7 @@ def events(run: Run) -> list[list[str]]:
         first, *others = group = [run.events[place] for place in places]
         last = group[-1]
         details = [
-            f"{name.replace('_', ' ')}: {value if isinstance(value, str) else _setting(value)}"
+            f"{name.replace('_', ' ')}: {_detail(name, value)}"
             for name, value in last.items()
             if name not in ("time", "event", "step") and value not in ({}, "", None)
         ]

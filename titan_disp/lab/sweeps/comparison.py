@@ -22,12 +22,13 @@ from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.lab.statistics import EXACT, Difference, paired_by_seed, standard_error, with_error, with_holm
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.lab.sweeps.folder import state
-from titan_disp.run.reader import read_condensation, read_metrics, read_validation
+from titan_disp.run.reader import last_row, read_condensation, read_validation
 from titan_disp.text import NOTHING, csv_text, markdown_table
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
 OVER_DEPTH = ("spearman", "kendall")
 BY_PART = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
+PARTS = ("blocks", "early_blocks", "middle_blocks", "late_blocks", "last_block", "final_norm")  # of a deep model
 FALLBACK = "ce"
 DEFAULTS = ("validation", "cross_entropy", FALLBACK)  # the first one that any finished run has is the default
 LABELS = {
@@ -44,11 +45,12 @@ LABELS = {
 
 def check_metric(name: str) -> None:
     """Raise ConfigError if there is no metric of this name."""
-    if name not in LABELS and name.partition(".")[0] not in BY_PART:
+    kind, part = _parts(name)
+    if name not in LABELS and (kind not in BY_PART or part not in PARTS):
         raise ConfigError(
             f"the metric is {name!r} (--metric, or sweep.metric in the file), expected {', '.join(LABELS)}, or "
-            f"{', '.join(BY_PART)}, each with a part of the model such as mean_cosine.middle_blocks (the default is .blocks, "
-            "which means all blocks)"
+            f"{', '.join(BY_PART)}, each with a part of the model such as mean_cosine.middle_blocks (the parts are "
+            f"{', '.join(PARTS)}; the default is blocks, which means all of them)"
         )
 
 
@@ -59,14 +61,16 @@ def label(name: str) -> str:
 def final_metric(run: Path, name: str) -> float | None:
     """Return a number at the end of a run, or None if the run has not measured it or it is not finite.
 
+    Raises ConfigError if a file of the run cannot be read.
+
     ``validation`` is TorchTitan's validation loss. The run measures ``cross_entropy`` and everything about cosines on
     held-out text after its last step (``[condensation]``).
     """
     check_metric(name)
-    rows = read_metrics(run)
-    last = max(rows, default=0)
+    row = last_row(run)
+    last = row.get("step", 0)
     if name in TRAINING:
-        value = rows[last].get(name) if rows else None
+        value = row.get(name)
     elif name == "validation":
         value = _at_the_end(read_validation(run), last)
     else:
@@ -92,12 +96,7 @@ def _measured(run: Path, name: str, last: int) -> float | None:
     file = run / "condensation" / f"step-{max(by_step)}.npz"
     if not file.is_file():
         return None
-    parts = Condensation.load(file).by_part()[kind]
-    if part not in parts:
-        raise ConfigError(
-            f"the metric {name!r} (--metric, or sweep.metric in the file): {kind} has no part {part!r}; it has {', '.join(parts)}"
-        )
-    return parts[part]
+    return Condensation.load(file).by_part()[kind].get(part)
 
 
 def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
@@ -157,9 +156,9 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
 
     The defaults are the sweep's own. Without a metric of its own, it is the first of ``DEFAULTS`` that any run has.
     """
-    found = [(point, *state(point.folder)) for point in points(sweep)]
+    found = [(point, *_state(point.folder)) for point in points(sweep)]
     finished = [point.folder for point, word, _ in found if word == "finished"]
-    measured = (name for name in DEFAULTS if any(final_metric(run, name) is not None for run in finished))
+    measured = (name for name in DEFAULTS if any(_value(run, name)[0] is not None for run in finished))
     asked, against = metric or sweep.metric, against or sweep.against
     metric = asked or next(measured, FALLBACK)
     check_metric(metric)
@@ -173,9 +172,25 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
 
 
 def _member(point: Point, word: str, detail: str, metric: str) -> Member:
-    value = final_metric(point.folder, metric) if word == "finished" else None
-    missing = f"{word}: {detail}" if word != "finished" else f"finished without a finite {metric} at its end"
-    return Member(point.name, tuple(sorted(point.seeds.items())), value, missing if value is None else "")
+    value, missing = _value(point.folder, metric) if word == "finished" else (None, f"{word}: {detail}")
+    return Member(point.name, tuple(sorted(point.seeds.items())), value, missing)
+
+
+def _state(run: Path) -> tuple[str, str]:
+    """Return a point's state, also if its events cannot be read: one run must not cost the table of the others."""
+    try:
+        return state(run)
+    except ConfigError as error:
+        return "unreadable", str(error)
+
+
+def _value(run: Path, metric: str) -> tuple[float | None, str]:
+    """Return the metric of a finished run, or None and the reason."""
+    try:
+        value = final_metric(run, metric)
+    except ConfigError as error:
+        return None, f"unreadable: {error}"
+    return value, "" if value is not None else f"finished without a finite {metric} at its end"
 
 
 def differences(conditions: Sequence[Condition], against: str | None) -> list[Condition]:
@@ -185,10 +200,11 @@ def differences(conditions: Sequence[Condition], against: str | None) -> list[Co
         return list(conditions)
     values = baseline.values
     paired = [((), None) if one is baseline else paired_by_seed(one.values, values) for one in conditions]
-    adjusted = with_holm([difference for _, difference in paired])
+    # A single pair is no test: its p would be 1, whatever was measured.
+    adjusted = with_holm([difference if len(pairs) > 1 else None for pairs, difference in paired])
     return [
-        replace(one, pairs=pairs, difference=difference)
-        for one, (pairs, _), difference in zip(conditions, paired, adjusted, strict=True)
+        replace(one, pairs=pairs, difference=tested or difference)
+        for one, (pairs, difference), tested in zip(conditions, paired, adjusted, strict=True)
     ]
 
 
