@@ -33,7 +33,9 @@ def save_run(folder, model, tokenizer, *options, step=30):
     environment = {"python": "3.1", "packages": {"torch": "2.99"}, "world_size": 7}
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     (folder / "environment.json").write_text(json.dumps(environment))
-    records = [{"step": s, "time": s, "ce": 9 - s / 10, "dispersion": -s / 100, "tokens": s * 1024} for s in (10, 20, 50)]
+    records = [
+        {"step": s, "time": s, "ce": 9 - s / 10, "dispersion": -s / 100, "tokens": s * 1024} for s in (10, 20, 50)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     state = model.state_dict() | {"optimizer.state": torch.zeros(8)}
     dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)

@@ -448,7 +448,7 @@ def test_errors(tmp_path, monkeypatch, capsys):
         ([run], tmp_path / "folder", "is a folder"),
         ([run], tmp_path / "missing" / "report.html", "does not exist"),
         ([run], tmp_path / ("x" * 250 + ".html"), "File name too long"),
-        ([torn], out, "torn' cannot be read"),
+        ([torn], out, "torn/config.json' cannot be read"),
     ):
         with pytest.raises(ConfigError, match=reason):
             write_report(paths, target)

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ def test_runs_that_cannot_be_read(sweep):
     metrics, events = (sweep.folder / "off_seed-1" / name for name in ("metrics.jsonl", "events.jsonl"))
     metrics.write_text('{"time": 3, "ce": 1.0}\n' + metrics.read_text())
     text = write_table(sweep)
-    assert "- off_seed-1: unreadable:" in text and "'step'" in text
+    assert re.search("- off_seed-1: unreadable: .*'step'", text)
     assert table(text)[1][:2] == ["off", "1 of 2"]
     events.write_text('{"event": "complete", "step": 4}\n')
     assert "- off_seed-1: unreadable: " in write_table(sweep)

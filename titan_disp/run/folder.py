@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import math
 import os
 import platform
 import re
@@ -38,14 +37,9 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
     with open(path, "ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
-        file.write(json.dumps(_in_json(record), allow_nan=False).encode() + b"\n")
-
-
-def _in_json(value: Any) -> Any:
-    """Replace NaN and infinities by null, because other readers than Python's take them for no JSON."""
-    if isinstance(value, dict):
-        return {key: _in_json(one) for key, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        # Python writes NaN and infinities, which other readers take for no JSON.
+        finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
+        file.write(json.dumps(finite).encode() + b"\n")
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +91,19 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             if events:
                 record["time"] = datetime.fromisoformat(record["time"]).timestamp()
             sound = type(record["step"]) is int and record["step"] >= -events and math.isfinite(record["time"])
-            sound &= isinstance(record["event"], str) if events else all(starmap(_is_metric, record.items()))
+            sound &= (
+                isinstance(record["event"], str)
+                if events
+                else all(
+                    isinstance(value, dict if key in NESTED else int | float | None) for key, value in record.items()
+                )
+            )
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
             fields = "'step', 'time' (ISO 8601) and 'event'" if events else "numbers with 'step' and 'time'"
             raise ConfigError(f"{str(path)!r} cannot be read: expected {fields} in each line, found {str(record):.99}")
         yield record
-
-
-def _is_metric(key: str, value: Any) -> bool:
-    return isinstance(value, dict) if key in NESTED else value is None or isinstance(value, int | float)
 
 
 def read_validation(run: str | Path) -> dict[int, float]:

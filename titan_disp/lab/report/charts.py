@@ -95,9 +95,7 @@ def bins(lines: int) -> int:
     return BINS if lines <= MANY else POINTS // lines
 
 
-def binned(
-    x: np.ndarray, y: np.ndarray, count: int = BINS
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def binned(x: np.ndarray, y: np.ndarray, count: int = BINS) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return mean x, mean y, smallest y and largest y of the finite points in at most ``count`` bins of equal width in x."""
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]

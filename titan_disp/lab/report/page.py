@@ -117,13 +117,6 @@ def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
     return _curves(runs, "step", [(label, measured_lines(runs, read), scale) for label, read, scale in MEASURES])
 
 
-def shown(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs that get a picture or a panel of their own: of many, the first run of the first conditions."""
-    if len(runs) <= MANY:
-        return list(runs)
-    return [runs[members[0]] for _, members in conditions(runs)[: MANY // 2]]
-
-
 def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
     return [
         Picture(
@@ -191,8 +184,9 @@ def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = ()) -> str
         loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     differ, shared = tables.config_differences(runs)
-    some = shown(runs)
-    pictured, names = [run.name for run in some], [name for name, _ in conditions(runs)]
+    names, firsts = [name for name, _ in conditions(runs)], [runs[members[0]] for _, members in conditions(runs)]
+    some = runs if len(runs) <= MANY else firsts[: MANY // 2]  # those with pictures of their own
+    pictured = [run.name for run in some]
     with drawing():
         return templates.get_template("page.html.j2").render(
             runs=runs,
