@@ -18,7 +18,7 @@ from titan_disp.dispersion.variants.base import MIN_TAU
 from titan_disp.job_config import all_keys
 
 AUTHORS = ROOT / "train_configs" / "authors"
-FINEWEB, C4 = AUTHORS / "pretrain_0.6b_fineweb_edu.toml", AUTHORS / "pretrain_0.6b_c4.toml"
+FINEWEB, C4, WHOLE_C4 = (AUTHORS / f"pretrain_0.6b_{data}.toml" for data in ("fineweb_edu", "c4", "c4_156b"))
 MIDTRAIN, GPT2 = AUTHORS / "midtrain_qwen3_0.6b_wikitext.toml", AUTHORS / "midtrain_gpt2_wikitext.toml"
 # Whose the numbers of the loss are, by hand. The rest of [dispersion] is our choice.
 PAPER = {"coeff", "tau", "variant"}
@@ -74,12 +74,9 @@ training = {dtype = "float32"}
 lr_scheduler = {decay_type = "cosine", min_lr_factor = 0.0}
 dispersion = {final_norm = true, variant = "angular", coeff = 0.1, tau = 1.0, norm_eps = 1e-2, estimator = "sampled"}
 """
-RECIPES = {
-    FINEWEB: (
-        PRETRAIN,
-        """
-training = {steps = 9537, global_batch_size = 256, dtype = "bfloat16"} # 10e9 tokens / (256 × 4096)
-lr_scheduler = {warmup_steps = 500, decay_type = "cosine", min_lr_factor = 0.1}
+LAST_GENERATION = """
+lr_scheduler = {decay_type = "cosine", min_lr_factor = 0.1}
+training = {dtype = "bfloat16"}
 [dispersion]
 variant = "angular"
 coeff = 0.1
@@ -88,6 +85,22 @@ clamp = 1e-2
 norm_eps = 1e-2
 estimator = "sampled"
 max_tokens = 256
+"""
+RECIPES = {
+    FINEWEB: (
+        PRETRAIN,
+        LAST_GENERATION,
+        """
+training = {steps = 9537, global_batch_size = 256} # 10e9 tokens / (256 × 4096)
+lr_scheduler = {warmup_steps = 500}
+""",
+    ),
+    WHOLE_C4: (
+        PRETRAIN,
+        LAST_GENERATION,
+        """
+training = {steps = 29755, global_batch_size = 1280, local_batch_size = 2, dataset = "c4"} # 156e9 tokens / (1280 × 4096)
+lr_scheduler = {warmup_steps = 1488} # 5 % of these
 """,
     ),
     C4: (
@@ -121,7 +134,7 @@ dispersion = {clamp = 0.1, max_tokens = 256}
 
 def test_recipes():
     """All are listed above, pass the checks of a start on one GPU and on more, and have the values that are known."""
-    assert set(AUTHORS.glob("*.toml")) == set(RECIPES)
+    assert set(AUTHORS.glob("*.toml")) == set(RECIPES) == set(TRAINED)
     for file, tables in RECIPES.items():
         can_start(8, file)
         config, known = can_start(1, file), {}
@@ -149,6 +162,7 @@ def test_every_line_of_a_recipe_names_its_source():
 # from arccos(1−κ)/π to 1 − that, or of squared correlations; the dtype of the weights.
 TRAINED = {
     FINEWEB: (0.1, (1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), 3e-4, (-0.955, -0.045), "torch.bfloat16"),
+    WHOLE_C4: (0.1, (1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), 3e-4, (-0.955, -0.045), "torch.bfloat16"),
     C4: (1.0, (1, 2 / 3, 1 / 3), 3e-4, (0, 1), "torch.float32"),
     MIDTRAIN: (0.1, (1, 0.75, 0.25), 5e-5, (-0.77, -0.23), "torch.float32"),
     GPT2: (0.1, (1, 0.75, 0.25), 5e-5, (-0.86, -0.14), "torch.float32"),
