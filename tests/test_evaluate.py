@@ -216,33 +216,39 @@ HUB = {
     "allenai/winogrande": {"sentence": "The _ is big.", "option1": "cup", "option2": "house", "answer": "2"},
     "allenai/ai2_arc": {"question": "Ice is", "choices": CHOICES, "answerKey": "A"},
     "openlifescienceai/medmcqa": {"question": "Which?", "opa": "w", "opb": "x", "opc": "y", "opd": "z", "cop": 2},
+    "Rowan/hellaswag": {"ctx_a": "It", "ctx_b": "is", "endings": ["so", "not"], "activity_label": "x", "label": "1"},
+    "cimec/lambada": {"text": "she said that she knew"},
+    "regisss/math_qa": {"Problem": "1 + 1", "options": "a ) 1 , b ) 2 , c ) 3 , d ) 4 , e ) 5", "correct": "b"},
     "cais/mmlu": {"question": "How many?", "subject": "s", "choices": ["0", "1", "2", "3"], "answer": 3},
 }
 
 
 PAPER = ("anli_r2", "lambada_openai", "openbookqa", "piqa", "truthfulqa_mc2", "winogrande")  # without examples
 PAPER += ("arc_easy", "arc_challenge", "medmcqa", "mmlu")
+PRETRAIN = ("anli_r1", "anli_r2", "anli_r3", "hellaswag", "lambada_openai", "lambada_standard", *PAPER[2:6])
+PRETRAIN += ("arc_challenge", "arc_easy", "mathqa", "mmlu", "medmcqa")
 
 
 @cache
 def small_hub(path, name=None, **_):
-    splits = ("train", "dev", "train_r2", "dev_r2", "validation", "test", "test_r2")
+    splits = ["validation", *(part + of for part in ("train", "dev", "test") for of in ("", "_r1", "_r2", "_r3"))]
     return datasets.DatasetDict(dict.fromkeys(splits, datasets.Dataset.from_list([HUB[path]] * 6)))
 
 
 @pytest.mark.slow
-def test_the_ten_of_the_paper(monkeypatch):
-    """All are in the installed harness, with the numbers of examples of the authors' midtrain_qwen3.py, and its metrics."""
+@pytest.mark.parametrize(("protocol", "tasks", "few"), [("paper", PAPER, 4), ("authors-pretrain", PRETRAIN, 5)])
+def test_tasks_of_the_protocols(protocol, tasks, few, monkeypatch):
+    """All are in the installed harness, with the numbers of examples of midtrain_qwen3.py or eval_hf.py, and its metrics."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", TaskManager)
-    suite = build_suite(["paper"])
-    assert [(row.name, row.metric) for row in suite.rows] == [(name, "acc") for name in PAPER]
-    assert [len(row.tasks) for row in suite.rows] == [1] * 9 + [57]
+    suite = build_suite(["paper"], shots=PROTOCOLS[protocol].shots)
+    assert [(row.name, row.metric) for row in suite.rows] == [(name, "acc") for name in tasks]
+    assert [len(row.tasks) for row in suite.rows] == [57 if name == "mmlu" else 1 for name in tasks]
     examples = [
         {t.get_config("num_fewshot") for t in suite.manager.load(item)["tasks"].values()} for item in suite.items
     ]
-    assert examples == [{0}] * 6 + [{5}] * 4
+    assert examples == [{0}] * (len(tasks) - few) + [{5}] * few
 
 
 def test_numbers_of_examples_and_protocols(monkeypatch):
@@ -373,11 +379,17 @@ def test_positions_that_were_never_trained_are_not_used(monkeypatch):
     assert given == [64, 1024, 1024]
 
 
+RAN = {"step": 30, "time": 9.0, "tokens": 7200, "tps": 2.0, "ce": 5.0, "dispersion": -0.5}  # an hour of one rank
+
+
 def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer")
+    (run / "metrics.jsonl").write_text(json.dumps(RAN) + "\n")
     found = evaluate(EvaluateOptions([run], ["word"], include_path=own, out=tmp_path / "out"))
     assert list(found.tasks[0].scores) == ["run-step-30"]
     assert [folder.name for folder in answers] == ["model"]
+    shown = re.sub(" +", " ", (tmp_path / "out/table.md").read_text())
+    assert "| GPU-hours | run | 1 | the run's folder |" in shown
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["results.json", "samples.jsonl", "table.csv", "table.md"]
 
@@ -396,12 +408,14 @@ def test_warnings_of_the_harness_come_once(capsys):
 
 
 def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
-    limits = []
-    monkeypatch.setattr(evaluation, "run_model", lambda folder, suite, settings: limits.append(settings.limit) or 1 / 0)
-    for more in ({"protocol": "authors-gpt2"}, {"protocol": "authors-qwen3", "limit": 7}, {}):
+    given = []
+    monkeypatch.setattr(evaluation, "run_model", lambda folder, suite, settings: given.append(settings) or 1 / 0)
+    pretrain = {"protocol": "authors-pretrain"}
+    for more in ({"protocol": "authors-gpt2"}, {"limit": 7} | pretrain, {"dtype": "float32"} | pretrain, {}):
         with pytest.raises(ZeroDivisionError):
             evaluate(EvaluateOptions(models[:1], ["word"], include_path=own, out=tmp_path / "out", **more))
-    assert limits == [500, 7, None]
+    assert [one.limit for one in given] == [500, 7, 200, None]
+    assert [one.dtype for one in given] == ["auto", "float16", "float32", "auto"]
 
 
 def test_a_model_that_fails_leaves_the_results_of_those_before(models, own, tmp_path):

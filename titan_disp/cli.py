@@ -114,7 +114,7 @@ def report(options: opts.ReportOptions) -> None:
     from titan_disp.lab.report.page import write_report
     from titan_disp.text import byte_size
 
-    print(f"{options.out}: {byte_size(write_report(options.runs, options.out).stat().st_size, 3)}")
+    print(f"{options.out}: {byte_size(write_report(options.runs, options.out, options.evaluation).stat().st_size, 3)}")
 
 
 def export(options: opts.ExportOptions) -> None:

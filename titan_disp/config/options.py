@@ -313,6 +313,8 @@ class ReportOptions:
     of such a group and a band around it. Runs whose configs differ only in their seeds are grouped automatically."""
     out: Path = Path("report.html")
     """file of the page, which needs no other file and no network."""
+    evaluation: OptionalPath = None
+    """--out folder of titan-disp evaluate. The page shows its scores of tasks that have published ones."""
 
 
 @dataclass(frozen=True)
@@ -359,27 +361,29 @@ class EvaluateOptions:
     """folders of Hugging Face models, such as titan-disp export writes, models of the hub, RUN (the newest checkpoint
     of a run folder), RUN/STEP, or NAME=MODEL,MODEL,… for models that differ only in their seeds."""
     tasks: Annotated[tuple[str, ...], arg(metavar="TASK ...")] = ("paper",)
-    """names of the harness's tasks, groups or tags. "paper" stands for the ten tasks of arXiv 2602.00217."""
+    """names of the harness's tasks, groups or tags. "paper" stands for those of --protocol, by
+    default the ten tasks of arXiv 2602.00217."""
     limit: OptionalInt = None
     """number of documents per task (for MMLU, per subject), from the first on. The default is that of --protocol."""
     num_fewshot: OptionalInt = None
-    """number of examples in the prompt. The default is --protocol's for the paper's ten tasks, or else the task's own."""
+    """number of examples in the prompt. The default is --protocol's for its tasks, or else the task's own."""
     batch_size: int | Literal["auto"] = "auto"
     """sequences per batch. auto takes the largest batch that fits on a GPU, or 8 on a CPU."""
     device: OptionalStr = None
     """a device such as cpu or cuda:1. The default is the GPU, or the CPU without one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """dtype of the weights. auto keeps the saved one."""
+    """dtype of the weights. auto takes that of --protocol, if it has one, or keeps the saved one."""
     seed: int = 0
     """seed for the choice of examples."""
     include_path: OptionalPath = None
     """folder with your own task files. The default is none."""
     out: Path = Path("evaluation")
     """folder for results.json, samples.jsonl, table.md and table.csv. It must not hold an earlier evaluation."""
-    protocol: Literal["paper", "authors-qwen3", "authors-gpt2"] = "paper"
-    """number of documents and examples for the paper's ten tasks. "paper" takes all documents, and five examples or
-    none. The authors' scripts take 200 documents, and five examples or none ("authors-qwen3"), or 500 documents, and one
-    example or none ("authors-gpt2")."""
+    protocol: Literal["paper", "authors-qwen3", "authors-gpt2", "authors-pretrain"] = "paper"
+    """number of documents and examples. "paper" takes all documents of the paper's ten tasks, and five examples or none.
+    The authors' scripts take 200 documents, and five examples or none ("authors-qwen3"), or 500 documents, and one
+    example or none ("authors-gpt2"). "authors-pretrain" has other tasks, as their evaluation of a run of 156 B tokens:
+    200 documents, five examples or none, and weights in float16."""
 
 
 @dataclass(frozen=True)

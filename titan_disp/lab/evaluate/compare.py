@@ -145,7 +145,7 @@ def _mean_difference(tasks: Sequence[TaskComparison], model: str, over_seeds: Ov
     return MeanDifference(float(np.mean(means)), over_documents, standard_error(means), over_seeds)
 
 
-def _lines(comparison: Comparison) -> Iterator[tuple[tuple[Any, ...], tuple[dict[str, Any], ...], dict[str, Any]]]:
+def lines(comparison: Comparison) -> Iterator[tuple[tuple[Any, ...], tuple[dict[str, Any], ...], dict[str, Any]]]:
     """Yield the first cells, the numbers by model and the differences of each task, and of the mean over tasks."""
     for task in comparison.tasks:
         begin = (task.task, task.metric, task.num_fewshot, task.documents)
@@ -162,7 +162,7 @@ def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
     named = [f"{model} ({count} seeds)" if count > 1 else model for model, count in comparison.seeds.items()]
     columns = [f"{other} − {first}" for other in others] + [f"{other} − {first}, over seeds" for other in by_seed]
     rows = [["task", "metric", "shots", "documents", *named, *columns]]
-    for begin, (scores, _, seed_errors, _), differences in _lines(comparison):
+    for begin, (scores, _, seed_errors, _), differences in lines(comparison):
         rows.append(
             [
                 *("" if cell is None else str(cell) for cell in begin),
@@ -217,7 +217,7 @@ def to_csv(comparison: Comparison) -> str:
     header += [f"{model}{what}" for model in comparison.mean for what in of_model]
     header += [f"{other} - {first}{what}" for other in others for what in of_difference]
     rows: list[list[Any]] = [header]
-    for begin, by_model, differences in _lines(comparison):
+    for begin, by_model, differences in lines(comparison):
         of_models = [column[model] for model in comparison.mean for column in by_model]
         rows.append([*begin, *of_models, *chain.from_iterable(map(_numbers, differences.values()))])
     return csv_text(rows)

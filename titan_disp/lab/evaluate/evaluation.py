@@ -5,7 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from importlib import import_module
@@ -21,7 +21,10 @@ from titan_disp.lab.evaluate.compare import Comparison, compare, pooled, to_csv,
 from titan_disp.lab.evaluate.harness import PROTOCOLS, Result, Settings, Suite, build_suite, run_model, warnings_once
 from titan_disp.lab.export.export import export
 from titan_disp.lab.inspection.targets import Target, find_device, find_targets, name_of, parse_group
+from titan_disp.lab.published import HEADINGS, NOTE, Ours, beside, costs, scores
+from titan_disp.lab.report.gather import gather
 from titan_disp.run.folder import write_json
+from titan_disp.text import markdown_table
 
 Conditions = Mapping[str, Sequence[str]]
 """The names of models by condition. The models are the seeds of the condition. A single model is its own condition."""
@@ -45,7 +48,8 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     _require_harness()
     chosen, out = PROTOCOLS[options.protocol], options.out
     device = str(find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu")))
-    settings = Settings(options.limit or chosen.limit, options.batch_size, device, options.dtype, options.seed)
+    dtype = chosen.dtype if options.dtype == "auto" else options.dtype
+    settings = Settings(options.limit or chosen.limit, options.batch_size, device, dtype, options.seed)
     found, conditions = _find_models(list(map(str, options.models)))
     _check_out(out)
     with warnings_once(), no_bars_in_logs():
@@ -54,19 +58,25 @@ def evaluate(options: EvaluateOptions) -> Comparison:
         packages = ("titan-disp", "lm_eval", "transformers", "torch", "datasets")
         content = {"settings": of_all, "versions": {name: version(name) for name in packages}, "conditions": conditions}
         results: dict[str, Result] = {}
+        ran = beside(_costs(found), "the run's folder")
         for name, model in _with_progress(found):
             with _as_hugging_face(model, out) as folder:
                 results[name] = run_model(folder, suite, settings)
             with open(out / "samples.jsonl", "a") as file:
                 file.writelines(json.dumps({"model": name, **sample}) + "\n" for sample in results[name].samples)
-            comparison, notes = _compare(suite, conditions, results), _dtype_note(results)
+            comparison = _compare(suite, conditions, results)
+            published = beside(scores(comparison), "this evaluation")
+            notes = _dtype_note(results)
+            if published or ran:
+                notes += [markdown_table([HEADINGS, *published, *ran]), NOTE]
             (out / "table.md").write_text(to_markdown(comparison, notes))
             (out / "table.csv").write_text(to_csv(comparison))
             of_models = {
                 name: {"folder": str(found[name].folder.resolve()), "dtype": result.dtype, "harness": result.harness}
                 for name, result in results.items()
             }
-            write_json(out / "results.json", {**content, "comparison": asdict(comparison), "models": of_models})
+            whole = content | {"comparison": asdict(comparison), "published": published, "models": of_models}
+            write_json(out / "results.json", whole)
     print(to_markdown(comparison, notes))
     print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
     return comparison
@@ -146,6 +156,14 @@ def _compare(suite: Suite, conditions: Conditions, results: Mapping[str, Result]
         if done := [results[name].scores for name in members if name in results]:
             models[condition] = {row.name: pooled([scores[row.name] for scores in done]) for row in suite.rows}
     return compare(suite.rows, models)
+
+
+def _costs(models: Mapping[str, Target]) -> Ours:
+    """Return what those models cost that are runs. A run that cannot be read is left out."""
+    runs = dict.fromkeys(model.run for model in models.values() if model.run is not None)
+    with suppress(ConfigError):
+        return costs(gather(list(runs), []))
+    return {}
 
 
 def _dtype_note(results: Mapping[str, Result]) -> list[str]:

@@ -29,6 +29,7 @@ SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_rando
 class Protocol:
     shots: Mapping[str, int]  # examples in the prompt of each task
     limit: int | None  # first documents per task; None means all
+    dtype: Literal["auto", "float16"] = "auto"  # of the weights; "auto" means the saved one
 
 
 PAPER = {
@@ -52,12 +53,24 @@ TruthfulQA is MC2 (the probability of the true answers). The metric is ``acc`` f
 documents is our choice.
 """
 
+PRETRAIN = {
+    **dict.fromkeys(("anli_r1", "anli_r2", "anli_r3", "hellaswag", "lambada_openai", "lambada_standard"), 0),
+    **dict.fromkeys(("openbookqa", "piqa", "truthfulqa_mc2", "winogrande"), 0),
+    **dict.fromkeys(("arc_challenge", "arc_easy", "mathqa", "mmlu", "medmcqa"), 5),
+}
+"""The tasks by which the authors' fork of TorchTitan evaluates a run of 156 B tokens (eval/eval_hf.py at e894b93).
+
+Its ``anli`` and ``lambada`` are tags, written out here. Its ``paloma_wikitext_103`` is left out: it has only perplexities,
+which cannot be compared document by document, and its data set (allenai/paloma) asks for an agreement on the hub.
+"""
+
 PROTOCOLS = {
     "paper": Protocol(PAPER, limit=None),
     "authors-qwen3": Protocol(PAPER, limit=200),
     "authors-gpt2": Protocol({task: min(shots, 1) for task, shots in PAPER.items()}, limit=500),
+    "authors-pretrain": Protocol(PRETRAIN, limit=200, dtype="float16"),
 }
-"""By name. Those of the authors follow their two mid-training scripts (train_configs/authors/README.md)."""
+"""By name. Those of the authors follow their scripts (train_configs/authors/README.md)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ def build_suite(
 ) -> Suite:
     """Find the tasks and load their data sets. If the Hugging Face hub does not answer, only its cache is used.
 
-    The names are those of the harness's tasks, groups or tags. ``paper`` stands for the ten tasks of ``PAPER``. A prompt
+    The names are those of the harness's tasks, groups or tags. ``paper`` stands for the tasks in ``shots``. A prompt
     has ``num_fewshot`` examples, or else the number in ``shots`` or the task's own, unless the task fixes their number.
     Raises ConfigError if a task or its data do not exist, tasks overlap, or a task has no metric that can be compared.
     """
@@ -90,7 +103,7 @@ def build_suite(
             f"--include-path {str(include_path)!r} is not a folder; expected one with task files (*.yaml)"
         )
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    wanted = list(dict.fromkeys(one for name in names for one in (PAPER if name == "paper" else [name])))
+    wanted = list(dict.fromkeys(one for name in names for one in (shots if name == "paper" else [name])))
     for name in wanted:
         if name not in manager.all_tasks:
             known = ["paper", *manager.all_tasks]

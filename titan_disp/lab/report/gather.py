@@ -81,6 +81,13 @@ class Run:
         """Return the tokens per step; NaN before the first row."""
         return self.series("tokens")[-1] / self.rows[-1]["step"] if self.rows else float("nan")
 
+    @property
+    def gpu_seconds(self) -> np.ndarray:
+        """Return the seconds of all ranks in the steps that count: in total, and per token. NaN before the first row."""
+        tokens = self.series("tokens")
+        total = np.nansum(np.diff(tokens, prepend=0.0) / self.series("tps")) or np.nan
+        return total / np.array([1.0, tokens[-1] if len(tokens) else np.nan])
+
     def series(self, key: str) -> np.ndarray:
         """Return a column of ``rows`` as [rows] float64, with NaN for missing numbers."""
         return np.array([row.get(key) for row in self.rows], dtype=np.float64)

@@ -15,6 +15,7 @@ from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mea
 from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import over_training
+from titan_disp.lab.published import HEADINGS, NOTE, beside, costs
 from titan_disp.lab.report import charts, tables
 from titan_disp.lab.report.charts import BEGINNING, MANY, Line, Scale, by_condition, drawing, to_uri
 from titan_disp.lab.report.gather import Run, conditions, gather
@@ -174,10 +175,11 @@ def history(run: Run) -> Picture | None:
     return Picture(to_uri(charts.timeline(run.attempts, run.events)), alt, wide=True)
 
 
-def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = ()) -> str:
+def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = (), scores: Sequence[Sequence[str]] = ()) -> str:
     """Render the HTML page. It needs no other file, and texts from a run's files are never markup in it.
 
     ``now``, in seconds since the epoch, decides whether a run is alive. ``left_out`` says which runs could not be read.
+    ``scores`` are lines of an evaluation, as ``beside`` returns them.
     """
     here = FileSystemLoader(Path(__file__).parent)
     templates = Environment(
@@ -200,6 +202,7 @@ def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = ()) -> str
             least_range=LEAST_RANGE,
             overview=tables.overview(runs, now),
             final_numbers=tables.final_numbers(runs),
+            published=[HEADINGS, [*beside(costs(runs), "this report"), *scores], NOTE],
             losses=losses(runs),
             optimization=optimization(runs),
             condensation=[condensation_by_step(runs), condensation_maps(some), condensation_by_layer(some)],
@@ -217,14 +220,20 @@ def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = ()) -> str
         )
 
 
-def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page about the runs in these folders (see ``gather``), and return its path."""
+def write_report(paths: Sequence[str | Path], out: str | Path, evaluation: Path | None = None) -> Path:
+    """Write the page about the runs in these folders (see ``gather``) and their evaluation, and return its path."""
     out = Path(out)
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
         raise ConfigError(f"--out {str(out)!r} {what}, expected a file such as report.html in an existing folder")
     left_out: list[str] = []
-    html = render(gather(paths, left_out), time.time(), left_out)
+    try:
+        scores = [] if evaluation is None else json.loads((evaluation / "results.json").read_text())["published"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--evaluation {str(evaluation)!r} cannot be read, expected the --out folder of titan-disp evaluate: {error}"
+        ) from error
+    html = render(gather(paths, left_out), time.time(), left_out, scores)
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     try:

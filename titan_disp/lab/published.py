@@ -1,0 +1,61 @@
+"""This module sets published numbers (published.toml) beside those of an evaluation, and beside what runs cost."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tomli
+
+from titan_disp.lab.evaluate.compare import Comparison, lines
+from titan_disp.lab.evaluate.harness import PAPER
+from titan_disp.lab.report.gather import Run
+from titan_disp.text import number
+
+HEADINGS = ("task", "what", "of", "number", "source")
+NOTE = (
+    "Published numbers are of other models, budgets, data, GPUs and documents, unless you made yours the same, and have no "
+    "standard errors. P is the text of arXiv 2602.00217, R a review of its ICML version. They do not always agree. Errors "
+    "of ours are over seeds. GPU-hours are those of all ranks, on CPUs too, in the steps that count."
+)
+Ours = Mapping[tuple[str, str], Mapping[str, str]]  # what was measured, by task and what, and by name
+Lines = list[tuple[str, ...]]  # a cell for each of ``HEADINGS``
+
+
+def beside(ours: Ours, source: str) -> Lines:
+    """Return ours, which are from ``source``, above the published ones of the same task. Others of ours are left out."""
+    found = Lines()
+    for group in tomli.loads((Path(__file__).parent / "published.toml").read_text(encoding="utf-8"))["published"]:
+        key, run = (group["task"], group["what"]), group["run"]
+        if own := ours.get(key):
+            found += [(*key, name, shown, source) for name, shown in own.items()]
+            found += [(*key, f"{n['of']} ({run})", str(n["value"]), n["source"]) for n in group["numbers"]]
+    return found
+
+
+def scores(comparison: Comparison) -> Ours:
+    """Return the scores of each task, and differences to the first model. The mean is there if it is of the paper's tasks."""
+
+    def points(part: float, error: float | None, sign: str = "") -> str:
+        return f"{100 * part:{sign}.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+
+    found, first = dict[tuple[str, str], Mapping[str, str]](), next(iter(comparison.mean))
+    for (task, *_), (values, _, errors, _), differences in lines(comparison):
+        if task != "mean" or {one.task for one in comparison.tasks} == PAPER.keys():
+            found[task, "score, %"] = {model: points(value, errors[model]) for model, value in values.items()}
+            found[task, "difference, points"] = {
+                f"{other} − {first}": points(one.mean, one.over_seeds and one.over_seeds.standard_error, "+")
+                for other, one in differences.items()
+            }
+    return found
+
+
+def costs(runs: Sequence[Run]) -> Ours:
+    """Return what runs cost, and those with dispersion relative to the first of the same model without any method."""
+    plain = [run for run in runs if not run.disperses and run.settings.get("baseline.method", "none") == "none"]
+    off = {run.model: run.gpu_seconds[1] for run in reversed(plain)}
+    relative = {
+        f"{run.name} ÷ off": number(run.gpu_seconds[1] / off[run.model], 4)
+        for run in runs
+        if run.disperses and run.model in off
+    }
+    hours = {run.name: number(run.gpu_seconds[0] / 3600, 4) for run in runs}
+    return {("cost", "GPU-hours"): hours, ("cost", "time per token"): relative}
