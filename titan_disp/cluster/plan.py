@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torchtitan.config import JobConfig
@@ -174,7 +175,7 @@ def find_machine(machine: Machine) -> Machine:
     for kind, value in bandwidths.items():
         if not value > 0:
             raise ConfigError(f"{kind} bandwidth is {value:g} GB/s, expected a number > 0")
-    found = {f"{kind}_bandwidth": value for kind, value in bandwidths.items()}
+    found: dict[str, Any] = {f"{kind}_bandwidth": value for kind, value in bandwidths.items()}
     return replace(machine, gpu=name, gpu_memory=gpu.memory / 1e9, gpu_flops=gpu.bf16_flops / 1e12, **found)
 
 
