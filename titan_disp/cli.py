@@ -50,8 +50,10 @@ def data_digest(options: opts.DigestOptions) -> None:
         return
     for step, sha256 in enumerate(result.hashes, start=1):
         print(f"{step:6}  {sha256}")
-    for rank, (files, count) in enumerate(zip(result.files_read, result.bytes_read, strict=True)):
-        print(f"rank {rank}: {counted(files, 'file')}, {count:,} bytes")
+    after = {start: f" after step {start}" if start else "" for start, _ in phases}
+    ranks = [f"rank {rank}{after[start]}" for start, number in phases for rank in range(number)]
+    for rank, files, count in zip(ranks, result.files_read, result.bytes_read, strict=True):
+        print(f"{rank}: {counted(files, 'file')}, {count:,} bytes")
     print(f"read amplification {result.read_amplification:.3f}")
     print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
 

@@ -78,6 +78,8 @@ class DispTrainer(Trainer):
         check_device(job_config)
         if int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
+        if os.environ.get("NO_COLOR"):
+            job_config.metrics.disable_color_printing = True
         path = self.run_folder.path if self.run_folder is not None else None
         self.heartbeat = Heartbeat(path, job_config)
         self.aside = Aside(self.heartbeat.write)

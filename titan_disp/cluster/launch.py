@@ -64,6 +64,8 @@ def launch(options: TrainOptions) -> int:
     check_inputs(job_config)
     # torchrun sets one thread per rank. Here the ranks share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    if not sys.stdout.isatty():
+        os.environ.setdefault("NO_COLOR", "1")
     logs = os.path.join(job_config.job.dump_folder, "logs")
     settings = LaunchConfig(
         role="rank",  # so that lines on the console begin with [rank0]

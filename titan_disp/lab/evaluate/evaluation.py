@@ -45,6 +45,7 @@ def evaluate(options: EvaluateOptions) -> Comparison:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected at least {minimum}")
     if options.batch_size != "auto" and options.batch_size < 1:
         raise ConfigError(f"--batch-size is {options.batch_size}, expected auto or at least 1")
+    print("loading lm-evaluation-harness and its tasks, which takes up to a minute", file=sys.stderr, flush=True)
     _require_harness()
     chosen, out = PROTOCOLS[options.protocol], options.out
     device = str(find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu")))
