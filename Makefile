@@ -14,7 +14,7 @@ WORKERS ?= 3
 test-night: WORKERS = 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo gpu figure evidence test test-fast test-night test-authors slurm-test mutants lint format clean
+.PHONY: setup demo gpu figure evidence test test-fast test-night test-authors slurm-test mutants lint format docs clean
 
 setup: $(VENV)/.ready
 
@@ -88,6 +88,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck slurm/*.sh slurm/*.sbatch slurm/sites/*.sh .ci/run
+
+# Writes the pages and the reference of the Python interface as a site in build/site. A broken link is an error.
+docs: setup
+	@$(BIN)/python -c "import material, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 format: setup
 	$(BIN)/ruff check --fix .
