@@ -6,7 +6,7 @@ language models" (ICML 2026, arXiv 2602.00217).
 Shapes: B sequences, N tokens per sequence, F features per token, L layers. A sequence may be sharded over p ranks; each
 rank then holds n = N/p tokens.
 
-objective     cross-entropy + λ · dispersion, as TorchTitan calls a loss
+objective     cross-entropy + λ · dispersion, as TorchTitan calls a loss; hooks: the loss of a model as it is
   ▼
 loss          checks options, and combines a variant with an estimator; sampled: draws positions; masks: padding
   ▼
@@ -19,6 +19,7 @@ variants      each loss; base: what they share; pairwise: exact sums over tiles;
 autograd      the gradient that forward has saved, and the collectives; vectors: norms and their derivatives
 """
 
+from titan_disp.dispersion.hooks import attach
 from titan_disp.dispersion.loss import DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.objective import CoeffSchedule, DispersionObjective, LossLedger
 from titan_disp.dispersion.variants.base import AutogradVariant, CosineVariant, MomentsVariant
@@ -31,6 +32,7 @@ __all__ = [
     "DispersionObjective",
     "LossLedger",
     "MomentsVariant",
+    "attach",
     "dispersion_loss",
     "dispersion_losses",
 ]
