@@ -27,7 +27,7 @@ from transformers import (
     set_seed,
 )
 
-from titan_disp.dispersion import dispersion_losses
+from titan_disp.dispersion import attach
 
 PAD, VOCABULARY = 256, 257  # after the bytes
 IGNORED = -100  # the label of positions that the cross-entropy ignores
@@ -37,14 +37,12 @@ class DispersionTrainer(Trainer):
     """A Trainer that minimises cross-entropy + λ · dispersion in training, and measures cross-entropy alone in evaluation.
 
     Args:
-        coeff: λ.
-        options: options of ``titan_disp.dispersion.DispersionLoss``, such as variant or estimator.
+        dispersion: arguments of ``titan_disp.dispersion.attach``, such as coeff (λ), layers or variant.
     """
 
-    def __init__(self, *args: Any, coeff: float = 0.1, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, dispersion: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.coeff, self.options = coeff, options or {}
-        self.sums: list[Tensor] = []  # since the last log: [dispersion summed over labels, number of labels]
+        self.handle = attach(self.model, **(dispersion or {}))
 
     def compute_loss(
         self,
@@ -53,50 +51,32 @@ class DispersionTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        if not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        ce, outputs = super().compute_loss(model, {**inputs, "output_hidden_states": True}, True, num_items_in_batch)
-        # A model of L blocks returns L + 1 hidden states:
-        #   [0]         the embedding, which no block has changed. Tokens condense with depth, so it is left out.
-        #   [1 … L-1]   the outputs of all blocks but the last.
-        #   [L]         the last block's output *after the final norm*. Its value before the norm is not returned.
-        # The paper's authors take [1:] when they start from published weights (mid-training). For pre-training, they
-        # and the model qwen3_disp take the outputs of all blocks before the norm: [1:-1], and the last one by a forward
-        # hook.
-        layers = outputs.hidden_states[1:]
-        # Without the mask, padding would be dispersed as if it were text.
-        losses = dispersion_losses(
-            layers, valid=inputs["attention_mask"].bool(), step=self.state.global_step, **self.options
-        )
-        per_sequence = losses.mean(0)  # [layers, B] → [B]
         # num_items_in_batch is the number of labels of the whole step, over all microbatches and ranks. The
         # cross-entropy is a sum over this microbatch, divided by that number, and Trainer adds up the microbatches.
         # Dispersion needs the same scale, or it would be multiplied by the number of microbatches. So every sequence is
         # weighted by its number of labels.
         labels = (inputs["labels"][:, 1:] != IGNORED).sum(1)
-        dispersion = (per_sequence * labels).sum()
         if num_items_in_batch is None:
             # The model's loss is a mean, which Trainer divides by the number of microbatches.
-            scale = 1 / labels.sum()
+            weights = labels / labels.sum()
         else:
             # Gradients are averaged over the ranks, so Trainer multiplies the cross-entropy by their number.
             ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            scale = ranks / num_items_in_batch
-        self.sums.append(torch.stack([dispersion.detach(), labels.sum()]))
-        loss = ce + self.coeff * dispersion * scale
+            weights = labels * ranks / num_items_in_batch
+        ce, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.handle.step = self.state.global_step
+        loss = ce + self.handle.loss(weights)  # 0 in evaluation
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also log the dispersion of this rank's sequences, without λ."""
-        if "loss" in logs and self.sums:
-            dispersion, labels = torch.stack(self.sums).sum(0).tolist()
-            logs["dispersion"] = dispersion / labels
-            self.sums.clear()
+        """Also log the dispersion of this rank's last sequences, without λ."""
+        if "loss" in logs:
+            logs["dispersion"] = torch.stack([*self.handle.losses.values()]).mean().item()
         super().log(logs, *args, **kwargs)
 
 
 class Example(NamedTuple):
-    """The settings of ``build_trainer``, small enough to train in seconds on a CPU."""
+    """The settings of this example and of accelerate_loop.py, small enough to train in seconds on a CPU."""
 
     model: str = "qwen3"
     coeff: float = 0.1
@@ -162,17 +142,21 @@ def build_trainer(example: Example, folder: str) -> DispersionTrainer:
         arguments,
         train_dataset=sequences(example.seq_len),
         data_collator=collate,
-        coeff=example.coeff,
+        dispersion={"coeff": example.coeff},
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def typed(description: str | None) -> Example:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in Example()._asdict().items():
         choices = ("qwen3", "gpt2") if name == "model" else None
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, choices=choices)
+    return Example(**vars(parser.parse_args()))
+
+
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        build_trainer(Example(**vars(parser.parse_args())), folder).train()  # prints its logs
+        build_trainer(typed(__doc__), folder).train()  # prints its logs
 
 
 if __name__ == "__main__":
