@@ -3,8 +3,10 @@
 import importlib
 import math
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import tomli
@@ -16,9 +18,9 @@ from tests.test_help import ALL
 CONFIGS = sorted(path for path in (ROOT / "train_configs").rglob("*.toml") if "sweeps" not in path.parts)
 
 
-def fresh(script):
+def fresh(script, folder=ROOT):
     argv = [sys.executable, "-c", script]
-    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -62,8 +64,9 @@ of_torch = time.process_time() - start
 for name in OTHERS:
     sys.modules.setdefault(name, None)
 
-start = time.process_time()
+start, before = time.process_time(), {*sys.modules, *sys.stdlib_module_names, "titan_disp", "torch", "sympy", "mpmath"}
 from titan_disp.dispersion import dispersion_losses
+assert not (others := {name for name in sys.modules if name.split(".")[0] not in before}), others
 from titan_disp.dispersion.variants import VARIANTS
 print((time.process_time() - start) / of_torch)
 for variant in VARIANTS:
@@ -76,12 +79,21 @@ import titan_disp.condensation.measure, titan_disp.lab.plots
 """
 
 
-def test_the_loss_needs_torch_alone():
-    """Importing it takes less time than torch. Measuring condensation needs scipy and matplotlib beside torch."""
+def test_the_loss_needs_torch_alone(tmp_path):
+    """Its own wheel has all it imports, in less time than torch. Measuring condensation needs scipy and matplotlib, too."""
     metadata = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     others = [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in metadata["dependencies"]]
     script = TORCH_ALONE.replace("OTHERS", str([name for name in others if name not in ("torch", "numpy", "jinja2")]))
     assert float(fresh(script)) < 1 or float(fresh(script)) < 1
+
+    copy, site = tmp_path / "packages" / "loss", tmp_path / "site"
+    shutil.copytree(ROOT / "packages" / "loss", copy, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    (tmp_path / "titan_disp").symlink_to(ROOT / "titan_disp")
+    wheel = fresh("from setuptools import build_meta; print(build_meta.build_wheel('.'))", copy).split()[-1]
+    zipfile.ZipFile(copy / wheel).extractall(site)
+    fresh(script.partition("del sys")[0] + f"assert sys.modules['titan_disp'].__path__ == ['{site}/titan_disp']", site)
+    assert all(path.read_bytes() == (ROOT / path.relative_to(site)).read_bytes() for path in site.rglob("*.py"))
+    assert [*site.rglob("LICENSE")]
 
 
 def test_every_config_names_the_plugin():
