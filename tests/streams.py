@@ -12,7 +12,8 @@ import pyarrow.parquet
 import torch
 from sentencepiece import SentencePieceProcessor
 
-from titan_disp.config.load import load_config
+from tests.command_line import DEMO
+from tests.pages import changed, loaded
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
@@ -53,11 +54,18 @@ def json_lines(texts):
     return "".join(json.dumps({"text": text}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(texts)).encode()
 
 
-def write_texts(path, texts):
-    """Write documents in the format of the name, and return the path."""
+def write_texts(path, texts, rows=100):
+    """Write documents in the format of the name, and return the path. Texts become token ids as by ``encode``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = parquet(text=texts) if path.suffix == ".parquet" else stored(json_lines(texts), path.name)
-    path.write_bytes(content)
+    if path.suffix in (".bin", ".npy"):
+        path.write_bytes(
+            ids_as([i for text in texts for i in encode(text)], "numpy" if path.suffix == ".npy" else "raw")
+        )
+    elif path.suffix == ".parquet":
+        path.write_bytes(parquet(rows, text=texts))
+    else:
+        lines = "\n\n\n".join(texts).encode() if ".txt" in path.name else json_lines(texts)
+        path.write_bytes(stored(lines, path.name))
     return path
 
 
@@ -163,9 +171,15 @@ def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, shares=(), **opt
 
 
 def config(sample, *options):
-    argv = ["--job.config_file", "train_configs/demo_cpu.toml", "--training.dataset_path", str(sample)]
-    argv += ["--model.hf_assets_path", f"{sample}/tokenizer", "--training.seq_len", "32", "--stream.prefetch", "0"]
-    return load_config([*argv, *options])
+    words = (
+        "--training.dataset_path",
+        sample,
+        "--model.hf_assets_path",
+        f"{sample}/tokenizer",
+        "--training.seq_len",
+        "32",
+    )
+    return changed(loaded(DEMO, *words, "--stream.prefetch", "0", *options), {})
 
 
 def parts_by_hand(files, counts, slots, slot, epoch):

@@ -8,7 +8,7 @@ from pydoc_data import topics
 import pytest
 
 from benchmarks.corpus import Document, Options, is_prose, main, runs_of_words, seen_in, split, without_duplicates
-from benchmarks.corpus_text import dictionary_pages, documents_of
+from benchmarks.corpus_text import documents_of
 from titan_disp.data.files import list_files
 from titan_disp.data.tokenizer import load_tokenizer
 
@@ -22,9 +22,8 @@ POD = "=head1 NAME\nfoo - B<bold I<and> C<< $x->y >>> L<the page|perlre>\n=begin
 RST = ".. _label:\n\n=====\nTitle\n=====\nSee :ref:`the page <label>`::\n\n  int x;\n\n.. note:: Mind\n   the gap."
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "text"),
-    [
+def test_markup_is_taken_away():
+    for name, source, text in (
         ("a.html", HTML, PLAIN_HTML),
         ("man3/a.3", MAN, 'THE NAME\n\nfoo - does "it"\n\n-v\nsays more'),
         ("a.pod", POD, "NAME\nfoo - bold and $x->y the page"),
@@ -32,22 +31,9 @@ RST = ".. _label:\n\n=====\nTitle\n=====\nSee :ref:`the page <label>`::\n\n  int
         ("a.txt", "caf\u0065\u0301 \r\n\n\n\n\tx\x00", None),
         ("a.txt", "caf\u0065\u0301 \r\n\n\n\n\tx\x07\n", "caf\u00e9\n\n        x"),
         ("a.png", "x", None),
-    ],
-)
-def test_markup_is_taken_away(name, source, text):
-    expected = [] if text is None else [text]
-    assert [t for _, t in documents_of(f"/{name}", source.encode())] == expected
-    assert [t for _, t in documents_of(f"/{name}.gz", gzip.compress(source.encode()))] == expected
-
-
-def test_entries_of_a_dictionary_come_once_in_their_order_until_a_page_is_full():
-    entries = [f"{i}\n   {'x' * 3000}" for i in range(3)]
-    marked = [f"{entry}\n   [1913 Webster]\n" for entry in entries]
-    places = ("A\tvQ", "vQ\tvQ", "Beg\tvQ")  # 0, 3024 and 6048 in base 64
-    assert {len(one) for one in marked} == {3024}
-    index = [f"{word}{i}\t{place}" for i, place in enumerate(places) for word in ("", "other ")]
-    pages = dictionary_pages("".join(marked).encode(), "\n".join(sorted(index)))
-    assert [text.strip().split("\n\n") for _, text in pages] == [entries[:2], entries[2:]]
+    ):
+        for suffix, content in (("", source.encode()), (".gz", gzip.compress(source.encode()))):
+            assert [t for _, t in documents_of(f"/{name}{suffix}", content)] == ([] if text is None else [text])
 
 
 def words(*numbers):

@@ -10,31 +10,45 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.sample import TRAIN_FILES
 
 
-def test_local_data_is_checked(sample, tmp_path):
+def test_the_hubs_files_in_a_folder(sample, tmp_path):
     assert len(DataSet("c4", str(sample), "training").check()) == TRAIN_FILES
     assert DataSet("c4", None, "training").check() == []
-    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* no validation data, because .* such as en/c4-"):
-        DataSet("c4_validation", str(tmp_path), "validation").check()
-
-
-def test_local_layouts(sample, tmp_path):
     hub = [(f.name, f.size) for f in list_files("c4", str(sample))]
     assert [name for name, _ in hub] == [f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz" for i in range(TRAIN_FILES)]
     for path in (sample / "en", f"{sample}/en/c4-train*", f"{sample}/**/c4-train.*.json.gz"):
         assert [(f.name, f.size) for f in list_files("c4", str(path))] == hub
     assert names_in("c4", f"{sample}/en/c4-train.00003-of-00008.json.gz") == ["c4-train.00003-of-00008.json.gz"]
-    # A folder whose names say no split is training data. Hidden files are ignored.
-    write(tmp_path / "none", "a.jsonl", "b.parquet", ".hidden.jsonl", "c.txt")
-    assert names_in("c4", tmp_path / "none") == ["a.jsonl", "b.parquet"]
-    # Only whole words of a name decide.
-    write(tmp_path / "words", "constraints.jsonl", "latest.jsonl", "x_test.jsonl", "validation-0.jsonl")
-    assert names_in("text", tmp_path / "words") == ["constraints.jsonl", "latest.jsonl"]
-    assert names_in("text_validation", tmp_path / "words") == ["validation-0.jsonl"]
+    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* no validation data, because .* such as en/c4-"):
+        DataSet("c4_validation", str(tmp_path), "validation").check()
+
+
+# Files, and which of them are in each data set.
+LAYOUTS = [
+    # Names that say no split are training data, and only whole words decide.
+    ("a.jsonl b.parquet .hidden.jsonl c.txt", "c4 a.jsonl b.parquet"),
+    ("constraints.jsonl latest.jsonl x_test.jsonl", "text constraints.jsonl latest.jsonl"),
+    ("a.jsonl validation-0.jsonl", "text_validation validation-0.jsonl"),
     # In a clone of the data set, only en is read, as from the hub.
-    write(tmp_path / "clone", *(f"{name}/c4-train.0.json" for name in ("en", "en.noclean", "realnewslike")))
-    (only,) = list_files("c4", str(tmp_path / "clone"))
-    assert only.url.endswith("/en/c4-train.0.json")
-    assert len(list_files("text", str(tmp_path / "clone"))) == 3
+    ("en/c4-train.0.json en.noclean/c4-train.1.json realnewslike/c4-train.2.json", "c4 c4-train.0.json"),
+    # Of the text, nanoGPT's ids are made.
+    ("train.bin val.bin input.txt", "text train.bin", "text_validation val.bin"),
+    ("fineweb_train_000001.bin fineweb_val_000001.bin", "text fineweb_train_000001.bin"),
+    ("part-0-train.npy part-0-val.npy", "text part-0-train.npy", "text_validation part-0-val.npy"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts(tmp_path, layout):
+    files, *listed = layout
+    write(tmp_path, *files.split())
+    for dataset, *names in map(str.split, listed):
+        assert names_in(dataset, tmp_path) == names
+
+
+def test_a_path_that_exists_is_no_glob(tmp_path):
+    write(tmp_path, "runs [1]/a.jsonl", "runs 1/b.jsonl", "x[1].jsonl", "x1.jsonl")
+    for path, name in (("runs [1]", "a.jsonl"), ("x[1].jsonl", "x[1].jsonl"), ("x[0-9].jsonl", "x1.jsonl")):
+        assert names_in("text", tmp_path / path) == [name]
 
 
 def write(folder, *names):
@@ -77,40 +91,30 @@ def test_dangling_links_are_refused(tmp_path, name):
             list_files("text", str(path))
 
 
-@pytest.fixture
-def refusing(monkeypatch):
-    """Make a function of the system refuse paths with certain ends. Root can read everything, so that it is simulated."""
-
-    def refuse(name, ends):
-        function = getattr(os, name)
-
-        def refused(path, **options):
-            if str(path).endswith(ends):
-                raise PermissionError(13, "Permission denied", str(path))
-            return function(path, **options)
-
-        monkeypatch.setattr(os, name, refused)
-
-    return refuse
-
-
+# A folder that may be listed and not entered: its files seem not to exist. Python's own glob ignores a closed folder, so that
+# one file of two would be read.
 @pytest.mark.parametrize(
     ("below", "function", "ends"),
     [
         ("", "scandir", ("closed",)),
-        ("", "stat", ("b.jsonl",)),  # a folder that may be listed and not entered: its files seem not to exist
-        # Python's own glob ignores such a folder, so that one file of two would be read.
+        ("", "stat", ("b.jsonl",)),
         ("/**/*.jsonl", "scandir", ("closed", "closed/")),
         ("/*/*.jsonl", "scandir", ("closed", "closed/")),
-        ("/*/**/b.jsonl", "scandir", ("closed", "closed/")),
         ("/clo*/b.jsonl", "scandir", ("data",)),
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path, refusing, below, function, ends):
+def test_what_cannot_be_read_is_refused(tmp_path, monkeypatch, below, function, ends):
+    """Root can read everything, so that it is simulated."""
     write(tmp_path / "data", "a.jsonl", "open/a.jsonl", "closed/b.jsonl")
-    path = f"{tmp_path}/data{below}"
+    path, allowed = f"{tmp_path}/data{below}", getattr(os, function)
     assert f"{tmp_path}/data/closed/b.jsonl" in [file.url for file in list_files("text", path)]
-    refusing(function, ends)
+
+    def refused(path, **options):
+        if str(path).endswith(ends):
+            raise PermissionError(13, "Permission denied", str(path))
+        return allowed(path, **options)
+
+    monkeypatch.setattr(os, function, refused)
     with pytest.raises(ConfigError, match=rf"but '.*{ends[0]}/?' cannot be read: Permission denied. Give read"):
         list_files("text", path)
 
@@ -150,13 +154,6 @@ def test_a_name_with_train_in_it_hides_no_others(tmp_path, told):
     assert "files whose names do not say train or that are not in en are left out, 2 of 3: c4-v" in told("INFO")[-1]
 
 
-def test_a_path_that_exists_is_no_glob(tmp_path):
-    write(tmp_path, "runs [1]/a.jsonl", "runs 1/b.jsonl", "x[1].jsonl", "x1.jsonl")
-    assert names_in("text", tmp_path / "runs [1]") == ["a.jsonl"]
-    assert names_in("text", tmp_path / "x[1].jsonl") == ["x[1].jsonl"]
-    assert names_in("text", tmp_path / "x[0-9].jsonl") == ["x1.jsonl"]
-
-
 def test_plain_text_is_read_where_nothing_else_is(tmp_path, told):
     write(tmp_path, "a.txt", "b.txt.gz")
     assert names_in("text", tmp_path) == ["a.txt", "b.txt.gz"]
@@ -167,23 +164,15 @@ def test_plain_text_is_read_where_nothing_else_is(tmp_path, told):
     assert names_in("text", f"{tmp_path}/*.txt*") == ["a.txt", "b.txt.gz"]
 
 
-@pytest.mark.parametrize("name", ["{}.bin", "fineweb_{}_000001.bin", "part-0-{}.npy"])
-def test_splits_of_token_ids(tmp_path, name):
-    write(tmp_path, name.format("train"), name.format("val"), "input.txt")  # of which nanoGPT's ids are made
-    for dataset, split in (("text", "train"), ("text_validation", "val")):
-        assert names_in(dataset, tmp_path) == [name.format(split)]
-
-
 def test_plain_texts_are_held_out_where_no_name_says_which(tmp_path, caplog):
     caplog.set_level("INFO")
     for i in range(100):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
-    split = {
-        name: [file.name for file in list_files(name, str(tmp_path), "training")]
-        for name in ("text", "text_validation")
-    }
-    assert len(split["text_validation"]) == 5
-    assert sorted(split["text"] + split["text_validation"]) == sorted(f"{i}.txt" for i in range(100))
+    train, held = (
+        [file.name for file in list_files(name, str(tmp_path), "training")] for name in ("text", "text_validation")
+    )
+    assert len(held) == 5
+    assert sorted(train + held) == sorted(f"{i}.txt" for i in range(100))
     assert "5 of 100 *.txt are held out" in caplog.text
     assert len(list_files("text", f"{tmp_path}/*.txt", "training")) == 100
     (tmp_path / "99.txt").rename(tmp_path / "validation.txt")

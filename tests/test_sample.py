@@ -6,23 +6,13 @@ import json
 import pytest
 
 from titan_disp.lab import sample as module
-from titan_disp.lab.sample import TRAIN_FILES, is_complete, write_sample
+from titan_disp.lab.sample import is_complete, write_sample
 
 
 def records(folder, pattern):
     """The records of the files that match, by the standard library alone."""
     files = sorted(folder.glob(pattern))
     return [json.loads(line) for file in files for line in gzip.open(file, "rt", encoding="utf-8")]
-
-
-def test_shape_of_c4(sample):
-    train_names = {f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz" for i in range(TRAIN_FILES)}
-    assert {p.name for p in (sample / "en").iterdir()} == {*train_names, "c4-validation.00000-of-00001.json.gz"}
-    train, validation = records(sample / "en", "c4-train*"), records(sample / "en", "c4-validation*")
-    assert all(set(r) == {"text", "timestamp", "url"} for r in train + validation)
-    assert (len(train) > 1000, len(validation) > 30) == (True, True)
-    assert len({r["text"] for r in train + validation}) == len(train + validation)
-    assert str(sample).encode() not in (sample / "tokenizer" / "sample.model").read_bytes()
 
 
 def test_every_document_once_in_an_order_that_hashes_fix(tmp_path, monkeypatch):
@@ -35,17 +25,6 @@ def test_every_document_once_in_an_order_that_hashes_fix(tmp_path, monkeypatch):
         assert (counts["train"], counts["validation"]) == (87, 3)
         written.append({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")})
     assert written[0] == written[1]
-
-
-def test_read_by_datasets_as_the_hub_is(sample):
-    """TorchTitan's own c4 loader streams name="en" by split."""
-    from datasets import load_dataset
-
-    train = load_dataset(str(sample), name="en", split="train", streaming=True)
-    assert train.num_shards == TRAIN_FILES
-    assert next(iter(train))["text"]
-    validation = load_dataset(str(sample), name="en", split="validation", streaming=True)
-    assert len(list(validation)) == len(records(sample / "en", "c4-validation*"))
 
 
 def test_an_existing_folder_is_kept(sample, tmp_path):

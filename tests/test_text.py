@@ -1,40 +1,25 @@
 """These tests check numbers, sizes and durations at the places where a format changes its unit."""
 
-import pytest
-
 from titan_disp.lab.plots import size
 from titan_disp.text import byte_size, csv_text, duration, estimated_duration, markdown_table, number, short
 
+UNITS = [
+    (duration, [(0.2, "0 s"), (59.6, "1 min 0 s"), (7260, "2 h 1 min"), (200000, "2 d 7 h")]),
+    (estimated_duration, [(0, "0.0 ms"), (0.1564, "156.4 ms"), (1, "1.0 s"), (119, "119.0 s"), (120, "2.0 minutes")]),
+    (estimated_duration, [(7199, "120.0 minutes"), (7200, "2.0 hours"), (172799, "48.0 hours"), (172800, "2.0 days")]),
+    (byte_size, [(0, 4, "0 bytes"), (1, 4, "1 byte"), (999, 4, "999 bytes"), (1000, 4, "1 kB"), (999_999, 4, "1 MB")]),
+    (byte_size, [(327_123_456_789, 4, "327.1 GB"), (26_900_000, 3, "26.9 MB"), (2e12, 4, "2 TB")]),
+    (short, [(999_950, 3, "1 M"), (999_400, 3, "999 k"), (-1.5e9, 6, "-1.5 B"), (0.25, 6, "0.25")]),
+    (number, [(11_000.2, 4, "11 k"), (11_234.5, 4, "11.23 k"), (123_456.7, 5, "123.46 k"), (99_999.7, 5, "100 k")]),
+    (number, [(1_234_567.0, 5, "1,234,567"), (1234.5, 5, "1,234.5"), (0.123456, 5, "0.12346"), (0.0, 5, "0")]),
+    (number, [(-2.5e9 - 0.5, 3, "-2.5 B"), (None, 5, "–"), (float("nan"), 5, "–"), (2e-6, 5, "2e-06")]),
+    (size, [(7, "7"), (427_456, "427k"), (999_499, "999k"), (999_950, "1M"), (1_720_574_976, "1.72B")]),
+]
 
-@pytest.mark.parametrize(
-    ("function", "cases"),
-    [
-        (duration, [(0.2, "0 s"), (59.6, "1 min 0 s"), (7260, "2 h 1 min"), (200000, "2 d 7 h")]),
-        (
-            estimated_duration,
-            [(0, "0.0 ms"), (0.1564, "156.4 ms"), (1, "1.0 s"), (119, "119.0 s"), (120, "2.0 minutes")],
-        ),
-        (
-            estimated_duration,
-            [(7199, "120.0 minutes"), (7200, "2.0 hours"), (172799, "48.0 hours"), (172800, "2.0 days")],
-        ),
-        (
-            byte_size,
-            [(0, 4, "0 bytes"), (1, 4, "1 byte"), (999, 4, "999 bytes"), (1000, 4, "1 kB"), (999_999, 4, "1 MB")],
-        ),
-        (byte_size, [(327_123_456_789, 4, "327.1 GB"), (26_900_000, 3, "26.9 MB"), (2e12, 4, "2 TB")]),
-        (short, [(999_950, 3, "1 M"), (999_400, 3, "999 k"), (-1.5e9, 6, "-1.5 B"), (0.25, 6, "0.25")]),
-        (number, [(11_000.2, 4, "11 k"), (11_234.5, 4, "11.23 k"), (123_456.7, 5, "123.46 k"), (99_999.7, 5, "100 k")]),
-        (number, [(1_234_567.0, 5, "1,234,567"), (1234.5, 5, "1,234.5"), (0.123456, 5, "0.12346"), (0.0, 5, "0")]),
-        (number, [(-2.5e9 - 0.5, 3, "-2.5 B"), (None, 5, "–"), (float("nan"), 5, "–"), (2e-6, 5, "2e-06")]),
-        (
-            size,
-            [(7, "7"), (999, "999"), (427_456, "427k"), (999_499, "999k"), (999_950, "1M"), (1_720_574_976, "1.72B")],
-        ),
-    ],
-)
-def test_units(function, cases):
-    assert [function(*arguments) for *arguments, _ in cases] == [words for *_, words in cases]
+
+def test_units():
+    for function, cases in UNITS:
+        assert [function(*arguments) for *arguments, _ in cases] == [words for *_, words in cases]
 
 
 def test_tables():

@@ -18,33 +18,39 @@ from titan_disp.errors import ConfigError, DataError
 from titan_disp.lab.sample import train_tokenizer
 
 TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
+LONG = "a word or two " * 500
 
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", [False, True])
 def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, template):
+    """Also where the files were saved after a fine-tuning, and say that texts are to be cut and padded."""
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
         ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "<|endoftext|>")]
         single = "<s> $A <|endoftext|>" if bos else "$A <|endoftext|>"
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    plain = tokenizer.encode(LONG, add_special_tokens=False).ids
+    tokenizer.enable_truncation(512)
+    tokenizer.enable_padding(pad_id=7, **({"length": 4096} if template else {"pad_to_multiple_of": 64}))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>"} | ({"bos_token": "<s>"} if bos else {})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     loaded = load_tokenizer(tmp_path)
     encode = encoder(loaded)
     fast = fast_encoder(loaded, str(tmp_path), encode)
-    for text in (TEXT, "", "plain"):
+    for text in (TEXT, LONG, "", "plain"):
         assert fast(text).tolist() == encode(text) == loaded.encode(text, add_bos=True, add_eos=True)
-    assert encode(TEXT)[-1] == loaded.eos_id
-    assert (encode(TEXT)[0] == loaded.bos_id) == bos
+    assert encode(LONG) == [*([loaded.bos_id] * bos), *plain, loaded.eos_id]
+    assert plain_encoder(loaded)(LONG) == plain
+    assert len(plain) > 1500
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
     # gigatoken puts SentencePiece's dummy prefix after user-defined symbols too, one of which is the sample's "\n".
     spm = load_tokenizer(sample / "tokenizer")
-    with pytest.raises(ConfigError, match="other ids than the tokenizer's own library"):
+    with pytest.raises(ConfigError, match=r"other ids than .*: user-defined symbols \('\\n'\): set stream.fast_tok"):
         fast_encoder(spm, str(sample / "tokenizer"), encoder(spm))
 
     class Wrong(gigatoken.Tokenizer):
