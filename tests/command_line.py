@@ -11,11 +11,9 @@ DEMO = ROOT / "train_configs" / "demo_cpu.toml"
 
 
 def command(config, sample, run, *options, nproc=1):
-    return [
-        *(sys.executable, "-m", "titan_disp.cli", "train", str(config), "--nproc", str(nproc)),
-        *("--job.dump_folder", str(run), "--model.hf_assets_path", f"{sample}/tokenizer"),
-        *("--training.dataset_path", str(sample), *options),
-    ]
+    argv = [sys.executable, "-m", "titan_disp.cli", "train", str(config), "--nproc", str(nproc)]
+    argv += ["--job.dump_folder", str(run), "--model.hf_assets_path", f"{sample}/tokenizer"]
+    return [*argv, "--training.dataset_path", str(sample), *options]
 
 
 def typed(monkeypatch, *argv):
@@ -42,14 +40,8 @@ def rank_environment(rank=0, world_size=1):
 
 
 def train(config, sample, run, *options, nproc=1, check=True):
-    done = subprocess.run(
-        command(config, sample, run, *options, nproc=nproc),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    argv, how = command(config, sample, run, *options, nproc=nproc), {"cwd": ROOT, "env": environment(), "timeout": 300}
+    done = subprocess.run(argv, capture_output=True, text=True, **how)
     if check:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done

@@ -13,7 +13,7 @@ from tests.pages import can_start, changed, loaded
 from titan_disp import train
 from titan_disp.cluster.launch import launch
 from titan_disp.config.checks import check_config, check_device, check_inputs, check_ranges
-from titan_disp.config.keys import Facts, facts_of
+from titan_disp.config.keys import facts_of
 from titan_disp.config.load import load_config
 from titan_disp.config.options import TrainOptions
 from titan_disp.errors import EXIT_CODE, ConfigError
@@ -28,13 +28,9 @@ NOISE = "baseline.method noisy_embedding"
 FORGET = "baseline.method active_forgetting dispersion.enabled false"
 
 
-def options(sample):
-    return ["--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample)]
-
-
 @pytest.fixture
-def demo(sample):
-    return loaded(DEMO, *options(sample))
+def options(sample):
+    return "--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample)
 
 
 def value(word):
@@ -56,15 +52,9 @@ def check(config, ranks):
     [
         (1, "dispersion.variant l2_repel dispersion.estimator moments", "'l2_repel' does not support"),
         (1, "dispersion.variant decorrelation dispersion.tau 0.5", "^dispersion.tau is 0.5, but variant"),
-        (1, "dispersion.variant angula", r"dispersion.variant is 'angula', .* \(did you mean angular\?\)"),
-        (1, f"{MARGIN} magin=1", r"^dispersion.options.magin is .*mean margin\?\); exp"),
-        (1, f"{MARGIN} margin=far", "^dispersion.options.margin is 'far', expected a num"),
         (1, f"{MARGIN} margin=3", "^dispersion.options.margin is 3.0, expected a number in"),
         (1, "dispersion.options margin=1", "^dispersion.options.margin is not known; expected no option"),
         (1, "dispersion.options tau=1", "^dispersion.options.tau is not known: it has a key of its own, tau"),
-        (1, "dispersion.options margin", "dispersion.options has 'margin', expected key=value"),
-        (1, "dispersion.variant nowhere:Loss", "^dispersion.variant is 'nowhere:Loss', but nowhere cannot be imported"),
-        (1, "dispersion.variant a.b.Loss", "^dispersion.variant is 'a.b.Loss', .*write a colon .* a.b:Loss"),
         (1, "dispersion.warmup_steps 1000", "dispersion.warmup_steps is 1000, expected 0 to 300"),
         (1, "dispersion.layers [0,6]", r"dispersion.layers is \[0, 6\], but the model has 6 blocks"),
         (1, "dispersion.layers [2,2]", r"dispersion.layers is \[2, 2\].*none of them twice"),
@@ -72,7 +62,6 @@ def check(config, ranks):
         (1, "dispersion.final_norm true dispersion.layers early_half", r"'early_half' leaves the last block \(5\) out"),
         (1, "budget.tokens 1000", "steps is 300, but budget.tokens 1,000 at 4,096 tokens per step makes 1 step:"),
         (1, "training.steps -1", "neither budget.tokens nor training.steps"),
-        (1, "training.steps 0", "training.steps is 0"),
         (1, "budget.stop_at_tokens 1228801", "stop_at_tokens is 1,228,801, more than the 1,228,800 tokens"),
         (1, "optimizer.early_step_in_backward true", "early_step_in_backward"),
         (1, "checkpoint.keep_latest_k 1", "keep_latest_k is 1"),
@@ -84,13 +73,9 @@ def check(config, ranks):
         (1, "model.name gpt2", r"model.name is 'gpt2', .* \(did you mean gpt2_disp\?\)"),
         (1, "model.name gpt2_disp model.flavor 124M training.seq_len 1025", "positions for 1024 tokens: set"),
         (1, "model.flavor 9B", "'9B', expected one of nano, .*0.6B, 0.6B_untied, 1.7B, 4B, 8B, 14B, 32B"),
-        (1, "model.flavor 0.6b", r"model.flavor is '0.6b', .* \(did you mean 0.6B\?\)"),
-        (1, "model.overrides hiden_dim=16", r"overrides.hiden_dim is not known \(did you mean hidden_dim\?\)"),
         (1, "model.overrides vocab_size=100", "2048 tokens, .*'nano with vocab_size = 100' has a vocabulary of 100"),
         (1, "training.dataset_path /nowhere", "training.dataset_path is '/nowhere', which does not exist"),
-        (1, "training.dataset pile", "training.dataset is 'pile', expected c4 or"),
         (1, "training.global_batch_size 6", "6 is not a positive multiple of local_batch_size 4 × 1"),
-        (2, "training.global_batch_size 12", "12 is not a positive multiple of local_batch_size 4 × 2"),
         (1, f"{VALIDATION} validation.seq_len 0", "validation.seq_len is 0"),
         (1, "training.local_batch_size 0", "local_batch_size is 0"),
         (1, "training.seq_len 1", "seq_len is 1, expected at least 2"),
@@ -105,12 +90,10 @@ def check(config, ranks):
         (2, "parallelism.enable_async_tensor_parallel true", "needs compile.enable = true"),
         (2, f"{REPLICAS} 2", "pure data parallelism .* is refused"),
         (2, f"{REPLICAS} -1", "replicate_degree is -1, but data_parallel_shard_degree is -1: only one of them"),
-        (2, f"{REPLICAS} -2", "replicate_degree is -2, expected at least 1, or -1 to compute it from"),
         (12, f"{REPLICAS} -1 {SHARDS} 8", "_degree 8 × .* = 8 ranks, but there are 12: .* a divisor of 12$"),
         (3, f"{REPLICAS} -1 {SHARDS} 8 {TP} 2", "2 = 2 does not divide the number of ranks, 3: set .* that does"),
         (2, f"{SHARDS} 4", "= 4, but the number of ranks is 2: set data_parallel_replicate_degree = -1"),
         (3, f"{TP} 3", "tensor_parallel_degree 3 does not divide the 4 attention heads"),
-        (4, f"{TP} 4", "4 does not divide the 2 key/value heads"),
         (2, f"{TP} 2 model.overrides hidden_dim=15", "2 does not divide the 15 hidden units .* 'nano with hidden_dim"),
         (2, "training.enable_cpu_offload true", "enable_cpu_offload is true, but there is no accelerator"),
         (2, f"{TP} 2 compile.enable true activation_checkpoint.mode full", "expected at most two of them on a CPU"),
@@ -135,19 +118,19 @@ def check(config, ranks):
         (1, f"{VALIDATION} stream.validation_sequences 32", r"would end after \d+ of the stream.validation_sequences"),
     ],
 )
-def test_refused(demo, ranks, changes, message, monkeypatch):
+def test_refused(options, ranks, changes, message, monkeypatch):
     installed = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else installed(name, *a))
     words = changes.split()
-    config = changed(demo, dict(zip(words[::2], map(value, words[1::2]), strict=True)))
+    config = changed(loaded(DEMO, *options), dict(zip(words[::2], map(value, words[1::2]), strict=True)))
     with pytest.raises(ConfigError, match=message):
         check(config, ranks)
 
 
-def test_a_refused_run_leaves_nothing_behind(sample, tmp_path, monkeypatch):
+def test_a_refused_run_leaves_nothing_behind(options, tmp_path, monkeypatch):
     monkeypatch.setattr("titan_disp.cluster.launch.elastic_launch", None)
     for change in ("--stream.slots=1", "--training.enable_cpu_offload", f"--model.hf_assets_path={tmp_path}"):
-        words = (*options(sample), "--job.dump_folder", str(tmp_path / "run"), change)
+        words = (*options, "--job.dump_folder", str(tmp_path / "run"), change)
         with pytest.raises(ConfigError):
             launch(TrainOptions(str(DEMO), words, 2))
     assert not (tmp_path / "run").exists()
@@ -179,21 +162,6 @@ def test_ranges():
     assert numbers - RANGES.keys() == {"stream.seed", "training.steps", "validation.seq_len"}
 
 
-def test_words_of_ranges():
-    for facts, value, kind, expected in (
-        (Facts(above=0), 0, int, "a number > 0"),
-        (Facts(least=1, most=9, noun="steps"), 10, int, "a number in [1, 9]"),
-        (Facts(most=3.0), 4.0, float, "a number ≤ 3.0"),
-        (Facts(below=3), 3, int, "a number < 3"),
-        (RANGES["dispersion.tau"], 0.0, float, "a number ≥ 0.0125: exp(-1/tau) must be representable in float32"),
-        (RANGES["stream.retry_seconds"], math.inf, float, "a finite number ≥ 0"),
-        (RANGES["condensation.interval"], -1, int, "0 or more steps: 0 means never"),
-        (RANGES["baseline.forget_warmup"], 1.0, float, "a number in [0, 1)"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{re.escape(f'a.b is {value}, expected {expected}')}$"):
-            facts.check("a.b", value, kind)
-
-
 @pytest.mark.parametrize(("seq_len", "said", "expected"), [(256, -1, 256), (256, 200, 200), (64, -1, 64)])
 def test_validation_sequences_are_as_long_as_the_trainings_unless_they_are_said_to_be_shorter(seq_len, said, expected):
     keys = {"validation.enable": True, "validation.steps": 1, "training.seq_len": seq_len}
@@ -205,17 +173,12 @@ def test_validation_sequences_are_as_long_as_the_trainings_unless_they_are_said_
 def test_toml(tmp_path):
     for toml, message in (
         ("[dispersion]\nlambda = 1.0", r"unknown key .*dispersion.lambda \(did you mean dispersion.coeff\?\)"),
-        ("[dispersion]\ntemperature = 1.0", r"dispersion.temperature \(did you mean dispersion.tau\?\)"),
-        ("[dispersion]\ncoef = 1.0", r"dispersion.coef \(did you mean dispersion.coeff\?\)"),
         ("[trainig]\nsteps = 1", r"trainig \(did you mean training\?\)"),
         ("[training]\nstep = 1", r"training.step \(did you mean training.steps\?\)"),
         ("training = 3", r"training \(this is a section: write \[training\]\)"),
         ("[dispersion]\ncoeff = 'much'", r"dispersion.coeff is 'much'"),
         ("[training]\nsteps = 'many'", r"training.steps is 'many', expected a whole number$"),
-        (
-            "[training]\nsteps = '10'",
-            r"training.steps is '10', expected a whole number \(without quotes: steps = 10\)$",
-        ),
+        ("[training]\nsteps = '10'", r"is '10', expected a whole number \(without quotes: steps = 10\)$"),
         ("[training]\nsteps = true", r"training.steps is True, expected a number"),
         ("[dispersion]\nlayers = 'middle'", r"dispersion.layers is 'middle'"),
         ("[stream]\nsources = []", r"stream.sources is empty"),
@@ -288,14 +251,13 @@ def test_missing_config(tmp_path):
             loaded(name)
 
 
-@pytest.mark.parametrize("layers", ['"early_half"', "[0, 3]"])
-def test_layers_from_toml_and_the_command_line(tmp_path, layers):
-    (tmp_path / "c.toml").write_text(f"[dispersion]\ncoeff = 0.2\nlayers = {layers}")
-    dispersion = loaded(tmp_path / "c.toml").dispersion
-    assert (dispersion.enabled, dispersion.coeff, dispersion.layers) == (False, 0.2, json.loads(layers))
+def test_layers_from_toml_and_the_command_line(tmp_path):
     words = ("--dispersion.enabled", "--dispersion.coeff", "0.5", "--dispersion.layers", "1", "2")
-    dispersion = loaded(tmp_path / "c.toml", *words).dispersion
-    assert (dispersion.enabled, dispersion.coeff, dispersion.layers) == (True, 0.5, [1, 2])
+    for layers in ("early_half", [0, 3]):
+        (tmp_path / "c.toml").write_text(f"[dispersion]\ncoeff = 0.2\nlayers = {layers!r}")
+        for given, found in (((), (False, 0.2, layers)), (words, (True, 0.5, [1, 2]))):
+            dispersion = load_config(["--job.config_file", str(tmp_path / "c.toml"), *given]).dispersion
+            assert (dispersion.enabled, dispersion.coeff, dispersion.layers) == found
 
 
 @pytest.mark.parametrize(

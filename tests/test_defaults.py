@@ -11,6 +11,7 @@ import tomli
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.pages import can_start, changed, loaded
+from titan_disp.config.checks import build_dispersion_losses
 from titan_disp.config.keys import SOURCES, facts_of
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
@@ -40,16 +41,9 @@ def test_every_key_of_the_loss_is_used():
     """checks.py passes a key on as the option of the same name, if there is one."""
     options = {field.name for kind in (DispersionLoss, CoeffSchedule) for field in dataclasses.fields(kind)}
     own = {name.removeprefix("dispersion.") for name in all_keys() if name.startswith("dispersion.")}
-    from titan_disp.config.checks import build_dispersion_losses
-
     assert facts_of(all_keys()["dispersion.tau"]).least == MIN_TAU
-    assert own - options == {
-        "enabled",
-        "layers",
-        "final_norm",
-        "losses",
-        "within_documents",
-    }  # spec and the models read these
+    # The spec and the models read these.
+    assert own - options == {"enabled", "layers", "final_norm", "losses", "within_documents"}
     seeds = {"debug.seed": 5, "stream.seed": 7, "dispersion.enabled": True}
     ((_, loss),) = build_dispersion_losses(changed(loaded(MIDTRAIN), seeds)).values()
     assert loss.seed == 5
@@ -67,28 +61,23 @@ optimizer = {lr = 3e-4}
 training = {local_batch_size = 4}
 dispersion = {final_norm = false}
 """
+ANGULAR = 'dispersion = {variant = "angular", coeff = 0.1, tau = 1.0, norm_eps = 1e-2, estimator = "sampled"}'
 MIDTRAINING = """
 optimizer = {lr = 5e-5}
 checkpoint = {initial_load_in_hf = true}
 training = {dtype = "float32"}
 lr_scheduler = {decay_type = "cosine", min_lr_factor = 0.0}
-dispersion = {final_norm = true, variant = "angular", coeff = 0.1, tau = 1.0, norm_eps = 1e-2, estimator = "sampled"}
+dispersion = {final_norm = true}
 """
 LAST_GENERATION = """
 lr_scheduler = {decay_type = "cosine", min_lr_factor = 0.1}
 training = {dtype = "bfloat16"}
-[dispersion]
-variant = "angular"
-coeff = 0.1
-tau = 1.0
-clamp = 1e-2
-norm_eps = 1e-2
-estimator = "sampled"
-max_tokens = 256
+dispersion = {clamp = 1e-2, max_tokens = 256}
 """
 RECIPES = {
     FINEWEB: (
         PRETRAIN,
+        ANGULAR,
         LAST_GENERATION,
         """
 training = {steps = 9537, global_batch_size = 256} # 10e9 tokens / (256 × 4096)
@@ -97,6 +86,7 @@ lr_scheduler = {warmup_steps = 500}
     ),
     WHOLE_C4: (
         PRETRAIN,
+        ANGULAR,
         LAST_GENERATION,
         """
 training = {steps = 29755, global_batch_size = 1280, local_batch_size = 2, dataset = "c4"} # 156e9 tokens / (1280 × 4096)
@@ -113,6 +103,7 @@ dispersion = {variant = "decorrelation", coeff = 1.0, estimator = "exact"}
     ),
     MIDTRAIN: (
         MIDTRAINING,
+        ANGULAR,
         """
 model = {flavor = "0.6B"}
 training = {steps = 1526, global_batch_size = 32, local_batch_size = 1} # 200e6 tokens / (32 × 4096)
@@ -122,6 +113,7 @@ dispersion = {clamp = 0.25, max_tokens = 256}
     ),
     GPT2: (
         MIDTRAINING,
+        ANGULAR,
         """
 model = {name = "gpt2_disp", flavor = "124M"}
 training = {seq_len = 1024, steps = 1526, global_batch_size = 128, local_batch_size = 16} # 200e6 tokens / (128 × 1024)
@@ -157,15 +149,15 @@ def test_every_line_of_a_recipe_names_its_source():
                 assert set(named) <= sources, line
 
 
-# λ; the learning rate at each of three steps without warm-up, as parts of its maximum: the first at 1, then a third and two
-# thirds of the way down the recipe's curve; its maximum; the bounds of the dispersion loss, which is a mean of exp(−D/τ) with D
-# from arccos(1−κ)/π to 1 − that, or of squared correlations; the dtype of the weights.
+# The learning rate at each of three steps without warm-up, as parts of its maximum: 1, then a third and two thirds of the way
+# down the recipe's curve; the bounds of the dispersion loss, which is a mean of exp(−D/τ) with D from arccos(1−κ)/π to 1 −
+# that, or of squared correlations.
 TRAINED = {
-    FINEWEB: (0.1, (1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), 3e-4, (-0.955, -0.045), "torch.bfloat16"),
-    WHOLE_C4: (0.1, (1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), 3e-4, (-0.955, -0.045), "torch.bfloat16"),
-    C4: (1.0, (1, 2 / 3, 1 / 3), 3e-4, (0, 1), "torch.float32"),
-    MIDTRAIN: (0.1, (1, 0.75, 0.25), 5e-5, (-0.77, -0.23), "torch.float32"),
-    GPT2: (0.1, (1, 0.75, 0.25), 5e-5, (-0.86, -0.14), "torch.float32"),
+    FINEWEB: ((1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), (-0.955, -0.045)),
+    WHOLE_C4: ((1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), (-0.955, -0.045)),
+    C4: ((1, 2 / 3, 1 / 3), (0, 1)),
+    MIDTRAIN: ((1, 0.75, 0.25), (-0.77, -0.23)),
+    GPT2: ((1, 0.75, 0.25), (-0.86, -0.14)),
 }
 
 
@@ -173,27 +165,34 @@ def three_steps_of_each(sample, folder):
     from titan_disp.run.reader import read_metrics
     from titan_disp.train import DispTrainer
 
-    for file, (coeff, curve, lr, (least, most), dtype) in TRAINED.items():
-        run = Path(folder) / file.stem
+    for file, (curve, (least, most)) in TRAINED.items():
         arguments = [
             *("--job.config_file", str(file), "--model.flavor=nano", "--model.hf_assets_path", f"{sample}/tokenizer"),
-            *("--training.dataset_path", sample, "--job.dump_folder", str(run), "--training.seq_len", "32"),
+            *(
+                "--training.dataset_path",
+                sample,
+                "--job.dump_folder",
+                f"{folder}/{file.stem}",
+                "--training.seq_len",
+                "32",
+            ),
             *("--training.local_batch_size", "1", "--training.global_batch_size", "2", "--stream.prefetch", "0"),
             *("--training.steps", "3", "--budget.tokens", "0", "--lr_scheduler.warmup_steps", "0"),
             *("--metrics.log_freq", "1", "--condensation.interval", "0", "--optimizer.implementation", "foreach"),
             *("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf"),
+            *(("--dispersion.max_tokens", "16") if 'estimator = "sampled"' in file.read_text() else ()),
         ]
-        if 'estimator = "sampled"' in file.read_text():
-            arguments += ["--dispersion.max_tokens", "16"]
-        trainer = DispTrainer(load_config(arguments))
+        job = load_config(arguments)
+        trainer = DispTrainer(job)
         trainer.train()
-        assert {str(p.dtype) for p in trainer.model_parts[0].parameters()} == {dtype}
+        (dtype,) = {str(p.dtype) for p in trainer.model_parts[0].parameters()}
+        assert dtype == f"torch.{job.training.dtype}"
         trainer.close()
-        rows = read_metrics(run)
-        assert [rows[step]["lr"] for step in (1, 2, 3)] == pytest.approx([part * lr for part in curve])
+        rows = read_metrics(Path(folder) / file.stem)
+        assert [rows[step]["lr"] / job.optimizer.lr for step in (1, 2, 3)] == pytest.approx(curve)
         for step, row in rows.items():
             assert row["tokens"] == step * 2 * 32
-            assert row["loss"] == pytest.approx(row["ce"] + coeff * row["dispersion"], abs=1e-5)
+            assert row["loss"] == pytest.approx(row["ce"] + job.dispersion.coeff * row["dispersion"], abs=1e-5)
             assert least <= row["dispersion"] <= most
             assert 0 < row["grad_norm"] < math.inf
 

@@ -27,26 +27,18 @@ NARROW = {"hidden_dim": 16, "n_layers": 2}
 PARAMETERS = 2048 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 16 + 3 * 64 * 16 + 2 * 64) + 64
 
 
-@pytest.mark.parametrize(
-    ("written", "found"),
-    [
-        ({"hidden_dim": 16}, {"hidden_dim": 16}),
+def test_ways_to_write_them():
+    for written, found in (
         (["hidden_dim=16", "norm_eps=1e-5"], {"hidden_dim": 16, "norm_eps": 1e-5}),
         (" hidden_dim = 16, depth_init=false,", {"hidden_dim": 16, "depth_init": False}),
         ("hidden_dim=wide", {"hidden_dim": "wide"}),
-        ("", {}),
         ((), {}),
-    ],
-)
-def test_ways_to_write_them(written, found):
-    parsed = parse_overrides(written)
-    assert [(name, value, type(value)) for name, value in parsed.items()] == [(n, v, type(v)) for n, v in found.items()]
-
-
-@pytest.mark.parametrize("written", ["hidden_dim", [16], "hidden_dim=16,hidden_dim=17"])
-def test_what_cannot_be_read(written):
-    with pytest.raises(ConfigError, match=r"model.overrides.* (expected key=value|is given twice: 16 and 17)"):
-        parse_overrides(written)
+    ):
+        parsed = {name: (value, type(value)) for name, value in parse_overrides(written).items()}
+        assert parsed == {name: (value, type(value)) for name, value in found.items()}
+    for written in ("hidden_dim", [16], "hidden_dim=16,hidden_dim=17"):
+        with pytest.raises(ConfigError, match=r"model.overrides.* (expected key=value|is given twice: 16 and 17)"):
+            parse_overrides(written)
 
 
 MODEL = '[model]\nname = "qwen3_disp"\nflavor = "nano"\n'
@@ -57,7 +49,6 @@ MODEL = '[model]\nname = "qwen3_disp"\nflavor = "nano"\n'
     [
         ("overrides = {hidden_dim = 16}", (), {"hidden_dim": 16}),
         ('overrides = ["hidden_dim=16"]', (), {"hidden_dim": 16}),
-        ("", ("--model.overrides", "hidden_dim=16,n_layers=2"), NARROW),
         ("overrides = {dim = 32}", ("--model.overrides=hidden_dim=16,n_layers=2",), NARROW),  # replaces the table
         ("overrides = {dim = 32}", ("--model.overrides", ""), {}),
     ],
@@ -86,9 +77,8 @@ class OtherArgs:
 NANO = flavors["nano"]
 
 
-@pytest.mark.parametrize(
-    ("args", "name", "value", "message"),
-    [
+def test_refused():
+    for args, name, value, message in (
         (NANO, "hiden_dim", 1, r"hiden_dim is not known \(did you mean hidden_dim\?\); expected dim, n_layers"),
         (NANO, "attn_type", "flex", "attn_type is not known"),
         (NANO, "activations", 1, "activations is not known"),
@@ -97,7 +87,6 @@ NANO = flavors["nano"]
         (NANO, "hidden_dim", 16.0, "hidden_dim is 16.0, expected a whole number ≥ 1"),
         (NANO, "hidden_dim", 0, "hidden_dim is 0, expected a whole number ≥ 1"),
         (NANO, "hidden_dim", True, "hidden_dim is True, expected a whole"),
-        (NANO, "hidden_dim", "16", "hidden_dim is '16', expected a whole"),
         (NANO, "enable_weight_tying", 1, "enable_weight_tying is 1, expected true or false"),
         (NANO, "rope_theta", "inf", "rope_theta is 'inf', expected a number > 0"),
         (NANO, "rope_theta", float("inf"), "rope_theta is inf, expected a number > 0"),
@@ -105,11 +94,9 @@ NANO = flavors["nano"]
         (NANO, "head_dim", 15, "head_dim is 15, expected an even number"),
         (OtherArgs(), "n_heads", 7, "dim 60 is not a multiple of n_heads 7"),
         (OtherArgs(), "name", "x", "name is not known; expected dim, n_heads, dropout, bias"),
-    ],
-)
-def test_refused(args, name, value, message):
-    with pytest.raises(ConfigError, match=message):
-        apply_overrides(copy.copy(args), {name: value})
+    ):
+        with pytest.raises(ConfigError, match=message):
+            apply_overrides(copy.copy(args), {name: value})
 
 
 def test_any_dataclass_of_arguments():
@@ -146,22 +133,19 @@ def test_the_model_that_is_planned_trained_and_reported(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("overrides", "differs"),
-    [
-        (
-            "n_layers=5",
-            ["n_layers is 6 in the checkpoint and 5 in the config"],
-        ),  # a part of the tensors, which would load
-        ("n_kv_heads=1,head_dim=32", ["n_kv_heads is 2 in ", "head_dim is 16 in the checkpoint and 32 in"]),
-        ("hidden_dim=192", []),  # as the flavor has it
+    [  # the first leaves a part of the tensors, which would load; the last is as the flavor has it
+        ("n_layers=5", ["n_layers is 6 in the checkpoint and 5 in the config"]),
+        ("n_kv_heads=1,head_dim=32", ["head_dim is 16 in the checkpoint and 32 in", "n_kv_heads is 2 in "]),
+        ("hidden_dim=192", []),
     ],
 )
 def test_a_run_keeps_its_model(overrides, differs):
-    """However its sizes are written; lengths of sequences are other checks', and tests/test_resume_keys.py tries other keys."""
+    """Lengths of sequences are other checks', and tests/test_resume_keys.py tries other keys."""
     saved = json.loads(to_state(architecture_of(flavors["nano"]))["json"])
     args = model_args("qwen3_disp", "nano", overrides)
     args.max_seq_len, args.activations = 7, (1,)
-    found = differences(saved, architecture_of(args))
-    assert all(line.startswith(start) for line, start in zip(sorted(found), sorted(differs), strict=True))
+    found = sorted(differences(saved, architecture_of(args)))
+    assert all(line.startswith(start) for line, start in zip(found, differs, strict=True))
     check_identity({}, architecture_of(args))  # of TorchTitan's own trainer
 
 

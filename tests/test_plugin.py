@@ -10,17 +10,25 @@ import zipfile
 
 import pytest
 import tomli
+import torch
+import torchtitan.components.metrics as titan_metrics
+import torchtitan.tools.profiling as titan_profiling
+import torchtitan.tools.utils as titan_utils
+from torchtitan.protocols import train_spec as titan
 
 import titan_disp
 from tests.command_line import ROOT, environment
 from tests.test_help import ALL
+from titan_disp import cpu
+from titan_disp.models.registry import MODELS
+from titan_disp.run import checkpoint, liveness, metrics
 
 CONFIGS = sorted(path for path in (ROOT / "train_configs").rglob("*.toml") if "sweeps" not in path.parts)
 
 
 def fresh(script, folder=ROOT):
-    argv = [sys.executable, "-c", script]
-    done = subprocess.run(argv, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    how = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment(), **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -104,10 +112,6 @@ def test_every_config_names_the_plugin():
 
 
 def test_the_plugin_registers_once(monkeypatch):
-    from torchtitan.protocols import train_spec as titan
-
-    from titan_disp.models.registry import MODELS
-
     importlib.import_module("titan_disp.plugin")
     for name in MODELS:
         monkeypatch.delitem(titan._extra_train_specs, name)
@@ -115,23 +119,15 @@ def test_the_plugin_registers_once(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ValueError, match="not registered"):
         titan.get_train_spec("qwen3_disp")
-    importlib.import_module("titan_disp.plugin")
-    registered = {name: titan.get_train_spec(name) for name in MODELS}
-    assert {name: spec.model_cls for name, spec in registered.items()} == {n: e.model_cls for n, e in MODELS.items()}
-    importlib.reload(sys.modules["titan_disp.plugin"])  # a second import is no error
-    assert titan.get_train_spec("qwen3_disp") is registered["qwen3_disp"]
+    for again in (importlib.import_module, lambda name: importlib.reload(sys.modules[name])):  # which is no error
+        again("titan_disp.plugin")
+        assert {name: titan.get_train_spec(name).model_cls for name in MODELS} == {
+            n: e.model_cls for n, e in MODELS.items()
+        }
 
 
 def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch):
     """TorchTitan's own trainer imports most of TorchTitan first, with the device type that it falls back to."""
-    import torch
-    import torchtitan.components.metrics as titan_metrics
-    import torchtitan.tools.profiling as titan_profiling
-    import torchtitan.tools.utils as titan_utils
-
-    from titan_disp import cpu
-    from titan_disp.run import checkpoint, liveness, metrics
-
     if not cpu.active():
         pytest.skip("TorchTitan knows the accelerator by itself")
     for module in (titan_utils, titan_metrics):
