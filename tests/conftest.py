@@ -80,10 +80,16 @@ def sample(tmp_path_factory):
     """The sample corpus with its SentencePiece tokenizer. SAMPLE may name a folder that already holds them."""
     if written := os.environ.get("SAMPLE"):
         return Path(written)
+    from filelock import FileLock  # which huggingface_hub needs
+
     from titan_disp.lab.sample import write_sample
 
-    folder = tmp_path_factory.mktemp("data") / "sample"
-    write_sample(folder)
+    # The workers of pytest-xdist share one.
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sample"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            write_sample(folder)
     return folder
 
 

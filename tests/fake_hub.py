@@ -29,14 +29,11 @@ class FakeHub:
     """Serves ``root`` as a data set, and the folders in ``datasets`` under their names, at COMMIT."""
 
     def __init__(self, root: Path, repository: str = "allenai/c4") -> None:
-        self.url = ""  # the value for HF_ENDPOINT (``use`` sets it in this process)
         self.datasets = {repository: root}
         self.tagged = {}  # folders of data sets at OLDER, the tag v1.0
         self.gated = set()  # data sets to which nobody has access
-        self.fail_every = 0  # every n-th request for content is answered 503; 0 for none
         self.damaged = set()  # paths whose content is served with one wrong byte
-        self.refusals = []  # answers to the next requests for content, as (status, headers) …
-        self.listing_refusals = []  # … and to the next requests for anything else
+        self.faults = {}  # answers to the next requests of a kind, list or resolve, as (status, headers); 200 is none
         self.packed = False  # whether a proxy sends whole files, packed by gzip without being asked to
         self.trickle = 0.0  # seconds before every ten bytes of an answer
         self.cut = 0  # the connection breaks after this many bytes of an answer; 0 for never
@@ -91,62 +88,66 @@ class FakeHub:
     def files(root):
         return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
 
+    def faulty(self, request, kind, body):
+        """Whether the next answer of this kind is a fault, which is sent."""
+        status, headers = self.faults[kind].pop(0) if self.faults.get(kind) else (200, {})
+        if status != 200:
+            self.requests["refused"] += 1
+            self.send(request, status, b"", headers, body)
+        return status != 200
+
     def answer(self, request, body):
+        def refuse(status, code):
+            return self.send(request, status, b"", {"X-Error-Code": code}, body)
+
         path, _, query = request.path.partition("?")
         repository = "/".join(path.removeprefix("/api").split("/")[2:4])
         if repository not in self.datasets:
-            return self.send(request, 404, b"", {"X-Error-Code": "RepoNotFound"}, body)
-        if path.startswith("/api") and self.listing_refusals:
-            self.requests["refused"] += 1
-            status, headers = self.listing_refusals.pop(0)
-            return self.send(request, status, b"", headers, body)
+            return refuse(404, "RepoNotFound")
+        if path.startswith("/api") and self.faulty(request, "list", body):
+            return None
         root = self.tagged[repository] if OLDER in path else self.datasets[repository]
         if match := re.fullmatch(rf"/api/datasets/{repository}/tree/(?:{COMMIT}|{OLDER})/?(.*)", path):
             self.requests["tree"] += 1
             tree = self.tree(root, unquote(match[1]), "recursive=true" in query.lower())
-            if not tree:
-                return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"}, body)
-            return self.send(request, 200, json.dumps(tree).encode(), {}, body)
+            return (
+                self.send(request, 200, json.dumps(tree).encode(), {}, body) if tree else refuse(404, "EntryNotFound")
+            )
         if match := re.fullmatch(rf"/api/datasets/{repository}(?:/revision/(.+))?", path):
             self.requests["info"] += 1
             commits = {None: COMMIT, "main": COMMIT, COMMIT: COMMIT}
-            if repository in self.tagged:
-                commits |= {"v1.0": OLDER, OLDER: OLDER}
+            commits |= {"v1.0": OLDER, OLDER: OLDER} if repository in self.tagged else {}
             if match[1] not in commits:
-                return self.send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
+                return refuse(404, "RevisionNotFound")
             info = {"id": repository, "sha": commits[match[1]], "gated": "auto" if repository in self.gated else False}
             return self.send(request, 200, json.dumps(info).encode(), {}, body)
         match = re.fullmatch(rf"/datasets/{repository}/resolve/({COMMIT}|{OLDER})/(.+)", path)
         if repository in self.gated:  # for every request, including auth-check
-            return self.send(request, 401, b"", {"X-Error-Code": "GatedRepo"}, body)
+            return refuse(401, "GatedRepo")
         if not match or unquote(match[2]) not in self.files(root):
-            return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+            return refuse(404, "EntryNotFound")
         return self.content(request, root, match[1], unquote(match[2]), body)
 
     def content(self, request, root, commit, path, body):
         self.requests["content"] += 1
         if body:
             self.ranges.append((path, request.headers.get("Range")))
-        if self.refusals:
-            status, headers = self.refusals.pop(0)
-            return self.send(request, status, b"", headers, body)
-        if self.fail_every and self.requests["content"] % self.fail_every == 0:
-            return self.send(request, 503, b"busy", {}, body)
-        content = (root / path).read_bytes()
+        if self.faulty(request, "resolve", body):
+            return
+        content, status = (root / path).read_bytes(), 200
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
         headers = {"ETag": etag, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if path in self.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        if self.packed:
-            return self.send(request, 200, gzip.compress(content), {"Content-Encoding": "gzip"}, body, self.cut or None)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
-        if not wanted or self.ignore_range:
-            return self.send(request, 200, content, headers, body, self.cut or self.stall or None)
-        first, last = int(wanted[1]), min(int(wanted[2] or len(content) - 1), len(content) - 1)
-        if self.short:
-            last = min(last, first + self.short - 1)
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-        return self.send(request, 206, content[first : last + 1], headers, body, self.cut or self.stall or None)
+        if self.packed:
+            content, headers = gzip.compress(content), {"Content-Encoding": "gzip"}
+        elif wanted and not self.ignore_range:
+            first, size = int(wanted[1]), len(content)
+            last = min(int(wanted[2] or size - 1), size - 1, first + self.short - 1 if self.short else size)
+            headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+            content, status = content[first : last + 1], 206
+        self.send(request, status, content, headers, body, self.cut or self.stall or None)
 
     def tree(self, root, folder, recursive):
         """List files and folders as the hub does."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fake_hub import FakeHub
-from tests.streams import config, ids_as, loader, read_all, write_texts
+from tests.streams import config, loader, read_all, write_texts
 from titan_disp.data import objects, retry, storage
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
@@ -30,7 +30,6 @@ class FakeStore(FakeHub):
     def __init__(self, root):
         super().__init__(root, "")
         self.root, self.asked = root, Counter()
-        self.faults = {}  # kind: answers to its next requests, as (status, headers)
         self.broken = []  # ("cut", bytes), ("short", bytes) or ("stall", bytes) of the next answers with content
 
     def answer(self, request, body):
@@ -38,9 +37,8 @@ class FakeStore(FakeHub):
         prefix, name = parse_qs(query).get("prefix", [""])[0], unquote(path.removeprefix("/bucket")[1:])
         kind = "list" if not name else "content" if body else "info"
         self.asked[kind] += 1
-        if self.faults.get(kind):
-            status, headers = self.faults[kind].pop(0)
-            return self.send(request, status, b"", headers, body)
+        if self.faulty(request, kind, body):
+            return None
         if kind == "list":
             entries = [self.entry(self.root, file) for file in self.files(self.root) if file.startswith(prefix)]
             form = '<Contents><Key>{path}</Key><Size>{size}</Size><ETag>"{lfs[oid]}"</ETag></Contents>'
@@ -54,17 +52,26 @@ class FakeStore(FakeHub):
         return self.content(request, self.root, "", name, body)
 
 
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    store = FakeStore(tmp_path / "bucket")
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """One store, because botocore takes half a second to make a client."""
+    store = FakeStore(tmp_path_factory.mktemp("store") / "bucket")
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in {**keys, "AWS_ENDPOINT_URL": store.url, "AWS_MAX_ATTEMPTS": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
-    objects._store.cache_clear()
-    yield store
-    objects._store.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**keys, "AWS_ENDPOINT_URL": store.url, "AWS_MAX_ATTEMPTS": "1"}.items():
+            patch.setenv(name, value)
+        patch.setattr(retry, "FIRST_PAUSE", 0.01)
+        objects._store.cache_clear()
+        yield store
+        objects._store.cache_clear()
     store.close()
+
+
+@pytest.fixture
+def store(served):
+    served.faults, served.broken, served.ignore_range = {}, [], False
+    shutil.rmtree(served.root, ignore_errors=True)
+    return served
 
 
 def one_file(store):
@@ -74,19 +81,16 @@ def one_file(store):
     return file
 
 
-PLACES = "texts texts/ texts/**/*.jsonl texts/sub.*/a.* texts/sub.parquet/a.parquet ids b.txt"
-
-
 def test_every_format_and_place(store, monkeypatch):
     monkeypatch.setattr(storage, "BLOCK", 1000)
-    tokens = np.random.default_rng(0).integers(0, 9, 9000)
+    tokens = [" ".join(map(str, row)) for row in np.random.default_rng(0).integers(1, 9, (400, 30))]
     for suffix in ("jsonl", "json.gz", "json.zst", "parquet"):
         write_texts(store.root / "texts" / f"sub.{suffix}" / f"a.{suffix}", TEXTS)
     write_texts(store.root / "texts" / ".hidden.jsonl", TEXTS)
-    write_texts(store.root / "ids" / "train.bin", []).write_bytes(ids_as(tokens))
-    write_texts(store.root / "ids" / "val.npy", []).write_bytes(ids_as(tokens, "numpy"))
+    for name in ("train.bin", "val.npy"):
+        write_texts(store.root / "ids" / name, tokens)
     (store.root / "b.txt").write_text("a whole text")
-    for place in PLACES.split():
+    for place in ("texts/", "texts/**/*.jsonl", "texts/sub.*/a.*", "texts/sub.parquet/a.parquet", "ids", "b.txt"):
         local, remote = list_files("text", f"{store.root}/{place}"), list_files("text", f"s3://bucket/{place}")
         assert [(file.name, file.size) for file in remote] == [(file.name, file.size) for file in local]
         for here, there in zip(local, remote, strict=True):
@@ -113,19 +117,17 @@ def test_batches_are_those_of_the_local_folder(store, sample):
 
 
 @pytest.mark.parametrize("kind", ["list", "info", "content"])
-@pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503])
-def test_faults(store, kind, status):
+def test_faults(store, kind):
     """What may pass is asked again. What the next answer would repeat is not."""
-    file, passes = one_file(store), status > 404
-    store.faults[kind] = [(status, {"Retry-After": "0"})] * (2 if passes else 99)
-
-    def read():
-        return list_files("text", URL) if kind == "list" else read_all(Documents(file, OPTIONS))
-
-    if passes:
+    file = one_file(store)
+    read = (lambda: list_files("text", URL)) if kind == "list" else lambda: read_all(Documents(file, OPTIONS))
+    for status in (429, 500, 503):
+        store.faults[kind] = [(status, {"Retry-After": "0"})] * 2
         assert len(read()) == (1 if kind == "list" else len(TEXTS))
         assert store.faults[kind] == []
-    else:
+    for status in (401, 403, 404):
+        store.faults[kind] = [(status, {})] * 99
+        store.asked.clear()
         with pytest.raises((ConfigError, DataError), match=rf"{URL}.*(Permission|FileNotFound|Unauthorized)"):
             read()
         assert store.asked[kind] == 1
@@ -176,16 +178,13 @@ def test_a_changed_object_is_noticed(store, sample, monkeypatch):
         Documents(again, OPTIONS).read()
 
 
-REFUSED = {
-    "s4://bucket": r"'s4://bucket', expected s3://BUCKET/FOLDER",
-    "s3://bucket/none": "which holds no train data, because it has no files",
-    "s3://bucket/*.parquet": r"matches no file; expected names that end in \.json",
-}
-
-
 def test_what_is_refused(store, monkeypatch):
     one_file(store)
-    for path, message in REFUSED.items():
+    for path, message in (
+        ("s4://bucket", r"'s4://bucket', expected s3://BUCKET/FOLDER"),
+        ("s3://bucket/none", "which holds no train data, because it has no files"),
+        ("s3://bucket/*.parquet", r"matches no file; expected names that end in \.json"),
+    ):
         with pytest.raises(ConfigError, match=message):
             list_files("text", path)
     assert [objects.is_folder(f"s3://bucket{end}") for end in ("", "/*.npy", "/a.npy")] == [True, False, False]

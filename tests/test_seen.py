@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from tests import ring_attention
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, job_config, plain_model, weights
+from tests.pages import changed
 from tests.run_invariants import check_sources
 from tests.streams import write_texts
 from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger
@@ -17,15 +18,12 @@ from titan_disp.lab.digest import global_batch
 from titan_disp.run.reader import read_metrics
 from titan_disp.spec import cross_entropies
 
-TP, CP = ("--parallelism.tensor_parallel_degree", "2"), ("--parallelism.context_parallel_degree", "2")
-HSDP, ONE_BY_ONE = ("--parallelism.data_parallel_replicate_degree", "2"), ("--training.local_batch_size", "1")
-CHUNKED = ("--training.head_chunk_tokens", "24")
+TP, CP = {"parallelism.tensor_parallel_degree": 2}, {"parallelism.context_parallel_degree": 2}
+HSDP, ONE_BY_ONE = {"parallelism.data_parallel_replicate_degree": 2}, {"training.local_batch_size": 1}
+CHUNKED = {"training.head_chunk_tokens": 24}
 CASES = {
-    1: {"alone": (), "off": ("--dispersion.no-enabled",), "chunked": CHUNKED},
-    4: {
-        **{"hsdp": (*HSDP, *ONE_BY_ONE), "fsdp_tp": TP, "fsdp_tp_chunked": (*TP, *CHUNKED), "fsdp_cp": CP},
-        "stock": ONE_BY_ONE,
-    },
+    1: {"alone": {}, "off": {"dispersion.enabled": False}, "chunked": CHUNKED},
+    4: {"hsdp": HSDP | ONE_BY_ONE, "fsdp_tp": TP, "fsdp_tp_chunked": TP | CHUNKED, "fsdp_cp": CP, "stock": ONE_BY_ONE},
 }
 
 
@@ -36,11 +34,12 @@ def train(sample, folder, cases):
     from titan_disp.train import DispTrainer
 
     ring_attention.install()
-    common = ("--training.steps", "3", "--metrics.log_freq", "2", "--model.overrides", "n_layers=1")
-    for name, options in cases.items():
-        job = job_config(sample, folder / name, *options, *common)
-        job.training.dataset_path = None
-        job.stream.sources = [Source(w, str(folder / f"{n}.json"), name=n) for n, w in (("web", 5.0), ("code", 3.0))]
+    common = ("--training.steps", "2", "--metrics.log_freq", "2", "--model.overrides", "n_layers=1")
+    whole = job_config(sample, folder, *common)
+    whole.training.dataset_path = None
+    whole.stream.sources = [Source(w, str(folder / f"{n}.json"), name=n) for n, w in (("web", 5.0), ("code", 3.0))]
+    for name, keys in cases.items():
+        job = changed(whole, keys | {"job.dump_folder": str(folder / name)})
         trainer = (Trainer if name == "stock" else DispTrainer)(job)
         if name == "alone":
             tokens = global_batch([iter(trainer.dataloader)], job, GLOBAL_BATCH, GLOBAL_BATCH)
