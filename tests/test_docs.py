@@ -261,6 +261,6 @@ def test_the_loss_alone():
     cross_entropy = -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
     dispersion = torch.stack([oracle("angular", layer.detach()) for layer in z]).mean()
     assert names["loss"].item() == pytest.approx(cross_entropy.item() + 0.1 * dispersion.item(), rel=1e-5)
-    (block,) = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
+    _, block = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
     given = {"hidden_states": z, "cross_entropy": cross_entropy, "z": z[0], "z_local": z[0], "g": None}
     exec(block, given | {"attention_mask": torch.ones(2, 6, dtype=torch.int64)})
