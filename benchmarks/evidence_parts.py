@@ -18,12 +18,14 @@ MIDTRAINING_LR, MIDTRAINING_WARMUP = 0.1, 0.2  # as fractions of off's learning 
 SEEDS = tuple(range(1, 9))
 FEW_SEEDS = SEEDS[:4]  # for the parts that take longer
 TUNING_SEEDS = (101, 102)  # used in no other part
+SECOND_SEEDS, AGAIN_SEEDS = tuple(range(11, 19)), tuple(range(21, 29))  # the first experiment's suggested the second
 LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
 ALL_LRS = (LRS[0] / 2, *LRS, LRS[-1] * 2)  # and those beyond
 STATES = ("off", "on")
 WIDTHS, WIDTH_LRS, WIDTH_WARMUP = (16, 192, 768), (0.016, 0.032, 0.064), 0.2  # the second experiment
+TIE = 0.01  # nats; of learning rates that differ by less, the lowest is taken
 OTHER_LOSSES = ("orthogonalization", "decorrelation", "l2_repel", "uniformity", "cosine", "simctg", "koleo")
-OTHER_LOSSES += ("feature_decorrelation", "vicreg")
+STRONG_LOSSES = ("decorrelation", "uniformity")  # with λ 1 as well
 RESTORED = "restored"  # rows of models that were trained again because a later part needs their files
 FIRST = {
     "tuning": "tuning",
@@ -37,7 +39,7 @@ FIRST = {
 SECOND = {
     "widths-tuning": "tuning of off and on at each MLP width",
     "widths": "MLP widths, off and on each tuned",
-    "widths-again": "the same at the middle width, sums in another order",
+    "widths-again": "the same at the middle width, other seeds",
     "losses": "other losses",
     "long-tuning": f"tuning of off and on for {LONG:,} steps",
     "long-tuned": f"{LONG:,} steps, off and on each tuned",
@@ -176,16 +178,16 @@ def _grid_part(long: bool) -> tuple[str, int, tuple[int, ...]]:
     return ("long-tuning", LONG, WIDTHS[1:2]) if long else ("widths-tuning", STEPS, WIDTHS)
 
 
-def _with_width(
-    part: str, name: str, lr: float, seed: int, *changed: str, steps: int, development: bool = False
-) -> Job:
-    """Return a run of the second experiment. ``name`` is "off-16": the state, or the loss, and the MLP's width."""
+def _with_width(part: str, name: str, lr: float, seed: int, steps: int, development: bool = False) -> Job:
+    """Return a run of the second experiment. ``name`` is "off-16", "cosine-192" or "cosine@1-192" (λ 1)."""
     state, _, width = name.rpartition("-")
-    other = (f"--dispersion.variant={state}",) if state not in STATES else ()
+    loss, _, coeff = state.partition("@")
+    other = (f"--dispersion.variant={loss}",) if state not in STATES else ()
+    other += (f"--dispersion.coeff={coeff}",) if coeff else ()
     shape = (f"--model.overrides=hidden_dim={width}", "--condensation.interval=100")
     options = _options("off" if state == "off" else "on", Recipe(lr, WIDTH_WARMUP), seed, *other, *shape, steps=steps)
     condition, text = (f"{name}_lr-{lr:g}", "development") if development else (name, "test")
-    return Job(part, condition, seed, (*options, *changed), (text,))
+    return Job(part, condition, seed, options, (text,))
 
 
 def width_losses(rows: Iterable[Row], name: str, long: bool = False) -> dict[float, list[float]]:
@@ -201,11 +203,13 @@ def width_losses(rows: Iterable[Row], name: str, long: bool = False) -> dict[flo
 
 
 def best_of_width(rows: Iterable[Row], name: str, lrs: Sequence[float], long: bool = False) -> float | None:
-    """Return the learning rate of the lowest mean development cross-entropy; None while runs are missing."""
+    """Return the lowest learning rate within ``TIE`` of the best one; None while runs are missing, or if all failed."""
     losses = width_losses(rows, name, long)
     if any(len(losses.get(lr, ())) < len(TUNING_SEEDS) for lr in lrs):
         return None
-    return min(lrs, key=lambda lr: sum(losses[lr]))
+    least = min(sum(losses[lr]) for lr in lrs)
+    tied = [lr for lr in lrs if sum(losses[lr]) <= least + TIE * len(TUNING_SEEDS)]
+    return min(tied) if least < float("inf") else None
 
 
 def width_lrs(rows: Iterable[Row], name: str, long: bool = False) -> tuple[float, ...]:
@@ -229,13 +233,14 @@ def _second(part: str, rows: Sequence[Row]) -> list[Job]:
         ]
     tuned_lrs = {name: best_of_width(rows, name, width_lrs(rows, name, long), long) for name in names}
     if part == "losses":
-        tuned_lrs = {f"{loss}-{WIDTHS[1]}": tuned_lrs[f"on-{WIDTHS[1]}"] for loss in OTHER_LOSSES}
+        losses = (*OTHER_LOSSES, *(f"{loss}@1" for loss in STRONG_LOSSES))
+        tuned_lrs = {f"{loss}-{WIDTHS[1]}": tuned_lrs[f"on-{WIDTHS[1]}"] for loss in losses}
     elif part == "widths-again":
         tuned_lrs = {name: lr for name, lr in tuned_lrs.items() if name.endswith(f"-{WIDTHS[1]}")}
-    seeds = {"losses": SEEDS[:3], "long-tuned": FEW_SEEDS}.get(part, SEEDS)
-    changed = ("--training.local_batch_size=8",) if part == "widths-again" else ()
+    number = {"losses": 3, "long-tuned": 4}.get(part, 8)
+    seeds = AGAIN_SEEDS if part == "widths-again" else SECOND_SEEDS[:number]
     return [
-        _with_width(part, name, lr, seed, *changed, steps=steps)
+        _with_width(part, name, lr, seed, steps=steps)
         for seed in seeds
         for name, lr in tuned_lrs.items()
         if lr is not None

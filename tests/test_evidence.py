@@ -171,10 +171,15 @@ def test_a_width_takes_the_best_learning_rate_and_one_beyond_the_edge():
         job for job in jobs("widths", width_rows(best)) if job.condition in best
     ]  # the one beyond is not run yet
     rows = width_rows(best, beyond=True)
-    assert [o for job in jobs("widths", rows) if job.name == "on-768_seed-8" for o in job.options if ".lr" in o] == [
+    assert [o for job in jobs("widths", rows) if job.name == "on-768_seed-18" for o in job.options if ".lr" in o] == [
         "--optimizer.lr=0.064"
     ]
     assert len(jobs("widths", width_rows({}, missing="on-16_lr-0.032"))) == 40
+    tied = [
+        one | {"numbers": {"development": {"cross_entropy": 5.009}}} if "lr-0.016" in one["condition"] else one
+        for one in width_rows({})
+    ]
+    assert evidence_parts.best_of_width(tied, "on-16", (0.016, 0.032, 0.064)) == 0.016  # within 0.01 of the best
 
 
 def test_jobs_are_configs_that_can_run(sample):
