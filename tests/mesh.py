@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torchtitan.distributed import ParallelDims
 
 from tests import ring_attention
 from titan_disp import cpu
@@ -34,6 +35,11 @@ def documents():
     begins = torch.rand(GLOBAL_BATCH, SEQ_LEN, generator=torch.Generator().manual_seed(3)) < 0.15
     begins[0], begins[1, :2] = False, True
     return begins.cumsum(1).int() - begins[:, :1].int()
+
+
+def dims(world_size, **degrees):
+    every = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
+    return ParallelDims(**every | degrees, world_size=world_size)
 
 
 def full(tensor):

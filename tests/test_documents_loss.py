@@ -3,6 +3,8 @@
 On 2 and 4 ranks: ``test_sharded_loss``.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -62,6 +64,7 @@ def within(z, segments, variant, options):
 def test_documents(monkeypatch, variant, estimator, more, features, wide):
     monkeypatch.setattr(pairwise, "CPU_TILE", 16)
     monkeypatch.setattr("titan_disp.dispersion.masks.BLOCK", 16)
+    monkeypatch.setattr(layers, "BATCH_ELEMENTS", 2 * 80 * features)  # two of the six sequences of two layers at a time
     if wide:
         init = pairwise.Tiles.__init__
         monkeypatch.setattr(pairwise.Tiles, "__init__", lambda *a, **k: init(*a, **{**k, "wide": True}))
@@ -103,39 +106,16 @@ def test_lone_tokens_have_no_gradient():
         assert z.grad[1].isfinite().all()
 
 
-def test_one_document_is_the_whole_sequence():
-    """Bit for bit, and as ``valid`` with padding."""
-    z = tokens(2, 40, 8)
-    for variant, estimator, more in CASES:
-        options = {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 20)}
-        whole = dispersion_loss(z, **options)
-        torch.testing.assert_close(
-            dispersion_loss(z, segments=torch.full((2, 40), 5), **options), whole, rtol=1e-6, atol=0
-        )
-        valid = torch.arange(40) < torch.tensor([[40], [22]])
-        segments = torch.where(valid, 3, -1)
-        padded = dispersion_loss(z, valid=valid, **options)
-        torch.testing.assert_close(dispersion_loss(z, segments=segments, **options), padded, rtol=1e-6, atol=0)
-
-
 def test_tiles_without_pairs_are_left_out(monkeypatch):
     monkeypatch.setattr(pairwise, "CPU_TILE", 128)
-    seen = []
-    pairs = pairwise.Tiles.pairs
-    monkeypatch.setattr(
-        pairwise.Tiles, "pairs", lambda own, rows, i, *rest: seen.append(i) or pairs(own, rows, i, *rest)
-    )
-    z = tokens(2, 1024, 4)
-    dispersion_loss(z)
-    assert len(seen) == 8 * 9 / 2
-    seen.clear()
-    dispersion_loss(z, segments=torch.arange(1024).div(128, rounding_mode="floor").expand(2, 1024))
-    assert len(seen) == 8
-    seen.clear()
-    dispersion_loss(
-        z, segments=torch.arange(1024).remainder(2).expand(2, 1024)
-    )  # scattered, so that nothing is left out
-    assert len(seen) == 8 * 9 / 2
+    places = torch.arange(1024)
+    for segments, tiles in ((None, 8 * 9 / 2), (places // 128, 8), (places % 2, 8 * 9 / 2)):  # the last are scattered
+        with mock.patch.object(pairwise.Tiles, "pairs", autospec=True, side_effect=pairwise.Tiles.pairs) as pairs:
+            dispersion_loss(tokens(2, 1024, 4), segments=None if segments is None else segments.expand(2, 1024))
+        assert pairs.call_count == tiles
+
+
+NUMBERS = torch.zeros(2, 8, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -143,29 +123,12 @@ def test_tiles_without_pairs_are_left_out(monkeypatch):
     [
         ({}, {"valid": torch.ones(2, 8, dtype=torch.bool)}, "segments and valid are both given"),
         ({"estimator": "moments"}, {}, "estimator is 'moments', which cannot keep to the pairs within documents"),
-        (
-            {"variant": "vicreg"},
-            {},
-            "variant is 'vicreg', which is no loss of pairs.*expected one of angular, .*simctg",
-        ),
+        ({"variant": "vicreg"}, {}, "is 'vicreg', which is no loss of pairs.*expected one of angular, .*simctg"),
         ({"variant": "koleo"}, {}, "variant is 'koleo', which is no loss of pairs"),
-        (
-            {},
-            {"segments": torch.zeros(2, 8)},
-            r"segments has shape \(2, 8\) and dtype torch.float32, expected int32 or int64",
-        ),
-        ({}, {"segments": torch.zeros(2, 7, dtype=torch.int64)}, r"segments has shape \(2, 7\) .*\(2, 8\)"),
+        ({}, {"segments": NUMBERS.float()}, r"\(2, 8\) and dtype torch.float32, expected int32 or int64"),
+        ({}, {"segments": NUMBERS[:, :7]}, r"segments has shape \(2, 7\) .*\(2, 8\)"),
     ],
 )
 def test_refused(options, given, message):
     with pytest.raises(ValueError, match=message):
-        dispersion_losses([tokens(2, 8, 4)], **options, **({"segments": torch.zeros(2, 8, dtype=torch.int64)} | given))
-
-
-def test_memory_is_not_of_pairs():
-    """Packs and parts of the batch take their own sequences' documents."""
-    z, segments = tokens(6, 64, 16).double(), ids(64, batch=6)
-    whole = dispersion_loss(z, segments=segments)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "BATCH_ELEMENTS", 2 * 64 * 16)
-        torch.testing.assert_close(dispersion_loss(z, segments=segments), whole)
+        dispersion_losses([tokens(2, 8, 4)], **options, **({"segments": NUMBERS} | given))

@@ -12,8 +12,10 @@ import torch
 from tests.command_line import ROOT
 from tests.oracle import EVERY_ESTIMATOR, drawing_order, drawn, loss_and_gradient, tokens
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
-from titan_disp.dispersion.moments import FIT_TOKENS, sample
+from titan_disp.dispersion.moments import sample
 from titan_disp.dispersion.sampled import order
+
+pytestmark = pytest.mark.filterwarnings("ignore:the moments estimator fits some tokens badly")
 
 
 def compared(z, **options):
@@ -26,31 +28,12 @@ def compared(z, **options):
     return (found - grad).flatten(1).norm(dim=1) / grad.flatten(1).norm(dim=1), logged[0], exact, value
 
 
-def cloud(shape, width, n=512, f=64):
-    """Shapes that embeddings pass through: tokens with no common direction, within cones, and a few outside of them."""
-    z = tokens(2, n, f, seed=5, mean=0.0) / math.sqrt(f)
-    first, second, third = torch.eye(f)[:3]
-    if shape == "random":
-        return z
-    near = first + width * z
-    if shape == "two cones":
-        near[:, 1::3] = second + width * z[:, 1::3]
-    elif shape == "cone and others":  # almost none of which are among the tokens of the fit
-        near[:, 1 :: n // 5] = z[:, 1 :: n // 5]
-    elif shape == "cone and opposite":
-        near[:, 7] = width * z[:, 7] - first
-    elif shape == "all between":
-        near += torch.linspace(0, 2, n)[:, None] * third
-    return near
-
-
 def centres(count, n=1024, f=256):
     """Tokens that repeat but for noise, as in a list or a table."""
     torch.manual_seed(0)
     return (torch.randn(count, f)[torch.randint(count, (n,))] + 0.1 * torch.randn(n, f))[None].double()
 
 
-@pytest.mark.filterwarnings("ignore:the moments estimator fits some tokens badly")
 def test_errors_of_tokens_that_repeat():
     """The table of docs/loss.md. The logged error is that of the gradient, so nobody needs to compute exact to see it."""
     text = (ROOT / "docs" / "loss.md").read_text()
@@ -63,7 +46,6 @@ def test_errors_of_tokens_that_repeat():
             assert all(0.45 * error < logged < 1.6 * error for error, logged, *_ in found)
 
 
-@pytest.mark.filterwarnings("ignore:the moments estimator fits some tokens badly")
 def test_errors_of_uniformity():
     """The table of docs/losses.md."""
     torch.manual_seed(0)
@@ -75,19 +57,6 @@ def test_errors_of_uniformity():
             error, logged, *_ = compared(z, variant="uniformity", options={"t": t})
             assert error.item() == pytest.approx(percent / 100, abs=0.006)
             assert 0.7 * error < logged < 1.2 * error
-
-
-@pytest.mark.parametrize("width", [1.0, 0.05])
-@pytest.mark.parametrize(
-    "shape", ["random", "one cone", "two cones", "cone and others", "cone and opposite", "all between"]
-)
-def test_moments_are_close_to_exact_while_embeddings_collapse(shape, width):
-    """With one quadratic for all tokens, the gradient of a cone and others was 1.9 times as long as it should be."""
-    error, logged, exact, value = compared(cloud(shape, width))
-    assert error.max() <= 0.065  # so the cosine is at least 0.998
-    assert (value - exact).abs().max() <= 0.01
-    # The logged error tells, but for what tokens that no other is compared with do to a narrow cone.
-    assert (error <= logged + 0.04).all()
 
 
 @pytest.mark.parametrize(
@@ -151,22 +120,8 @@ def test_a_fitted_sum_that_cannot_be_is_nan():
     z[:, fitted, 0] += 1.0
     value, grad = loss_and_gradient(dispersion_loss, z, estimator="moments", tau=0.05)
     assert value.isnan()
-    with pytest.warns(
-        UserWarning, match='error of its gradient may be 1\\d\\d%. Use estimator "exact", or larger tau and'
-    ):
+    with pytest.warns(UserWarning, match='may be 1\\d\\d%. Use estimator "exact", or larger tau and'):
         compared(centres(100), tau=0.1, clamp=0.01)
-
-
-@pytest.mark.parametrize("length", [60, 64, 127, 128, 300, 512, 1000, 4096, 5000])
-def test_fitted_tokens_are_one_of_each_block(length):
-    found = sample(torch.arange(length, dtype=torch.float64)[None, :, None], length, None)
-    stride = max(1, 2 ** ((length // FIT_TOKENS).bit_length() - 1))
-    assert torch.equal(found.z[0, :, 0].long(), found.rows[0])
-    assert torch.equal(found.rows[0] // stride, torch.arange(-(-length // stride)))
-    for period in (2, 4, 8, 16):
-        if stride >= period:  # every residue comes as often as the others, to within a quarter
-            counts = (found.rows[0] % period).bincount(minlength=period)
-            assert (counts / len(found.rows[0]) * period - 1).abs().max() <= 0.25 * period / 2
 
 
 def test_options_are_shown_and_checked():
@@ -176,22 +131,16 @@ def test_options_are_shown_and_checked():
         own = [first, "group", "step", "valid", "segments"]
         assert list(shown) == [*own, *(f.name for f in dataclasses.fields(DispersionLoss))]
         assert shown["tau"].default == 1.0
-    z = tokens(1, 4, 3)
-    with pytest.raises(TypeError, match=r"unknown option 'attention_mask': pass valid=\[B, N\], True at tokens"):
-        dispersion_loss(z, attention_mask=torch.ones(1, 4))
-    with pytest.raises(TypeError, match=r"unknown option 'taau'.* tau"):
-        dispersion_loss(z, taau=1.0)
+    for unknown, hint in (("attention_mask", r"pass valid=\[B, N\]"), ("taau", "tau")):
+        with pytest.raises(TypeError, match=rf"unknown option '{unknown}'.* {hint}"):
+            dispersion_loss(tokens(1, 4, 3), **{unknown: 1.0})
 
 
 def test_positions_are_drawn_from_seed_step_and_layer():
-    drawn = {(s, t, layer): order(4096, s, t, layer) for s in (0, 1) for t in (0, 1) for layer in (0, 1)}
-    assert len({tuple(positions.tolist()) for positions in drawn.values()}) == 8
-    for of, positions in drawn.items():
-        assert torch.equal(positions.sort().values, torch.arange(4096))
-        assert torch.equal(positions, drawing_order(4096, *of))
-    assert set().union(*(order(10, 0, step, 0)[:4].tolist() for step in range(50))) == set(range(10))
-    assert order(4096, 11, 3, 2)[:5].tolist() == [1391, 2457, 224, 474, 350]  # or a resumed run would draw others
-    # A seed of 64 bits.
+    """A resumed run must draw the same. A seed has 64 bits."""
+    for of in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        assert torch.equal(order(4096, *of), drawing_order(4096, *of))
+    assert order(4096, 11, 3, 2)[:5].tolist() == [1391, 2457, 224, 474, 350]
     assert sorted(order(10, 2**64 - 1, 10**9, 100).tolist()) == list(range(10))
     assert not torch.equal(order(100, 2**63, 0, 0), order(100, 2**63 + 1, 0, 0))
 
@@ -201,7 +150,6 @@ def test_all_tokens_where_there_are_no_more():
     assert torch.equal(dispersion_loss(z, estimator="sampled", max_tokens=20), dispersion_loss(z))
 
 
-@pytest.mark.filterwarnings("ignore:the moments estimator fits some tokens badly")
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize(("variant", "estimator"), EVERY_ESTIMATOR)
 @pytest.mark.parametrize("features", [16, 80])  # decorrelation has a form for either

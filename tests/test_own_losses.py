@@ -3,35 +3,35 @@
 The losses that come with titan-disp, of the same kinds: the tests that ``tests/test_variants.py`` names.
 """
 
-import dataclasses
 import json
 import math
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.config import ConfigManager
 
 from tests import test_padding as padding
 from tests.command_line import ROOT
 from tests.distributed import spawn
-from tests.oracle import ORACLES, cosines, drawing_order, loss_and_gradient, tokens, units
+from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens, units
 from tests.pages import blocks
-from titan_disp.dispersion import AutogradVariant, DispersionLoss, MomentsVariant, dispersion_loss, dispersion_losses
+from titan_disp.config.checks import build_dispersion_losses, resolve_tables
+from titan_disp.config.load import load_config
+from titan_disp.dispersion import AutogradVariant, CosineVariant, DispersionLoss, MomentsVariant, dispersion_loss
 from titan_disp.dispersion.vectors import Normalized
 from titan_disp.errors import ConfigError
 
 (RECIPE,) = blocks((ROOT / "docs" / "losses.md").read_text(), "python")
 BAND = {"variant": "my_losses:Band", "options": {"margin": 0.2}}
 CASES = [
-    ("my_losses:Band", "exact", {"options": {"margin": 0.2}}),
-    ("my_losses:Band", "sampled", {"options": {"margin": 0.2}, "max_tokens": 24}),
-    *((name, "exact", {}) for name in ("my_losses:Participation", "my_losses:Entropy")),
-    *((name, "sampled", {"max_tokens": 24}) for name in ("my_losses:Participation", "my_losses:Entropy")),
+    (f"my_losses:{name}", estimator, ({"options": {"margin": 0.2}} if name == "Band" else {}) | drawn(estimator, 24))
+    for name in ("Band", "Participation", "Entropy")
+    for estimator in ("exact", "sampled")
 ]
 
 
@@ -88,14 +88,12 @@ def test_an_object_or_a_path(folder):
     for given in ({"variant": my_losses.Band(0.2)}, BAND):
         torch.testing.assert_close(dispersion_loss(z, **given), expected)
         torch.testing.assert_close(DispersionLoss(**given)([z])[0], expected)
-        torch.testing.assert_close(dispersion_losses([z, z], **given), torch.stack([expected] * 2))
     for wrong, message in (
         ({"variant": my_losses.Band}, "expected a name, or an object such as MyLoss"),
         ({"variant": my_losses.Band(0.2), "options": {"margin": 0.3}}, "is an object, which has its own: leave them"),
         ({"variant": my_losses.Band(0.2), "tau": 0.3}, r"tau is 0.3, but variant Band\(margin=0.2\) does not use it"),
         (BAND | {"tau": 0.3}, "tau is 0.3, but variant 'my_losses:Band' does not use it: leave it at 1.0 "),
         (BAND | {"estimator": "moments"}, "variant 'my_losses:Band' does not support: expected one of exact, sampled$"),
-        ({"variant": "my_losses:Participation", "estimator": "moments"}, "of its exact form grows only linearly"),
     ):
         with pytest.raises(ValueError, match=message):
             DispersionLoss(**wrong)
@@ -135,47 +133,40 @@ class Recorded(AutogradVariant):
 
 def test_what_an_autograd_loss_is_given(monkeypatch):
     """Of every layer by itself, also if tokens are drawn."""
-    monkeypatch.setattr(Recorded, "seen", [])
     zs = [tokens(2, 10, 4, seed).bfloat16().requires_grad_(True) for seed in range(2)]
     valid = torch.arange(10) < torch.tensor([[10], [4]])
-    for options, places in (({}, [range(10)] * 2), ({"estimator": "sampled", "max_tokens": 6}, None)):
-        Recorded.seen.clear()
-        loss = DispersionLoss(Recorded(), **options)
-        losses = loss(zs, step=7, valid=valid)
-        losses.sum().backward()
+    for options in ({}, {"estimator": "sampled", "max_tokens": 6}):
+        monkeypatch.setattr(Recorded, "seen", [])
+        DispersionLoss(Recorded(), **options)(zs, step=7, valid=valid).sum().backward()
         assert [(c.step, c.layer, c.group) for _, _, c in Recorded.seen] == [(7, 0, None), (7, 1, None)]
         for layer, (z, found, _) in enumerate(Recorded.seen):
-            order = drawing_order(10, 0, 7, layer)
-            chosen = [
-                sorted([i for i in order.tolist() if valid[b, i]][: options.get("max_tokens", 10)]) for b in (0, 1)
-            ]
+            order, expected = drawing_order(10, 0, 7, layer).tolist(), torch.zeros(2, 10, 4)
             assert z.dtype == torch.float32
-            assert found.sum(1).tolist() == [len(places) for places in chosen]
             for b in (0, 1):
-                assert torch.equal(z[b, found[b]], zs[layer][b, chosen[b]].float())
+                chosen = sorted([i for i in order if valid[b, i]][: options.get("max_tokens", 10)])
+                assert torch.equal(z[b, found[b]], zs[layer][b, chosen].float())
                 assert not z[b, ~found[b]].any()
-                grad = torch.zeros(10, 4)
-                grad[chosen[b]] = 2 * (1 + layer) * zs[layer][b, chosen[b]].detach().float()
-                torch.testing.assert_close(zs[layer].grad[b].float(), grad, rtol=2**-7, atol=0)
+                expected[b, chosen] = 2 * (1 + layer) * zs[layer][b, chosen].detach().float()
+            torch.testing.assert_close(zs[layer].grad.float(), expected, rtol=2**-7, atol=0)
             zs[layer].grad = None
 
 
 @pytest.mark.parametrize(
     ("returned", "found"),
     [
-        ("z.mean()", r"shape \(\), expected shape \(2,\)"),
-        ("z.mean(-1)", r"shape \(2, 6\), expected"),
-        ("z.detach().sum((1, 2))", r"shape \(2,\), .* that autograd has computed"),
-        ("3.0", r"Wrong.loss returned 3.0, expected"),
+        (lambda z: z.mean(-1), r"shape \(2, 6\), expected shape \(2,\)"),
+        (lambda z: z.detach().sum((1, 2)), r"shape \(2,\), .* that autograd has computed"),
+        (lambda z: 3.0, r"Wrong.loss returned 3.0, expected"),
     ],
 )
-def test_a_loss_that_is_none(folder, returned, found):
-    header = "from dataclasses import dataclass\nfrom titan_disp.dispersion import AutogradVariant\n"
-    body = f"@dataclass(frozen=True)\nclass Wrong(AutogradVariant):\n    def loss(self, z, valid, context): return {returned}\n"
-    (folder / "wrong_loss.py").write_text(header + body)
-    sys.modules.pop("wrong_loss", None)
+def test_a_loss_that_is_none(returned, found):
+    @dataclass(frozen=True)
+    class Wrong(AutogradVariant):
+        def loss(self, z, valid, context):
+            return returned(z)
+
     with pytest.raises(ValueError, match=found):
-        dispersion_loss(tokens(2, 6, 4), variant="wrong_loss:Wrong")
+        dispersion_loss(tokens(2, 6, 4), variant=Wrong())
 
 
 MODULE = """
@@ -205,68 +196,49 @@ class OtherDefault(NotDecorated):
 """
 
 
+@pytest.fixture
+def various(folder, monkeypatch):
+    for name, text in (("various", MODULE), ("broken", "1 / 0")):
+        (folder / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
 @pytest.mark.parametrize(
     ("variant", "options", "message"),
     [
         ("band", {}, r"variant is 'band', expected one of angular, .*, or package.module:Class"),
         ("simctgg", {}, r"or package.module:Class \(did you mean simctg\?\)"),
         ("various.Options", {}, "write a colon before the class, various:Options"),
-        (
-            "nowhere.at_all:Loss",
-            {},
-            r"nowhere.at_all cannot be imported \(ModuleNotFoundError: .*PYTHONPATH=FOLDER titan",
-        ),
+        ("nowhere.at_all:Loss", {}, r"cannot be imported \(ModuleNotFoundError: .*PYTHONPATH=FOLDER titan"),
         ("broken:Loss", {}, r"broken cannot be imported \(ZeroDivisionError: division by zero\)"),
         ("various:Option", {}, r"various has no Option \(did you mean Options\?\)"),
         ("various:number", {}, "which is 3, expected a class that extends CosineVariant, MomentsVariant or AutogradV"),
         ("various:NotDecorated", {}, r"and is decorated with @dataclass\(frozen=True\)"),
-        (
-            "various:Abstract",
-            {},
-            "variant 'various:Abstract' cannot be built: Can't instantiate abstract class Abstract",
-        ),
-        ("various:Options", {}, "options.margin is not set, and variant 'various:Options' has no default of it"),
+        ("various:Abstract", {}, "'various:Abstract' cannot be built: Can't instantiate abstract class Abstract"),
+        ("various:Options", {}, "options.margin is not set"),
         ("various:Options", {"margin": "wide"}, "options.margin is 'wide', expected a number"),
-        ("various:Options", {"margin": torch.tensor(1.0)}, r"options.margin is tensor\(1.\), expected a number"),
         ("various:Options", {"margin": 1, "count": 2.5}, "options.count is 2.5, expected a whole number"),
         ("various:Options", {"margin": 1, "count": True}, "options.count is True, expected a whole number"),
         ("various:Options", {"margin": 1, "signed": 1}, "options.signed is 1, expected true or false"),
         ("various:Options", {"margin": 1, "label": 1}, "options.label is 1, expected a text"),
         ("various:Options", {"margin": 1, "count": 6}, "variant 'various:Options': too many"),
-        (
-            "various:Options",
-            {"magin": 1},
-            r"options.magin is not known \(did you mean margin\?\); expected margin, count",
-        ),
+        ("various:Options", {"magin": 1}, r"magin is not known \(did you mean margin\?\); expected margin, count"),
         ("various:Options", {"tau": 1}, "options.tau is not known: it has a key of its own, tau; expected margin"),
         ("various:OtherDefault", {}, "has the default tau = 0.05, but that of the key is 1.0: leave"),
         ("my_losses:Band", {"margin": 2}, "^options.margin is 2.0, expected a number in"),
         ("koleo", {"margin": 2}, "options.margin is not known; expected no option"),
     ],
 )
-def test_refused(folder, variant, options, message):
-    (folder / "various.py").write_text(MODULE)
-    (folder / "broken.py").write_text("1 / 0")
-    for name in ("various", "broken"):
-        sys.modules.pop(name, None)
+def test_refused(various, variant, options, message):
     with pytest.raises(ValueError, match=message):
         DispersionLoss(variant, options=options)
 
 
-def test_options_of_every_type(folder):
+def test_options_of_every_type(various):
     """A whole number is a number; a key's value arrives; what is not checked is handed on."""
-    (folder / "various.py").write_text(MODULE)
-    sys.modules.pop("various", None)
     options = {"margin": 2, "signed": True, "label": "b", "shape": [3]}
     found = DispersionLoss("various:Options", tau=0.3, options=options)._variant
-    assert (found.margin, found.count, found.signed, found.label, found.shape, found.tau) == (
-        2.0,
-        3,
-        True,
-        "b",
-        [3],
-        0.3,
-    )
+    assert vars(found) == options | {"count": 3, "tau": 0.3}
     assert isinstance(found.margin, float)
 
 
@@ -286,14 +258,10 @@ def test_a_package_offers_a_loss_by_a_name(folder):
     assert torch.equal(dispersion_loss(z, variant="angular"), dispersion_loss(z))
     with pytest.raises(ValueError, match="variant is 'gone', but nowhere cannot be imported"):
         DispersionLoss("gone")
-    with pytest.raises(
-        ValueError, match=r"variant is 'bund', expected one of .*, vicreg, angular, band, gone.*band\?\)"
-    ):
+    with pytest.raises(ValueError, match=r"variant is 'bund', .*, vicreg, angular, band, gone.*band\?\)"):
         DispersionLoss("bund")
     install("two", "band = my_losses:Participation")
-    with pytest.raises(
-        ValueError, match="several packages offer: write one of my_losses:Band, my_losses:Participation"
-    ):
+    with pytest.raises(ValueError, match="several packages offer: write one of my_losses:Band, my_losses:Part"):
         DispersionLoss("band")
 
 
@@ -347,7 +315,6 @@ def train_and_resume(folder, sample):
 
 
 def test_a_run(folder, sample):
-    from tests.run_invariants import check_run
     from titan_disp.lab.export.model_card import model_card
     from titan_disp.lab.export.saved import find_saved
     from titan_disp.lab.report.gather import gather
@@ -357,7 +324,6 @@ def test_a_run(folder, sample):
     (folder / "own.toml").write_text(CONFIG)
     spawn(4, train_and_resume, folder, sample)
     run = folder / "run"
-    check_run(run)
     rows = read_metrics(run)
     assert list(rows) == [1, 2, 3, 4]
     for row in rows.values():
@@ -374,38 +340,31 @@ def test_a_run(folder, sample):
     section = read_config(run)["dispersion"]
     assert (section["variant"], section["options"]) == ("my_losses:Band", {"margin": -0.5})
     (told,) = overview(gather([run]), 0.0)["dispersion"]
-    assert (
-        "variant my_losses:Band, estimator exact, margin=-0.5, and variant=cosine,weight=0.25,estimator=sampled" in told
-    )
+    assert "my_losses:Band, estimator exact, margin=-0.5, and variant=cosine,weight=0.25,estimator=sampled" in told
     card = model_card(find_saved(run), "small", 1, "float32", {})
     assert "variant = my_losses:Band, " in card
     assert "margin = -0.5, and variant=cosine,weight=0.25,estimator=sampled,max_tokens=16" in card
-    assert json.loads((Path(run) / "config.json").read_text())["dispersion"]["options"] == {"margin": -0.5}
+
+
+def both_ways(*words):
+    """The config as titan-disp reads it, and as stock TorchTitan does."""
+    stock = ["--job.config_file", *words, "--job.custom_config_module", "titan_disp.job_config"]
+    return load_config(["--job.config_file", *words]), ConfigManager().parse_args(stock)
 
 
 @pytest.mark.parametrize(
     ("toml", "words", "found"),
     [
-        ("options = {margin = 0.5}", (), {"margin": 0.5}),
-        ('options = ["margin=0.5"]', (), {"margin": 0.5}),
-        (
-            "options = {margin = 0.5}",
-            ("--dispersion.options", "rate=2,name=a,flag=true"),
-            {"rate": 2, "name": "a", "flag": True},
-        ),
-        ("", (), {}),
+        ("options = {margin = 0.5}", "", {"margin": 0.5}),
+        ('options = ["margin=0.5"]', "", {"margin": 0.5}),
+        ("options = {margin = 0.5}", "rate=2,name=a,flag=true", {"rate": 2, "name": "a", "flag": True}),
+        ("", "", {}),
     ],
 )
 def test_ways_to_write_options(tmp_path, toml, words, found):
-    from torchtitan.config import ConfigManager
-
-    from titan_disp.config.checks import resolve_tables
-    from titan_disp.config.load import load_config
-
     file = tmp_path / "c.toml"
     file.write_text(f'[model]\nname = "qwen3_disp"\nflavor = "nano"\n[dispersion]\n{toml}')
-    stock = ["--job.config_file", str(file), "--job.custom_config_module", "titan_disp.job_config", *words]
-    for config in (load_config(["--job.config_file", str(file), *words]), ConfigManager().parse_args(stock)):
+    for config in both_ways(str(file), *(("--dispersion.options", words) if words else ())):
         resolve_tables(config)
         assert config.dispersion.options == found
     config.dispersion.options = ["margin"]
@@ -416,40 +375,26 @@ def test_ways_to_write_options(tmp_path, toml, words, found):
 LOSSES = [{"variant": "vicreg", "weight": 0.1, "options": {"gamma": 2}}, {"variant": "angular", "tau": 0.5}]
 
 
-@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("words", [(), ("--dispersion.losses", json.dumps(LOSSES))])
 def test_several_losses(tmp_path, words):
-    from torchtitan.config import ConfigManager
-
-    from titan_disp.config.checks import build_dispersion_losses
-    from titan_disp.config.load import load_config
-
     (tmp_path / "c.toml").write_text("" if words else "dispersion.losses = " + re.sub(r'": ', '"=', json.dumps(LOSSES)))
-    more = ["--dispersion.losses", json.dumps(LOSSES), "--debug.seed", "7"] if words else ["--debug.seed", "7"]
-    stock = [
-        "--job.config_file",
-        str(tmp_path / "c.toml"),
-        "--job.custom_config_module",
-        "titan_disp.job_config",
-        *more,
-    ]
-    for config in (load_config([*stock[:2], *more]), ConfigManager().parse_args(stock)):
+    for config in both_ways(str(tmp_path / "c.toml"), *words, "--debug.seed", "7"):
         found = build_dispersion_losses(config)
-        assert [(name, weight) for name, (weight, _) in found.items()] == [
-            ("angular", 1.0),
-            ("vicreg", 0.1),
-            ("angular_2", 1.0),
-        ]
+        assert [(n, weight) for n, (weight, _) in found.items()] == [("angular", 1), ("vicreg", 0.1), ("angular_2", 1)]
         assert found["vicreg"][1]._variant.gamma == 2.0
         assert (found["angular_2"][1].tau, found["angular_2"][1].seed) == (0.5, 7)
+
+
+def of_words(losses):
+    return build_dispersion_losses(
+        load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", losses])
+    )
 
 
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        (
-            '[{"weight": 1}]',
-            r"losses\[0\] is \{'weight': 1\}, expected a table with a variant, as variant = \"cosine\"",
-        ),
+        ('[{"weight": 1}]', r"losses\[0\] is \{'weight': 1\}, expected a table with a variant, as variant = "),
         ('["cosine"]', r"losses is \['cosine'\]: item 0 of list is not a dict"),
         ('{"variant": "cosin"}', r"losses\[0\]\.variant is 'cosin', expected one of .* \(did you mean cosine\?\)"),
         ('{"variant": "cosine", "weight": 0}', r"losses\[0\]\.weight is 0, expected a number > 0"),
@@ -461,29 +406,18 @@ def test_several_losses(tmp_path, words):
     ],
 )
 def test_several_losses_that_are_wrong(losses, message):
-    from titan_disp.config.checks import build_dispersion_losses
-    from titan_disp.config.load import load_config
-
     with pytest.raises(ConfigError, match=f"^dispersion.{message}"):
-        build_dispersion_losses(
-            load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", losses])
-        )
+        of_words(losses)
 
 
 def test_names_that_collide(folder):
     """A class that is named as another one's second loss, and the name of another number."""
-    from titan_disp.config.checks import build_dispersion_losses
-    from titan_disp.config.load import load_config
-
     variants = ("odd_losses:cosine_2", "cosine", "cosine", "odd_losses:fit_error")
-    words = json.dumps([{"variant": variant} for variant in variants])
     (folder / "odd_losses.py").write_text(
         "from titan_disp.dispersion.variants.cosine import Cosine\nfrom dataclasses import dataclass\n"
         "@dataclass(frozen=True)\nclass cosine_2(Cosine): pass\n@dataclass(frozen=True)\nclass fit_error(Cosine): pass\n"
     )
-    found = build_dispersion_losses(
-        load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", words])
-    )
+    found = of_words(json.dumps([{"variant": variant} for variant in variants]))
     assert list(found) == ["angular", "cosine_2", "cosine", "cosine_3", "fit_error_2"]
 
 
@@ -499,50 +433,28 @@ KEPT = torch.ones(12, 12, dtype=torch.float64)
     ],
 )
 def test_what_a_pair_function_returns_is_not_overwritten(pair, w):
-    from titan_disp.dispersion import CosineVariant
-
-    @dataclasses.dataclass(frozen=True)
+    @dataclass(frozen=True)
     class Own(CosineVariant):
         @property
         def pair(self):
             return pair
 
     def expected(z):
-        u = torch.nn.functional.normalize(z, dim=-1)
-        return w(u @ u.transpose(1, 2))[:, ~torch.eye(12, dtype=torch.bool)].mean(1)
+        return w(cosines(z)).mean(1)
 
     z = 10 * tokens(2, 12, 8).double()
-    valid = torch.arange(12) < torch.tensor([[12], [12]])
-    for _ in range(2):
-        for options in ({}, {"valid": valid}):
-            value, grad = loss_and_gradient(lambda x, o=options: dispersion_loss(x, variant=Own(), **o), z)
-            right, right_grad = loss_and_gradient(expected, z)
-            torch.testing.assert_close(value, right)
-            torch.testing.assert_close(grad, right_grad)
+    for valid in (None, torch.ones(2, 12, dtype=torch.bool)) * 2:
+        found = loss_and_gradient(dispersion_loss, z, variant=Own(), valid=valid)
+        torch.testing.assert_close(found, loss_and_gradient(expected, z))
 
 
 def test_an_autograd_loss_whose_gradient_is_expanded():
-    from titan_disp.dispersion import AutogradVariant
-
-    @dataclasses.dataclass(frozen=True)
+    @dataclass(frozen=True)
     class Total(AutogradVariant):
         def loss(self, z, valid, context):
             return z.sum((1, 2))
 
-    valid = torch.arange(12) < torch.tensor([[12], [7]])
-    for options in ({}, {"valid": valid}):
-        z = tokens(2, 12, 8).requires_grad_()
-        dispersion_loss(z, variant=Total(), **options).sum().backward()
-        torch.testing.assert_close(
-            z.grad, (valid if options else torch.ones(2, 12))[..., None].expand(2, 12, 8).float()
-        )
-
-
-def test_a_second_derivative_is_an_error(folder):
-    z = tokens(2, 12, 8).double().requires_grad_(True)
-    for name in OWN:
-        (grad,) = torch.autograd.grad(dispersion_loss(z, variant=name).sum(), z, create_graph=True)
-        expected, first = loss_and_gradient(OWN[name], z.detach())
-        assert (first / torch.tensor([1.0, 2.0])[:, None, None] - grad).norm() <= 1e-11 * grad.norm()
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            grad.sum().backward()
+    z, valid = tokens(2, 12, 8).requires_grad_(), torch.arange(12) < torch.tensor([[12], [7]])
+    for given, expected in ((None, torch.ones(2, 12)), (valid, 1 + valid.float())):
+        dispersion_loss(z, variant=Total(), valid=given).sum().backward()
+        torch.testing.assert_close(z.grad, expected[..., None].expand(2, 12, 8))

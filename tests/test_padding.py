@@ -103,22 +103,6 @@ def test_padding_may_hold_anything(garbage, dtype):
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_mask_of_tokens_only_changes_nothing(case):
-    """Not the tokens that are drawn either, which differ by layer."""
-    variant, estimator, options = case
-    z, _ = padded((300, 300), 6)
-    loss = DispersionLoss(variant, estimator, **options, **({"seed": 4} if estimator == "sampled" else {}))
-    results = []
-    for valid in (None, torch.ones(2, 300, dtype=torch.bool)):
-        zs = [z.clone().requires_grad_(True), (2 * z).requires_grad_(True)]
-        values = loss(zs, step=5, valid=valid)
-        values.sum().backward()
-        results.append((values.detach(), *(one.grad for one in zs)))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-
-
 def test_one_padded_token_has_no_pair():
     """A batch may be padded to a length of 1."""
     for variant, estimator, options in CASES:

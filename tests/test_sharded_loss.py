@@ -11,19 +11,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import test_documents_loss as documents
 from tests import test_padding as padding
 from tests.distributed import spawn
-from tests.oracle import EVERY_LOSS, angular, drawn, tokens
+from tests.mesh import dims
+from tests.oracle import EVERY_LOSS, angular, cross_entropy, drawn, loss_and_gradient, tokens
 from titan_disp.dispersion import (
     DispersionLoss,
     DispersionObjective,
     LossLedger,
     autograd,
     dispersion_loss,
-    dispersion_losses,
     layers,
     masks,
     pairwise,
 )
-from titan_disp.dispersion.moments import sample
+from titan_disp.spec import sequence_mesh
 
 B, N, F = 3, 48, 16
 PARAMETERS = {"tau": 0.5, "clamp": 0.25, "norm_eps": 1e-2}
@@ -37,32 +37,24 @@ def check_every_loss(mesh, data):
         for features in (8, 300):  # decorrelation's linear and its pairwise form
             z = tokens(2, 256, features, seed=data).double() / math.sqrt(features)
             options = {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 40)}
-            whole = z.clone().requires_grad_(True)
-            expected = dispersion_loss(whole, **options)
-            (expected * torch.tensor([1.0, 3.0])).sum().backward()
+            expected, grad = loss_and_gradient(dispersion_loss, z, **options)
             own = torch.arange(256).chunk(ranks)[rank]
-            local = z[:, own].clone().requires_grad_(True)
-            value = dispersion_loss(local, group=mesh, **options)
-            (value * torch.tensor([1.0, 3.0])).sum().backward()
-            torch.testing.assert_close(value, expected, msg=lambda m, o=options: f"{o}: {m}")
-            torch.testing.assert_close(local.grad, whole.grad[:, own], msg=lambda m, o=options: f"{o}: {m}")
+            found = loss_and_gradient(dispersion_loss, z[:, own], group=mesh, **options)
+            torch.testing.assert_close(found, (expected, grad[:, own]), msg=lambda m, o=options: f"{o}: {m}")
 
 
 def check_any_order(mesh):
     """As context parallelism's head-tail balancing: rank r holds chunks r and 2·ranks − 1 − r; by a group as by a mesh."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    halves, weights = torch.arange(N).chunk(2 * ranks), torch.tensor([1.0, 2.0, 3.0])
+    halves = torch.arange(N).chunk(2 * ranks)
     positions = torch.cat([halves[rank], halves[2 * ranks - 1 - rank]])
     for dtype, value_tolerance, grad_tolerance in ((torch.float32, 4e-6, 1e-5), (torch.float64, 1e-13, 1e-12)):
-        whole = tokens(B, N, F).double().requires_grad_(True)
-        expected = angular(whole, **PARAMETERS)
-        (expected * weights).sum().backward()
-        local = tokens(B, N, F)[:, positions].to(dtype).requires_grad_(True)
-        loss = dispersion_loss(local, group=mesh.get_group(), **PARAMETERS)
-        (loss * weights).sum().backward()
-        torch.testing.assert_close(loss.double(), expected, rtol=0, atol=value_tolerance)
-        error, norm = (local.grad.double() - whole.grad[:, positions]).norm(), whole.grad[:, positions].norm()
-        assert error <= grad_tolerance * norm
+        z = tokens(B, N, F)
+        expected, grad = loss_and_gradient(angular, z.double(), **PARAMETERS)
+        local = z[:, positions].to(dtype)
+        found, own = loss_and_gradient(dispersion_loss, local, group=mesh.get_group(), **PARAMETERS)
+        torch.testing.assert_close(found, expected, rtol=0, atol=value_tolerance)
+        assert (own - grad[:, positions]).norm() <= grad_tolerance * grad[:, positions].norm()
 
 
 def check_bf16(mesh):
@@ -86,16 +78,6 @@ def check_bf16(mesh):
     assert all(torch.equal(v, values[0]) for v in values), "the ranks differ"
 
 
-def check_fitted_tokens(mesh):
-    """The moments are fitted to the same tokens on every mesh."""
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    for length in (256, 1024, 4096):
-        z, n = torch.arange(length, dtype=torch.float64)[None, :, None], length // ranks
-        whole, ours = sample(z, length, None), sample(z[:, rank * n : (rank + 1) * n], length, mesh.get_group())
-        assert torch.equal(ours.z, whole.z)
-        assert torch.equal(ours.rows[0], torch.where(whole.rows[0] // n == rank, whole.rows[0] - rank * n, -1))
-
-
 def check_gathered_ahead(mesh):
     """While a layer is computed, the next one is gathered, and no layer twice: as often as its own values are asked for."""
     events = []
@@ -111,7 +93,7 @@ def check_gathered_ahead(mesh):
 
     zs = [torch.cat([torch.full((1, 1, 8), float(i)), tokens(1, 7, 8)], 1).requires_grad_() for i in range(3)]
     with mock.patch.object(layers, "Gathering", Gathering), mock.patch.object(layers, "PACK_ELEMENTS", 0):
-        dispersion_losses(zs, group=mesh).sum().backward()
+        DispersionLoss()(zs, mesh).sum().backward()
     assert events == ["start 0", "start 1", "wait", "start 2", "wait", "wait"]
 
 
@@ -119,9 +101,7 @@ def check_unequal_shards(mesh):
     """As many as torch.chunk gives: every rank says so, before anything is sent. Equal ones are compared once."""
     for estimator in ("exact", "moments", "sampled"):
         own = tokens(2, 10, F).chunk(4, dim=1)[dist.get_rank()]  # 3, 3, 3, 1
-        with pytest.raises(
-            ValueError, match=r"shape \(rank 0: \[\[2, 3, 16\]\]; .*; rank 3: \[\[2, 1, 16\]\]\), expected"
-        ):
+        with pytest.raises(ValueError, match=r"\(rank 0: \[\[2, 3, 16\]\]; .*; rank 3: \[\[2, 1, 16\]\]\), expected"):
             dispersion_loss(own, group=mesh, estimator=estimator, **drawn(estimator, 4))
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as compared:
         for _ in range(2):
@@ -129,21 +109,8 @@ def check_unequal_shards(mesh):
     assert compared.call_count == 1
 
 
-def dims(**degrees):
-    from torchtitan.distributed import ParallelDims
-
-    every = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1} | degrees
-    return ParallelDims(**every, world_size=4)
-
-
-def cross_entropy(logits, labels):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
 def check_objective(meshes):
     """Labels are sharded over CP alone, activations over CP × TP. Both terms and the gradients equal one process's."""
-    from titan_disp.spec import sequence_mesh
-
     generator = torch.Generator().manual_seed(5)
     z, logits = tokens(B, N, F).double(), torch.randn(B, N, 11, generator=generator).double()
     labels = torch.randint(11, (B, N), generator=generator)
@@ -174,8 +141,6 @@ def check_objective(meshes):
 
 
 def check_four_ranks():
-    from titan_disp.spec import sequence_mesh
-
     rank = dist.get_rank()
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
@@ -185,7 +150,6 @@ def check_four_ranks():
         check_every_loss(mesh, data)
         check_any_order(mesh)
         check_bf16(mesh)
-        check_fitted_tokens(mesh)
         check_gathered_ahead(mesh)
     check_unequal_shards(whole)
     for features, case in padding.NARROW_AND_WIDE:
@@ -199,10 +163,10 @@ def check_four_ranks():
     ledger = LossLedger()
     ledger.add_fit_errors(torch.tensor([0.5 * (rank + 1)]))
     assert ledger.worst_fit(across["sequence"]) == (1.5, 2.0)[rank % 2]
-    check_objective(dims(cp=4))
-    check_objective(dims(cp=2, tp=2))
-    assert sequence_mesh(dims(dp_shard=2, tp=2)).size() == sequence_mesh(dims(dp_shard=2, cp=2)).size() == 2
-    assert sequence_mesh(dims(dp_shard=4)) is None
+    check_objective(dims(4, cp=4))
+    check_objective(dims(4, cp=2, tp=2))
+    assert sequence_mesh(dims(4, dp_shard=2, tp=2)).size() == sequence_mesh(dims(4, dp_shard=2, cp=2)).size() == 2
+    assert sequence_mesh(dims(4, dp_shard=4)) is None
 
 
 def test_four_ranks():
