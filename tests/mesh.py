@@ -15,10 +15,49 @@ from torchtitan.distributed import ParallelDims
 
 from tests import ring_attention
 from titan_disp import cpu
+from titan_disp.config.load import load_config
 from titan_disp.dispersion import objective
 from titan_disp.dispersion.autograd import process_group
+from titan_disp.models.decoder import canonical_name
+from titan_disp.models.registry import MODELS, model_args
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
+
+
+# What the words of a case's name mean, as in "final_norm-fsdp-full-always".
+WORDS = {
+    **dict.fromkeys(("reference", "alone", "fsdp", "fsdp4"), ""),
+    "hsdp": "--parallelism.data_parallel_replicate_degree 2",
+    "tp": "--parallelism.tensor_parallel_degree 2",
+    "cp": "--parallelism.context_parallel_degree 2",  # by tests/ring_attention.py
+    "compile": "--compile.enable",
+    "op": "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op",
+    "full": "--activation_checkpoint.mode full",
+    "batch8": "--training.local_batch_size 8",
+    "batch2": "",  # what job_config has
+    "batch1": "--training.local_batch_size 1",  # on two replicas of two shards: two microbatches
+    "logits": "--parallelism.disable_loss_parallel",
+    "chunked": "--training.head_chunk_tokens 24",  # of 64 tokens, or of half of them: the last chunk is smaller
+    "always": "--parallelism.fsdp_reshard_after_forward always",
+    "final_norm": "--dispersion.final_norm",
+    "last": "--dispersion.layers last",
+    "single": "--model.overrides n_layers=1",
+    "untied": "--model.overrides n_layers=2,enable_weight_tying=false",
+    "single_untied": "--model.overrides n_layers=1,enable_weight_tying=false",
+    "gpt2": "--model.name gpt2_disp",
+    "gpt2_untied": "--model.name gpt2_disp --model.flavor nano_untied",
+    # Another place of a token in the batch, or another position, would be another gradient.
+    "noise": "--baseline.method noisy_embedding --baseline.with_dispersion --baseline.noise_alpha 100",
+    "mask": "--stream.document_mask",
+    "restart": "--stream.document_mask --stream.restart_positions",
+    "within": "--dispersion.within_documents",
+}
+
+
+def options_of(case):
+    """The options of a case, on two layers if it says nothing else."""
+    words = [option for word in case.split("-") for option in WORDS[word].split()]
+    return words if "--model.overrides" in words else [*words, "--model.overrides", "n_layers=2"]
 
 
 def global_batch():
@@ -47,8 +86,6 @@ def full(tensor):
 
 
 def canonical(model):
-    from titan_disp.models.decoder import canonical_name
-
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
@@ -71,8 +108,6 @@ def assert_one_group(model):
 
 def plain_model(before, overrides, name="qwen3_disp", activations=()):
     """The forward without any hook, in one process, with the weights that a run began with."""
-    from titan_disp.models.registry import MODELS, model_args
-
     args = model_args(name, "nano", overrides)
     args.activations, args.max_seq_len = activations, SEQ_LEN
     model = MODELS[name].model_cls(args)
@@ -83,9 +118,23 @@ def plain_model(before, overrides, name="qwen3_disp", activations=()):
     return model
 
 
-def job_config(sample, run_folder, *options):
-    from titan_disp.config.load import load_config
+def errors(gradients, reference):
+    """The relative error of every gradient."""
+    assert gradients.keys() == reference.keys()
+    # A bias of the keys adds the same to all scores of a query: its gradient is 0 but for rounding; the scale is the queries'.
+    scale = {n: reference[n.replace("wk.bias", "wq.bias")].norm() for n in reference}
+    return {n: ((gradients[n] - g).norm() / scale[n]).item() for n, g in reference.items()}
 
+
+def plain_model_of(case, before):
+    """The same of a case, with the activations of all layers."""
+    words = options_of(case)
+    overrides = words[words.index("--model.overrides") + 1]
+    name = words[words.index("--model.name") + 1] if "--model.name" in words else "qwen3_disp"
+    return plain_model(before, overrides, name, activations=range(1, int(overrides[len("n_layers=")]) + 1))
+
+
+def job_config(sample, run_folder, *options):
     return load_config(
         [
             *("--model.name", "qwen3_disp", "--model.flavor", "nano"),

@@ -16,12 +16,11 @@ from tests.pages import changed, loaded, understood
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-
-    def run(name, *words):
+    def run(name, words):
         monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as Python does for a script: one imports another by its name
         module = importlib.import_module(f"benchmarks.{name}")
         monkeypatch.setattr(module, "in_a_fresh_process", lambda function, *args: function(*args), raising=False)
-        monkeypatch.setattr("sys.argv", [name, *words, "--json"])
+        monkeypatch.setattr("sys.argv", [name, *words.split(), "--json"])
         module.main(*([tyro.cli(module.Options)] if name == "dispersion" else []))
         return json.loads(capsys.readouterr().out)["rows"]
 
@@ -29,9 +28,8 @@ def printed(monkeypatch, capsys):
 
 
 def test_dispersion(printed):
-    estimators = ["naive", "floor", "exact", "moments", "sampled"]
-    found = printed("dispersion", "--n", "300", "--f", "16", "--estimators", *estimators)
-    assert [r["estimator"] for r in found] == estimators
+    found = printed("dispersion", "--n 300 --f 16 --estimators naive floor exact moments sampled")
+    assert [r["estimator"] for r in found] == ["naive", "floor", "exact", "moments", "sampled"]
     for row in found:
         assert (row["n"], row["f"], row["seconds"] > 0) == (300, 16, True)
         assert isinstance(row["peak_bytes"], int)  # in one process, the high-water mark need not rise
@@ -39,7 +37,7 @@ def test_dispersion(printed):
 
 
 def test_checkpoint(printed):
-    found = printed("checkpoint", "--gib", "0.001", "--tensors", "2", "--rounds", "2")
+    found = printed("checkpoint", "--gib 0.001 --tensors 2 --rounds 2")
     assert [r["what"] for r in found] == ["dcp", "pieces", "hashed", "verify"]
     for row in found:
         assert row["gigabytes"] == pytest.approx(2**30 * 1e-12, rel=1e-4)
@@ -103,18 +101,16 @@ def test_checks_of_a_gpu(gpus, monkeypatch, tmp_path):
             tyro.cli(importlib.import_module(script.removesuffix(".py").replace("/", ".")).Options, args=words)
         if words[:1] == ["titan_disp.cli"]:
             name, options = understood(words[1:])
-            if name == "train":
-                config = loaded(*options.argv[1:])
-                if not check.cannot and gpus:
-                    check_config(changed(config, {"model.converters": []}), options.nproc)
+            config = loaded(*options.argv[1:]) if name == "train" else None
+            if config is not None and gpus and not check.cannot:
+                check_config(changed(config, {"model.converters": []}), options.nproc)
 
 
 def test_a_check_that_fails(monkeypatch, tmp_path, capsys):
     from benchmarks import gpu
 
-    of_a_status = [
-        gpu.Check(f"with-{n}", "a test", ("-c", f"import sys; print('said'); sys.exit({n})")) for n in (0, 3)
-    ]
+    said = "import sys; print('said'); sys.exit({})"
+    of_a_status = [gpu.Check(f"with-{n}", "a test", ("-c", said.format(n))) for n in (0, 3)]
     never = gpu.Check("never", "a test", ("-c", "1 / 0"), "it needs two GPUs")
     monkeypatch.setattr(gpu, "checks", lambda options, gpus: [*of_a_status, never])
     assert gpu.main(gpu.Options(tmp_path / "out")) == 1

@@ -7,6 +7,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
+from tests.mesh import dims
 from titan_disp import cpu
 from titan_disp.config.load import load_config
 
@@ -16,10 +17,8 @@ pytestmark = pytest.mark.skipif(not cpu.active(), reason="this machine has an ac
 @pytest.mark.parametrize("colours", [Color(), NoColor()], ids=["colour", "no colour"])
 def test_no_unknown_mfu_in_the_log(one_rank, colours, caplog):
     """TorchTitan's own line of a step, which ends in "mfu: nan%" where the peak is unknown."""
-    from torchtitan.distributed import ParallelDims
-
     cpu.install()
-    metrics = MetricsProcessor(load_config([]), ParallelDims(*(1,) * 6, etp=1, world_size=1))
+    metrics = MetricsProcessor(load_config([]), dims(1))
     metrics.color, metrics.num_flops_per_token = colours, 1
     metrics.ntokens_since_last_log = 10
     metrics.data_loading_times.append(0.0)

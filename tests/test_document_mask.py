@@ -14,8 +14,17 @@ from torchtitan.models.attention import FlexAttentionWrapper
 import titan_disp.plugin  # noqa: F401
 from tests import oracle
 from tests.distributed import spawn
-from tests.mesh import SEQ_LEN, build, documents, global_batch, plain_model, run_cases
-from tests.run_invariants import check_run
+from tests.mesh import (
+    SEQ_LEN,
+    build,
+    documents,
+    errors,
+    global_batch,
+    options_of,
+    plain_model,
+    plain_model_of,
+    run_cases,
+)
 from tests.streams import (
     VALIDATION_FILE,
     config,
@@ -120,11 +129,12 @@ def test_segments_are_the_documents(odd_texts, window):
     found, stream = np.zeros((2, 70, 11), dtype=np.int64), []
     for tokens, segments in zip(*found, strict=True):
         slot.fill(tokens, segments)
-    order = order_by_hand(files, [len(texts)], 1, 0, 0, size=lambda f, i: len(texts[i])) if window == 0 else None
-    if order is None:  # the tokens but EOS say which document they are of
+    if window:  # the tokens but EOS say which document they are of
         numbers = [int(n) for n in found[0].flatten() if n]
-        order = [(0, n - 1) for n, before in zip(numbers, [0, *numbers], strict=False) if n != before]
-    for number, (_, i) in enumerate(order):
+        order = [n - 1 for n, before in zip(numbers, [0, *numbers], strict=False) if n != before]
+    else:
+        order = [i for _, i in order_by_hand(files, [len(texts)], 1, 0, 0, size=lambda f, i: len(texts[i]))]
+    for number, i in enumerate(order):
         stream += [(token, number) for token in encode(texts[i])]
     rows = np.array(stream[: len(stream) // 11 * 11]).reshape(-1, 11, 2)[:70]
     assert len(rows) >= 60
@@ -133,58 +143,42 @@ def test_segments_are_the_documents(odd_texts, window):
 
 
 def test_digest_and_held_out_sequences(sample):
-    job, without = (config(sample, "--training.seq_len", "200", *options) for options in (MASK, ()))
-    hashes = digest(job, 3, [(0, 1)]).hashes
-    assert digest(job, 3, [(0, 2), (1, 4)]).hashes == hashes
-    assert not set(digest(without, 3, [(0, 1)]).hashes) & set(hashes)
-    within = config(sample, "--training.seq_len", "200", "--dispersion.enabled", "--dispersion.within_documents")
-    assert digest(within, 3, [(0, 1)]).hashes == digest(without, 3, [(0, 1)]).hashes
+    job, without, within = (
+        config(sample, "--training.seq_len", "200", *options)
+        for options in (MASK, (), ("--dispersion.enabled", "--dispersion.within_documents"))
+    )
+    one, two, plain, of_loss = (
+        digest(*given).hashes
+        for given in ((job, 3, [(0, 1)]), (job, 3, [(0, 2), (1, 4)]), (without, 3, [(0, 1)]), (within, 3, [(0, 1)]))
+    )
+    assert (one, plain) == (two, of_loss)
+    assert not set(one) & set(plain)
     tokenizer = load_tokenizer(sample / "tokenizer")
     tokens, segments = held_out_sequences(job, tokenizer, 5)
-    (plain,) = held_out_sequences(without, tokenizer, 5)
-    assert torch.equal(tokens, plain)
-    ends = (tokens == tokenizer.eos_id).long()  # no text of the sample holds EOS
-    assert torch.equal(segments, ends.cumsum(1) - ends)
+    assert torch.equal(tokens, held_out_sequences(without, tokenizer, 5)[0])
     assert segments.max() > 0
-    files = list_files("c4", str(sample))
-    inputs, _ = next(iter(open_stream(job, files, tokenizer, 1, 0)))
-    ends = (inputs["input"] == tokenizer.eos_id).long()
-    assert torch.equal(inputs["segments"].long(), ends.cumsum(1) - ends)
+    inputs, _ = next(iter(open_stream(job, list_files("c4", str(sample)), tokenizer, 1, 0)))
+    for ids, found in ((tokens, segments), (inputs["input"], inputs["segments"])):
+        ends = (ids == tokenizer.eos_id).long()  # no text of the sample holds EOS
+        assert torch.equal(found.long(), ends.cumsum(1) - ends)
 
 
-TP, HSDP = ("--parallelism.tensor_parallel_degree", "2"), ("--parallelism.data_parallel_replicate_degree", "2")
-FULL_AC, COMPILE = ("--activation_checkpoint.mode", "full"), "--compile.enable"
-SELECTIVE = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
-WITHIN = ("--dispersion.within_documents", "--dispersion.coeff", "1.0")
-# By number of ranks: name → (model, options, number of layers). Those that begin with "within" have no masks of attention.
+# By number of ranks, the cases in the words of tests/mesh.py. Those that begin with "within" have no masks of attention.
 CASES = {
-    1: {
-        "restart_full_ac": ("qwen3_disp", (*RESTART, *FULL_AC), 2),
-        "gpt2_selective_op": ("gpt2_disp", (*MASK, *SELECTIVE), 2),
-        "within_alone": ("qwen3_disp", WITHIN, 2),
-    },
-    2: {
-        "fsdp_compile": ("qwen3_disp", (*RESTART, COMPILE), 1),
-        "gpt2_tp_compile": ("gpt2_disp", (*RESTART, *TP, COMPILE), 1),
-    },
-    4: {
-        "hsdp": ("qwen3_disp", (*MASK, *HSDP), 2),
-        "fsdp_tp": ("qwen3_disp", (*MASK, *TP), 1),
-        "restart_fsdp_tp_selective_op": ("qwen3_disp", (*RESTART, *TP, *SELECTIVE), 1),
-        "gpt2_restart_fsdp_tp_full_ac": ("gpt2_disp", (*RESTART, *TP, *FULL_AC), 1),
-        "within_hsdp": ("qwen3_disp", (*WITHIN, *HSDP), 2),
-        "within_fsdp_tp": ("qwen3_disp", (*WITHIN, *TP), 2),
-    },
+    1: ("restart-full", "gpt2-mask-op", "within-alone"),
+    2: ("restart-fsdp-compile-single", "gpt2-restart-tp-compile-single"),
+    4: (
+        *("mask-hsdp", "mask-fsdp-tp-single", "restart-fsdp-tp-op-single", "gpt2-restart-fsdp-tp-full-single"),
+        *("within-hsdp", "within-fsdp-tp"),
+    ),
 }
-EVERY = {name: case for cases in CASES.values() for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
 def steps(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("steps")
-    for ranks, cases in CASES.items():
-        options = {n: ("--model.name", m, "--model.overrides", f"n_layers={k}", *o) for n, (m, o, k) in cases.items()}
-        spawn(ranks, run_cases, str(sample), folder, options, False)
+    for ranks, names in CASES.items():
+        spawn(ranks, run_cases, str(sample), folder, {name: options_of(name) for name in names}, False)
     return folder
 
 
@@ -196,30 +190,27 @@ def within(z, segments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [name for names in CASES.values() for name in names])
 def test_gradients_equal_those_of_each_document(steps, name):
     """Of the real trainer's loss with dispersion, against plain PyTorch without masks, one document at a time."""
-    (model_name, options, layers), found = EVERY[name], torch.load(steps / f"{name}.pt")
-    model = plain_model(found["before"], f"n_layers={layers}", model_name, activations=tuple(range(1, layers + 1)))
+    found = torch.load(steps / f"{name}.pt")
+    model = plain_model_of(name, found["before"])
     inputs, labels = global_batch()
     objective = DispersionObjective(cross_entropy_loss, DispersionLoss(), lambda step: 1.0)
 
-    def errors(loss):
+    def worst(loss):
         model.zero_grad()
         (loss / (labels != -100).sum()).backward()
-        expected = {n: p.grad for n, p in model.named_parameters()}
-        scale = {n: expected[n.replace("wk.bias", "wq.bias")].norm() for n in expected}
-        return {n: ((found["gradients"][n] - g).norm() / scale[n]).item() for n, g in expected.items()}
+        return max(errors(found["gradients"], {n: p.grad for n, p in model.named_parameters()}).values())
 
     if name.startswith("within"):
         logits, activations = model(inputs)
         per_sequence = torch.stack([within(z, documents()) for z in activations]).mean(0)
         loss = cross_entropy_loss(logits, labels) + ((labels != -100).sum(1) * per_sequence).sum()
     else:
-        loss = objective(alone(model, inputs, documents(), restart="--stream.restart_positions" in options), labels)
-    error = errors(loss)
-    assert max(error.values()) < 1e-5, max(error, key=error.get)
-    assert max(errors(objective(model(inputs), labels)).values()) > 1e-3  # pairs across documents would be seen
+        loss = objective(alone(model, inputs, documents(), restart="restart" in name), labels)
+    assert worst(loss) < 1e-5
+    assert worst(objective(model(inputs), labels)) > 1e-3  # pairs across documents would be seen
 
 
 @pytest.mark.parametrize(
@@ -233,7 +224,7 @@ def test_gradients_equal_those_of_each_document(steps, name):
 )
 def test_what_cannot_keep_to_documents(sample, key, value, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(config(sample, *WITHIN, f"--{key}", value), 2)
+        check_config(config(sample, "--dispersion.within_documents", f"--{key}", value), 2)
 
 
 RUN = (
@@ -255,9 +246,7 @@ def train(sample, folder, runs):
 def runs(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     spawn(1, train, str(sample), str(folder), {"whole": (), "gpt2": ("--model.name", "gpt2_disp")})
-    spawn(2, train, str(sample), str(folder), {"two": (), "tp": TP})
-    for run in ("whole", "gpt2"):
-        check_run(folder / run)
+    spawn(2, train, str(sample), str(folder), {"two": (), "tp": ("--parallelism.tensor_parallel_degree", "2")})
     return folder
 
 
@@ -272,8 +261,7 @@ def test_two_ranks_train_as_one_process(runs, mesh):
     for name in ("loss", "ce", "dispersion", "grad_norm"):
         assert [row[name] for row in two.values()] == pytest.approx([row[name] for row in one.values()], rel=1e-4), name
     assert read_validation(runs / mesh) == pytest.approx(read_validation(runs / "whole"), rel=1e-5)
-    measured, expected = (held_out_losses(runs / run) for run in (mesh, "whole"))
-    assert measured == pytest.approx(expected, rel=1e-5)
+    assert held_out_losses(runs / mesh) == pytest.approx(held_out_losses(runs / "whole"), rel=1e-5)
 
 
 @pytest.mark.slow

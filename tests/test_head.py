@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torchtitan.distributed import ParallelDims
 
 from tests.distributed import spawn
-from tests.mesh import VOCAB, build, canonical, full, job_config, step
+from tests.mesh import VOCAB, build, canonical, dims, full, job_config, step
+from tests.oracle import Largest
 from titan_disp.errors import ConfigError
 from titan_disp.models.head import HiddenStates, chunked_cross_entropy, loss_and_gradient
 from titan_disp.models.registry import MODELS
@@ -123,20 +121,6 @@ def test_a_second_backward_pass_is_refused():
         loss.backward()
 
 
-class Largest(TorchDispatchMode):
-    """Records the most elements of a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(result) if type(x) is torch.Tensor]
-        self.elements = max([self.elements, *sizes])
-        return result
-
-
 def real_trainers(sample, folder):
     """Two runs that differ in the head only: one saves and is built anew. Then a step of the stock trainer each."""
     from torchtitan.train import Trainer
@@ -217,8 +201,5 @@ def test_an_output_layer_that_a_converter_has_replaced_is_refused(sample, one_ra
     with torch.device("meta"):
         model = MODELS["qwen3_disp"].model_cls(MODELS["qwen3_disp"].flavors["nano"])
         model.output = Float8Linear(64, VOCAB, bias=False)
-    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
     with pytest.raises(ConfigError, match='made it a Float8Linear: add "output" to the filter_fqns'):
-        MODELS["qwen3_disp"].parallelize(
-            model, ParallelDims(**degrees, world_size=1), job_config(sample, tmp_path, *CHUNKED)
-        )
+        MODELS["qwen3_disp"].parallelize(model, dims(1), job_config(sample, tmp_path, *CHUNKED))

@@ -5,11 +5,10 @@ import functools
 import pytest
 import torch
 from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.distributed import ParallelDims
 
 import titan_disp.plugin  # noqa: F401
 from tests.distributed import spawn
-from tests.mesh import assert_tied, global_batch, job_config, plain_model, run_cases
+from tests.mesh import assert_tied, dims, errors, global_batch, job_config, options_of, plain_model_of, run_cases
 from tests.oracle import EVERY_ESTIMATOR, PAPERS
 from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
@@ -18,102 +17,30 @@ from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.dispersion.variants import VARIANTS
 from titan_disp.models.registry import MODELS
 
-FSDP, TP = (), ("--parallelism.tensor_parallel_degree", "2")
-HSDP = ("--parallelism.data_parallel_replicate_degree", "2")
-CP = ("--parallelism.context_parallel_degree", "2")  # by tests/ring_attention.py
-COMPILE = ("--compile.enable",)
-SELECTIVE_OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
-FULL_AC = ("--activation_checkpoint.mode", "full")
-WHOLE_BATCH, ONE_BY_ONE = (("--training.local_batch_size", size) for size in "81")
-WHOLE_LOGITS = ("--parallelism.disable_loss_parallel",)
-CHUNKED = ("--training.head_chunk_tokens", "24")  # of 64 tokens, or of half of them: the last chunk is smaller
-ALWAYS = ("--parallelism.fsdp_reshard_after_forward", "always")
-
-FINAL_NORM = ("--dispersion.final_norm",)
-SMALL = ("--model.overrides", "n_layers=2")
-UNTIED = ("--model.overrides", "n_layers=2,enable_weight_tying=false")
-GPT2_UNTIED = ("--model.name", "gpt2_disp", "--model.flavor", "nano_untied")
-# Another place of a token in the batch, or another position, would be another gradient.
-NOISE = ("--baseline.method", "noisy_embedding", "--baseline.with_dispersion", "--baseline.noise_alpha", "100")
-
-# By number of ranks, the options of each case. Gradients are compared with "reference"'s, or with those of the other of
-# REFERENCES that the name begins with.
+# By number of ranks, the cases in the words of tests/mesh.py; "*" is each other model, with its nano flavor. Gradients are
+# compared with those of the one of REFERENCES that the name begins with, else with "reference"'s.
+OTHER_MODELS = [name.removesuffix("_disp") for name in MODELS if name != "qwen3_disp"]
+REFERENCES = ("reference", "untied", "final_norm", "noise", "gpt2_untied", *OTHER_MODELS)
 SLOW = {
-    1: {
-        "reference": WHOLE_BATCH,
-        "accumulation_4": (),
-        "last_layer": ("--dispersion.layers", "last"),
-        "untied": (*UNTIED, *WHOLE_BATCH),
-        "final_norm": (*FINAL_NORM, *WHOLE_BATCH),
-        "noise": (*NOISE, *WHOLE_BATCH),
-    },
-    2: {
-        "fsdp": FSDP,
-        "fsdp_full_ac": FULL_AC,
-        "tp": TP,
-        "tp_full_ac": (*TP, *FULL_AC),
-        # The norm is gathered once more in backward.
-        "final_norm_fsdp_full_ac": (*FINAL_NORM, *FULL_AC, *ALWAYS),
-        "final_norm_chunked_fsdp": (*FINAL_NORM, *CHUNKED, *SELECTIVE_OP, *ALWAYS),
-    },
-    4: {
-        "hsdp": (*HSDP, *ONE_BY_ONE),  # two microbatches
-        "fsdp_4": FSDP,
-        "fsdp_tp": TP,
-        "untied_fsdp_tp": (*TP, *UNTIED),
-        "final_norm_fsdp_tp": (*TP, *FINAL_NORM),
-        "noise_fsdp_tp": (*TP, *NOISE),
-    },
+    1: "reference batch2 last untied final_norm noise *",
+    # The norm is gathered once more in the backward pass of the fifth.
+    2: "fsdp fsdp-full tp tp-full final_norm-fsdp-full-always final_norm-chunked-fsdp-op-always *-fsdp-full *-tp-op",
+    4: "hsdp-batch1 fsdp4 fsdp-tp untied-fsdp-tp final_norm-fsdp-tp noise-fsdp-tp *-hsdp-batch1 *-fsdp-tp",
 }
 NIGHT = {
-    1: {
-        "local_batch_1": ONE_BY_ONE,
-        "selective_op": SELECTIVE_OP,
-        "full": FULL_AC,
-        "chunked_compile": (*CHUNKED, *COMPILE),
-        "compile_selective_op": (*COMPILE, *SELECTIVE_OP),
-        "final_norm_compile_selective_op": (*FINAL_NORM, *COMPILE, *SELECTIVE_OP),
-        "gpt2_untied": (*GPT2_UNTIED, *WHOLE_BATCH),
-    },
-    2: {
-        "fsdp_compile": COMPILE,
-        "tp_compile": (*TP, *COMPILE),
-        "tp_no_loss_parallel": (*TP, *WHOLE_LOGITS),
-        "chunked_tp_no_loss_parallel": (*CHUNKED, *TP, *WHOLE_LOGITS),
-        "chunked_tp_compile": (*CHUNKED, *TP, *COMPILE),
-        "chunked_cp": (*CHUNKED, *CP),
-        "final_norm_tp_compile": (*FINAL_NORM, *TP, *COMPILE),
-        "cp": CP,
-        "noise_cp": (*CP, *NOISE),
-    },
-    4: {"fsdp_cp": CP, "hsdp_cp": (*HSDP, *CP), "noise_cp_tp": (*CP, *TP, *NOISE)},
-    8: {  # two replicas of two shards of two parts of every layer
-        "hsdp_tp": (*HSDP, *TP, *ONE_BY_ONE),  # two microbatches
-        "untied_hsdp_tp": (*HSDP, *TP, *UNTIED),
-        "untied_chunked_hsdp_tp": (*HSDP, *TP, *UNTIED, *CHUNKED, *ALWAYS),
-        "final_norm_hsdp_tp": (*HSDP, *TP, *FINAL_NORM),
-        "gpt2_untied_fsdp_tp": (*GPT2_UNTIED, *TP),  # over 4 × 2 ranks torch would share 2,049 rows out wrongly
-    },
+    1: "reference untied final_norm noise * gpt2_untied batch1 op full chunked-compile compile-op final_norm-compile-op "
+    "*-compile-op *-batch2-full",
+    2: "fsdp-compile tp-compile tp-logits chunked-tp-logits chunked-tp-compile chunked-cp final_norm-tp-compile cp noise-cp "
+    "*-tp *-fsdp-compile *-tp-compile *-cp *-tp-logits *-tp-full",
+    4: "fsdp-cp hsdp-cp noise-cp-tp cp-tp cp-tp-compile cp-tp-full *-fsdp-cp *-hsdp-cp *-cp-tp *-cp-tp-compile *-cp-tp-full",
+    8: "hsdp-tp-batch1 untied-hsdp-tp untied-chunked-hsdp-tp-always final_norm-hsdp-tp fsdp-cp-tp *-hsdp-tp-batch1 *-fsdp-cp-tp "
+    "gpt2_untied-fsdp-tp",  # over 4 × 2 ranks torch would share 2,049 rows out wrongly
 }
-# Every other model: its nano flavor.
-OTHER_MODELS = [name.removesuffix("_disp") for name in MODELS if name != "qwen3_disp"]
-for model in OTHER_MODELS:
-    for cases, of_model in (
-        (SLOW[1], {"": WHOLE_BATCH}),
-        (SLOW[2], {"_fsdp_full_ac": FULL_AC, "_tp_selective_op": (*TP, *SELECTIVE_OP)}),
-        (SLOW[4], {"_hsdp": (*HSDP, *ONE_BY_ONE), "_fsdp_tp": TP}),
-        (NIGHT[1], {"_compile_selective_op": (*COMPILE, *SELECTIVE_OP), "_accumulation_full_ac": FULL_AC}),
-        (NIGHT[2], {"_tp": TP, "_fsdp_compile": COMPILE, "_tp_compile": (*TP, *COMPILE), "_cp": CP}),
-        (NIGHT[2], {"_tp_no_loss_parallel": (*TP, *WHOLE_LOGITS), "_tp_full_ac": (*TP, *FULL_AC)}),
-        (NIGHT[4], {"_fsdp_cp": CP, "_hsdp_cp": (*HSDP, *CP)}),
-        (NIGHT[8], {"_hsdp_tp": (*HSDP, *TP, *ONE_BY_ONE)}),
-    ):
-        cases.update({model + n: ("--model.name", f"{model}_disp", *options) for n, options in of_model.items()})
-for model, prefix in (("qwen3", ""), *((name, f"{name}_") for name in OTHER_MODELS)):
-    every = ("--model.name", f"{model}_disp", *CP, *TP)
-    NIGHT[4] |= {f"{prefix}cp_tp{n}": (*every, *o) for n, o in (("", ()), ("_compile", COMPILE), ("_full_ac", FULL_AC))}
-    NIGHT[8][f"{prefix}fsdp_cp_tp"] = every
-REFERENCES = ("reference", "untied", "final_norm", "noise", "gpt2_untied", *OTHER_MODELS)
+# On four ranks in a few seconds, against plain PyTorch.
+FAST = (
+    *("hsdp-batch1", "fsdp-tp", "single_untied-fsdp-tp", "gpt2-single-fsdp-tp", "chunked-hsdp-batch1-full-single"),
+    *("chunked-fsdp-always-single_untied", "chunked-gpt2-fsdp-tp-single"),
+)
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP. The losses of other papers: exact, and FSDP2 × TP only.
 FAMILY = {
     f"{variant}_{estimator}": (
@@ -126,83 +53,66 @@ FAMILY = {
     if (variant, estimator) != ("angular", "exact") and (variant in PAPERS or estimator == "exact")
 }
 FEW_MESHES = [f"{variant}_exact" for variant in VARIANTS if variant not in PAPERS]
-FAMILY_CASES = {
-    1: {"reference": WHOLE_BATCH, "without": ("--dispersion.no-enabled", *WHOLE_BATCH)}
-    | {f"{name}_alone": (*options, *WHOLE_BATCH) for name, options in FAMILY.items()},
-    2: {
-        f"{name}_{mesh}": (*options, *degree)
+
+
+def names(table, ranks):
+    return [name.replace("*", m) for name in table[ranks].split() for m in (OTHER_MODELS if "*" in name else "-")]
+
+
+def cases(table, ranks):
+    whole = dict.fromkeys(REFERENCES, ("--training.local_batch_size", "8"))
+    return {name: (*options_of(name), *whole.get(name, ())) for name in names(table, ranks)}
+
+
+def cases_of_family(ranks):
+    meshes = {1: ("alone-batch8",), 2: ("fsdp", "tp"), 4: ("fsdp-tp",)}[ranks]
+    found = {"reference": options_of("batch8"), "without": (*options_of("batch8"), "--dispersion.no-enabled")}
+    return (found if ranks == 1 else {}) | {
+        f"{name}_{mesh}": (*options_of(mesh), *options)
         for name, options in FAMILY.items()
-        for mesh, degree in (("fsdp", FSDP), ("tp", TP))
-        if name not in FEW_MESHES
-    },
-    4: {f"{name}_fsdp_tp": (*options, *TP) for name, options in FAMILY.items()},
-}
-# On four ranks in a few seconds, against plain PyTorch: (model, options, its overrides).
-FAST = {
-    "hsdp": ("qwen3_disp", (*HSDP, *ONE_BY_ONE), "n_layers=2"),
-    "fsdp_tp": ("qwen3_disp", TP, "n_layers=2"),
-    "untied_fsdp_tp": ("qwen3_disp", TP, "n_layers=1,enable_weight_tying=false"),
-    "gpt2_fsdp_tp": ("gpt2_disp", TP, "n_layers=1"),
-    "chunked_hsdp": ("qwen3_disp", (*CHUNKED, *HSDP, *ONE_BY_ONE, *FULL_AC), "n_layers=1"),
-    "chunked_untied_fsdp": ("qwen3_disp", (*CHUNKED, *ALWAYS), "n_layers=1,enable_weight_tying=false"),
-    "chunked_gpt2_fsdp_tp": ("gpt2_disp", (*CHUNKED, *TP), "n_layers=1"),
-}
-
-
-def names(cases):
-    return [name for of_ranks in cases.values() for name in of_ranks]
+        for mesh in meshes
+        if ranks != 2 or name not in FEW_MESHES
+    }
 
 
 # fp32 sums in another order over ranks and microbatches: about 1e-6 seen; ten times that is still far below any wrong scale.
 TOLERANCE = 1e-5
 
 
-def run_all(sample, folder, cases_by_ranks, checkpoint=True):
-    for ranks, cases in cases_by_ranks.items():
-        few_layers = {n: (*(() if "--model.overrides" in options else SMALL), *options) for n, options in cases.items()}
-        spawn(ranks, run_cases, sample, folder, few_layers, checkpoint and ranks > 1)
-    return {name: torch.load(folder / f"{name}.pt") for name in names(cases_by_ranks)}
-
-
-def run_fast(sample, folder, cases):
+def run_fast(sample, folder):
     """TP replaces both parameters. ``init_weights`` would tie them again, but FSDP groups them before."""
-    degrees = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "etp": 1}
     for entry in MODELS.values():
         with torch.device("meta"):
             model = entry.model_cls(entry.flavors["nano"])
-        config = job_config(sample, folder / "unused", "--model.name", entry.name)
-        entry.parallelize(model, ParallelDims(**degrees, world_size=4), config)
+        entry.parallelize(
+            model, dims(4, dp_shard=2, tp=2), job_config(sample, folder / "unused", "--model.name", entry.name)
+        )
         assert_tied(model)
-    run_cases(sample, folder, cases, checkpoint=False)
-
-
-@pytest.fixture(scope="module")
-def fast(sample, tmp_path_factory):
-    cases = {n: ("--model.name", model, "--model.overrides", o, *options) for n, (model, options, o) in FAST.items()}
-    folder = tmp_path_factory.mktemp("fast")
-    spawn(4, run_fast, sample, folder, cases)
-    return {name: torch.load(folder / f"{name}.pt") for name in FAST}
+    run_cases(sample, folder, {name: options_of(name) for name in FAST}, checkpoint=False)
 
 
 @pytest.fixture(scope="module")
 def of(sample, tmp_path_factory):
     """of(kind): what the cases of one table gave; they run when they are asked for first."""
-    references = {name: SLOW[1][name] for name in REFERENCES if name in SLOW[1]}
-    tables = {"slow": SLOW, "night": NIGHT | {1: references | NIGHT[1]}, "family": FAMILY_CASES}
-    return functools.cache(
-        lambda kind: run_all(sample, tmp_path_factory.mktemp(kind), tables[kind], checkpoint=kind != "family")
-    )
+
+    @functools.cache
+    def of(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        if kind == "fast":
+            spawn(4, run_fast, sample, folder)
+        else:
+            for ranks in (1, 2, 4) if kind != "night" else NIGHT:
+                these = (
+                    cases_of_family(ranks) if kind == "family" else cases({"slow": SLOW, "night": NIGHT}[kind], ranks)
+                )
+                spawn(ranks, run_cases, sample, folder, these, kind != "family" and ranks > 1)
+        return {file.stem: torch.load(file) for file in folder.glob("*.pt")}
+
+    return of
 
 
 def across_replicas(found, pair):
     return [size for kind, ranks, size in found["collectives"] if (kind, ranks) == ("all_reduce", pair)]
-
-
-def errors(gradients, reference):
-    assert gradients.keys() == reference.keys()
-    # A bias of the keys adds the same to all scores of a query: its gradient is 0 but for rounding; the scale is the queries'.
-    scale = {n: reference[n.replace("wk.bias", "wq.bias")].norm() for n in reference}
-    return {n: ((gradients[n] - g).norm() / scale[n]).item() for n, g in reference.items()}
 
 
 def assert_equal_gradients(found, reference):
@@ -212,43 +122,43 @@ def assert_equal_gradients(found, reference):
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_gradients_equal_plain_pytorch(fast, name):
+def test_gradients_equal_plain_pytorch(of, name):
     """Of the whole batch at once, without TorchTitan. A dispersion that is dropped or scaled wrongly would be seen."""
-    model_name, _, overrides = FAST[name]
-    layers = int(overrides[len("n_layers=")])
-    model = plain_model(fast[name]["before"], overrides, model_name, activations=tuple(range(1, layers + 1)))
-    inputs, labels = global_batch()
+    found = of("fast")[name]
+    model, (inputs, labels) = plain_model_of(name, found["before"]), global_batch()
     for coeff in (1.0, 0.0, 2.0):
         model.zero_grad()
         objective = DispersionObjective(cross_entropy_loss, DispersionLoss(), lambda step, coeff=coeff: coeff)
         (objective(model(inputs), labels) / (labels != -100).sum()).backward()
         expected = {n: p.grad for n, p in model.named_parameters()}
         if coeff == 1.0:
-            assert_equal_gradients(fast[name]["gradients"], expected)
+            assert_equal_gradients(found["gradients"], expected)
         else:
-            assert max(errors(fast[name]["gradients"], expected).values()) > 100 * TOLERANCE
+            assert max(errors(found["gradients"], expected).values()) > 100 * TOLERANCE
 
 
-def test_gradients_cross_replicas_once_a_step(fast):
+def test_gradients_cross_replicas_once_a_step(of):
     """Two blocks and the embedding's group, with two microbatches. Of two shards, one's."""
-    sent = across_replicas(fast["hsdp"], (0, 2))
+    found = of("fast")["hsdp-batch1"]
+    sent = across_replicas(found, (0, 2))
     assert len(sent) == 2 + 1
-    assert sum(sent) >= 4 * sum(g.numel() for g in fast["hsdp"]["gradients"].values()) / 2
+    assert sum(sent) >= 4 * sum(g.numel() for g in found["gradients"].values()) / 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus_per_node", [1, 2, 4])
 @pytest.mark.parametrize(
-    "name",
+    ("ranks", "name"),
     [
-        *("fsdp", "fsdp_full_ac", "tp", "tp_full_ac", "hsdp", "fsdp_4", "fsdp_tp"),
-        *(model + name for model in OTHER_MODELS for name in ("_fsdp_full_ac", "_tp_selective_op", "_hsdp")),
+        (n, name)
+        for n in (2, 4)
+        for name in names(SLOW, n)
+        if not name.startswith(REFERENCES[1:4]) and name != "gpt2-fsdp-tp"
     ],
 )
-def test_bytes_of_the_plan(of, sample, name, gpus_per_node):
+def test_bytes_of_the_plan(of, sample, ranks, name, gpus_per_node):
     """What PyTorch was called to send, by rings, against what the plan counts from the shapes."""
-    ranks = 2 if name in SLOW[2] else 4
-    config = job_config(sample, "unused", *SMALL, *SLOW[ranks][name])
+    config = job_config(sample, "unused", *options_of(name))
     check_config(config, ranks)
     within = between = 0.0
     for kind, group, size in of("slow")[name]["collectives"]:
@@ -268,8 +178,11 @@ def test_bytes_of_the_plan(of, sample, name, gpus_per_node):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("slow", name) for name in names(SLOW) if name not in {"last_layer", *REFERENCES}),
-        *(pytest.param("night", n, marks=pytest.mark.night) for n in names(NIGHT) if n != "gpt2_untied"),
+        pytest.param(kind, name, marks=[pytest.mark.night] * (kind == "night"))
+        for kind, table in (("slow", SLOW), ("night", NIGHT))
+        for ranks in table
+        for name in names(table, ranks)
+        if name not in {"last", *REFERENCES}
     ],
 )
 def test_gradients_equal_one_process(of, kind, name):
@@ -283,7 +196,7 @@ def test_gradients_equal_one_process(of, kind, name):
 @pytest.mark.night
 def test_gradients_cross_replicas_once_a_step_beside_tensor_parallel(of):
     """Two blocks and the tied embedding's group; of the untied model also the output with its norm."""
-    for name, groups in (("hsdp_tp", 2 + 1), ("untied_hsdp_tp", 2 + 2)):
+    for name, groups in (("hsdp-tp-batch1", 2 + 1), ("untied-hsdp-tp", 2 + 2)):
         assert len(across_replicas(of("night")[name], (0, 4))) == groups
 
 
@@ -293,15 +206,15 @@ def test_gradients_cross_replicas_once_a_step_beside_tensor_parallel(of):
 def test_gradients_of_every_variant_and_estimator(of, name):
     """On every mesh with accumulation as in one process; and the term is there, and another than angular exact's."""
     gradients = {name: found["gradients"] for name, found in of("family").items()}
-    alone = gradients[f"{name}_alone"]
-    for mesh in ("fsdp_tp",) if name in FEW_MESHES else ("fsdp", "tp", "fsdp_tp"):
+    alone = gradients[f"{name}_alone-batch8"]
+    for mesh in ("fsdp-tp",) if name in FEW_MESHES else ("fsdp", "tp", "fsdp-tp"):
         assert_equal_gradients(gradients[f"{name}_{mesh}"], alone)
     assert max(errors(alone, gradients["without"]).values()) > 100 * TOLERANCE
     assert max(errors(alone, gradients["reference"]).values()) > 10 * TOLERANCE  # moments are close to exact
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["last_layer", "final_norm", "noise"])
+@pytest.mark.parametrize("name", ["last", "final_norm", "noise"])
 def test_another_objective_would_be_seen(of, name):
     error = errors(of("slow")[name]["gradients"], of("slow")["reference"]["gradients"])
     # At the start the norm's weights are one, and it changes no direction: its own gradient tells, and little else.

@@ -11,15 +11,11 @@ import torch
 
 from tests.distributed import spawn
 from tests.mesh import build
-from tests.oracle import angular, drawing_order
+from tests.oracle import angular, cross_entropy, drawing_order
 from titan_disp.dispersion import AutogradVariant, DispersionLoss, DispersionObjective, LossLedger, masks
 from titan_disp.run.reader import read_rows
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
-
-
-def cross_entropy(logits, labels):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def objective(coeff=lambda step: 0.5, loss=None, **others):
@@ -36,9 +32,9 @@ def batch():
     return logits.requires_grad_(), layers, labels
 
 
-def summed_dispersion(layers, labels):
+def summed_dispersion(layers, labels, **options):
     """The oracle's mean over layers, summed over the valid labels of every sequence."""
-    per_sequence = torch.stack([angular(z, **PARAMETERS) for z in layers]).mean(0)
+    per_sequence = torch.stack([angular(z, **PARAMETERS | options) for z in layers]).mean(0)
     return ((labels != -100).sum(1) * per_sequence).sum()
 
 
@@ -60,9 +56,7 @@ def test_several_losses(batch):
     ledger = LossLedger()
     losses = {"angular": (1.0, DispersionLoss(**PARAMETERS)), "other": (3.0, DispersionLoss(tau=0.5))}
     found = objective(loss=losses, ledger=ledger)((logits, layers), labels)
-    first = summed_dispersion(layers, labels)
-    per_sequence = torch.stack([angular(z, **PARAMETERS | {"tau": 0.5}) for z in layers]).mean(0)
-    second = ((labels != -100).sum(1) * per_sequence).sum()
+    first, second = summed_dispersion(layers, labels), summed_dispersion(layers, labels, tau=0.5)
     torch.testing.assert_close(found, cross_entropy(logits, labels) + 0.5 * (first + 3 * second))
     means, valid = ledger.mean(None), (labels != -100).sum()
     assert list(means) == ["ce", "dispersion", "dispersion_angular", "dispersion_other"]
@@ -91,14 +85,18 @@ def test_plain_logits_give_cross_entropy(batch):
 
 
 def test_ledger_sums_over_batches_of_different_sizes():
-    ledger = LossLedger()
+    """It knows which term is not finite, and has no mean where no token is valid."""
+    ledger, none = LossLedger(), torch.zeros(())
     assert ledger.non_finite() is None
     for ce, dispersion, count in ((1.0, 2.0, 3), (5.0, -1.0, 1)):
         ledger.add(torch.tensor(ce), torch.tensor(dispersion), torch.tensor(count))
     assert ledger.mean(None) == {"ce": 1.5, "dispersion": 0.25}
-    for dispersion in (float("inf"), 2.0):  # it knows which term is not finite
+    for dispersion in (float("inf"), 2.0):
         ledger.add(torch.tensor(1.0), torch.tensor(dispersion), torch.tensor(3))
     assert ledger.non_finite().tolist() == [False, True]
+    ledger.reset()
+    ledger.add(none, none, none)
+    assert all(math.isnan(mean) for mean in ledger.mean(None).values())
 
 
 def test_ledger_keeps_terms_apart_and_unscaled(batch):
@@ -136,6 +134,11 @@ def test_ledger_receives_the_worst_fit_of_training(batch):
     assert ledger.worst_fit(None) is None
 
 
+@pytest.fixture
+def every_layer_alone(monkeypatch):
+    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
+
+
 class Blocks(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -151,9 +154,8 @@ class Blocks(torch.nn.Module):
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_gradients_in_the_backward_pass(monkeypatch, request, retain):
+def test_gradients_in_the_backward_pass(every_layer_alone, monkeypatch, request, retain):
     """They are those of the forward pass, with every factor; the terms are known afterwards, and nothing holds a layer."""
-    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
     tokens, labels = torch.randn(2, 2, 9, 6), torch.randint(6, (2, 9))
     labels[0, 3:] = -100
     monkeypatch.setattr(OfLayer, "seen", seen := [])
@@ -176,12 +178,8 @@ def test_gradients_in_the_backward_pass(monkeypatch, request, retain):
             assert (late is None) != defer
             printed.append(value.detach() + (late / 7 if defer else 0))
         assert not any(layer() is not None for layer in layers), "something holds the graph that it belongs to"
-        found[defer] = (
-            [p.grad for p in model.parameters()],
-            torch.stack(printed),
-            ledger.mean(None),
-            ledger.worst_fit(None),
-        )
+        gradients = [p.grad for p in model.parameters()]
+        found[defer] = (gradients, torch.stack(printed), ledger.mean(None), ledger.worst_fit(None))
     if retain:  # the second pass adds its terms again
         found = {defer: gradients for defer, (gradients, *_) in found.items()}
     torch.testing.assert_close(found[True], found[False])
@@ -197,47 +195,34 @@ class OfLayer(AutogradVariant):
 
 
 @pytest.mark.parametrize("defer", [False, True])
-def test_the_host_waits_for_documents_once_a_microbatch(monkeypatch, defer):
+def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer):
     """Not once for each of the layers and losses."""
-    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
-    ranges = mock.Mock(wraps=masks._ranges)
-    monkeypatch.setattr(masks, "_ranges", ranges)
     losses = {"a": (1.0, DispersionLoss()), "b": (2.0, DispersionLoss("l2_repel"))}
-    segments = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2]).expand(3, 9)
-    labels = torch.zeros(3, 9, dtype=torch.long)
+    segments, labels = torch.arange(9).div(3).int().expand(3, 9), torch.zeros(3, 9, dtype=torch.long)
     loss = objective(loss=losses, defer=defer, within_documents=True)
-    loss((*Blocks()(torch.randn(3, 9, 6)), segments), labels).backward()
+    with mock.patch.object(masks, "_ranges", wraps=masks._ranges) as ranges:
+        loss((*Blocks()(torch.randn(3, 9, 6)), segments), labels).backward()
     assert ranges.call_count == 1
 
 
-def test_an_activation_that_nothing_takes_is_an_error(monkeypatch):
-    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
-    model, tokens = Blocks(), torch.randn(3, 9, 6)
+def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
+    """An activation that nothing takes, and a second derivative."""
+    model, tokens, labels = Blocks(), torch.randn(3, 9, 6), torch.zeros(3, 9, dtype=torch.long)
     h, activations = model(tokens)
-    unused = model.layers[0](tokens)
-    value = objective(defer=True)((h, (unused, *activations)), torch.zeros(3, 9, dtype=torch.long))
+    value = objective(defer=True)((h, (model.layers[0](tokens), *activations)), labels)
     with pytest.raises(RuntimeError, match="activation 0 gets a gradient from dispersion only"):
         value.backward()
-
-
-def test_a_second_derivative_in_the_backward_pass_is_refused(monkeypatch):
-    monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
-    model, tokens = Blocks(), torch.randn(3, 9, 6)
-    value = objective(defer=True)(model(tokens), torch.zeros(3, 9, dtype=torch.long))
+    value = objective(defer=True)(model(tokens), labels)
     (grad,) = torch.autograd.grad(value, model.layers[3].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
 
 
 def forward_and_backward(sample, folder):
-    for name in ("forward", "backward"):
-        pack = 1 << 20 if name == "forward" else 0
+    options = ("--training.steps", "2", "--metrics.log_freq", "1", "--condensation.interval", "0")
+    for name, pack in (("forward", 1 << 20), ("backward", 0)):
         with mock.patch("titan_disp.dispersion.layers.PACK_ELEMENTS", pack):
-            trainer = build(
-                sample,
-                Path(folder) / name,
-                *("--training.steps", "2", "--metrics.log_freq", "1", "--condensation.interval", "0"),
-            )
+            trainer = build(sample, Path(folder) / name, *options)
             trainer.train()
             trainer.close()
 
@@ -250,9 +235,3 @@ def test_logged_values_are_those_of_the_forward_pass(sample, tmp_path):
     for forward, backward in both:
         for key in ("loss", "ce", "dispersion", "grad_norm"):
             assert backward[key] == pytest.approx(forward[key], rel=1e-6)
-
-
-def test_means_without_a_valid_token_are_nan():
-    ledger, none = LossLedger(), torch.zeros(())
-    ledger.add(none, none, none)
-    assert all(math.isnan(mean) for mean in ledger.mean(None).values())

@@ -9,38 +9,30 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torchtitan.train
 
 from tests.command_line import ROOT, environment, typed
 from tests.distributed import spawn
 from tests.oracle import angular, loss_and_gradient, tokens
+from titan_disp.config.load import load_config
 from titan_disp.config.options import SelftestOptions
 from titan_disp.dispersion import DispersionLoss, kernels, pairwise
 from titan_disp.lab import selftest
-
-CPU = torch.device("cpu")
+from titan_disp.train import DispTrainer
 
 
 def only(patch, *names):
     for name in {"accuracy", "path", "meshes", "resume", "cost"} - set(names):
-
-        def nothing(device):
-            return iter(())
-
-        nothing.__name__ = name
-        patch.setattr(selftest, name, nothing)
+        patch.setattr(selftest, name, mock.Mock(return_value=(), __name__=name))
 
 
 def train(argv):
     """As the command does, in a process that need not import everything first and does not sleep at the end."""
-    import torchtitan.train
-
-    from titan_disp.config.load import load_config
-    from titan_disp.train import DispTrainer
-
     torchtitan.train.time = SimpleNamespace(sleep=lambda seconds: None, perf_counter=torchtitan.train.time.perf_counter)
     trainer = DispTrainer(load_config(argv))
     trainer.train()
@@ -80,9 +72,8 @@ def test_one_rank(trains_quickly, monkeypatch, capsys, tmp_path):
     for case in itertools.product(("exact", "moments", "sampled"), ("float32", "bfloat16"), ("random", "collapsed")):
         row = rows["accuracy", ", ".join((*case, "clamp 0.25"))]
         assert 0 < row["found"]["gradient"] <= row["expected"]["gradient"] <= 0.01
-    assert {check for section, check in rows if section == "path" and "kernel" in check} == {
-        f"kernel {name}" for name in ("epilogue", "normalize_backward", "fit", "combine")
-    }
+    kernels_run = {f"kernel {name}" for name in ("epilogue", "normalize_backward", "fit", "combine")}
+    assert {check for section, check in rows if section == "path" and "kernel" in check} == kernels_run
     assert ("meshes", "sharded sequences") in rows
     assert rows["resume", "steps"]["found"] == {"trained": [1, 2, 3, 2, 3]}
     losses = [rows["resume", f"step {step}, resumed"]["found"]["loss"] for step in (2, 3)]
@@ -96,29 +87,6 @@ def wrong_gradient(patch):
     patch.setattr(pairwise, "add_product_", lambda out, a, b, **to: right(out, a, 1.001 * b, **to))
 
 
-def rounded_products(patch):
-    right = kernels.product
-    patch.setattr(kernels, "product", lambda a, b: right(a, b).bfloat16().to(right(a, b).dtype))
-
-
-def nan(patch):
-    patch.setattr(DispersionLoss, "__call__", lambda loss, zs, *args, **options: zs[0].sum((1, 2))[None] * math.nan)
-
-
-def not_compiled(patch):
-    patch.setattr(kernels, "_functions", {"fit": "eager: RuntimeError: no C++ compiler"})
-    if not torch.accelerator.is_available():
-        patch.setattr(kernels, "EAGER_ON_CPU", "compiled")
-
-
-def no_float32_results(patch):
-    patch.setattr(kernels, "_products", {"float32, as torch.bmm cannot add bfloat16 in float32"})
-
-
-def broken(patch):
-    patch.setattr(kernels, "operand_dtype", lambda x: 1 / 0)
-
-
 def another_loss(patch, status=0):
     done = SimpleNamespace(returncode=status, stderr="no room\nat all")
     losses = ((1, 9.0), (2, 8.0), (3, 7.0), (2, 8.0), (3, 7.000000001))
@@ -128,31 +96,44 @@ def another_loss(patch, status=0):
     patch.setattr(selftest, "read_rows", lambda run: [{"step": step, "loss": loss} for step, loss in losses])
 
 
-def failed_start(patch):
-    another_loss(patch, status=3)
+def replaced(where, name, value):
+    return lambda patch: patch.setattr(where, name, value)
+
+
+def not_compiled(patch):
+    patch.setattr(kernels, "_functions", {"fit": "eager: RuntimeError: no C++ compiler"})
+    if not torch.accelerator.is_available():
+        patch.setattr(kernels, "EAGER_ON_CPU", "compiled")
+
+
+def rounded(a, b, product=kernels.product):
+    return product(a, b).bfloat16().to(product(a, b).dtype)
+
+
+def nan(loss, zs, *others, **options):
+    return zs[0].sum((1, 2))[None] * math.nan
 
 
 @pytest.mark.parametrize(
     ("plant", "section", "said"),
     [
+        (wrong_gradient, "accuracy", r"exact, float32, random, clamp 0.25 .*, gradient 0.001 +\| .* ≤ 0.0001"),
         (
-            wrong_gradient,
+            replaced(DispersionLoss, "__call__", nan),
             "accuracy",
-            r"exact, float32, random, clamp 0.25 +\| loss \S+, gradient 0.001 +\| .* ≤ 0.0001",
+            r"sampled, bfloat16, collapsed, clamp 0.25 +\| loss nan",
         ),
-        (nan, "accuracy", r"sampled, bfloat16, collapsed, clamp 0.25 +\| loss nan"),
-        (rounded_products, "path", r"errors of bfloat16 products +\| bmm 0.0\d+, baddbmm \S+e-07 +\| bmm ≤ 0.0001"),
-        (not_compiled, "path", r"kernel fit +\| ran eager: RuntimeError: no C\+\+ compiler"),
-        (no_float32_results, "path", r"operands of products +\| dtypes .*torch.bmm cannot"),
-        (broken, "path", r"runs to its end +\| error ZeroDivisionError: division by zero +\| error none"),
-        (another_loss, "resume", r"step 3, resumed +\| loss 7.000000001 +\| loss 7.0"),
         (
-            failed_start,
-            "resume",
-            r"runs to its end +\| error RuntimeError: the first start ended with status 3: no room",
+            replaced(kernels, "product", rounded),
+            "path",
+            r"errors of bfloat16 .* bmm 0.0\d+, baddbmm \S+e-07 .*≤ 0.0001",
         ),
+        (not_compiled, "path", r"kernel fit +\| ran eager: RuntimeError: no C\+\+ compiler"),
+        (replaced(kernels, "_products", {"bmm cannot"}), "path", r"operands of products +\| dtypes .*bmm cannot"),
+        (replaced(kernels, "operand_dtype", lambda x: 1 / 0), "path", r"runs to its end +\| error ZeroDivisionError: "),
+        (another_loss, "resume", r"step 3, resumed +\| loss 7.000000001 +\| loss 7.0"),
+        (lambda patch: another_loss(patch, 3), "resume", r".* the first start ended with status 3: no room"),
     ],
-    ids=lambda given: getattr(given, "__name__", ""),
 )
 def test_planted_errors(monkeypatch, capsys, plant, section, said):
     only(monkeypatch, section, "meshes")
@@ -166,10 +147,10 @@ def test_planted_errors(monkeypatch, capsys, plant, section, said):
 
 
 def on_two_ranks(folder):
-    patch, options = pytest.MonkeyPatch(), SelftestOptions(Path(folder) / "found.json")
+    patch = pytest.MonkeyPatch()
     only(patch, "accuracy", "meshes")
     patch.setattr(selftest, "CASES", selftest.CASES[:1])
-    assert selftest.selftest(options) == 0
+    assert selftest.selftest(SelftestOptions(Path(folder) / "found.json")) == 0
     if dist.get_rank() == 1:
         wrong_gradient(patch)
     assert selftest.selftest(SelftestOptions(Path(folder) / "wrong.json")) == 1

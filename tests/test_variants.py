@@ -16,13 +16,16 @@ import torch
 
 from tests.command_line import ROOT
 from tests.distributed import spawn
-from tests.oracle import EVERY_LOSS, drawing_order, drawn, loss_and_gradient, oracle, tokens
+from tests.mesh import build
+from tests.oracle import EVERY_LOSS, cosines, drawing_order, drawn, loss_and_gradient, oracle, tokens
+from titan_disp.config.checks import build_coeff_schedule, build_dispersion_losses
+from titan_disp.config.load import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.loss import ESTIMATORS, OF_VARIANTS
 from titan_disp.dispersion.registry import options_of
 from titan_disp.dispersion.variants import VARIANTS, Variant
 from titan_disp.dispersion.variants.base import CosineVariant
-from titan_disp.dispersion.vectors import Normalized
+from titan_disp.job_config import Dispersion
 
 
 @pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)
@@ -47,7 +50,7 @@ def test_layers_of_several_widths():
     """Each layer has the value that it has alone, whatever iterable holds them."""
     zs = [tokens(2, 12, f, seed=f).double() for f in (4, 64, 9)]
     for variant in VARIANTS:
-        losses = dispersion_losses((z for z in zs), variant=variant)
+        losses = dispersion_losses(iter(zs), variant=variant)
         for z, found in zip(zs, losses, strict=True):
             torch.testing.assert_close(found, oracle(variant, z))
     with pytest.raises(ValueError, match=r"layers differ in features: \[4, 64, 9\], which the sampled estimator"):
@@ -135,14 +138,15 @@ def test_an_option_that_the_variant_does_not_use_is_refused(option):
 def test_other_options_are_in_a_table():
     """Each reaches the variant that has it, and is refused by the others."""
     others = {kind: set(options_of(kind)) - set(OF_VARIANTS) for kind in VARIANTS.values()}
-    assert set().union(*others.values()).isdisjoint(field.name for field in dataclasses.fields(DispersionLoss))
-    for kind, options in others.items():
-        for option in options:
-            changed = {option: getattr(kind(), option) / 2}
-            assert getattr(DispersionLoss(kind.name, options=changed)._variant, option) == changed[option]
-            for other in others.keys() - {user for user in others if option in others[user]}:
-                with pytest.raises(ValueError, match=rf"options.{option} is not known.*; expected (no option|\w+)"):
-                    DispersionLoss(other.name, options=changed)
+    for option in set().union(*others.values()):
+        assert option not in {field.name for field in dataclasses.fields(DispersionLoss)}
+        for kind, options in others.items():
+            if option in options:
+                changed = {option: getattr(kind(), option) / 2}
+                assert getattr(DispersionLoss(kind.name, options=changed)._variant, option) == changed[option]
+                continue
+            with pytest.raises(ValueError, match=rf"options.{option} is not known.*; expected (no option|\w+)"):
+                DispersionLoss(kind.name, options={option: 1.0})
 
 
 def test_every_variant_is_in_the_table():
@@ -153,76 +157,44 @@ def test_every_variant_is_in_the_table():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_documented(variant):
-    """With its options, which a user would otherwise have to guess."""
-    page = (ROOT / "docs" / "loss.md").read_text()
-    rows = re.findall(rf"^\| `{variant}` \| .+ \| (.+) \|$", page, re.MULTILINE)
-    assert len(rows) == 1, f"add a row for {variant!r} to the table of variants in docs/loss.md: name, formula, options"
-    assert sorted(re.findall(r"`(\w+)`", rows[0])) == sorted(options_of(VARIANTS[variant])), "docs/loss.md: its options"
-    assert ('estimator="moments"' in rows[0]) == ("moments" in VARIANTS[variant].estimators)
+    """In both pages: its estimators, its options, which a user would otherwise have to guess, and their defaults."""
+    kind, rows = VARIANTS[variant], []
+    for page, columns in (("loss", r".+ \| (.+)"), ("losses", r"(?:.+ \| ){3}(.+) \| (.+)")):
+        found = re.findall(rf"(?m)^\| `{variant}` \| {columns} \|$", (ROOT / "docs" / f"{page}.md").read_text())
+        assert len(found) == 1, f"add a row for {variant!r} to the table of variants in docs/{page}.md"
+        rows += found
+    with_formula, (estimators, options) = rows
+    assert sorted(re.findall(r"`(\w+)`", with_formula)) == sorted(options_of(kind)), "docs/loss.md: its options"
+    assert ('estimator="moments"' in with_formula) == ("moments" in kind.estimators)
+    assert estimators == ", ".join(kind.estimators)
+    defaults = {f.name: f.default for one in (kind, DispersionLoss) for f in dataclasses.fields(one)}
+    found = {name: json.loads(value) for name, value in re.findall(r"`(\w+) = (\S+)`", options)}
+    assert repr(found) == repr({name: defaults[name] for name in found})
+    assert found.keys() == set(options_of(kind))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_loss_is_compared(variant):
-    """Its row of docs/losses.md has the estimators that it supports, and the defaults of its options."""
-    page = (ROOT / "docs" / "losses.md").read_text()
-    rows = re.findall(rf"^\| `{variant}` \|(?: .+ \|){{3}} (.+) \| (.+) \|$", page, re.MULTILINE)
-    assert len(rows) == 1, f"add a row for {variant!r} to the table of docs/losses.md"
-    estimators, options = rows[0]
-    assert estimators == ", ".join(VARIANTS[variant].estimators)
-    defaults = {f.name: f.default for kind in (VARIANTS[variant], DispersionLoss) for f in dataclasses.fields(kind)}
-    expected = {option: json.dumps(defaults[option]) for option in options_of(VARIANTS[variant])}
-    assert {name: json.dumps(json.loads(value)) for name, value in re.findall(r"`(\w+) = (\S+)`", options)} == expected
-
-
-def test_a_fifth_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
+def test_a_new_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
     """The mean of p c² over the pairs, by every estimator: these know no variant's name."""
 
     @dataclasses.dataclass(frozen=True)
-    class Fifth(CosineVariant):
-        name = "fifth"
+    class New(CosineVariant):
         estimators = ESTIMATORS
-
         tau: float  # p
 
         @property
         def pair(self):
             return lambda c: (self.tau * c**2, 2 * self.tau * c)
 
-        def units(self, z):
-            return Normalized(z, 1e-6)
-
-    monkeypatch.setitem(VARIANTS, "fifth", Fifth)
+    monkeypatch.setitem(VARIANTS, "new", New)
     z = tokens(2, 30, 5).double()
     for estimator in ESTIMATORS:
         chosen = drawing_order(30, 0, 0, 0)[:9] if estimator == "sampled" else torch.arange(30)
-        u = torch.nn.functional.normalize(z[:, chosen], dim=-1)
-        c = (u @ u.transpose(1, 2))[:, ~torch.eye(len(chosen), dtype=torch.bool)]
-        found = dispersion_loss(z, variant="fifth", estimator=estimator, tau=3.0, **drawn(estimator, 9))
-        torch.testing.assert_close(found, 3 * c.square().mean(1), rtol=1e-4, atol=0)  # ε, and the fit's ridge
-    with pytest.raises(ValueError, match="clamp is 0.1, but variant 'fifth' does not use it"):
-        DispersionLoss("fifth", clamp=0.1)
-
-
-def test_schedule():
-    """Its edges; the formulas are those of ``test_schedule_of_a_config``."""
-    assert {CoeffSchedule(0.1, total_steps=100)(s) for s in range(100)} == {0.1}
-    linear = CoeffSchedule(1.0, 0, "linear", 0.0, 11)
-    assert [linear(s) for s in (0, 5, 10, 50)] == pytest.approx([1.0, 0.5, 0.0, 0.0])  # 50 is beyond the end
-    assert CoeffSchedule(1.0, 0, "linear", 0.5, 2)(1) == 0.5
-    assert CoeffSchedule(1.0, 3, "linear", 0.5, 3)(2) == 1.0  # nothing but warm-up
-    for bad in ({"coeff": -1.0}, {"warmup_steps": 5}, {"decay": "step"}, {"decay_steps": 2}):
-        with pytest.raises(ValueError, match="expected"):
-            CoeffSchedule(**{"coeff": 1.0, "total_steps": 3} | bad)
-    with pytest.raises(ValueError, match="decay_steps is 3, expected 0 to 2"):
-        CoeffSchedule(1.0, decay="linear", warmup_steps=1, decay_steps=3, total_steps=3)
+        found = dispersion_loss(z, variant="new", estimator=estimator, tau=3.0, **drawn(estimator, 9))
+        torch.testing.assert_close(found, 3 * cosines(z[:, chosen]).square().mean(1), rtol=1e-4, atol=0)
 
 
 def test_loss_of_a_config():
     """No option of [dispersion] gets lost on the way, nor the seed of the positions."""
-    from titan_disp.config.checks import build_dispersion_losses
-    from titan_disp.config.load import load_config
-    from titan_disp.job_config import Dispersion
-
     assert build_dispersion_losses(load_config([])) == {"angular": (1.0, DispersionLoss())}
     assert get_args(get_type_hints(Dispersion)["estimator"]) == ESTIMATORS
     for options in (
@@ -240,16 +212,8 @@ def test_loss_of_a_config():
 
 def test_schedule_of_a_config():
     """λ of every step, against the formulas written out: 2 steps of warm-up and 9 in all, so that step 8 is the last."""
-    from titan_disp.config.checks import build_coeff_schedule
-    from titan_disp.config.load import load_config
-
-    options = {
-        "training.steps": 9,
-        "dispersion.coeff": 0.4,
-        "dispersion.warmup_steps": 2,
-        "dispersion.final_coeff": 0.1,
-    }
-    config = load_config([word for key, value in options.items() for word in (f"--{key}", str(value))])
+    config = load_config(["--training.steps", "9"])
+    config.dispersion.coeff, config.dispersion.warmup_steps, config.dispersion.final_coeff = 0.4, 2, 0.1
     after_warmup = {
         "constant": lambda step: 0.4,
         "linear": lambda step: 0.4 - 0.3 * (step - 2) / 6,
@@ -264,10 +228,19 @@ def test_schedule_of_a_config():
     assert found == pytest.approx([0.2, 0.4, 0.4, 0.325, 0.175, 0.1, 0.1, 0.1, 0.1])
 
 
+def test_edges_of_a_schedule():
+    assert {CoeffSchedule(0.1, total_steps=100)(s) for s in range(100)} == {0.1}
+    assert CoeffSchedule(1.0, 0, "linear", 0.0, 11)(50) == 0.0  # beyond the end
+    assert CoeffSchedule(1.0, 0, "linear", 0.5, 2)(1) == 0.5
+    assert CoeffSchedule(1.0, 3, "linear", 0.5, 3)(2) == 1.0  # nothing but warm-up
+    late = {"decay": "linear", "warmup_steps": 1, "decay_steps": 3}  # 2 steps are left
+    for bad in ({"coeff": -1.0}, {"warmup_steps": 5}, {"decay": "step"}, {"decay_steps": 2}, late):
+        with pytest.raises(ValueError, match="expected"):
+            CoeffSchedule(**{"coeff": 1.0, "total_steps": 3} | bad)
+
+
 def moments_during_training(sample, folder):
     """Gradients of moments against exact, on all layers' activations, at several moments of a run without dispersion."""
-    from tests.mesh import build
-
     trainer = build(
         sample,
         Path(folder) / "run",
