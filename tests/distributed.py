@@ -30,9 +30,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _worker(
-    rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...], told: Any
-) -> None:
+def _worker(rank, world_size, port, function, args, told) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
     backend = "gloo"
@@ -69,9 +67,7 @@ def spawn(world_size: int, function: Callable[..., None], *args: Any) -> None:
         warnings.warn(f"ranks ended with {exit_codes}: an abort after their work", stacklevel=2)
 
 
-def _run(
-    world_size: int, function: Callable[..., None], args: tuple[Any, ...]
-) -> tuple[list[int | None], list[tuple[int, str]]]:
+def _run(world_size, function, args) -> tuple[list[int | None], list[tuple[int, str]]]:
     """Return the exit codes (None for a rank that hangs), and the reports in order: (rank, traceback or DONE)."""
     on_gpus = torch.cuda.device_count() >= world_size
     # Ranks are forked from one process that has imported everything and has started no threads: this saves seconds per
@@ -81,8 +77,10 @@ def _run(
         context.set_forkserver_preload(["titan_disp.train", "tests.mesh"])
     told = context.SimpleQueue()
     port = free_port()
-    work = [(rank, world_size, port, function, args, told) for rank in range(world_size)]
-    ranks = [context.Process(target=_worker, args=one) for one in work]
+    ranks = [
+        context.Process(target=_worker, args=(rank, world_size, port, function, args, told))
+        for rank in range(world_size)
+    ]
     with mock.patch.dict(os.environ, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}):
         for process in ranks:
             process.start()
@@ -94,8 +92,7 @@ def _run(
             break
     exit_codes = [process.exitcode for process in ranks]
     for process in ranks:
-        if process.is_alive():
-            process.kill()
+        process.kill()  # nothing, if it has ended
     texts = []
     while not told.empty():
         texts.append(told.get())

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.distributed import ParallelDims
 
 from tests import ring_attention
+from tests.oracle import EVERY_ESTIMATOR
 from titan_disp import cpu
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import objective
@@ -22,6 +23,12 @@ from titan_disp.models.decoder import canonical_name
 from titan_disp.models.registry import MODELS, model_args
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
+
+
+def of_loss(variant, estimator):
+    drawn = " --dispersion.max_tokens 10" if estimator == "sampled" else ""
+    margin = " --dispersion.options margin=1.5" if variant == "simctg" else ""  # above which pairs are at first
+    return f"--dispersion.variant {variant} --dispersion.estimator {estimator}{drawn}{margin}"
 
 
 # What the words of a case's name mean, as in "final_norm-fsdp-full-always".
@@ -51,6 +58,8 @@ WORDS = {
     "mask": "--stream.document_mask",
     "restart": "--stream.document_mask --stream.restart_positions",
     "within": "--dispersion.within_documents",
+    "without": "--dispersion.no-enabled",
+    **{f"{variant}_{estimator}": of_loss(variant, estimator) for variant, estimator in EVERY_ESTIMATOR},
 }
 
 
@@ -155,6 +164,12 @@ def build(sample, run_folder, *options):
     from titan_disp.train import DispTrainer
 
     return DispTrainer(job_config(sample, run_folder, *options))
+
+
+def trained(sample, run_folder, *options):
+    trainer = build(sample, run_folder, *options)
+    trainer.train()
+    trainer.close()
 
 
 def step(trainer):

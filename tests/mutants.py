@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +36,9 @@ ROOMS = {
         "checkpoint checkpoint_integrity checkpoint_trust ranks_agree",
     ),
     "stream": (
-        "titan_disp/data/stream.py titan_disp/data/cursor.py titan_disp/data/shuffle.py titan_disp/data/position.py "
-        "titan_disp/data/assignment.py titan_disp/data/passes.py",
+        " ".join(
+            f"titan_disp/data/{name}.py" for name in ["stream", "cursor", "shuffle", "position", "assignment", "passes"]
+        ),
         "stream shuffle mixture local_files tokenizers formats data_errors",
     ),
     "formats": (
@@ -47,10 +48,7 @@ ROOMS = {
     "supervise": ("slurm/supervise.py", "supervise"),
     "plan": ("titan_disp/cluster/plan.py", "plan"),
     "measure": ("titan_disp/condensation/measure.py", "condensation averaged_cosines"),
-    "compare": (
-        "titan_disp/lab/evaluate/compare.py titan_disp/lab/statistics.py",
-        "compare evaluate sweep_table",
-    ),
+    "compare": ("titan_disp/lab/evaluate/compare.py titan_disp/lab/statistics.py", "compare evaluate sweep_table"),
 }
 SEMANTIC = "semantic"  # wrong edits made by hand: tests/semantic.py
 MESSAGES = r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
@@ -83,20 +81,16 @@ def _worker(*args):
     _begin(*args)
 
 
-class _Noting:
-    def __init__(self, function, folder):
-        self.function, self.folder = function, folder
-
-    def __call__(self, *args):
-        try:
-            self.function(*args)
-        finally:
-            _Path(self.folder, str(_os.getpid())).write_text("\\n".join(_state()._stats))
+def _noting(folder, function, *args):
+    try:
+        function(*args)
+    finally:
+        _Path(folder, str(_os.getpid())).write_text("\\n".join(_state()._stats))
 
 
 def _run(world_size, function, args):
     with _tempfile.TemporaryDirectory() as folder:
-        result = _run_ranks(world_size, _Noting(function, folder), args)
+        result = _run_ranks(world_size, _noting, (folder, function, *args))
         for file in _Path(folder).iterdir():
             _state()._stats.update(filter(None, file.read_text().split("\\n")))
     return result
@@ -194,17 +188,17 @@ def results(folder: Path) -> tuple[int, list[Survivor]]:
     return total, survivors
 
 
-class Equivalent:
-    """Survivors that do the same as the code: those in the list, and edits of arguments that have no effect here."""
+def equivalent() -> Callable[[Survivor], bool]:
+    """Tell survivors that do the same as the code: those in the list, and edits of arguments that have no effect here."""
+    content = tomli.loads(EQUIVALENT.read_text())
+    known = {(entry["file"], _plain(edit)) for entry in content["equivalent"] for edit in entry["edits"]}
+    arguments = re.compile(rf"\b({'|'.join(entry['argument'] for entry in content['argument'])})=\w+")
 
-    def __init__(self) -> None:
-        content = tomli.loads(EQUIVALENT.read_text())
-        self.known = {(entry["file"], _plain(edit)) for entry in content["equivalent"] for edit in entry["edits"]}
-        self.arguments = re.compile(rf"\b({'|'.join(entry['argument'] for entry in content['argument'])})=\w+")
+    def same(survivor: Survivor) -> bool:
+        before, after = (_plain(arguments.sub("", text)) for text in (survivor.before, survivor.after))
+        return before == after or (survivor.file, _plain(survivor.after)) in known
 
-    def __contains__(self, survivor: Survivor) -> bool:
-        before, after = (_plain(self.arguments.sub("", text)) for text in (survivor.before, survivor.after))
-        return before == after or (survivor.file, _plain(survivor.after)) in self.known
+    return same
 
 
 def _plain(line: str) -> str:
@@ -248,8 +242,7 @@ def main() -> None:
     total, survivors = results(folder)
     if untried := sum(code is None for _, _, code in verdicts(folder)):
         print(f"{untried} mutants have not been tried")
-    equivalent = Equivalent()
-    same = [s for s in survivors if s in equivalent]
+    same = list(filter(equivalent(), survivors))
     noticed, possible = total - len(survivors), total - len(same)
     print("\n".join(str(s) for s in survivors if s not in same))
     print(

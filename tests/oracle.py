@@ -1,4 +1,5 @@
-"""The losses as the papers define them: plain float64 autograd over the full N×N matrix."""
+"""The losses in plain float64 autograd over the full N×N matrix: as the authors' released code computes its four, as papers
+define the others."""
 
 import math
 from typing import Any
@@ -87,17 +88,11 @@ def feature_decorrelation(z: Tensor) -> Tensor:
     return pairs(torch.stack(features)).square().mean(1)
 
 
-def vicreg(
-    z: Tensor, variance_coeff: float = 25.0, covariance_coeff: float = 1.0, gamma: float = 1.0, eps: float = 1e-4
-) -> Tensor:
+def vicreg(z: Tensor, variance_coeff=25.0, covariance_coeff=1.0, gamma=1.0, eps=1e-4) -> Tensor:
     """The two terms of VICReg that regard one branch, with the weights of its paper."""
-    f = z.shape[2]
     covariance = torch.stack([torch.cov(sequence.T) for sequence in z])
-    deviation = (z.var(1) + eps).sqrt()
-    return (
-        variance_coeff * (gamma - deviation).clamp_min(0).mean(1)
-        + covariance_coeff * pairs(covariance).square().sum(1) / f
-    )
+    below = (gamma - (z.var(1) + eps).sqrt()).clamp_min(0).mean(1)
+    return variance_coeff * below + covariance_coeff * pairs(covariance).square().sum(1) / z.shape[2]
 
 
 def moments_oracle(variant, z, stride, tau=1.0, options=None):
@@ -139,10 +134,8 @@ def moments_oracle(variant, z, stride, tau=1.0, options=None):
 
 ORACLES = {
     formula.__name__: formula
-    for formula in (
-        *(angular, decorrelation, l2_repel, orthogonalization),
-        *(cosine, feature_decorrelation, koleo, simctg, uniformity, vicreg),
-    )
+    for formula in (angular, decorrelation, l2_repel, orthogonalization, cosine, feature_decorrelation)
+    + (koleo, simctg, uniformity, vicreg)
 }
 # Options with which the tests try a variant, if not the defaults alone.
 OPTIONS: dict[str, list[dict[str, Any]]] = {

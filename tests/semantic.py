@@ -30,13 +30,6 @@ class Edit(NamedTuple):
     why: str
     tests: list[str]
 
-    def apply(self, folder: Path) -> str:
-        """Write the edited file, and return its former text."""
-        path = folder / self.file
-        text = path.read_text()
-        path.write_text(text.replace(self.old, self.new))
-        return text
-
 
 def edits() -> list[Edit]:
     return [Edit(**entry) for file in sorted(EDITS.glob("*.toml")) for entry in tomli.loads(file.read_text())["edit"]]
@@ -64,9 +57,11 @@ def run(folder: Path, sample: Path, only: str = "") -> None:
         raise SystemExit(f"these tests fail without an edit: {' '.join(failed)}")
     noticed = 0
     for edit in chosen:
-        former = edit.apply(folder)
+        path = folder / edit.file
+        former = path.read_text()
+        path.write_text(former.replace(edit.old, edit.new))
         survived = passes(folder, edit.tests, environment)
-        (folder / edit.file).write_text(former)
+        path.write_text(former)
         noticed += not survived
         print(f"{'SURVIVED' if survived else 'noticed'}  {edit.file}: {edit.why}", flush=True)
     print(f"semantic: {noticed} of {len(chosen)} wrong edits noticed ({noticed / len(chosen):.1%})")

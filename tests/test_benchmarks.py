@@ -76,14 +76,6 @@ def test_cost_of_a_measurement():
     assert max(one["part"] for one in found.values()) <= 0.002
 
 
-def test_who_measures_most():
-    """Of 8 sequences and 30 layers: 2 × 30 on 4 ranks; with batches of 3, all go through the model, again and again."""
-    from benchmarks.measurement import busiest_rank
-
-    found = [busiest_rank(ranks, 8, batch, 30) for ranks, batch in ((4, 1), (1, 4), (8, 3))]
-    assert found == [(2, 60), (8, 240), (3, 30)]
-
-
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_checks_of_a_gpu(gpus, monkeypatch, tmp_path):
     from benchmarks.gpu import Options, checks

@@ -16,7 +16,6 @@ from tests import oracle
 from tests.distributed import spawn
 from tests.mesh import (
     SEQ_LEN,
-    build,
     documents,
     errors,
     global_batch,
@@ -24,6 +23,7 @@ from tests.mesh import (
     plain_model,
     plain_model_of,
     run_cases,
+    trained,
 )
 from tests.streams import (
     VALIDATION_FILE,
@@ -112,18 +112,12 @@ def test_the_mask_of_a_cpu_is_flex_attentions():
         torch.testing.assert_close(found, flex_attention(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True))
 
 
-@pytest.fixture
-def odd_texts(tmp_path):
-    """Documents whose texts hold EOS, 0, themselves; some are longer than three sequences."""
+@pytest.mark.parametrize("window", [0, 5])
+def test_segments_are_the_documents(tmp_path, window):
+    """Against packing anew. EOS, 0, would find other documents: it is in their texts. Some are longer than three sequences."""
     texts = [" ".join([str(i), "0", str(i)] * (1 + i % 4) + [str(i)] * (40 if i % 9 == 0 else 0)) for i in range(1, 60)]
     write_texts(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
-    return list_files("c4", str(tmp_path)), texts
-
-
-@pytest.mark.parametrize("window", [0, 5])
-def test_segments_are_the_documents(odd_texts, window):
-    """Against packing anew. EOS would find other documents."""
-    files, texts = odd_texts
+    files = list_files("c4", str(tmp_path))
     (rank,) = streams_of(files, 1, 1, seq_len=10, segments=True, shuffle_window=window)
     (slot,) = rank.slots.values()
     found, stream = np.zeros((2, 70, 11), dtype=np.int64), []
@@ -237,9 +231,7 @@ RUN = (
 
 def train(sample, folder, runs):
     for name, options in runs.items():
-        trainer = build(sample, Path(folder) / name, *RUN, "--validation.dataset_path", sample, *options)
-        trainer.train()
-        trainer.close()
+        trained(sample, Path(folder) / name, *RUN, "--validation.dataset_path", sample, *options)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torchtitan.components.loss import cross_entropy_loss
 
 from tests.distributed import spawn
 from tests.mesh import VOCAB, build, canonical, dims, full, job_config, step
-from tests.oracle import Largest
+from tests.oracle import Largest, cross_entropy
 from titan_disp.errors import ConfigError
 from titan_disp.models.head import HiddenStates, chunked_cross_entropy, loss_and_gradient
 from titan_disp.models.registry import MODELS
@@ -33,11 +34,7 @@ def differentiated(loss_of, h, weight, dtype):
 
 
 def whole(labels):
-    def loss(h, weight):
-        logits = (h @ weight.T).flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits.float(), labels.flatten(), reduction="sum")
-
-    return loss
+    return lambda h, weight: cross_entropy_loss(h @ weight.T, labels)
 
 
 def chunks(labels, chunk, of_chunk=loss_and_gradient):
@@ -49,10 +46,7 @@ def relative(found, expected):
 
 
 def exact(h, weight, labels):
-    def loss(h, weight):
-        return torch.nn.functional.cross_entropy((h @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
-
-    return differentiated(loss, h, weight, torch.float64)
+    return differentiated(lambda h, weight: cross_entropy(h @ weight.T, labels), h, weight, torch.float64)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 300, B * N, 10**6])
@@ -125,22 +119,19 @@ def real_trainers(sample, folder):
     """Two runs that differ in the head only: one saves and is built anew. Then a step of the stock trainer each."""
     from torchtitan.train import Trainer
 
-    validation = ("--validation.enable", "--validation.dataset", "c4_validation", "--validation.dataset_path", sample)
-    often = ("--validation.freq", "2", "--validation.steps", "1", "--validation.local_batch_size", "2")
     options = (
-        *validation, *often, "--condensation.interval", "2", "--condensation.sequences", "4", "--metrics.log_freq", "1",
+        *("--validation.enable", "--validation.dataset", "c4_validation", "--validation.dataset_path", sample),
+        *("--validation.freq", "2", "--validation.steps", "1", "--validation.local_batch_size", "2"),
+        *("--condensation.interval", "2", "--condensation.sequences", "4", "--metrics.log_freq", "1"),
         *("--checkpoint.enable", "--checkpoint.interval", "9", "--stream.prefetch", "0", "--training.steps", "4"),
         *("--model.overrides", "n_layers=2", "--parallelism.fsdp_reshard_after_forward", "always"),
-    )  # fmt: skip
+    )
     found = {}
-    for name, starts in {
-        "whole": [()],
-        "chunked": [CHUNKED],
-        "parts": [(*CHUNKED, "--budget.stop_at_tokens", str(2 * 256)), CHUNKED],
-    }.items():
+    parts = [(*CHUNKED, "--budget.stop_at_tokens", str(2 * 256)), CHUNKED]
+    for name, starts in {"whole": [()], "chunked": [CHUNKED], "parts": parts}.items():
+        losses = found[name] = []
         for start in starts:
             trainer = build(sample, f"{folder}/{name}", *options, *start)
-            losses = found.setdefault(name, [])
             trainer.metrics_processor.log_validation = lambda loss, step, losses=losses: losses.append((step, loss))
             trainer.train()
             trainer.close()
@@ -152,11 +143,8 @@ def real_trainers(sample, folder):
         trainer = Trainer(job)
         with Largest() as largest:
             gradients = step(trainer)
-        found[name] = (
-            largest.elements,
-            gradients,
-            {n: full(p.detach()) for n, p in canonical(trainer.model_parts[0]).items()},
-        )
+        weights = {n: full(p.detach()) for n, p in canonical(trainer.model_parts[0]).items()}
+        found[name] = largest.elements, gradients, weights
         trainer.close()
     torch.save((validation, found), f"{folder}/found_{torch.distributed.get_rank()}.pt")
 
@@ -177,9 +165,8 @@ def test_a_run_is_the_same_with_a_chunked_head(folder):
         assert chunked == pytest.approx(whole, rel=1e-5), name
         assert parts == chunked, name
     validation, _ = torch.load(folder / "found_0.pt")
-    measured = {
-        name: [(step, row["cross_entropy"]) for step, row in read_condensation(folder / name).items()] for name in runs
-    }
+    read = {name: read_condensation(folder / name) for name in runs}
+    measured = {name: [(step, row["cross_entropy"]) for step, row in rows.items()] for name, rows in read.items()}
     for steps, found in (((1, 2, 4), validation), ((0, 2, 4), measured)):
         assert [step for step, _ in found["whole"]] == list(steps)
         assert [x for _, x in found["chunked"]] == pytest.approx([x for _, x in found["whole"]], rel=1e-5)

@@ -10,16 +10,14 @@ PACKAGE = ROOT / "titan_disp"
 ABOVE_BOTH = "cli"  # the table of commands
 
 
-def layers():
-    """Package or module → its line in the picture, from the top."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    picture = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", text, flags=re.DOTALL)
-    assert picture is not None
-    lines = [line.split("  ") for line in picture.group(1).splitlines() if "│" not in line]
-    return {name: at for at, line in enumerate(lines) for name in [word.strip() for word in line if word.strip()][1:]}
-
-
-LAYERS = layers()
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+PICTURE = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", TEXT, flags=re.DOTALL)[1].splitlines()
+# Package or module → its line in the picture, from the top.
+LAYERS = {
+    name.strip(): at
+    for at, line in enumerate(line.split("  ") for line in PICTURE if "│" not in line)
+    for name in [word for word in line if word.strip()][1:]
+}
 
 
 def place(module):

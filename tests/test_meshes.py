@@ -14,7 +14,6 @@ from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
 from titan_disp.config.checks import check_config
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
-from titan_disp.dispersion.variants import VARIANTS
 from titan_disp.models.registry import MODELS
 
 # By number of ranks, the cases in the words of tests/mesh.py; "*" is each other model, with its nano flavor. Gradients are
@@ -42,37 +41,32 @@ FAST = (
     *("chunked-fsdp-always-single_untied", "chunked-gpt2-fsdp-tp-single"),
 )
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP. The losses of other papers: exact, and FSDP2 × TP only.
-FAMILY = {
-    f"{variant}_{estimator}": (
-        *("--dispersion.variant", variant, "--dispersion.estimator", estimator),
-        *(("--dispersion.max_tokens", "10") if estimator == "sampled" else ()),
-        # Few pairs are above the default margin at first.
-        *(("--dispersion.options", "margin=1.5") if variant == "simctg" else ()),
-    )
+FAMILY = [
+    f"{variant}_{estimator}"
     for variant, estimator in EVERY_ESTIMATOR
     if (variant, estimator) != ("angular", "exact") and (variant in PAPERS or estimator == "exact")
+]
+OF_PAPERS = [name for name in FAMILY if name.startswith(tuple(PAPERS))]
+TABLES = {
+    "slow": SLOW,
+    "night": NIGHT,
+    "family": {
+        1: " ".join(["reference", *(f"{name}-batch8" for name in ["without", *FAMILY])]),
+        2: " ".join(f"{name}-{mesh}" for name in OF_PAPERS for mesh in ("fsdp", "tp")),
+        4: " ".join(f"{name}-fsdp-tp" for name in FAMILY),
+    },
 }
-FEW_MESHES = [f"{variant}_exact" for variant in VARIANTS if variant not in PAPERS]
 
 
-def names(table, ranks):
-    return [name.replace("*", m) for name in table[ranks].split() for m in (OTHER_MODELS if "*" in name else "-")]
+def names(kind, ranks):
+    return [
+        name.replace("*", m) for name in TABLES[kind][ranks].split() for m in (OTHER_MODELS if "*" in name else "-")
+    ]
 
 
-def cases(table, ranks):
+def cases(kind, ranks):
     whole = dict.fromkeys(REFERENCES, ("--training.local_batch_size", "8"))
-    return {name: (*options_of(name), *whole.get(name, ())) for name in names(table, ranks)}
-
-
-def cases_of_family(ranks):
-    meshes = {1: ("alone-batch8",), 2: ("fsdp", "tp"), 4: ("fsdp-tp",)}[ranks]
-    found = {"reference": options_of("batch8"), "without": (*options_of("batch8"), "--dispersion.no-enabled")}
-    return (found if ranks == 1 else {}) | {
-        f"{name}_{mesh}": (*options_of(mesh), *options)
-        for name, options in FAMILY.items()
-        for mesh in meshes
-        if ranks != 2 or name not in FEW_MESHES
-    }
+    return {name: (*options_of(name), *whole.get(name, ())) for name in names(kind, ranks)}
 
 
 # fp32 sums in another order over ranks and microbatches: about 1e-6 seen; ten times that is still far below any wrong scale.
@@ -84,9 +78,8 @@ def run_fast(sample, folder):
     for entry in MODELS.values():
         with torch.device("meta"):
             model = entry.model_cls(entry.flavors["nano"])
-        entry.parallelize(
-            model, dims(4, dp_shard=2, tp=2), job_config(sample, folder / "unused", "--model.name", entry.name)
-        )
+        config = job_config(sample, folder / "unused", "--model.name", entry.name)
+        entry.parallelize(model, dims(4, dp_shard=2, tp=2), config)
         assert_tied(model)
     run_cases(sample, folder, {name: options_of(name) for name in FAST}, checkpoint=False)
 
@@ -101,11 +94,8 @@ def of(sample, tmp_path_factory):
         if kind == "fast":
             spawn(4, run_fast, sample, folder)
         else:
-            for ranks in (1, 2, 4) if kind != "night" else NIGHT:
-                these = (
-                    cases_of_family(ranks) if kind == "family" else cases({"slow": SLOW, "night": NIGHT}[kind], ranks)
-                )
-                spawn(ranks, run_cases, sample, folder, these, kind != "family" and ranks > 1)
+            for ranks in TABLES[kind]:
+                spawn(ranks, run_cases, sample, folder, cases(kind, ranks), kind != "family" and ranks > 1)
         return {file.stem: torch.load(file) for file in folder.glob("*.pt")}
 
     return of
@@ -152,7 +142,7 @@ def test_gradients_cross_replicas_once_a_step(of):
     [
         (n, name)
         for n in (2, 4)
-        for name in names(SLOW, n)
+        for name in names("slow", n)
         if not name.startswith(REFERENCES[1:4]) and name != "gpt2-fsdp-tp"
     ],
 )
@@ -179,9 +169,9 @@ def test_bytes_of_the_plan(of, sample, ranks, name, gpus_per_node):
     ("kind", "name"),
     [
         pytest.param(kind, name, marks=[pytest.mark.night] * (kind == "night"))
-        for kind, table in (("slow", SLOW), ("night", NIGHT))
-        for ranks in table
-        for name in names(table, ranks)
+        for kind in ("slow", "night")
+        for ranks in TABLES[kind]
+        for name in names(kind, ranks)
         if name not in {"last", *REFERENCES}
     ],
 )
@@ -206,10 +196,10 @@ def test_gradients_cross_replicas_once_a_step_beside_tensor_parallel(of):
 def test_gradients_of_every_variant_and_estimator(of, name):
     """On every mesh with accumulation as in one process; and the term is there, and another than angular exact's."""
     gradients = {name: found["gradients"] for name, found in of("family").items()}
-    alone = gradients[f"{name}_alone-batch8"]
-    for mesh in ("fsdp-tp",) if name in FEW_MESHES else ("fsdp", "tp", "fsdp-tp"):
-        assert_equal_gradients(gradients[f"{name}_{mesh}"], alone)
-    assert max(errors(alone, gradients["without"]).values()) > 100 * TOLERANCE
+    alone = gradients[f"{name}-batch8"]
+    for mesh in ("fsdp", "tp", "fsdp-tp") if name in OF_PAPERS else ("fsdp-tp",):
+        assert_equal_gradients(gradients[f"{name}-{mesh}"], alone)
+    assert max(errors(alone, gradients["without-batch8"]).values()) > 100 * TOLERANCE
     assert max(errors(alone, gradients["reference"]).values()) > 10 * TOLERANCE  # moments are close to exact
 
 

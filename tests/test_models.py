@@ -10,7 +10,7 @@ from torchtitan.components.loss import cross_entropy_loss
 
 import titan_disp.plugin  # noqa: F401
 from tests.command_line import ROOT
-from tests.mesh import assert_tied
+from tests.mesh import assert_tied, errors
 from tests.oracle import angular
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
@@ -48,17 +48,6 @@ def test_flavors_come_in_ascending_order(entry):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_stay_tied_where_they_get_storage(entry, tied):
-    """As the trainer builds a model: ``to_empty`` gives every module its own."""
-    args = entry.flavors["nano"]
-    args.enable_weight_tying = tied
-    with torch.device("meta"):
-        model = entry.model_cls(args)
-    model.to_empty(device="cpu").init_weights()
-    assert_tied(model, tied)
-
-
-@pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
 def test_logits_activations_and_weights_are_transformers(entry, tied):
     theirs, ours = pair(entry, tied)
@@ -90,10 +79,8 @@ def test_final_norm_is_the_authors_mid_training(entry):
     expected.backward()
     gradients = {name: p.grad for name, p in ours.named_parameters()} | {"output.weight": ours.output.weight.grad}
     gradients = entry.adapter(ours.model_args, None).to_hf(gradients)
-    assert gradients.keys() == {name for name, _ in theirs.named_parameters()}
-    for name, p in theirs.named_parameters():
-        error = (gradients[name] - p.grad).norm() / p.grad.norm()
-        assert error < 1e-4, f"{name}: {error:.1e}"
+    worst = errors(gradients, {name: p.grad for name, p in theirs.named_parameters()})
+    assert max(worst.values()) < 1e-4, worst
 
 
 def test_every_model_is_documented(entry):

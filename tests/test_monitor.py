@@ -16,11 +16,12 @@ from titan_disp.run.reader import read_json_lines, read_metrics
 
 # 5 sequences divide among no number of ranks here, and 10 of 32 positions are not the first ones.
 SECTION = ("--condensation.sequences", "5", "--condensation.max_tokens", "10")
+TP = ("--parallelism.tensor_parallel_degree", "2")
 MESHES = {
     "fsdp": (),
     "hsdp": ("--parallelism.data_parallel_replicate_degree", "2"),
-    "fsdp_tp": ("--parallelism.tensor_parallel_degree", "2"),
-    "fsdp_tp_whole_logits": ("--parallelism.tensor_parallel_degree", "2", "--parallelism.disable_loss_parallel"),
+    "fsdp_tp": TP,
+    "fsdp_tp_whole_logits": (*TP, "--parallelism.disable_loss_parallel"),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import spawn
-from tests.mesh import build
+from tests.mesh import trained
 from tests.oracle import angular, cross_entropy, drawing_order
 from titan_disp.dispersion import AutogradVariant, DispersionLoss, DispersionObjective, LossLedger, masks
 from titan_disp.run.reader import read_rows
@@ -222,9 +222,7 @@ def forward_and_backward(sample, folder):
     options = ("--training.steps", "2", "--metrics.log_freq", "1", "--condensation.interval", "0")
     for name, pack in (("forward", 1 << 20), ("backward", 0)):
         with mock.patch("titan_disp.dispersion.layers.PACK_ELEMENTS", pack):
-            trainer = build(sample, Path(folder) / name, *options)
-            trainer.train()
-            trainer.close()
+            trained(sample, Path(folder) / name, *options)
 
 
 def test_logged_values_are_those_of_the_forward_pass(sample, tmp_path):

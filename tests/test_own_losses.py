@@ -18,6 +18,7 @@ from torchtitan.config import ConfigManager
 from tests import test_padding as padding
 from tests.command_line import ROOT
 from tests.distributed import spawn
+from tests.mesh import trained
 from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens, units
 from tests.pages import blocks
 from titan_disp.config.checks import build_dispersion_losses, resolve_tables
@@ -65,19 +66,6 @@ def test_the_recipe(folder, monkeypatch, case):
         monkeypatch.setitem(ORACLES, name, formula)
     for features in (6, 70):
         padding.check(features, case)
-
-
-def check_on_ranks(folder):
-    sys.path.insert(0, str(folder))
-    ORACLES.update(OWN)
-    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
-    for case in CASES:
-        padding.check(6, case, dist.group.WORLD, dist.get_rank(), 4)
-        padding.check(70, case, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
-
-
-def test_the_recipe_on_ranks(folder):
-    spawn(4, check_on_ranks, folder)
 
 
 def test_an_object_or_a_path(folder):
@@ -177,8 +165,7 @@ number = 3
 class NotDecorated(AutogradVariant):
     def loss(self, z, valid, context): return z.sum((1, 2))
 @dataclass(frozen=True)
-class Abstract(AutogradVariant):
-    pass
+class Abstract(AutogradVariant): pass
 @dataclass(frozen=True)
 class Options(NotDecorated):
     margin: float
@@ -280,41 +267,34 @@ def test_a_pair_function_that_is_new_every_time_is_compiled_once(folder):
 
 
 CONFIG = """
-[dispersion]
-enabled = true
-variant = "my_losses:Band"
-coeff = 0.5
-[dispersion.options]
-margin = 0.2
-[[dispersion.losses]]
-variant = "cosine"
-weight = 0.25
-estimator = "sampled"
-max_tokens = 16
-[[dispersion.losses]]
-variant = "my_losses:Band"
-options = {margin = 0.9}
+dispersion.variant = "my_losses:Band"
+dispersion.options = {margin = 0.2}
+dispersion.losses = [
+    {variant = "cosine", weight = 0.25, estimator = "sampled", max_tokens = 16},
+    {variant = "my_losses:Band", options = {margin = 0.9}},
+]
 """
 
 
-def train_and_resume(folder, sample):
-    """FSDP2 × TP. The second start has another margin, which is logged as another variant is."""
-    from tests.mesh import build
-
+def check_on_ranks_and_train(folder, sample):
+    """Then on FSDP2 × TP. The second start has another margin, which is logged as another variant is."""
     sys.path.insert(0, str(folder))
-    words = [
+    ORACLES.update(OWN)
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
+    for case in CASES:
+        padding.check(6, case, dist.group.WORLD, dist.get_rank(), 4)
+        padding.check(70, case, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
+    words = (
         *("--job.config_file", str(folder / "own.toml"), "--parallelism.tensor_parallel_degree", "2"),
         *("--training.steps", "4", "--metrics.log_freq", "1", "--condensation.interval", "0", "--stream.prefetch", "0"),
         *("--checkpoint.enable", "--checkpoint.interval", "2", "--dispersion.coeff", "0.5"),
         *("--model.overrides", "n_layers=2"),
-    ]
+    )
     for more in (("--budget.stop_at_tokens", "512"), ("--dispersion.options", "margin=-0.5")):
-        trainer = build(sample, folder / "run", *words, *more)
-        trainer.train()
-        trainer.close()
+        trained(sample, folder / "run", *words, *more)
 
 
-def test_a_run(folder, sample):
+def test_ranks_and_a_run(folder, sample):
     from titan_disp.lab.export.model_card import model_card
     from titan_disp.lab.export.saved import find_saved
     from titan_disp.lab.report.gather import gather
@@ -322,7 +302,7 @@ def test_a_run(folder, sample):
     from titan_disp.run.reader import read_config, read_events, read_metrics
 
     (folder / "own.toml").write_text(CONFIG)
-    spawn(4, train_and_resume, folder, sample)
+    spawn(4, check_on_ranks_and_train, folder, sample)
     run = folder / "run"
     rows = read_metrics(run)
     assert list(rows) == [1, 2, 3, 4]

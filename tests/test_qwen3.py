@@ -30,7 +30,6 @@ def test_forward_returns_what_was_asked_for():
     assert torch.equal(nano(TOKENS, return_activations=()), logits)
     assert torch.equal(nano.eval()(TOKENS), logits)
     _, everything = nano(TOKENS, return_activations=range(8))
-    assert len(everything) == 8
     assert all(torch.equal(x, everything[index]) for x, index in zip(activations, (2, 6), strict=True))
     with pytest.raises(ValueError, match="expected indices from 0 to 7"):
         nano(TOKENS, return_activations=[8])
@@ -100,29 +99,33 @@ def test_seed_and_name_decide_the_weights():
     assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.w") == "layers.0.w"
 
 
-def test_activations_of_a_config():
-    """Those of a block are its output, 1 more than its index: 0 is the embedding's. The final norm's replaces the last's."""
-    config = load_config([])
-    assert (block_indices("early_half", 5), block_indices("late_half", 5)) == ((0, 1), (2, 3, 4))
-    for layers, blocks, with_final_norm in (
+@pytest.mark.parametrize(
+    ("layers", "blocks", "with_final_norm"),
+    [
         ("all", (0, 1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 7)),
         ("last", (5,), (7,)),
         ("early_half", (0, 1, 2), None),
         ("late_half", (3, 4, 5), (4, 5, 7)),
         ([3, 0], (0, 3), None),
         ([5, 2], (2, 5), (3, 7)),
-    ):
-        assert block_indices(layers, 6) == blocks
-        args, section = flavors["nano"], config.dispersion
-        section.layers = layers
-        for section.enabled, expected in ((False, ()), (True, tuple(block + 1 for block in blocks))):
-            args.update_from_config(config)
-            assert args.activations == expected
-        section.final_norm = True
-        with nullcontext() if with_final_norm else pytest.raises(ConfigError, match="leaves the last block .* out"):
-            args.update_from_config(config)
-            assert args.activations == with_final_norm
-        section.final_norm = False
+    ],
+)
+def test_activations_of_a_config(layers, blocks, with_final_norm):
+    """Those of a block are its output, 1 more than its index: 0 is the embedding's. The final norm's replaces the last's."""
+    config, args = load_config([]), flavors["nano"]
+    assert block_indices(layers, 6) == blocks
+    config.dispersion.layers = layers
+    for config.dispersion.enabled, expected in ((False, ()), (True, tuple(block + 1 for block in blocks))):
+        args.update_from_config(config)
+        assert args.activations == expected
+    config.dispersion.final_norm = True
+    with nullcontext() if with_final_norm else pytest.raises(ConfigError, match="leaves the last block .* out"):
+        args.update_from_config(config)
+        assert args.activations == with_final_norm
+
+
+def test_halves_of_an_odd_number():
+    assert (block_indices("early_half", 5), block_indices("late_half", 5)) == ((0, 1), (2, 3, 4))
 
 
 @pytest.mark.parametrize("layers", ["first", [5], [-1], [], [1, 1], [True]])
