@@ -25,6 +25,7 @@ from tests.mesh import (
     run_cases,
     trained,
 )
+from tests.pages import changed
 from tests.streams import (
     VALIDATION_FILE,
     config,
@@ -207,18 +208,23 @@ def test_gradients_equal_those_of_each_document(steps, name):
     assert worst(objective(model(inputs), labels)) > 1e-3  # pairs across documents would be seen
 
 
+@pytest.fixture(scope="module")
+def within_documents(sample):
+    return config(sample, "--dispersion.within_documents")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("dispersion.estimator", "moments", "estimator is 'moments', which cannot keep to the pairs within"),
         ("dispersion.variant", "vicreg", "dispersion.variant is 'vicreg', which is no loss of pairs"),
-        ("dispersion.losses", '{"variant": "koleo"}', r"losses\[0\].variant is 'koleo', which is no loss"),
-        ("parallelism.context_parallel_degree", "2", "within_documents is true, but context_parallel_degree"),
+        ("dispersion.losses", [{"variant": "koleo"}], r"losses\[0\].variant is 'koleo', which is no loss"),
+        ("parallelism.context_parallel_degree", 2, "within_documents is true, but context_parallel_degree"),
     ],
 )
-def test_what_cannot_keep_to_documents(sample, key, value, message):
+def test_what_cannot_keep_to_documents(within_documents, key, value, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(config(sample, "--dispersion.within_documents", f"--{key}", value), 2)
+        check_config(changed(within_documents, {key: value}), 2)
 
 
 RUN = (
