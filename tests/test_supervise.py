@@ -17,6 +17,7 @@ import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -37,10 +38,7 @@ def report(node, gpus, problems):
 
 
 class Cluster:
-    """A folder of stand-ins for SLURM's commands. Each records its calls and runs the script of a test.
-
-    FOLDER in a script stands for this folder, and FOLDER/run is the run's.
-    """
+    """Stand-ins for SLURM's commands, which record their calls and run a test's script. FOLDER there is this folder."""
 
     SHOW = """case "$1 $2" in
 "show job") cat "$0.job"; exit;;
@@ -58,11 +56,9 @@ esac"""
         self.log.write_text("the job's\nown lines\n")
         self.job = {"JobState": "RUNNING", "TimeLimit": "1-00:00:00", "WorkDir": "/work", "Partition": "gpu"}
         self.job |= {"StdOut": str(self.log), "StdErr": str(self.log)}
-        self.write("scontrol", f"{self.SHOW}; exit 1")
-        self.write("squeue", "echo 7.0; echo 7.batch")
-        self.write("sbatch", "exit 1")
-        for name in ("srun", "scancel", "python"):  # python: the interpreter of the check of the config
-            self.write(name, "exit 0")
+        scripts = {"scontrol": f"{self.SHOW}; exit 1", "squeue": "echo 7.0; echo 7.batch", "sbatch": "exit 1"}
+        for name, script in {**scripts, **dict.fromkeys(("srun", "scancel", "python"), "exit 0")}.items():
+            self.write(name, script)
 
     def write(self, name, script):
         file = self.commands / name
@@ -105,7 +101,7 @@ esac"""
         return supervisor.decide()
 
     def reports(self, reports):
-        """Make srun print what the check of the nodes prints: a line of a library, and a report of each named node."""
+        """Make srun print a line of a library, and a report of each named node."""
         said = [supervise.NODE_REPORT + json.dumps(report(node, *found)) for node, found in reports.items()]
         (self.commands / "reports").write_text("\n".join(["a line of a library", *said]) + "\n")
         self.write("srun", "cat FOLDER/bin/reports")
@@ -126,7 +122,6 @@ esac"""
             file.write(json.dumps({"event": name, "step": step, "job": job, "reason": reason, "kind": kind}) + "\n")
 
     def of_rank(self, name, content, start="7.0", node=0, rank=0):
-        """Write a file where torchrun keeps those of a rank."""
         folder = self.run / "logs" / start / f"node-{node}" / "x" / "attempt_0" / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
@@ -150,12 +145,12 @@ esac"""
         return list(supervise.read_json(str(self.run / "bad_nodes.json")))
 
     @contextlib.contextmanager
-    def locked(self, lock, held=True, **_):
+    def locked(self, lock="", held=True, **_):
         """Lock the run folder, as run/folder.py does."""
         with open(self.run / ".lock", "w+") as file:
             file.write(lock)
             file.flush()
-            if held:
+            if held and lock:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -184,14 +179,10 @@ def cluster(tmp_path):
 
 @pytest.fixture
 def quick():
-    """The test must take less than 20 seconds: what hangs there sleeps for a minute."""
+    """What hangs in the test sleeps for a minute."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < 20
-
-
-def after(seconds, function, *args):
-    threading.Timer(seconds, function, args).start()
 
 
 def beat(allowed, start="7.0"):
@@ -221,7 +212,7 @@ COMPLETING = {"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "None"}
 PREEMPTED = {**COMPLETING, "PreemptTime": "2026-01-01T00:00"}
 AT_LIMIT = {**COMPLETING, "Reason": "TimeLimit"}
 DISABLED, LOADS = {"checkpoint": {"enable": False}}, {"checkpoint": {"load_only": True}}
-ODD_COUNTERS = ("", "[]", '{"failures": ', '{"other": 1}', '{"failures": null, "step": null}')
+ODD_COUNTERS = (b"", b"[]", b'{"failures": ', b'{"other": 1}', b'{"failures": null, "step": null}')
 TAKEN = "by another job (host n9, SLURM job {}.0.abcdef)"
 WEIGHTS = {"checkpoint": {"folder": "weights"}}
 LIMIT = {"TimeLimit": "00:05:00"}
@@ -257,7 +248,7 @@ LONG_SAVE = {"srun": f"echo USR1 > FOLDER/signals; {SLEEP}", "SIGNAL_SECONDS": "
 LONG_SAVE["squeue"] = 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
 # Ranks that wait for a dead one write what they wait for; two ranks run on each node.
 DUMPS = "mkdir FOLDER/run/comm_traces; touch FOLDER/run/comm_traces/rank_"
-LOCKED = {"lock": "host n9, pid 77, SLURM job 6", "counters": '{"failures": 2, "step": 4}', "checkpoints": [4]}
+LOCKED = {"lock": "host n9, pid 77, SLURM job 6", "counters": b'{"failures": 2, "step": 4}', "checkpoints": [4]}
 TAKEN_BY_6 = "job 6 uses the run folder. Not requeued"
 SICK = {**FOUR, "n3": (8, ["GPU 3 returns wrong matrix products"])}
 
@@ -335,7 +326,6 @@ SCENARIOS = [
         row("complete", "end", "the run is complete: step 9", events=[("resume", 4), ("complete", 9)], signals="USR1"),
         row("USR1", "requeue", SAVED + "the file RUN/stop", signals="USR1", events=SLURM_ASKED),
         row("TERM", "requeue", SAVED + "the file RUN/stop", signals="TERM", events=SLURM_ASKED),
-        row("ranks were signalled", "requeue", SAVED + "SIGTERM", events=[("stop", 5, "SIGTERM")]),
         row("rank 1 was signalled", "requeue", SAVED + "another rank", events=[("stop", 5, "another rank was asked")]),
         row("a user's stop", "end", "stopped at step 5: the file RUN/stop", events=SLURM_ASKED),
         row("budget", "end", "stopped at step 5: budget.", events=[("stop", 5, "budget.stop", "7.0", "budget")]),
@@ -372,7 +362,7 @@ SCENARIOS = [
         row("only loads", "requeue", "and nothing is", events=[("stop", 5)], config=LOADS),
         row("another folder", "requeue", "(newest checkpoint: step 4)", config=WEIGHTS, checkpoints=[4]),
         *[row(f"counters {text}", "requeue", DIED, counters=text) for text in ODD_COUNTERS],
-        row("a good end", "requeue", SAVED, events=[("stop", 5, "SIGUSR1")], counters='{"failures": 1}'),  # forgets it
+        row("a good end", "requeue", SAVED, events=[("stop", 5, "SIGUSR1")], counters=b'{"failures": 1}'),  # forgets it
         row("odd config.json", "requeue", DIED, config={"checkpoint": None, "comm": None}),
         # The lock of some file systems holds within one node only. The ranks say who it was.
         row("another job's folder", "end", "Not requeued", exit=2, error=TAKEN.format(6)),
@@ -382,6 +372,7 @@ SCENARIOS = [
     *of(
         "train; decide",
         row("switched off", "requeue", DIED, srun="exit 1", RESTART_IN_JOB="0"),
+        row("the second in a row", "requeue", "failure 2 of", srun="exit 1", counters=b'{"failures": 1, "step": -1}'),
         row("short of time", "requeue", DIED, srun="exit 1", squeue="echo 9:59"),  # twice the warning
         row("signalled", "requeue", "asked to stop (USR1)", srun=USR1),
         row("signalled, and a user's stop", "requeue", "asked to stop (USR1)", srun=USR1, stop=b""),
@@ -427,10 +418,6 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
     cluster.reports(given.get("reports", FOUR))
     for name in COMMANDS & given.keys():
         cluster.write(name, given[name])
-    if "lines" in given:
-        (cluster.run / "events.jsonl").write_bytes(given["lines"])
-    for event in given.get("events", ()):
-        cluster.event(*event)
     if "config" in given:
         cluster.keep("config.json", given["config"])
         cluster.checkpoints = (given["config"]["checkpoint"] or {}).get("folder", "checkpoint")
@@ -439,25 +426,26 @@ def test_scenarios(cluster, capsys, quick, methods, state, reason, given):
     cluster.job |= given.get("job", {})
     if "error" in given:
         cluster.error(given["error"], time=2)
-    if "stop" in given:
-        (cluster.run / "stop").write_bytes(given["stop"])
+    for name, file in {"stop": "stop", "counters": "requeue.json", "lines": "events.jsonl"}.items():
+        if name in given:
+            (cluster.run / file).write_bytes(given[name])
+    for event in given.get("events", ()):
+        cluster.event(*event)
     if "full" in given:
         (cluster.run / "stop.partial").symlink_to("/dev/full")
-    if "counters" in given:
-        (cluster.run / "requeue.json").write_text(given["counters"])
     variables = {name if "SLURM" in name else f"TITAN_DISP_{name}": given[name] for name in given if name.isupper()}
     pointer = cluster.folder / "pointer"
     pointer.touch()
-    variables["TITAN_DISP_LAUNCH_POINTER"] = str(pointer)
-    supervisor = cluster.supervisor(restart=given.get("restart", 0), **variables)
+    supervisor = cluster.supervisor(
+        restart=given.get("restart", 0), TITAN_DISP_LAUNCH_POINTER=str(pointer), **variables
+    )
     if "fresh" in given:  # one that has not read its config
         supervisor.run, supervisor.launch = "", {}
-    supervisor.status = given.get("status", 1)
-    supervisor.quiet = given.get("quiet", 1800.0)
-    supervisor.kill_wait = given.get("kill_wait", 0.5)
+    for name, usual in (("status", 1), ("quiet", 1800.0), ("kill_wait", 0.5)):
+        setattr(supervisor, name, given.get(name, usual))
     if "later" in given:
-        after(0.3, cluster.signals.write_text, given["later"])
-    with cluster.locked(**given) if "lock" in given else contextlib.nullcontext():
+        threading.Timer(0.3, cluster.signals.write_text, [given["later"]]).start()
+    with cluster.locked(**given):
         for method in methods.split("; "):
             outcome = getattr(supervisor, method)()
     if methods == "supervise":
@@ -492,22 +480,21 @@ class TestFailures:
         """There are two retries without a new checkpoint, and two more after one. The first error of all ranks counts."""
 
         def told():
-            return cluster.decide(**{RETRIES: "2"}).reason
+            return [cluster.decide(**{RETRIES: "2"}).reason for _ in range(2)]
 
-        assert told().startswith("failure 1 of at most 2 retries without a new checkpoint (no checkpoint yet): ")
-        assert told().startswith("failure 2")
+        none = told()
         cluster.checkpoint(4, "x")
         (cluster.run / "checkpoint" / "step-8").mkdir()  # unfinished: no progress
-        assert "failure 1 of at most 2 retries without a new checkpoint (newest checkpoint: step 4): a" in told()
-        assert told().startswith("failure 2")
+        some = told()
         cluster.error("RuntimeError: connection closed by peer\nmore", time=20)
         cluster.error("ValueError: the cause", time=9)
-        last = told()
-        assert last.startswith(
-            "GIVEN UP after 3 failures in a row without a new checkpoint (newest checkpoint: step 4)"
-        )
+        last, again = told()
+        assert "failure 1 of at most 2 retries without a new checkpoint (no checkpoint yet): " in none[0]
+        assert "failure 1 of at most 2 retries without a new checkpoint (newest checkpoint: step 4): a" in some[0]
+        assert [text[:9] for text in (none[1], some[1])] == ["failure 2"] * 2
+        assert "UP after 3 failures in a row without a new checkpoint (newest checkpoint: step 4)" in last
         assert "The last one: ValueError: the cause (" in last
-        assert told().startswith("failure 1")  # a user who submits the job again has changed something
+        assert again.startswith("failure 1")  # a user who submits the job again has changed something
 
     @pytest.mark.parametrize(
         ("starts", "failures"),
@@ -536,14 +523,8 @@ class TestFailures:
 
     def test_longer_and_longer_pauses(self, cluster):
         """An outage of a file system is over after some hours. SLURM starts the job then."""
-        cluster.write("srun", "exit 1")
-        outcomes = []
-        for _ in range(6):
-            supervisor = cluster.supervisor(**{RETRIES: "9"})
-            supervisor.train()
-            outcomes.append(supervisor.decide())
-        assert outcomes[0].state == "check nodes"  # the second in a row requeues the job
-        assert [outcome.pause for outcome in outcomes[1:]] == [600, 1800, 3600, 3600, 3600]
+        pauses = [cluster.decide(**{RETRIES: "9"}).pause for _ in range(5)]
+        assert pauses == [120, 600, 1800, 3600, 3600]
         cluster.write("scontrol", cluster.PERMITS)
         assert cluster.supervisor().requeue(600) == 1
         assert cluster.updates() == ["update JobId=7 StartTime=now+600"]
@@ -556,18 +537,18 @@ class TestFailures:
         cluster.supervisor(restart=29).note(Outcome("train"))
         (cluster.run / "requeue.json.partial").mkdir()
         outcomes = [cluster.decide(restart=restart) for restart in (30, 31, 32)]
-        assert [outcome.state for outcome in outcomes] == ["requeue", "requeue", "give up"]
         assert "requeue.json cannot be written: Is a directory" in outcomes[0].reason
         supervisor = cluster.supervisor(restart=30)
         supervisor.train()
-        assert supervisor.decide().state == "requeue"
+        outcomes.append(supervisor.decide())
         (cluster.run / "supervisor.jsonl").unlink()
-        assert [cluster.decide(restart=restart).state for restart in (30, 49, 50)] == ["requeue", "requeue", "give up"]
+        outcomes += [cluster.decide(restart=restart) for restart in (49, 50)]
+        assert [o.state for o in outcomes] == ["requeue", "requeue", "give up", "requeue", "requeue", "give up"]
 
 
 class TestWhatRanksLeave:
     def test_the_first_error(self, cluster):
-        """The earliest of torchrun's error files counts, of this start only. Unfinished files and other contents do no harm."""
+        """The earliest of torchrun's error files counts, of this start only, whatever is in the others."""
         cluster.error("of another start", time=1, start="6.0")
         assert supervise.first_error(str(cluster.run), "7.0") == ("", None)
         cluster.error("\n the second\n", time=30)
@@ -595,41 +576,36 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
         cluster.of_rank("stderr.log", self.DUMP, start="6.0")
         other.with_name("stdout.log").write_text(self.DUMP)
         (cluster.run / "logs" / "7.0" / "node-1" / "stderr.log").symlink_to("nowhere")
-        expected = "node 0 rank 1: save in checkpoint.py:213; node 1 rank 0: save in checkpoint.py:213"
         supervisor = cluster.supervisor()
-        supervisor.stalled = "rank 0 has been silent"
-        supervisor.status = 1
+        supervisor.stalled, supervisor.status = "rank 0 has been silent", 1
+        expected = "node 0 rank 1: save in checkpoint.py:213; node 1 rank 0: save in checkpoint.py:213"
         assert f"rank 0 has been silent ({expected})" in supervisor.decide().reason
         long.write_text(self.DUMP + "x" * (1 << 16))  # its end alone is read
         assert supervise.stacks(str(cluster.run), "7.0").startswith("node 1 rank 0")
-        assert supervise.stacks(str(cluster.run), "8.0") == ""
 
     def test_flight_records_are_the_starts_own(self, cluster):
         """NCCL's watchdog writes them at a time-out. TorchTitan's [comm] sets their names, <folder>/<prefix><rank>."""
         from torchtitan.config import JobConfig
 
         comm = {"save_traces_folder": "traces", "save_traces_file_prefix": "gpu"}
-        default = [getattr(JobConfig().comm, name) for name in comm]
-        assert default == ["comm_traces", "rank_"]  # as in SCENARIOS
+        assert [getattr(JobConfig().comm, name) for name in comm] == ["comm_traces", "rank_"]  # as in SCENARIOS
         prefix = f"{cluster.run}/traces/gpu"
         os.makedirs(os.path.dirname(prefix))
         cluster.keep("config.json", {"comm": comm})
-        assert supervise.flight_records(str(cluster.run), 0) == {}
         for name, modified in (("12", 100.0), ("3", 99.0), ("x", 100.0)):
-            with open(prefix + name, "w"):
-                os.utime(prefix + name, (modified, modified))
+            Path(prefix + name).touch()
+            os.utime(prefix + name, (modified, modified))
         os.symlink("nowhere", prefix + "0")
         assert supervise.flight_records(str(cluster.run), 100.0) == {12: f"{prefix}12"}
-        assert supervise.flight_records(str(cluster.run), 99.0) == {3: f"{prefix}3", 12: f"{prefix}12"}
-        os.remove(prefix + "0")
         supervisor = cluster.supervisor()
         supervisor.note(Outcome("train"))
-        cluster.write("srun", "exit 1")
-        supervisor.train()
-        assert "flight recorder" not in supervisor.decide().reason
-        cluster.write("srun", f"touch {prefix}{{10,9,2}}; exit 1")
-        supervisor.train()
-        assert supervisor.decide().reason.endswith(f"; NCCL's flight recorder: {prefix}2 and 2 more")
+        for script, said in (
+            ("", ""),
+            (f"touch {prefix}{{10,9,2}};", f"; NCCL's flight recorder: {prefix}2 and 2 more"),
+        ):
+            cluster.write("srun", f"{script} exit 1")
+            supervisor.train()
+            assert supervisor.decide().reason.partition("; NCCL")[1:] == ("; NCCL" * bool(said), said[6:])
 
 
 class TestNodes:
@@ -655,32 +631,24 @@ class TestNodes:
         cluster.write("scontrol", f'[ $(grep -c hostnames "$0.calls") -gt 2 ] || exit 1; {cluster.SHOW}')
         assert cluster.supervisor().check_nodes() == self.CAN
         cluster.write("scontrol", "exit 1")
-        outcomes = []
-        for restart in (0, 1):
-            supervisor = cluster.supervisor(restart=restart)
-            for state, method in (("check nodes", supervisor.check_nodes), ("train", supervisor.train)):
-                outcomes.append(supervisor.enter(state, method))
+        supervisors = [cluster.supervisor(restart=restart) for restart in (0, 0, 1, 1)]
+        outcomes = [s.enter("train", m) for s in supervisors[::2] for m in (s.check_nodes, s.train)]
         assert all(o.reason.endswith(": scontrol show hostnames n[1-4] failed 4 times (status 1)") for o in outcomes)
         assert [o.state for o in outcomes] == ["requeue", "requeue", "requeue", "give up"]
         assert cluster.blamed() == []
         assert len(cluster.calls("srun")) == 1
 
     @pytest.mark.parametrize(
-        ("nproc", "per_node", "on_node", "asked"),
+        ("given", "asked"),
         [
-            ("gpu", "8", None, 8),
-            ("gpu", "H100:4", None, 4),
-            ("gpu", None, "2", 2),
-            ("3", None, "4", 3),
-            ("3", "4", None, 3),
-            ("2", None, None, None),  # ranks on CPUs
-            ("gpu", None, None, None),
-            (None, "a100:2,v100:2", None, None),
+            *(({"NPROC": "gpu", "PER": "8"}, 8), ({"NPROC": "gpu", "PER": "H100:4"}, 4), ({"NPROC": "gpu"}, None)),
+            *(({"NPROC": "gpu", "ON": "2"}, 2), ({"NPROC": "3", "ON": "4"}, 3), ({"NPROC": "3", "PER": "4"}, 3)),
+            *(({"NPROC": "2"}, None), ({"PER": "a100:2,v100:2"}, None)),  # 2: ranks on CPUs
         ],
     )
-    def test_gpus_asked_for(self, nproc, per_node, on_node, asked):
-        given = {"TITAN_DISP_NPROC": nproc, "SLURM_GPUS_PER_NODE": per_node, "SLURM_GPUS_ON_NODE": on_node}
-        assert supervise.gpus_asked({name: value for name, value in given.items() if value}) == asked
+    def test_gpus_asked_for(self, given, asked):
+        names = {"NPROC": "TITAN_DISP_NPROC", "PER": "SLURM_GPUS_PER_NODE", "ON": "SLURM_GPUS_ON_NODE"}
+        assert supervise.gpus_asked({names[name]: value for name, value in given.items()}) == asked
 
     @pytest.mark.parametrize(
         ("reports", "asked", "problems"),
@@ -704,6 +672,7 @@ class TestNodes:
         assert supervise.judge_nodes(["n1"], {"n1": {}}, asked) == ({"n1": [NONE]} if asked else {})
 
     def test_a_node_that_fails_twice_is_excluded(self, cluster):
+        """Within a day, also if the clock was put back."""
         problems = ["GPU 3 returns wrong matrix products", "/tmp is full"]
         cluster.reports({**FOUR, "n3": (8, problems)})
         for restart, bad in ((0, []), (1, ["n3"])):
@@ -711,14 +680,12 @@ class TestNodes:
             said = supervisor.check_nodes().reason
             assert said.endswith(f"nodes that cannot train: node n3: {', '.join(problems)}")
             assert supervisor.bad_nodes() == bad
-        assert cluster.kept("nodes/7.0/n3.json")["problems"] == problems
-        now = time.time()  # failures expire after a day, also if the clock was put back
+        now = time.time()
         times = {"n2": 2 * [now + 48 * 3600], "n3": [now - 86401], "n4": [now + 3600], "old format": 2}
         cluster.keep("bad_nodes.json", times)
-        supervisor._remember({"n3": [SILENT]})
-        assert supervisor.bad_nodes() == []
-        supervisor._remember({"n4": [SILENT]})
-        assert supervisor.bad_nodes() == ["n4"]
+        for node, bad in (("n3", []), ("n4", ["n4"])):
+            supervisor._remember({node: [SILENT]})
+            assert supervisor.bad_nodes() == bad
 
     def test_what_else_srun_prints(self, cluster):
         """It may print labels, colours, two reports on a line, a line without an end, and bytes that are not text."""
@@ -766,14 +733,13 @@ class TestPrepare:
         options = ["--job.config_file", str(DEMO), *command(DEMO, sample, run)[7:]]
         monkeypatch.setattr("sys.argv", ["job", "--nodes", "1", "--nproc", "1", *options])
         job_check.main()
-        with pytest.raises(ConfigError, match="TITAN_DISP_NPROC is '8x', expected gpu or a number of ranks per node"):
-            job_check.prepare(options, 1, "8x")
-        with pytest.raises(ConfigError, match="= 3, but the number of ranks is 6|not a positive multiple"):
-            job_check.prepare(options, 3, "1")  # one rank on each of three nodes: the batch of 16 cannot be divided
+        # One rank on each of three nodes: the batch of 16 cannot be divided.
+        for nodes, nproc, said in ((1, "8x", "TITAN_DISP_NPROC is '8x', expected gpu or a"), (3, "1", "positive mult")):
+            with pytest.raises(ConfigError, match=said):
+                job_check.prepare(options, nodes, nproc)
         with lock_folder(run), pytest.raises(SystemExit, match=str(supervise.IN_USE)):
             job_check.main()
-        assert supervise.NODE_REPORT == node_health.REPORT
-        assert supervise.IN_USE == IN_USE_EXIT_CODE
+        assert (supervise.NODE_REPORT, supervise.IN_USE) == (node_health.REPORT, IN_USE_EXIT_CODE)
 
 
 class TestLaunch:
@@ -806,8 +772,7 @@ class TestLaunch:
         first.run, first.launch = "", {}
         launch = run / "launch" / "7.0.abcdef"
         assert first.freeze() == Outcome("check nodes", f"this job runs {launch}")
-        asked = "-m titan_disp.cluster.freeze --name 7.0 --job.config_file config.toml"
-        assert cluster.calls("python", asked)
+        assert cluster.calls("python", "-m titan_disp.cluster.freeze --name 7.0 --job.config_file config.toml")
         assert first.run == str(run)
         assert first.argv == [f"{launch}/config.toml", *options[2:], "--job.dump_folder", str(run)]
         assert (launch / "slurm" / "site.sh").read_text().startswith("# shellcheck shell=bash\n# ")
@@ -815,9 +780,10 @@ class TestLaunch:
         assert os.fsdecode(pointer.read_bytes()) == str(launch)
         (cluster.folder / "config.toml").write_text("edited")
         again = supervise.Supervisor(["x"], "", cluster.environment(), here=f"{launch}/slurm")
-        assert (again.run, again.argv) == (first.run, first.argv)
-        assert again.freeze().state == "check nodes"
+        assert (again.run, again.argv, again.freeze().state) == (first.run, first.argv, "check nodes")
         assert Path(again.argv[0]).read_text() == DEMO.read_text()
+        scripts = cluster.folder / "launch" / "titan-disp" / "slurm"  # a checkout in a folder of this name
+        assert supervise.Supervisor(["c.toml"], "", cluster.environment(), here=str(scripts)).launch == {}
 
     def test_another_installation(self, cluster, frozen, monkeypatch, capsys):
         from titan_disp.cluster import freeze, job_check
@@ -829,9 +795,8 @@ class TestLaunch:
         monkeypatch.setattr(freeze, "code_hash", lambda: "edited")
         monkeypatch.setattr(freeze, "versions", lambda: {"torch": "99"})
         job_check.prepare(options, 1, "1")
-        said = capsys.readouterr().out
-        assert re.search(r"another installation: torch [\d.]+\S* then, 99 now", said)
-        assert "another installation: the code of titan_disp" in said
+        said = r"another installation: (the code of titan_disp|torch [\d.]+\S* then, 99 now)"
+        assert len(set(re.findall(said, capsys.readouterr().out))) == 2
 
     def test_a_requeued_job_without_the_file(self, cluster, frozen):
         """Its home folder is another node's, or cannot be written. The newest launch of the job counts, and no other job's."""
@@ -842,10 +807,6 @@ class TestLaunch:
         (unfinished / "launch.json").touch()
         assert frozen(name="7.1.dddddd")[1].endswith(b'/7.0.bbbbbb"')
         assert frozen(name="8.1.dddddd")[1].endswith(b'/8.1.dddddd"')
-
-    def test_other_folders_named_launch(self, cluster):
-        scripts = cluster.folder / "launch" / "titan-disp" / "slurm"
-        assert supervise.Supervisor(["c.toml"], "", cluster.environment(), here=str(scripts)).launch == {}
 
 
 def test_any_bytes_in_any_locale(cluster):
@@ -888,11 +849,10 @@ class TestTrain:
         # 128 would fail on the last node.
         unequal = {"SLURM_CPUS_ON_NODE": "128", "SLURM_JOB_CPUS_PER_NODE": "128(x3),64"}
         variables = seen(TITAN_DISP_SRUN_ARGS="--mpi=none --cpus-per-task=32", **unequal)
-        arguments = f"--job.config_file config.toml --job.dump_folder {cluster.run}"
-        node = f"bash {ROOT}/slurm/node.sh train"
-        assert cluster.calls("srun") == [f"{STEP.format(1)} --mpi=none --cpus-per-task=32 {node} {arguments}"]
-        assert {f"TITAN_DISP_RUN={cluster.run}", "TITAN_DISP_ENDPOINT=n1:20007"} <= variables
-        assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300" in variables
+        node = f"bash {ROOT}/slurm/node.sh train --job.config_file config.toml --job.dump_folder {cluster.run}"
+        assert cluster.calls("srun") == [f"{STEP.format(1)} --mpi=none --cpus-per-task=32 {node}"]
+        expected = {f"TITAN_DISP_RUN={cluster.run}", "TITAN_DISP_ENDPOINT=n1:20007"}
+        assert expected | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300"} <= variables
         # The site knows better.
         site = {"TITAN_DISP_HEAD": "10.0.0.1", "TITAN_DISP_PORT": "33000", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
         assert {"TITAN_DISP_ENDPOINT=10.0.0.1:33000", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5"} <= seen(**site)
@@ -993,29 +953,27 @@ class TestRequeue:
         supervisor.environment["TITAN_DISP_PYTHON"] = "/tmp/unpacked/bin/python"  # as after unpacking, on this node
         supervisor.launch["sbatch"] = ["--account=abc", "--comment=my run"]
         assert supervisor.requeue() == 1
-        assert not cluster.calls("sbatch")
         top = cluster.log.read_text().splitlines()[0]
         assert top.startswith("titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: TITAN_DISP_LOCAL=")
         assert " TITAN_DISP_SITE=perlmutter TITAN_DISP_SRUN_ARGS='--cpus-per-task=8 -v' " in top
         assert not re.search("HEAD|unpacked", top)
-        assert top.endswith(
-            f" sbatch --account=abc '--comment=my run' --exclude=n9 {ROOT}/slurm/pretrain.sbatch config.toml "
-            f"--job.dump_folder {cluster.run} --training.steps 9"
-        )
-        assert "requeued" not in capsys.readouterr().out
+        script = f"{ROOT}/slurm/pretrain.sbatch config.toml --job.dump_folder {cluster.run} --training.steps 9"
+        assert top.endswith(f" sbatch --account=abc '--comment=my run' --exclude=n9 {script}")
+        assert "requeued" not in capsys.readouterr().out + "".join(cluster.calls("sbatch"))
 
     def test_refused_and_resubmitted(self, cluster, capfd):
         cluster.write("sbatch", 'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"')
         cluster.bad(n3=0)
-        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1  # nobody knows with which options
+        again = functools.partial(cluster.supervisor, TITAN_DISP_RESUBMIT="1", restart=2)
+        assert again().requeue() == 1  # nobody knows with which options
         assert not cluster.calls("sbatch")
         cluster.job["SubmitLine"] = "sbatch -N 4 /x/pretrain.sbatch c.toml"
-        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1", restart=2).requeue() == 0
+        assert again().requeue() == 0
         assert len(cluster.calls("sbatch")) == 1
         assert "submitted again as Submitted batch job 8\n" in capfd.readouterr().out
         assert cluster.kept("excluded.json") == {"job": "8", "nodes": ["n3"]}
         cluster.write("sbatch", "echo sbatch: error: no such partition >&2; exit 1")
-        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
+        assert again().requeue() == 1
         assert "sbatch: error: no such partition" in capfd.readouterr().err
 
 
@@ -1057,7 +1015,7 @@ def test_the_options_of_a_job_that_was_submitted_by_hand(cluster, more, options)
 
 
 def test_the_top_of_the_log(cluster, monkeypatch):
-    """The reason is put before any bytes. This also works if scontrol was not asked before, or knows the job no more."""
+    """The reason is put before any bytes, also if scontrol knows the job no more."""
     text = b"\xff 1%\r 2%\r\nend"
     cluster.log.write_bytes(text)
     monkeypatch.setattr(supervise, "TOP", len(text))
@@ -1072,54 +1030,53 @@ def test_the_top_of_the_log(cluster, monkeypatch):
     supervisor.on_top("again")
     assert cluster.log.read_bytes() == b"titan-disp: again\n\n" + written
     cluster.log.unlink()
-    cluster.supervisor().on_top("there is no log")
-    del cluster.job["StdOut"]
-    cluster.supervisor().on_top("nobody knows where it is")
+    for _ in range(2):  # there is no log, and then nobody knows where it is
+        cluster.supervisor().on_top("no error")
+        cluster.job.pop("StdOut", None)
 
 
 def test_the_program(cluster, monkeypatch, capsys):
     """The program passes on its arguments and signals, and returns the status. Other tests run it as a process."""
-    met = []
+    met, names = [], (signal.SIGUSR1, signal.SIGTERM)
 
     def supervised(self):
         met.append((self.argv, self.signals, self.address))
-        for name in (signal.SIGUSR1, signal.SIGTERM):
+        for name in names:
             os.kill(os.getpid(), name)
             met.append(self.heard)
         return 5
 
-    def main(status, *words):
+    def main(*words):
         monkeypatch.setattr(sys, "argv", ["supervise.py", *words])
-        assert supervise.main() == status
+        return supervise.main(), capsys.readouterr().out
 
     monkeypatch.setattr(supervise.Supervisor, "supervise", supervised)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    handlers = [(name, signal.getsignal(name)) for name in (signal.SIGUSR1, signal.SIGTERM)]
+    handlers = [(name, signal.getsignal(name)) for name in names]
+    cluster.keep("points.json", {"points": [{"argv": []}, {"argv": ["second.toml", "--a=b"]}]})
     try:
-        main(5, "s", "c.toml", "--sig", "x")
-        assert met == [(["c.toml", "--sig", "x"], "s", "7"), "USR1", "TERM"]
-        cluster.keep("points.json", {"points": [{"argv": []}, {"argv": ["second.toml", "--a=b"]}]})
+        assert main("s", "c.toml", "--sig", "x")[0] == 5
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-        main(5, "s", "--of-array", f"{cluster.run}/points.json")
-        assert met[3:] == [(["second.toml", "--a=b"], "s", "7_1"), "USR1", "TERM"]
+        assert main("s", "--of-array", f"{cluster.run}/points.json")[0] == 5
     finally:
         for name, handler in handlers:
             signal.signal(name, handler)
-    main(2, "s", "--help")
-    assert capsys.readouterr().out.endswith("error: the first argument is --help, expected CONFIG\n")
+    assert met[:3] == [(["c.toml", "--sig", "x"], "s", "7"), "USR1", "TERM"]
+    assert met[3:] == [(["second.toml", "--a=b"], "s", "7_1"), "USR1", "TERM"]
+    status, said = main("s", "--help")
+    assert (status, said.endswith("error: the first argument is --help, expected CONFIG\n")) == (2, True)
     monkeypatch.setenv(RETRIES, "many")
-    main(2, "s", "c.toml")
-    assert capsys.readouterr().out.endswith(f"error: {RETRIES} is 'many', expected a whole number from 0\n")
+    status, said = main("s", "c.toml")
+    assert (status, said.endswith(f"error: {RETRIES} is 'many', expected a whole number from 0\n")) == (2, True)
 
 
 def test_another_config_for_a_launch_folder(cluster):
     """Its scripts run what they were written with. A restart in the folder, whose command has the config as given, may."""
     launch = cluster.launch("c.toml")
-    written = (launch / "launch.json").read_text()
-    (launch / "launch.json").unlink()
+    (launch / "launch.json").rename(cluster.folder / "kept")
     assert cluster.program(launch, "other.toml").returncode == 1  # unreadable, so the batch script requeues the job
-    (launch / "launch.json").write_text(written)
+    (cluster.folder / "kept").rename(launch / "launch.json")
     done = cluster.program(launch, "other.toml")
     assert done.returncode == supervise.INTENDED + 2
     assert f"{launch}/slurm runs c.toml. To run something else, submit slurm/pretrain.sbatch" in done.stdout.decode()
@@ -1152,16 +1109,11 @@ def test_a_batch_script_that_is_gone(cluster, monkeypatch, signals, restart, req
     assert re.match("titan-disp: the batch script was killed.* the job is (not )?requeued\\n", cluster.log.read_text())
 
 
-@pytest.mark.parametrize(
-    ("squeue", "left"),
-    [
-        *(("exit 1", 300), ("echo UNLIMITED", math.inf), ("echo 0:00", 0), ("echo 1:00", 60)),
-        *(("echo 10:00:00", 36000), ("echo 2-01:00:01", 176401)),
-    ],
-)
-def test_time_left(cluster, squeue, left):
-    cluster.write("squeue", squeue)
-    assert cluster.supervisor().time_left(300) == left
+def test_time_left(cluster):
+    said = {"0:00": 0, "1:00": 60, "10:00:00": 36000, "2-01:00:01": 176401, "UNLIMITED": math.inf}
+    for squeue, left in {**{f"echo {text}": left for text, left in said.items()}, "exit 1": 300}.items():
+        cluster.write("squeue", squeue)
+        assert cluster.supervisor().time_left(300) == left
 
 
 def test_names_and_ports_do_not_come_again(cluster):
@@ -1174,9 +1126,6 @@ def test_names_and_ports_do_not_come_again(cluster):
 
 
 class TestSupervise:
-    def states(self, cluster):
-        return [record["state"] for record in cluster.transitions()]
-
     def test_a_run_that_fails_once(self, cluster, capsys):
         """A new start has a name of its own, so that the events of the former do not count."""
         began = time.time()
@@ -1185,17 +1134,17 @@ class TestSupervise:
         supervisor = cluster.supervisor()  # whose first start has another name in its environment
         assert supervisor.supervise() == 0
         told, again = cluster.transitions(), ["check nodes", "prepare", "train", "decide"]
-        assert self.states(cluster) == ["unpack", "freeze", *again, *again, "end"]
+        assert [record["state"] for record in told] == ["unpack", "freeze", *again, *again, "end"]
         assert told[0]["reason"] == "start 7.0 on n[1-4]"
         assert told[6]["reason"].endswith(". Starting again in this job")
         assert [{record["start"] for record in part} for part in (told[:7], told[7:])] == [{"7.0"}, {supervisor.start}]
         assert len(cluster.calls("python")) == 1  # the config has been checked
         last = told[-1]
         assert (last["job"], last["restart"], last["reason"]) == ("7", 0, "the run is complete: step 9")
-        assert 0 <= datetime.fromisoformat(last["time"]).timestamp() - began < 60
         line = capsys.readouterr().out.splitlines()[-1]
         said = datetime.strptime(line, "titan-disp: %Y-%m-%dT%H:%M:%SZ end: the run is complete: step 9")
-        assert -1 < said.replace(tzinfo=timezone.utc).timestamp() - began < 60
+        for when in (datetime.fromisoformat(last["time"]), said.replace(tzinfo=timezone.utc)):
+            assert -1 < when.timestamp() - began < 60
 
     def test_a_spare_node_takes_the_place_of_one_that_is_down(self, cluster):
         cluster.write("sinfo", "echo 'n2 down*'")
@@ -1213,13 +1162,11 @@ class TestSupervise:
         assert " --nodes 3 --nproc" in cluster.calls("python")[-1]
 
     def test_an_error_of_its_own_is_a_failure_like_any_other(self, cluster, monkeypatch):
-        def gone(self):
-            raise OSError("stale file handle")
-
-        monkeypatch.setattr(supervise.Supervisor, "check_nodes", gone)
+        monkeypatch.setattr(supervise.Supervisor, "check_nodes", lambda self: os.stat("/nowhere"))
         assert cluster.supervisor().supervise() == 1
-        assert self.states(cluster) == ["unpack", "freeze", "check nodes", "requeue"]
-        assert cluster.transitions()[-1]["reason"].endswith("check nodes: OSError: stale file handle")
+        last = cluster.transitions()[-1]
+        assert last["state"] == "requeue"
+        assert "check nodes: FileNotFoundError: [Errno 2]" in last["reason"]
 
     @pytest.mark.parametrize("signal", ["", "USR1"])
     def test_how_long_a_state_may_take(self, cluster, monkeypatch, signal):
@@ -1244,22 +1191,17 @@ class TestUnpack:
 
     def test_what_dead_jobs_left_on_a_node_is_removed(self, cluster, tmp_path):
         """Only folders of jobs that SLURM does not list are removed. If SLURM does not answer, nothing is removed."""
-        local = tmp_path / "local"
-        for name in ("titan-disp-5", "titan-disp-6", "titan-disp-7", "titan-disp-x", "titan-disp-cache-0"):
+        local, archive = tmp_path / "local", tmp_path / "local" / "titan-disp-7.tar"
+        kept = {"titan-disp-6", "titan-disp-7", "titan-disp-x", "titan-disp-cache-0"}
+        for name in (*kept, "titan-disp-5"):
             (local / name).mkdir(parents=True)
         (local / "titan-disp-5.tar").touch()
         (tmp_path / "env" / "bin").mkdir(parents=True)
-
-        def unpack(listed):
+        for listed, more in (("exit 1", {"titan-disp-5", "titan-disp-5.tar"}), ("echo 6; echo 7", set())):
             cluster.write("squeue", listed)
-            archive = local / "titan-disp-7.tar"
             subprocess.run(["tar", "-cf", archive, "-C", tmp_path / "env", "."], check=True)
             subprocess.run(["bash", ROOT / "slurm" / "unpack.sh", archive], env=cluster.environment(), check=True)
-            return {p.name for p in local.iterdir()}
-
-        kept = {"titan-disp-6", "titan-disp-7", "titan-disp-x", "titan-disp-cache-0"}
-        assert unpack("exit 1") == kept | {"titan-disp-5", "titan-disp-5.tar"}
-        assert unpack("echo 6; echo 7") == kept
+            assert {path.name for path in local.iterdir()} == kept | more
         assert (local / "titan-disp-7" / "bin").is_dir()
 
 
@@ -1306,10 +1248,7 @@ class TestNode:
 
     @pytest.mark.parametrize("number", [0, 6])
     def test_what_torchrun_is_asked_for(self, node, tmp_path, monkeypatch, number):
-        """torch parses the arguments.
-
-        Node 6 has rank 6, whatever its address, and waits for the other nodes at least as long as ranks do.
-        """
+        """torch parses it. Node 6 has rank 6, and waits for the other nodes at least as long as ranks do."""
         from torch.distributed.run import config_from_args, parse_args
         from torchtitan.config import JobConfig
 
@@ -1318,26 +1257,21 @@ class TestNode:
         given |= {"SLURM_NODEID": str(number), "SLURM_NNODES": "80"}
         if number:  # a step on fewer nodes than the job has
             given |= {"SLURM_NNODES": "99", "SLURM_STEP_NUM_NODES": "80"}
-        told = node('printf "%s\\0" "$@"', "train", "--job.config_file", "a config.toml", **given)
-        words = told.split("\0")[:-1]
+        words = node('printf "%s\\0" "$@"', "train", "--job.config_file", "a config.toml", **given).split("\0")[:-1]
         assert words[:2] == ["-m", "torch.distributed.run"]
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         config, _, arguments = config_from_args(parse_args(words[2:]))
         assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (80, 80, 8, 0)
         assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("static", "gpu8:20007", "7.1")
-        assert config.rdzv_configs["rank"] == number
+        assert (config.rdzv_configs["rank"], config.shutdown_timeout) == (number, 300)
         assert config.rdzv_configs["timeout"] >= JobConfig().comm.init_timeout_seconds
-        assert config.shutdown_timeout == 300
         assert (tmp_path / "a run" / "logs" / "7.1" / f"node-{number}").is_dir()
         assert arguments[-2:] == ["--job.config_file", "a config.toml"]
         assert ("--tee" in words) is (number == 0)  # rank 0 is on the first node, and speaks in the job's log
 
 
 class TestArray:
-    """A task of sweep.sbatch is asked for by its own id.
-
-    One task has the array's id as its job id, which SLURM's commands take for all tasks.
-    """
+    """One task of sweep.sbatch has the array's id as its job id, which SLURM's commands take for all tasks."""
 
     TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 
@@ -1365,9 +1299,9 @@ class TestArray:
         file = cluster.folder / "points.json"
         file.write_bytes('{"points": [{"argv": []}, {"argv": []}, {"argv": ["läufe.toml", "-a", "c"]}]}'.encode())
         assert supervise.task_of_array(str(file), self.TASK) == ["läufe.toml", "-a", "c"]
-        for text, task, number in (('{"points": []}', self.TASK, "2"), ("{}", self.TASK, "2"), ("", {}, "")):
+        for text, task in (('{"points": []}', self.TASK), ("{}", self.TASK), ("", {})):
             file.write_text(text)
-            with pytest.raises(supervise.Failure, match=f"task '{number}' of the array has no point in .*points.json"):
+            with pytest.raises(supervise.Failure, match="task '2?' of the array has no point in .*points.json"):
                 supervise.task_of_array(str(file), task)
 
 
@@ -1389,15 +1323,13 @@ class TestNotify:
         assert second.startswith(f"{before}requeue: failure 1 of at most 3")
 
     def test_a_webhook(self, cluster, monkeypatch):
-        got = []
-        monkeypatch.setattr(
-            supervise.urllib.request, "urlopen", lambda request, timeout: got.append(request) or io.BytesIO()
-        )
+        send = mock.Mock(return_value=io.BytesIO())
+        monkeypatch.setattr(supervise.urllib.request, "urlopen", send)
         supervisor = cluster.supervisor(TITAN_DISP_NOTIFY="https://hooks.example/x")
         supervisor.note(Outcome("end", "the run is complete: step 9"))
         supervisor.messages[0].join()
+        ((request,), _) = send.call_args
         told = {"text": f"titan-disp: job 7, {cluster.run}: end: the run is complete: step 9"}
-        (request,) = got
         assert (request.full_url, json.loads(request.data)) == ("https://hooks.example/x", told)
         assert (request.get_method(), request.headers) == ("POST", {"Content-type": "application/json"})
 
