@@ -32,16 +32,15 @@ def faults():
 
 def active(name, step):
     """Whether a fault is due at this step on this rank."""
-    once = os.environ.get("FAULTS_ONCE")
-    for fault, steps, rank in faults():
-        if fault == name and step in steps and rank == int(os.environ.get("RANK", "0")):
-            once = f"{once}.{rank}" if once and name == "freeze" else once
-            if once and Path(once).exists():
-                return False
-            if once:
-                Path(once).touch()
-            return True
-    return False
+    rank, once = int(os.environ.get("RANK", "0")), os.environ.get("FAULTS_ONCE")
+    if not any(fault == name and step in steps and of == rank for fault, steps, of in faults()):
+        return False
+    if once:
+        file = Path(f"{once}.{rank}" if name == "freeze" else once)
+        if file.exists():
+            return False
+        file.touch()
+    return True
 
 
 class FaultyTrainer(DispTrainer):

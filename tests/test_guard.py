@@ -46,78 +46,61 @@ def test_a_finite_step_is_taken():
     assert (training.optimizers.bad_terms, training.optimizers.agreed) == ([], {})
     assert training.optimizers.state_dict()["guard"].dtype == torch.int64  # float32 would stop counting at 2²⁴ steps
     training.step(0.0, -2.0)  # a gradient of zero, or none, is no reason to skip
-    assert training.weights == [1.0, 3.0]
-    assert training.optimizers.bad_terms == []
-    assert training.counts == [1, 0, 0]
+    assert (training.weights, training.optimizers.bad_terms, training.counts) == ([1.0, 3.0], [], [1, 0, 0])
     training.optimizers.zero_grad()
     assert all(p.grad is None for p in training.model.parameters())
     training.model["a"].grad = torch.tensor([1.0])
     training.optimizers.step()
     assert training.weights == [0.5, 3.0]
+    training.optimizers.zero_grad()
+    training.optimizers.step()  # without any gradient
+    assert (training.optimizers.bad_terms, training.counts) == (["gradient norm"], [3, 1, 1])
 
 
 def test_steps_in_a_row_end_the_run(caplog):
-    training = Training(max_skipped_steps=3)
-    bad = (math.nan, 1.0)
+    training, bad = Training(max_skipped_steps=3), (math.nan, 1.0)
     for gradients in (bad, bad, (1.0, 1.0), bad, bad):
         training.step(*gradients)
         assert training.optimizers.bad_terms == ["gradient norm"] * (gradients == bad)
     assert "step 4 is skipped on all ranks: gradient norm not finite (1 in a row)" in caplog.messages
-    assert training.counts == [5, 4, 2]
     with pytest.raises(NonFiniteError, match=r"step 6: gradient norm not finite, 3 steps in a row"):
         training.step(*bad)
-    assert training.counts == [6, 5, 3]
-    assert training.weights == [0.5, 1.5]
+    assert (training.counts, training.weights) == ([6, 5, 3], [0.5, 1.5])
 
 
 def test_the_state_goes_on_after_a_resume():
     """The counts and the momentum continue: v = 0.5 v + g, w = w − 0.5 v."""
-    before = Training()
+    before, after = Training(), Training(max_skipped_steps=2)
     before.step(1.0, 1.0)
     before.step(math.nan, 1.0)
     state = before.optimizers.state_dict()
-    after = Training(max_skipped_steps=2)
     after.optimizers.load_state_dict(state)
-    assert after.counts == [2, 1, 1]
     with pytest.raises(NonFiniteError):  # the second bad step in a row
         after.step(math.nan, 1.0)
     assert state["guard"].tolist() == [2, 1, 1]
     after.step(1.0, 1.0)
-    assert after.counts == [4, 2, 0]
-    assert after.weights == [1 - 0.75, 2 - 0.75]
+    assert (after.counts, after.weights) == ([4, 2, 0], [1 - 0.75, 2 - 0.75])
 
 
 def test_flags_are_asked_once_a_step(caplog):
-    training = Training()
-    asked = []
+    training, asked = Training(), []
     training.optimizers.flags["stop"] = lambda: bool(asked.append("stop")) or len(asked) > 2
     training.optimizers.flags["save_failed"] = lambda: bool(asked.append("save_failed"))
-    training.step(1.0, 1.0)
-    assert training.optimizers.agreed == {"stop": False, "save_failed": False}
-    training.step(math.nan, 1.0)  # flags are asked in a bad step too
-    assert training.optimizers.agreed == {"stop": True, "save_failed": False}
+    for gradient, stop in ((1.0, False), (math.nan, True)):  # flags are asked in a bad step too
+        training.step(gradient, 1.0)
+        assert training.optimizers.agreed == {"stop": stop, "save_failed": False}
     assert asked == ["stop", "save_failed"] * 2
     assert "TorchTitan's own trainer" not in caplog.text
     training.optimizers.flags.clear()  # as under the stock trainer, which is told once what it lacks
-    training.step(1.0, 1.0)
-    training.step(1.0, 1.0)
+    for _ in range(2):
+        training.step(1.0, 1.0)
     assert caplog.text.count("this is TorchTitan's own trainer") == 1
-
-
-def test_a_step_without_a_loss_or_gradients_is_skipped():
-    training = Training()
-    training.optimizers.step()
-    assert training.optimizers.bad_terms == ["gradient norm"]
-    assert training.counts == [1, 1, 1]
 
 
 @pytest.mark.parametrize("gradient", [None, torch.ones(1), torch.ones(1, device="meta")], ids=["none", "CPU", "GPU"])
 @pytest.mark.parametrize("loss", [True, False])
 def test_a_message_waits_for_nothing(gradient, loss):
-    """The GPU is "meta", which has no data: whatever looks at a value raises. Gradients may be offloaded to the CPU.
-
-    A copy from memory that is not pinned is not seen here.
-    """
+    """The GPU is "meta", which has no data: whatever looks at a value raises. Gradients may be offloaded to the CPU."""
     training = Training()
     training.optimizers.flags["stop"] = lambda: True
     training.optimizers._parameters = [Mock(grad=gradient, device="meta") for _ in range(2)]
@@ -189,16 +172,13 @@ def test_a_fused_optimizer_takes_the_verdict_from_the_device(gradients, loss, ba
 
 
 def test_a_late_message_ends_the_run_before_the_next_step():
-    training = Training(max_skipped_steps=2, fused=True)
-    for _ in range(2):
-        training.step(math.nan, 1.0)
-    with pytest.raises(NonFiniteError, match="step 2: gradient norm not finite, 2 steps in a row"):
-        training.step(1.0, 1.0)
-    assert training.weights == [1.0, 2.0]
-    training = Training(max_skipped_steps=1, fused=True)
-    training.step(math.nan, 1.0)
-    with pytest.raises(NonFiniteError):  # a save must not hide it
-        training.optimizers.state_dict()
+    for most, act in ((2, lambda training: training.step(1.0, 1.0)), (1, lambda training: training.counts)):
+        training = Training(max_skipped_steps=most, fused=True)
+        for _ in range(most):
+            training.step(math.nan, 1.0)
+        with pytest.raises(NonFiniteError, match=f"step {most}: gradient norm not finite, {most} step"):
+            act(training)  # neither a step nor a save hides it
+        assert training.weights == [1.0, 2.0]
 
 
 def test_flags_are_known_one_step_late():

@@ -6,6 +6,7 @@ With real ranks: tests/test_run_ends.py and tests/slurm.
 import json
 import threading
 import time
+from contextlib import ExitStack, closing
 from types import SimpleNamespace as Section
 from unittest.mock import Mock
 
@@ -15,21 +16,10 @@ from titan_disp.run import liveness
 from titan_disp.run.liveness import Aside, Heartbeat, Stragglers, straggler
 
 
-class Clock:
-    now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-    perf_counter = monotonic
-
-    def time(self):
-        return 1.7e9 + self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
+    clock = Section(now=1000.0, time=lambda: 1.7e9 + clock.now, monotonic=lambda: clock.now)
+    clock.perf_counter = clock.monotonic
     monkeypatch.setattr(liveness, "time", clock)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
@@ -38,17 +28,11 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def heartbeat(clock):
-    """Return a function that makes a heartbeat in a folder."""
-    made = []
-
-    def make(run):
-        comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
-        made.append(Heartbeat(run, Section(comm=comm, guard=Section(save_seconds=1800, silence_seconds=60))))
-        return made[-1]
-
-    yield make
-    for beat in made:
-        beat.close()
+    """heartbeat(folder) makes one."""
+    comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
+    config = Section(comm=comm, guard=Section(save_seconds=1800, silence_seconds=60))
+    with ExitStack() as stack:
+        yield lambda run: stack.enter_context(closing(Heartbeat(run, config)))
 
 
 def read(run, beat):
@@ -103,16 +87,14 @@ def until(condition):
 
 
 @pytest.fixture
-def aside():
-    made = []
-    yield lambda *errands: made.append(Aside(*errands)) or made[-1]
-    for one in made:
-        one.close()
-
-
-def test_the_heartbeat_is_that_of_the_main_thread(tmp_path, clock, heartbeat, aside, monkeypatch):
-    """The thread alone is no sign of life: it goes on while the main thread hangs, and the file stays as it was."""
+def aside(monkeypatch):
     monkeypatch.setattr(liveness, "PAUSE", 0.01)
+    with ExitStack() as stack:
+        yield lambda *errands: stack.enter_context(closing(Aside(*errands)))
+
+
+def test_the_heartbeat_is_that_of_the_main_thread(tmp_path, clock, heartbeat, aside):
+    """The thread alone is no sign of life: it goes on while the main thread hangs, and the file stays as it was."""
     beat, turns = heartbeat(tmp_path), []
     writer = aside(beat.write, lambda: turns.append(threading.current_thread()))
     file = tmp_path / "heartbeat.json"
@@ -129,8 +111,7 @@ def test_the_heartbeat_is_that_of_the_main_thread(tmp_path, clock, heartbeat, as
     assert threading.current_thread() not in turns
 
 
-def test_a_file_system_that_hangs_delays_no_step(monkeypatch, aside):
-    monkeypatch.setattr(liveness, "PAUSE", 0.01)
+def test_a_file_system_that_hangs_delays_no_step(aside):
     release, turns = threading.Event(), []
     writer = aside(lambda: turns.append(release.wait()))
     start = time.monotonic()
@@ -191,7 +172,6 @@ def test_other_ranks_write_nothing_but_where_they_stand(capfd):
 @pytest.mark.parametrize(
     ("own", "slowest"),
     [
-        ([1.0, 1.0, 1.0, 1.0], None),
         ([1.0, 1.1, 1.2, 1.0], None),  # 1.2 × the median of 1.0 is not more than that
         ([1.0, 1.0, 1.3, 1.1], 2),
         ([0.5, 1.0, 1.0, 1.0], None),  # one that is faster keeps nobody waiting
@@ -209,19 +189,18 @@ def test_waiting_for_others_is_not_a_ranks_own_time(clock):
     timer = Stragglers()
 
     def step(loading, waiting, computing):
-        for seconds in loading:
+        for seconds in (loading, loading):
             clock.now += seconds
             timer.arrived()
-        clock.now += waiting
-        timer.met()
-        clock.now += computing / 2
-        timer.met()  # the second microbatch's forward; nobody is waited for before it
+        for seconds in (waiting, computing / 2):  # the second microbatch's forward; nobody is waited for before it
+            clock.now += seconds
+            timer.met()
         clock.now += computing / 2
 
-    step([100, 100], 50, 100)
+    step(100, 50, 100)
     assert timer.own_seconds() == 0.0  # a start, with its compilation, is compared with nothing
-    step([1, 1], 4, 4)
-    step([0.5, 0.5], 6, 3)
+    step(1, 4, 4)
+    step(0.5, 6, 3)
     assert timer.own_seconds() == pytest.approx((6 + 4) / 2)
-    step([3, 3], 0, 4)
+    step(3, 0, 4)
     assert timer.own_seconds() == pytest.approx(10)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -51,14 +52,13 @@ def rank():
         process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(("number", "closed"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, False)])
 def test_ranks_get_sigterm_from_the_first_signal(rank, monkeypatch, capsys, number, closed):
     """Also if Ctrl-C has ended tee, so that stderr is closed."""
     ranks, stop = [rank(), rank()], StopRanks()
     before = signal.getsignal(number)
     if closed:
-        monkeypatch.setattr(sys.stderr, "write", lambda text: (_ for _ in ()).throw(BrokenPipeError))
+        monkeypatch.setattr(sys.stderr, "write", mock.Mock(side_effect=BrokenPipeError))
     with stop_signals(stop.heard):
         signal.raise_signal(number)
         assert [process.wait(10) for process in ranks] == [0, 0]
@@ -100,17 +100,15 @@ def test_without_ranks():
     ("exitcode", "status", "line"), [(-15, 130, "not every rank ended by itself"), (1, 1, "rank 1 failed")]
 )
 def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys, exitcode, status, line):
-    def start(settings, program):
-        def run(*argv):
-            signal.raise_signal(signal.SIGINT)
-            failure = SimpleNamespace(exitcode=exitcode, local_rank=1, timestamp=0)
-            error = ChildFailedError("titan_disp.train", {1: failure})
-            monkeypatch.setattr(error, "get_first_failure", lambda: (1, failure))
-            raise error
+    failure = SimpleNamespace(exitcode=exitcode, local_rank=1, timestamp=0)
+    error = ChildFailedError("titan_disp.train", {1: failure})
+    error.get_first_failure = lambda: (1, failure)
 
-        return run
+    def run(*argv):
+        signal.raise_signal(signal.SIGINT)
+        raise error
 
-    monkeypatch.setattr(launch, "elastic_launch", start)
+    monkeypatch.setattr(launch, "elastic_launch", lambda settings, program: run)
     monkeypatch.setattr(launch, "_ranks", lambda: [0x7FFFFFFF])  # no process has this number
     monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
     overrides = command(DEMO, sample, tmp_path)[7:]

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -28,15 +29,13 @@ def ring(count, **slow):
 def test_rounds():
     """Every node is paired with two others (of two nodes, with one), and is in at most one pair of a round."""
     for count in range(13):
-        partners = {i: set() for i in range(count)}
-        for pairs in rounds(count):
+        found = rounds(count)
+        for pairs in found:
             busy = [node for pair in pairs for node in pair]
             assert len(busy) == len(set(busy))
-            for a, b in pairs:
-                partners[a].add(b)
-                partners[b].add(a)
-        assert all(len(others) == min(2, count - 1) for others in partners.values())
-        assert len(rounds(count)) <= 3
+        pairs = {frozenset(pair) for pairs in found for pair in pairs}
+        assert all(sum(i in pair for pair in pairs) == min(2, count - 1) for i in range(count))
+        assert len(found) <= 3
 
 
 @pytest.mark.parametrize(
@@ -60,14 +59,13 @@ def test_slow_nodes_and_links_are_named(pairs, nodes):
         assert slow_links(pairs) == [("n3", "n4", 8e9)]
 
 
-def test_pair_bandwidths():
-    """Two ranks per node send 100 bytes each at the same time. The slowest of the four takes 4 s."""
+def test_what_pairs_and_clocks_say():
+    """Two ranks per node send 100 bytes each; the slowest of the four takes 4 s. n3's clock is 5 s ahead of the others'.
+
+    n1 read its clock late once, so that n3's clock is the median of that reading.
+    """
     times = [("n2", {"n10": 1.0}), ("n2", {"n10": 2.0}), ("n10", {"n2": 4.0}), ("n10", {"n2": 1.0})]
     assert pair_bandwidths(times, 100) == [("n2", "n10", 50.0)]
-
-
-def test_clock_skews():
-    """n3 is 5 s ahead. n1 read its clock late once, so that n3's clock is the median of that reading."""
     readings = {"n1": [100.0, 109.0, 102.0], "n2": [100.1, 101.1, 102.1], "n3": [105.0, 106.0, 107.0]}
     assert clock_skews(readings) == pytest.approx({"n1": 0, "n2": 0, "n3": 4.9}, abs=0.11)
     found = node_reports.bandwidth_problems({"pairs": [], "clock_skew": {"n1": 0.1, "n2": -7.25, "n3": 3.0}})
@@ -81,8 +79,7 @@ def node_report(gpus=(H100,) * 8, free=79e9, problems=()):
 
 def test_gpus_unlike_the_other_nodes():
     reports = {f"n{i}": node_report() for i in (1, 2, 3)}
-    for nproc in ("gpu", "8"):
-        assert node_reports.gpu_problems(reports, nproc) == {}
+    assert node_reports.gpu_problems(reports, "gpu") == node_reports.gpu_problems(reports, "8") == {}
     assert node_reports.gpu_problems({}, "gpu") == {}
     few = node_reports.gpu_problems(reports, "9")
     assert few["n1"] == ["the number of visible GPUs is 8, too few for 9 ranks per node"]
@@ -153,33 +150,17 @@ def test_report(tmp_path, monkeypatch, capsys):
     assert "job.dump_folder: /dev/null/run is not writable: Not a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("free", "expected"),
-    [
-        ((10e9, 80e9), (10e9, "GPU 3 has 10 of 80 GB free")),
-        (RuntimeError("CUDA error: uncorrectable ECC error\nmore"), (0, "GPU 3: CUDA error: uncorrectable ECC error")),
-    ],
-)
-def test_gpu(monkeypatch, free, expected):
-    def mem_get_info(index):
-        if isinstance(free, Exception):
-            raise free
-        return free
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    assert node_health.check_gpu(3) == expected
-
-
 def test_a_node_with_gpus(monkeypatch, tmp_path):
     """The fullest GPU counts. What the drivers and the test of each GPU say is reported together."""
-    checked = [(79, None), (9, "GPU 1 has 9 of 80 GB free")]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: H100)
-    monkeypatch.setattr(node_health, "check_gpu", checked.__getitem__)
+    error = RuntimeError("CUDA error: uncorrectable ECC error\nmore")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mock.Mock(side_effect=[(10e9, 80e9), error]))
     monkeypatch.setattr(node_health, "gpu_problems", lambda: ["GPU 0: 3 errors"])
     report = node_health.check_node(str(tmp_path))
-    assert (report["gpus"], report["free_gpu_bytes"]) == ([H100, H100], 9)
-    assert report["problems"] == ["GPU 1 has 9 of 80 GB free", "GPU 0: 3 errors"]
+    assert (report["gpus"], report["free_gpu_bytes"]) == ([H100, H100], 0)
+    broken = "GPU 1: CUDA error: uncorrectable ECC error"
+    assert report["problems"] == ["GPU 0 has 10 of 80 GB free", broken, "GPU 0: 3 errors"]
 
 
 # Output of amd-smi metric --ecc in its change log for ROCm 6.1.1.
@@ -293,37 +274,26 @@ class TestGpuHealth:
     @pytest.mark.parametrize(
         ("amd", "rocm", "problems"),
         [
-            (None, None, 0),
-            (AMD_SMI.format(gpu=0, errors="N/A") + AMD_SMI.format(gpu=1, errors=4), ROCM_SMI, 4),
+            ("", "", []),
+            (AMD_SMI.format(gpu=0, errors="N/A") + AMD_SMI.format(gpu=1, errors=4), ROCM_SMI, [4]),
             # rocm-smi is asked if amd-smi is missing or has no counts.
-            (None, ROCM_SMI, 3),
-            (AMD_SMI.format(gpu=0, errors="N/A"), ROCM_SMI, 3),
+            ("", ROCM_SMI, [3]),
+            (AMD_SMI.format(gpu=0, errors="N/A"), ROCM_SMI, [3]),
         ],
-        ids=["nothing", "both", "rocm-smi", "no counts"],
     )
     def test_amd(self, tool, amd, rocm, problems):
         for name, output, arguments in (("amd-smi", amd, "metric --ecc"), ("rocm-smi", rocm, "--showrasinfo")):
             if output:
                 tool(name, output, arguments)
-        assert node_health.gpu_problems() == ([f"GPU 1: {problems} uncorrectable errors"] if problems else [])
+        assert node_health.gpu_problems() == [f"GPU 1: {count} uncorrectable errors" for count in problems]
 
 
 def check(monkeypatch, out, *arguments):
     """Run node_health on this machine and return its report."""
-    monkeypatch.setenv("SLURMD_NODENAME", "n7")
     monkeypatch.setattr(sys, "argv", ["node_health", "--out", str(out), "--local", str(out), *map(str, arguments)])
     node_health.main()
-    assert [path.name for path in out.glob("*.json")] == ["n7.json"]
-    return json.loads((out / "n7.json").read_text())
-
-
-def test_the_name_of_a_node(monkeypatch):
-    """The name is SLURM's, or the host's short name if a container hides SLURM's."""
-    monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    assert node_health.node_name() == "n7"
-    monkeypatch.delenv("SLURMD_NODENAME")
-    monkeypatch.setattr(node_health.socket, "gethostname", lambda: "gpu10.cluster.example")
-    assert node_health.node_name() == "gpu10"
+    (file,) = out.glob("*.json")
+    return json.loads(file.read_text()) | {"file": file.name}
 
 
 @pytest.mark.parametrize("problem", ["GPU {}: CUDA error: uncorrectable ECC error", "GPU {}: \u2192" + 200 * "x"])
@@ -342,10 +312,10 @@ def test_a_report_is_one_line_of_srun(problem):
 def test_node_health_with_a_config(monkeypatch, sample, tmp_path):
     """A good config passes. Problems with tokenizer, data and run folder are reported together, as is no config."""
     options = ("--job.config_file", DEMO, "--model.hf_assets_path", sample / "tokenizer", "--job.dump_folder")
-    data = ("--training.dataset_path", sample)
     run, out = tmp_path / "run", tmp_path / "out"
-    report = check(monkeypatch, out, *options, run, *data)
-    assert (report["node"], report["problems"]) == ("n7", [])
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    report = check(monkeypatch, out, *options, run, "--training.dataset_path", sample)
+    assert (report["node"], report["file"], report["problems"]) == ("n7", "n7.json", [])
     assert min(report["free_bytes"], report["run_free_bytes"]) > 0
     assert list(run.iterdir()) == []  # a checkpoint folder would change how the run starts
 
@@ -355,8 +325,11 @@ def test_node_health_with_a_config(monkeypatch, sample, tmp_path):
     problems = check(monkeypatch, out, *bad, "--job.dump_folder", file)["problems"]
     assert [text.split(" ")[0] for text in problems] == [str(file), "model.hf_assets_path", "training.dataset_path"]
 
-    (problem,) = check(monkeypatch, out, "--job.config_file", tmp_path / "no.toml")["problems"]
-    assert "cannot read the config" in problem
+    monkeypatch.delenv("SLURMD_NODENAME")  # as in a container
+    monkeypatch.setattr(node_health.socket, "gethostname", lambda: "gpu10.cluster.example")
+    report = check(monkeypatch, tmp_path / "other", "--job.config_file", tmp_path / "no.toml")
+    assert report["node"] == "gpu10"
+    assert "cannot read the config" in report["problems"][0]
 
 
 def _measure():
@@ -386,11 +359,8 @@ def _measure():
     assert speed > 0
 
 
-def test_measuring_on_four_ranks():
+def test_measuring_on_four_ranks_and_on_one(one_rank):
     spawn(4, _measure)
-
-
-def test_one_node_has_no_neighbours(one_rank):
     measured = bandwidth.measure("n1", 0, torch.device("cpu"), 1 << 16) | {"backend": "gloo"}
     assert (measured["pairs"], measured["clock_skew"]) == ([], {"n1": 0.0})
     report = {"nodes": {"n1": node_report([])}, "bandwidth": measured, "problems": {}, "notes": []}

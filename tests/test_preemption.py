@@ -3,6 +3,8 @@
 import errno
 import os
 import signal
+from contextlib import ExitStack, closing
+from unittest import mock
 
 import pytest
 
@@ -25,16 +27,9 @@ def heard(monkeypatch):
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that makes the stop request of a start of the run."""
-    started = []
-
-    def start(run=tmp_path):
-        started.append(StopRequest(run))
-        return started[-1]
-
-    yield start
-    for request in started:
-        request.close()
+    """start(run=folder) makes the stop request of a start of the run."""
+    with ExitStack() as stack:
+        yield lambda run=tmp_path: stack.enter_context(closing(StopRequest(run)))
 
 
 @pytest.mark.parametrize("number", ASKS_TO_STOP)
@@ -67,12 +62,10 @@ def test_the_stop_file_of_this_start_stops_it(tmp_path, start):
     request = start()
     assert not request.held()  # a step is trained and saved first, so that the run makes progress
     assert not request.asked()  # which only tells what the thread has found
-    assert request()
-    assert request.asked()
-    assert request.reason == f"the file {file}"
+    assert (request(), request.asked(), request.reason) == (True, True, f"the file {file}")
     assert request.signalled()  # the supervisor passes a signal on by this file
-    request.done()
-    request.done()  # a user may have removed the file
+    for _ in range(2):  # a user may have removed the file
+        request.done()
     assert not file.exists()
 
 
@@ -81,32 +74,22 @@ def test_the_stop_file_of_this_start_stops_it(tmp_path, start):
 def test_a_users_stop_file_holds(tmp_path, start, monkeypatch, text, job):
     if job is None:
         monkeypatch.delenv("SLURM_JOB_ID")
-    file = tmp_path / "stop"
-    request = start()
+    file, request = tmp_path / "stop", start()
     assert not request()
     file.write_bytes(text)
-    assert request()
-    assert not request.signalled()
+    assert (request(), request.signalled()) == (True, False)
     request.done()
     assert file.read_bytes() == text
     request = start()
-    assert request.held()
-    assert request()
+    assert (request.held(), request()) == (True, True)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
 def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, start, monkeypatch, number):
     """``Path.exists`` raises errors other than "not found" and a few more."""
-    stat = os.stat
-
-    def fails(path, *args, **kwargs):
-        if os.fspath(path) == str(tmp_path / "stop"):
-            raise OSError(number, os.strerror(number))
-        return stat(path, *args, **kwargs)
-
     (tmp_path / "stop").touch()
     request = start()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", fails)
-        assert not request()
-    assert request()
+        patch.setattr(os, "stat", mock.Mock(side_effect=OSError(number, os.strerror(number))))
+        asked = request()
+    assert (asked, request()) == (False, True)

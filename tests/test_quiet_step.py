@@ -22,7 +22,7 @@ from titan_disp.errors import NonFiniteError
 from titan_disp.run import safe_dcp
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.integrity import checkpoints
-from titan_disp.run.reader import read_json_lines, read_metrics
+from titan_disp.run.reader import read_events, read_metrics
 
 LAYERS = 2
 QUIET = ("--metrics.log_freq", "1000", "--optimizer.implementation", "fused", "--condensation.interval", "0")
@@ -77,21 +77,11 @@ def test_a_gpu_is_not_waited_for():
 
 
 def quiet_run(sample, run, *options, at=lambda step: 1.0):
-    """Train on every rank, with cross-entropies that ``at`` multiplies. Returns the trainer and the weights before each step."""
+    """Train on every rank, with cross-entropies that ``at`` multiplies. Returns the last step, and weights before each."""
     from tests.mesh import build
 
-    options = (
-        "--model.overrides",
-        "n_layers=1",
-        "--training.steps",
-        "9",
-        "--checkpoint.enable",
-        "--checkpoint.interval",
-        "100",
-        *QUIET,
-        *options,
-    )
-    trainer = build(sample, run, *options)
+    usual = ("--model.overrides", "n_layers=1", "--training.steps", "9", "--checkpoint.enable", *QUIET)
+    trainer = build(sample, run, *usual, "--checkpoint.interval", "100", *options)
     cross_entropy, weights = trainer.loss_fn.cross_entropy, {}
 
     def faulty(logits, labels):
@@ -105,7 +95,7 @@ def quiet_run(sample, run, *options, at=lambda step: 1.0):
     finally:
         trainer.close()
         dist.barrier()
-    return trainer, weights
+    return trainer.step, weights
 
 
 def same(weights, others):
@@ -113,7 +103,7 @@ def same(weights, others):
 
 
 def events(run):
-    return [(e["event"], e["step"]) for e in read_json_lines(run / "events.jsonl")]
+    return [(e["event"], e["step"]) for e in read_events(run)]
 
 
 def counted(run, step):
@@ -129,28 +119,23 @@ def two_ranks(sample, folder):
         return lambda step: float("nan") if rank == 1 and step in steps else 1.0
 
     # One rank's NaN in steps 3, 4 and 8: no rank changes its weights. At step 4 a save is due, which is put off.
-    run = folder / "skips"
-    interval = ("--checkpoint.interval", "4")
-    trainer, weights = quiet_run(sample, run, *interval, at=nan_on_rank_1(3, 4, 8))
-    assert [same(weights[step], weights[step + 1]) for step in range(1, 9)] == [
-        step in (3, 4, 8) for step in range(1, 9)
-    ]
+    run, bad = folder / "skips", (3, 4, 8)
+    _, weights = quiet_run(sample, run, "--checkpoint.interval", "4", at=nan_on_rank_1(*bad))
+    assert [step for step in range(1, 9) if same(weights[step], weights[step + 1])] == [*bad]
     said = [("start", 0), ("skip", 3), ("skip", 4), ("checkpoint", 5), ("skip", 8), ("checkpoint", 9), ("complete", 9)]
     if rank == 0:
         assert events(run) == said
-        skips = [event for event in read_json_lines(run / "events.jsonl") if event["event"] == "skip"]
-        assert [(e["terms"], e["in_a_row"]) for e in skips] == [
-            (["cross-entropy", "gradient norm"], n) for n in (1, 2, 1)
-        ]
+        skips = [(event["terms"], event["in_a_row"]) for event in read_events(run) if event["event"] == "skip"]
+        assert skips == [(["cross-entropy", "gradient norm"], n) for n in (1, 2, 1)]
         assert (counted(run, 5), counted(run, 9)) == ([5, 2, 0], [9, 3, 0])
     dist.barrier()
 
-    # Too many in a row: all ranks end, before the next step changes a weight. No save in between hides it.
+    # Too many in a row: all ranks end, before the next step changes a weight. No save in between hides it, and no step
+    # would tell of the last one.
     few = ("--guard.max_skipped_steps", "2")
-    with pytest.raises(NonFiniteError, match="step 4: cross-entropy and gradient norm not finite, 2 steps in a row"):
-        quiet_run(sample, folder / "ends", *few, at=nan_on_rank_1(3, 4))
-    with pytest.raises(NonFiniteError, match="step 9: "):  # the last one, of which no step would tell
-        quiet_run(sample, folder / "last", *few, at=nan_on_rank_1(8, 9))
+    for name, bad, reason in (("ends", (3, 4), "cross-entropy and gradient norm not finite, 2 "), ("last", (8, 9), "")):
+        with pytest.raises(NonFiniteError, match=f"step {bad[1]}: {reason}"):
+            quiet_run(sample, folder / name, *few, at=nan_on_rank_1(*bad))
 
     # A signal during step 5 is heard one step later by all ranks, which save that step; its own NaN is counted, too.
     run = folder / "signalled"
@@ -160,18 +145,15 @@ def two_ranks(sample, folder):
             os.kill(os.getpid(), signal.SIGUSR1)
         return nan_on_rank_1(6)(step)
 
-    trainer, _ = quiet_run(sample, run, at=signalled)
-    assert trainer.step == 6
+    assert quiet_run(sample, run, at=signalled)[0] == 6
     if rank == 0:
         assert events(run) == [("start", 0), ("skip", 6), ("checkpoint", 6), ("stop", 6)]
-        assert read_json_lines(run / "events.jsonl")[-1]["kind"] == "signal"
+        assert read_events(run)[-1]["kind"] == "signal"
         assert counted(run, 6) == [6, 1, 1]
     dist.barrier()
-    trainer, _ = quiet_run(sample, run)  # it goes on, and the first step of this start does not log
-    assert (trainer.step, checkpoints(run / "checkpoint")) == (9, [6, 9])
+    assert quiet_run(sample, run)[0] == 9  # it goes on, and the first step of this start does not log
     if rank == 0:
-        assert counted(run, 9) == [9, 1, 0]
-        assert list(read_metrics(run)) == [1]
+        assert (checkpoints(run / "checkpoint"), counted(run, 9), list(read_metrics(run))) == ([6, 9], [9, 1, 0], [1])
     dist.barrier()
 
     # A file that appears during step 2 is found by rank 0's thread. The steps are long enough for it.
@@ -183,21 +165,18 @@ def two_ranks(sample, folder):
         time.sleep(0.05)
         return 1.0
 
-    trainer, _ = quiet_run(sample, run, at=stopped)
-    assert trainer.step in (3, 4)
+    last, _ = quiet_run(sample, run, at=stopped)
+    assert last in (3, 4)
     if rank == 0:
-        assert events(run)[-1] == ("stop", trainer.step)
-        assert read_json_lines(run / "events.jsonl")[-1]["kind"] == "file"
+        assert events(run)[-1] == ("stop", last)
+        assert read_events(run)[-1]["kind"] == "file"
 
     # Messages are read one step late, and nothing else differs from a run that reads each at once, because it logs.
     keys = ("--baseline.method", "active_forgetting", "--baseline.forget_every", "3", "--dispersion.no-enabled")
-    keys += ("--parallelism.tensor_parallel_degree", "2")
-    pair = []
-    for name, log_freq in (("late", "1000"), ("at_once", "1")):
-        options = (*keys, "--metrics.log_freq", log_freq)
-        pair.append(quiet_run(sample, folder / name, *options, at=nan_on_rank_1(2, 3, 5))[1])
-    assert all(same(pair[0][step], pair[1][step]) for step in range(1, 10))
-    assert same(pair[0][2], pair[0][3])
+    keys += ("--parallelism.tensor_parallel_degree", "2", "--metrics.log_freq")
+    late, at_once = (quiet_run(sample, folder / f, *keys, f, at=nan_on_rank_1(2, 3, 5))[1] for f in ("1000", "1"))
+    assert all(same(late[step], at_once[step]) for step in range(1, 10))
+    assert same(late[2], late[3])
 
 
 def test_two_ranks(sample, tmp_path):

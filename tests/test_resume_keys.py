@@ -63,12 +63,10 @@ def run(sample, tmp_path_factory):
 
 def another(name, field, value):
     """A value of a key that differs from the present one."""
-    if name == "model.overrides":
-        return {"n_layers": 5}
-    if name == "dispersion.options":
-        return {"margin": 0.5}
-    if name == "dispersion.losses":
-        return [{"variant": "cosine"}]
+    special = {"model.overrides": {"n_layers": 5}, "dispersion.options": {"margin": 0.5}}
+    special["dispersion.losses"] = [{"variant": "cosine"}]
+    if name in special:
+        return special[name]
     if field.type in (bool, int, float, str):
         return not value if field.type is bool else value + ("x" if field.type is str else 1)
     literals = [literal for kind in (field.type, *get_args(field.type)) for literal in get_args(kind)]

@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from tests.distributed import spawn
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.run import safe_dcp
-from titan_disp.run.integrity import checkpoints, problem
-from titan_disp.run.reader import read_condensation, read_config, read_json_lines, read_metrics
+from titan_disp.run.integrity import checkpoints
+from titan_disp.run.reader import read_condensation, read_config, read_events, read_metrics
 
 CREATE_STREAM = FileSystem.create_stream
 
 
 def events(run):
-    return [(e["event"], e["step"]) for e in read_json_lines(run / "events.jsonl") if e["event"] != "checkpoint"]
+    return [(e["event"], e["step"]) for e in read_events(run) if e["event"] != "checkpoint"]
 
 
 def train(sample, run, *options, nan_from=None, signal_at=None):
@@ -65,7 +65,7 @@ def all_ends(sample, folder):
     assert train(sample, run, *steps, "--optimizer.lr", "0.5") == 2
     assert events(run)[3:] == [("resume", 2), ("complete", 2)]
     assert (run / "config.json").read_bytes() == before
-    assert "config_changes" not in read_json_lines(run / "events.jsonl")[-2]
+    assert "config_changes" not in read_events(run)[-2]
 
     # Other data is refused, and config.json stays; with the switch, the streams begin a new epoch.
     other = ("--training.steps", "3", "--training.seq_len", "16")
@@ -78,8 +78,8 @@ def all_ends(sample, folder):
 
     # The same where its last checkpoint holds the model only.
     model = folder / "model"
-    train(sample, model, *steps, "--checkpoint.last_save_model_only")
-    train(sample, model, *steps, "--checkpoint.last_save_model_only")
+    for _ in range(2):
+        train(sample, model, *steps, "--checkpoint.last_save_model_only")
     assert events(model) == [("start", 0), ("complete", 2), ("complete", 2)]
 
     # A signal in the last step: the run is complete, and has its last measurement, which a start adds if it is missing.
@@ -102,7 +102,7 @@ def all_ends(sample, folder):
     assert train(sample, skipping, *budget, *stop, nan_from=2) == 3
     assert train(sample, skipping, *budget, *stop) == 3  # nothing is left to train
     assert events(skipping) == [("start", 0), ("skip", 2), ("skip", 3), ("stop", 3), ("resume", 3), ("stop", 3)]
-    for end in (event for event in read_json_lines(skipping / "events.jsonl") if event["event"] == "stop"):
+    for end in (event for event in read_events(skipping) if event["event"] == "stop"):
         assert (end["kind"], end["reason"]) == ("budget", "budget.stop_at_tokens")
     assert checkpoints(skipping / "checkpoint") == [3]
 
@@ -111,8 +111,7 @@ def all_ends(sample, folder):
     for _ in range(2):
         assert train(sample, skipping, *budget) == 0
     assert events(skipping)[6:] == [("stop", 3), ("stop", 3)]
-    assert read_json_lines(skipping / "events.jsonl")[-1]["kind"] == "file"
-    assert (skipping / "stop").exists()
+    assert read_events(skipping)[-1]["kind"] == "file"
     (skipping / "stop").unlink()
     assert train(sample, skipping, *budget) == 5
     assert read_config(skipping)["training"]["steps"] == 5
@@ -150,7 +149,7 @@ def two_ranks_end(sample, folder):
     faults = "slow:1-4@0,asked_to_stop:5@1"
     assert train("stopped", faults, "--training.steps", "8", "--checkpoint.interval", "100") == 5
     assert checkpoints(run / "checkpoint") == [5]
-    end = read_json_lines(run / "events.jsonl")[-1]
+    end = read_events(run)[-1]
     assert (end["kind"], end["reason"]) == ("signal", "another rank was asked to stop")
     slow = [row["straggler"] for step, row in read_metrics(run).items() if 2 <= step <= 4]
     assert [found["rank"] for found in slow] == [0, 0, 0]
@@ -164,7 +163,6 @@ def two_ranks_end(sample, folder):
         train("full", "nospace:8-30@1,slow:9-30@0", *saving, "30")
     assert max(read_metrics(run)) < 12
     assert checkpoints(run / "checkpoint") == [4]
-    assert problem(run / "checkpoint" / "step-8").startswith("it is incomplete")
     assert events(run) == [("start", 0), ("save_failed", 8)]
     FileSystem.create_stream = CREATE_STREAM
     assert train("full", "", *saving, "9") == 9

@@ -1,5 +1,6 @@
 """The commands of step 1 of slurm/README.md, unchanged, in a fresh home folder."""
 
+import functools
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from tests.command_line import ROOT
 # A site has torch. Its packages replace downloads of pip, which reads NO_BUILD_ISOLATION=0 as "no isolation".
 OFFLINE = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+PYCACHE = shutil.ignore_patterns("__pycache__")
 
 
 def commands(heading):
@@ -33,8 +35,8 @@ def test_an_environment_in_a_fresh_home(tmp_path):
     packages = sysconfig.get_paths()["purelib"]
     environment = {"HOME": str(home), "PATH": PATH, "TITAN_DISP_URL": str(ROOT), **OFFLINE}
     install, archive, *_ = commands("## 1. An environment")
-    loaded = f"module() {{ echo module $*; export PYTHONPATH={packages}; }}\nset -e\n"
-    shell = ["bash", "-c", loaded + install + archive + 'echo "archive: $TITAN_DISP_ENV_ARCHIVE"']
+    site = f"module() {{ echo module $*; export PYTHONPATH={packages}; }}\nset -e\n"
+    shell = ["bash", "-c", site + install + archive + 'echo "archive: $TITAN_DISP_ENV_ARCHIVE"']
     done = subprocess.run(shell, env=environment, capture_output=True, text=True, cwd=home)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"archive: {home}/titan-disp-env.tar" in done.stdout
@@ -52,8 +54,7 @@ def test_an_environment_in_a_fresh_home(tmp_path):
     subprocess.run(["bash", ROOT / "slurm" / "unpack.sh", local / "titan-disp-7.tar"], check=True, env=node)
     code = "import sys, importlib.util; print(sys.prefix, importlib.util.find_spec('titan_disp').origin)"
     command = [local / "titan-disp-7" / "bin" / "python", "-c", code]
-    told = subprocess.run(command, env=node, capture_output=True, text=True, check=True, cwd="/").stdout
-    prefix, origin = told.split()
+    prefix, origin = subprocess.check_output(command, env=node, text=True, cwd="/").split()
     assert prefix == str(local / "titan-disp-7")
     assert origin.startswith(prefix)
 
@@ -86,20 +87,17 @@ def test_the_copied_files_suffice_to_install(tmp_path, monkeypatch):
         target = tmp_path / destination.lstrip("/")
         target = target / os.path.basename(source) if destination.endswith("/") else target
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / source, target)
+        copy = functools.partial(shutil.copytree, ignore=PYCACHE) if (ROOT / source).is_dir() else shutil.copy
+        copy(ROOT / source, target)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     for name, value in {**OFFLINE, "PATH": PATH, "PIP_TARGET": str(tmp_path / "image")}.items():
         monkeypatch.setenv(name, value)
     done = subprocess.run(["sh", tmp_path / "opt/titan-disp/install_in_image.sh"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "image" / "titan_disp" / "cluster" / "slurm" / "sites" / "generic.sh").is_file()
-    package = ROOT / "titan_disp"
-    for path in package.rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            assert (tmp_path / "image" / "titan_disp" / path.relative_to(package)).is_file(), path
+    package = ROOT / "titan_disp"  # whose folder of scripts is a link
+    files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for path in (*files, package / "cluster" / "slurm" / "sites" / "generic.sh"):
+        assert (tmp_path / "image" / "titan_disp" / path.relative_to(package)).is_file(), path
 
 
 def test_the_container_commands(tmp_path):

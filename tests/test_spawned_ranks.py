@@ -13,34 +13,30 @@ from tests import distributed
 from tests.distributed import spawn
 
 
-def fail_on_one():
-    """While the other hangs."""
-    if dist.get_rank() == 1:
+def on_rank_1(what, number=0):
+    if what == "die at exit":
+        dist.destroy_process_group = lambda: os.kill(os.getpid(), number)
+    elif dist.get_rank() == 0:
+        time.sleep(300 * (what == "fail"))  # it hangs
+    elif what == "fail":
         raise ValueError("broken on purpose")
-    time.sleep(300)
-
-
-def die_at_work():
-    if dist.get_rank() == 1:
+    else:
         os.kill(os.getpid(), signal.SIGABRT)
-
-
-def die_at_exit(number):
-    dist.destroy_process_group = lambda: os.kill(os.getpid(), number)
 
 
 @pytest.mark.timeout(120)
 def test_ranks_that_fail_or_die_fail_the_test(monkeypatch):
     """All but an abort after all work, which gloo is known for."""
     monkeypatch.setattr(distributed, "GRACE", 0.1)
-    with pytest.raises(AssertionError, match="rank 1 failed:(.|\n)*broken on purpose"):
-        spawn(2, fail_on_one)
-    with pytest.raises(AssertionError, match="died at work"):
-        spawn(2, die_at_work)
-    with pytest.raises(AssertionError, match="-11"):
-        spawn(2, die_at_exit, signal.SIGSEGV)
+    for what, said in (
+        (("fail",), "rank 1 failed:(.|\n)*broken on purpose"),
+        (("die at work",), "died at work"),
+        (("die at exit", signal.SIGSEGV), "-11"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            spawn(2, on_rank_1, *what)
     with pytest.warns(UserWarning, match="after their work"):
-        spawn(2, die_at_exit, signal.SIGABRT)
+        spawn(2, on_rank_1, "die at exit", signal.SIGABRT)
 
 
 def count_threads():

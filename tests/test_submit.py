@@ -4,6 +4,8 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -28,13 +30,16 @@ def command(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_the_plan_and_the_command(command):
-    code, out, _ = command(80, "--sbatch", "time=24:00:00", "account=abc", "--training.dataset_path", "/data/c4")
+@pytest.mark.parametrize(("nodes", "spares"), [(80, ""), (82, "2")])
+def test_the_plan_and_the_command(command, monkeypatch, nodes, spares):
+    """The plan is that of the nodes that train."""
+    monkeypatch.setenv("TITAN_DISP_SPARES", spares)
+    code, out, _ = command(nodes, "--sbatch", "time=24:00:00", "account=abc", "--training.dataset_path", "/data/c4")
     assert code == 0
     assert "39,673 of 3,932,160 tokens" in out
     assert "replicate 80 × shard 8 × context 1 × tensor 1" in out  # the file has -1
     assert out.splitlines()[-1] == (
-        "sbatch --nodes=80 --gpus-per-node=8 --time=24:00:00 --account=abc "
+        f"sbatch --nodes={nodes} --gpus-per-node=8 --time=24:00:00 --account=abc "
         f"--export=ALL,TITAN_DISP_SITE=frontier,TITAN_DISP_PYTHON={sys.executable} "
         f"{ROOT}/slurm/pretrain.sbatch {CONFIG} --training.dataset_path /data/c4"
     )
@@ -42,7 +47,6 @@ def test_the_plan_and_the_command(command):
 
 @pytest.mark.parametrize("name", launch.OTHER_PYTHON)
 def test_a_container_has_a_python_of_its_own(monkeypatch, name):
-    """A container's nodes do not have the login node's interpreter."""
     monkeypatch.setenv(name, "apptainer exec --nv titan-disp.sif")
     options = launch.SlurmOptions(nodes=80, site="frontier")
     assert "--export=ALL,TITAN_DISP_SITE=frontier" in launch.command(options, [CONFIG])
@@ -52,22 +56,18 @@ def test_a_container_has_a_python_of_its_own(monkeypatch, name):
 
 def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
     """The command names the scripts and the config of the launch folder, where no later edit reaches them."""
-    sent = []
-    monkeypatch.setattr(
-        launch.subprocess, "run", lambda line, env: sent.append(line) or type("", (), {"returncode": 0})
-    )
+    sbatch = mock.Mock(return_value=SimpleNamespace(returncode=0))
+    monkeypatch.setattr(launch.subprocess, "run", sbatch)
     options = ("--sbatch", "time=24:00:00", "--job.dump_folder", "runs/a", "--training.dataset_path", "/data/c4")
     assert command(80, *options, dry_run=False)[0] == 0
     [folder] = (tmp_path / "runs" / "a" / "launch").iterdir()
-    [line] = sent
+    ((line,), _) = sbatch.call_args
     run = str(tmp_path / "runs" / "a")  # as a path that holds in any folder
     overrides = ["--job.dump_folder", "runs/a", "--training.dataset_path", "/data/c4", "--job.dump_folder", run]
     assert line[-8:] == [f"{folder}/slurm/pretrain.sbatch", f"{folder}/config.toml", *overrides]
     assert (folder / "config.toml").read_text() == Path(CONFIG).read_text()
     launched = json.loads((folder / "launch.json").read_text())
-    assert launched["run"] == run
-    assert launched["argv"] == line[-7:]
-    assert ["sbatch", *launched["sbatch"]] == line[:-8]
+    assert (launched["run"], launched["argv"], ["sbatch", *launched["sbatch"]]) == (run, line[-7:], line[:-8])
     assert launched["packages"]["torchtitan"] == "0.2.2"
     assert json.loads((folder / "resolved.json").read_text())["training"]["dataset_path"] == "/data/c4"
     for name in ("supervise.py", "common.sh", "node.sh", "unpack.sh"):
@@ -76,12 +76,12 @@ def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
     assert (folder / "slurm" / "site.sh").read_bytes() == (ROOT / "slurm" / "sites" / "frontier.sh").read_bytes()
 
 
-def frozen(run, name="7.0.abcdef"):
+def frozen(run):
     argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(run)]
-    return freeze.freeze(load_config(argv), argv, name)
+    return freeze.freeze(load_config(argv), argv, "7.0.abcdef")
 
 
-def test_a_read_only_installation(tmp_path, monkeypatch):
+def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
     scripts = tmp_path / "installed"
     shutil.copytree(ROOT / "slurm", scripts)
     for path in (scripts / "node.sh", scripts / "sites", scripts):
@@ -89,9 +89,6 @@ def test_a_read_only_installation(tmp_path, monkeypatch):
     monkeypatch.setattr(freeze, "SCRIPTS", scripts)
     folder = frozen(tmp_path / "run") / "slurm"
     assert all(path.stat().st_mode & 0o200 for path in (folder, folder / "sites", folder / "node.sh"))
-
-
-def test_a_run_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "launch").write_text("a file")
     with pytest.raises(ConfigError, match="is not writable: "):
         frozen(tmp_path)
@@ -103,15 +100,6 @@ def test_the_file_of_a_site(tmp_path):
     assert launch.site_file("frontier") == launch.SCRIPTS / "sites" / "frontier.sh"
     with pytest.raises(launch.ConfigError, match="--site is 'mine', expected a file or one of aws_efa, frontier, "):
         launch.site_file("mine")
-
-
-def test_spares(command, monkeypatch):
-    """The plan is that of the nodes that train."""
-    monkeypatch.setenv("TITAN_DISP_SPARES", "2")
-    code, out, _ = command(82, "--training.dataset_path", "/data/c4")
-    assert code == 0
-    assert "replicate 80 × shard 8" in out
-    assert "sbatch --nodes=82 " in out
 
 
 @pytest.mark.parametrize(

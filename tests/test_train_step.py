@@ -26,8 +26,9 @@ def trainer(monkeypatch):
     trainer._record_path = lambda: None  # of what ran so far in this process
     trainer.run_folder, trainer.aside = object(), SimpleNamespace(wake=lambda: calls.append("wake"))
     trainer.checkpointer = SimpleNamespace(wait=lambda: calls.append("wait"), force=lambda: calls.append("force"))
-    comm = SimpleNamespace(mode="default", train_timeout_seconds=77)
-    trainer.job_config = SimpleNamespace(condensation=SimpleNamespace(interval=5), comm=comm)
+    comm, training = SimpleNamespace(mode="default", train_timeout_seconds=77), SimpleNamespace(steps=9)
+    condensation = SimpleNamespace(interval=5)
+    trainer.job_config = SimpleNamespace(condensation=condensation, comm=comm, training=training)
     trainer.parallel_dims, trainer.clock = None, Clock(0.0)
     trainer.heartbeat = SimpleNamespace(begin=lambda doing, step: None, step=lambda step: None)
     trainer.measure_condensation = lambda: calls.append("condensation")
@@ -47,7 +48,7 @@ def trainer(monkeypatch):
     ],
 )
 def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
-    """Time-outs become shorter once, after the first step of a start; TorchTitan does that after step 1 only."""
+    """Time-outs become shorter after the first step of a start; TorchTitan does that after step 1 only."""
     trainer.step = step
     trainer.optimizers.agreed |= agreed
     trainer.train_step(iter(()))
@@ -57,38 +58,28 @@ def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
     assert trainer.calls == ["wake", 77, *calls, "wake", *calls]
 
 
-def test_an_asynchronous_save_that_failed_on_another_rank(trainer):
-    trainer.optimizers.agreed["save_failed"] = True
-    with pytest.raises(CheckpointError, match="step 5: an asynchronous save failed on another rank"):
-        trainer.train_step(iter(()))
-    assert trainer.calls == ["wake", 77, "wait"]  # which raises where this rank knows the reason
-
-
-def test_a_skipped_step_is_an_event(trainer):
-    """With its own number, also if its message was read in the next step."""
+def test_what_went_wrong_in_a_step(trainer):
+    """A skipped step is an event with its own number, also if its message was read in the next step."""
     trainer.optimizers.bad_terms, trainer.optimizers.in_a_row = ["dispersion"], 2
     for late, step in ((True, 4), (False, 5)):
         trainer._skipped(late)
         assert trainer.calls[-1] == ("skip", step, {"terms": ["dispersion"], "in_a_row": 2})
-
-
-def test_a_save_knows_of_the_step_before_it(trainer):
+    trainer.optimizers.in_a_row = 0
     trainer.optimizers.settle = lambda: setattr(trainer.optimizers, "in_a_row", 1)
-    assert not trainer.healthy()
+    assert not trainer.healthy()  # a save knows of the step before it
+    trainer.optimizers.agreed["save_failed"] = True
+    with pytest.raises(CheckpointError, match="step 5: an asynchronous save failed on another rank"):
+        trainer.train_step(iter(()))
+    assert trainer.calls[-1] == "wait"  # which raises where this rank knows the reason
 
 
 def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
     """An asynchronous one may take minutes, which are the checkpoints'."""
     monkeypatch.setattr(Trainer, "train", lambda self: None)
-    trainer.step, trainer.job_config.training = 9, SimpleNamespace(steps=9)
+    trainer.step, trainer.report = 9, lambda: None
     trainer.stop_request = SimpleNamespace(held=lambda: False, done=lambda: None)
-
-    def wait():
-        trainer.calls.append("wait")
-        time.sleep(0.05)
-
+    wait = lambda: trainer.calls.append("wait") or time.sleep(0.05)  # noqa: E731
     trainer.checkpointer = SimpleNamespace(ended_at=lambda: None, wait=wait)
-    trainer.report = lambda: None
     trainer.train()
     *before, (name, step, details) = trainer.calls
     assert (before, name, step) == (["wake", "wait", "condensation"], "complete", 9)
@@ -98,16 +89,13 @@ def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
 def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer):
     """Not step 0, where this start is, as nothing was loaded: reports show what the run has up to its newest event."""
     trainer.step, trainer.clock = 0, Clock(123.0)
-    trainer.job_config.training = SimpleNamespace(steps=9)
-    trainer.stop_request = SimpleNamespace(held=lambda: True, file="RUN/stop")
     trainer.checkpointer = SimpleNamespace(newest=lambda: 6, ended_at=lambda: 9)
-    trainer.train()
-    trainer.stop_request.held = lambda: False
-    trainer.train()
-    stop, complete = trainer.calls
+    for held in (True, False):
+        trainer.stop_request = SimpleNamespace(held=lambda held=held: held, file="RUN/stop")
+        trainer.train()
     reason = "the file RUN/stop was there before the start"
-    assert stop == ("stop", 6, {"allocated": 123.0, "kind": "file", "reason": reason})
-    assert complete == ("complete", 9, {"allocated": 123.0})
+    stop = ("stop", 6, {"allocated": 123.0, "kind": "file", "reason": reason})
+    assert trainer.calls == [stop, ("complete", 9, {"allocated": 123.0})]
 
 
 @pytest.mark.parametrize("error", [ConfigError, CheckpointError, DataError, NonFiniteError])
