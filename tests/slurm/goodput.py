@@ -22,7 +22,6 @@ NAMES = {"none": "no failure", "0": "requeue", "1": "restart within the job"}
 
 
 def draw(seed: int) -> list[int]:
-    """Return the steps after which a process is killed."""
     chance, kills = random.Random(seed), [0]
     while kills[-1] < STEPS:
         kills.append(kills[-1] + 1 + int(chance.expovariate(1 / MEAN)))
@@ -30,7 +29,6 @@ def draw(seed: int) -> list[int]:
 
 
 def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> tuple[float, float]:
-    """Train a run; return the seconds from its beginning to its end, and its goodput."""
     given = {"RESTART_IN_JOB": inside, "CHECK_NODES": "1", "MAX_RETRIES": "99"}
     options = ("--training.steps", str(STEPS), "--checkpoint.keep_latest_k", "2")
     job = jobs.submit(run, *options, sbatch=("--time=60",), **given)

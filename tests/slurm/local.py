@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from tests.distributed import free_port
+
 PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd")
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
 PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # where the daemons are
@@ -79,8 +81,7 @@ class LocalSlurm:
 
     def __init__(self, folder: str | Path, nodes: int = 4) -> None:
         self.folder = Path(folder).resolve()
-        self.port, *ports = _free_ports(1 + nodes)
-        self.ports = {f"n{i + 1}": port for i, port in enumerate(ports)}
+        self.port, self.ports = free_port(), {f"n{i + 1}": free_port() for i in range(nodes)}
         # The owner's pid and a port make the name unique among running clusters. Daemons and jobs have it in their
         # environment.
         self.name = f"titan{os.getpid()}x{self.port}"
@@ -132,7 +133,6 @@ class LocalSlurm:
         return job
 
     def signal(self, id: int, name: str) -> None:
-        """Signal only the batch shell, as ``sbatch --signal=B:…`` does."""
         self._client("scancel", f"--signal={name}", "--batch", id)
 
     def cancel(self, id: int) -> None:
@@ -143,7 +143,6 @@ class LocalSlurm:
         self._client("scontrol", "update", f"NodeName={name}", f"State={state}", "Reason=test")
 
     def log(self, id: int) -> str:
-        """Return what the job has written to its StdOut, or an empty text before it has started."""
         path = Path(self.job(id)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -212,16 +211,7 @@ def _run(*command: object, env: Mapping[str, str], timeout: float, cwd: str | Pa
     return done.stdout
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def processes_with(text: str) -> dict[int, str]:
-    """Return the commands, by pid, of the processes that have ``text`` (NAME=value) in their environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended
@@ -231,7 +221,6 @@ def processes_with(text: str) -> dict[int, str]:
 
 
 def _kill(chosen: Callable[[int, str], bool]) -> None:
-    """Kill all processes of the clusters for which ``chosen(owner's pid, cluster's name)``, including orphans."""
     for _ in range(100):
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):

@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def check_nodes(slurm, sample, tmp_path):
-    """Maps options to state, log and report.json of a job on two nodes."""
     run = tmp_path / "run"
 
     def submit(*options, sbatch=("--nodes=2",), **env):

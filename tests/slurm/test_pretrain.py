@@ -33,7 +33,6 @@ KEYS = ("loss", "ce", "dispersion", "grad_norm", "lr", "tokens")
 
 @pytest.fixture(scope="module")
 def whole(sample, tmp_path_factory):
-    """Return an uninterrupted run of two ranks, without SLURM."""
     run = tmp_path_factory.mktemp("whole") / "run"
     train(DEMO, sample, run, *OPTIONS, nproc=2)
     return run
@@ -60,7 +59,6 @@ class Jobs:
         return job
 
     def until_step(self, job, run, step, timeout=200):
-        """Wait until a job has logged a step."""
         deadline = time.monotonic() + timeout
         while not (run / "metrics.jsonl").exists() or max(read_metrics(run), default=0) < step:
             state = "too late" if time.monotonic() > deadline else self.slurm.job(job)["JobState"]
@@ -125,7 +123,6 @@ def test_completes_and_refuses_a_second_job(jobs, whole, run):
 
 
 def test_preempted(jobs, whole, run):
-    """After USR1 to the batch script, which --signal=B:USR1@300 sends, the job saves, requeues itself and completes."""
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
     jobs.slurm.wait(job, "RUNNING")
     time.sleep(3)  # it checks the config
@@ -184,7 +181,6 @@ def test_a_start_that_does_not_complete(jobs, whole, run, name):
 
 @pytest.mark.parametrize("victim", ["supervise.py", "pretrain.sbatch"])
 def test_killed_supervisor(jobs, whole, victim, run):
-    """The batch script requeues the job after the supervisor's death, and the supervisor after that of the script."""
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
     jobs.until_step(job, run, 6)
     commands = processes_with(f"SLURM_JOB_ID={job}\0")
@@ -235,7 +231,6 @@ def test_node_down(jobs, whole, run):
 
 
 def test_a_wrong_config(jobs, run):
-    """Not even started: one message."""
     wrong = jobs.submit(run, "--training.global_batch_size", "3")
     jobs.slurm.wait(wrong, "FAILED", timeout=60)
     log = jobs.slurm.log(wrong)
@@ -307,7 +302,6 @@ def test_requeue_refused(jobs, whole, tmp_path, run):
 
 
 def test_cancelled(jobs, run):
-    """A cancelled job is not requeued."""
     job = jobs.submit(run, faults="slow:1-200@0")
     jobs.until_step(job, run, 2)
     jobs.slurm.cancel(job)

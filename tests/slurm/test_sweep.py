@@ -24,7 +24,6 @@ def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_pat
     monkeypatch.chdir(ROOT)
 
     def submit():
-        """Return the array's id and the tasks that were requested."""
         sbatch = ("--sbatch", "time=15", f"output={tmp_path}/%A_%a.out")
         words = ("sweep", file, "--submit", "--jobs", "2", "--gpus-per-node", "0", "--site", "local_cpu", *sbatch)
         assert typed(monkeypatch, *words) == 0
