@@ -39,7 +39,6 @@ def pages_names(run: Path) -> dict[str, str | None]:
 
 
 def check_run(run: Path) -> None:
-    """Assert that the folder of a real run keeps the page's promises."""
     unknown = [path for path, name in pages_names(run).items() if name is None]
     assert not unknown, f"docs/run_folder.md names no such file: {unknown}"
     rows = [row for row in read_json_lines(run / "metrics.jsonl") if "loss" in row]

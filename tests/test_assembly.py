@@ -36,7 +36,6 @@ FIRST_PART = ("--budget.stop_at_tokens", str((FIRST - 1) * TOKENS + 1))
 
 
 def start(sample, run, *options, train=True):
-    """One start of a run. Returns the weights before and after it, and where the data streams are afterwards."""
     trainer = build(sample, run, *OPTIONS, *options)
     try:
         before = weights(trainer)
@@ -48,7 +47,6 @@ def start(sample, run, *options, train=True):
 
 
 def other_tokenizer(sample, folder):
-    """The sample's tokenizer with another normalization: as many tokens, but other ids for the same text."""
     from sentencepiece import sentencepiece_model_pb2
 
     shutil.copytree(Path(sample) / "tokenizer", folder)
@@ -79,7 +77,6 @@ def one_process(sample, folder):
 
 
 def start_with_other_keys(sample, run):
-    """Returns the optimizer's group of parameters, and what the trainer says."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     logging.getLogger().addHandler(handler)
@@ -171,7 +168,6 @@ def test_keys_of_the_optimizer_and_its_schedule_may_change(folder, found):
 
 
 def test_two_nodes(folder, sample):
-    """One writer, tokens counted once by the ranks that share a sequence, and the losses of one process."""
     spawn(2, two_nodes, str(sample), str(folder))
     run = folder / "nodes"
     check_run(run)

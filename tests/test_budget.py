@@ -37,7 +37,6 @@ def runs(draw):
 @quick
 @given(runs(), st.integers(1, 10**12), st.floats(0, 1))
 def test_steps_cover_the_budget_and_the_stop(run, tokens, fraction):
-    """The last step of both is the first after which as many tokens are trained on as were asked for."""
     job = changed(run.job, {"budget.tokens": tokens, "training.steps": -1})
     assert batch.data_parallel_degree(job, run.ranks) == run.dp
     assert batch.tokens_per_step(job, run.dp) == run.tokens
@@ -81,7 +80,6 @@ def test_a_batch_is_divided_into_equal_parts_or_refused(run, slots):
 @quick
 @given(runs(), st.integers(1, 16))
 def test_replicas_use_every_rank(run, most):
-    """The shards are as many as were asked for, or as many as there are ranks for them. A second call changes nothing."""
     job, p = run.job, run.job.parallelism
     p.data_parallel_replicate_degree, p.data_parallel_shard_degree = -1, most
     if run.dp % min(most, run.dp):

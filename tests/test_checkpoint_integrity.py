@@ -109,8 +109,6 @@ def hashes(change):
 
 
 def unhashed(content):
-    """Without hashes, as TorchTitan's own trainer saves, only nonsense in ``.metadata`` can be noticed."""
-
     def spoil(folder):
         (folder / "hashes.json").unlink()
         (folder / ".metadata").write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
@@ -119,7 +117,6 @@ def unhashed(content):
 
 
 def placed(*files):
-    """A ``.metadata`` that places an entry at each (file, offset, length)."""
     return Metadata({}, storage_data={MetadataIndex(str(i)): _StorageInfo(*file) for i, file in enumerate(files)})
 
 
@@ -159,7 +156,6 @@ DAMAGES += [(unhashed(content), ".metadata ") for content in NONSENSE]
 
 @pytest.mark.parametrize(("spoil", "reason"), DAMAGES, ids=range(len(DAMAGES)))
 def test_damage_is_named_and_not_loaded(start, spoil, reason):
-    """By whoever verifies, by a resume, which falls back, and by a run that would begin with these weights."""
     run = start()
     run.save(1, 2)
     spoil(run.folder / "step-2")
@@ -170,20 +166,6 @@ def test_damage_is_named_and_not_loaded(start, spoil, reason):
     assert again.manager.load()
     assert (again.loaded, again.names) == ((1, 1), ["damaged-2", "step-1"])
     assert again.reasons[2].startswith(reason)
-
-
-def test_what_is_no_damage(start, caplog, tmp_path):
-    """A checkpoint without hashes is said to be one, because TorchTitan's own trainer saves such."""
-    assert problem(tmp_path).startswith("it is incomplete")
-    run = start()
-    run.save(1)
-    for without in (False, True):
-        if without:
-            (run.folder / "step-1" / "hashes.json").unlink()
-        again = start()
-        assert again.manager.load()
-        assert again.loaded == (1, 1)
-        assert ("step-1 has no hashes.json" in caplog.text) == without
 
 
 def test_one_process_that_is_told_of_more_ranks_reads_every_file(start, monkeypatch):
@@ -205,7 +187,6 @@ def test_one_process_that_is_told_of_more_ranks_reads_every_file(start, monkeypa
 @pytest.fixture
 def listed(monkeypatch, capsys):
     def listed(*arguments):
-        """The exit status of `titan-disp checkpoint`, and {folder: state} or its error."""
         status = typed(monkeypatch, "checkpoint", *arguments)
         out, err = capsys.readouterr()
         lines = [line.split(maxsplit=5) for line in out.splitlines()]
@@ -261,7 +242,6 @@ def test_checkpoints_are_listed(start, listed, tmp_path):
 
 
 def wait_until(condition):
-    """Wait for what is deleted in the background."""
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end
@@ -273,7 +253,6 @@ class Killed(BaseException):
 
 
 def killed(run, step, at):
-    """Kill a save when it opens its first or last file, or renames the last one."""
     method = "rename" if at == "rename" else "create_stream"
     stock = getattr(FileSystem, method)
 
@@ -358,7 +337,6 @@ def test_what_may_be_somebodys_checkpoint_stays(start, caplog, tmp_path):
 
 
 def test_a_deletion_holds_up_nothing(tmp_path, monkeypatch):
-    """Neither a save of the same step, nor other deletions, nor the end of the run."""
     (tmp_path / "purging-3").mkdir()
     for expected in ("purging-3x", "purging-3xx"):
         (tmp_path / "step-3").mkdir()

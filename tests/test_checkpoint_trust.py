@@ -53,7 +53,6 @@ def pickled(*parts):
 
 
 def crafted(command):
-    """Contents that call os.system(command) if plain pickle reads them."""
     of_import = Call(Call(getattr, Call(builtins.__import__, "os"), "system"), command)
     calls = [Call(os.system, command), Call(builtins.exec, f"import os; os.system({command!r})"), of_import]
     yield from map(pickle.dumps, [*calls, {"planner_data": calls[:1]}])
@@ -174,7 +173,6 @@ def test_entries_that_are_no_tensors_are_plain(tmp_path, ran):
 
 
 def test_what_torch_writes_is_read(tmp_path):
-    """The result is compared with pickle's own reading of the same file."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
     state = {str(dtype): torch.zeros(2, 3).to(dtype) for dtype in dtypes}
     state["image"] = torch.zeros(1, 2, 2, 2).to(memory_format=torch.channels_last)

@@ -1,7 +1,7 @@
 """Which steps the guard skips, what it counts, and when it ends the run. (tests/test_ranks_agree.py uses two ranks.)"""
 
 import math
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,27 +108,6 @@ def test_a_message_waits_for_nothing(gradient, loss):
     message = training.optimizers._message()
     # NCCL reduces this message: two numbers for the norms, two terms, a flag.
     assert (message.device.type, message.shape, message.dtype) == ("meta", (5,), torch.float32)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_optimizers_get_what_the_trainer_says(monkeypatch, fused):
-    training = Training(fused=fused)
-    inner = Mock()
-    monkeypatch.setattr(training.optimizers, "inner", inner)
-    training.optimizers.non_finite_terms = lambda: None
-    for parameter in training.model.parameters():
-        parameter.grad = torch.ones(1)
-    training.optimizers.step("closure", found_inf=None)
-    training.optimizers.settle()
-    training.optimizers.zero_grad(True, other=1)
-    training.optimizers.load_state_dict({"guard": torch.tensor([7, 2, 1]), "param": 3})
-    assert inner.mock_calls == [
-        call.step("closure", found_inf=None),
-        call.zero_grad(True, other=1),
-        call.load_state_dict({"param": 3}),
-    ]
-    inner.state_dict.return_value = {}
-    assert training.counts == [7, 2, 1]
 
 
 @pytest.mark.parametrize(

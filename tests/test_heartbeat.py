@@ -28,7 +28,6 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def heartbeat(clock):
-    """heartbeat(folder) makes one."""
     comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
     config = Section(comm=comm, guard=Section(save_seconds=1800, silence_seconds=60))
     with ExitStack() as stack:
@@ -36,7 +35,6 @@ def heartbeat(clock):
 
 
 def read(run, beat):
-    """What stands in the file after the thread's turn."""
     beat.write()
     return json.loads((run / "heartbeat.json").read_text())
 
@@ -149,7 +147,6 @@ def test_a_thread_that_dies_is_noticed_and_replaced(aside, caplog, monkeypatch):
 
 
 def test_other_ranks_write_nothing_but_where_they_stand(capfd):
-    """Every rank's own log tells where its threads are, once it has been silent for too long, and not before."""
     comm = Section(init_timeout_seconds=1e9, train_timeout_seconds=0.1)
     beat = Heartbeat(None, Section(comm=comm, guard=Section(save_seconds=1e9, silence_seconds=0.2)))
 

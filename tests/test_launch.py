@@ -19,19 +19,7 @@ from titan_disp.run.reader import read_events, read_metrics
 
 pytestmark = pytest.mark.usefixtures("heard")
 
-RANK = """
-import signal, sys, time
-
-def heard(number, frame):
-    print(signal.Signals(number).name, flush=True)
-    if sys.argv[1] == "obeys":
-        sys.exit(0)
-
-signal.signal(signal.SIGTERM, heard)
-print("ready", flush=True)
-while True:
-    time.sleep(0.01)
-"""
+RANK = "trap 'echo SIGTERM; {}' TERM; echo ready; while :; do sleep 0.01; done"
 
 
 @pytest.fixture
@@ -39,8 +27,8 @@ def rank():
     """Start a process as torchrun starts a rank, and wait until it listens."""
     started = []
 
-    def start(kind="obeys"):
-        words = [sys.executable, "-c", RANK, kind]
+    def start(at_sigterm="exit"):
+        words = ["bash", "-c", RANK.format(at_sigterm)]
         started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True))
         assert started[-1].stdout.readline() == "ready\n"
         return started[-1]
@@ -72,7 +60,7 @@ def test_a_later_signal_kills_the_ranks(rank, monkeypatch):
     """Not one within a second: timeout(1) signals a process and its group."""
     now = [50.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    one, stop = rank("does not end"), StopRanks()
+    one, stop = rank("true"), StopRanks()
     with stop_signals(stop.heard):
         signal.raise_signal(signal.SIGTERM)
         assert one.stdout.readline() == "SIGTERM\n"
@@ -86,7 +74,6 @@ def test_a_later_signal_kills_the_ranks(rank, monkeypatch):
 
 
 def test_without_ranks():
-    """A signal ends the command, unless it is ignored, as under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_signals(StopRanks().heard):
         signal.raise_signal(signal.SIGHUP)
@@ -100,6 +87,7 @@ def test_without_ranks():
     ("exitcode", "status", "line"), [(-15, 130, "not every rank ended by itself"), (1, 1, "rank 1 failed")]
 )
 def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys, exitcode, status, line):
+    monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
     failure = SimpleNamespace(exitcode=exitcode, local_rank=1, timestamp=0)
     error = ChildFailedError("titan_disp.train", {1: failure})
     error.get_first_failure = lambda: (1, failure)
@@ -110,7 +98,6 @@ def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(launch, "elastic_launch", lambda settings, program: run)
     monkeypatch.setattr(launch, "_ranks", lambda: [0x7FFFFFFF])  # no process has this number
-    monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
     overrides = command(DEMO, sample, tmp_path)[7:]
     assert launch.launch(TrainOptions(str(DEMO), tuple(overrides), 2)) == status
     assert line in capsys.readouterr().err
@@ -118,7 +105,6 @@ def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys
 
 @pytest.mark.night
 def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
-    """SIGINT to the whole process group, as a terminal sends it."""
     run = tmp_path / "run"
     options = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--condensation.interval", "0")
     words = command(DEMO, sample, run, *options, "--checkpoint.interval", "1000", "--training.steps", nproc=2)

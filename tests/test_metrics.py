@@ -151,7 +151,6 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
 
 
 def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
-    """All are drawn at first; from step 40 on, only those a quarter later."""
     monkeypatch.setattr("titan_disp.condensation.heatmap.heatmaps", lambda rows: next(iter(rows[0])))
     board, drawn = TensorBoardFolder(str(tmp_path)), []
     writer = SimpleNamespace(add_figure=lambda tag, figure, at: drawn.append(at))

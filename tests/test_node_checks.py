@@ -151,7 +151,6 @@ def test_report(tmp_path, monkeypatch, capsys):
 
 
 def test_a_node_with_gpus(monkeypatch, tmp_path):
-    """The fullest GPU counts. What the drivers and the test of each GPU say is reported together."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: H100)
     error = RuntimeError("CUDA error: uncorrectable ECC error\nmore")
@@ -203,14 +202,11 @@ JOURNAL = "--dmesg --since=-24h --output=cat --no-pager --quiet"
 
 
 class TestGpuHealth:
-    """Test with stand-ins that print the output of the vendors' tools."""
-
     @pytest.fixture
     def tool(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
 
         def write(name, output="", arguments="", script="", status=0):
-            """With other arguments, it says nothing."""
             (tmp_path / f"{name}.out").write_text(output)
             asked = f'[ "$*" = "{arguments}" ] && echo -n "$(<$0.out)"'
             (tmp_path / name).write_text(f"#!/bin/bash\n{script or asked}\nexit {status}\n")
@@ -248,7 +244,6 @@ class TestGpuHealth:
 
     @pytest.mark.parametrize("name", ["nvidia-smi", "amd-smi", "rocm-smi", "journalctl"])
     def test_a_tool_that_hangs(self, tool, monkeypatch, name):
-        """A driver that hangs is sick. A journal on a slow disk says nothing about the GPUs."""
         monkeypatch.setattr(node_health, "LIMIT", 0.2)
         tool(name, script="exec /bin/sleep 20")
         problem = [f"{name} does not answer within 0.2 s"]
@@ -289,7 +284,6 @@ class TestGpuHealth:
 
 
 def check(monkeypatch, out, *arguments):
-    """Run node_health on this machine and return its report."""
     monkeypatch.setattr(sys, "argv", ["node_health", "--out", str(out), "--local", str(out), *map(str, arguments)])
     node_health.main()
     (file,) = out.glob("*.json")
@@ -310,7 +304,6 @@ def test_a_report_is_one_line_of_srun(problem):
 
 
 def test_node_health_with_a_config(monkeypatch, sample, tmp_path):
-    """A good config passes. Problems with tokenizer, data and run folder are reported together, as is no config."""
     options = ("--job.config_file", DEMO, "--model.hf_assets_path", sample / "tokenizer", "--job.dump_folder")
     run, out = tmp_path / "run", tmp_path / "out"
     monkeypatch.setenv("SLURMD_NODENAME", "n7")

@@ -27,14 +27,12 @@ def heard(monkeypatch):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(run=folder) makes the stop request of a start of the run."""
     with ExitStack() as stack:
         yield lambda run=tmp_path: stack.enter_context(closing(StopRequest(run)))
 
 
 @pytest.mark.parametrize("number", ASKS_TO_STOP)
 def test_a_signal_asks_to_stop(start, heard, number):
-    """SIGTERM counts as well, because SLURM sends it by itself. Afterwards the previous handlers are back."""
     handlers = [signal.getsignal(n) for n in ASKS_TO_STOP]
     request = start(None)  # a rank without the folder hears signals only
     assert not request()

@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 
 from tests.command_line import ROOT
+from tests.pages import changed, loaded
 from titan_disp import cpu
 from titan_disp.cluster.preflight import preflight, prepare, reduce, small_flavor
 from titan_disp.config.checks import check_config
-from titan_disp.config.load import load_config
 from titan_disp.config.options import PreflightOptions
 from titan_disp.errors import ConfigError
 
@@ -95,7 +95,6 @@ def test_errors_come_before_the_step(options, reduction, message):
     ],
 )
 def test_what_the_small_model_lacks(monkeypatch, options, flavor):
-    """It has neither the blocks nor the overrides of the config's own flavor."""
     monkeypatch.setattr(cpu, "active", lambda: True)
     _, reduced = prepare(PreflightOptions(PAPER, tuple(options.split()), 640, flavor))
     assert reduced.job_config.dispersion.layers == "all"
@@ -120,31 +119,29 @@ def test_what_a_cpu_leaves_out(monkeypatch):
 
 
 GPT2 = str(ROOT / "train_configs" / "gpt2_124m_c4.toml")
-SHARDS = "--parallelism.data_parallel_shard_degree 128 --parallelism.data_parallel_replicate_degree 1 "
-TP = "--parallelism.tensor_parallel_degree "
+TP = "parallelism.tensor_parallel_degree"
+SHARDS = {"parallelism.data_parallel_shard_degree": 128, "parallelism.data_parallel_replicate_degree": 1}
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "ranks", "small"),
+    ("config", "changes", "ranks", "small"),
     [
-        (PAPER, f"--model.flavor 4B {TP}2", 640, "nano"),
-        (PAPER, f"--model.flavor 4B {TP}8", 640, "debugmodel"),
-        (PAPER, f"--model.flavor 8B {TP}2", 640, "debugmodel_untied"),
-        (PAPER, "--model.flavor 0.6B_untied", 640, "debugmodel_untied"),
-        (PAPER, "--model.flavor debugmodel_untied", 640, "debugmodel_untied"),
+        (PAPER, {"model.flavor": "4B", TP: 2}, 640, "nano"),
+        (PAPER, {"model.flavor": "4B", TP: 8}, 640, "debugmodel"),
+        (PAPER, {"model.flavor": "8B", TP: 2}, 640, "debugmodel_untied"),
+        (PAPER, {"model.flavor": "0.6B_untied"}, 640, "debugmodel_untied"),
+        (PAPER, {"model.flavor": "debugmodel_untied"}, 640, "debugmodel_untied"),
         # 128 shards do not divide the 64 columns of nano's table, and 2 ranks cannot share its rows equally.
-        (GPT2, f"{SHARDS}{TP}2", 256, "124M"),
-        (GPT2, f"{SHARDS}{TP}1", 128, "nano"),
+        (GPT2, {**SHARDS, TP: 2}, 256, "124M"),
+        (GPT2, {**SHARDS, TP: 1}, 128, "nano"),
         # nano with 8 heads, which no smaller flavor has.
-        (GPT2, f"--model.flavor nano --model.overrides n_heads=8 {TP}8", 8, "nano"),
-        (GPT2, "--model.overrides enable_weight_tying=false", 8, "nano_untied"),
+        (GPT2, {"model.flavor": "nano", "model.overrides": {"n_heads": 8}, TP: 8}, 8, "nano"),
+        (GPT2, {"model.overrides": {"enable_weight_tying": False}}, 8, "nano_untied"),
     ],
 )
-def test_the_small_flavor_fits_the_mesh_and_is_tied_as_the_large_one(monkeypatch, config, options, ranks, small):
-    """The flavor for the step keeps the embedding tied or untied, because FSDP's groups depend on it."""
+def test_the_small_flavor_fits_the_mesh_and_is_tied_as_the_large_one(monkeypatch, config, changes, ranks, small):
     monkeypatch.setattr(cpu, "active", lambda: True)
-    words = ["--job.config_file", config, *options.split()]
-    job = load_config(words + ["--training.global_batch_size", "2048"] * (config == GPT2))
+    job = changed(loaded(config), {**changes, "training.global_batch_size": 2048} if config == GPT2 else changes)
     assert small_flavor(job, ranks) == small
     if config == GPT2:
         check_config(job, ranks)

@@ -28,7 +28,6 @@ STEP, EPOCH = 7, 2
 
 
 def start(job, tokenizer, checkpoint):
-    """What a trainer of this config has when it meets the checkpoint."""
     args = args_of(job)
     args.update_from_config(job)
     files = [file for one in training_sets(job) for file in one.files()]
@@ -62,7 +61,6 @@ def run(sample, tmp_path_factory):
 
 
 def another(name, field, value):
-    """A value of a key that differs from the present one."""
     special = {"model.overrides": {"n_layers": 5}, "dispersion.options": {"margin": 0.5}}
     special["dispersion.losses"] = [{"variant": "cosine"}]
     if name in special:
@@ -114,7 +112,6 @@ def test_every_declared_key(run, sample):
     ],
 )
 def test_keys_of_torchtitan(run, sample, tmp_path, changes, message):
-    """The tokenizer's and the data's files count, not their places."""
     shutil.copytree(sample / "tokenizer", tmp_path / "tokenizer")
     (tmp_path / "en").mkdir()
     shutil.copy(sorted((sample / "en").glob("*train*"))[0], tmp_path / "en")

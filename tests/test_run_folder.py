@@ -43,7 +43,6 @@ def started(config, world_size=1):
 
 
 def test_lines_that_a_kill_or_a_dead_node_cut(tmp_path):
-    """They spoil themselves only. Of a repeated step, the last line counts."""
     assert not reader.is_run(tmp_path)
     assert [*reader.read_rows(tmp_path), *reader.read_events(tmp_path), *reader.read_environment(tmp_path)] == []
     file = tmp_path / "metrics.jsonl"
@@ -99,10 +98,12 @@ def test_a_garbled_config_is_one_error(tmp_path):
         b"\xff\xfe\x00": "codec can't decode",
         b"[1, 2]": "it holds a list, expected an object",
     }.items():
-        (tmp_path / "config.json").write_bytes(content)
+        file = tmp_path / reason / "config.json"
+        file.parent.mkdir()
+        file.write_bytes(content)
         with pytest.raises(ConfigError, match=f"{reason}.*To continue, move it away"):
-            RunFolder(job_config(tmp_path), 1)
-        assert (tmp_path / "config.json").read_bytes() == content
+            RunFolder(job_config(file.parent), 1)
+        assert file.read_bytes() == content
 
 
 def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
@@ -201,7 +202,6 @@ def test_a_start_that_is_refused_leaves_the_config_of_the_run(tmp_path):
 
 
 def test_no_secret_of_the_environment_is_recorded(tmp_path, monkeypatch):
-    """What is recorded is on a list, and a name that says it is secret is not recorded even so."""
     recorded = {"SLURM_JOB_ID", "SLURM_NNODES", "TITAN_DISP_SITE", "NCCL_SOCKET_IFNAME", "TORCH_TRACE", "CUDA_HOME"}
     secret = {"SLURM_JOB_SECRET", "SLURM_JWT", "TITAN_DISP_NOTIFY", "NCCL_API_KEY", "TORCH_TOKEN", "CUDA_PASSWORD"}
     others = {"HF_TOKEN", "AWS_REGION", "SLURM_JOB_COMMENT", "MY_NCCL_DEBUG", "PATH"}

@@ -9,9 +9,9 @@ import sys
 import sysconfig
 
 import pytest
-from packaging.requirements import Requirement
 
 from tests.command_line import ROOT
+from tests.pages import blocks
 
 # A site has torch. Its packages replace downloads of pip, which reads NO_BUILD_ISOLATION=0 as "no isolation".
 OFFLINE = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -20,10 +20,8 @@ PYCACHE = shutil.ignore_patterns("__pycache__")
 
 
 def commands(heading):
-    """Return the shell blocks of a section of the page in order."""
     page = (ROOT / "slurm" / "README.md").read_text()
-    section = re.split(r"^## ", page.split(heading, 1)[1], maxsplit=1, flags=re.M)[0]
-    return [re.sub(r"^  ", "", block, flags=re.M) for block in re.findall(r"```bash\n(.*?)```", section, flags=re.S)]
+    return blocks(page.split(heading, 1)[1].split("\n## ")[0], "bash")
 
 
 @pytest.mark.slow
@@ -59,17 +57,7 @@ def test_an_environment_in_a_fresh_home(tmp_path):
     assert origin.startswith(prefix)
 
 
-def test_an_older_torch_is_never_joined_by_a_second():
-    """pip stops if the site's torch is too old for the package."""
-    install, *_ = commands("## 1. An environment")
-    (line,) = (line for line in install.splitlines() if "pip install" in line)
-    assert "--constraint" in line
-    (torch,) = re.findall(r'"(torch[^a-z"]*)"', (ROOT / "pyproject.toml").read_text())
-    assert "2.4.0" not in Requirement(torch).specifier
-
-
 def copied_into_the_image(recipe):
-    """Source and destination of each thing that a recipe copies from the checkout."""
     text = (ROOT / "slurm" / recipe).read_text()
     if recipe == "Containerfile":
         lines = [line.split()[1:] for line in text.splitlines() if line.startswith("COPY ")]

@@ -32,7 +32,6 @@ def command(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize(("nodes", "spares"), [(80, ""), (82, "2")])
 def test_the_plan_and_the_command(command, monkeypatch, nodes, spares):
-    """The plan is that of the nodes that train."""
     monkeypatch.setenv("TITAN_DISP_SPARES", spares)
     code, out, _ = command(nodes, "--sbatch", "time=24:00:00", "account=abc", "--training.dataset_path", "/data/c4")
     assert code == 0
@@ -55,7 +54,6 @@ def test_a_container_has_a_python_of_its_own(monkeypatch, name):
 
 
 def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
-    """The command names the scripts and the config of the launch folder, where no later edit reaches them."""
     sbatch = mock.Mock(return_value=SimpleNamespace(returncode=0))
     monkeypatch.setattr(launch.subprocess, "run", sbatch)
     options = ("--sbatch", "time=24:00:00", "--job.dump_folder", "runs/a", "--training.dataset_path", "/data/c4")

@@ -59,7 +59,6 @@ def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
 
 
 def test_what_went_wrong_in_a_step(trainer):
-    """A skipped step is an event with its own number, also if its message was read in the next step."""
     trainer.optimizers.bad_terms, trainer.optimizers.in_a_row = ["dispersion"], 2
     for late, step in ((True, 4), (False, 5)):
         trainer._skipped(late)
@@ -100,7 +99,6 @@ def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer):
 
 @pytest.mark.parametrize("error", [ConfigError, CheckpointError, DataError, NonFiniteError])
 def test_errors_of_the_user_are_said_without_a_traceback(monkeypatch, capsys, error):
-    """Also unstable training, which is no error of the configuration."""
     monkeypatch.setattr(train, "load_config", lambda argv: None)
     monkeypatch.setattr(train, "run", mock.Mock(side_effect=error("what was found, and what to change")))
     with pytest.raises(SystemExit) as exit:
