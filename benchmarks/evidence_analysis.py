@@ -128,7 +128,7 @@ class Outcome(Paired):
         if self.small:
             says = f"no difference of {MARGIN:g} or more"
             if self.clear:
-                return f"{says}; the direction is significant after Holm's adjustment"
+                return f"{word}, by less than {MARGIN:g}"
             return f"{says} ({self.agreement()})" if not family and self.n in (self.lower, self.higher) else says
         if not family and self.lower in (0, self.n):
             return f"{word} in all {self.n} seeds, too few for a test"
@@ -192,10 +192,11 @@ def block_cosine(text: str = "test") -> Value:
 
 
 def order_of_depth(text: str = "test") -> Value:
-    """Return a function that reads the paper's measure: Spearman's ρ of the blocks' mean cosines with their depth."""
+    """Return a function that reads the paper's measure: Spearman's ρ over depth, the last block after the final norm."""
 
     def value(row: Row) -> float:
-        cosines = row["numbers"][text]["mean_cosine"][1:-1]
+        _, *blocks, _, last = row["numbers"][text]["mean_cosine"]
+        cosines = [*blocks, last]
         return float(stats.spearmanr(range(len(cosines)), cosines).statistic)
 
     return value

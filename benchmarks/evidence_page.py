@@ -47,17 +47,22 @@ def certainty(found: Paired, digits: int) -> str:
     return f"95 % interval {interval(found, digits)}; {found.agreement()}"
 
 
+def _digits(found: Paired) -> int:
+    return 4 if any(x and abs(x) < 0.0005 for x in (found.mean, found.low, found.high)) else 3
+
+
 def signed(found: Paired, digits: int | None = None) -> str:
     """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)".
 
     By default it has 3 decimals, or 4 where 3 would show a number as zero and so hide its sign.
     """
-    digits = digits or (4 if any(x and abs(x) < 0.0005 for x in (found.mean, found.low, found.high)) else 3)
+    digits = digits or _digits(found)
     return f"{found.mean:+.{digits}f} ({certainty(found, digits)})"
 
 
-def short(found: Paired, digits: int = 3) -> str:
+def short(found: Paired, digits: int | None = None) -> str:
     """Return "+0.012 (+0.005 … +0.020; higher in 8 of 8 seeds)"."""
+    digits = digits or _digits(found)
     return f"{found.mean:+.{digits}f} ({interval(found, digits)}; {found.agreement()})"
 
 
@@ -129,6 +134,10 @@ def seconds(rows: Sequence[Row], part: str, condition: str = "") -> float:
     return float(np.mean([_seconds(row) for row in own]))
 
 
+def _scatter(found: Paired) -> float:
+    return float(np.std([own - found.other[seed] for seed, own in found.own.items()], ddof=1))
+
+
 def missing(rows: Sequence[Row]) -> list[str]:
     """Return the runs of the design that have no row, by part; a failed run has one."""
     known = newest(rows)
@@ -146,6 +155,8 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
         parameters = sum(one.numel() for one in Qwen3DispModel(model).parameters())
     shares, rates, noise = analysis.token_shares(rows) or {}, analysis.by_learning_rate(rows), analysis.noise(rows)
     known = dict.fromkeys(key[:2] for key in newest(rows))
+    second = [abs(d) for d in analysis.restored(rows)]
+    reordered = [abs(d) for name in ("accumulation-4", "2-ranks") for d in noise[name].values()]
     return {
         **vars(analysis),
         "outcomes": analysis.outcomes(rows),
@@ -156,8 +167,8 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
         **{"names": design.NAMES, "texts": design.TEXTS, "coeffs": design.COEFFS},
         "largest": max(shares, key=lambda name: shares[name]),
         "conditions": [key for part in TRAINED for key in known if key[0] == part],
-        "second": [abs(d) for d in analysis.restored(rows)],
-        "reordered": [abs(d) for name in ("accumulation-4", "2-ranks") for d in noise[name].values()],
+        "scatter": lambda part: _scatter(analysis.compare(rows, part, "on", analysis.loss("test"))),
+        **{"second": second, "reordered": reordered, "usual_change": median([*second, *reordered])},
         "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
     }
 
