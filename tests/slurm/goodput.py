@@ -1,8 +1,8 @@
 """What a failure costs with a requeue and with a restart within the job: ``python -m tests.slurm.goodput SAMPLE FOLDER``.
 
-SAMPLE is the sample corpus, and FOLDER gets the runs and must have a short path. A process of a rank of a two-node job is
-killed after steps that are drawn at a fixed rate, the same ones for both. cred_expire is SLURM's default, which is how
-long a requeued job waits, and no pause is added. This takes half an hour.
+SAMPLE is the sample corpus, and FOLDER gets the runs and must have a short path. On a local SLURM, a process of a rank of a
+two-node job is killed with kill -9 after steps that are drawn at a fixed rate, the same ones for both. cred_expire is
+SLURM's default, which is how long a requeued job waits, and no pause is added. This takes half an hour.
 """
 
 import os
@@ -22,6 +22,7 @@ NAMES = {"none": "no failure", "0": "requeue", "1": "restart within the job"}
 
 
 def draw(seed: int) -> list[int]:
+    """Return the steps after which a process is killed."""
     chance, kills = random.Random(seed), [0]
     while kills[-1] < STEPS:
         kills.append(kills[-1] + 1 + int(chance.expovariate(1 / MEAN)))
@@ -29,13 +30,17 @@ def draw(seed: int) -> list[int]:
 
 
 def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> tuple[float, float]:
-    given = {"RESTART_IN_JOB": inside, "CHECK_NODES": "1", "MAX_RETRIES": "99"}
-    options = ("--training.steps", str(STEPS), "--checkpoint.keep_latest_k", "2")
-    job = jobs.submit(run, *options, sbatch=("--time=60",), **given)
+    """Train a run; return the seconds from its beginning to its end, and its goodput."""
+    given = {"TITAN_DISP_RESTART_IN_JOB": inside, "TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_MAX_RETRIES": "99"}
+    job = jobs.submit(
+        run, "--training.steps", str(STEPS), "--checkpoint.keep_latest_k", "2", sbatch=("--time=60",), **given
+    )
     for step in kills:
         jobs.until_step(job, run, step, timeout=900)
-        found = local.processes_with(f"SLURM_JOB_ID={job}\0")
-        os.kill(max(pid for pid, command in found.items() if "faulty_train" in command), signal.SIGKILL)
+        ranks = [
+            pid for pid, command in local.processes_with(f"SLURM_JOB_ID={job}\0").items() if "faulty_train" in command
+        ]
+        os.kill(max(ranks), signal.SIGKILL)
     jobs.slurm.wait(job, "COMPLETED", timeout=900)
     events = read_events(run)
     return events[-1]["time"] - events[0]["allocated"], together(goodputs(read_rows(run), events)).fraction

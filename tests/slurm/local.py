@@ -1,7 +1,12 @@
 """A real SLURM cluster on this machine, for tests: munged, slurmctld and one slurmd per node, all in one folder.
 
-All nodes share this host's name and loopback interface, so that a rendezvous goes to 127.0.0.1. No system-wide SLURM or
-munge is read or changed.
+    with LocalSlurm(tmp_path, nodes=4) as slurm:
+        job = slurm.sbatch("--nodes=2", "train.sbatch")
+        slurm.wait(job, "COMPLETED")
+        print(slurm.log(job))
+
+``python -m tests.slurm.local`` starts a cluster to try commands on. All nodes share this host's name and loopback
+interface, so that a rendezvous goes to 127.0.0.1. No system-wide SLURM or munge is read or changed.
 """
 
 import os
@@ -11,12 +16,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-
-from tests.distributed import free_port
 
 PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd")
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -58,9 +63,16 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def install() -> None:
-    """Install SLURM and munge if any of them is missing, on Debian or Ubuntu and as root."""
-    if all(shutil.which(command, path=PATH) for command in COMMANDS):
+    """Install SLURM and munge from the distribution's archive if any of them is missing."""
+    missing = ", ".join(command for command in COMMANDS if shutil.which(command, path=PATH) is None)
+    if not missing:
         return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise RuntimeError(
+            f"{missing} not found; installing them needs Debian/Ubuntu and root; see {__file__}, or as root: "
+            f"apt-get install --no-install-recommends {' '.join(PACKAGES)}"
+        )
+    print(f"{missing} not found: installing {' '.join(PACKAGES)} with apt-get", flush=True)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": PATH}
     policy = Path("/usr/sbin/policy-rc.d")  # with exit 101, packages start no service; an existing file is kept
     with ExitStack() as stack:
@@ -75,16 +87,16 @@ def install() -> None:
 class LocalSlurm:
     """A context manager for a cluster of ``nodes`` nodes n1, n2, … with two CPUs each (n2: one).
 
-    ``folder`` gets the configuration, the state, munge's key and a log of each daemon. Its path must be short (80
-    characters) because of the sockets in it. ``environment`` is for subprocesses that talk to the cluster.
+    ``folder`` gets the configuration, the state, munge's key and socket, and a log of each daemon. Its path must be
+    short (80 characters) because sockets are created in it. ``environment`` is for subprocesses that talk to the
+    cluster. No process is left at the end.
     """
 
     def __init__(self, folder: str | Path, nodes: int = 4) -> None:
         self.folder = Path(folder).resolve()
-        self.port, self.ports = free_port(), {f"n{i + 1}": free_port() for i in range(nodes)}
-        # The owner's pid and a port make the name unique among running clusters. Daemons and jobs have it in their
-        # environment.
-        self.name = f"titan{os.getpid()}x{self.port}"
+        if len(str(self.folder)) > 80:
+            raise ValueError(f"{self.folder} is too long for the sockets in it: give a folder of up to 80 characters")
+        self.nodes = [f"n{i + 1}" for i in range(nodes)]
         own = re.compile("S(LURMD?|BATCH|RUN|ALLOC|CANCEL|QUEUE|INFO)_")  # these would act as options
         self.environment = {key: value for key, value in os.environ.items() if not own.match(key)}
         self.environment |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
@@ -94,23 +106,12 @@ class LocalSlurm:
         try:
             self._start()
         except BaseException:
-            self.__exit__()
+            self._stop()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with suppress(RuntimeError, subprocess.TimeoutExpired):  # jobs that cannot be cancelled are killed
-            self._client("scancel", "--me", timeout=10)
-            deadline = time.monotonic() + 10  # longer than KillWait
-            while self._client("squeue", "--noheader", timeout=10) and time.monotonic() < deadline:
-                time.sleep(0.2)
-        for daemon in reversed(self._daemons.values()):
-            daemon.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                daemon.wait(10)
-        _kill(lambda owner, name: name == self.name)
-        for daemon in self._daemons.values():
-            daemon.wait()
+        self._stop()
 
     def sbatch(self, *args: object, env: Mapping[str, str] | None = None, cwd: str | Path | None = None) -> int:
         """Submit a job with the variables of ``env`` added to ``environment``. Returns its id."""
@@ -122,17 +123,28 @@ class LocalSlurm:
         return dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", line))
 
     def wait(self, id: int, states: Collection[str], timeout: float = 60, restarts: int = 0) -> dict[str, str]:
-        """Return the job's fields once it is in one of the states and was requeued at least ``restarts`` times."""
+        """Wait until the job is in one of the states and was requeued at least ``restarts`` times. Returns its fields.
+
+        RuntimeError: it has ended in another state.
+        """
         states = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout
-        while (job := self.job(id))["JobState"] not in states or int(job["Restarts"]) < restarts:
-            if job["JobState"] in ENDED or time.monotonic() > deadline:
-                expected = f"{' or '.join(sorted(states))} after {restarts} restarts within {timeout:g} s"
-                raise RuntimeError(f"expected {expected}: {job}\n{self.log(id)[-2000:]}")
+        while True:
+            job = self.job(id)
+            if job["JobState"] in states and int(job["Restarts"]) >= restarts:
+                return job
+            ended = job["JobState"] in ENDED
+            if ended or time.monotonic() > deadline:
+                fields = "\n".join(f"  {key}={value}" for key, value in job.items())
+                raise (RuntimeError if ended else TimeoutError)(
+                    f"job {id} is {job['JobState']} after {job['Restarts']} restarts; expected within {timeout:g} s: "
+                    f"{' or '.join(sorted(states))} after {restarts} restarts or more\n{fields}\n"
+                    f"the end of {job['StdOut']}:\n{_tail(Path(job['StdOut']))}"
+                )
             time.sleep(0.5)
-        return job
 
     def signal(self, id: int, name: str) -> None:
+        """Signal only the batch shell, as ``sbatch --signal=B:…`` does."""
         self._client("scancel", f"--signal={name}", "--batch", id)
 
     def cancel(self, id: int) -> None:
@@ -143,6 +155,7 @@ class LocalSlurm:
         self._client("scontrol", "update", f"NodeName={name}", f"State={state}", "Reason=test")
 
     def log(self, id: int) -> str:
+        """Return what the job has written to its StdOut, or an empty text before it has started."""
         path = Path(self.job(id)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -156,28 +169,34 @@ class LocalSlurm:
         _kill(lambda owner, name: not Path(f"/proc/{owner}").exists())  # clusters whose Python process was killed
         # The state and the socket of an earlier cluster in this folder.
         shutil.rmtree(self.folder / "state", ignore_errors=True)
-        munge = {kind: self.folder / f"munge.{kind}" for kind in ("socket", "key", "pid", "seed")}
-        munge["socket"].unlink(missing_ok=True)
+        (self.folder / "munge.socket").unlink(missing_ok=True)
         (self.folder / "state").mkdir(parents=True)
-        munge["key"].touch(0o600)
-        munge["key"].write_bytes(os.urandom(1024))
+        key = self.folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(1024))
+        port, *ports = _free_ports(1 + len(self.nodes))
+        # The owner's pid and a port make the name unique among running clusters. Daemons and jobs have it in their
+        # environment.
+        self.name = f"titan{os.getpid()}x{port}"
         host = socket.gethostname().split(".")[0]
         user = pwd.getpwuid(os.geteuid()).pw_name
-        config = CONFIG.format(name=self.name, host=host, port=self.port, user=user, folder=self.folder)
-        for node, port in self.ports.items():
+        config = CONFIG.format(name=self.name, host=host, port=port, user=user, folder=self.folder)
+        for node, port in zip(self.nodes, ports, strict=True):
             cpus = 1 if node == "n2" else 2  # so that the nodes of a job may differ
             config += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} State=UNKNOWN\n"
         (self.folder / "slurm.conf").write_text(config)
         # slurmd loads a cgroup plugin although nothing here uses it, and v2's fails on a machine without systemd.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        # Without --force, a socket in a folder that is not open to all users, such as a test's, is an error.
+
+        munge = {kind: f"{self.folder}/munge.{kind}" for kind in ("socket", "key", "pid", "seed")}
         files = [f"--{kind}-file={munge[kind]}" for kind in ("key", "pid", "seed")]
+        # Without --force, a socket in a folder that is not open to all users, such as a test's, is an error.
         self._daemon("munged", "--foreground", "--force", f"--socket={munge['socket']}", *files)
-        self._until(munge["socket"].is_socket)
+        self._until(Path(munge["socket"]).is_socket, "munged")
         self._daemon("slurmctld", "-D", "-c")
-        for node in self.ports:
+        for node in self.nodes:
             self._daemon("slurmd", "-D", "-c", "-N", node, log=node)
-        self._until(lambda: self._node_states() == ["idle"] * len(self.ports))
+        self._until(lambda: self._node_states() == ["idle"] * len(self.nodes), "the nodes")
 
     def _node_states(self) -> list[str]:
         with suppress(RuntimeError, subprocess.TimeoutExpired):  # slurmctld does not answer yet
@@ -187,20 +206,45 @@ class LocalSlurm:
     def _daemon(self, *command: str, log: str | None = None) -> None:
         """Start a daemon as a child that the terminal's Ctrl-C does not reach and that ends when Python is killed."""
         log = log or command[0]
-        how = {"env": {**self.environment, "SLURM_CLUSTER_NAME": self.name}, "stdin": subprocess.DEVNULL}
         with (self.folder / f"{log}.log").open("wb") as file:
-            how |= {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-            self._daemons[log] = subprocess.Popen(["setpriv", "--pdeathsig=TERM", *command], **how)
+            self._daemons[log] = subprocess.Popen(
+                ["setpriv", "--pdeathsig=TERM", *command],
+                env={**self.environment, "SLURM_CLUSTER_NAME": self.name},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
-    def _until(self, condition: Callable[[], bool], timeout: float = 60) -> None:
+    def _until(self, condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
-            if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._daemons.values()):
-                tails = [
-                    f"{log}.log: {(self.folder / log).with_suffix('.log').read_text()[-2000:]}" for log in self._daemons
-                ]
-                raise RuntimeError("\n".join([f"SLURM in {self.folder} did not start", *tails]))
+            dead = [log for log, daemon in self._daemons.items() if daemon.poll() is not None]
+            if dead or time.monotonic() > deadline:
+                why = f"{', '.join(dead)} ended" if dead else f"{what} not ready within {timeout:g} s"
+                tails = [f"{log}.log:\n{_tail(self.folder / f'{log}.log')}" for log in self._daemons]
+                raise RuntimeError("\n".join([f"SLURM in {self.folder} did not start: {why}", *tails]))
             time.sleep(0.1)
+
+    def _stop(self) -> None:
+        try:
+            if "slurmctld" in self._daemons and self._daemons["slurmctld"].poll() is None:
+                self._client("scancel", "--me", timeout=10)
+                deadline = time.monotonic() + 10  # longer than KillWait
+                while self._client("squeue", "--noheader", timeout=10) and time.monotonic() < deadline:
+                    time.sleep(0.2)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"jobs could not be cancelled and are killed: {error}")
+        finally:
+            for daemon in reversed(self._daemons.values()):
+                daemon.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    daemon.wait(10)
+            if self._daemons:
+                _kill(lambda owner, name: name == self.name)
+            for daemon in self._daemons.values():
+                daemon.wait()
+            self._daemons.clear()
 
 
 def _run(*command: object, env: Mapping[str, str], timeout: float, cwd: str | Path | None = None) -> str:
@@ -211,7 +255,23 @@ def _run(*command: object, env: Mapping[str, str], timeout: float, cwd: str | Pa
     return done.stdout
 
 
+def _tail(path: Path, lines: int = 20) -> str:
+    if not path.exists():
+        return "  (no such file)"
+    with path.open(errors="replace") as file:
+        return "".join(f"  {line}" for line in deque(file, lines))
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
 def processes_with(text: str) -> dict[int, str]:
+    """Return the commands, by pid, of the processes that have ``text`` (NAME=value) in their environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended
@@ -221,6 +281,7 @@ def processes_with(text: str) -> dict[int, str]:
 
 
 def _kill(chosen: Callable[[int, str], bool]) -> None:
+    """Kill all processes of the clusters for which ``chosen(owner's pid, cluster's name)``, including orphans."""
     for _ in range(100):
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -233,3 +294,14 @@ def _kill(chosen: Callable[[int, str], bool]) -> None:
             return
         time.sleep(0.1)
     raise RuntimeError(f"processes {pids} survive SIGKILL")
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="slurm-") as folder, LocalSlurm(folder):
+        print(f"export SLURM_CONF={folder}/slurm.conf\nCtrl-C stops the cluster.", flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()
