@@ -59,11 +59,12 @@ def test_step():
 def test_cost_of_a_measurement():
     """The 0.6B on 8 to 640 GPUs, against the arithmetic of docs/measurements.md: at most 0.2 % of the time."""
     from benchmarks.measurement import cost
+    from titan_disp.config.options import Machine
 
     job_config, found = loaded(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"), {}
     for ranks, step_seconds in ((8, 6.8), (64, 0.858), (640, 0.088)):
         plan = SimpleNamespace(
-            machine=SimpleNamespace(gpu="H100", mfu=0.4),
+            machine=Machine(gpu="H100"),
             model=SimpleNamespace(flops=1.96e16),
             mesh=SimpleNamespace(data_parallel=ranks),
             batch=SimpleNamespace(steps=39_673, global_batch_size=1920, local_batch_size=1, seq_len=2048),
