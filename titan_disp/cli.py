@@ -162,6 +162,7 @@ Command = tuple[Any, Callable[[Any], Any] | str]  # the class of its options, an
 Commands = Mapping[str, Command | Mapping[str, Command]]
 # The functions above import what they need, and the others are imported when they are called: help appears at once.
 COMMANDS: Commands = {
+    "init": (opts.InitOptions, "lab.init:init"),
     "sample-data": (opts.SampleOptions, sample_data),
     "data": {
         "digest": (opts.DigestOptions, data_digest),

@@ -163,6 +163,25 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True)
+class InitOptions:
+    """Make a run of your own text: hold some of it out, train a tokenizer, and write a config for this machine.
+
+    The commands to type next are printed. Nothing is overwritten.
+    """
+
+    folder: Folder
+    """folder to write: config.toml, tokenizer, and data if no file is held out by its name. It must be empty or not exist."""
+    text: Annotated[str, arg(metavar="PATH")]
+    """folder, file or glob of .txt, .json, .jsonl or .parquet, also .gz or .zst (docs/data.md)."""
+    text_field: str = "text"
+    """field of JSON documents, or column of Parquet files, that holds the text."""
+    tokenizer: OptionalPath = None
+    """folder of a tokenizer. The default is to train one on the text."""
+    minutes: OptionalFloat = None
+    """how long training may take, about. The default is 5 minutes on a CPU, and 240 on GPUs."""
+
+
+@dataclass(frozen=True)
 class SampleOptions:
     """Write a small corpus in C4's format, from texts of this Python installation, and a SentencePiece tokenizer."""
 

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data import topics
+from typing import Any
 
 import sentencepiece
 
@@ -75,8 +76,13 @@ def write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
             file.write((json.dumps(record) + "\n").encode())
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, user_defined_symbols: Iterable[str] = ("\n",)) -> bytes:
-    """Train a SentencePiece model (BPE with byte fallback) of ``vocab_size`` pieces, and return it as bytes."""
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, user_defined_symbols: Iterable[str] = ("\n",), **others: Any
+) -> bytes:
+    """Train a SentencePiece model (BPE with byte fallback) of ``vocab_size`` pieces, and return it as bytes.
+
+    ``others`` are further settings of SentencePiece, such as character_coverage.
+    """
     model = io.BytesIO()
     # Texts and model are passed in memory, because a model file would name this machine's paths. One thread makes the
     # same model every time.
@@ -85,7 +91,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, user_defined_symbols:
         model_writer=model,
         vocab_size=vocab_size,
         model_type="bpe",
-        character_coverage=1.0,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
@@ -97,6 +102,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, user_defined_symbols:
         unk_id=0,
         num_threads=1,
         minloglevel=2,
+        **{"character_coverage": 1.0} | others,
     )
     return model.getvalue()
 

@@ -1,0 +1,338 @@
+"""``titan-disp init`` makes a run of a stranger's text: held-out text, a tokenizer, and a config for this machine.
+
+The config gives the reason beside each value. Where it names no source, the value is our choice.
+"""
+
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shlex
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchtitan.config import JobConfig
+
+from titan_disp.cluster.cost import find_gpu
+from titan_disp.cluster.plan import find_machine, measured, meta_model
+from titan_disp.cluster.suggest import FILLED
+from titan_disp.config.checks import check_config, check_inputs
+from titan_disp.config.load import load_config
+from titan_disp.config.options import InitOptions, Machine
+from titan_disp.data import sources
+from titan_disp.data.documents import Documents
+from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.formats import PLAIN_TEXT, TOKEN_IDS, BadDocument, DamagedFile, text_of
+from titan_disp.data.objects import is_folder, is_url
+from titan_disp.data.options import Format, StreamOptions
+from titan_disp.data.tokenizer import encoder, load_tokenizer
+from titan_disp.errors import ConfigError, counted
+from titan_disp.files import atomic_folder
+from titan_disp.lab.sample import train_tokenizer, write_shard
+from titan_disp.models.qwen3 import Qwen3DispModel, flavors
+from titan_disp.text import byte_size, estimated_duration, short
+
+LEAST, READ, COPIED, LEARNED_FROM = 200_000, 200_000_000, 2_000_000_000, 20_000_000  # bytes or characters of text
+VOCABULARIES = (
+    (5e6, 2048),
+    (20e6, 4096),
+    (100e6, 8192),
+    (math.inf, 16384),
+)  # characters of text → size; on a CPU ≤ 4,096
+# The nano model's 7,000 tokens/s on one core, measured, times 3.6 MFLOP per token. More cores are assumed to add as much.
+CORE_FLOPS = 25e9
+MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
+OTHER_FLOPS = 0.87e12  # per multiprocessor of a GPU that the plan does not know: an RTX 3090's, the least of its table
+# Flavor, and width, blocks and heads where they are not the flavor's, in the shape of nano and 0.6B, which they lie between.
+BETWEEN = ((96, 6, 4), (128, 6, 4), (192, 8, 6), (256, 8, 4), (384, 10, 6), (512, 12, 8), (768, 16, 12))
+SIZES = (("nano", ()), *(("nano", size) for size in BETWEEN), ("0.6B", ()), ("1.7B", ()), ("4B", ()))
+# Parameters → learning rate: what docs/evidence.md tuned, then GPT-3's (Brown et al. 2020, Table 2.1).
+RATES = ((1e6, 1.6e-2), (125e6, 6e-4), (350e6, 3e-4), (760e6, 2.5e-4), (1.3e9, 2e-4), (2.7e9, 1.6e-4), (6.7e9, 1.2e-4))
+ALWAYS: dict[str, tuple[Any, str]] = {
+    "job.custom_config_module": ("titan_disp.job_config", ""),
+    "experimental.custom_import": ("titan_disp.plugin", ""),
+    "model.name": ("qwen3_disp", ""),
+    "training.dataset": ("text", ""),
+    "validation.enable": (True, ""),
+    "validation.dataset": ("text_validation", ""),
+    "lr_scheduler.decay_type": ("cosine", ""),
+    "lr_scheduler.min_lr_factor": (0.1, ""),
+    "activation_checkpoint.mode": ("none", ""),
+    "checkpoint.enable": (True, ""),
+    "checkpoint.keep_latest_k": (2, ""),
+    "debug.seed": (42, ""),
+}
+
+
+def init(options: InitOptions) -> str:
+    """Write the folder, and return what was found and the commands to type. Raises ConfigError."""
+    folder, path = options.folder.absolute(), options.text if is_url(options.text) else os.path.abspath(options.text)
+    _check(options, folder, path)
+    files = list_files("text", path, path_key="--text")
+    if files[0].name.endswith(TOKEN_IDS):
+        raise ConfigError(
+            f"--text is {path!r}, which holds token ids; expected text. To train on ids, write a config with their tokenizer "
+            "(model.hf_assets_path) and stream.token_dtype: docs/data.md#token-ids"
+        )
+    # A few .txt files, or long ones, are no documents: they hold some.
+    plain, largest = all(file.name.endswith(PLAIN_TEXT) for file in files), max(file.size for file in files)
+    long = len(files) < 100 or largest > StreamOptions.max_document_bytes
+    stream = StreamOptions(format=Format(options.text_field, "blank_lines" if plain and long else "file"))
+    sources.check_content(files, stream, "training")
+    size = sum(file.size * file.density for file in sources.measured(files, stream))
+    gpus, machine = _machine()
+    seq_len = 256 if not gpus or size < 1e7 else 1024 if size < 1e9 else 2048  # little text has little to hold out
+    texts, held_out, named = _split(path, files, stream, size, 64 * seq_len * 5)
+    with atomic_folder(folder) as partial:
+        train = validation = path
+        if not named:
+            data = partial / "data"
+            data.mkdir()
+            for name, part in {"validation": held_out, **{f"train-{i}": texts[i::8] for i in range(8)}}.items():
+                write_shard(data / f"{name}.jsonl.gz", ({"text": text} for text in part))
+            train, validation = str(data / "train-*.jsonl.gz"), str(data / "validation.jsonl.gz")
+        characters, read = (sum(len(of(text)) for text in texts) for of in (str, str.encode))
+        all_of_it = size / read if named and read > READ else 1.0
+        assets = options.tokenizer.absolute() if options.tokenizer else partial / "tokenizer"
+        if not options.tokenizer:
+            assets.mkdir()
+            (assets / "tokenizer.model").write_bytes(_tokenizer(texts, characters * all_of_it, bool(gpus)))
+        tokenizer = load_tokenizer(assets)
+        encode, some = encoder(tokenizer), texts[:: max(1, len(texts) // 500)]
+        per_token = sum(map(len, some)) / sum(len(encode(text)) for text in some)
+        tokens, vocab_size = characters * all_of_it / per_token, tokenizer.get_vocab_size()
+        rows = _sized(tokens, vocab_size, seq_len, gpus, machine, options.minutes)
+        rows |= _held_out(sum(len(encode(text)) for text in held_out), seq_len, max(gpus, 1))
+        rows |= {
+            "job.dump_folder": (str(folder / "run"), ""),
+            "model.hf_assets_path": (str(assets), f"{vocab_size:,} tokens of {per_token:.1f} characters"),
+            "training.dataset_path": (train, ""),
+            "validation.dataset_path": (validation, ""),
+            "stream.text_field": (options.text_field, ""),
+            "stream.text_split": (stream.format.text_split, "what a document of a .txt file is"),
+        }
+        file = partial / "config.toml"
+        file.write_text(_toml(rows))
+        job_config = load_config(["--job.config_file", str(file)])
+        check_config(job_config, max(gpus, 1))
+        check_inputs(job_config)
+        if gpus:
+            rows |= _fitted(job_config, machine)
+        file.write_text(_toml(rows).replace(_quoted(str(partial))[:-1], _quoted(str(folder))[:-1]))  # its name, soon
+    where = shlex.quote(str(options.folder))
+    kind = "blocks between blank lines" if stream.format.text_split == "blank_lines" else "documents"
+    how = "by the names of files" if named else f"by a hash, copied with the others to {where}/data"
+    return "\n".join(
+        [
+            f"text       {short(len(texts) * all_of_it)} {kind}, {short(tokens * per_token, 3)} characters for training",
+            f"held out   {len(held_out):,} {kind}, {how}",
+            f"tokenizer  {vocab_size:,} tokens of {per_token:.1f} characters: {short(tokens, 3)} tokens of text",
+            f"model      {rows['model.flavor'][1]}",
+            f"run        {rows['training.steps'][0]:,} steps: {rows['training.steps'][1]}",
+            "",
+            f"titan-disp train {where}/config.toml",
+            f"titan-disp report {where}/run --out {where}/report.html",
+            f"titan-disp train {where}/config.toml --dispersion.enabled false --job.dump_folder {where}/off",
+        ]
+    )
+
+
+def _check(options: InitOptions, folder: Path, text: str) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{str(folder)!r} exists and is not an empty folder: name a new one")
+    if os.path.isdir(text) and folder.resolve().is_relative_to(Path(text).resolve()):
+        raise ConfigError(
+            f"{str(folder)!r} is in the folder of --text, {text!r}, and would be read as text: name another"
+        )
+    if options.tokenizer is not None:
+        load_tokenizer(options.tokenizer)
+    if options.minutes is not None and not options.minutes > 0:
+        raise ConfigError(f"--minutes is {options.minutes}, expected a number > 0")
+
+
+def _machine() -> tuple[int, Machine]:
+    """Return the number of GPUs, and the machine as the plan describes it."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    machine = Machine(1, max(gpus, 1), mfu=MFU)
+    try:
+        return gpus, find_machine(machine)
+    except ConfigError:  # a GPU that the plan does not know
+        device = torch.cuda.get_device_properties(0)
+        flops = OTHER_FLOPS * device.multi_processor_count / 1e12
+        known = replace(machine, gpu=device.name, gpu_memory=device.total_memory / 1e9, gpu_flops=flops)
+        return gpus, find_machine(known)
+
+
+def _read(files: Sequence[DataFile], options: StreamOptions, most: float) -> dict[bytes, str]:
+    """Read documents of up to about ``most`` bytes, each text once, by their hashes. A run will log what is bad."""
+    found, read = dict[bytes, str](), 0
+    for file in files:
+        with closing(Documents(file, options)) as documents, suppress(DamagedFile):
+            while read <= most and (record := documents.read()) is not None:
+                with suppress(BadDocument):
+                    text = text_of(record, options.format.text_field)
+                    content = text.encode()
+                    found[hashlib.sha256(content).digest()] = text
+                    read += len(content)
+    return found
+
+
+def _split(
+    path: str, files: Sequence[DataFile], options: StreamOptions, size: float, wanted: int
+) -> tuple[list[str], list[str], bool]:
+    """Return texts for training, held-out texts, and whether the names of files say which are which.
+
+    If they do not, all are returned, and of at least ``wanted`` characters, if these are at most 5 %, are held out.
+    """
+    named: list[DataFile] = []
+    with suppress(ConfigError):
+        named = list_files("text_validation", path, "validation") if is_folder(path) else []
+    if not named and size > COPIED:
+        raise ConfigError(
+            f"--text holds about {byte_size(size, 2)} of text, more than is split here ({byte_size(COPIED)}), and no name says "
+            "what is held out: put validation into the name of a file in a folder, or put some documents into such a file"
+        )
+    some = random.Random(0).sample(files, len(files))  # files may be sorted
+    found = _read(some, options, READ if named else math.inf)
+    total = sum(map(len, found.values()))
+    if total < LEAST:
+        raise ConfigError(f"--text is {path!r}, which holds {total:,} characters; expected at least {LEAST:,}")
+    if named:
+        return list(found.values()), list(_read(named, options, wanted).values()), True
+    held_out, held, most = list[str](), 0, total // 20
+    target = min(max(total // 100, wanted), most)
+    for key in sorted(found):  # a random order, which is always the same
+        if held < target and held + len(found[key]) <= most:
+            held_out.append(found.pop(key))
+            held += len(held_out[-1])
+    if held < target / 2:
+        raise ConfigError(
+            f"--text holds {counted(len(found), 'document')} so long that at most 5 % of the text cannot be held out; expected "
+            "shorter ones. In a .txt file, blank lines divide them. If each line is one: jq -R '{text: .}' FILE > FILE.jsonl"
+        )
+    return list(found.values()), held_out, False
+
+
+def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
+    """Train a SentencePiece model, of the size of the table, or as the text and its alphabet allow."""
+    size = next(size for most, size in VOCABULARIES if characters < most)
+    size = size if gpu else min(size, 4096)  # larger embeddings would be most of a small model
+    every = math.ceil(sum(map(len, texts)) / LEARNED_FROM)
+    why = ""
+    for _ in range(8):
+        try:
+            return train_tokenizer(texts[::every], size, character_coverage=0.9995, max_sentence_length=1 << 20)
+        except RuntimeError as error:
+            why = str(error)
+            too_large = re.search(r"value <= (\d+)", why)
+            size = int(too_large[1]) if too_large else 2 * size  # too small for an alphabet of thousands
+    raise ConfigError(f"no tokenizer can be trained on this text ({why}): name one with --tokenizer")
+
+
+def _sized(
+    text_tokens: float, vocab_size: int, seq_len: int, gpus: int, machine: Machine, minutes: float | None
+) -> dict[str, tuple[Any, str]]:
+    """Choose the largest model that text and time give 20 tokens per parameter. Return rows of the config."""
+    minutes, ranks, gpu = minutes or (240 if gpus else 5), max(gpus, 1), find_gpu(machine)[1]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    speed = gpus * MFU * gpu.bf16_flops if gpus else cores * CORE_FLOPS
+    chosen: tuple[Any, ...] = ()
+    for flavor, shape in SIZES:
+        overrides = dict(zip(("dim", "n_layers", "n_heads"), shape, strict=False)) | {"vocab_size": vocab_size}
+        if shape:
+            dim, _, heads = shape
+            overrides |= {"n_kv_heads": heads // 2, "head_dim": dim // heads, "hidden_dim": 3 * dim}
+        args = flavors[flavor]
+        vars(args).update(overrides, max_seq_len=seq_len)
+        with torch.device("meta"):
+            parameters, flops = args.get_nparams_and_flops(Qwen3DispModel(args), seq_len)
+        limits = {
+            "20 tokens per parameter (Hoffmann et al. 2022)": 20 * parameters,
+            "4 epochs of the text (Muennighoff et al. 2023)": 4 * text_tokens,
+            f"{minutes:g} minutes": minutes * 60 * speed / flops,
+        }
+        if chosen and (min(limits.values()) < 20 * parameters or 16 * parameters > ranks * gpu.memory / 2):
+            break  # AdamW in fp32 takes 16 bytes per parameter
+        chosen = flavor, overrides, parameters, flops, limits
+    flavor, overrides, parameters, flops, limits = chosen
+    limit = min(limits, key=limits.__getitem__)
+    batch = 2 ** int(math.log2(min(max(limits[limit] / 2000 / seq_len, 16), 2**19 / seq_len)))
+    batch = -(-batch // ranks) * ranks
+    steps = max(20, round(limits[limit] / (batch * seq_len)))
+    tokens = steps * batch * seq_len
+    rate = math.exp(np.interp(math.log(parameters), *np.log(RATES).T))
+    kind = f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(cores, "core")
+    took = estimated_duration(tokens * flops / speed)
+    about = (
+        f"{short(tokens, 3)} tokens, {tokens / parameters:.1f} per parameter, {tokens / text_tokens:.1f} epochs, {took}"
+    )
+    return {
+        "model.flavor": (flavor, f"{short(parameters, 3)} parameters, for {kind}"),
+        "model.overrides": (overrides, ""),
+        "dispersion.enabled": (True, "false: cross-entropy alone"),
+        "training.seq_len": (seq_len, ""),
+        "training.local_batch_size": (batch // ranks, "of a rank at a time: the largest that fits its memory, or all"),
+        "training.global_batch_size": (
+            batch,
+            "for about 2,000 steps, but from 16 to the 0.5 M tokens of GPT-3's smallest",
+        ),
+        "training.steps": (steps, f"{about}, by an assumed speed. The limit is {limit}"),
+        "training.mixed_precision_param": ("bfloat16" if gpus else "float32", "bf16 is slow on most CPUs"),
+        "optimizer.lr": (float(f"{rate:.2g}"), "docs/evidence.md up to 1 M parameters; then towards GPT-3's"),
+        "optimizer.implementation": ("fused" if gpus else "foreach", ""),
+        "lr_scheduler.warmup_steps": (steps // (5 if parameters < 1e7 else 20), "20 %, as tuned there; 5 % above 10 M"),
+        "validation.freq": (max(1, steps // 10), ""),
+        "condensation.interval": (max(1, steps // 20), "about 20 measurements"),
+        "checkpoint.interval": (max(1, steps // 4), ""),
+        "metrics.log_freq": (max(1, steps // 200), ""),
+    }
+
+
+def _held_out(tokens: int, seq_len: int, ranks: int) -> dict[str, tuple[Any, str]]:
+    local = max(1, 8 // ranks)
+    count = min(64, (tokens - 1) // seq_len) // (local * ranks) * local * ranks
+    if not count:
+        needed = f"{counted(local * ranks, 'sequence')} of {seq_len}"
+        raise ConfigError(
+            f"the held-out text has {tokens:,} tokens, expected {needed}: hold out more, or name more text"
+        )
+    return {
+        "stream.validation_sequences": (count, ""),
+        "validation.local_batch_size": (local, ""),
+        "condensation.sequences": (min(8, count), ""),
+    }
+
+
+def _fitted(job_config: JobConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Halve the local batch until the plan fits into a GPU's memory."""
+    training, memory = job_config.training, FILLED * find_gpu(machine)[1].memory
+    while measured(job_config, meta_model(job_config), machine)[3].total > memory:
+        if training.local_batch_size % 2:
+            raise ConfigError(f"one sequence does not fit into {memory / 1e9:.0f} GB: set fewer --minutes")
+        training.local_batch_size //= 2
+    return {"training.local_batch_size": (training.local_batch_size, "of a rank at a time; the largest that fits")}
+
+
+def _quoted(value: Any) -> str:
+    """Write a value as in TOML."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {one}' for key, one in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _toml(rows: dict[str, tuple[Any, str]]) -> str:
+    """Write rows, section.key → value and reason, with those that every run has."""
+    sections: dict[str, list[str]] = {}
+    for name, (value, why) in (ALWAYS | rows).items():
+        section, _, key = name.partition(".")
+        line = f"{key} = {_quoted(value)}"
+        sections.setdefault(section, []).append(f"{line:<40} # {why}" if why else line)
+    parts = ["# Written by titan-disp init. Change what you like: titan-disp config KEY explains a key.\n"]
+    return "\n".join([*parts, *("\n".join([f"[{name}]", *lines, ""]) for name, lines in sections.items())])
