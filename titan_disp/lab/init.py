@@ -99,7 +99,7 @@ def init(options: InitOptions) -> str:
                 write_shard(data / f"{name}.jsonl.gz", ({"text": text} for text in part))
             train, validation = str(data / "train-*.jsonl.gz"), str(data / "validation.jsonl.gz")
         characters, read = (sum(len(of(text)) for text in texts) for of in (str, str.encode))
-        all_of_it = size / read if named and read > READ else 1.0
+        all_of_it = size / read if named and size > READ else 1.0
         assets = options.tokenizer.absolute() if options.tokenizer else partial / "tokenizer"
         if not options.tokenizer:
             assets.mkdir()
@@ -249,8 +249,7 @@ def _sized(
         if shape:
             dim, _, heads = shape
             overrides |= {"n_kv_heads": heads // 2, "head_dim": dim // heads, "hidden_dim": 3 * dim}
-        args = flavors[flavor]
-        vars(args).update(overrides, max_seq_len=seq_len)
+        args = replace(flavors[flavor], **overrides, max_seq_len=seq_len)
         with torch.device("meta"):
             parameters, flops = args.get_nparams_and_flops(Qwen3DispModel(args), seq_len)
         limits = {

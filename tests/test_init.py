@@ -1,0 +1,123 @@
+"""``titan-disp init``: a folder, JSON lines and a long .txt become runs that the checks of a start accept."""
+
+import json
+import subprocess
+import sys
+from pydoc_data.topics import topics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.command_line import environment, typed
+from titan_disp.config.load import load_config
+from titan_disp.config.options import InitOptions, Machine
+from titan_disp.data.files import list_files
+from titan_disp.data.options import Format, StreamOptions
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import ConfigError
+from titan_disp.lab.init import _read, _sized, init
+
+PROSE = "\n".join(topics[name] for name in sorted(topics))
+TEXTS = [PROSE[i : i + 3000].strip() for i in range(0, 450_000, 3000)]
+
+
+def folder_of_texts(where):
+    (where / "texts").mkdir()
+    for i, text in enumerate(TEXTS):
+        (where / "texts" / f"{i}.txt").write_text(text)
+    return where / "texts"
+
+
+def json_lines(where):
+    (where / "own.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, *TEXTS[:20]]))
+    return where / "own.jsonl"
+
+
+def long_text(where):
+    (where / "own.txt").write_text("\n\n".join(" \n".join(text.split("\n\n")) for text in TEXTS))
+    return where / "own.txt"
+
+
+@pytest.mark.parametrize("write", [folder_of_texts, json_lines, long_text])
+def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
+    text, run = write(tmp_path), tmp_path / "my run"
+    assert typed(monkeypatch, "init", run, "--text", text) == 0
+    train, report, off = capsys.readouterr().out.splitlines()[-3:]
+    assert train == f"titan-disp train '{run}'/config.toml"
+    assert report == f"titan-disp report '{run}'/run --out '{run}'/report.html"
+    assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
+    config = load_config(["--job.config_file", str(run / "config.toml")])
+    options = StreamOptions(format=Format(text_split=config.stream.text_split))
+    paths = {"text": config.training.dataset_path, "text_validation": config.validation.dataset_path}
+    kept, held_out = ([*_read(list_files(*one, "validation"), options, 1e9).values()] for one in paths.items())
+    assert len(kept) + len(held_out) == len({*kept, *held_out}) >= len(TEXTS)
+    assert 0.01 < sum(map(len, held_out)) / len(PROSE) <= 0.05
+    assert config.condensation.interval == config.training.steps // 20
+    tokenizer = load_tokenizer(config.model.hf_assets_path)
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in [*kept, *held_out, "\t–  ᚠ\n"])
+    assert typed(monkeypatch, "init", run, "--text", text) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 9999"])
+def test_a_gpu(name, tmp_path, monkeypatch, capsys):
+    device = SimpleNamespace(name=name, total_memory=24e9, multi_processor_count=128)
+    for function, value in (("is_available", True), ("device_count", 1), ("get_device_name", name)):
+        monkeypatch.setattr(torch.cuda, function, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    init(InitOptions(tmp_path / "run", str(json_lines(tmp_path))))
+    plan = (
+        "plan",
+        tmp_path / "run/config.toml",
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        "1",
+        "--gpu",
+        "RTX4090",
+        "--strict",
+    )
+    assert typed(monkeypatch, *plan) == 0
+    assert "a GPU would need" not in capsys.readouterr().out
+
+
+def test_sizes_follow_text_and_time():
+    h100s, cpu = (8, Machine(1, 8, "H100")), (0, Machine(1, 1, "H100"))
+    rows = _sized(1e12, 16384, 2048, *h100s, None)
+    assert (rows["model.overrides"][0]["dim"], rows["optimizer.lr"][0]) == (768, 6e-4)
+    assert _sized(1e12, 16384, 2048, *h100s, 2400)["model.flavor"][0] == "0.6B"
+    little = _sized(1e6, 2048, 256, *h100s, None)
+    assert (little["model.overrides"][0], little["optimizer.lr"][0]) == ({"vocab_size": 2048}, 1.6e-2)
+    assert little["training.steps"][0] * little["training.global_batch_size"][0] * 256 == pytest.approx(4e6, rel=0.01)
+    minutes = [_sized(1e9, 2048, 256, *cpu, n)["training.steps"][0] for n in (1, 2)]
+    assert minutes[1] == pytest.approx(2 * minutes[0], rel=0.01)
+
+
+def test_bad_input(tmp_path):
+    text = json_lines(tmp_path)
+    for name, content in (("ids.bin", b"\0" * 9), ("short.txt", b"word " * 99), ("long.txt", b"a line\n" * 50_000)):
+        (tmp_path / name).write_bytes(content)
+    for path, options, message in (
+        (tmp_path / "none", {}, "which does not exist; expected a folder"),
+        (tmp_path / "ids.bin", {}, "which holds token ids; expected text"),
+        (tmp_path / "short.txt", {}, "495 characters; expected at least 200,000"),
+        (tmp_path / "long.txt", {}, "In a .txt file, blank lines divide them"),
+        (tmp_path, {}, "is in the folder of --text"),
+        (text, {"minutes": 0.0}, "--minutes is 0.0, expected a number > 0"),
+        (text, {"tokenizer": tmp_path}, "holds no tokenizer file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            init(InitOptions(tmp_path / "run", str(path), **options))
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.night
+def test_the_run_trains(tmp_path):
+    init(InitOptions(tmp_path / "own", str(long_text(tmp_path)), minutes=0.2))
+    for words in (["train", "own/config.toml"], ["report", "own/run", "--out", "report.html"]):
+        command = [sys.executable, "-m", "titan_disp.cli", *words]
+        subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=600)
+    rows = [json.loads(line) for line in (tmp_path / "own/run/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["ce"] < rows[0]["ce"] - 1
+    assert (tmp_path / "report.html").stat().st_size > 1e5
