@@ -43,9 +43,8 @@ def long_text(where):
 def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     text, run = write(tmp_path), tmp_path / "my run"
     assert typed(monkeypatch, "init", run, "--text", text) == 0
-    train, report, off = capsys.readouterr().out.splitlines()[-3:]
+    train, _, off = capsys.readouterr().out.splitlines()[-3:]
     assert train == f"titan-disp train '{run}'/config.toml"
-    assert report == f"titan-disp report '{run}'/run --out '{run}'/report.html"
     assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
     config = load_config(["--job.config_file", str(run / "config.toml")])
     options = StreamOptions(format=Format(text_split=config.stream.text_split))

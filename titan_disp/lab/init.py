@@ -40,12 +40,8 @@ from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.text import byte_size, estimated_duration, short
 
 LEAST, READ, COPIED, LEARNED_FROM = 200_000, 200_000_000, 2_000_000_000, 20_000_000  # bytes or characters of text
-VOCABULARIES = (
-    (5e6, 2048),
-    (20e6, 4096),
-    (100e6, 8192),
-    (math.inf, 16384),
-)  # characters of text → size; on a CPU ≤ 4,096
+# Characters of text → size of the tokenizer's vocabulary; on a CPU, at most the second.
+VOCABULARIES = ((5e6, 2048), (20e6, 4096), (100e6, 8192), (math.inf, 16384))
 # The nano model's 7,000 tokens/s on one core, measured, times 3.6 MFLOP per token. More cores are assumed to add as much.
 CORE_FLOPS = 25e9
 MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
@@ -88,6 +84,7 @@ def init(options: InitOptions) -> str:
     sources.check_content(files, stream, "training")
     size = sum(file.size * file.density for file in sources.measured(files, stream))
     gpus, machine = _machine()
+    ranks = max(gpus, 1)
     seq_len = 256 if not gpus or size < 1e7 else 1024 if size < 1e9 else 2048  # little text has little to hold out
     texts, held_out, named = _split(path, files, stream, size, 64 * seq_len * 5)
     with atomic_folder(folder) as partial:
@@ -109,19 +106,26 @@ def init(options: InitOptions) -> str:
         per_token = sum(map(len, some)) / sum(len(encode(text)) for text in some)
         tokens, vocab_size = characters * all_of_it / per_token, tokenizer.get_vocab_size()
         rows = _sized(tokens, vocab_size, seq_len, gpus, machine, options.minutes)
-        rows |= _held_out(sum(len(encode(text)) for text in held_out), seq_len, max(gpus, 1))
+        step = max(1, 8 // ranks) * ranks
+        sequences = min(64, (sum(len(encode(text)) for text in held_out) - 1) // seq_len) // step * step
+        if not sequences:
+            needed = f"{counted(step, 'sequence')} of {seq_len} tokens"
+            raise ConfigError(f"the held-out text has fewer than {needed}: hold out more, or name more text")
         rows |= {
             "job.dump_folder": (str(folder / "run"), ""),
             "model.hf_assets_path": (str(assets), f"{vocab_size:,} tokens of {per_token:.1f} characters"),
             "training.dataset_path": (train, ""),
             "validation.dataset_path": (validation, ""),
+            "validation.local_batch_size": (step // ranks, ""),
+            "stream.validation_sequences": (sequences, ""),
+            "condensation.sequences": (min(8, sequences), ""),
             "stream.text_field": (options.text_field, ""),
             "stream.text_split": (stream.format.text_split, "what a document of a .txt file is"),
         }
         file = partial / "config.toml"
         file.write_text(_toml(rows))
         job_config = load_config(["--job.config_file", str(file)])
-        check_config(job_config, max(gpus, 1))
+        check_config(job_config, ranks)
         check_inputs(job_config)
         if gpus:
             rows |= _fitted(job_config, machine)
@@ -223,7 +227,7 @@ def _split(
 def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
     """Train a SentencePiece model, of the size of the table, or as the text and its alphabet allow."""
     size = next(size for most, size in VOCABULARIES if characters < most)
-    size = size if gpu else min(size, 4096)  # larger embeddings would be most of a small model
+    size = size if gpu else min(size, VOCABULARIES[1][1])  # larger embeddings would be most of a small model
     every = math.ceil(sum(map(len, texts)) / LEARNED_FROM)
     why = ""
     for _ in range(8):
@@ -245,11 +249,12 @@ def _sized(
     speed = gpus * MFU * gpu.bf16_flops if gpus else cores * CORE_FLOPS
     chosen: tuple[Any, ...] = ()
     for flavor, shape in SIZES:
-        overrides = dict(zip(("dim", "n_layers", "n_heads"), shape, strict=False)) | {"vocab_size": vocab_size}
+        overrides: dict[str, Any] = {"vocab_size": vocab_size}
         if shape:
-            dim, _, heads = shape
-            overrides |= {"n_kv_heads": heads // 2, "head_dim": dim // heads, "hidden_dim": 3 * dim}
-        args = replace(flavors[flavor], **overrides, max_seq_len=seq_len)
+            dim, layers, heads = shape
+            overrides |= {"dim": dim, "hidden_dim": 3 * dim, "n_layers": layers}
+            overrides |= {"n_heads": heads, "n_kv_heads": heads // 2, "head_dim": dim // heads}
+        args = replace(flavors[flavor], **(overrides | {"max_seq_len": seq_len}))
         with torch.device("meta"):
             parameters, flops = args.get_nparams_and_flops(Qwen3DispModel(args), seq_len)
         limits = {
@@ -269,20 +274,16 @@ def _sized(
     rate = math.exp(np.interp(math.log(parameters), *np.log(RATES).T))
     kind = f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(cores, "core")
     took = estimated_duration(tokens * flops / speed)
-    about = (
-        f"{short(tokens, 3)} tokens, {tokens / parameters:.1f} per parameter, {tokens / text_tokens:.1f} epochs, {took}"
-    )
+    per, epochs = tokens / parameters, tokens / text_tokens
+    about = f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {took} by an assumed speed"
     return {
         "model.flavor": (flavor, f"{short(parameters, 3)} parameters, for {kind}"),
         "model.overrides": (overrides, ""),
         "dispersion.enabled": (True, "false: cross-entropy alone"),
         "training.seq_len": (seq_len, ""),
-        "training.local_batch_size": (batch // ranks, "of a rank at a time: the largest that fits its memory, or all"),
-        "training.global_batch_size": (
-            batch,
-            "for about 2,000 steps, but from 16 to the 0.5 M tokens of GPT-3's smallest",
-        ),
-        "training.steps": (steps, f"{about}, by an assumed speed. The limit is {limit}"),
+        "training.local_batch_size": (batch // ranks if gpus else 16, "of a rank at a time"),
+        "training.global_batch_size": (batch, "for 2,000 steps, but at least 16, at most GPT-3's 0.5 M tokens"),
+        "training.steps": (steps, f"{about}. The limit is {limit}"),
         "training.mixed_precision_param": ("bfloat16" if gpus else "float32", "bf16 is slow on most CPUs"),
         "optimizer.lr": (float(f"{rate:.2g}"), "docs/evidence.md up to 1 M parameters; then towards GPT-3's"),
         "optimizer.implementation": ("fused" if gpus else "foreach", ""),
@@ -294,21 +295,6 @@ def _sized(
     }
 
 
-def _held_out(tokens: int, seq_len: int, ranks: int) -> dict[str, tuple[Any, str]]:
-    local = max(1, 8 // ranks)
-    count = min(64, (tokens - 1) // seq_len) // (local * ranks) * local * ranks
-    if not count:
-        needed = f"{counted(local * ranks, 'sequence')} of {seq_len}"
-        raise ConfigError(
-            f"the held-out text has {tokens:,} tokens, expected {needed}: hold out more, or name more text"
-        )
-    return {
-        "stream.validation_sequences": (count, ""),
-        "validation.local_batch_size": (local, ""),
-        "condensation.sequences": (min(8, count), ""),
-    }
-
-
 def _fitted(job_config: JobConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
     """Halve the local batch until the plan fits into a GPU's memory."""
     training, memory = job_config.training, FILLED * find_gpu(machine)[1].memory
@@ -316,7 +302,7 @@ def _fitted(job_config: JobConfig, machine: Machine) -> dict[str, tuple[Any, str
         if training.local_batch_size % 2:
             raise ConfigError(f"one sequence does not fit into {memory / 1e9:.0f} GB: set fewer --minutes")
         training.local_batch_size //= 2
-    return {"training.local_batch_size": (training.local_batch_size, "of a rank at a time; the largest that fits")}
+    return {"training.local_batch_size": (training.local_batch_size, "of a rank at a time: the largest that fits")}
 
 
 def _quoted(value: Any) -> str:
