@@ -15,6 +15,7 @@ from titan_disp import cli
 
 PLACEHOLDERS = {
     "CONFIG": str(DEMO.relative_to(ROOT)),
+    "mine/config.toml": str(DEMO.relative_to(ROOT)),  # as titan-disp init writes it
     "SWEEP.toml": "train_configs/sweeps/table3.toml",
     "…": None,  # left out
     "...": None,

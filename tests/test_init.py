@@ -113,10 +113,10 @@ def test_bad_input(tmp_path):
 
 @pytest.mark.night
 def test_the_run_trains(tmp_path):
-    init(InitOptions(tmp_path / "own", str(long_text(tmp_path)), minutes=0.2))
+    init(InitOptions(tmp_path / "own", str(long_text(tmp_path)), minutes=0.08))
     for words in (["train", "own/config.toml"], ["report", "own/run", "--out", "report.html"]):
         command = [sys.executable, "-m", "titan_disp.cli", *words]
         subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=600)
     rows = [json.loads(line) for line in (tmp_path / "own/run/metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["ce"] < rows[0]["ce"] - 1
+    assert rows[-1]["ce"] < rows[0]["ce"] - 0.5
     assert (tmp_path / "report.html").stat().st_size > 1e5
