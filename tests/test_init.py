@@ -30,7 +30,7 @@ def folder_of_texts(where):
 
 
 def json_lines(where):
-    (where / "own.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, *TEXTS[:20]]))
+    (where / "own.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in [*TEXTS, *TEXTS[:20]]))
     return where / "own.jsonl"
 
 
@@ -42,7 +42,7 @@ def long_text(where):
 @pytest.mark.parametrize("write", [folder_of_texts, json_lines, long_text])
 def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     text, run = write(tmp_path), tmp_path / "my run"
-    assert typed(monkeypatch, "init", run, "--text", text) == 0
+    assert typed(monkeypatch, "init", run, "--text", text, "--text-field", "body") == 0
     train, _, off = capsys.readouterr().out.splitlines()[-3:]
     assert train == f"titan-disp train '{run}'/config.toml"
     assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
@@ -65,7 +65,7 @@ def test_a_gpu(name, tmp_path, monkeypatch, capsys):
     for function, value in (("is_available", True), ("device_count", 1), ("get_device_name", name)):
         monkeypatch.setattr(torch.cuda, function, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    init(InitOptions(tmp_path / "run", str(json_lines(tmp_path))))
+    init(InitOptions(tmp_path / "run", str(json_lines(tmp_path)), "body"))
     plan = (
         "plan",
         tmp_path / "run/config.toml",
@@ -107,7 +107,7 @@ def test_bad_input(tmp_path):
         (text, {"tokenizer": tmp_path}, "holds no tokenizer file"),
     ):
         with pytest.raises(ConfigError, match=message):
-            init(InitOptions(tmp_path / "run", str(path), **options))
+            init(InitOptions(tmp_path / "run", str(path), "body", **options))
         assert not (tmp_path / "run").exists()
 
 

@@ -174,7 +174,7 @@ class InitOptions:
     text: Annotated[str, arg(metavar="PATH")]
     """folder, file or glob of .txt, .json, .jsonl or .parquet, also .gz or .zst (docs/data.md)."""
     text_field: str = "text"
-    """field of JSON documents, or column of Parquet files, that holds the text."""
+    """field of JSON documents, or column of Parquet files, that holds the text (stream.text_field)."""
     tokenizer: OptionalPath = None
     """folder of a tokenizer. The default is to train one on the text."""
     minutes: OptionalFloat = None

@@ -45,6 +45,7 @@ VOCABULARIES = ((5e6, 2048), (20e6, 4096), (100e6, 8192), (math.inf, 16384))
 # The nano model's 7,000 tokens/s on one core, measured, times 3.6 MFLOP per token. More cores are assumed to add as much.
 CORE_FLOPS = 25e9
 MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
+LAUNCHES = 0.1  # seconds of a GPU's step, at least; assumed, as small models wait for their kernels to be launched
 OTHER_FLOPS = 0.87e12  # per multiprocessor of a GPU that the plan does not know: an RTX 3090's, the least of its table
 # Flavor, and width, blocks and heads where they are not the flavor's, in the shape of nano and 0.6B, which they lie between.
 BETWEEN = ((96, 6, 4), (128, 6, 4), (192, 8, 6), (256, 8, 4), (384, 10, 6), (512, 12, 8), (768, 16, 12))
@@ -119,7 +120,7 @@ def init(options: InitOptions) -> str:
             "validation.local_batch_size": (step // ranks, ""),
             "stream.validation_sequences": (sequences, ""),
             "condensation.sequences": (min(8, sequences), ""),
-            "stream.text_field": (options.text_field, ""),
+            "stream.text_field": (options.text_field if named else "text", ""),
             "stream.text_split": (stream.format.text_split, "what a document of a .txt file is"),
         }
         file = partial / "config.toml"
@@ -135,7 +136,7 @@ def init(options: InitOptions) -> str:
     how = "by the names of files" if named else f"by a hash, copied with the others to {where}/data"
     return "\n".join(
         [
-            f"text       {short(len(texts) * all_of_it)} {kind}, {short(tokens * per_token, 3)} characters for training",
+            f"text       {len(texts) * all_of_it:,.0f} {kind}, {short(tokens * per_token, 3)} characters for training",
             f"held out   {len(held_out):,} {kind}, {how}",
             f"tokenizer  {vocab_size:,} tokens of {per_token:.1f} characters: {short(tokens, 3)} tokens of text",
             f"model      {rows['model.flavor'][1]}",
@@ -273,7 +274,7 @@ def _sized(
     tokens = steps * batch * seq_len
     rate = math.exp(np.interp(math.log(parameters), *np.log(RATES).T))
     kind = f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(cores, "core")
-    took = estimated_duration(tokens * flops / speed)
+    took = estimated_duration(max(tokens * flops / speed, steps * LAUNCHES if gpus else 0))
     per, epochs = tokens / parameters, tokens / text_tokens
     about = f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {took} by an assumed speed"
     return {
