@@ -24,7 +24,7 @@ HANDED_ON = ["--job.config_file", str(DEMO), *OVERRIDES]  # for processes that r
 
 def test_misspelled_subcommands(monkeypatch, capsys):
     for words, message in (
-        ("trian CONFIG", "'trian' is not a subcommand of titan-disp (did you mean train?); expected sample-data, "),
+        ("trian CONFIG", "'trian' is not a subcommand of titan-disp (did you mean train?); expected init, "),
         ("data fecth there", "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected digest, "),
         ("sweep tabel FILE", "'tabel' is not a subcommand of titan-disp sweep (did you mean table?); expected "),
         ("sweep qqqq", "'qqqq' is not a subcommand of titan-disp sweep; expected a TOML file, run, table"),
