@@ -246,6 +246,21 @@ def test_the_smallest_config_can_start(tmp_path):
     assert (config.model.flavor, config.dispersion.enabled, config.training.dataset) == ("0.6B", True, "text")
 
 
+def _model(net):
+    import torch
+    from types import SimpleNamespace
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, z):
+            return SimpleNamespace(loss=self.net(z).mean())
+
+    return Model()
+
+
 def test_the_loss_alone():
     """The README's loop against the paper's formula; the calls in docs/loss.md."""
     import torch
@@ -253,14 +268,16 @@ def test_the_loss_alone():
     from tests.oracle import oracle
 
     torch.manual_seed(0)
-    z = [torch.randn(2, 6, 4, requires_grad=True) for _ in range(3)]
-    logits, labels = torch.randn(2, 6, 5), torch.randint(5, (2, 6))
-    names = {"torch": torch, "model": lambda tokens: (logits, z), "tokens": None, "labels": labels}
+    blocks_ = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    z, outputs = torch.randn(2, 6, 4), []
+    names = {"model": _model(blocks_), "batch": {"z": z}}
     (block,) = blocks(README.read_text(), "python")
     exec(block, names)
-    cross_entropy = -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
-    dispersion = torch.stack([oracle("angular", layer.detach()) for layer in z]).mean()
-    assert names["loss"].item() == pytest.approx(cross_entropy.item() + 0.1 * dispersion.item(), rel=1e-5)
+    for layer in blocks_:
+        z = layer(z)
+        outputs.append(z)
+    dispersion = torch.stack([oracle("angular", layer.detach()) for layer in outputs]).mean()
+    assert names["loss"].item() == pytest.approx(z.mean().item() + 0.1 * dispersion.item(), rel=1e-5)
     _, block = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
     given = {"hidden_states": z, "cross_entropy": cross_entropy, "z": z[0], "z_local": z[0], "g": None}
     exec(block, given | {"attention_mask": torch.ones(2, 6, dtype=torch.int64)})

@@ -248,7 +248,7 @@ NOT_OF_THE_ROWS += (
     r"|0\.6 B parameters on 156 B tokens|-0\.6B after 156 B tokens|§5\.4|one seed, says a review|more than 0\.005"
 )
 NOT_OF_THE_ROWS += r"|\+1\.17 points of task accuracy|\+1\.07|34\.95 → 35\.61|three seeds, says the review"
-NOT_OF_THE_ROWS += r"|one of four that|α = 1|has 1\."
+NOT_OF_THE_ROWS += r"|one of four that|-0\.6B|all three intervals|α = 1|has 1\."
 NUMBER = r"\d|\b(three|four|five|six|seven|eight|nine|ten|twelve|tenth|half|twice as)\b"
 
 
@@ -299,7 +299,7 @@ def test_the_page_is_refused_when_a_sign_has_turned():
     """Each claim of the template fails for one of the changes."""
     template = re.sub(r"\{#.*?#\}", "", TEMPLATE, flags=re.S)
     claims = re.findall(r'"([^"]*)" \| holds', template)
-    assert len(claims) == template.count("holds(") > 20
+    assert len(claims) == template.count("holds(") >= 20
     turned = set()
     for part, condition, change in TURNED:
         rows = copy.deepcopy(RECORDED)
