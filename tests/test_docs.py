@@ -247,8 +247,9 @@ def test_the_smallest_config_can_start(tmp_path):
 
 
 def _model(net):
-    import torch
     from types import SimpleNamespace
+
+    import torch
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -279,5 +280,11 @@ def test_the_loss_alone():
     dispersion = torch.stack([oracle("angular", layer.detach()) for layer in outputs]).mean()
     assert names["loss"].item() == pytest.approx(z.mean().item() + 0.1 * dispersion.item(), rel=1e-5)
     _, block = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
-    given = {"hidden_states": z, "cross_entropy": cross_entropy, "z": z[0], "z_local": z[0], "g": None}
+    given = {
+        "hidden_states": outputs,
+        "cross_entropy": torch.tensor(1.0),
+        "z": outputs[0],
+        "z_local": outputs[0],
+        "g": None,
+    }
     exec(block, given | {"attention_mask": torch.ones(2, 6, dtype=torch.int64)})
