@@ -127,7 +127,7 @@ def test_epochs_read_is_the_text_trained_on(sample, tmp_path, caplog):
     lengths = np.random.default_rng(0).lognormal(9, 1.5, 128).astype(int)
     for i, length in enumerate(lengths):
         (tmp_path / f"{i}.txt").write_text("x" * (length + 1))
-    one = loader(measured(list_files("text", str(tmp_path)), StreamOptions()), sample, slots=128, seq_len=2047)
+    one = loader(measured(list_files("text", f"{tmp_path}/*.txt"), StreamOptions()), sample, slots=128, seq_len=2047)
     one.encode = lambda text: [1] * len(text) + [EOS]
     for _ in islice(iter(one), 5 * 128 // 2):
         pass

@@ -12,8 +12,9 @@ from tests.test_compare import of_seeds, rows_of
 from tests.test_report import row, write_run
 from titan_disp.errors import ConfigError
 from titan_disp.lab.evaluate.compare import compare
+from titan_disp.lab.evaluate.evaluation import scores
 from titan_disp.lab.evaluate.harness import PAPER
-from titan_disp.lab.published import NOTE, beside, costs, scores
+from titan_disp.lab.published import NOTE, beside, costs
 from titan_disp.lab.report.gather import gather
 from titan_disp.lab.report.page import write_report
 

@@ -85,16 +85,18 @@ def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
     assert 0.05 <= details["spent"]["checkpoints"] < 5
 
 
-def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer):
+def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer, caplog):
     """Not step 0, where this start is, as nothing was loaded: reports show what the run has up to its newest event."""
     trainer.step, trainer.clock = 0, Clock(123.0)
     trainer.checkpointer = SimpleNamespace(newest=lambda: 6, ended_at=lambda: 9)
+    trainer.run_folder = SimpleNamespace(config_changes={"dispersion.enabled": [True, False]})
     for held in (True, False):
         trainer.stop_request = SimpleNamespace(held=lambda held=held: held, file="RUN/stop")
         trainer.train()
     reason = "the file RUN/stop was there before the start"
     stop = ("stop", 6, {"allocated": 123.0, "kind": "file", "reason": reason})
     assert trainer.calls == [stop, ("complete", 9, {"allocated": 123.0})]
+    assert "The config differs from that of the last start: dispersion.enabled: True → False" in caplog.text
 
 
 @pytest.mark.parametrize("error", [ConfigError, CheckpointError, DataError, NonFiniteError])

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import tomli
 
-from titan_disp.lab.evaluate.compare import Comparison, lines
-from titan_disp.lab.evaluate.harness import PAPER
 from titan_disp.lab.report.gather import Run
 from titan_disp.text import number
 
@@ -28,23 +26,6 @@ def beside(ours: Ours, source: str) -> Lines:
         if own := ours.get(key):
             found += [(*key, name, shown, source) for name, shown in own.items()]
             found += [(*key, f"{n['of']} ({run})", str(n["value"]), n["source"]) for n in group["numbers"]]
-    return found
-
-
-def scores(comparison: Comparison) -> Ours:
-    """Return the scores of each task, and differences to the first model. The mean is there if it is of the paper's tasks."""
-
-    def points(part: float, error: float | None, sign: str = "") -> str:
-        return f"{100 * part:{sign}.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
-
-    found, first = dict[tuple[str, str], Mapping[str, str]](), next(iter(comparison.mean))
-    for (task, *_), (values, _, errors, _), differences in lines(comparison):
-        if task != "mean" or {one.task for one in comparison.tasks} == PAPER.keys():
-            found[task, "score, %"] = {model: points(value, errors[model]) for model, value in values.items()}
-            found[task, "difference, points"] = {
-                f"{other} − {first}": points(one.mean, one.over_seeds and one.over_seeds.standard_error, "+")
-                for other, one in differences.items()
-            }
     return found
 
 

@@ -17,11 +17,20 @@ import torch
 from titan_disp.config.options import EvaluateOptions, ExportOptions
 from titan_disp.errors import ConfigError
 from titan_disp.files import no_bars_in_logs
-from titan_disp.lab.evaluate.compare import Comparison, compare, pooled, to_csv, to_markdown
-from titan_disp.lab.evaluate.harness import PROTOCOLS, Result, Settings, Suite, build_suite, run_model, warnings_once
+from titan_disp.lab.evaluate.compare import Comparison, compare, lines, pooled, to_csv, to_markdown
+from titan_disp.lab.evaluate.harness import (
+    PAPER,
+    PROTOCOLS,
+    Result,
+    Settings,
+    Suite,
+    build_suite,
+    run_model,
+    warnings_once,
+)
 from titan_disp.lab.export.export import export
 from titan_disp.lab.inspection.targets import Target, find_device, find_targets, name_of, parse_group
-from titan_disp.lab.published import HEADINGS, NOTE, Ours, beside, costs, scores
+from titan_disp.lab.published import HEADINGS, NOTE, Ours, beside, costs
 from titan_disp.lab.report.gather import gather
 from titan_disp.run.folder import write_json
 from titan_disp.text import markdown_table
@@ -157,6 +166,23 @@ def _compare(suite: Suite, conditions: Conditions, results: Mapping[str, Result]
         if done := [results[name].scores for name in members if name in results]:
             models[condition] = {row.name: pooled([scores[row.name] for scores in done]) for row in suite.rows}
     return compare(suite.rows, models)
+
+
+def scores(comparison: Comparison) -> Ours:
+    """Return the scores of each task, and differences to the first model. The mean is there if it is of the paper's tasks."""
+
+    def points(part: float, error: float | None, sign: str = "") -> str:
+        return f"{100 * part:{sign}.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+
+    found, first = dict[tuple[str, str], Mapping[str, str]](), next(iter(comparison.mean))
+    for (task, *_), (values, _, errors, _), differences in lines(comparison):
+        if task != "mean" or {one.task for one in comparison.tasks} == PAPER.keys():
+            found[task, "score, %"] = {model: points(value, errors[model]) for model, value in values.items()}
+            found[task, "difference, points"] = {
+                f"{other} − {first}": points(one.mean, one.over_seeds and one.over_seeds.standard_error, "+")
+                for other, one in differences.items()
+            }
+    return found
 
 
 def _costs(models: Mapping[str, Target]) -> Ours:
