@@ -12,9 +12,7 @@ import random
 import shutil
 import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 
-from measuring import show
+from measuring import Printed, show, timed
 from titan_disp.run.integrity import HashingWriter, damage, problem
 
 WRITERS = {"dcp": dcp.FileSystemWriter, "pieces": HashingWriter, "hashed": HashingWriter}
@@ -37,22 +35,13 @@ def no_hash() -> SimpleNamespace:
 
 
 @dataclass
-class Options:
+class Options(Printed):
     gib: float = 1.0
     """Size of the checkpoint."""
     tensors: int = 64
     rounds: int = 6
     folder: Path | None = None
     """Where to write. The default is a temporary folder."""
-    json: bool = False
-    """Print only one JSON object."""
-
-
-def timed(function: Callable[..., object], *args: object) -> tuple[float, float]:
-    """Return seconds and this process's CPU seconds, which depend less on how busy the machine is."""
-    start, cpu = time.perf_counter(), time.process_time()
-    function(*args)
-    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def save(state: dict[str, torch.Tensor], writer: str, folder: Path) -> None:

@@ -8,8 +8,10 @@ import gzip
 import html
 import json
 import re
+import string
 import unicodedata
 from collections.abc import Iterator
+from functools import reduce
 from html.parser import HTMLParser
 from pathlib import PurePosixPath
 
@@ -195,13 +197,10 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
         entries: the unpacked .dict file.
         index: lines of headword, offset and length, with the numbers in base 64.
     """
-    digits = {d: i for i, d in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
+    digits = f"{string.ascii_uppercase}{string.ascii_lowercase}{string.digits}+/"
 
     def number(text: str) -> int:
-        value = 0
-        for digit in text:
-            value = value * 64 + digits[digit]
-        return value
+        return reduce(lambda value, digit: 64 * value + digits.index(digit), text, 0)
 
     places: dict[tuple[int, int], str] = {}
     for line in index.splitlines():

@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from measuring import in_a_fresh_process, show
+from measuring import Printed, in_a_fresh_process, show
 from titan_disp.config.load import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.documents import Documents
@@ -35,7 +35,7 @@ from titan_disp.lab.sample import CARD, documents, train_tokenizer, write_sample
 
 
 @dataclass
-class Options:
+class Options(Printed):
     files: int = 64
     """Number of files of the corpus."""
     documents: int = 1500
@@ -48,8 +48,6 @@ class Options:
     many_files: int = 1024
     """Number of files in the rows with many slots; they are names for the same 64 files."""
     seed: int = 0
-    json: bool = False
-    """Print only one JSON object."""
 
 
 def write_corpus(folder: Path, options: Options) -> None:

@@ -21,7 +21,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from measuring import in_a_fresh_process, show
+from measuring import Printed, in_a_fresh_process, show
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
@@ -30,7 +30,7 @@ ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
 
 
 @dataclass
-class Options:
+class Options(Printed):
     n: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
     """Tokens per sequence."""
     f: int = 1024
@@ -43,8 +43,6 @@ class Options:
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     repeat: int = 3
-    json: bool = False
-    """Print only one JSON object."""
 
 
 def tokens(options: Options, n: int) -> Tensor:

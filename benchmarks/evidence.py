@@ -60,10 +60,6 @@ def commit() -> str:
     return (head.strip() or "unknown") + ("+" if changed.strip() else "")
 
 
-def read_rows(path: Path) -> list[Row]:
-    return read_json_lines(path) if path.exists() else []
-
-
 def current(rows: Sequence[Row], config: Path) -> list[Row]:
     """Return the rows that count, by the design: those of the last corpus and with the present recipe of their run."""
     corpora = [row["sha256"][:12] for row in rows if row["part"] == "corpus"]
@@ -99,7 +95,7 @@ class Experiment:
 
     @property
     def rows(self) -> list[Row]:
-        return read_rows(self.options.rows)
+        return read_json_lines(self.options.rows)
 
     def folder(self, job: Job) -> Path:
         part, condition, seed = job.key if job.trained or job.parent is None else job.parent
@@ -215,7 +211,7 @@ def main(options: Options) -> None:
             print(f"{part}: {state}", flush=True)
             if not jobs(part, experiment.rows):
                 raise SystemExit(f"{part} needs what tuning finds: run --part tuning first")
-    rows = current(read_rows(options.rows), options.config)
+    rows = current(read_json_lines(options.rows), options.config)
     page = options.docs / "evidence.md"
     if parts and (left := missing(rows)):
         print(f"{page} is not written before all runs have ended; missing:", *left, sep="\n  ", flush=True)

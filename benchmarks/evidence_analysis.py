@@ -9,20 +9,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.evidence_parts import (
-    ALL_LRS,
-    FEW_SEEDS,
-    RESTORED,
-    SEEDS,
-    STATES,
-    WARMUPS,
-    Recipe,
-    Row,
-    key_of,
-    newest,
-    tuning_losses,
-)
-from titan_disp.lab.statistics import holm
+from benchmarks.evidence_parts import ALL_LRS, FEW_SEEDS, RESTORED, SEEDS, STATES, Row, key_of, newest, tuning_losses
+from titan_disp.lab.statistics import holm, paired_by_seed
 
 MARGIN = 0.02  # nats; a smaller difference does not matter (docs/evidence_design.md)
 ALPHA = 0.05
@@ -61,16 +49,13 @@ class Paired:
 
 
 def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Paired:
-    seeds = [seed for seed in own if seed in other]
-    if not seeds:
+    seeds, found = paired_by_seed(own, other)
+    if found is None:
         return Paired()
     own, other = ({seed: one[seed] for seed in seeds} for one in (own, other))
-    d = np.array([own[seed] - other[seed] for seed in seeds])
-    low, high = interval(d)
-    flips = {"permutation_type": "samples", "n_resamples": np.inf}  # all sign patterns
-    p = stats.permutation_test((d,), np.mean, **flips).pvalue if len(d) > 1 else 1.0
-    counts = len(d), int((d < 0).sum()), int((d > 0).sum())
-    return Paired(own, other, *counts, float(d.mean()), float(low), float(high), float(p))
+    counts = len(seeds), *(sum(sign * (own[seed] - other[seed]) > 0 for seed in seeds) for sign in (-1, 1))
+    low, high = (math.nan if end is None else end for end in (found.low, found.high))
+    return Paired(own, other, *counts, found.mean, low, high, 1.0 if found.p_value is None else found.p_value)
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -89,8 +74,7 @@ FAMILIES = {
         for name in ("on", "on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")
     },
     **{("width", "on", "test"): "main", ("depth", "on", "test"): "", ("long", "on", "test"): ""},
-    **{("midtraining", name, "test"): "midtraining" for name in ("on-0.1", "on-0.5")},
-    **{("midtraining", name, "new_test"): "midtraining" for name in ("on-0.1", "on-0.5")},
+    **{("midtraining", name, text): "midtraining" for text in ("test", "new_test") for name in ("on-0.1", "on-0.5")},
 }
 
 
@@ -313,8 +297,7 @@ def by_learning_rate(rows: Sequence[Row]) -> dict[float, dict[str, Any]]:
     """Return tuning's losses by learning rate and state, over warm-ups and seeds, where no run is missing or failed."""
     found = {}
     for lr in ALL_LRS:
-        losses = {s: [tuning_losses(rows, s, [lr])[Recipe(lr, w)] for w in WARMUPS] for s in STATES}
-        values = {state: np.concatenate(of) for state, of in losses.items()}
+        values = {state: np.concatenate([*tuning_losses(rows, state, [lr]).values()]) for state in STATES}
         if len(values["on"]) == len(values["off"]) > 0 and np.isfinite([*values["on"], *values["off"]]).all():
             means = {state: float(of.mean()) for state, of in values.items()}
             found[lr] = {**means, "difference": means["on"] - means["off"]}

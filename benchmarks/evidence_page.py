@@ -87,8 +87,7 @@ def extremes(rows: Sequence[Row], part: str) -> dict[str, str]:
     def at(i: int) -> str:
         return f"{over_seeds[i]:+.3f} at step {steps[i]} (95 % interval {low[i]:+.3f} … {high[i]:+.3f})"
 
-    steps_of = {"lowest": 1 + int(over_seeds[1:].argmin()), "highest": 1 + int(over_seeds[1:].argmax()), "end": -1}
-    return {name: at(i) for name, i in steps_of.items()}
+    return {"lowest": at(1 + over_seeds[1:].argmin()), "highest": at(1 + over_seeds[1:].argmax()), "end": at(-1)}
 
 
 def numbers(rows: Sequence[Row], text: str, condition: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
 ALL_LRS = (LRS[0] / 2, *LRS, LRS[-1] * 2)  # and those beyond
 STATES = ("off", "on")
 WIDTHS, WIDTH_LRS, WIDTH_WARMUP = (16, 192, 768), (0.016, 0.032, 0.064), 0.2  # the second experiment
-TIE = 0.01  # nats; of learning rates that differ by less, the lowest is taken
+TIE = 0.01  # nats; of learning rates that differ by less, the second experiment takes the lowest
 OTHER_LOSSES = ("orthogonalization", "decorrelation", "l2_repel", "uniformity", "cosine", "simctg", "koleo")
 STRONG_LOSSES = ("decorrelation", "uniformity")  # with λ 1 as well
 RESTORED = "restored"  # rows of models that were trained again because a later part needs their files
@@ -89,7 +89,11 @@ class Job:
     paths: tuple[str, ...] = ()  # options that name files; they are not part of the recipe
     parent: tuple[str, str, int] | None = None  # the run that it starts from, which must have finished
     begins: str = ""  # the parent's recipe, in words
-    trained: bool = True  # false if the parent itself is measured, on other texts than in its own part
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has options. Otherwise the parent itself is measured, on other texts than in its own part."""
+        return bool(self.options)
 
     @property
     def name(self) -> str:
@@ -123,24 +127,25 @@ def _options(state: str, recipe: Recipe, seed: int, *changed: str, steps: int = 
     return (dispersion, *changed, *recipe.options(steps or STEPS), *seeds)
 
 
-def tuning(rows: Iterable[Row]) -> list[Job]:
-    """Return the grid. If a state's best learning rate is at its edge, it is extended by one, once."""
-    rows = list(rows)
-    grid = [(state, lr) for state in STATES for lr in LRS]
-    grid += [(state, lr) for state in STATES for lr in _lrs(rows, state) if lr not in LRS]
-    return [
-        Job("tuning", f"{state}_{recipe}", seed, _options(state, recipe, seed), ("development",))
-        for state, lr in grid
-        for recipe in (Recipe(lr, warmup) for warmup in WARMUPS)
-        for seed in TUNING_SEEDS
-    ]
+def _grid(part: str) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...]]:
+    """Return what a part tunes, which are states, or states with an MLP width ("off-16"), by which rates and warm-ups."""
+    if part == "tuning":
+        return STATES, LRS, WARMUPS
+    widths = WIDTHS[1:2] if part == "long-tuning" else WIDTHS
+    return tuple(f"{state}-{width}" for width in widths for state in STATES), WIDTH_LRS, (WIDTH_WARMUP,)
 
 
-def tuning_losses(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> dict[Recipe, list[float]]:
+def _tried(part: str, name: str, recipe: Recipe) -> str:
+    return f"{name}_{recipe}" if part == "tuning" else f"{name}_lr-{recipe.lr:g}"
+
+
+def tuning_losses(
+    rows: Iterable[Row], name: str, lrs: Sequence[float], part: str = "tuning"
+) -> dict[Recipe, list[float]]:
     """Return the development cross-entropy of the seeds; it is infinite for a failed run, which then ranks last."""
     known, found = newest(rows), {}
-    for recipe in (Recipe(lr, warmup) for lr in lrs for warmup in WARMUPS):
-        own = [known.get(("tuning", f"{state}_{recipe}", seed)) for seed in TUNING_SEEDS]
+    for recipe in (Recipe(lr, warmup) for lr in lrs for warmup in _grid(part)[2]):
+        own = [known.get((part, _tried(part, name, recipe), seed)) for seed in TUNING_SEEDS]
         found[recipe] = [
             row["numbers"]["development"]["cross_entropy"] if row["status"] == "finished" else float("inf")
             for row in own
@@ -149,149 +154,120 @@ def tuning_losses(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> dict
     return found
 
 
-def best_recipe(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> Recipe | None:
-    """Return the (first) recipe with the lowest mean over the seeds; None if runs are missing or all failed."""
-    losses = tuning_losses(rows, state, lrs)
+def best_recipe(
+    rows: Iterable[Row], name: str, part: str = "tuning", lrs: Sequence[float] | None = None
+) -> Recipe | None:
+    """Return the recipe with the lowest mean over the seeds; None if runs are missing or all failed.
+
+    Of equal ones, it has the lowest learning rate. In the second experiment, those within ``TIE`` count as equal.
+    """
+    losses = tuning_losses(rows, name, lrs or learning_rates(rows, name, part), part)
     if any(len(values) < len(TUNING_SEEDS) for values in losses.values()):
         return None
-    best = min(losses, key=lambda recipe: sum(losses[recipe]))
-    return best if sum(losses[best]) < float("inf") else None
+    sums = {recipe: sum(values) for recipe, values in losses.items()}
+    least = min(sums.values())
+    margin = 0.0 if part == "tuning" else TIE * len(TUNING_SEEDS)
+    tied = [recipe for recipe, total in sums.items() if total <= least + margin]
+    return min(tied, key=lambda recipe: recipe.lr) if least < float("inf") else None
 
 
-def _lrs(rows: Iterable[Row], state: str) -> tuple[float, ...]:
-    """Return the learning rates of a state: one more if the best one is at the edge."""
-    best = best_recipe(rows, state, LRS)
-    if best is None or best.lr not in (LRS[0], LRS[-1]):
-        return LRS
-    return (*LRS, ALL_LRS[0] if best.lr == LRS[0] else ALL_LRS[-1])
+def learning_rates(rows: Iterable[Row], name: str, part: str = "tuning") -> tuple[float, ...]:
+    """Return the learning rates to try: one beyond, half or twice, if the best of the grid is at its edge."""
+    _, lrs, _ = _grid(part)
+    best, beyond = best_recipe(rows, name, part, lrs), {lrs[-1]: (lrs[-1] * 2,), lrs[0]: (lrs[0] / 2,)}
+    return lrs if best is None else lrs + beyond.get(best.lr, ())
 
 
 def tuned(rows: Iterable[Row]) -> dict[str, Recipe] | None:
-    """Return the recipes of the other parts by state, or None if tuning is not complete."""
-    rows = list(rows)
-    found = {state: best_recipe(rows, state, _lrs(rows, state)) for state in STATES}
+    """Return the recipes of the first experiment's other parts by state, or None if tuning is not complete."""
+    found = {state: best_recipe(rows, state) for state in STATES}
     return {state: best for state, best in found.items() if best} if all(found.values()) else None
 
 
-def _grid_part(long: bool) -> tuple[str, int, tuple[int, ...]]:
-    """Return the part that tunes learning rates, its steps, and the widths for which it does."""
-    return ("long-tuning", LONG, WIDTHS[1:2]) if long else ("widths-tuning", STEPS, WIDTHS)
-
-
-def _with_width(part: str, name: str, lr: float, seed: int, steps: int, development: bool = False) -> Job:
-    """Return a run of the second experiment. ``name`` is "off-16", "cosine-192" or "cosine@1-192" (λ 1)."""
-    state, _, width = name.rpartition("-")
+def _tuned_run(part: str, name: str, recipe: Recipe, seed: int) -> Job:
+    """Return a run of tuning or of the second experiment. ``name`` is "off", "off-16", "cosine-192" or "cosine@1-192"."""
+    state, _, width = name.partition("-")
     loss, _, coeff = state.partition("@")
-    other = (f"--dispersion.variant={loss}",) if state not in STATES else ()
-    other += (f"--dispersion.coeff={coeff}",) if coeff else ()
-    shape = (f"--model.overrides=hidden_dim={width}", "--condensation.interval=100")
-    options = _options("off" if state == "off" else "on", Recipe(lr, WIDTH_WARMUP), seed, *other, *shape, steps=steps)
-    condition, text = (f"{name}_lr-{lr:g}", "development") if development else (name, "test")
+    own = (f"--dispersion.variant={loss}",) if state not in STATES else ()
+    own += (f"--dispersion.coeff={coeff}",) if coeff else ()
+    own += (f"--model.overrides=hidden_dim={width}", "--condensation.interval=100") if width else ()
+    steps = LONG if part.startswith("long") else STEPS
+    options = _options("off" if state == "off" else "on", recipe, seed, *own, steps=steps)
+    tunes = part.endswith("tuning")
+    condition, text = (_tried(part, name, recipe), "development") if tunes else (name, "test")
     return Job(part, condition, seed, options, (text,))
 
 
-def width_losses(rows: Iterable[Row], name: str, long: bool = False) -> dict[float, list[float]]:
-    """Return the development cross-entropies by learning rate of "off-16" and the like; infinite for a failed run."""
-    part, _, _ = _grid_part(long)
-    found: dict[float, list[float]] = {}
-    for (own, condition, _), row in newest(rows).items():
-        of, _, lr = condition.partition("_lr-")
-        if (own, of) == (part, name):
-            ce = row["numbers"]["development"]["cross_entropy"] if row["status"] == "finished" else float("inf")
-            found.setdefault(float(lr), []).append(ce)
-    return dict(sorted(found.items()))
-
-
-def best_of_width(rows: Iterable[Row], name: str, lrs: Sequence[float], long: bool = False) -> float | None:
-    """Return the lowest learning rate within ``TIE`` of the best one; None while runs are missing, or if all failed."""
-    losses = width_losses(rows, name, long)
-    if any(len(losses.get(lr, ())) < len(TUNING_SEEDS) for lr in lrs):
-        return None
-    least = min(sum(losses[lr]) for lr in lrs)
-    tied = [lr for lr in lrs if sum(losses[lr]) <= least + TIE * len(TUNING_SEEDS)]
-    return min(tied) if least < float("inf") else None
-
-
-def width_lrs(rows: Iterable[Row], name: str, long: bool = False) -> tuple[float, ...]:
-    """Return the learning rates to try: one beyond, half or twice, if the best of the first three is at their edge."""
-    low, _, high = WIDTH_LRS
-    beyond = {low: (low / 2,), high: (high * 2,)}
-    return WIDTH_LRS + beyond.get(best_of_width(rows, name, WIDTH_LRS, long) or 0.0, ())
+def _tuning(part: str, rows: Sequence[Row]) -> list[Job]:
+    names, _, warmups = _grid(part)
+    return [
+        _tuned_run(part, name, Recipe(lr, warmup), seed)
+        for name in names
+        for lr in learning_rates(rows, name, part)
+        for warmup in warmups
+        for seed in TUNING_SEEDS
+    ]
 
 
 def _second(part: str, rows: Sequence[Row]) -> list[Job]:
     """Return the runs of a part of the second experiment. What needs learning rates has none before they are tuned."""
-    long = part.startswith("long")
-    tuning_part, steps, widths = _grid_part(long)
-    names = [f"{state}-{width}" for width in widths for state in STATES]
-    if part == tuning_part:
-        return [
-            _with_width(part, name, lr, seed, steps=steps, development=True)
-            for name in names
-            for lr in width_lrs(rows, name, long)
-            for seed in TUNING_SEEDS
-        ]
-    tuned_lrs = {name: best_of_width(rows, name, width_lrs(rows, name, long), long) for name in names}
+    grid = "long-tuning" if part == "long-tuned" else "widths-tuning"
+    recipes = {name: best_recipe(rows, name, grid) for name in _grid(grid)[0]}
     if part == "losses":
         losses = (*OTHER_LOSSES, *(f"{loss}@1" for loss in STRONG_LOSSES))
-        tuned_lrs = {f"{loss}-{WIDTHS[1]}": tuned_lrs[f"on-{WIDTHS[1]}"] for loss in losses}
+        recipes = {f"{loss}-{WIDTHS[1]}": recipes[f"on-{WIDTHS[1]}"] for loss in losses}
     elif part == "widths-again":
-        tuned_lrs = {name: lr for name, lr in tuned_lrs.items() if name.endswith(f"-{WIDTHS[1]}")}
+        recipes = {name: recipe for name, recipe in recipes.items() if name.endswith(f"-{WIDTHS[1]}")}
     number = {"losses": 3, "long-tuned": 4}.get(part, 8)
     seeds = AGAIN_SEEDS if part == "widths-again" else SECOND_SEEDS[:number]
     return [
-        _with_width(part, name, lr, seed, steps=steps)
-        for seed in seeds
-        for name, lr in tuned_lrs.items()
-        if lr is not None
+        _tuned_run(part, name, recipe, seed) for seed in seeds for name, recipe in recipes.items() if recipe is not None
     ]
 
 
 def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
     """Return the runs of a part. Before tuning is complete, all other parts have none."""
     rows = list(rows)
+    if part.endswith("tuning"):
+        return _tuning(part, rows)
     if part in SECOND:
         return _second(part, rows)
-    if part == "tuning":
-        return tuning(rows)
     recipes = tuned(rows)
     if recipes is None:
         return []
-    off, on = recipes["off"], recipes["on"]
+    off = recipes["off"]
     if part == "noise":
         return _noise(off)
     if part == "midtraining":
         return _midtraining(off)
-    conditions: dict[str, tuple[Recipe, tuple[str, ...]]] = {"off": (off, ()), "on": (on, ())}
     seeds, steps = SEEDS if part in ("main", "width") else FEW_SEEDS, LONG if part == "long" else STEPS
-    if part == "main":
-        quarter = ("--dispersion.decay=linear", f"--dispersion.decay_steps={QUARTER}")
-        noisy = ("--baseline.method=noisy_embedding", f"--baseline.noise_alpha={NOISE_ALPHA}")
-        conditions |= {"on-0.03": (on, ("--dispersion.coeff=0.03",)), "on-first-quarter": (on, quarter)}
-        conditions |= {"on-moments": (on, ("--dispersion.estimator=moments",)), "noisy-embedding": (off, noisy)}
     shape = {"width": (f"--model.overrides=hidden_dim={NARROW}",), "depth": (f"--model.overrides=n_layers={DEEP}",)}
+    conditions: dict[str, tuple[str, ...]] = dict.fromkeys(STATES, shape.get(part, ()))
+    if part == "main":
+        conditions["on-0.03"] = ("--dispersion.coeff=0.03",)
+        conditions["on-first-quarter"] = ("--dispersion.decay=linear", f"--dispersion.decay_steps={QUARTER}")
+        conditions["on-moments"] = ("--dispersion.estimator=moments",)
+        conditions["noisy-embedding"] = ("--baseline.method=noisy_embedding", f"--baseline.noise_alpha={NOISE_ALPHA}")
     return [
-        Job(
-            part,
-            name,
-            seed,
-            _options(name.partition("-")[0], recipe, seed, *changed, *shape.get(part, ()), steps=steps),
-        )
-        for name, (recipe, changed) in conditions.items()
+        Job(part, name, seed, _options(state, recipes.get(state, off), seed, *changed, steps=steps))
+        for name, changed in conditions.items()
+        for state in [name.partition("-")[0]]
         for seed in seeds
     ]
 
 
 def _noise(off: Recipe) -> list[Job]:
     """Return repetitions of main's off: with the sums of a step in another order, and once without a change."""
-    arrangements = {"accumulation-4": (4, 1), "2-ranks": (8, 2)}  # local batch size, ranks
+    small, large = (f"--training.local_batch_size={size}" for size in (4, 8))
+    arrangements = (
+        ("accumulation-4", 1, (small,), FEW_SEEDS),
+        ("2-ranks", 2, (large,), FEW_SEEDS),
+        ("again", 1, (), FEW_SEEDS[:1]),
+    )
     return [
-        *(
-            Job("noise", name, seed, (*_options("off", off, seed), f"--training.local_batch_size={size}"), ranks=ranks)
-            for name, (size, ranks) in arrangements.items()
-            for seed in FEW_SEEDS
-        ),
-        Job("noise", "again", FEW_SEEDS[0], _options("off", off, FEW_SEEDS[0])),
+        Job("noise", name, seed, (*_options("off", off, seed), *changed), ranks=ranks)
+        for name, ranks, changed, seeds in arrangements
+        for seed in seeds
     ]
 
 
@@ -299,16 +275,14 @@ def _midtraining(off: Recipe) -> list[Job]:
     """Return main's off models, before and after training on the held-back package."""
     recipe = Recipe(off.lr * MIDTRAINING_LR, MIDTRAINING_WARMUP)
     last = "--lr_scheduler.min_lr_factor=0"
-    found = [Job("midtraining", "before", seed, (), ("new_test",), trained=False) for seed in SEEDS]
+    found = [Job("midtraining", "before", seed, (), ("new_test",)) for seed in SEEDS]
     for name in ("off", *COEFFS):
         state, _, value = name.partition("-")
         coeff = (f"--dispersion.coeff={value}",) if value else ()
         for seed in SEEDS:
             *options, debug, stream = _options(state, recipe, seed, *coeff, steps=MIDTRAINING)
-            paths = (
-                "--training.dataset_path={data}/held_back",
-                f"--checkpoint.initial_load_path={{runs}}/main/off_seed-{seed}/checkpoint/step-{STEPS}",
-            )
+            start = f"--checkpoint.initial_load_path={{runs}}/main/off_seed-{seed}/checkpoint/step-{STEPS}"
+            paths = ("--training.dataset_path={data}/held_back", start)
             options = (*options, last, debug, stream)
             found.append(Job("midtraining", name, seed, options, ("test", "new_test"), paths=paths))
     begins = f"{off}_steps-{STEPS}"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks.evidence_analysis import MARGIN, curve_differences, finished, interval, outcomes
 from benchmarks.evidence_parts import NAMES, PARTS, TEXTS, TRAINED, Row
@@ -14,7 +15,7 @@ LABELS = {part: PARTS[part] for part in TRAINED}
 LIMIT = 0.2  # nats; larger differences occur only in the first steps
 
 
-def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
+def difference_over_tokens(rows: Sequence[Row]) -> Figure:
     """Draw development cross-entropy of on − off over tokens, as the mean over seeds in its 95 % interval."""
     figure = new_figure(3.2 * len(LABELS), 3.6)
     grid = figure.subplots(1, len(LABELS), sharey=True)
@@ -34,10 +35,10 @@ def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
         axes.set_xlabel("training tokens (millions)", fontsize=9)
     label = "cross-entropy on one dictionary page,\non − off (nats; above 0, dispersion is worse)"
     grid[0].set_ylabel(label, fontsize=9)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def cosine_maps(rows: Sequence[Row], path: Path) -> None:
+def cosine_maps(rows: Sequence[Row]) -> Figure:
     """Draw the mean cosine by layer and step, averaged over seeds, with off beside on."""
     figure = new_figure(8, 2.4 * len(LABELS))
     grid = figure.subplots(len(LABELS), 2, sharey="row", sharex="row")
@@ -55,10 +56,10 @@ def cosine_maps(rows: Sequence[Row], path: Path) -> None:
     for axes in grid[-1]:
         axes.set_xlabel("step")
     figure.colorbar(image, ax=grid.ravel().tolist(), label=f"{MEAN_COSINE} (1: same direction)")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def contrasts(rows: Sequence[Row], path: Path) -> None:
+def contrasts(rows: Sequence[Row]) -> Figure:
     """Draw every contrast with off: the seeds' differences, and the mean in its 95 % interval."""
     found = outcomes(rows)
     figure = new_figure(8, 0.32 * len(found) + 1.2)
@@ -78,10 +79,9 @@ def contrasts(rows: Sequence[Row], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("test cross-entropy, condition − off (nats; right of 0 is worse)")
     axes.legend(fontsize=7, loc="upper right")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def draw(rows: Sequence[Row], docs: Path) -> None:
-    difference_over_tokens(rows, docs / "evidence_loss.png")
-    cosine_maps(rows, docs / "evidence_cosine.png")
-    contrasts(rows, docs / "evidence_contrasts.png")
+    for name, drawn in {"loss": difference_over_tokens, "cosine": cosine_maps, "contrasts": contrasts}.items():
+        drawn(rows).savefig(docs / f"evidence_{name}.png", dpi=120)

@@ -72,11 +72,7 @@ def trained(options: Options, gpus: int) -> Iterator[Check]:
     """Yield ten steps of the debug model in every way of training that only GPUs have."""
     two = "" if gpus > 1 else "it needs two GPUs"
     torchao = "" if importlib.util.find_spec("torchao") else "it needs the package torchao"
-    tensor = (
-        "--parallelism.tensor_parallel_degree=2",
-        "--parallelism.enable_async_tensor_parallel",
-        "--compile.enable",
-    )
+    tensor = "--parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel --compile.enable"
     for name, subject, words, cannot in (
         ("bf16", "bf16 training, fused optimizers", (), ""),
         ("documents", "flex attention within documents", ("--stream.document_mask",), "" if gpus else "it needs a GPU"),
@@ -84,7 +80,7 @@ def trained(options: Options, gpus: int) -> Iterator[Check]:
         ("float8", "float8", ("--compile.enable", "--model.converters=quantize.linear.float8"), torchao),
         ("offload", "CPU offload", ("--training.enable_cpu_offload",), two),
         ("context", "context parallelism on a GPU's kernels", ("--parallelism.context_parallel_degree=2",), two),
-        ("async-tensor", "async tensor parallelism", tensor, two),
+        ("async-tensor", "async tensor parallelism", tensor.split(), two),
     ):
         if not gpus:
             words = (*words, "--model.flavor=nano", "--training.seq_len=64", "--training.steps=2")

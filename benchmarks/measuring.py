@@ -1,18 +1,37 @@
 """What the benchmarks share: a process for each case, and tables."""
 
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
 import pandas
 
 
+@dataclass
+class Printed:
+    """The option that all benchmarks have."""
+
+    json: bool = False
+    """Print only one JSON object."""
+
+
 def in_a_fresh_process(function: Callable[..., Any], *args: object) -> Any:
     """Call a function in a process of its own, because peak memory is a process's high-water mark."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
+
+
+def timed(
+    function: Callable[..., object], *args: object, clock: Callable[[], float] = time.process_time
+) -> tuple[float, float]:
+    """Return seconds and this process's CPU seconds, which depend less on how busy the machine is."""
+    start, cpu = time.perf_counter(), clock()
+    function(*args)
+    return time.perf_counter() - start, clock() - cpu
 
 
 def show(as_json: bool, **results: Any) -> None:

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from measuring import show
+from measuring import Printed, show, timed
 
 FLAVOR = "debugmodel"  # which TorchTitan's Qwen3 and ours have, here with sizes that leave little but the overhead
 SIZES = {"dim": 64, "hidden_dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "enable_weight_tying": False}
@@ -36,7 +36,7 @@ FILE_EVENTS = {"open", "os.rename", "os.remove", "os.listdir", "os.scandir", "os
 
 
 @dataclass
-class Options:
+class Options(Printed):
     cases: list[str] = field(default_factory=lambda: list(CASES))
     """Stock is TorchTitan's trainer and Qwen3; off and the estimators are titan-disp's."""
     layers: int = 28
@@ -46,8 +46,6 @@ class Options:
     warmup: int = 3
     overrides: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
     """Options of the config, each as --overrides=--section.key=value."""
-    json: bool = False
-    """Print only one JSON object."""
 
 
 class Counted:
@@ -125,25 +123,15 @@ def count(case: str, argv: list[str], layers: int, warmup: int, steps: int) -> d
     batches = trainer.batch_generator(trainer.dataloader)
     optimizer_step, in_optimizer = trainer.optimizers.step, []
 
-    def timed() -> None:
-        start = time.thread_time()
-        optimizer_step()
-        in_optimizer.append(time.thread_time() - start)
-
     def step() -> None:
         trainer.step += 1
         trainer.train_step(batches)
 
-    trainer.optimizers.step = timed
+    trainer.optimizers.step = lambda: in_optimizer.append(timed(optimizer_step, clock=time.thread_time)[1])
     try:
         for _ in range(warmup):
             step()
-        seconds, cpu_seconds = [], []
-        for _ in range(steps):
-            start, cpu_start = time.perf_counter(), time.thread_time()
-            step()
-            seconds.append(time.perf_counter() - start)
-            cpu_seconds.append(time.thread_time() - cpu_start)
+        seconds, cpu_seconds = zip(*(timed(step, clock=time.thread_time) for _ in range(steps)), strict=True)
         counted = Counted()
         counts = [counted.step(step) for _ in range(5)]
     finally:

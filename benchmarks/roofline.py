@@ -24,9 +24,7 @@ def kernels(batch: int, n: int, f: int, side: int, per_row: bool) -> list[tuple[
     sizes = [min(side, n - i) for i in range(0, n, side)]
     found = []
 
-    def add(
-        rows: int, inner: int, new: bool = False
-    ) -> None:  # to ``rows`` rows of W: q and tokens read, W read and written
+    def add(rows: int, inner: int, new: bool = False) -> None:  # to rows of W: q and tokens read, W read and written
         found.append((2.0 * rows * inner * f, 2.0 * rows * inner + 2 * inner * f + rows * f * (4 if new else 8)))
 
     for k, m in enumerate(sizes):

@@ -11,12 +11,11 @@ its own, and the cases take turns. Times are processor time, so that other work 
 (docs/shuffling.md).
 """
 
-import gzip
-import json
 import math
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,20 @@ import numpy as np
 import tyro
 
 import data
-from measuring import in_a_fresh_process, show
+from measuring import Printed, in_a_fresh_process, show
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.stream import RankStreams
+from titan_disp.lab.sample import write_shard
 
 SEQUENCE = 257  # tokens, of the table of batches
 
 
 @dataclass
-class Options:
+class Options(Printed):
     slots: list[int] = field(default_factory=lambda: [48, 2048])
     windows: list[int] = field(default_factory=lambda: [0, 64, 256, 1024])
     files: int = 8
@@ -48,8 +48,6 @@ class Options:
     """Seconds for which each case is measured in each round, after a sequence of every slot."""
     rounds: int = 3
     """How many times the cases take turns. The median counts."""
-    json: bool = False
-    """Print only one JSON object."""
 
 
 def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, float]:
@@ -95,11 +93,10 @@ def write_numbered(folder: Path, files: int, documents: int) -> list[int]:
     rng = np.random.default_rng(0)
     words = rng.lognormal(math.log(68) - 0.6, 1.1, files * documents).astype(int) + 2
     folder.mkdir()
+    numbers = (map(str, [number, *rng.integers(10**4, 10**5, words[number] - 1)]) for number in range(len(words)))
     for f in range(files):
-        with gzip.open(folder / f"{f:03d}.json.gz", "wt", compresslevel=1) as file:
-            for number in range(f * documents, (f + 1) * documents):
-                text = " ".join(map(str, [number, *rng.integers(10**4, 10**5, words[number] - 1)]))
-                file.write(json.dumps({"text": text}) + "\n")
+        texts = ({"text": " ".join(text)} for text in islice(numbers, documents))
+        write_shard(folder / f"{f:03d}.json.gz", texts)
     return (words + 1).tolist()
 
 

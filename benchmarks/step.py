@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from measuring import in_a_fresh_process, show
+from measuring import Printed, in_a_fresh_process, show
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
@@ -34,7 +34,7 @@ SAVED = "saved"
 
 
 @dataclass
-class Options:
+class Options(Printed):
     config: str = str(ROOT / "train_configs" / ("debug.toml" if torch.cuda.is_available() else "demo_cpu.toml"))
     """The config, a TOML file."""
     flavor: str = "0.6B" if torch.cuda.is_available() else "nano"
@@ -47,8 +47,6 @@ class Options:
     rounds: int = 2
     overrides: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
     """Options of the config, each as --overrides=--section.key=value."""
-    json: bool = False
-    """Print only one JSON object."""
 
 
 class LossTime:

@@ -161,7 +161,8 @@ def test_the_parts_are_the_design_s():
 
 def test_a_width_takes_the_best_learning_rate_and_one_beyond_the_edge():
     best = {"off-16": 0.016, "on-768": 0.064}
-    lrs = {name: evidence_parts.width_lrs(width_rows(best), name) for name in ("off-16", "on-16", "on-768")}
+    names, rows = ("off-16", "on-16", "on-768"), width_rows(best)
+    lrs = {name: evidence_parts.learning_rates(rows, name, "widths-tuning") for name in names}
     assert lrs == {
         "off-16": (0.016, 0.032, 0.064, 0.008),
         "on-16": (0.016, 0.032, 0.064),
@@ -179,7 +180,8 @@ def test_a_width_takes_the_best_learning_rate_and_one_beyond_the_edge():
         one | {"numbers": {"development": {"cross_entropy": 5.009}}} if "lr-0.016" in one["condition"] else one
         for one in width_rows({})
     ]
-    assert evidence_parts.best_of_width(tied, "on-16", (0.016, 0.032, 0.064)) == 0.016  # within 0.01 of the best
+    best = evidence_parts.best_recipe(tied, "on-16", "widths-tuning", (0.016, 0.032, 0.064))
+    assert best == Recipe(0.016, 0.2)  # within 0.01 of the best
 
 
 def test_jobs_are_configs_that_can_run(sample):

@@ -87,19 +87,13 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of metrics.jsonl or events.jsonl. Raises ConfigError at one that titan-disp does not write."""
     events = path.name == EVENTS
     for record in _json_lines(path):
-        try:
+        sound = False
+        with contextlib.suppress(KeyError, TypeError, ValueError):
             if events:
                 record["time"] = datetime.fromisoformat(record["time"]).timestamp()
+            kinds = {"event": str} if events else {k: dict if k in NESTED else int | float | None for k in record}
             sound = type(record["step"]) is int and record["step"] >= -events and math.isfinite(record["time"])
-            sound &= (
-                isinstance(record["event"], str)
-                if events
-                else all(
-                    isinstance(value, dict if key in NESTED else int | float | None) for key, value in record.items()
-                )
-            )
-        except (KeyError, TypeError, ValueError):
-            sound = False
+            sound &= all(isinstance(record[key], kind) for key, kind in kinds.items())
         if not sound:
             fields = "'step', 'time' (ISO 8601) and 'event'" if events else "numbers with 'step' and 'time'"
             raise ConfigError(f"{str(path)!r} cannot be read: expected {fields} in each line, found {str(record):.99}")

@@ -29,8 +29,16 @@ from titan_disp.lab.evaluate.harness import (
     warnings_once,
 )
 from titan_disp.lab.export.export import export
-from titan_disp.lab.inspection.targets import Target, find_device, find_targets, name_of, parse_group
-from titan_disp.lab.published import HEADINGS, NOTE, Ours, beside, costs
+from titan_disp.lab.inspection.targets import (
+    Target,
+    check_least,
+    find_device,
+    find_targets,
+    make_out,
+    name_of,
+    parse_group,
+)
+from titan_disp.lab.published import HEADINGS, NOTE, Lines, Ours, beside, costs
 from titan_disp.lab.report.gather import gather
 from titan_disp.run.folder import write_json
 from titan_disp.text import markdown_table
@@ -48,14 +56,16 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     Raises ConfigError, before anything is evaluated, if a model, task, data set or device does not exist, or a number is
     out of range; after the models before it, if weights are missing or damaged, or a run cannot be exported.
     """
-    for name, minimum in {"limit": 1, "num_fewshot": 0, "seed": 0}.items():
-        value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected at least {minimum}")
+    check_least(options, limit=1, num_fewshot=0, seed=0)
     if options.batch_size != "auto" and options.batch_size < 1:
         raise ConfigError(f"--batch-size is {options.batch_size}, expected auto or at least 1")
     print("loading lm-evaluation-harness and its tasks, which takes up to a minute", file=sys.stderr, flush=True)
-    _require_harness()
+    try:
+        import_module("lm_eval.models.huggingface")  # also imports accelerate, which lm_eval does not install
+    except ImportError as error:
+        raise ConfigError(
+            f"titan-disp evaluate needs EleutherAI's lm-evaluation-harness: {error}. pip install 'titan-disp[eval]'"
+        ) from error
     chosen, out = PROTOCOLS[options.protocol], options.out
     device = str(find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     dtype = chosen.dtype if options.dtype == "auto" else options.dtype
@@ -68,7 +78,10 @@ def evaluate(options: EvaluateOptions) -> Comparison:
         packages = ("titan-disp", "lm_eval", "transformers", "torch", "datasets")
         content = {"settings": of_all, "versions": {name: version(name) for name in packages}, "conditions": conditions}
         results: dict[str, Result] = {}
-        ran = beside(_costs(found), "the run's folder")
+        ran = Lines()
+        with suppress(ConfigError):  # a run that cannot be read has no costs
+            runs = dict.fromkeys(model.run for model in found.values() if model.run is not None)
+            ran = beside(costs(gather(list(runs), [])), "the run's folder")
         for name, model in _with_progress(found):
             with _as_hugging_face(model, out) as folder:
                 results[name] = run_model(folder, suite, settings)
@@ -92,25 +105,11 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     return comparison
 
 
-def _require_harness() -> None:
-    try:
-        import_module("lm_eval.models.huggingface")  # also imports accelerate, which lm_eval does not install
-    except ImportError as error:
-        raise ConfigError(
-            f"titan-disp evaluate needs EleutherAI's lm-evaluation-harness: {error}. pip install 'titan-disp[eval]'"
-        ) from error
-
-
 def _check_out(out: Path) -> None:
     if (out / "results.json").exists():
         raise ConfigError(f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-        (out / "samples.jsonl").unlink(missing_ok=True)  # left by an evaluation that stopped before its first results
-    except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
+    make_out(out)
+    (out / "samples.jsonl").unlink(missing_ok=True)  # left by an evaluation that stopped before its first results
 
 
 def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
@@ -183,14 +182,6 @@ def scores(comparison: Comparison) -> Ours:
                 for other, one in differences.items()
             }
     return found
-
-
-def _costs(models: Mapping[str, Target]) -> Ours:
-    """Return what those models cost that are runs. A run that cannot be read is left out."""
-    runs = dict.fromkeys(model.run for model in models.values() if model.run is not None)
-    with suppress(ConfigError):
-        return costs(gather(list(runs), []))
-    return {}
 
 
 def _dtype_note(results: Mapping[str, Result]) -> list[str]:

@@ -167,15 +167,7 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     Raises ConfigError, and CheckpointError if the weights of a run cannot be read. Errors of weights may come after the
     first measurement; all other errors come before it.
     """
-    least = {
-        "--sequences": (options.sequences, 1),
-        "--max-length": (options.max_length, 2),
-        "--batch-size": (options.batch_size, 1),
-        "--last-n": (2 if options.last_n is None else options.last_n, 2),
-    }
-    for option, (value, minimum) in least.items():
-        if value < minimum:
-            raise ConfigError(f"{option} is {value}, expected at least {minimum}")
+    targets.check_least(options, sequences=1, max_length=2, batch_size=1, last_n=2)
     if not 0 <= options.zeta < 1:
         raise ConfigError(f"--zeta is {options.zeta}, expected at least 0, and less than 1")
     device: targets.Device = "auto"
@@ -200,10 +192,7 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
         options.text, options.dataset, options.seed, in_order=options.contiguous, text_field=options.text_field
     )
     samples = {name: _sample(name, target, texts, cut) for name, target in models.items()}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
+    targets.make_out(out)
     found: dict[str, Measured] = {}
     untrained: dict[Path, np.ndarray] = {}  # mean cosines by run or model: its steps or revisions share them
     for name, target in models.items():
@@ -220,11 +209,8 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
         family: [targets.name_of(member, models) for member in members] for family, members in by_family.items()
     }
     named_pairs = [(targets.name_of(base, models), targets.name_of(other, models)) for base, other in by_pair]
-    settings = {
-        **{"text": str(options.text or options.dataset), "seed": options.seed, "dtype": options.dtype},
-        **{"contiguous": options.contiguous, "special_tokens": options.special_tokens},
-        **{"last_n": options.last_n, "zeta": options.zeta},
-    }
+    kept = ("seed", "dtype", "contiguous", "special_tokens", "last_n", "zeta")
+    settings = {"text": str(options.text or options.dataset), **{name: getattr(options, name) for name in kept}}
     files = [*write_metrics(out, found, settings), *write_figures(out, found, named_families, named_pairs)]
     measurements = {name: one.condensation for name, one in found.items()}
     print(table(measurements))

@@ -7,6 +7,7 @@ with 64 blocks of width 5120 and 8 sequences of 512 tokens in float32, they take
 
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,6 +53,24 @@ def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
         return torch.device(name)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def check_least(options: object, **least: int) -> None:
+    """Raise ConfigError if one of the options of a command is less than that; None is the default of its own."""
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected at least {minimum}")
+
+
+def make_out(out: Path) -> None:
+    """Make the folder of --out, or raise ConfigError if nothing can be written to it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
 
 
 def parse_group(text: str) -> tuple[str, list[str]] | None:

@@ -156,41 +156,32 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
 
     The defaults are the sweep's own. Without a metric of its own, it is the first of ``DEFAULTS`` that any run has.
     """
-    found = [(point, *_state(point.folder)) for point in points(sweep)]
-    finished = [point.folder for point, word, _ in found if word == "finished"]
-    measured = (name for name in DEFAULTS if any(_value(run, name)[0] is not None for run in finished))
-    asked, against = metric or sweep.metric, against or sweep.against
-    metric = asked or next(measured, FALLBACK)
-    check_metric(metric)
-    by_condition: dict[str, list[Member]] = {}
-    for point, word, detail in found:
-        by_condition.setdefault(point.condition, []).append(_member(point, word, detail, metric))
+    every, asked, against = points(sweep), metric or sweep.metric, against or sweep.against
+    for metric in [asked] if asked else DEFAULTS:
+        check_metric(metric)
+        by_condition: dict[str, list[Member]] = {}
+        for point in every:
+            by_condition.setdefault(point.condition, []).append(_member(point, metric))
+        if any(member.value is not None for members in by_condition.values() for member in members):
+            break
     if against is not None and against not in by_condition:
         raise ConfigError(f"sweep.against or --against is {against!r}, expected one of {', '.join(by_condition)}")
     conditions = [Condition(name, tuple(members)) for name, members in by_condition.items()]
     return Comparison(metric, against, differences(conditions, against), not asked and metric == FALLBACK)
 
 
-def _member(point: Point, word: str, detail: str, metric: str) -> Member:
-    value, missing = _value(point.folder, metric) if word == "finished" else (None, f"{word}: {detail}")
+def _member(point: Point, metric: str) -> Member:
+    """Return a point with its metric if it has finished. One run that cannot be read must not cost the others' table."""
+    value = None
+    try:
+        word, detail = state(point.folder)
+        missing = f"{word}: {detail}"
+        if word == "finished":
+            value = final_metric(point.folder, metric)
+            missing = "" if value is not None else f"finished without a finite {metric} at its end"
+    except ConfigError as error:
+        missing = f"unreadable: {error}"
     return Member(point.name, tuple(sorted(point.seeds.items())), value, missing)
-
-
-def _state(run: Path) -> tuple[str, str]:
-    """Return a point's state, also if its events cannot be read: one run must not cost the table of the others."""
-    try:
-        return state(run)
-    except ConfigError as error:
-        return "unreadable", str(error)
-
-
-def _value(run: Path, metric: str) -> tuple[float | None, str]:
-    """Return the metric of a finished run, or None and the reason."""
-    try:
-        value = final_metric(run, metric)
-    except ConfigError as error:
-        return None, f"unreadable: {error}"
-    return value, "" if value is not None else f"finished without a finite {metric} at its end"
 
 
 def differences(conditions: Sequence[Condition], against: str | None) -> list[Condition]:
