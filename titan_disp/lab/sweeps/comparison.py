@@ -157,17 +157,17 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
     The defaults are the sweep's own. Without a metric of its own, it is the first of ``DEFAULTS`` that any run has.
     """
     every, asked, against = points(sweep), metric or sweep.metric, against or sweep.against
-    for metric in [asked] if asked else DEFAULTS:
-        check_metric(metric)
+    for name in [asked] if asked else DEFAULTS:
+        check_metric(name)
         by_condition: dict[str, list[Member]] = {}
         for point in every:
-            by_condition.setdefault(point.condition, []).append(_member(point, metric))
+            by_condition.setdefault(point.condition, []).append(_member(point, name))
         if any(member.value is not None for members in by_condition.values() for member in members):
             break
     if against is not None and against not in by_condition:
         raise ConfigError(f"sweep.against or --against is {against!r}, expected one of {', '.join(by_condition)}")
-    conditions = [Condition(name, tuple(members)) for name, members in by_condition.items()]
-    return Comparison(metric, against, differences(conditions, against), not asked and metric == FALLBACK)
+    conditions = [Condition(condition, tuple(members)) for condition, members in by_condition.items()]
+    return Comparison(name, against, differences(conditions, against), not asked and name == FALLBACK)
 
 
 def _member(point: Point, metric: str) -> Member:
