@@ -180,7 +180,8 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
     """
     if left := missing(rows):
         raise Refused("\n  ".join(["runs are missing that the text of docs/evidence.md is about:", *left]))
-    return {name: render(f"{name}.j2", context(rows), **FILTERS) for name in PAGES}
+    known = context(rows)
+    return {name: render(f"{name}.j2", known, **FILTERS) for name in PAGES}
 
 
 def write_pages(rows: Sequence[Row], docs: Path) -> None:

@@ -101,7 +101,7 @@ def cost(job_config: JobConfig, plan: Plan, taken: Mapping[str, float]) -> dict[
     section, args = job_config.condensation, args_of(job_config)  # type: ignore[attr-defined]
     n, layers = min(section.max_tokens, plan.batch.seq_len), args.n_layers + 2
     sequences, pairs = busiest_rank(plan.mesh.data_parallel, section.sequences, plan.batch.local_batch_size, layers)
-    flops = find_gpu(plan.machine)[1].bf16_flops * plan.machine.mfu
+    flops = find_gpu(plan.machine).bf16_flops * plan.machine.mfu
     measurements = range(0, plan.batch.steps + 1, section.interval)
     parts = {
         "forward": sequences * plan.model.flops / plan.batch.global_batch_size / 3 / flops,

@@ -12,7 +12,7 @@ from tests.pages import changed, loaded
 from titan_disp import cpu
 from titan_disp.cluster import cost
 from titan_disp.cluster import plan as plans
-from titan_disp.cluster.cost import find_gpu
+from titan_disp.cluster.cost import find_gpu, gpu_name
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.plan import NodeCount, make_plan, render
 from titan_disp.config.options import Machine
@@ -403,10 +403,10 @@ def test_json_and_text(every_node_count):
 
 
 def test_a_gpu_is_the_named_one_this_computers_or_has_given_sizes(monkeypatch):
-    assert find_gpu(Machine())[0] == "H100"
+    assert gpu_name("") == "H100"
     named = find_gpu(Machine(gpu="RTX4090", gpu_memory=48))  # with more memory than the table's
-    assert (named[0], named[1].memory, named[1].bf16_flops) == ("RTX4090", 48e9, 165.2e12)
-    other = find_gpu(Machine(gpu="T4", gpu_memory=16, gpu_flops=65))[1]
+    assert (named.memory, named.bf16_flops) == (48e9, 165.2e12)
+    other = find_gpu(Machine(gpu="T4", gpu_memory=16, gpu_flops=65))
     assert (other.memory, other.bf16_flops) == (16e9, 65e12)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for here, name in (
@@ -416,7 +416,7 @@ def test_a_gpu_is_the_named_one_this_computers_or_has_given_sizes(monkeypatch):
     ):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda here=here: here)
         if name:
-            assert find_gpu(Machine())[0] == name
+            assert (gpu_name(""), find_gpu(Machine())) == (name, find_gpu(Machine(gpu=name)))
         else:
             with pytest.raises(
                 ConfigError, match=r"gpu is 'Tesla T4', expected one of A100, .*--gpu-memory .*--gpu-flops"
@@ -432,6 +432,6 @@ def test_peaks_follow_from_the_units_and_their_clock():
         ("MI250X-GCD", 110, 1024, 1.7e9, 256, 1.7e9),
         ("MI300X", 304, 2048, 2.1e9, 256, 2.1e9),
     ):
-        gpu = find_gpu(Machine(gpu=name))[1]
+        gpu = find_gpu(Machine(gpu=name))
         assert units * bf16 * bf16_clock == pytest.approx(gpu.bf16_flops, rel=1e-3)
         assert units * fp32 * fp32_clock == pytest.approx(gpu.fp32_flops, rel=1e-3)

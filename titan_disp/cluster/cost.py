@@ -269,25 +269,26 @@ GPUS = {
 }
 
 
-def find_gpu(machine: Machine) -> tuple[str, Gpu]:
-    """Return the machine's GPU and its name: of the table, by its memory and FLOP/s, or else this computer's, or an H100.
+def gpu_name(asked: str) -> str:
+    """Return the name of the GPU that was asked for, or else of this computer's, or H100."""
+    here = torch.cuda.get_device_name() if not asked and torch.cuda.is_available() else ""
+    return asked or next((one for one in GPUS if one in here.replace(" ", "")), here) or "H100"
+
+
+def find_gpu(machine: Machine) -> Gpu:
+    """Return the machine's GPU: of the table, with the memory and FLOP/s that are given.
 
     Raises:
         ConfigError: The table does not have it, and its memory or FLOP/s are not given.
     """
-    name, memory, flops = machine.gpu, machine.gpu_memory, machine.gpu_flops
-    if not name:
-        here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        name = next((one for one in GPUS if one in here.replace(" ", "")), here or "H100")
-    own = {"memory": memory and memory * 1e9, "bf16_flops": flops and flops * 1e12}
-    if name in GPUS:
-        return name, replace(GPUS[name], **{key: value for key, value in own.items() if value})
-    if not (memory and flops):
+    name, memory, flops = gpu_name(machine.gpu), machine.gpu_memory, machine.gpu_flops
+    if name not in GPUS and not (memory and flops):
         raise ConfigError(
             f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory (GB) and --gpu-flops (dense bf16 TFLOP/s)"
         )
-    assumed = {"fp32_flops": flops * 1e12 / 2, "node_bandwidth": 32e9, "network_bandwidth": 1.25e9}
-    return name, Gpu(memory=memory * 1e9, bf16_flops=flops * 1e12, **assumed)
+    known = GPUS.get(name, Gpu(0.0, (flops or 0.0) * 1e12 / 2, 0.0, 32e9, 1.25e9))  # links as of the desktop GPUs above
+    given = {"memory": memory and memory * 1e9, "bf16_flops": flops and flops * 1e12}
+    return replace(known, **{key: value for key, value in given.items() if value})
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,8 @@ def unseen_shares(
 
 def find_machine(machine: Machine) -> Machine:
     """Return the machine with the GPU's own bandwidths where it names none, or raise ConfigError."""
-    name, gpu = cost.find_gpu(machine)
+    machine = replace(machine, gpu=cost.gpu_name(machine.gpu))
+    gpu = cost.find_gpu(machine)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
         raise ConfigError(
             f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}, expected at least 1 of both"
@@ -176,7 +177,7 @@ def find_machine(machine: Machine) -> Machine:
         if not value > 0:
             raise ConfigError(f"{kind} bandwidth is {value:g} GB/s, expected a number > 0")
     found: dict[str, Any] = {f"{kind}_bandwidth": value for kind, value in bandwidths.items()}
-    return replace(machine, gpu=name, gpu_memory=gpu.memory / 1e9, gpu_flops=gpu.bf16_flops / 1e12, **found)
+    return replace(machine, gpu_memory=gpu.memory / 1e9, gpu_flops=gpu.bf16_flops / 1e12, **found)
 
 
 def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> Plan:
@@ -185,7 +186,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     Raises ConfigError if the run would fail at its start, or a number of the machine is out of range.
     """
     machine, given, job_config = find_machine(machine), job_config, copy.deepcopy(job_config)
-    (_, gpu), world = cost.find_gpu(machine), machine.nodes * machine.gpus_per_node
+    gpu, world = cost.find_gpu(machine), machine.nodes * machine.gpus_per_node
     try:
         check_config(job_config, world)
     except ConfigError as error:
@@ -247,7 +248,7 @@ def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Mod
     assert machine.node_bandwidth is not None  # ``find_machine`` has filled it in
     assert machine.network_bandwidth is not None
     within, between = machine.node_bandwidth * 1e9, machine.network_bandwidth * 1e9
-    world, (_, gpu) = machine.nodes * machine.gpus_per_node, cost.find_gpu(machine)
+    world, gpu = machine.nodes * machine.gpus_per_node, cost.find_gpu(machine)
     sent = cost.traffic(job_config, module, machine.gpus_per_node, world)
     bf16, fp32 = (world * machine.mfu * peak for peak in (gpu.bf16_flops, gpu.fp32_flops))
 
@@ -300,7 +301,7 @@ def render(plan: Plan) -> str:
     machine, mesh, batch, model = plan.machine, plan.mesh, plan.batch, plan.model
     m, c, t = plan.memory, plan.checkpoints, plan.time
     kinds = {"unsharded": " of gathered weights and their gradients", "dispersion": " of saved gradients"}
-    (_, gpu), took = cost.find_gpu(machine), estimated_duration
+    gpu, took = cost.find_gpu(machine), estimated_duration
     gpus = f"{counted(machine.nodes, 'node')} × {machine.gpus_per_node} {machine.gpu}"
     ranks, share = counted(mesh.data_parallel, "rank"), model.dispersion_flops / model.flops
     degrees = f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} × tensor {mesh.tensor}"

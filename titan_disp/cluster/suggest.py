@@ -57,7 +57,7 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
     Raises ConfigError if the config is refused as it is.
     """
     machine = find_machine(machine)
-    module, memory = meta_model(job_config), FILLED * find_gpu(machine)[1].memory
+    module, memory = meta_model(job_config), FILLED * find_gpu(machine).memory
     own = {key: attrgetter(key)(job_config) for key in KEYS}
     found: dict[tuple[str, ...], tuple[Suggestion, dict[str, Any]]] = {}
     for values in [own, *_tries(job_config, machine, own)]:

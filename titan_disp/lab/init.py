@@ -245,7 +245,7 @@ def _sized(
     text_tokens: float, vocab_size: int, seq_len: int, gpus: int, machine: Machine, minutes: float | None
 ) -> dict[str, tuple[Any, str]]:
     """Choose the largest model that text and time give 20 tokens per parameter. Return rows of the config."""
-    minutes, ranks, gpu = minutes or (240 if gpus else 5), max(gpus, 1), find_gpu(machine)[1]
+    minutes, ranks, gpu = minutes or (240 if gpus else 5), max(gpus, 1), find_gpu(machine)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     speed = gpus * MFU * gpu.bf16_flops if gpus else cores * CORE_FLOPS
     chosen: tuple[Any, ...] = ()
@@ -298,7 +298,7 @@ def _sized(
 
 def _fitted(job_config: JobConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
     """Halve the local batch until the plan fits into a GPU's memory."""
-    training, memory = job_config.training, FILLED * find_gpu(machine)[1].memory
+    training, memory = job_config.training, FILLED * find_gpu(machine).memory
     while measured(job_config, meta_model(job_config), machine)[3].total > memory:
         if training.local_batch_size % 2:
             raise ConfigError(f"one sequence does not fit into {memory / 1e9:.0f} GB: set fewer --minutes")
