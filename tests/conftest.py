@@ -19,6 +19,9 @@ LONGEST = ("meshes", "training", "run_ends", "stream", "sweeps", "evidence", "mo
 def pytest_collection_modifyitems(items):
     order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
+    for item in items:
+        if item.get_closest_marker("night") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))  # CI runs SLURM's tests beside them
 
 
 def stream_handlers():
