@@ -125,9 +125,11 @@ def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, 
     from titan_disp.cluster.plan import meta_model
     from titan_disp.cluster.preflight import synthetic_inputs
     from titan_disp.config.batch import tokens_per_step
+    from titan_disp.config.checks import resolve_replicas
     from titan_disp.config.load import load_config
 
     job_config = load_config(argv)
+    resolve_replicas(job_config, 1)  # TorchTitan's trainer does not accept -1
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     trainer.loss_fn.defer = defer  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tyro
 
-from tests.command_line import ROOT, environment
+from tests.command_line import ROOT, SECONDS, environment
 from tests.pages import changed, loaded, understood
 
 
@@ -48,7 +48,7 @@ def test_checkpoint(printed):
 def test_step():
     options = "--overrides=--model.overrides=n_layers=2 --seq-len 64 --steps 1 --rounds 1 --estimators off exact --json"
     argv = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *options.split()]
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300)
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     off, exact = json.loads(done.stdout)["rows"]
     assert (off["estimator"], exact["estimator"]) == ("off", "exact")

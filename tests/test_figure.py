@@ -13,7 +13,7 @@ from scipy import stats
 
 from benchmarks import figure
 from benchmarks.figure import STATES
-from tests.command_line import ROOT, environment
+from tests.command_line import ROOT, SECONDS, environment
 from tests.test_pictures import condensed, shown_at
 from tests.test_report import whole, write_run
 from titan_disp.lab.report.gather import gather
@@ -91,7 +91,7 @@ def test_figure(sample, tmp_path):
     argv = [sys.executable, "-m", "benchmarks.figure", "--seeds", "5", "--steps", "2", "--nproc", "1"]
     argv += ["--data", str(sample), "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path), "--sequences", "2"]
     for _ in range(2):
-        done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300)
+        done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=SECONDS)
         assert done.returncode == 0, done.stderr[-3000:]
     content = json.loads((tmp_path / "condensation.json").read_text())
     assert content["while_training"]["steps"] == [0, 2]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.command_line import environment, typed
+from tests.command_line import SECONDS, environment, typed
 from titan_disp.config.load import load_config
 from titan_disp.config.options import InitOptions, Machine
 from titan_disp.data.files import list_files
@@ -117,7 +117,7 @@ def test_the_run_trains(tmp_path):
     init(InitOptions(tmp_path / "own", str(long_text(tmp_path)), minutes=0.08))
     for words in (["train", "own/config.toml"], ["report", "own/run", "--out", "report.html"]):
         command = [sys.executable, "-m", "titan_disp.cli", *words]
-        subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=600)
+        subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=SECONDS)
     ce = [row["ce"] for row in read_rows(tmp_path / "own/run") if "ce" in row]
     assert ce[-1] < ce[0] - 0.5
     assert (tmp_path / "report.html").stat().st_size > 1e5

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from tests.command_line import DEMO, ROOT, children, command, environment
+from tests.command_line import DEMO, ROOT, SECONDS, children, command, environment
 from titan_disp.cluster import launch
 from titan_disp.cluster.launch import StopRanks, stop_signals
 from titan_disp.config.options import TrainOptions
@@ -115,7 +115,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
         time.sleep(0.1)
     ranks = children(first.pid)
     os.killpg(first.pid, signal.SIGINT)
-    output, _ = first.communicate(timeout=120)
+    output, _ = first.communicate(timeout=SECONDS)
     assert first.returncode == 130, output[-4000:]
     assert "Traceback" not in output
     assert "SIGINT ended the run. The same command resumes from the newest checkpoint" in output.splitlines()[-1]
@@ -123,6 +123,6 @@ def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
     stop = read_events(run)[-1]
     assert (stop["event"], stop["reason"]) == ("stop", "SIGTERM")
     assert (run / "checkpoint" / f"step-{stop['step']}").is_dir()
-    again = subprocess.run([*words, str(stop["step"] + 1)], timeout=300, **where)
+    again = subprocess.run([*words, str(stop["step"] + 1)], timeout=SECONDS, **where)
     assert again.returncode == 0, again.stdout[-4000:]
     assert [e["step"] for e in read_events(run) if e["event"] == "resume"] == [stop["step"]]

@@ -1,6 +1,5 @@
 """Parameter gradients of one real training step agree with one process's, on every mesh and with every memory option."""
 
-
 import pytest
 import torch
 from torchtitan.components.loss import cross_entropy_loss

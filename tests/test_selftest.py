@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torchtitan.train
 
-from tests.command_line import ROOT, environment, typed
+from tests.command_line import ROOT, SECONDS, environment, typed
 from tests.distributed import spawn
 from tests.oracle import angular, loss_and_gradient, tokens
 from titan_disp.config.load import load_config
@@ -181,6 +181,6 @@ def test_under_torchrun():
     from benchmarks.gpu import TORCHRUN
 
     argv = [sys.executable, "-m", *TORCHRUN.split(), "--nproc-per-node=2", "-m", "titan_disp.cli", "selftest"]
-    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=500)
+    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("titan-disp selftest: ") == 1

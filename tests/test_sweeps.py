@@ -15,7 +15,7 @@ import time
 import pytest
 from torchtitan.config import ConfigManager
 
-from tests.command_line import DEMO, ROOT, children, environment, train
+from tests.command_line import DEMO, ROOT, SECONDS, children, environment, train
 from titan_disp.cluster import plan as plans
 from titan_disp.config import load
 from titan_disp.config.checks import check_config
@@ -495,13 +495,12 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
 
 
 @pytest.mark.night
-@pytest.mark.timeout(1200)
 def test_killed_in_the_middle(sample, tmp_path):
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
     command = [sys.executable, "-m", "titan_disp.cli", "sweep"]
     options = {"cwd": ROOT, "env": environment(), "text": True}
     first, runs = subprocess.Popen([*command, str(file)], **options), tmp_path / "runs"
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + SECONDS
     while not any(e["event"] == "start" for e in read_events(runs / NAMES[1])):
         assert time.monotonic() < deadline
         assert first.poll() is None
@@ -516,7 +515,7 @@ def test_killed_in_the_middle(sample, tmp_path):
     last = read_events(runs / NAMES[1])[-1]
     assert (last["event"], last["reason"]) == ("stop", "SIGTERM")
 
-    done = subprocess.run([*command, str(file)], **options, capture_output=True, timeout=600)
+    done = subprocess.run([*command, str(file)], **options, capture_output=True, timeout=SECONDS)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "4 finished"), done.stdout + done.stderr
     begun = [[e["event"] for e in read_events(runs / name) if e["event"] in ("start", "resume")] for name in NAMES]
     assert begun == [["start"], ["start", "resume"], ["start"], ["start"]]
