@@ -134,6 +134,18 @@ def test_the_plan(live, model, mode, chunk):
     assert plan.activations + plan.dispersion + plan.logits == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_plan_of_sampled_losses(live, monkeypatch, mode):
+    """Backward spreads the gradients of all layers out before it comes to the head."""
+    # Fake tensors cannot tell how many of the drawn positions are this rank's: all.
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda positions: torch.arange(256)[:, None])
+    (_, off), (_, peak) = (live(SMALLEST[0], mode, estimator=estimator) for estimator in ("", "sampled"))
+    job_config = config(SMALLEST[0], mode, 0)
+    job_config.dispersion.estimator = "sampled"
+    plan = estimate(job_config, meta_model(job_config), 8, accumulating=True)
+    assert plan.dispersion == pytest.approx(peak - off, rel=0.05)
+
+
 @pytest.mark.parametrize("mode", ["none", "op", "full"])
 @pytest.mark.parametrize("model", SMALLEST, ids=lambda model: model[0])
 def test_what_a_layer_saves(live, model, mode):

@@ -83,8 +83,8 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
     return checkpointed * full + (layers - checkpointed) * none
 
 
-def saved_gradients(job_config: JobConfig, args: DispModelArgs) -> int:
-    """Count the elements of ∂S/∂z that a rank saves in forward."""
+def saved_gradients(job_config: JobConfig, args: DispModelArgs, spread: bool = False) -> int:
+    """Count the elements of ∂S/∂z that a rank saves in forward, or has when backward has ``spread`` sampled ones out."""
     p, t = job_config.parallelism, job_config.training
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
@@ -92,7 +92,7 @@ def saved_gradients(job_config: JobConfig, args: DispModelArgs) -> int:
     layers = [layer] * len(args.activations)
     if not layers or in_backward(losses, layers, shards > 1):
         return 0
-    return len(layers) * sum(layer[:, : loss.saved_tokens].numel() for loss in losses)
+    return len(layers) * sum(layer[:, : None if spread else loss.saved_tokens].numel() for loss in losses)
 
 
 def _lower(itemsize: int) -> int:
@@ -143,21 +143,23 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int, accumula
     saved, block = block_elements(job_config, args) * token, args.saved_elements(tp)
     working = (block["gradients"] + (0 if ac == "none" else block["none"])) * token
     head = (args.dim / tp + args.dim) * token  # the final norm's input and output
-    dispersed = saved_gradients(job_config, args) * dtype.itemsize
+    output = (TORCH_DTYPE_MAP[t.dtype] if fsdp_degree == 1 else dtype).itemsize  # autocast leaves blocks' as the weights
+    dispersed = saved_gradients(job_config, args) * output
+    spread = saved_gradients(job_config, args, spread=True) * output  # of all layers, before backward comes to the head
     logits, chunked = logit_bytes(job_config, args, dtype.itemsize, tokens), t.head_chunk_tokens > 0  # type: ignore[attr-defined]
     matrix = args.vocab_size * args.dim // tp
     computed = args.dim * token + matrix * 4 if chunked else 0  # by a chunked head, in forward
     cast = matrix * _lower(dtype.itemsize) if chunked else 0
-    together = 3 * min(dispersed, GPU_BATCH_ELEMENTS * dtype.itemsize)  # layers, their units and products
+    together = 3 * min(dispersed, GPU_BATCH_ELEMENTS * output)  # layers, their units and products
     tied = matrix * dtype.itemsize if args.enable_weight_tying else 0
     before = shard if accumulating else 0
     # Outputs of blocks are counted as saved inputs of the next blocks.
     moments = [
-        (before, saved + head, 0 if chunked else dispersed, logits),  # the loss; with a chunked head, in its forward
+        (before, saved + head, 0 if chunked else spread, logits),  # the loss; with a chunked head, in its forward
         (before, saved + head, dispersed, computed + together),  # the loss of dispersion
-        (before, saved + head, dispersed, computed + cast),  # backward begins with the head
-        (before, saved + working, dispersed, tied),  # and comes to the last block
-        (shard, saved / args.n_layers + working, dispersed / args.n_layers, tied),  # the first block
+        (before, saved + head, spread, computed + cast),  # backward begins with the head
+        (before, saved + working, spread, tied),  # and comes to the last block
+        (shard, saved / args.n_layers + working, spread / args.n_layers, tied),  # the first block
         # The tied gradients of output and embedding, and their sum, of which ``shard`` or ``unsharded`` has one.
         (shard, 0, 0, (2 + (accumulating and fsdp_degree == 1)) * tied),
     ]
