@@ -70,13 +70,15 @@ def checks(options: Options, gpus: int) -> Iterator[Check]:
 
 def trained(options: Options, gpus: int) -> Iterator[Check]:
     """Yield ten steps of the debug model in every way of training that only GPUs have."""
-    two = "" if gpus > 1 else "it needs two GPUs"
+    one, two = "" if gpus else "it needs a GPU", "" if gpus > 1 else "it needs two GPUs"
+    around = "--stream.document_mask --stream.restart_positions --dispersion.within_documents --compile.enable"
     torchao = "" if importlib.util.find_spec("torchao") else "it needs the package torchao"
     tensor = "--parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel --compile.enable"
     for name, subject, words, cannot in (
         ("bf16", "bf16 training, fused optimizers", (), ""),
-        ("documents", "flex attention within documents", ("--stream.document_mask",), "" if gpus else "it needs a GPU"),
-        ("compile", "Inductor's GPU code", ("--compile.enable",), "" if gpus else "it needs a GPU"),
+        ("documents", "flex attention within documents", ("--stream.document_mask",), one),
+        ("documents-compile", "the same with more around it", tuple(around.split()), one),
+        ("compile", "Inductor's GPU code", ("--compile.enable",), one),
         ("float8", "float8", ("--compile.enable", "--model.converters=quantize.linear.float8"), torchao),
         ("offload", "CPU offload", ("--training.enable_cpu_offload",), two),
         ("context", "context parallelism on a GPU's kernels", ("--parallelism.context_parallel_degree=2",), two),
