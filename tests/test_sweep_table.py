@@ -75,9 +75,8 @@ def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
     (folder / "config.json").write_text(json.dumps({"validation": {"enable": False}}))
     rows = [{"step": s, "time": s, "loss": ce + 10, "ce": ce + (steps - s)} for s in range(1, steps + 1)]
     if held_out is not None:
-        over_depth = {"spearman": 0.5, "kendall": 0.25}
         for step, value in ((0, 9.0), (steps, held_out)):
-            rows.append({"step": step, "time": 9, "condensation": {"cross_entropy": value, "after_norm": over_depth}})
+            rows.append({"step": step, "time": 9, "condensation": {"cross_entropy": value}})
     if cosines is not None:
         layers, histogram = np.array(cosines), np.zeros((len(cosines), BINS))
         found = Condensation(layers, layers, layers, layers, histogram, 8, 2)
@@ -88,8 +87,8 @@ def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
 
 def test_final_metrics(tmp_path):
     run = tmp_path / "run"
-    a_run(run, 3.0, 3.5, cosines=[0.0, 0.2, 0.4, 0.6, 0.9])
-    expected = {"ce": 3.0, "loss": 13.0, "cross_entropy": 3.5, "spearman": 0.5, "validation": None}
+    a_run(run, 3.0, 3.5, cosines=[1.0, 0.2, 0.4, 0.6, 0.9])
+    expected = {"ce": 3.0, "loss": 13.0, "cross_entropy": 3.5, "spearman": 1.0, "validation": None}
     assert {name: final_metric(run, name) for name in expected} == expected
     assert final_metric(run, "mean_cosine") == pytest.approx(0.4)
     assert final_metric(run, "mean_cosine.late_blocks") == pytest.approx(0.6)

@@ -26,6 +26,7 @@ PLACES = {
     "blocks_before_norm": "up to the last block, without the embedding",
     "blocks_after_norm": "up to the final norm, without the embedding",
 }
+OF_PAPER = "blocks_after_norm"
 
 
 @dataclass(frozen=True)

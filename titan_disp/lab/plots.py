@@ -13,14 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from titan_disp.condensation.heatmap import heatmaps, layer_label, new_figure, plain
-from titan_disp.condensation.record import LEAST_RANGE, RANKS, Condensation, blocks_mean, over_depth
+from titan_disp.condensation.record import LEAST_RANGE, OF_PAPER, RANKS, Condensation, blocks_mean, over_depth
 from titan_disp.text import short
 
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
 AVERAGED = "cosines averaged over the sequences first, as in the paper"
 # The paper's two measures are rank correlations with depth, of the blocks, with the last layer after the final norm.
-MEASURES = {name: over_depth("blocks_after_norm", rank) for rank, name in RANKS.items()}
+MEASURES = {name: over_depth(OF_PAPER, rank) for rank, name in RANKS.items()}
 COLUMNS = 3  # of panels
 # Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow, which is faint on white.
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from titan_disp.condensation.heatmap import new_figure, plain
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import OF_PAPER, RANKS, Condensation, over_depth
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import OKABE_ITO
@@ -26,7 +26,6 @@ from titan_disp.run.reader import last_row, read_condensation, read_validation
 from titan_disp.text import NOTHING, csv_text, markdown_table
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
-OVER_DEPTH = ("spearman", "kendall")
 BY_PART = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
 PARTS = ("blocks", "early_blocks", "middle_blocks", "late_blocks", "last_block", "final_norm")  # of a deep model
 FALLBACK = "ce"
@@ -38,9 +37,7 @@ LABELS = {
     "loss": "training loss of the last logged step",
     "dispersion": "dispersion loss of the last logged step",
     "grad_norm": "gradient norm of the last logged step",
-    "spearman": "Spearman's ρ of the mean cosine with depth",
-    "kendall": "Kendall's τ of the mean cosine with depth",
-}
+} | {name: f"{rank} of the mean cosine with depth, without the embedding" for name, rank in RANKS.items()}
 
 
 def check_metric(name: str) -> None:
@@ -90,13 +87,12 @@ def _measured(run: Path, name: str, last: int) -> float | None:
         return None
     if name == "cross_entropy":
         return found.get("cross_entropy")
-    if name in OVER_DEPTH:
-        return (found.get("after_norm") or {}).get(name)
     kind, part = _parts(name)
     file = run / "condensation" / f"step-{max(by_step)}.npz"
     if not file.is_file():
         return None
-    return Condensation.load(file).by_part()[kind].get(part)
+    measured = Condensation.load(file)
+    return over_depth(OF_PAPER, name)(measured) if name in RANKS else measured.by_part()[kind].get(part)
 
 
 def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
