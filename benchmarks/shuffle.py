@@ -8,7 +8,7 @@ Texts have C4's lengths (benchmarks/data.py), and there are two files for every 
 its own, and the cases take turns. Times are processor time, so that other work on the machine does not count.
 
 "apart" is how many steps earlier or later documents come in the second epoch than in the first, as a standard deviation
-(docs/shuffling.md).
+(docs/benchmarks.md).
 """
 
 import math

@@ -109,7 +109,7 @@ class Dispersion:
 
 @dataclass
 class Baseline:
-    """docs/baselines.md describes these other methods, which are said to counteract condensation, too."""
+    """docs/training.md describes these other methods, which are said to counteract condensation, too."""
 
     method: Literal["none", "noisy_embedding", "active_forgetting"] = key("none", fixes="model")
     """noisy_embedding adds uniform noise to the token embeddings in training (NEFTune). active_forgetting draws the
@@ -185,7 +185,7 @@ class Stream:
     shuffle_window: int = key(256, least=0, noun="documents", fixes="data")
     """Documents of a slot that are shuffled at a time. 0 or 1: documents come in the order of their files. Only an index
     mixes sorted files. A rank holds up to 2 × its slots × this × the mean length of a document in memory
-    (docs/shuffling.md).
+    (docs/data.md).
     """
 
     index: str = key("")
