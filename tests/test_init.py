@@ -6,6 +6,7 @@ import sys
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -42,7 +43,7 @@ def long_text(where):
 
 @pytest.mark.parametrize("write", [folder_of_texts, json_lines, long_text])
 def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
-    text, run = write(tmp_path), tmp_path / "my run"
+    text, run = write(tmp_path), tmp_path / "my run [*]"
     assert typed(monkeypatch, "init", run, "--text", text, "--text-field", "body") == 0
     train, _, off = capsys.readouterr().out.splitlines()[-3:]
     assert train == f"titan-disp train '{run}'/config.toml"
@@ -98,17 +99,20 @@ def test_bad_input(tmp_path):
     text = json_lines(tmp_path)
     for name, content in (("ids.bin", b"\0" * 9), ("short.txt", b"word " * 99), ("long.txt", b"a line\n" * 50_000)):
         (tmp_path / name).write_bytes(content)
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table.parquet")
     for path, options, message in (
         (tmp_path / "none", {}, "which does not exist; expected a folder"),
         (tmp_path / "ids.bin", {}, "which holds token ids; expected text"),
         (tmp_path / "short.txt", {}, "495 characters; expected at least 200,000"),
         (tmp_path / "long.txt", {}, "In a .txt file, blank lines divide them"),
+        (text, {"text_field": "no"}, 'no field "no", only body; set --text-field to'),
+        (tmp_path / "table.parquet", {}, 'has no column "body", only text .*: set --text-field to'),
         (tmp_path, {}, "is in the folder of --text"),
         (text, {"minutes": 0.0}, "--minutes is 0.0, expected a number > 0"),
         (text, {"tokenizer": tmp_path}, "holds no tokenizer file"),
     ):
         with pytest.raises(ConfigError, match=message):
-            init(InitOptions(tmp_path / "run", str(path), "body", **options))
+            init(InitOptions(tmp_path / "run", str(path), **{"text_field": "body"} | options))
         assert not (tmp_path / "run").exists()
 
 

@@ -35,6 +35,7 @@ from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_folder
+from titan_disp.lab.inspection.texts import of_options
 from titan_disp.lab.sample import train_tokenizer, write_shard
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.text import byte_size, estimated_duration, short
@@ -82,20 +83,23 @@ def init(options: InitOptions) -> str:
     plain, largest = all(file.name.endswith(PLAIN_TEXT) for file in files), max(file.size for file in files)
     long = len(files) < 100 or largest > StreamOptions.max_document_bytes
     stream = StreamOptions(format=Format(options.text_field, "blank_lines" if plain and long else "file"))
-    sources.check_content(files, stream, "training")
-    size = sum(file.size * file.density for file in sources.measured(files, stream))
     gpus, machine = _machine()
     ranks = max(gpus, 1)
-    seq_len = 256 if not gpus or size < 1e7 else 1024 if size < 1e9 else 2048  # little text has little to hold out
-    texts, held_out, named = _split(path, files, stream, size, 64 * seq_len * 5)
+    try:
+        sources.check_content(files, stream, "training")
+        size = sum(file.size * file.density for file in sources.measured(files, stream))
+        seq_len = 256 if not gpus or size < 1e7 else 1024 if size < 1e9 else 2048  # little text has little to hold out
+        texts, held_out, named = _split(path, files, stream, size, 64 * seq_len * 5)
+    except ConfigError as error:
+        raise ConfigError(of_options(error)) from error
     with atomic_folder(folder) as partial:
         train = validation = path
         if not named:
             data = partial / "data"
-            data.mkdir()
-            for name, part in {"validation": held_out, **{f"train-{i}": texts[i::8] for i in range(8)}}.items():
+            (data / "train").mkdir(parents=True)
+            for name, part in {"validation": held_out, **{f"train/{i}": texts[i::8] for i in range(8)}}.items():
                 write_shard(data / f"{name}.jsonl.gz", ({"text": text} for text in part))
-            train, validation = str(data / "train-*.jsonl.gz"), str(data / "validation.jsonl.gz")
+            train, validation = str(data / "train"), str(data / "validation.jsonl.gz")  # no glob: FOLDER may have a [
         characters, read = (sum(len(of(text)) for text in texts) for of in (str, str.encode))
         all_of_it = size / read if named and size > READ else 1.0
         assets = options.tokenizer.absolute() if options.tokenizer else partial / "tokenizer"

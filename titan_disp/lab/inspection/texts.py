@@ -109,13 +109,13 @@ def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -
                     text = text_of(record, text_field)
                 except BadDocument as error:
                     if not bad:
-                        reasons.append(_of_options(error))
+                        reasons.append(of_options(error))
                     bad += 1
                     without += isinstance(error, OtherShape)  # not damage, which says nothing about other files
                     if without == HOPELESS and not usable:
                         raise ConfigError(
                             f"{file.url}: the first {HOPELESS:,} documents have no text, the last one for this reason: "
-                            f"{_of_options(error)}"
+                            f"{of_options(error)}"
                         ) from error
                 else:
                     usable = True
@@ -123,14 +123,14 @@ def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -
         except DamagedFile as error:
             print(f"{file.url} is damaged and ends early: {error}", file=sys.stderr)
         except DataError as error:
-            raise ConfigError(_of_options(error)) from error
+            raise ConfigError(of_options(error)) from error
         finally:
             reader.close()
         if bad:
             print(f"{file.url}: skipped {counted(bad, 'bad document')}, the first one: {reasons[-1]}", file=sys.stderr)
 
 
-def _of_options(error: Exception) -> str:
+def of_options(error: Exception) -> str:
     """Return a message about a key of the config with the name of the option here."""
     return str(error).replace("stream.text_field", "--text-field")
 
