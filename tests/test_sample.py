@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import re
 
 import pytest
 
+from tests.command_line import typed
 from titan_disp.lab import sample as module
 from titan_disp.lab.sample import is_complete, write_sample
 
@@ -34,3 +36,15 @@ def test_an_existing_folder_is_kept(sample, tmp_path):
         write_sample(tmp_path)
     assert (tmp_path / "mine.txt").read_text() == "precious"
     assert not is_complete(tmp_path)
+
+
+def test_sizes_that_a_tokenizer_cannot_have(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "prose", lambda: ((str(i), f"Text {i} of some words. " * 20) for i in range(90)))
+    for size, expected in ((5, "at least"), (1, "a few hundred"), (10**6, "at most"), (10**10, "a few hundred")):
+        assert typed(monkeypatch, "sample-data", tmp_path / "data", "--vocab-size", size) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"titan-disp: error: --vocab-size is {size}, expected {expected}")
+        assert not list(tmp_path.iterdir())
+        if number := re.search(rf"{expected} (\d+):", line):
+            assert write_sample(tmp_path / number[1], int(number[1]))
+            (tmp_path / number[1]).rename(tmp_path.parent / f"{tmp_path.name}-{number[1]}")

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import io
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import sentencepiece
 
+from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_folder, progress
 
 TRAIN_FILES = 8
@@ -116,7 +118,7 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
     """Write the corpus to ``folder/en/*.json.gz`` and train its tokenizer, ``folder/tokenizer/sample.model``.
 
     It returns the numbers of training documents, validation documents and characters. FileExistsError is raised if the
-    folder holds something else than an earlier sample, which is kept.
+    folder holds something else than an earlier sample, which is kept, and ConfigError if SentencePiece refuses the size.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not is_complete(folder):
@@ -131,7 +133,13 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
                 write_shard(partial / "en" / name, train[i::TRAIN_FILES])
             write_shard(partial / "en" / "c4-validation.00000-of-00001.json.gz", validation)
             (partial / "tokenizer").mkdir()
-            model = train_tokenizer((r["text"] for r in train), vocab_size)
+            try:
+                model = train_tokenizer((r["text"] for r in train), vocab_size)
+            except (RuntimeError, ValueError) as error:
+                limit = "a few hundred to some thousands"
+                if found := re.search(r" vs (\d+)|value <= (\d+)", str(error)):
+                    limit = f"at least {found[1]}" if found[1] else f"at most {found[2]}"
+                raise ConfigError(f"--vocab-size is {vocab_size}, expected {limit}: leave it out for 2048") from error
             (partial / "tokenizer" / "sample.model").write_bytes(model)
             (partial / "README.md").write_text(CARD)
     return {"train": len(train), "validation": len(validation), "characters": sum(len(r["text"]) for r in records)}
