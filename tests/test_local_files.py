@@ -179,6 +179,6 @@ def test_plain_texts_are_held_out_where_no_name_says_which(tmp_path, caplog):
     assert [file.name for file in list_files("text_validation", str(tmp_path), "training")] == ["validation.txt"]
     (tmp_path / "validation.txt").unlink()
     with pytest.raises(
-        ConfigError, match=r"holds no validation data: no name of 99 \*.txt contains the word 'validation'"
+        ConfigError, match=r"no file name contains the word 'validation': it holds no validation data, but 99 \*.txt"
     ):
         list_files("text_validation", str(tmp_path), "training")

@@ -357,7 +357,7 @@ def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
     assert plan.batch.global_batch_size == 24
     assert [c.nodes for c in plan.node_counts] == list(range(1, MOST + 1))
     assert job_config.training.steps == -1, "make_plan changed the config it was given"
-    assert len(next(line for line in render(plan).splitlines() if line.startswith("node counts"))) < 250
+    assert len(next(line for line in render(plan).splitlines() if line.startswith("also runs on"))) < 250
 
 
 def test_context_and_tensor_parallel(monkeypatch, every_node_count):

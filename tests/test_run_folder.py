@@ -306,8 +306,15 @@ def test_the_page_names_every_event():
 
 def test_what_is_said_of_a_run(trained):
     console = (trained.parent / "console").read_text()
-    assert re.search(r"Goodput of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:.* start-up", console)
-    for said in ("Goodput of all 2 starts: ", f"Checkpoints: {trained}/checkpoint", f"--logdir {trained}/tb"):
+    assert re.search(
+        r"Time spent training \(goodput\) of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:.* start-up",
+        console,
+    )
+    for said in (
+        "Time spent training (goodput) of all 2 starts: ",
+        f"Checkpoints: {trained}/checkpoint",
+        f"--logdir {trained}/tb",
+    ):
         assert said in console
     eager = dict.fromkeys(("epilogue", "normalize_backward"), "eager: on a CPU")
     assert reader.read_environment(trained)["dispersion"] == {"kernels": eager, "products": ["float32"]}

@@ -184,7 +184,7 @@ COMMANDS: Commands = {
     "sweep": {"run": (opts.SweepOptions, sweep_run), "table": (opts.SweepTableOptions, sweep_table)},
 }
 GROUPS = {
-    "data": "Download or index a data set, or hash the batches that a run trains on.",
+    "data": "Download or index a data set, or fingerprint the batches of a run, to check that two runs read the same data.",
     "sweep": "Train or submit the runs of a sweep, or compare them.",
 }
 

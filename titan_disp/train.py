@@ -53,6 +53,7 @@ from titan_disp.run.reader import read_condensation, read_events, read_rows
 OPTIONS = ("initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
 # Sections and keys that say nothing about training: their changes are in the event ``resume`` only.
 SILENT = ("job.", "metrics.", "profiling.", "comm.")
+SHORT = 600  # seconds of a start, which are mostly start-up
 
 
 class DispTrainer(Trainer):
@@ -354,9 +355,9 @@ class DispTrainer(Trainer):
             logger.warning(f"goodput cannot be computed: {type(error).__name__}: {error}")
             return
         if starts:
-            logger.info(f"Goodput of this start: {_said(starts[-1].in_its_allocation())}")
+            logger.info(f"Time spent training (goodput) of this start: {_said(starts[-1].in_its_allocation())}")
         if len(starts) > 1:
-            logger.info(f"Goodput of all {len(starts)} starts: {_said(together(starts))}")
+            logger.info(f"Time spent training (goodput) of all {len(starts)} starts: {_said(together(starts))}")
 
     @cached_property
     def monitor(self) -> Monitor | None:
@@ -428,7 +429,8 @@ class DispTrainer(Trainer):
 def _said(goodput: Goodput) -> str:
     lost = ", ".join(f"{name} {timedelta(seconds=round(seconds))}" for name, seconds in goodput.lost().items())
     kept, total = (timedelta(seconds=round(seconds)) for seconds in (goodput.kept, goodput.total))
-    return f"{goodput.fraction:.1%}, {kept} in steps that count, of {total}" + (f"; {lost}" if lost else "")
+    usual = ". A short run is mostly start-up" if goodput.start_up > goodput.kept and goodput.total < SHORT else ""
+    return f"{goodput.fraction:.1%}, {kept} in steps that count, of {total}" + (f"; {lost}" if lost else "") + usual
 
 
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:

@@ -293,7 +293,7 @@ def _node_counts(counts: list[NodeCount]) -> str:
     shown = [f"{c.nodes} ({c.replicate})" if degree == "in brackets" else str(c.nodes) for c in counts]
     if len(shown) > SHOWN:
         shown[SHOWN - 1 : -1] = ["…"]
-    return f"{', '.join(shown)}; data_parallel_replicate_degree {degree} (tried up to {MAX_NODES})"
+    return f"{', '.join(shown)} nodes; data_parallel_replicate_degree {degree} (tried up to {MAX_NODES})"
 
 
 def render(plan: Plan) -> str:
@@ -341,6 +341,6 @@ def render(plan: Plan) -> str:
     if share:
         fp32 = f"{_days(t.days_fp32_dispersion)} if dispersion computes in fp32 (fp32 activations or l2_repel)"
         rows += [("  without", f"{_days(t.days_without_dispersion)} with dispersion off"), ("  fp32", fp32)]
-    rows.append(("node counts", _node_counts(plan.node_counts)))
+    rows.append(("also runs on", _node_counts(plan.node_counts)))
     lines = [f"{name:<15} {text}" for name, text in rows]
     return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])

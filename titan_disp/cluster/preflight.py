@@ -81,7 +81,7 @@ def small_flavor(job_config: JobConfig, ranks: int) -> str:
 
 
 def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Reduced:
-    """Reduce a copy of a checked config to one step with fake communication. On a CPU, the model is small, too."""
+    """Reduce a copy of a checked config to one step with simulated other ranks. On a CPU, the model is small, too."""
     r = Reduced(job_config)
     _one_step(r)
     if cpu.active():

@@ -107,7 +107,7 @@ class PlanOptions(Machine, ConfigOptions):
 
 @dataclass(frozen=True)
 class PreflightOptions(ConfigOptions):
-    """Run one training step as rank 0 of the whole job, with fake communication and random tokens.
+    """Run one training step as rank 0 of the whole job, simulating the other ranks in one process, on random tokens.
 
     Without a GPU, the model and the sequences are small. The report lists all changes to the config. To check the nodes
     of a cluster, submit slurm/check_nodes.sbatch.

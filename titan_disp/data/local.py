@@ -127,7 +127,9 @@ def select(found: list[str], folder: str, split: str, where: str, c4: bool) -> l
     if not of_split:
         counts = _counts(paths or found)
         if paths and split != "train":
-            raise ConfigError(f"{where}, which holds no {split} data: no name of {counts} contains the word {split!r}")
+            raise ConfigError(
+                f"{where}, where no file name contains the word {split!r}: it holds no {split} data, but {counts}"
+            )
         there = f"but {counts}" if counts else "because it has no files"
         expected = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
         expected += ", ".join(f"*{suffix}" for suffix in SUFFIXES)
