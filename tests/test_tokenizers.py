@@ -2,7 +2,6 @@
 
 import json
 
-import gigatoken
 import pytest
 import transformers
 from sentencepiece import SentencePieceProcessor
@@ -25,6 +24,7 @@ LONG = "a word or two " * 500
 @pytest.mark.parametrize("template", [False, True])
 def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, template):
     """Also where the files were saved after a fine-tuning, and say that texts are to be cut and padded."""
+    pytest.importorskip("gigatoken")
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
@@ -48,6 +48,7 @@ def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, 
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
+    gigatoken = pytest.importorskip("gigatoken")
     # gigatoken puts SentencePiece's dummy prefix after user-defined symbols too, one of which is the sample's "\n".
     spm = load_tokenizer(sample / "tokenizer")
     with pytest.raises(ConfigError, match=r"other ids than .*: user-defined symbols \('\\n'\): set stream.fast_tok"):
@@ -98,6 +99,7 @@ def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
 
 
 def test_text_makes_no_special_tokens(with_special_tokens, sample):
+    pytest.importorskip("gigatoken")
     folder, plain = with_special_tokens
     loaded = load_tokenizer(folder)
     encode, eos = encoder(loaded), loaded.eos_id
