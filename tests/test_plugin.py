@@ -38,7 +38,7 @@ def test_the_version_is_in_one_place():
     assert metadata["project"]["dynamic"] == ["version"]
     assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "titan_disp.__version__"}
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"**Status:** {version}, " in (ROOT / "README.md").read_text()
+    assert f"**Status:** {version}; " in (ROOT / "README.md").read_text()
 
 
 def test_the_package_the_help_and_the_reference_of_keys_load_no_torch():
@@ -96,9 +96,11 @@ def test_the_loss_needs_torch_alone(tmp_path):
 
     copy, site = tmp_path / "packages" / "loss", tmp_path / "site"
     shutil.copytree(ROOT / "packages" / "loss", copy, ignore=shutil.ignore_patterns("build", "*.egg-info"))
-    (tmp_path / "titan_disp").symlink_to(ROOT / "titan_disp")
-    wheel = fresh("from setuptools import build_meta; print(build_meta.build_wheel('.'))", copy).split()[-1]
-    zipfile.ZipFile(copy / wheel).extractall(site)
+    build = "from setuptools import build_meta; print(build_meta.build_{}('.'))"
+    source = fresh(build.format("sdist"), copy).split()[-1]
+    shutil.unpack_archive(copy / source, tmp_path)
+    unpacked = tmp_path / source.removesuffix(".tar.gz")
+    zipfile.ZipFile(unpacked / fresh(build.format("wheel"), unpacked).split()[-1]).extractall(site)
     fresh(script.partition("del sys")[0] + f"assert sys.modules['titan_disp'].__path__ == ['{site}/titan_disp']", site)
     assert all(path.read_bytes() == (ROOT / path.relative_to(site)).read_bytes() for path in site.rglob("*.py"))
     assert [*site.rglob("LICENSE")]
