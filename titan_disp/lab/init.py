@@ -97,7 +97,7 @@ def init(options: InitOptions) -> str:
         if not named:
             data = partial / "data"
             (data / "train").mkdir(parents=True)
-            for name, part in {"validation": held_out, **{f"train/{i}": texts[i::8] for i in range(8)}}.items():
+            for name, part in {"validation": held_out, **{f"train/train-{i}": texts[i::8] for i in range(8)}}.items():
                 write_shard(data / f"{name}.jsonl.gz", ({"text": text} for text in part))
             train, validation = str(data / "train"), str(data / "validation.jsonl.gz")  # no glob: FOLDER may have a [
         characters, read = (sum(len(of(text)) for text in texts) for of in (str, str.encode))
