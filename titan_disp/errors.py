@@ -60,3 +60,8 @@ def did_you_mean(
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun in the singular or plural, such as "1 file" or "1,234 files"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def of_options(error: Exception) -> str:
+    """Return a message about a key of the config with the name of a command's own option."""
+    return str(error).replace("stream.text_field", "--text-field")

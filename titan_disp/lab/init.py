@@ -33,9 +33,8 @@ from titan_disp.data.formats import PLAIN_TEXT, TOKEN_IDS, BadDocument, DamagedF
 from titan_disp.data.objects import is_folder, is_url
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import encoder, load_tokenizer
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, counted, of_options
 from titan_disp.files import atomic_folder
-from titan_disp.lab.inspection.texts import of_options
 from titan_disp.lab.sample import train_tokenizer, write_shard
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.text import byte_size, estimated_duration, short

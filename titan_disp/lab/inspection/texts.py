@@ -14,7 +14,7 @@ from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import JSON_LINES, PARQUET, BadDocument, DamagedFile, OtherShape, text_of
 from titan_disp.data.hub import is_hub_name
 from titan_disp.data.options import Format, StreamOptions
-from titan_disp.errors import ConfigError, DataError, counted
+from titan_disp.errors import ConfigError, DataError, counted, of_options
 
 MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
@@ -128,11 +128,6 @@ def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -
             reader.close()
         if bad:
             print(f"{file.url}: skipped {counted(bad, 'bad document')}, the first one: {reasons[-1]}", file=sys.stderr)
-
-
-def of_options(error: Exception) -> str:
-    """Return a message about a key of the config with the name of the option here."""
-    return str(error).replace("stream.text_field", "--text-field")
 
 
 def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int) -> Tensor:
