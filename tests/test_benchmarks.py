@@ -57,7 +57,7 @@ def test_step():
 
 
 def test_cost_of_a_measurement():
-    """The 0.6B on 8 to 640 GPUs, against the arithmetic of docs/measurements.md: at most 0.2 % of the time."""
+    """The 0.6B on 8 to 640 GPUs, against arithmetic by hand: at most 0.2 % of the time (docs/measurements.md)."""
     from benchmarks.measurement import cost
     from titan_disp.config.options import Machine
 
