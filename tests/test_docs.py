@@ -288,3 +288,20 @@ def test_the_loss_alone():
         "g": None,
     }
     exec(block, given | {"attention_mask": torch.ones(2, 6, dtype=torch.int64)})
+
+
+def test_results_in_python(tmp_path, monkeypatch):
+    """The lines of docs/export-evaluate.md, on a run with a measurement and a step that was repeated."""
+    from tests.test_report import T0, faulty, write_run
+
+    measured = {"step": 0, "time": T0, "seconds": 1.0, "condensation": {"cross_entropy": 8.5}}
+    rows, events = faulty()
+    write_run(tmp_path / "outputs" / "demo_cpu", [measured, *rows], events, optimizer={"lr": 0.008})
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    (block,) = blocks((ROOT / "docs" / "export-evaluate.md").read_text(), "python")
+    exec(block, names)
+    assert names["rows"].index.tolist() == list(range(1, 101))
+    assert names["rows"].ce[35] == names["smooth"][45] == 2.0
+    assert (names["held_out"], names["lr"]) == ({0: 8.5}, 0.008)
+    assert [event["step"] for event in names["ends"]] == [100]

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import weakref
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,9 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.command_line import typed
+from tests.command_line import ROOT, typed
 from tests.markdown import table
+from tests.pages import blocks
 from tests.saved_run import random_model, save_run
 from titan_disp.config.options import EvaluateOptions
 from titan_disp.errors import ConfigError
@@ -143,6 +144,18 @@ def by_hand(folder, own):
 def samples_of(out, model):
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     return [sample for sample in samples if sample["model"] == model]
+
+
+def test_the_task_of_the_page(models, tmp_path, monkeypatch):
+    """docs/export-evaluate.md: its task, of a local file, is scored."""
+    page = (ROOT / "docs" / "export-evaluate.md").read_text()
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "capitals.yaml").write_text(*blocks(page, "yaml"))
+    (tmp_path / "capitals.jsonl").write_text(*blocks(page, "json"))
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.chdir(tmp_path)
+    (task,) = evaluate(EvaluateOptions(models, ["capitals"], include_path=Path("tasks"), out=tmp_path / "out")).tasks
+    assert (task.task, task.metric, task.documents) == ("capitals", "acc", 2)
 
 
 def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_paths, monkeypatch, capsys):
