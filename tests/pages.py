@@ -17,6 +17,7 @@ PLACEHOLDERS = {
     "CONFIG": str(DEMO.relative_to(ROOT)),
     "mine/config.toml": str(DEMO.relative_to(ROOT)),  # as titan-disp init writes it
     "SWEEP.toml": "train_configs/sweeps/table3.toml",
+    "mine/sweep.toml": "train_configs/sweeps/table3.toml",  # as docs/tutorial.md writes it
     "…": None,  # left out
     "...": None,
 }

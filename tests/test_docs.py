@@ -14,7 +14,7 @@ import tomli
 import tyro
 
 from tests.command_line import ROOT
-from tests.pages import blocks, can_start, commands, loaded, split, understood
+from tests.pages import PLACEHOLDERS, blocks, can_start, commands, loaded, split, understood
 from titan_disp import cli
 
 README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
@@ -182,6 +182,7 @@ def links(page: Path) -> list[tuple[Path, str]]:
 
 
 def check_toml(block, page, folder):
+    block = block.replace("mine/config.toml", PLACEHOLDERS["mine/config.toml"])
     table = tomli.loads(block)
     (folder / "block.toml").write_text(block)
     if "sweep" in table:
