@@ -293,7 +293,8 @@ def _node_counts(counts: list[NodeCount]) -> str:
     shown = [f"{c.nodes} ({c.replicate})" if degree == "in brackets" else str(c.nodes) for c in counts]
     if len(shown) > SHOWN:
         shown[SHOWN - 1 : -1] = ["…"]
-    return f"{', '.join(shown)} nodes; data_parallel_replicate_degree {degree} (tried up to {MAX_NODES})"
+    nodes = "node" if [c.nodes for c in counts] == [1] else "nodes"
+    return f"{', '.join(shown)} {nodes}; data_parallel_replicate_degree {degree} (tried up to {MAX_NODES})"
 
 
 def render(plan: Plan) -> str:
