@@ -19,7 +19,7 @@ from tests.slurm.local import ENDED, LocalSlurm, processes_with
 from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_json_lines, read_metrics
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 SCRIPT = ROOT / "slurm" / "pretrain.sbatch"
 STEPS, INTERVAL = 16, 4
 OPTIONS = (
@@ -73,7 +73,7 @@ class Jobs:
         self.submitted.append(job)
         return job
 
-    def until_step(self, job, run, step, timeout=200):
+    def until_step(self, job, run, step, timeout=500):
         """Wait until a job has logged a step."""
         deadline = time.monotonic() + timeout
         while not (run / "metrics.jsonl").exists() or max(read_metrics(run), default=0) < step:
@@ -83,7 +83,7 @@ class Jobs:
             time.sleep(0.1)
 
     def completed(self, job, restarts, more=False):
-        fields = self.slurm.wait(job, "COMPLETED", timeout=500, restarts=restarts)
+        fields = self.slurm.wait(job, "COMPLETED", timeout=1000, restarts=restarts)
         assert more or int(fields["Restarts"]) == restarts, self.slurm.log(job)
         return self.slurm.log(job)
 
@@ -116,7 +116,7 @@ def test_completes_and_refuses_a_second_job(jobs, whole, run):
     first = jobs.submit(run, *tokens, faults=f"slow:1-{STEPS}@0", SLOW="4", TITAN_DISP_CHECK_NODES="1")
     jobs.until_step(first, run, 2)
     second = jobs.submit(run, *tokens)
-    refused = jobs.slurm.wait(second, "FAILED", timeout=120)
+    refused = jobs.slurm.wait(second, "FAILED", timeout=300)
     assert refused["Restarts"] == "0"
     log = jobs.slurm.log(second)
     assert re.search(r"titan-disp: error: the run folder .* is in use by another job \(host .*SLURM job \d+\)", log)
@@ -145,7 +145,7 @@ def test_preempted(jobs, whole, run):
     jobs.slurm.wait(job, "RUNNING")
     time.sleep(3)  # it checks the config
     jobs.slurm.signal(job, "USR1")
-    jobs.slurm.wait(job, "RUNNING", timeout=90, restarts=1)
+    jobs.slurm.wait(job, "RUNNING", timeout=300, restarts=1)
     jobs.until_step(job, run, 6)
     jobs.slurm.signal(job, "USR1")
     log = jobs.completed(job, restarts=2)
@@ -159,8 +159,8 @@ def test_preempted(jobs, whole, run):
 
 def test_time_limit(jobs, whole, run):
     """SLURM sends the signal before the limit. The requeued job has the full time limit again."""
-    lead = {"sbatch": ("--time=2", "--signal=B:USR1@75"), "TITAN_DISP_SIGNAL_SECONDS": "75"}
-    job = jobs.submit(run, faults="slow:1-16@0", SLOW="3", **lead)
+    lead = {"sbatch": ("--time=3", "--signal=B:USR1@75"), "TITAN_DISP_SIGNAL_SECONDS": "75"}
+    job = jobs.submit(run, faults="slow:1-16@0", SLOW="6", **lead)
     log = jobs.completed(job, restarts=1, more=True)
     assert "USR1 received" in log
     stops = [step for _, step in events(run, "stop")]
@@ -197,7 +197,7 @@ def test_killed_supervisor(jobs, whole, victim, run):
 
 def test_a_last_save_that_takes_too_long(jobs, whole, run):
     """The job is requeued before SLURM ends it for good, and the failure is counted."""
-    lead = {"sbatch": ("--time=2", "--signal=B:USR1@60"), "TITAN_DISP_SIGNAL_SECONDS": "60"}
+    lead = {"sbatch": ("--time=3", "--signal=B:USR1@60"), "TITAN_DISP_SIGNAL_SECONDS": "60"}
     job = jobs.submit(run, faults="freeze:7@0", once=True, **lead)
     log = jobs.completed(job, restarts=1, more=True)
     assert "asked to stop (USR1) but not saved in time; 30 s before the time limit, the last save had not ended" in log
@@ -218,7 +218,7 @@ def test_edits_between_two_starts(jobs, whole, tmp_path, run):
         time.sleep(0.1)
     config.write_text("[optimizer]\nlr = 1.0\n")
     shutil.rmtree(checkout)
-    jobs.slurm.wait(job, "PENDING", timeout=100)
+    jobs.slurm.wait(job, "PENDING", timeout=300)
     time.sleep(2)
     due = datetime.fromisoformat(jobs.slurm.job(job)["StartTime"]) - datetime.now()
     assert 30 < due.total_seconds() < 61
@@ -265,7 +265,7 @@ def test_damaged_checkpoints(jobs, whole, run):
 def test_a_wrong_config(jobs, run):
     """Not even started: one message."""
     wrong = jobs.submit(run, "--training.global_batch_size", "3")
-    jobs.slurm.wait(wrong, "FAILED", timeout=60)
+    jobs.slurm.wait(wrong, "FAILED", timeout=300)
     log = jobs.slurm.log(wrong)
     assert "titan-disp: error: training.global_batch_size 3 is not a positive multiple" in log
     assert "fix the config" in log
@@ -276,7 +276,7 @@ def test_not_finite(jobs, run):
     """All ranks skip the step. After too many in a row, all ranks stop, with step and term at the top of the log."""
     faults = "nan_loss:3@1,inf_gradient:5@0,nan_loss:9-16@0"
     job = jobs.submit(run, "--guard.max_skipped_steps", "3", faults=faults, TITAN_DISP_MAX_RETRIES="0")
-    jobs.slurm.wait(job, "FAILED", timeout=200)
+    jobs.slurm.wait(job, "FAILED", timeout=500)
     assert events(run, "skip") == [("skip", 3), ("skip", 5), ("skip", 9), ("skip", 10)]
     top = jobs.slurm.log(job).splitlines()[0]
     assert top.startswith(
@@ -367,7 +367,7 @@ def test_cancelled(jobs, run):
     job = jobs.submit(run, faults="slow:1-200@0")
     jobs.until_step(job, run, 2)
     jobs.slurm.cancel(job)
-    jobs.slurm.wait(job, "CANCELLED", timeout=60)
+    jobs.slurm.wait(job, "CANCELLED", timeout=300)
     time.sleep(5)
     assert jobs.slurm.job(job)["JobState"] == "CANCELLED"
     assert jobs.slurm.job(job)["Restarts"] == "0"
