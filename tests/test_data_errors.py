@@ -51,7 +51,7 @@ NAMED = [
     ({"path": "*.jsonl"}, {}, "matches no file;", "expected files named *.json.gz", "name others"),
     ({"path": "*"}, {"a.csv": b"x"}, "no file, but 1 *.csv", "files named *.json.gz", "or convert them"),
     ({}, {"a.jsonl": None}, "is not a regular file", "Name the files, or remove it"),
-    ({"dataset": "text_validation"}, {"a.jsonl": DOCUMENT}, "no name of 1 *.jsonl", "contains the word"),
+    ({"dataset": "text_validation"}, {"a.jsonl": DOCUMENT}, "no file name contains the word", "1 *.jsonl"),
     ({}, {"a.jsonl": DOCUMENT, "b.bin": ids_as(RANDOM)}, "1 file of token ids, such as", "*.jsonl'"),
 ]
 # A file, and what is said of it.
