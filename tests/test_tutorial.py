@@ -34,6 +34,6 @@ def test_the_commands_of_the_page(tmp_path):
     assert [row["ce"] for row in on][-1] < on[0]["ce"] - 0.5
     assert on[0]["ce"] == pytest.approx(off[0]["ce"], rel=1e-5)  # the same weights and batch
     with open(tmp_path / "mine" / "sweep" / "table.csv") as file:
-        assert {row["condition"]: row["seeds"] for row in csv.DictReader(file)} == {"off": "2", "on": "2"}
+        assert {row["point"]: row["finished"] for row in csv.DictReader(file)} == {"off": "2", "on": "2"}
     assert (tmp_path / "mine" / "report.html").stat().st_size > 1e5
     assert (tmp_path / "mine" / "condensation" / "metrics.csv").is_file()
