@@ -13,7 +13,7 @@ import pytest  # noqa: E402
 
 # The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
 # so that no worker begins one of them when the others have nothing left to do.
-LONGEST = "meshes tutorial training run_ends stream sweeps evidence monitor plan evaluate assembly".split()
+LONGEST = ("meshes", "tutorial", "training", "run_ends", "stream", "sweeps", "evidence", "evaluate", "assembly")
 
 
 def pytest_collection_modifyitems(items):
