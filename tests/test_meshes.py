@@ -1,5 +1,7 @@
 """Parameter gradients of one real training step agree with one process's, on every mesh and with every memory option."""
 
+import functools
+
 import pytest
 import torch
 from torchtitan.components.loss import cross_entropy_loss
@@ -87,6 +89,7 @@ def of(sample, tmp_path_factory):
     """of(kind): what the cases of one table gave; they run when they are asked for first, and once, if they fail, too."""
     begun = set()
 
+    @functools.cache
     def of(kind):
         folder = tmp_path_factory.getbasetemp() / f"meshes_{kind}"
         if kind not in begun:
