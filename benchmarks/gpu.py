@@ -77,7 +77,7 @@ def trained(options: Options, gpus: int) -> Iterator[Check]:
     for name, subject, words, cannot in (
         ("bf16", "bf16 training, fused optimizers", (), ""),
         ("documents", "flex attention within documents", ("--stream.document_mask",), one),
-        ("documents-compile", "the same with more around it", tuple(around.split()), one),
+        ("documents-compile", "the same with more around it", around.split(), one),
         ("compile", "Inductor's GPU code", ("--compile.enable",), one),
         ("float8", "float8", ("--compile.enable", "--model.converters=quantize.linear.float8"), torchao),
         ("offload", "CPU offload", ("--training.enable_cpu_offload",), two),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "train_configs" / "demo_cpu.toml"
-SECONDS = 900  # of a command: CI runs four of them at once on two cores
+SECONDS = 900  # of a command, on a slow machine that also does other work
 
 
 def command(config, sample, run, *options, nproc=1):
@@ -41,10 +41,8 @@ def rank_environment(rank=0, world_size=1):
 
 
 def train(config, sample, run, *options, nproc=1, check=True):
-    argv, how = (
-        command(config, sample, run, *options, nproc=nproc),
-        {"cwd": ROOT, "env": environment(), "timeout": SECONDS},
-    )
+    argv = command(config, sample, run, *options, nproc=nproc)
+    how = {"cwd": ROOT, "env": environment(), "timeout": SECONDS}
     done = subprocess.run(argv, capture_output=True, text=True, **how)
     if check:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
     for item in items:
         if item.get_closest_marker("night") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(1800))  # CI runs SLURM's tests beside them
+            item.add_marker(pytest.mark.timeout(1800))  # on a slow machine
 
 
 def stream_handlers():

@@ -143,9 +143,8 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int, accumula
     saved, block = block_elements(job_config, args) * token, args.saved_elements(tp)
     working = (block["gradients"] + (0 if ac == "none" else block["none"])) * token
     head = (args.dim / tp + args.dim) * token  # the final norm's input and output
-    output = (
-        TORCH_DTYPE_MAP[t.dtype] if fsdp_degree == 1 else dtype
-    ).itemsize  # autocast leaves blocks' as the weights
+    # Autocast leaves the outputs of blocks, and so their gradients, in the dtype of the weights.
+    output = (TORCH_DTYPE_MAP[t.dtype] if fsdp_degree == 1 else dtype).itemsize
     dispersed = saved_gradients(job_config, args) * output
     spread = saved_gradients(job_config, args, spread=True) * output  # of all layers, before backward comes to the head
     logits, chunked = logit_bytes(job_config, args, dtype.itemsize, tokens), t.head_chunk_tokens > 0  # type: ignore[attr-defined]
