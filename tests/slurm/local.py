@@ -150,6 +150,9 @@ class LocalSlurm:
     def cancel(self, id: int) -> None:
         self._client("scancel", id)
 
+    def set_time_limit(self, id: int, minutes: int) -> None:
+        self._client("scontrol", "update", f"JobId={id}", f"TimeLimit={minutes}")
+
     def set_node(self, name: str, state: str) -> None:
         """Set a node's state. ``DOWN`` ends or requeues the node's jobs; ``RESUME`` brings it back."""
         self._client("scontrol", "update", f"NodeName={name}", f"State={state}", "Reason=test")
