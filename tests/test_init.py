@@ -83,7 +83,7 @@ def test_a_gpu(name, tmp_path, monkeypatch, capsys):
     assert "a GPU would need" not in capsys.readouterr().out
 
 
-def test_sizes_follow_text_and_time():
+def test_sizes_follow_text_and_time(monkeypatch):
     h100s, cpu = (8, Machine(1, 8, "H100")), (0, Machine(1, 1, "H100"))
     rows = _sized(1e12, 16384, 2048, *h100s, None)
     assert (rows["model.overrides"][0]["dim"], rows["optimizer.lr"][0]) == (768, 6e-4)
@@ -91,8 +91,11 @@ def test_sizes_follow_text_and_time():
     little = _sized(1e6, 2048, 256, *h100s, None)
     assert (little["model.overrides"][0], little["optimizer.lr"][0]) == ({"vocab_size": 2048}, 1.6e-2)
     assert little["training.steps"][0] * little["training.global_batch_size"][0] * 256 == pytest.approx(4e6, rel=0.01)
-    minutes = [_sized(1e9, 2048, 256, *cpu, n)["training.steps"][0] for n in (1, 2)]
-    assert minutes[1] == pytest.approx(2 * minutes[0], rel=0.01)
+    steps = []
+    for speed, minutes in ((2e10, 1), (2e10, 2), (1e10, 4)):
+        monkeypatch.setattr("titan_disp.lab.init._cpu_flops", lambda *_, speed=speed: speed)
+        steps.append(_sized(1e9, 2048, 256, *cpu, minutes)["training.steps"][0])
+    assert steps == pytest.approx([steps[0], 2 * steps[0], 2 * steps[0]], rel=0.01)
 
 
 def test_bad_input(tmp_path):

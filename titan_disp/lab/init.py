@@ -10,9 +10,11 @@ import os
 import random
 import re
 import shlex
+import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,6 @@ from titan_disp.text import byte_size, estimated_duration, short
 LEAST, READ, COPIED, LEARNED_FROM = 200_000, 200_000_000, 2_000_000_000, 20_000_000  # bytes or characters of text
 # Characters of text → size of the tokenizer's vocabulary; on a CPU, at most the second.
 VOCABULARIES = ((5e6, 2048), (20e6, 4096), (100e6, 8192), (math.inf, 16384))
-# The nano model's 7,000 tokens/s on one core, measured, times 3.6 MFLOP per token. More cores are assumed to add as much.
-CORE_FLOPS = 25e9
 MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
 LAUNCHES = 0.1  # seconds of a GPU's step, at least; assumed, as small models wait for their kernels to be launched
 OTHER_FLOPS = 0.87e12  # per multiprocessor of a GPU that the plan does not know: an RTX 3090's, the least of its table
@@ -244,13 +244,31 @@ def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
     raise ConfigError(f"no tokenizer can be trained on this text ({why}): name one with --tokenizer")
 
 
+@cache
+def _cpu_flops(vocab_size: int, seq_len: int) -> float:
+    """Measure FLOP/s of nano, forward and backward, with all cores.
+
+    Four sequences without optimizer and dispersion get about as many as a whole step of 16 with both (30e9 of 31e9, measured).
+    """
+    own: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": seq_len}
+    args = replace(flavors["nano"], **own)
+    model, tokens = Qwen3DispModel(args), torch.arange(4 * seq_len).view(4, -1) % vocab_size
+    model.init_weights()
+    seconds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        seconds.append(time.perf_counter() - begin)
+    return tokens.numel() * args.get_nparams_and_flops(model, seq_len)[1] / min(seconds)
+
+
 def _sized(
     text_tokens: float, vocab_size: int, seq_len: int, gpus: int, machine: Machine, minutes: float | None
 ) -> dict[str, tuple[Any, str]]:
     """Choose the largest model that text and time give 20 tokens per parameter. Return rows of the config."""
     minutes, ranks, gpu = minutes or (240 if gpus else 5), max(gpus, 1), find_gpu(machine)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    speed = gpus * MFU * gpu.bf16_flops if gpus else cores * CORE_FLOPS
+    speed = gpus * MFU * gpu.bf16_flops if gpus else _cpu_flops(vocab_size, seq_len)
     chosen: tuple[Any, ...] = ()
     for flavor, shape in SIZES:
         overrides: dict[str, Any] = {"vocab_size": vocab_size}
@@ -279,7 +297,8 @@ def _sized(
     kind = f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(cores, "core")
     took = estimated_duration(max(tokens * flops / speed, steps * LAUNCHES if gpus else 0))
     per, epochs = tokens / parameters, tokens / text_tokens
-    about = f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {took} by an assumed speed"
+    by = f"{took} by {'an assumed' if gpus else 'the measured'} speed"
+    about = f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {by}"
     return {
         "model.flavor": (flavor, f"{short(parameters, 3)} parameters, for {kind}"),
         "model.overrides": (overrides, ""),
