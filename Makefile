@@ -41,7 +41,8 @@ demo: setup $(DATA)/README.md
 gpu: setup $(DATA)/README.md
 	$(BIN)/python -m benchmarks.gpu --data $(DATA)
 
-# Writes docs/condensation.* from six runs: dispersion off and on, with three seeds. Complete runs in outputs/figure are kept.
+# Writes docs/condensation.* and a section of docs/measurements.md from six runs: dispersion off and on, with three seeds.
+# Complete runs in outputs/figure are kept.
 figure: setup $(DATA)/README.md
 	$(BIN)/python -m benchmarks.figure --nproc $(NPROC) --data $(DATA)
 

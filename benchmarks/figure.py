@@ -1,6 +1,6 @@
 """Show how embeddings collapse and are released while a small model trains on a CPU, with dispersion off and on.
 
-    make figure                                              # docs/condensation.png, .json and .md
+    make figure                                # docs/condensation.png and .json, and a section of docs/measurements.md
     python -m benchmarks.figure --seeds 1 --steps 100 --docs outputs/try
 
 A sweep trains the nano model twice for each seed, with the same initial weights and data, and with dispersion off and
@@ -38,6 +38,8 @@ from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points
 from titan_disp.lab.sweeps.local import run, summary
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "measurements.md"
+MARKER = "<!-- make figure writes what follows -->\n"
 STATES = ("off", "on")
 COEFF = 0.1  # λ
 PYTHON = ".".join(platform.python_version_tuple()[:2])  # the sample corpus is the documentation of this version
@@ -172,7 +174,7 @@ def _mean_over_seeds(runs: Sequence[Run]) -> dict[int, Condensation]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Write the page from nothing but the JSON."""
+    """Return docs/measurements.md with its last section written from nothing but the JSON."""
     during, steps = content["while_training"], content["while_training"]["steps"]
     cosine, loss = (
         {state: np.array([run[name] for run in during[state]]) for state in STATES}  # [seeds, steps]
@@ -184,7 +186,9 @@ def markdown(content: Mapping[str, Any]) -> str:
     shown = telling_steps(steps, {steps[i] for i in (*peaks.values(), apart)})
     facts = {"cosine": cosine, "loss": loss, "means": means, "peaks": peaks, "apart": apart}
     facts |= {"shown": [steps.index(step) for step in shown], "after": _compared(content["after_training"])}
-    return render("condensation.md.j2", {**content, **facts})
+    written_by_hand, marker, _ = PAGE.read_text(encoding="utf-8").partition(MARKER)
+    assert marker, f"{PAGE} has no line {MARKER!r}"
+    return written_by_hand + MARKER + render("condensation.md.j2", {**content, **facts})
 
 
 def _compared(after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -213,7 +217,7 @@ def main(options: Options) -> None:
     draw(runs, options.docs / "condensation.png")
     text = to_text(results(runs, after, options.seeds))
     page = markdown(json.loads(text))
-    for name, written in (("condensation.json", text), ("condensation.md", page)):
+    for name, written in (("condensation.json", text), (PAGE.name, page)):
         with atomic_write(options.docs / name) as partial:
             partial.write_text(written, encoding="utf-8")
     print(page)

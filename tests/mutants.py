@@ -1,4 +1,4 @@
-"""Find small wrong edits of the code that its fast tests do not notice: ``make mutants ROOM=measure``, docs/mutants.md.
+"""Find small wrong edits of the code that its fast tests do not notice: ``make mutants ROOM=measure``, CONTRIBUTING.md.
 
 mutmut was chosen over cosmic-ray because it imports torch and TorchTitan (6 s) once and forks for every mutant, and
 because it runs only the tests that call the edited function, so that a mutant takes about a second.

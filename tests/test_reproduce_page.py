@@ -55,7 +55,7 @@ def test_models_and_runs(options, sweeps):
         targets = getattr(one, {"condensation": "targets", "evaluate": "models", "report": "runs"}[name])
         groups = [parse_group(target) or (None, [target]) for target in (*targets, *getattr(one, "family", ()))]
         found += [model for models in (*pairs, *(models for _, models in groups)) for model in models]
-    assert len(found) > 50
+    assert len(found) > 40
     for name in found:
         assert name in runs or name == "assets/hf/gpt2" or not name.startswith("outputs/") and parse_id(name), name
 
