@@ -20,6 +20,7 @@ from torchtitan.config import JobConfig
 
 from tests.command_line import ROOT
 from tests.distributed import spawn
+from tests.pages import loaded
 from tests.run_invariants import FILES, pages_names
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.run import reader
@@ -280,7 +281,8 @@ def test_the_page_names_every_file(trained):
 
 def test_the_page_names_every_field(trained):
     config, environment = reader.read_config(trained), reader.read_environment(trained)
-    assert config.keys() | environment.keys() <= named("config.json and environment.json")
+    assert config.keys() == loaded("train_configs/demo_cpu.toml").to_dict().keys()
+    assert environment.keys() <= named("config.json and environment.json")
     events, rows = reader.read_events(trained), reader.read_rows(trained)
     assert {event["event"] for event in events} == {"start", "checkpoint", "complete", "resume"}
     assert {key for event in events for key in event} <= named("events.jsonl")
