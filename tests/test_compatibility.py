@@ -1,4 +1,4 @@
-"""What titan_disp imports from TorchTitan, and what docs/compatibility.md says of it."""
+"""What titan_disp imports from TorchTitan, and what docs/port.md and docs/compatibility.md say of it."""
 
 import importlib
 import importlib.metadata
@@ -10,8 +10,6 @@ import tomli
 
 from benchmarks.torchtitan_port import Imported, compare, imported_by, modules_of
 from tests.command_line import ROOT
-
-PAGE = ROOT / "docs" / "compatibility.md"
 
 
 def test_every_import_from_the_installed_torchtitan_is_found():
@@ -27,7 +25,7 @@ def test_every_import_from_the_installed_torchtitan_is_found():
 
 def test_the_page_counts_all_imports():
     """Its list for TorchTitan 0.3 is made by hand: another import must be looked up in it again."""
-    text = PAGE.read_text()
+    text = (ROOT / "docs" / "port.md").read_text()
     counts = re.search(r"(\d+) names are in their place, (\d+) moved, and (\d+) are gone", text).groups()
     there, elsewhere, gone = map(int, counts)
     assert there + elsewhere + gone == len(imported_by(ROOT / "titan_disp"))
@@ -37,6 +35,7 @@ def test_the_page_counts_all_imports():
 def test_the_page_names_what_pyproject_asks_for():
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = {re.match(r"[\w-]+", line)[0]: line for line in project["dependencies"]}
+    page = (ROOT / "docs" / "compatibility.md").read_text()
     for wanted in (asked["torch"], asked["torchtitan"], asked["transformers"], f"python{project['requires-python']}"):
-        assert f"`{wanted}`" in PAGE.read_text()
+        assert f"`{wanted}`" in page
     assert importlib.metadata.version("torchtitan") == asked["torchtitan"].partition("==")[2]

@@ -31,9 +31,10 @@ def test_an_environment_in_a_fresh_home(tmp_path):
     local.mkdir()
     # A site's `module load` gives an interpreter with torch and the other packages of this one.
     packages = sysconfig.get_paths()["purelib"]
-    environment = {"HOME": str(home), "PATH": PATH, "TITAN_DISP_URL": str(ROOT), **OFFLINE}
+    environment = {"HOME": str(home), "PATH": PATH, **OFFLINE}
     install, archive, *_ = commands("## 1. An environment")
     site = f"module() {{ echo module $*; export PYTHONPATH={packages}; }}\nset -e\n"
+    site += f"git clone --quiet {ROOT} titan-disp && cd titan-disp\n"
     shell = ["bash", "-c", site + install + archive + 'echo "archive: $TITAN_DISP_ENV_ARCHIVE"']
     done = subprocess.run(shell, env=environment, capture_output=True, text=True, cwd=home)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

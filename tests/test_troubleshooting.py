@@ -37,7 +37,7 @@ def raised(path):
 
 
 def fragments():
-    rows = [line for line in PAGE.partition("## Symptoms without")[0].splitlines() if line.startswith("| ")]
+    rows = [line for line in PAGE.partition("## Config")[2].splitlines() if line.startswith("| ")]
     return [fragment for row in rows for fragment in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 
 
