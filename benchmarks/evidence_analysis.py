@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,10 +10,23 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.evidence_parts import ALL_LRS, FEW_SEEDS, RESTORED, SEEDS, STATES, Row, key_of, newest, tuning_losses
+from benchmarks.evidence_parts import (
+    ALL_LRS,
+    FEW_SEEDS,
+    RESTORED,
+    SEEDS,
+    STATES,
+    WIDTH_LRS,
+    WIDTHS,
+    Row,
+    key_of,
+    newest,
+    tuning_losses,
+)
 from titan_disp.lab.statistics import holm, paired_by_seed
 
 MARGIN = 0.02  # nats; a smaller difference does not matter (docs/evidence_design.md)
+NO_CHANGE = 0.01  # nats; the same for the change over the MLP's width, in the second experiment
 ALPHA = 0.05
 
 Value = Callable[[Row], float | None]
@@ -302,3 +316,40 @@ def by_learning_rate(rows: Sequence[Row]) -> dict[float, dict[str, Any]]:
             means = {state: float(of.mean()) for state, of in values.items()}
             found[lr] = {**means, "difference": means["on"] - means["off"]}
     return found
+
+
+def by_width(rows: Sequence[Row], part: str, value: Value, recipe: str = "") -> dict[int, Paired]:
+    """Return on against off at each MLP width, of the runs whose conditions end in ``recipe``."""
+    own = {
+        name: by_seed(rows, part, name + recipe, value) for width in WIDTHS for name in (f"on-{width}", f"off-{width}")
+    }
+    return {width: paired(own[f"on-{width}"], own[f"off-{width}"]) for width in WIDTHS}
+
+
+def change_over_width(found: Mapping[int, Paired]) -> Paired:
+    """Return the slope of on − off over the log of the width, from the narrowest to the widest, against 0.
+
+    Seeds that lack a width are left out.
+    """
+    x = np.log(WIDTHS)
+    differences = [{seed: own - one.other[seed] for seed, own in one.own.items()} for one in found.values()]
+    seeds = [seed for seed in differences[0] if all(seed in one for one in differences)]
+    slopes = {seed: float(np.polyfit(x, [one[seed] for one in differences], 1)[0]) for seed in seeds}
+    return paired({seed: slope * (x[-1] - x[0]) for seed, slope in slopes.items()}, dict.fromkeys(seeds, 0.0))
+
+
+def width_verdict(rows: Sequence[Row]) -> tuple[Paired, str]:
+    """Return the second experiment's primary outcome, and what its rules say: the first that holds."""
+    change = change_over_width(by_width(rows, "widths", loss("test")))
+    tuned = [by_width(rows, "widths-tuning", loss("development"), f"_lr-{lr:g}") for lr in WIDTH_LRS]
+    signs = {np.sign(change_over_width(found).mean) for found in tuned}
+    lost = Counter(row["condition"] for row in failures(rows) if row["part"] == "widths")
+    if change.n < 6 or any(lost[f"on-{width}"] > lost[f"off-{width}"] for width in WIDTHS):
+        return change, "undecided: failures"
+    if change.low > -NO_CHANGE and change.high < NO_CHANGE:
+        return change, f"no change of {NO_CHANGE:g} or more"
+    if len(signs) > 1:
+        return change, "undecided: depends on the learning rates chosen"
+    if change.p < ALPHA and change.sign:
+        return change, "the difference depends on the width"
+    return change, f"undecided: a change of {max(-change.low, change.high):.3f} is not excluded"

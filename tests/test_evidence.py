@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import re
 import shutil
 from collections import Counter
@@ -14,9 +15,23 @@ import torch
 from scipy import stats
 
 from benchmarks import corpus, evidence, evidence_analysis, evidence_page, evidence_parts
-from benchmarks.evidence_analysis import FAMILIES, outcomes
+from benchmarks.evidence_analysis import FAMILIES, outcomes, width_verdict
 from benchmarks.evidence_page import FILTERS, PAGES, attempts, context, missing, pages
-from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Job, Recipe, jobs, tuned
+from benchmarks.evidence_parts import (
+    LRS,
+    PARTS,
+    SECOND_SEEDS,
+    SEEDS,
+    STATES,
+    TUNING_SEEDS,
+    WARMUPS,
+    WIDTH_LRS,
+    WIDTHS,
+    Job,
+    Recipe,
+    jobs,
+    tuned,
+)
 from benchmarks.evidence_score import cosines, history, last_words, passage, token_losses, window
 from benchmarks.templates import FOLDER, Refused, render
 from tests.command_line import ROOT
@@ -109,6 +124,42 @@ def test_verdicts():
     ):
         rows = made_up(d, part, seeds=SEEDS if part == "main" else SEEDS[:4])
         assert outcomes(rows)[part, "on", "test"].verdict() == says
+
+
+def widths(change, rates=(1, 1, 1), spread=0.01, seeds=SECOND_SEEDS):
+    """On − off is 0.02 at the middle width (on the log scale) and ``change`` from end to end, ± ``spread`` by seed."""
+
+    def pair(part, width, seed, d, text, suffix=""):
+        return [row(part, f"{state}-{width}{suffix}", seed, 5 + (d if state == "on" else 0), text) for state in STATES]
+
+    place = {width: math.log(width / WIDTHS[0]) / math.log(WIDTHS[-1] / WIDTHS[0]) - 0.5 for width in WIDTHS}
+    main = [
+        pair("widths", w, seed, 0.02 + place[w] * (change + spread * (-1) ** seed), "test")
+        for w in WIDTHS
+        for seed in seeds
+    ]
+    tuned = [
+        pair("widths-tuning", w, seed, sign * place[w], "development", f"_lr-{lr:g}")
+        for lr, sign in zip(WIDTH_LRS, rates, strict=True)
+        for w in WIDTHS
+        for seed in TUNING_SEEDS
+    ]
+    return sum(main + tuned, [])
+
+
+def test_the_change_over_widths_and_its_verdict():
+    found, says = width_verdict(widths(0.04))
+    expected = stats.ttest_1samp([0.05, 0.03] * 4, 0)
+    assert (found.n, found.mean) == (8, pytest.approx(0.04))
+    assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval(0.95)))
+    assert (found.p, says) == (2 / 2**8, "the difference depends on the width")
+    assert width_verdict(widths(0.004, spread=0.004))[1] == "no change of 0.01 or more"
+    assert width_verdict(widths(0.04, rates=(1, 1, -1)))[1] == "undecided: depends on the learning rates chosen"
+    assert width_verdict(widths(-0.01, spread=0.03))[1] == "undecided: a change of 0.037 is not excluded"
+    assert width_verdict(widths(0.04, seeds=SECOND_SEEDS[:5]))[1] == "undecided: failures"
+    rows = [one for one in widths(0.04) if (one["condition"], one["seed"]) != ("on-768", 11)]
+    assert width_verdict([*rows, failed("widths", "on-768", 11)])[1] == "undecided: failures"
+    assert width_verdict([*rows, failed("widths", "on-768", 11), failed("widths", "off-768", 12)])[0].n == 6
 
 
 def test_failures_are_counted_and_do_not_help():
