@@ -155,7 +155,7 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
     shares, rates, noise = analysis.token_shares(rows) or {}, analysis.by_learning_rate(rows), analysis.noise(rows)
     known = dict.fromkeys(key[:2] for key in newest(rows))
     second = [abs(d) for d in analysis.restored(rows)]
-    reordered = [abs(d) for name in ("accumulation-4", "2-ranks") for d in noise[name].values()]
+
     return {
         **vars(analysis),
         "outcomes": analysis.outcomes(rows),
@@ -167,7 +167,7 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
         "largest": max(shares, key=lambda name: shares[name]),
         "conditions": [key for part in TRAINED for key in known if key[0] == part],
         "scatter": lambda part: _scatter(analysis.compare(rows, part, "on", analysis.loss("test"))),
-        **{"second": second, "reordered": reordered, "usual_change": median([*second, *reordered])},
+        **{"second": second, "usual_change": median(second)},
         "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
     }
 

@@ -95,7 +95,7 @@ class TrainOptions(ConfigOptions):
 
 @dataclass(frozen=True)
 class PlanOptions(Machine, ConfigOptions):
-    """Predict a run's mesh, batches, steps, memory, communication and days. This needs no data, tokenizer or GPU."""
+    """Predict a run's mesh, batches, steps, memory, communication and duration. This needs no data, tokenizer or GPU."""
 
     strict: bool = False
     """fail, rather than warn, if the data or the tokenizer is missing."""
@@ -123,7 +123,7 @@ class PreflightOptions(ConfigOptions):
 
 @dataclass(frozen=True)
 class SelftestOptions:
-    """Check the loss, its kernels and a resume on the device at hand, and measure them. The exit status is 1 if one is off.
+    """Check the loss, its kernels and a resume on the device at hand, and measure them. The exit status is 1 if a check fails.
 
     Under torchrun (torchrun --nproc-per-node 8 -m titan_disp.cli selftest), ranks check sequences that they share, too.
     """
@@ -291,8 +291,8 @@ class CondensationOptions:
     seed: int = 0
     """seed of the sample, and of a Hugging Face model's weights before training."""
     skip_untrained: bool = False
-    """do not measure each model before training, too, on one batch, for comparison. A run's weights are then those of
-    its checkpoint of step 0, or else drawn from its seed."""
+    """do not measure each model before training, on one batch, for comparison. Without this option, a run's untrained
+    weights are those of its checkpoint of step 0, or else drawn from its seed."""
     last_n: OptionalInt = None
     """number of tokens at the end of each sequence that are measured. The default is all of them."""
     logits: bool = False
