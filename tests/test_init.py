@@ -45,7 +45,8 @@ def long_text(where):
 def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     text, run = write(tmp_path), tmp_path / "my run [*]"
     assert typed(monkeypatch, "init", run, "--text", text, "--text-field", "body") == 0
-    train, _, off = capsys.readouterr().out.splitlines()[-3:]
+    _, held, *_, train, _, off = capsys.readouterr().out.splitlines()
+    assert ("held out   7 files, by a hash of their names" == held) == (write is folder_of_texts)
     assert train == f"titan-disp train '{run}'/config.toml"
     assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
     config = load_config(["--job.config_file", str(run / "config.toml")])
@@ -54,7 +55,7 @@ def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     kept, held_out = ([*_read(list_files(*one, "validation"), options, 1e9).values()] for one in paths.items())
     assert len(kept) + len(held_out) == len({*kept, *held_out}) >= len(TEXTS)
     assert 0.01 < sum(map(len, held_out)) / len(PROSE) <= 0.05
-    assert config.condensation.interval == config.training.steps // 20
+    assert config.condensation.interval == max(5, config.training.steps // 20)
     tokenizer = load_tokenizer(config.model.hf_assets_path)
     assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in [*kept, *held_out, "\t–  ᚠ\n"])
     assert typed(monkeypatch, "init", run, "--text", text) == 2

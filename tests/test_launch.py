@@ -1,5 +1,6 @@
 """Ctrl-C on ``titan-disp train``: the ranks save and end. A second one kills them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -101,6 +102,35 @@ def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys
     overrides = command(DEMO, sample, tmp_path)[7:]
     assert launch.launch(TrainOptions(str(DEMO), tuple(overrides), 2)) == status
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            {"event": "complete", "step": 9},
+            "the run is complete: step 9. Next: titan-disp report RUN --out report.html",
+        ),
+        (
+            {"event": "stop", "step": 4, "kind": "budget", "reason": "budget.stop_at_tokens"},
+            "stopped after step 4: budget.stop_at_tokens. To continue, raise it and repeat the command",
+        ),
+        (
+            {"event": "stop", "step": 4, "kind": "file", "reason": "a file"},
+            "stopped after step 4: a file. To continue, remove RUN/stop and repeat the command",
+        ),
+        (None, "all ranks have ended"),  # TorchTitan's own trainer writes no events
+    ],
+)
+def test_the_last_line_says_how_the_run_ended_and_what_is_next(sample, tmp_path, monkeypatch, capsys, event, line):
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"event": "start", "step": 0}, *([event] if event else [])]
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(launch, "elastic_launch", lambda settings, program: lambda *argv: None)
+    overrides = command(DEMO, sample, run)[7:]
+    assert launch.launch(TrainOptions(str(DEMO), tuple(overrides), 2)) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"titan-disp: {line.replace('RUN', str(run))}"
 
 
 @pytest.mark.night

@@ -25,6 +25,7 @@ from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
 from titan_disp.config.options import SlurmOptions, SubmitOptions, TrainOptions
 from titan_disp.errors import ConfigError
+from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 
 
 @contextlib.contextmanager
@@ -100,7 +101,21 @@ def launch(options: TrainOptions) -> int:
     if stop.number:
         _say(f"titan-disp: {stop.name} ended the run. The same command {then}.")
         return 128 + stop.number
+    _say(f"titan-disp: {_outcome(job_config.job.dump_folder)}")
     return 0
+
+
+def _outcome(run: str) -> str:
+    """Return how a run has ended by itself, and what to type next."""
+    *_, last = [{}, *read_json_lines(os.path.join(run, EVENTS))]
+    if last.get("event") == "complete":
+        return f"the run is complete: step {last.get('step')}. Next: titan-disp report {shlex.quote(run)} --out report.html"
+    if last.get("event") == "stop":
+        more = {"budget": "raise it", "file": f"remove {os.path.join(run, STOP)}"}.get(last.get("kind", ""), "go on")
+        return (
+            f"stopped after step {last.get('step')}: {last.get('reason')}. To continue, {more} and repeat the command"
+        )
+    return "all ranks have ended"
 
 
 class StopRanks:
@@ -147,8 +162,6 @@ def _ranks() -> list[int]:
 
 
 def _last_error(logs: str, rank: int) -> str | None:
-    if rank == 0:  # its output is on the console
-        return None
     files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
     lines = files[-1].read_text(errors="replace").splitlines() if files else []
     return next((line for line in reversed(lines) if line.startswith("titan-disp: error")), None)

@@ -214,7 +214,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     size, (saved, kept, on_disk) = cost.checkpoint_bytes(job_config, module), cost.checkpoint_counts(job_config)
     between = job_config.checkpoint.interval * time.step_seconds if saved else 0.0
     checkpoints = Checkpoints(size, saved, kept, on_disk * size, between, size / (machine.storage_bandwidth * 1e9))
-    if saved and checkpoints.seconds > NOTICED * between:
+    if saved and checkpoints.seconds > max(NOTICED * between, 0.1):
         warnings.append(
             f"a checkpoint is saved every {between:.1f} s and takes about {checkpoints.seconds:.1f} s to write: raise "
             "checkpoint.interval"
@@ -281,7 +281,10 @@ def _size(count: float) -> str:
 
 
 def _days(days: float) -> str:  # not known to a tenth of a minute
-    return estimated_duration(days * 86400) if days * 24 >= 2 else f"{days * 1440:.0f} minutes"
+    minutes = days * 1440
+    if minutes < 1:
+        return "less than a minute"
+    return estimated_duration(days * 86400) if minutes >= 120 else f"{minutes:.0f} minutes"
 
 
 def _node_counts(counts: list[NodeCount]) -> str:

@@ -115,7 +115,7 @@ def select(found: list[str], folder: str, split: str, where: str, c4: bool) -> l
             _say(f"{where}: left out, because there are documents in other formats: {such}")
         found = [path for path in found if not path.endswith(PLAIN_TEXT)]
     paths = readable_formats(found, where)
-    of_split = _of_split(paths, split, narrow=c4)
+    of_split = files_named(paths, split, narrow=c4)
     if kept_back := set() if c4 else _kept_back(paths, folder):
         of_split = sorted(kept_back) if split == "validation" else [path for path in of_split if path not in kept_back]
         _say(
@@ -211,7 +211,7 @@ def _refuse_dangling(path: str, where: str) -> None:
         raise _cannot_be_read(path, error, where) from error
 
 
-def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
+def files_named(paths: list[str], split: str, narrow: bool) -> list[str]:
     """Select the files of a split by their own names, which must contain the split's mark as a word.
 
     If a name says "train", others without a mark are training data too unless the names are ``narrow``, as C4's are. In
@@ -231,7 +231,7 @@ def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
 
 def _kept_back(paths: list[str], folder: str) -> set[str]:
     """Return the plain texts that are held out where at least 100 are all there is, and no name says which."""
-    if len(paths) < 100 or any(not path.endswith(PLAIN_TEXT) for path in paths) or _of_split(paths, "validation", True):
+    if len(paths) < 100 or any(not path.endswith(PLAIN_TEXT) for path in paths) or files_named(paths, "validation", True):
         return set()
     number = max(len(paths) // 100, min(20, len(paths) // 20))
     by_hash = sorted(

@@ -49,10 +49,11 @@ def find_tokenizer(folder: str | Path) -> Path:
     if not folder.is_dir():
         owner = next((owner for prefix, owner in _OWNERS.items() if folder.name.startswith(prefix)), None)
         name = f"{owner}/{folder.name}" if owner else "OWNER/NAME"
+        sample = folder.parent if folder.name == "tokenizer" else "DIR"
         raise ConfigError(
             f"model.hf_assets_path is {str(folder)!r}, which is not a folder; expected {expected}. A model's: hf download "
-            f"{name} --include 'tokenizer*' --local-dir {folder}. The sample corpus's: titan-disp sample-data DIR, then "
-            "DIR/tokenizer"
+            f"{name} --include 'tokenizer*' --local-dir {folder}. The sample corpus's: titan-disp sample-data "
+            f"{sample}, then {sample}/tokenizer"
         )
     for name in HUGGING_FACE_FILES:
         if (folder / name).is_file():

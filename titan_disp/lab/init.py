@@ -32,6 +32,7 @@ from titan_disp.data import sources
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import PLAIN_TEXT, TOKEN_IDS, BadDocument, DamagedFile, text_of
+from titan_disp.data.local import files_named
 from titan_disp.data.objects import is_folder, is_url
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import encoder, load_tokenizer
@@ -136,11 +137,14 @@ def init(options: InitOptions) -> str:
         file.write_text(_toml(rows).replace(_quoted(str(partial))[:-1], _quoted(str(folder))[:-1]))  # its name, soon
     where = shlex.quote(str(options.folder))
     kind = "blocks between blank lines" if stream.format.text_split == "blank_lines" else "documents"
-    how = "by the names of files" if named else f"by a hash, copied with the others to {where}/data"
+    held = f"{len(held_out):,} {kind}, by a hash, copied with the others to {where}/data"
+    if named:
+        says = files_named([file.name for file in named], "validation", True)
+        held = f"{counted(len(named), 'file')}, by {'their names' if says else 'a hash of their names'}"
     return "\n".join(
         [
             f"text       {len(texts) * all_of_it:,.0f} {kind}, {short(tokens * per_token, 3)} characters for training",
-            f"held out   {len(held_out):,} {kind}, {how}",
+            f"held out   {held}",
             f"tokenizer  {vocab_size:,} tokens of {per_token:.1f} characters: {short(tokens, 3)} tokens of text",
             f"model      {rows['model.flavor'][1]}",
             f"run        {rows['training.steps'][0]:,} steps: {rows['training.steps'][1]}",
@@ -194,10 +198,10 @@ def _read(files: Sequence[DataFile], options: StreamOptions, most: float) -> dic
 
 def _split(
     path: str, files: Sequence[DataFile], options: StreamOptions, size: float, wanted: int
-) -> tuple[list[str], list[str], bool]:
-    """Return texts for training, held-out texts, and whether the names of files say which are which.
+) -> tuple[list[str], list[str], list[DataFile]]:
+    """Return texts for training, held-out texts, and the files that training leaves out by itself.
 
-    If they do not, all are returned, and of at least ``wanted`` characters, if these are at most 5 %, are held out.
+    If there are none, all are returned, and of at least ``wanted`` characters, if these are at most 5 %, are held out.
     """
     named: list[DataFile] = []
     with suppress(ConfigError):
@@ -213,7 +217,7 @@ def _split(
     if total < LEAST:
         raise ConfigError(f"--text is {path!r}, which holds {total:,} characters; expected at least {LEAST:,}")
     if named:
-        return list(found.values()), list(_read(named, options, wanted).values()), True
+        return list(found.values()), list(_read(named, options, wanted).values()), named
     held_out, held, most = list[str](), 0, total // 20
     target = min(max(total // 100, wanted), most)
     for key in sorted(found):  # a random order, which is always the same
@@ -225,7 +229,7 @@ def _split(
             f"--text holds {counted(len(found), 'document')} so long that at most 5 % of the text cannot be held out; expected "
             "shorter ones. In a .txt file, blank lines divide them. If each line is one: jq -R '{text: .}' FILE > FILE.jsonl"
         )
-    return list(found.values()), held_out, False
+    return list(found.values()), held_out, []
 
 
 def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
@@ -282,22 +286,22 @@ def _sized(
         limits = {
             "20 tokens per parameter (Hoffmann et al. 2022)": 20 * parameters,
             "4 epochs of the text (Muennighoff et al. 2023)": 4 * text_tokens,
-            f"{minutes:g} minutes": minutes * 60 * speed / flops,
+            f"{minutes:g} minute{'s' * (minutes != 1)}": minutes * 60 * speed / flops,
         }
         if chosen and (min(limits.values()) < 20 * parameters or 16 * parameters > ranks * gpu.memory / 2):
             break  # AdamW in fp32 takes 16 bytes per parameter
         chosen = flavor, overrides, parameters, flops, limits
     flavor, overrides, parameters, flops, limits = chosen
-    limit = min(limits, key=limits.__getitem__)
-    batch = 2 ** int(math.log2(min(max(limits[limit] / 2000 / seq_len, 16), 2**19 / seq_len)))
+    limit, least = min(limits.items(), key=lambda one: one[1])
+    batch = 2 ** int(math.log2(min(max(least / 2000 / seq_len, 16), 2**19 / seq_len)))
     batch = -(-batch // ranks) * ranks
-    steps = max(20, round(limits[limit] / (batch * seq_len)))
+    steps = max(20, round(least / (batch * seq_len)))
     tokens = steps * batch * seq_len
     rate = math.exp(np.interp(math.log(parameters), *np.log(RATES).T))
     kind = f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(cores, "core")
     took = estimated_duration(max(tokens * flops / speed, steps * LAUNCHES if gpus else 0))
     per, epochs = tokens / parameters, tokens / text_tokens
-    by = f"{took} by {'an assumed' if gpus else 'the measured'} speed"
+    by = f"{took} of steps by {'an assumed' if gpus else 'the measured'} speed"
     about = f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {by}"
     return {
         "model.flavor": (flavor, f"{short(parameters, 3)} parameters, for {kind}"),
@@ -306,13 +310,16 @@ def _sized(
         "training.seq_len": (seq_len, ""),
         "training.local_batch_size": (batch // ranks if gpus else 16, "of a rank at a time"),
         "training.global_batch_size": (batch, "for 2,000 steps, but at least 16, at most GPT-3's 0.5 M tokens"),
-        "training.steps": (steps, f"{about}. The limit is {limit}"),
+        "training.steps": (steps, f"{about}. {f'The limit is {limit}' if steps > 20 else 'No run is shorter'}"),
         "training.mixed_precision_param": ("bfloat16" if gpus else "float32", "bf16 is slow on most CPUs"),
         "optimizer.lr": (float(f"{rate:.2g}"), "docs/evidence.md up to 1 M parameters; then towards GPT-3's"),
         "optimizer.implementation": ("fused" if gpus else "foreach", ""),
-        "lr_scheduler.warmup_steps": (steps // (5 if parameters < 1e7 else 20), "20 %, as tuned there; 5 % above 10 M"),
-        "validation.freq": (max(1, steps // 10), ""),
-        "condensation.interval": (max(1, steps // 20), "about 20 measurements"),
+        "lr_scheduler.warmup_steps": (
+            steps // (5 if parameters < 1e7 else 20),
+            "20 %, as in docs/evidence.md; 5 % above 10 M parameters",
+        ),
+        "validation.freq": (max(1, steps // 4), "logged; metrics.enable_tensorboard = true keeps it"),
+        "condensation.interval": (max(5, steps // 20), "about 20 measurements"),
         "checkpoint.interval": (max(1, steps // 4), ""),
         "metrics.log_freq": (max(1, steps // 200), ""),
     }
