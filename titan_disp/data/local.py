@@ -231,7 +231,11 @@ def files_named(paths: list[str], split: str, narrow: bool) -> list[str]:
 
 def _kept_back(paths: list[str], folder: str) -> set[str]:
     """Return the plain texts that are held out where at least 100 are all there is, and no name says which."""
-    if len(paths) < 100 or any(not path.endswith(PLAIN_TEXT) for path in paths) or files_named(paths, "validation", True):
+    if (
+        len(paths) < 100
+        or any(not path.endswith(PLAIN_TEXT) for path in paths)
+        or files_named(paths, "validation", True)
+    ):
         return set()
     number = max(len(paths) // 100, min(20, len(paths) // 20))
     by_hash = sorted(
