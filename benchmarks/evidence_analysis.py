@@ -57,6 +57,11 @@ class Paired:
         """-1 or 1 if the interval is below or above 0, and 0 if it includes 0 or is undefined."""
         return int(self.low > 0) - int(self.high < 0)
 
+    @property
+    def differences(self) -> dict[int, float]:
+        """Condition − baseline by seed."""
+        return {seed: own - self.other[seed] for seed, own in self.own.items()}
+
     def agreement(self) -> str:
         word, count = ("lower", self.lower) if self.mean < 0 else ("higher", self.higher)
         return f"{word} in {count} of {self.n} seeds"
@@ -303,8 +308,7 @@ def lasting(rows: Sequence[Row]) -> tuple[Paired, Paired, Paired]:
     both = {part: compare(rows, part, "on", loss("test")) for part in ("main", "long")}
     seeds = [seed for seed in both["long"].own if seed in both["main"].own]
     short, long = (paired({seed: one.own[seed] for seed in seeds}, one.other) for one in both.values())
-    d = [{seed: one.own[seed] - one.other[seed] for seed in seeds} for one in (long, short)]
-    return short, long, paired(*d)
+    return short, long, paired(long.differences, short.differences)
 
 
 def by_learning_rate(rows: Sequence[Row]) -> dict[float, dict[str, Any]]:
@@ -320,10 +324,7 @@ def by_learning_rate(rows: Sequence[Row]) -> dict[float, dict[str, Any]]:
 
 def by_width(rows: Sequence[Row], part: str, value: Value, recipe: str = "") -> dict[int, Paired]:
     """Return on against off at each MLP width, of the runs whose conditions end in ``recipe``."""
-    own = {
-        name: by_seed(rows, part, name + recipe, value) for width in WIDTHS for name in (f"on-{width}", f"off-{width}")
-    }
-    return {width: paired(own[f"on-{width}"], own[f"off-{width}"]) for width in WIDTHS}
+    return {w: compare(rows, part, f"on-{w}{recipe}", value, f"off-{w}{recipe}") for w in WIDTHS}
 
 
 def change_over_width(found: Mapping[int, Paired]) -> Paired:
@@ -332,7 +333,7 @@ def change_over_width(found: Mapping[int, Paired]) -> Paired:
     Seeds that lack a width are left out.
     """
     x = np.log(WIDTHS)
-    differences = [{seed: own - one.other[seed] for seed, own in one.own.items()} for one in found.values()]
+    differences = [one.differences for one in found.values()]
     seeds = [seed for seed in differences[0] if all(seed in one for one in differences)]
     slopes = {seed: float(np.polyfit(x, [one[seed] for one in differences], 1)[0]) for seed in seeds}
     return paired({seed: slope * (x[-1] - x[0]) for seed, slope in slopes.items()}, dict.fromkeys(seeds, 0.0))

@@ -134,7 +134,7 @@ def seconds(rows: Sequence[Row], part: str, condition: str = "") -> float:
 
 
 def _scatter(found: Paired) -> float:
-    return float(np.std([own - found.other[seed] for seed, own in found.own.items()], ddof=1))
+    return float(np.std([*found.differences.values()], ddof=1))
 
 
 def missing(rows: Sequence[Row]) -> list[str]:

@@ -68,7 +68,7 @@ def contrasts(rows: Sequence[Row]) -> Figure:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.grid(alpha=0.3)
     for y, one in enumerate(found.values()):
-        seeds = [own - one.other[seed] for seed, own in one.own.items()]
+        seeds = [*one.differences.values()]
         axes.plot(seeds, [y] * len(seeds), "o", color=OKABE_ITO[0], markersize=3, alpha=0.5)
         axes.errorbar(
             one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="s", color="black", capsize=3

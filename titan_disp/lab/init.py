@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +247,6 @@ def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
     raise ConfigError(f"no tokenizer can be trained on this text ({why}): name one with --tokenizer")
 
 
-@cache
 def _cpu_flops(vocab_size: int, seq_len: int) -> float:
     """Measure FLOP/s of nano, forward and backward, with all cores.
 
