@@ -20,6 +20,7 @@ from titan_disp.run.reader import read_events, read_metrics
 
 pytestmark = pytest.mark.usefixtures("heard")
 
+AGAIN = "resumes from the newest checkpoint, or begins anew if there is none"
 RANK = "trap 'echo SIGTERM; {}' TERM; echo ready; while :; do sleep 0.01; done"
 
 
@@ -113,11 +114,15 @@ def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys
         ),
         (
             {"event": "stop", "step": 4, "kind": "budget", "reason": "budget.stop_at_tokens"},
-            "stopped after step 4: budget.stop_at_tokens. To continue, raise it and repeat the command",
+            f"stopped after step 4: budget.stop_at_tokens. Raise it: the same command {AGAIN}.",
         ),
         (
             {"event": "stop", "step": 4, "kind": "file", "reason": "a file"},
-            "stopped after step 4: a file. To continue, remove RUN/stop and repeat the command",
+            f"stopped after step 4: a file. Remove RUN/stop: the same command {AGAIN}.",
+        ),
+        (
+            {"event": "stop", "step": 4, "kind": "signal", "reason": "SIGUSR1"},
+            f"stopped after step 4: SIGUSR1. The same command {AGAIN}.",
         ),
         (None, "all ranks have ended"),  # TorchTitan's own trainer writes no events
     ],

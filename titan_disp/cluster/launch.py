@@ -101,20 +101,20 @@ def launch(options: TrainOptions) -> int:
     if stop.number:
         _say(f"titan-disp: {stop.name} ended the run. The same command {then}.")
         return 128 + stop.number
-    _say(f"titan-disp: {_outcome(job_config.job.dump_folder)}")
+    _say(f"titan-disp: {_outcome(job_config.job.dump_folder, then)}")
     return 0
 
 
-def _outcome(run: str) -> str:
-    """Return how a run has ended by itself, and what to type next."""
+def _outcome(run: str, then: str) -> str:
+    """Return how a run has ended by itself, and what to type next. ``then``: what the same command does."""
     *_, last = [{}, *read_json_lines(os.path.join(run, EVENTS))]
     if last.get("event") == "complete":
         return f"the run is complete: step {last.get('step')}. Next: titan-disp report {shlex.quote(run)} --out report.html"
     if last.get("event") == "stop":
-        more = {"budget": "raise it", "file": f"remove {os.path.join(run, STOP)}"}.get(last.get("kind", ""), "go on")
-        return (
-            f"stopped after step {last.get('step')}: {last.get('reason')}. To continue, {more} and repeat the command"
+        first = {"budget": "Raise it: the", "file": f"Remove {os.path.join(run, STOP)}: the"}.get(
+            last.get("kind", ""), "The"
         )
+        return f"stopped after step {last.get('step')}: {last.get('reason')}. {first} same command {then}."
     return "all ranks have ended"
 
 
