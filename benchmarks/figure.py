@@ -24,7 +24,7 @@ from scipy import stats
 from benchmarks.evidence_score import token_losses
 from benchmarks.templates import render
 from titan_disp.condensation.heatmap import new_figure
-from titan_disp.condensation.record import Condensation, blocks_mean, telling_steps
+from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.files import atomic_write
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection.command import CondensationOptions, measure
@@ -175,7 +175,7 @@ def _mean_over_seeds(runs: Sequence[Run]) -> dict[int, Condensation]:
 
 def markdown(content: Mapping[str, Any]) -> str:
     """Return docs/measurements.md with its last section written from nothing but the JSON."""
-    during, steps = content["while_training"], content["while_training"]["steps"]
+    during = content["while_training"]
     cosine, loss = (
         {state: np.array([run[name] for run in during[state]]) for state in STATES}  # [seeds, steps]
         for name in ("blocks", "cross_entropy")
@@ -183,9 +183,9 @@ def markdown(content: Mapping[str, Any]) -> str:
     means = {state: values.mean(0) for state, values in cosine.items()}
     peaks = {state: int(mean.argmax()) for state, mean in means.items()}
     apart = int((means["off"] - means["on"]).argmax())
-    shown = telling_steps(steps, {steps[i] for i in (*peaks.values(), apart)})
+    shown = sorted({0, *peaks.values(), apart, len(means["off"]) - 1})
     facts = {"cosine": cosine, "loss": loss, "means": means, "peaks": peaks, "apart": apart}
-    facts |= {"shown": [steps.index(step) for step in shown], "after": _compared(content["after_training"])}
+    facts |= {"shown": shown, "after": _compared(content["after_training"])}
     written_by_hand, marker, _ = PAGE.read_text(encoding="utf-8").partition(MARKER)
     assert marker, f"{PAGE} has no line {MARKER!r}"
     return written_by_hand + MARKER + render("condensation.md.j2", {**content, **facts})
