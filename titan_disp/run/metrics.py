@@ -200,6 +200,11 @@ class DispersionMetrics(MetricsProcessor):
         if self._loader is not None:
             self._loader.check_counters(data)  # these are counters of all ranks, so that all ranks stop, or none
 
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        super().log_validation(loss, step, extra_metrics)
+        if self._jsonl is not None:
+            append_json(self._jsonl, {"step": step, "time": time.time(), "validation": loss})
+
     def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
         """Log a measurement on rank 0: console, TensorBoard (W&B), metrics.jsonl and RUN/condensation/step-N.npz.
 

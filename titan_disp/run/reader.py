@@ -14,7 +14,7 @@ from titan_disp.errors import ConfigError
 CONFIG, ENVIRONMENT, EVENTS, METRICS = "config.json", "environment.json", "events.jsonl", "metrics.jsonl"
 HEARTBEAT, STOP, LOCK, OWNER = "heartbeat.json", "stop", ".lock", "owner.json"
 REQUEUE, SUPERVISOR = "requeue.json", "supervisor.jsonl"  # slurm/supervise.py writes these
-VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's tag
+MEASURED = ("condensation", "validation")  # a row of metrics.jsonl with one of these keys is no training row
 NESTED = ("condensation", "data", "spent", "straggler")  # objects in metrics.jsonl; all else in it are numbers or null
 
 
@@ -55,7 +55,11 @@ def read_transitions(run: str | Path) -> list[dict[str, Any]]:
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
     """Read the training rows in the order of writing, including steps repeated after a resume."""
-    return [record for record in _records(Path(run) / METRICS) if "condensation" not in record]
+    return list(_training_rows(run))
+
+
+def _training_rows(run: str | Path) -> Iterator[dict[str, Any]]:
+    return (record for record in _records(Path(run) / METRICS) if not any(key in record for key in MEASURED))
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
@@ -66,16 +70,25 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
 def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
     """Read the training row of the largest step up to ``last``, {} if there is none. A run may have a million rows."""
     found: dict[str, Any] = {}
-    for row in _records(Path(run) / METRICS):
-        if "condensation" not in row and found.get("step", 0) <= row["step"] <= last:
+    for row in _training_rows(run):
+        if found.get("step", 0) <= row["step"] <= last:
             found = row
     return found
 
 
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
     """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote them."""
-    rows = [record for record in _records(Path(run) / METRICS) if "condensation" in record]
-    return {step: row["condensation"] for step, row in by_step(rows).items()}
+    return _read_measured(run, "condensation")
+
+
+def read_validation(run: str | Path) -> dict[int, float]:
+    """Read the validation losses by step, ascending. One that is not finite is NaN."""
+    return {step: math.nan if loss is None else loss for step, loss in _read_measured(run, "validation").items()}
+
+
+def _read_measured(run: str | Path, key: str) -> dict[int, Any]:
+    rows = [record for record in _records(Path(run) / METRICS) if key in record]
+    return {step: row[key] for step, row in by_step(rows).items()}
 
 
 def read_events(run: str | Path) -> list[dict[str, Any]]:
@@ -98,23 +111,6 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             fields = "'step', 'time' (ISO 8601) and 'event'" if events else "numbers with 'step' and 'time'"
             raise ConfigError(f"{str(path)!r} cannot be read: expected {fields} in each line, found {str(record):.99}")
         yield record
-
-
-def read_validation(run: str | Path) -> dict[int, float]:
-    """Read the validation losses by step, ascending, from TensorBoard's files. Of a repeated step, the last one counts."""
-    config = read_config(run)
-    if not config.get("validation", {}).get("enable"):
-        return {}
-    folders = [Path(run) / config["metrics"]["save_tb_folder"] / rank for rank in ("rank_0", "")]
-    folder = next((one for one in folders if one.is_dir()), None)  # rank_0 is there with metrics.save_for_all_ranks
-    if folder is None:
-        return {}
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
-
-    keep = {"scalars": 0, "images": 1}  # 0 keeps all of them
-    board = EventAccumulator(str(folder), size_guidance=keep, purge_orphaned_data=False).Reload()
-    events = board.Scalars(VALIDATION_LOSS) if VALIDATION_LOSS in board.Tags()["scalars"] else []
-    return dict(sorted({event.step: event.value for event in events}.items()))
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
