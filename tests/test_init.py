@@ -17,7 +17,7 @@ from titan_disp.data.files import list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.lab.init import _read, _sized, init
+from titan_disp.lab.init import _ranks, _read, _sized, init
 from titan_disp.run.reader import read_rows
 
 PROSE = "\n".join(topics[name] for name in sorted(topics))
@@ -47,7 +47,8 @@ def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     assert typed(monkeypatch, "init", run, "--text", text, "--text-field", "body") == 0
     _, held, *_, train, _, off = capsys.readouterr().out.splitlines()
     assert (held == "held out   7 files, by a hash of their names") == (write is folder_of_texts)
-    assert train == f"titan-disp train '{run}'/config.toml"
+    ranks = _ranks(0)
+    assert train == f"titan-disp train '{run}'/config.toml --nproc {ranks}"
     assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
     config = load_config(["--job.config_file", str(run / "config.toml")])
     options = StreamOptions(format=Format(text_split=config.stream.text_split))
@@ -96,7 +97,7 @@ def test_sizes_follow_text_and_time(monkeypatch):
     for speed, minutes in ((2e10, 1), (2e10, 2), (1e10, 4)):
         monkeypatch.setattr("titan_disp.lab.init._cpu_flops", lambda *_, speed=speed: speed)
         steps.append(_sized(1e9, 2048, 256, *cpu, minutes)["training.steps"][0])
-    assert steps == pytest.approx([steps[0], 2 * steps[0], 2 * steps[0]], rel=0.01)
+    assert steps == pytest.approx([steps[0], 2 * steps[0], 2 * steps[0]], rel=0.05)  # multiples of 4
 
 
 def test_bad_input(tmp_path):

@@ -45,6 +45,9 @@ LEAST, READ, COPIED, LEARNED_FROM = 200_000, 200_000_000, 2_000_000_000, 20_000_
 # Characters of text → size of the tokenizer's vocabulary; on a CPU, at most the second.
 VOCABULARIES = ((5e6, 2048), (20e6, 4096), (100e6, 8192), (math.inf, 16384))
 MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
+# Of the FLOP/s of nano in one process on one core, a step's share in as many processes as cores: measured, 8,080 tokens/s
+# of two on two hyperthreads, where one process without optimizer, dispersion and exchange had 8,300.
+SHARE = 0.5
 LAUNCHES = 0.1  # seconds of a GPU's step, at least; assumed, as small models wait for their kernels to be launched
 OTHER_FLOPS = 0.87e12  # per multiprocessor of a GPU that the plan does not know: an RTX 3090's, the least of its table
 # Flavor, and width, blocks and heads where they are not the flavor's, in the shape of nano and 0.6B, which they lie between.
@@ -83,7 +86,7 @@ def init(options: InitOptions) -> str:
     long = len(files) < 100 or largest > StreamOptions.max_document_bytes
     stream = StreamOptions(format=Format(options.text_field, "blank_lines" if plain and long else "file"))
     gpus, machine = _machine()
-    ranks = max(gpus, 1)
+    ranks = _ranks(gpus)
     try:
         sources.check_content(files, stream, "training")
         size = sum(file.size * file.density for file in sources.measured(files, stream))
@@ -134,7 +137,7 @@ def init(options: InitOptions) -> str:
         if gpus:
             rows |= _fitted(job_config, machine)
         file.write_text(_toml(rows).replace(_quoted(str(partial))[:-1], _quoted(str(folder))[:-1]))  # its name, soon
-    where = shlex.quote(str(options.folder))
+    where, own = shlex.quote(str(options.folder)), "" if gpus else f" --nproc {ranks}"
     kind = "blocks between blank lines" if stream.format.text_split == "blank_lines" else "documents"
     held = f"{len(held_out):,} {kind}, by a hash, copied with the others to {where}/data"
     if named:
@@ -148,9 +151,9 @@ def init(options: InitOptions) -> str:
             f"model      {rows['model.flavor'][1]}",
             f"run        {rows['training.steps'][0]:,} steps: {rows['training.steps'][1]}",
             "",
-            f"titan-disp train {where}/config.toml",
+            f"titan-disp train {where}/config.toml{own}",
             f"titan-disp report {where}/run --out {where}/report.html",
-            f"titan-disp train {where}/config.toml --dispersion.enabled false --job.dump_folder {where}/off",
+            f"titan-disp train {where}/config.toml{own} --dispersion.enabled false --job.dump_folder {where}/off",
         ]
     )
 
@@ -247,20 +250,28 @@ def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
     raise ConfigError(f"no tokenizer can be trained on this text ({why}): name one with --tokenizer")
 
 
-def _cpu_flops(vocab_size: int, seq_len: int) -> float:
-    """Measure FLOP/s of nano, forward and backward, with all cores.
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    Four sequences without optimizer and dispersion get about as many as a whole step of 16 with both (30e9 of 31e9, measured).
-    """
+
+def _ranks(gpus: int) -> int:
+    """One per GPU, or else one per core, up to 4 of 1 GB each. On nano, ranks are twice as fast as threads (measured)."""
+    return gpus or 2 ** int(math.log2(min(_cores(), 4)))
+
+
+def _cpu_flops(vocab_size: int, seq_len: int) -> float:
+    """Measure FLOP/s of nano, forward and backward, on one core."""
     own: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": seq_len}
     args = replace(flavors["nano"], **own)
     model, tokens = Qwen3DispModel(args), torch.arange(4 * seq_len).view(4, -1) % vocab_size
     model.init_weights()
-    seconds = []
+    threads, seconds = torch.get_num_threads(), []
+    torch.set_num_threads(1)
     for _ in range(4):
         begin = time.perf_counter()
         torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         seconds.append(time.perf_counter() - begin)
+    torch.set_num_threads(threads)
     return tokens.numel() * args.get_nparams_and_flops(model, seq_len)[1] / min(seconds)
 
 
@@ -268,9 +279,8 @@ def _sized(
     text_tokens: float, vocab_size: int, seq_len: int, gpus: int, machine: Machine, minutes: float | None
 ) -> dict[str, tuple[Any, str]]:
     """Choose the largest model that text and time give 20 tokens per parameter. Return rows of the config."""
-    minutes, ranks, gpu = minutes or (240 if gpus else 5), max(gpus, 1), find_gpu(machine)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    speed = gpus * MFU * gpu.bf16_flops if gpus else _cpu_flops(vocab_size, seq_len)
+    minutes, ranks, gpu = minutes or (240 if gpus else 5), _ranks(gpus), find_gpu(machine)
+    speed = gpus * MFU * gpu.bf16_flops if gpus else ranks * SHARE * _cpu_flops(vocab_size, seq_len)
     chosen: tuple[Any, ...] = ()
     for flavor, shape in SIZES:
         overrides: dict[str, Any] = {"vocab_size": vocab_size}
@@ -286,17 +296,17 @@ def _sized(
             "4 epochs of the text (Muennighoff et al. 2023)": 4 * text_tokens,
             f"{minutes:g} minute{'s' * (minutes != 1)}": minutes * 60 * speed / flops,
         }
-        if chosen and (min(limits.values()) < 20 * parameters or 16 * parameters > ranks * gpu.memory / 2):
+        if chosen and (min(limits.values()) < 20 * parameters or 16 * parameters > max(gpus, 1) * gpu.memory / 2):
             break  # AdamW in fp32 takes 16 bytes per parameter
         chosen = flavor, overrides, parameters, flops, limits
     flavor, overrides, parameters, flops, limits = chosen
     limit, least = min(limits.items(), key=lambda one: one[1])
     batch = 2 ** int(math.log2(min(max(least / 2000 / seq_len, 16), 2**19 / seq_len)))
     batch = -(-batch // ranks) * ranks
-    steps = max(20, round(least / (batch * seq_len)))
+    steps = 4 * max(5, round(least / (4 * batch * seq_len)))  # so that the last one is validated and saved
     tokens = steps * batch * seq_len
     rate = math.exp(np.interp(math.log(parameters), *np.log(RATES).T))
-    kind = f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(cores, "core")
+    kind = f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(ranks, "core")
     took = estimated_duration(max(tokens * flops / speed, steps * LAUNCHES if gpus else 0))
     per, epochs = tokens / parameters, tokens / text_tokens
     by = f"{took} of steps by {'an assumed' if gpus else 'the measured'} speed"
@@ -306,7 +316,7 @@ def _sized(
         "model.overrides": (overrides, ""),
         "dispersion.enabled": (True, "false: cross-entropy alone"),
         "training.seq_len": (seq_len, ""),
-        "training.local_batch_size": (batch // ranks if gpus else 16, "of a rank at a time"),
+        "training.local_batch_size": (batch // ranks if gpus else min(batch // ranks, 16), "of a rank at a time"),
         "training.global_batch_size": (batch, "for 2,000 steps, but at least 16, at most GPT-3's 0.5 M tokens"),
         "training.steps": (steps, f"{about}. {f'The limit is {limit}' if steps > 20 else 'No run is shorter'}"),
         "training.mixed_precision_param": ("bfloat16" if gpus else "float32", "bf16 is slow on most CPUs"),
@@ -316,7 +326,7 @@ def _sized(
             steps // (5 if parameters < 1e7 else 20),
             "20 %, as in docs/evidence.md; 5 % above 10 M parameters",
         ),
-        "validation.freq": (max(1, steps // 4), "logged; metrics.enable_tensorboard = true keeps it"),
+        "validation.freq": (max(1, steps // 4), ""),
         "condensation.interval": (max(5, steps // 20), "about 20 measurements"),
         "checkpoint.interval": (max(1, steps // 4), ""),
         "metrics.log_freq": (max(1, steps // 200), ""),
