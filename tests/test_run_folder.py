@@ -264,9 +264,9 @@ def trained(sample, tmp_path_factory):
     return folder / "run"
 
 
-def named(heading=None):
-    """What docs/run_folder.md names in `code`, in all of it or below one heading."""
-    page = (ROOT / "docs" / "run_folder.md").read_text()
+def named(heading=None, page="run_folder.md"):
+    """What a page in docs/ names in `code`, in all of it or below one heading."""
+    page = (ROOT / "docs" / page).read_text()
     if heading is not None:
         page = re.split(r"\n(?=## )", page.split(f"\n## {heading}\n")[1])[0]
     return set(re.findall(r"`([^`]+)`", page))
@@ -287,7 +287,8 @@ def test_the_page_names_every_field(trained):
     assert {event["event"] for event in events} == {"start", "checkpoint", "complete", "resume"}
     assert {key for event in events for key in event} <= named("events.jsonl")
     measured = [row for row in reader.read_json_lines(trained / "metrics.jsonl") if "condensation" in row]
-    parts = [row[part] for row in rows for part in ("data", "spent")] + [row["condensation"] for row in measured]
+    parts = [row["spent"] for row in rows] + [row["condensation"] for row in measured]
+    assert {key for row in rows for key in row["data"]} <= named("Metrics", "data.md")
     fields = {key for part in (*rows, *measured, *parts) for key in part}
     assert fields | {"spearman", "kendall", "range"} <= named("metrics.jsonl")
     assert {"rank", "host", "seconds", "median"} == straggler([1.0, 9.0], ["a", "b"]).keys() <= named("metrics.jsonl")
