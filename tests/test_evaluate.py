@@ -159,7 +159,7 @@ def test_the_task_of_the_page(models, tmp_path, monkeypatch):
 
 
 def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_paths, monkeypatch, capsys):
-    out, loaded, load = tmp_path / "new" / "folder", [], evaluation.run_model.__globals__["load_causal_lm"]
+    out, loaded, load = tmp_path / "new" / "folder", [], evaluation.harness.load_causal_lm
 
     def load_alone(*args):
         assert all(model() is None for model in loaded), "a model is still in memory when the next is loaded"
@@ -167,7 +167,7 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setitem(evaluation.run_model.__globals__, "load_causal_lm", load_alone)
+    monkeypatch.setattr(evaluation.harness, "load_causal_lm", load_alone)
     options = ("--tasks", "choice", "word", "--include-path", own, "--batch-size", "3", "--out", out)
     assert typed(monkeypatch, "evaluate", *models, *options) == 0
     assert (len(loaded), include_paths) == (2, [str(own)])
@@ -280,7 +280,9 @@ def test_numbers_of_examples_and_protocols(monkeypatch):
 
 def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(evaluation, "run_model", lambda *_: pytest.fail("a model ran before its data were there"))
+    monkeypatch.setattr(
+        evaluation.harness, "run_model", lambda *_: pytest.fail("a model ran before its data were there")
+    )
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     start = time.monotonic()
     with pytest.raises(ConfigError) as error:
@@ -351,7 +353,7 @@ def answers(monkeypatch):
         dtype = "bfloat16" if folder.parent.name == "c" else "float32"
         return Result({}, samples, {"word": Scores(values.mean(), None, 0, values)}, dtype)
 
-    monkeypatch.setattr(evaluation, "run_model", run_model)
+    monkeypatch.setattr(evaluation.harness, "run_model", run_model)
     return asked
 
 
@@ -422,7 +424,9 @@ def test_warnings_of_the_harness_come_once(capsys):
 
 def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(evaluation, "run_model", lambda folder, suite, settings: given.append(settings) or 1 / 0)
+    monkeypatch.setattr(
+        evaluation.harness, "run_model", lambda folder, suite, settings: given.append(settings) or 1 / 0
+    )
     pretrain = {"protocol": "authors-pretrain"}
     for more in ({"protocol": "authors-gpt2"}, {"limit": 7} | pretrain, {"dtype": "float32"} | pretrain, {}):
         with pytest.raises(ZeroDivisionError):

@@ -90,7 +90,7 @@ def test_ids_beyond_the_tokenizer_are_never_taken(tmp_path):
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_k": -1}])
 def test_bad_numbers(run, options):
-    with pytest.raises(ConfigError, match="expected at least 1, 0 and 0"):
+    with pytest.raises(ConfigError, match="expected at least"):
         generate(GenerateOptions(run, PROMPT, **options))
 
 

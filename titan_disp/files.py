@@ -16,6 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from titan_disp.errors import ConfigError
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
@@ -52,6 +54,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         os.replace(partial, path)  # in the place of an empty folder, too
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def make_writable(folder: Path, what: str) -> None:
+    """Make a folder, or raise ConfigError, which names it as ``what``, if nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{what} {str(folder)!r} is not a writable folder: {error}") from error
 
 
 def sha256_of(*paths: str | Path) -> str:

@@ -24,6 +24,14 @@ Target = Annotated[str, Positional, arg(metavar="TARGET")]
 SweepFile = Annotated[Path, Positional, arg(metavar="FILE")]
 
 
+def check_least(options: object, **least: int) -> None:
+    """Raise ConfigError if one of the options of a command is less than that; None is the default of its own."""
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected at least {minimum}")
+
+
 @dataclass(frozen=True)
 class ConfigOptions:
     config: Annotated[str, Positional, arg(metavar="CONFIG")]

@@ -2,14 +2,15 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from titan_disp.config.options import FetchOptions
 from titan_disp.data.hub import FORM, HubFile, HubName, c4_files, is_hub_name, parse_name, resolve
 from titan_disp.data.mirror import record_path
 from titan_disp.errors import ConfigError
-from titan_disp.files import atomic_write, progress, sha256_of
+from titan_disp.files import progress, sha256_of
+from titan_disp.run.folder import write_json
 
 
 def parse_shards(text: str | None) -> list[range] | None:
@@ -17,12 +18,9 @@ def parse_shards(text: str | None) -> list[range] | None:
     if text is None:
         return None
     found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in text.split(",")]
-    if not all(found):
-        raise ConfigError(f"--shards is {text!r}, expected numbers and ranges such as 0-63,100")
     ranges = [range(int(m[1]), int(m[2] or m[1]) + 1) for m in found if m]
-    for part, one in zip(text.split(","), ranges, strict=True):
-        if not one:
-            raise ConfigError(f"--shards has the range {part.strip()}, expected the smaller number first")
+    if not all(found) or not all(ranges):
+        raise ConfigError(f"--shards is {text!r}, expected numbers and ascending ranges such as 0-63,100")
     return ranges
 
 
@@ -98,14 +96,9 @@ def _mirror(folder: Path, files: list[HubFile], workers: int, attempts: int = 3)
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return f"{file.path}: {problem}"
 
-    left, total = [], sum(file.size for file in files)
-    with ThreadPoolExecutor(workers) as pool, progress(files[0].repository, "B", total=total) as bar:
-        running = {pool.submit(mirror, file): file for file in files}
-        for done in as_completed(running):
-            if (problem := done.result()) is not None:
-                left.append(problem)
-            bar.update(running[done].size)
-    return sorted(left)
+    with ThreadPoolExecutor(workers) as pool:
+        problems = list(progress(files[0].repository, "file", items=pool.map(mirror, files), total=len(files)))
+    return sorted(filter(None, problems))
 
 
 def _write_record(folder: Path, name: HubName, listing: list[HubFile], files: list[HubFile]) -> None:
@@ -116,5 +109,4 @@ def _write_record(folder: Path, name: HubName, listing: list[HubFile], files: li
     known = {(file.path, file.size) for file in listing}
     content = {"dataset": str(name), "commit": files[0].commit, "files": sorted(now | before & known)}
     path.parent.mkdir(exist_ok=True)
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, content)

@@ -1,9 +1,9 @@
 """``titan-disp data index`` indexes a run's data, and counts documents that come twice."""
 
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.sources import DataSet, check_content, held_out_sets, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
-from titan_disp.files import progress
+from titan_disp.files import make_writable, progress
 
 _WORTH = 1 << 31  # bytes from which on processes take less time than their start
 
@@ -31,9 +31,7 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     listed = [one.check() for one in sets]
     training, others = [file for files in listed for file in files], _held_out(job_config)
     if not all(listed) or any(file.remote for file in [*training, *others]):
-        raise ConfigError(
-            "data is in a store or on the hub, which cannot be indexed: titan-disp data fetch copies it from the hub"
-        )
+        raise ConfigError("data in a store or on the hub cannot be indexed: titan-disp data fetch copies from the hub")
     how = stream_options(job_config)
     if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
         how = stream_options(job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path))
@@ -67,38 +65,25 @@ def _beside(sets: Sequence[DataSet]) -> str:
 
 def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions, workers: int) -> dict[str, FileIndex]:
     """Index local files in several processes, the largest first. Return what is known of each, by its path."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the index in {str(folder)!r} ({error.strerror}): name a folder with --out"
-        ) from error
-    found: dict[str, FileIndex] = {}
+    make_writable(folder, "the folder of the index (stream.index or --out)")
     total = sum(file.size for file in files)
     pool: Executor = ThreadPoolExecutor(1)
     if workers > 1 and total > _WORTH < sum(f.size for f in files if isinstance(current(folder, options, f), str)):
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    with pool, progress("indexing", "B", total=total) as bar:
-        ordered = sorted(files, key=lambda file: -file.size)
-        running = {pool.submit(index_file, folder, options, file): file for file in ordered}
-        for done in as_completed(running):
-            found[running[done].url] = done.result()
-            bar.update(running[done].size)
-    return found
+    ordered = sorted(files, key=lambda file: -file.size)
+    with pool:
+        indexed = pool.map(partial(index_file, folder, options), ordered)
+        found = list(progress("indexing", "file", items=indexed, total=len(files)))
+    return {file.url: one for file, one in zip(ordered, found, strict=True)}
 
 
 def lines(training: Sequence[FileIndex], others: Sequence[FileIndex]) -> Iterator[str]:
     """Count documents, and exact duplicates by their hashes, in training and held-out data."""
-    hashes, held = (
-        np.concatenate([np.zeros(0, np.uint64), *(one.hashes for one in part)]) for part in (training, others)
-    )
+    hashes, held = (np.concatenate([np.zeros(0, np.uint64), *(f.hashes for f in part)]) for part in (training, others))
     usable, held = hashes[hashes > 0], held[held > 0]
     different = np.unique(usable)
-    yield (
-        f"{len(hashes):,} documents, {sum(one.text for one in training):,} bytes of text, in {counted(len(training), 'file')}"
-    )
+    text, files = sum(one.text for one in training), counted(len(training), "file")
+    yield f"{len(hashes):,} documents, {text:,} bytes of text, in {files}"
     parts = {
         "have no text, or cannot be used": len(hashes) - len(usable),
         "repeat an earlier one exactly": len(usable) - len(different),

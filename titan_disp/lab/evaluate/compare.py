@@ -8,15 +8,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from titan_disp.lab.statistics import (
-    Difference,
-    OverSeeds,
-    difference_over_seeds,
-    paired_difference,
-    standard_error,
-    with_error,
-    with_holm,
-)
+from titan_disp.lab import statistics
+from titan_disp.lab.statistics import Difference, OverSeeds
 from titan_disp.text import csv_text, markdown_table
 
 
@@ -84,7 +77,7 @@ def pooled(seeds: Sequence[Scores]) -> Scores:
         return seeds[0]
     scores = tuple(one.score for one in seeds)
     values = np.mean([one.values for one in seeds], axis=0)
-    return Scores(float(np.mean(scores)), standard_error(values), seeds[0].num_fewshot, values, scores)
+    return Scores(float(np.mean(scores)), statistics.standard_error(values), seeds[0].num_fewshot, values, scores)
 
 
 def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndarray:
@@ -98,8 +91,8 @@ def compare(rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]) -> 
     tasks = [_compare_task(row, {model: scores[row.name] for model, scores in models.items()}) for row in rows]
     first, *others = models
     for other in others:
-        found = with_holm([task.differences[other] for task in tasks])
-        over_seeds = with_holm([task.differences[other].over_seeds for task in tasks])
+        found = statistics.with_holm([task.differences[other] for task in tasks])
+        over_seeds = statistics.with_holm([task.differences[other].over_seeds for task in tasks])
         for task, difference, seeds in zip(tasks, found, over_seeds, strict=True):
             task.differences[other] = replace(difference, over_seeds=seeds)
     by_seed = {model: np.mean([scores[row.name].by_seed for row in rows], axis=0) for model, scores in models.items()}
@@ -107,10 +100,10 @@ def compare(rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]) -> 
         tasks=tasks,
         seeds={model: max(1, len(by_seed[model])) for model in models},
         mean={model: float(np.mean([task.scores[model] for task in tasks])) for model in models},
-        mean_seed_error={model: standard_error(by_seed[model]) for model in models},
+        mean_seed_error={model: statistics.standard_error(by_seed[model]) for model in models},
         mean_rank={model: float(np.mean([task.ranks[model] for task in tasks])) for model in models},
         mean_difference={
-            other: _mean_difference(tasks, other, difference_over_seeds(by_seed[other], by_seed[first]))
+            other: _mean_difference(tasks, other, statistics.difference_over_seeds(by_seed[other], by_seed[first]))
             for other in others
         },
     )
@@ -126,12 +119,12 @@ def _compare_task(row: Row, models: Mapping[str, Scores]) -> TaskComparison:
         documents=len(first.values),
         scores={model: scores.score for model, scores in models.items()},
         standard_errors={model: scores.standard_error for model, scores in models.items()},
-        seed_errors={model: standard_error(scores.by_seed) for model, scores in models.items()},
+        seed_errors={model: statistics.standard_error(scores.by_seed) for model, scores in models.items()},
         ranks=dict(zip(models, ranks.tolist(), strict=True)),
         differences={
             model: replace(
-                paired_difference(scores.values, first.values),
-                over_seeds=difference_over_seeds(scores.by_seed, first.by_seed),
+                statistics.paired_difference(scores.values, first.values),
+                over_seeds=statistics.difference_over_seeds(scores.by_seed, first.by_seed),
             )
             for model, scores in others
         },
@@ -142,7 +135,7 @@ def _mean_difference(tasks: Sequence[TaskComparison], model: str, over_seeds: Ov
     means = [task.differences[model].mean for task in tasks]
     errors = [task.differences[model].standard_error for task in tasks]
     over_documents = None if None in errors else float(np.linalg.norm(errors) / len(errors))  # type: ignore[arg-type]
-    return MeanDifference(float(np.mean(means)), over_documents, standard_error(means), over_seeds)
+    return MeanDifference(float(np.mean(means)), over_documents, statistics.standard_error(means), over_seeds)
 
 
 def lines(comparison: Comparison) -> Iterator[tuple[tuple[Any, ...], tuple[dict[str, Any], ...], dict[str, Any]]]:
@@ -166,7 +159,7 @@ def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
         rows.append(
             [
                 *("" if cell is None else str(cell) for cell in begin),
-                *(with_error(score, seed_errors[model]) for model, score in scores.items()),
+                *(statistics.with_error(score, seed_errors[model]) for model, score in scores.items()),
                 *(_over_documents(found, several) for found in differences.values()),
                 *(_with_p(differences[other].mean, differences[other].over_seeds, several) for other in by_seed),
             ]
@@ -197,7 +190,7 @@ def _with_p(mean: float, found: Difference | OverSeeds | None, several: bool) ->
         return ""
     adjusted = f", Holm {found.holm:.2g}" if several and found.holm is not None else ""
     p = "" if found.p_value is None else f" (p {found.p_value:.2g}{adjusted})"
-    return with_error(mean, found.standard_error, "+") + p
+    return statistics.with_error(mean, found.standard_error, "+") + p
 
 
 def _over_documents(found: Difference | MeanDifference, several: bool) -> str:

@@ -14,30 +14,13 @@ from pathlib import Path
 
 import torch
 
-from titan_disp.config.options import EvaluateOptions, ExportOptions
+from titan_disp.config.options import EvaluateOptions, ExportOptions, check_least
 from titan_disp.errors import ConfigError
-from titan_disp.files import no_bars_in_logs
+from titan_disp.files import make_writable, no_bars_in_logs
+from titan_disp.lab.evaluate import harness
 from titan_disp.lab.evaluate.compare import Comparison, compare, lines, pooled, to_csv, to_markdown
-from titan_disp.lab.evaluate.harness import (
-    PAPER,
-    PROTOCOLS,
-    Result,
-    Settings,
-    Suite,
-    build_suite,
-    run_model,
-    warnings_once,
-)
 from titan_disp.lab.export.export import export
-from titan_disp.lab.inspection.targets import (
-    Target,
-    check_least,
-    find_device,
-    find_targets,
-    make_out,
-    name_of,
-    parse_group,
-)
+from titan_disp.lab.inspection.targets import Target, find_device, find_targets, name_of, parse_group
 from titan_disp.lab.published import HEADINGS, NOTE, Lines, Ours, beside, costs
 from titan_disp.lab.report.gather import gather
 from titan_disp.run.folder import write_json
@@ -66,25 +49,25 @@ def evaluate(options: EvaluateOptions) -> Comparison:
         raise ConfigError(
             f"titan-disp evaluate needs EleutherAI's lm-evaluation-harness: {error}. pip install 'titan-disp[eval]'"
         ) from error
-    chosen, out = PROTOCOLS[options.protocol], options.out
+    chosen, out = harness.PROTOCOLS[options.protocol], options.out
     device = str(find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     dtype = chosen.dtype if options.dtype == "auto" else options.dtype
-    settings = Settings(options.limit or chosen.limit, options.batch_size, device, dtype, options.seed)
+    settings = harness.Settings(options.limit or chosen.limit, options.batch_size, device, dtype, options.seed)
     found, conditions = _find_models(list(map(str, options.models)))
     _check_out(out)
-    with warnings_once(), no_bars_in_logs():
-        suite = build_suite(options.tasks, options.include_path, options.num_fewshot, chosen.shots)
+    with harness.warnings_once(), no_bars_in_logs():
+        suite = harness.build_suite(options.tasks, options.include_path, options.num_fewshot, chosen.shots)
         of_all = {"protocol": options.protocol, **asdict(settings), "rows": [asdict(row) for row in suite.rows]}
         packages = ("titan-disp", "lm_eval", "transformers", "torch", "datasets")
         content = {"settings": of_all, "versions": {name: version(name) for name in packages}, "conditions": conditions}
-        results: dict[str, Result] = {}
+        results: dict[str, harness.Result] = {}
         ran = Lines()
         with suppress(ConfigError):  # a run that cannot be read has no costs
             runs = dict.fromkeys(model.run for model in found.values() if model.run is not None)
             ran = beside(costs(gather(list(runs), [])), "the run's folder")
         for name, model in _with_progress(found):
             with _as_hugging_face(model, out) as folder:
-                results[name] = run_model(folder, suite, settings)
+                results[name] = harness.run_model(folder, suite, settings)
             with open(out / "samples.jsonl", "a") as file:
                 file.writelines(json.dumps({"model": name, **sample}) + "\n" for sample in results[name].samples)
             comparison = _compare(suite, conditions, results)
@@ -108,7 +91,7 @@ def evaluate(options: EvaluateOptions) -> Comparison:
 def _check_out(out: Path) -> None:
     if (out / "results.json").exists():
         raise ConfigError(f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one")
-    make_out(out)
+    make_writable(out, "--out")
     (out / "samples.jsonl").unlink(missing_ok=True)  # left by an evaluation that stopped before its first results
 
 
@@ -159,7 +142,7 @@ def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
         yield Path(folder) / "model"
 
 
-def _compare(suite: Suite, conditions: Conditions, results: Mapping[str, Result]) -> Comparison:
+def _compare(suite: harness.Suite, conditions: Conditions, results: Mapping[str, harness.Result]) -> Comparison:
     models = {}
     for condition, members in conditions.items():
         if done := [results[name].scores for name in members if name in results]:
@@ -175,7 +158,7 @@ def scores(comparison: Comparison) -> Ours:
 
     found, first = dict[tuple[str, str], Mapping[str, str]](), next(iter(comparison.mean))
     for (task, *_), (values, _, errors, _), differences in lines(comparison):
-        if task != "mean" or {one.task for one in comparison.tasks} == PAPER.keys():
+        if task != "mean" or {one.task for one in comparison.tasks} == harness.PAPER.keys():
             found[task, "score, %"] = {model: points(value, errors[model]) for model, value in values.items()}
             found[task, "difference, points"] = {
                 f"{other} − {first}": points(one.mean, one.over_seeds and one.over_seeds.standard_error, "+")
@@ -184,9 +167,8 @@ def scores(comparison: Comparison) -> Ours:
     return found
 
 
-def _dtype_note(results: Mapping[str, Result]) -> list[str]:
+def _dtype_note(results: Mapping[str, harness.Result]) -> list[str]:
+    if len({result.dtype for result in results.values()}) < 2:
+        return []
     told = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
-    note = (
-        f"The models' dtypes differ ({told}), so rounding may be part of a difference. Set --dtype to make them equal."
-    )
-    return [note] if len({result.dtype for result in results.values()}) > 1 else []
+    return [f"The models' dtypes differ ({told}): rounding may be part of a difference. --dtype makes them equal."]

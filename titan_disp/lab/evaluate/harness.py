@@ -99,9 +99,7 @@ def build_suite(
     if not names:
         raise ConfigError("--tasks is empty; expected paper, or names of tasks")
     if include_path is not None and not include_path.is_dir():
-        raise ConfigError(
-            f"--include-path {str(include_path)!r} is not a folder; expected one with task files (*.yaml)"
-        )
+        raise ConfigError(f"--include-path {str(include_path)!r} is not a folder; expected one with *.yaml files")
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     wanted = list(dict.fromkeys(one for name in names for one in (shots if name == "paper" else [name])))
     for name in wanted:

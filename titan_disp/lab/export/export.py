@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -29,21 +30,14 @@ DOCUMENTS = 100
 def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
     """Yield the first documents of the validation data, or the training data, if they are on this disk."""
     for dataset in ("c4_validation", "c4") if path and os.path.exists(path) else ():
-        try:
+        with suppress(DamagedFile, ConfigError):  # training reports these; here, other texts are enough
             file = list_files(dataset, path)[0]
-        except ConfigError:
-            continue
-        documents = Documents(file, StreamOptions(format=Format(text_field)))
-        try:
-            for _ in range(DOCUMENTS):
-                raw = documents.read()
-                if raw is not None and not isinstance(raw, BadDocument):
-                    yield text_of(raw, text_field)
-        except (BadDocument, DamagedFile, ConfigError):  # training reports these; here, other texts are enough
-            pass
-        finally:
-            documents.close()
-        return
+            with closing(Documents(file, StreamOptions(format=Format(text_field)))) as documents:
+                for _ in range(DOCUMENTS):
+                    with suppress(BadDocument):
+                        if (raw := documents.read()) is not None:
+                            yield text_of(raw, text_field)
+                return
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
@@ -55,9 +49,7 @@ def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Ten
     for name in weights:
         weights[name] = weights[name].to(TORCH_DTYPE_MAP[dtype])
         if not weights[name].isfinite().all():
-            raise ConfigError(
-                f"{saved.name}: {name} has values that are not finite in {dtype}: export another step or dtype"
-            )
+            raise ConfigError(f"{saved.name}: {name} is not finite in {dtype}: export another step or dtype")
     return weights
 
 

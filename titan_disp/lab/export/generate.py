@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from titan_disp.config.options import GenerateOptions
+from titan_disp.config.options import GenerateOptions, check_least
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
@@ -39,27 +39,21 @@ def generate(options: GenerateOptions) -> str:
     """Return a prompt and its continuation up to EOS, ``max_new_tokens``, or the sequence length of training."""
     from transformers import GenerationConfig
 
-    max_new_tokens, temperature, top_k = options.max_new_tokens, options.temperature, options.top_k
-    if max_new_tokens < 1 or temperature < 0 or top_k < 0:
-        raise ConfigError(
-            f"max_new_tokens is {max_new_tokens}, temperature is {temperature} and top_k is {top_k}; expected at least "
-            "1, 0 and 0"
-        )
+    check_least(options, max_new_tokens=1, temperature=0, top_k=0)
     model, loaded, longest = _load(options.target, options.tokenizer)
     begin = [] if loaded.bos_id is None else [loaded.bos_id]
     ids = begin + plain_encoder(loaded)(options.prompt) or [loaded.eos_id]
     if len(ids) >= longest:
-        raise ConfigError(
-            f"the prompt has {len(ids)} tokens, expected fewer than the {longest} that the model was trained on"
-        )
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+        raise ConfigError(f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of training")
+    sampling = {"temperature": options.temperature, "top_k": options.top_k} if options.temperature else {}
     # The embedding may have more rows than the tokenizer has tokens: do not sample these rows.
     beyond = list(range(loaded.get_vocab_size(), model.config.vocab_size))
     settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, longest - len(ids)),
+        max_new_tokens=min(options.max_new_tokens, longest - len(ids)),
         eos_token_id=loaded.eos_id,
         pad_token_id=loaded.eos_id,
         suppress_tokens=beyond or None,
+        do_sample=bool(sampling),
         **sampling,
     )
     inputs = torch.tensor([ids])

@@ -19,9 +19,9 @@ from torch.nn.functional import pad
 
 from titan_disp.condensation.measure import Accumulator, AveragedCosines, Covariance
 from titan_disp.condensation.record import OF_COVARIANCE, PLACES, RANKS, Condensation
-from titan_disp.config.options import CondensationOptions
+from titan_disp.config.options import CondensationOptions, check_least
 from titan_disp.errors import ConfigError, counted
-from titan_disp.files import progress
+from titan_disp.files import make_writable, progress
 from titan_disp.lab import plots
 from titan_disp.lab.inspection import targets
 from titan_disp.lab.inspection.texts import MARGIN, contiguous_sequences, cut_sequences, read_texts, surround
@@ -82,9 +82,8 @@ def write_figures(
         figures["over_steps.png"] = plots.over_steps(by_step)
     if families:
         sizes = {name: (one.parameters, one.condensation) for name, one in found.items()}
-        figures["by_size.png"] = plots.by_size(
-            {family: {name: sizes[name] for name in members} for family, members in families.items()}
-        )
+        by_family = {family: {name: sizes[name] for name in members} for family, members in families.items()}
+        figures["by_size.png"] = plots.by_size(by_family)
     if pairs:
         figures["pairs.png"] = plots.pairs([((a, measured[a]), (b, measured[b])) for a, b in pairs])
     for name, figure in figures.items():
@@ -124,9 +123,8 @@ def table(found: Mapping[str, Condensation]) -> str:
     for name, one in found.items():
         mean, last, before = one.mean_cosine, one.last_block, one.untrained_mean_cosine
         shown = [*mean[[0, (last + 1) // 2, last]], None if before is None else before[last], mean[last + 1]]
-        cosines.append(
-            [name, *(number(cosine, 3) for cosine in (*shown, mean[-1] if one.logits else None, 1 / one.tokens))]
-        )
+        shown += [mean[-1] if one.logits else None, 1 / one.tokens]
+        cosines.append([name, *(number(cosine, 3) for cosine in shown)])
         ranks = [f"{number(at.spearman, 3)} {number(at.kendall, 3)}" for at in one.over_depth.values()]
         numbers.append([name, *ranks, *(number(one.by_layer()[key][last], 3) for key in OF_COVARIANCE)])
     return f"{markdown_table(cosines, 1)}\n\n{markdown_table(numbers, 1)}"
@@ -167,7 +165,7 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     Raises ConfigError, and CheckpointError if the weights of a run cannot be read. Errors of weights may come after the
     first measurement; all other errors come before it.
     """
-    targets.check_least(options, sequences=1, max_length=2, batch_size=1, last_n=2)
+    check_least(options, sequences=1, max_length=2, batch_size=1, last_n=2)
     if not 0 <= options.zeta < 1:
         raise ConfigError(f"--zeta is {options.zeta}, expected at least 0, and less than 1")
     device: targets.Device = "auto"
@@ -188,11 +186,9 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
             file=sys.stderr,
         )
     cut, out = replace(options, max_length=length), options.out
-    texts = read_texts(
-        options.text, options.dataset, options.seed, in_order=options.contiguous, text_field=options.text_field
-    )
+    texts = read_texts(options.text, options.dataset, options.seed, options.contiguous, options.text_field)
     samples = {name: _sample(name, target, texts, cut) for name, target in models.items()}
-    targets.make_out(out)
+    make_writable(out, "--out")
     found: dict[str, Measured] = {}
     untrained: dict[Path, np.ndarray] = {}  # mean cosines by run or model: its steps or revisions share them
     for name, target in models.items():
@@ -205,13 +201,11 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
         found[name] = Measured(target, layers.parameters, one)
         one.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
-    named_families = {
-        family: [targets.name_of(member, models) for member in members] for family, members in by_family.items()
-    }
-    named_pairs = [(targets.name_of(base, models), targets.name_of(other, models)) for base, other in by_pair]
+    families = {family: [targets.name_of(one, models) for one in members] for family, members in by_family.items()}
+    pairs = [(targets.name_of(base, models), targets.name_of(other, models)) for base, other in by_pair]
     kept = ("seed", "dtype", "contiguous", "special_tokens", "last_n", "zeta")
     settings = {"text": str(options.text or options.dataset), **{name: getattr(options, name) for name in kept}}
-    files = [*write_metrics(out, found, settings), *write_figures(out, found, named_families, named_pairs)]
+    files = [*write_metrics(out, found, settings), *write_figures(out, found, families, pairs)]
     measurements = {name: one.condensation for name, one in found.items()}
     print(table(measurements))
     print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")

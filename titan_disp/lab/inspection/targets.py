@@ -7,7 +7,6 @@ with 64 blocks of width 5120 and 8 sequences of 512 tokens in float32, they take
 
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,24 +52,6 @@ def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
         return torch.device(name)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-
-
-def check_least(options: object, **least: int) -> None:
-    """Raise ConfigError if one of the options of a command is less than that; None is the default of its own."""
-    for name, minimum in least.items():
-        value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected at least {minimum}")
-
-
-def make_out(out: Path) -> None:
-    """Make the folder of --out, or raise ConfigError if nothing can be written to it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
 
 
 def parse_group(text: str) -> tuple[str, list[str]] | None:
@@ -213,9 +194,7 @@ def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
     fitting = [name for name, module in lists.items() if len(module) == count]
     outermost = [lists[name] for name in fitting if not any(name.startswith(f"{other}.") for other in fitting)]
     if not outermost:
-        raise ConfigError(
-            f"{type(body).__name__} has no list of its {count} layers among its modules: their outputs cannot be found"
-        )
+        raise ConfigError(f"{type(body).__name__} has no list of its {count} layers: it cannot be measured")
     return list(max(outermost, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters())))
 
 
@@ -275,9 +254,7 @@ def find_targets(
     if a name is not a model, or a tokenizer does not fit.
     """
     if not names:
-        raise ConfigError(
-            "no target is given; expected at least one run's folder (job.dump_folder) or Hugging Face model"
-        )
+        raise ConfigError("no target is given; expected a run's folder (job.dump_folder) or Hugging Face model")
     if all_steps and not any(is_run(name) for name in names):
         raise ConfigError(f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}")
     found: dict[Path, Target] = {}
@@ -380,9 +357,7 @@ def _hugging_face_target(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         ).get_text_config()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{str(folder)!r} is not a model that transformers knows: {error}{_about_code(error)}"
-        ) from error
+        raise ConfigError(f"{str(folder)!r} is no model of transformers: {error}{_about_code(error)}") from error
     if tokenizer_folder is not None:
         own = load_tokenizer(tokenizer_folder)
         encode, tokens, special_tokens = plain_encoder(own), own.get_vocab_size(), _bos(own)
@@ -429,17 +404,13 @@ def _about_code(error: Exception) -> str:
 
 
 def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    import transformers
+    from transformers import AutoTokenizer
 
     hint = "Name another folder with --tokenizer DIR"
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises plain Exceptions
-        raise ConfigError(
-            f"transformers cannot load the tokenizer in {str(folder)!r}: {error}.{_about_code(error)} {hint}"
-        ) from error
+        raise ConfigError(f"{str(folder)!r} has no usable tokenizer: {error}.{_about_code(error)} {hint}") from error
     # Without files, transformers 5 creates a tokenizer that has only special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ConfigError(f"{str(folder)!r} holds no tokenizer. {hint}")

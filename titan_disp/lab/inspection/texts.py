@@ -45,9 +45,7 @@ def read_texts(
     shuffle = random.Random(seed).shuffle
     source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
     if text is not None and not text.is_file():
-        raise ConfigError(
-            f"{source} is not a file; expected plain text, or documents in {', '.join('*' + s for s in _DOCUMENTS)}"
-        )
+        raise ConfigError(f"{source} is not a file; expected plain text or {', '.join(_DOCUMENTS)}")
     reasons: list[str] = []
     if text is not None and not text.name.endswith(_DOCUMENTS):
         documents = _pieces(text, 1 if in_order else PIECE)
@@ -142,9 +140,7 @@ def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], coun
         if len(ids) >= count * length:
             break
     if len(ids) < 2:
-        raise ConfigError(
-            f"the text has {counted(len(ids), 'token')}, expected at least 2: a cosine needs a pair of tokens"
-        )
+        raise ConfigError(f"the text has {counted(len(ids), 'token')}, expected at least 2: a cosine needs a pair")
     length = min(length, len(ids))
     count = min(count, len(ids) // length)
     return torch.tensor(ids[: count * length]).view(count, length)
@@ -177,9 +173,7 @@ def _from(texts: Sequence[str], start: int, encode: Callable[[str], list[int]], 
         elif start:
             start //= 2
         else:
-            raise ConfigError(
-                f"the text has {counted(len(ids), 'token')}, expected at least {length:,} for a contiguous sequence"
-            )
+            raise ConfigError(f"the text has {counted(len(ids), 'token')}, expected at least {length:,} for a sequence")
 
 
 def surround(tokens: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
