@@ -47,9 +47,7 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     turn model.overrides and dispersion.options into tables.
     """
     if not hasattr(job_config, "dispersion"):
-        raise ConfigError(
-            'the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]'
-        )
+        raise ConfigError('the config has no [dispersion]: add custom_config_module = "titan_disp.job_config" to [job]')
     find_model(job_config.model.name)
     resolve_tables(job_config)
     check_ranges(job_config)
@@ -123,9 +121,7 @@ def _check_degrees(job_config: JobConfig, world_size: int) -> None:
             "on one tensor, while dispersion needs every block's output at the loss. Use FSDP, HSDP, TP or CP"
         )
     if p.expert_parallel_degree > 1 or p.expert_tensor_parallel_degree > 1:
-        raise ConfigError(
-            "parallelism.expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense"
-        )
+        raise ConfigError("expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense")
     for name, degree in (("tensor", tp), ("context", cp)):
         if degree < 1:
             raise ConfigError(f"parallelism.{name}_parallel_degree is {degree}, expected at least 1")
@@ -181,9 +177,7 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
         ("hidden units of the MLP (hidden_dim)", args.hidden_dim),
     ):
         if size % tp:
-            raise ConfigError(
-                f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}: set one that does"
-            )
+            raise ConfigError(f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}: lower it")
     tables = [rows for rows in (args.vocab_size, args.max_positions) if rows is not None and rows % tp]
     if tables and args.dim % shards:
         raise ConfigError(
@@ -226,9 +220,7 @@ def _check_supported(job_config: JobConfig) -> None:
             "positions in the sequence. Set stream.document_mask = true or stream.restart_positions = false"
         )
     if p.enable_async_tensor_parallel and not (compiled.enable and "model" in compiled.components):
-        raise ConfigError(
-            'parallelism.enable_async_tensor_parallel needs compile.enable = true, and "model" in compile.components'
-        )
+        raise ConfigError('enable_async_tensor_parallel needs compile.enable = true, and "model" in compile.components')
     if job_config.fault_tolerance.enable:
         raise ConfigError("fault_tolerance.enable (torchft) is not supported: set it to false")
     if job_config.comm.mode == "local_tensor":
@@ -311,9 +303,7 @@ def check_operations(job_config: JobConfig) -> None:
     """Check what saving, resuming and skipping steps need of [checkpoint] and other sections of TorchTitan."""
     option = job_config.activation_checkpoint.selective_ac_option
     if job_config.activation_checkpoint.mode == "selective" and option != "op" and not option.isdigit():
-        raise ConfigError(
-            f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" or a number of layers'
-        )
+        raise ConfigError(f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" or a number')
     checkpoint = job_config.checkpoint
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
@@ -343,14 +333,10 @@ def check_device(job_config: JobConfig) -> None:
             "or set metrics.enable_wandb = false"
         )
     if job_config.training.enable_cpu_offload and cpu.active():
-        raise ConfigError(
-            "training.enable_cpu_offload is true, but there is no accelerator to offload from: set it to false"
-        )
+        raise ConfigError("training.enable_cpu_offload is true, but there is no accelerator: set it to false")
     cp = job_config.parallelism.context_parallel_degree
     if cp > 1 and cpu.active():
-        raise ConfigError(
-            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels"
-        )
+        raise ConfigError(f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's kernels")
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     checkpointed = job_config.activation_checkpoint.mode != "none"
     if cpu.active() and compiled and checkpointed and job_config.parallelism.tensor_parallel_degree > 1:
@@ -404,9 +390,7 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     folder, model = job_config.model.hf_assets_path, f"model.flavor {_flavor(job_config)!r}"
     tokenizer = load_tokenizer(folder)
     size = tokenizer.get_vocab_size()
-    advice = (
-        f"choose a flavor with a larger vocabulary or a smaller tokenizer, or set --model.overrides.vocab_size={size}"
-    )
+    advice = f"choose a flavor with a larger vocabulary, a smaller tokenizer, or --model.overrides.vocab_size={size}"
     check_fits(size, folder, args_of(job_config).vocab_size, model, advice)
     return tokenizer
 
@@ -442,9 +426,7 @@ def build_dispersion_losses(job_config: JobConfig) -> dict[str, tuple[float, Dis
             if key not in known:
                 raise ConfigError(f"{where}.{key} is not known{did_you_mean(key, ['weight', *known])}")
         if not isinstance(given.get("options", {}), Mapping):
-            raise ConfigError(
-                f"{where}.options is {given['options']!r}, expected a table, as options = {{margin = 0.5}}"
-            )
+            raise ConfigError(f"{where}.options is {given['options']!r}, expected a table such as {{margin = 0.5}}")
         with _named(f"{where}."):
             values = {key: checked(key, value, known[key]) for key, value in given.items()}
         loss = build(f"{where}.", values)

@@ -47,9 +47,7 @@ class Facts:
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES or self.fixes not in (None, "data", "model"):
-            raise ValueError(
-                f"source is {self.source!r} and fixes is {self.fixes!r}, expected {', '.join(SOURCES)}; data, model"
-            )
+            raise ValueError(f"unknown source {self.source!r} or fixes {self.fixes!r}")
 
     @property
     def range(self) -> str:

@@ -28,9 +28,7 @@ USED = {
     "training.dataset_path": "Folder, file, glob or URL (s3://…) of the documents. Unset: they are streamed from the hub.",
     "training.seq_len": "Tokens per sequence.",
     "training.local_batch_size": "Sequences per microbatch on a data-parallel rank.",
-    "training.global_batch_size": (
-        "Sequences per step. Gradients are accumulated as needed. -1: local_batch_size × data-parallel ranks."
-    ),
+    "training.global_batch_size": ("Sequences per step, accumulated as needed. -1: one microbatch of each rank."),
     "training.max_norm": "Norm to which gradients are clipped.",
     "training.dtype": "Type of weights and optimizer states. float32 with mixed precision is the usual choice.",
     "training.mixed_precision_param": "Type of weights and activations in forward and backward.",
@@ -45,11 +43,9 @@ USED = {
     "lr_scheduler.warmup_steps": "Steps over which the learning rate grows linearly from 0.",
     "lr_scheduler.decay_type": "How the learning rate falls after warm-up.",
     "lr_scheduler.min_lr_factor": "The last learning rate, as a fraction of optimizer.lr.",
-    "parallelism.data_parallel_replicate_degree": (
-        "Replicas of the shards (HSDP). -1: computed from the number of ranks (titan-disp only)."
-    ),
+    "parallelism.data_parallel_replicate_degree": ("Replicas (HSDP). -1, only in titan-disp: as many as possible."),
     "parallelism.data_parallel_shard_degree": (
-        "Ranks that share one copy of the weights (FSDP). -1: computed from the number of ranks."
+        "Ranks that share a copy of the weights (FSDP). -1: as many as possible."
     ),
     "parallelism.tensor_parallel_degree": "Ranks that share the work of every layer.",
     "activation_checkpoint.mode": "What is recomputed in backward to save memory.",
@@ -61,7 +57,7 @@ USED = {
     "checkpoint.async_mode": "async: training goes on while a checkpoint is written.",
     "checkpoint.keep_latest_k": "Checkpoints to keep. 0: all.",
     "checkpoint.initial_load_in_hf": (
-        "Whether to begin from Hugging Face weights, in initial_load_path or model.hf_assets_path."
+        "Whether to load Hugging Face weights first: initial_load_path or hf_assets_path."
     ),
     "comm.init_timeout_seconds": "Time-out of communication until the end of the first step.",
     "comm.train_timeout_seconds": "Time-out of communication afterwards.",

@@ -46,9 +46,7 @@ def global_batch(iterators: Sequence[Any], job_config: JobConfig, batch: int, sl
     own: list[torch.Tensor] = []
     for iterator in iterators:
         microbatches = [next(iterator) for _ in range(batch // ranks // job_config.training.local_batch_size)]
-        rows = [
-            torch.cat([*(inputs[name] for name in names), labels[:, -1:]], dim=1) for inputs, labels in microbatches
-        ]
+        rows = [torch.cat([*(inputs[key] for key in names), labels[:, -1:]], dim=1) for inputs, labels in microbatches]
         own.append(torch.cat(rows).view(batch // slots, slots // ranks, -1))
     return torch.cat(own, dim=1).view(batch, -1)
 

@@ -162,9 +162,7 @@ def _check(options: InitOptions, folder: Path, text: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{str(folder)!r} exists and is not an empty folder: name a new one")
     if os.path.isdir(text) and folder.resolve().is_relative_to(Path(text).resolve()):
-        raise ConfigError(
-            f"{str(folder)!r} is in the folder of --text, {text!r}, and would be read as text: name another"
-        )
+        raise ConfigError(f"{str(folder)!r} is in the folder of --text, {text!r}, and would be read: name another")
     if options.tokenizer is not None:
         load_tokenizer(options.tokenizer)
     if options.minutes is not None and not options.minutes > 0:

@@ -78,9 +78,7 @@ def depth_bars(found: Mapping[str, Condensation]) -> Figure:
     looks = zip(OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False)
     for (label, measure), (color, hatch, offset) in zip(MEASURES.items(), looks, strict=True):
         values = [measure(one) for one in found.values()]
-        bars = axes.barh(
-            place + offset, np.nan_to_num(values), 0.36, label=label, color=color, hatch=hatch, edgecolor="white"
-        )
+        bars = axes.barh(place + offset, np.nan_to_num(values), 0.36, label=label, color=color, hatch=hatch, ec="white")
         axes.bar_label(bars, [flat if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4)
     axes.set_yticks(place, [plain(fill(name, 34)) for name in found])
     axes.invert_yaxis()

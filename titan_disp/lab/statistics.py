@@ -92,9 +92,7 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
     def total(signed: np.ndarray, axis: int) -> np.ndarray:
         return signed.sum(axis).round(12)  # sums that differ only by rounding errors are equal
 
-    test = stats.permutation_test(
-        (d,), total, permutation_type="samples", vectorized=True, n_resamples=2**EXACT, random_state=0
-    )
+    test = stats.permutation_test((d,), total, permutation_type="samples", n_resamples=2**EXACT, random_state=0)
     return float(test.pvalue)
 
 

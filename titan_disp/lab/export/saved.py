@@ -88,9 +88,7 @@ def saved_models(run: str | Path) -> list[SavedModel]:
     run = Path(run)
     if not is_run(run):
         what = "does not exist" if not run.exists() else "is not a run's folder (with config.json and metrics.jsonl)"
-        raise ConfigError(
-            f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for one of its checkpoints"
-        )
+        raise ConfigError(f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for a checkpoint")
     config = read_config(run)
     if (name := config.get("model", {}).get("name")) not in MODELS:
         known = " or ".join(MODELS)
@@ -99,9 +97,7 @@ def saved_models(run: str | Path) -> list[SavedModel]:
     steps = checkpoints(folder, hugging_face=True)
     found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
     if not found:
-        raise ConfigError(
-            f"{str(folder)!r} holds no complete checkpoint: wait until the run has saved one, or set checkpoint.enable"
-        )
+        raise ConfigError(f"{str(folder)!r} holds no complete checkpoint: wait for one, or set checkpoint.enable")
     return found
 
 

@@ -182,15 +182,13 @@ def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = (), scores
     ``scores`` are lines of an evaluation, as ``beside`` returns them.
     """
     here = FileSystemLoader(Path(__file__).parent)
-    templates = Environment(
-        loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    pages = Environment(loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     differ, shared = tables.config_differences(runs)
     names, firsts = [name for name, _ in conditions(runs)], [runs[members[0]] for _, members in conditions(runs)]
     some = runs if len(runs) <= MANY else firsts[: MANY // 2]  # those with pictures of their own
     pictured = [run.name for run in some]
     with drawing():
-        return templates.get_template("page.html.j2").render(
+        return pages.get_template("page.html.j2").render(
             runs=runs,
             left_out=left_out,
             states=[state(run, now)[0] for run in runs],

@@ -97,9 +97,7 @@ def read_sweep(path: str | Path) -> Sweep:
     for one in listed:
         both = {key for axis in one.axes for key in axis.keys} & {key for axis in axes for key in axis.keys}
         if both:
-            raise ConfigError(
-                f"{', '.join(sorted(both))} is in the grid of the point {one.name!r} and in [grid]: name it only once"
-            )
+            raise ConfigError(f"{', '.join(sorted(both))} is in the grid of {one.name!r} and in [grid]: name it once")
     overrides = _overrides(sweep.get("overrides", []), "sweep.overrides")
     parsed = {"folder": Path(sweep["folder"]), "overrides": overrides, "listed": listed or (Listed(),), "axes": axes}
     return Sweep(**(sweep | parsed))
@@ -128,17 +126,13 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
     found: list[Axis] = []
     for text, values in grid.items():
         if isinstance(values, dict):
-            raise ConfigError(
-                f'{where}: {text} is a table; write keys with a dot in quotes: "{text}.{next(iter(values), "key")}" = […]'
-            )
+            raise ConfigError(f'{where}: {text} is a table; quote keys with dots: "{text}.{[*values, "key"][0]}" = […]')
         keys = tuple(key.strip() for key in text.split(","))
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: {text} is {values!r}, expected a list of values")
         for key in keys:
             if not re.fullmatch(r"\w+(\.\w+)+", key) or key in OURS:
-                raise ConfigError(
-                    f'{where}: {key!r} cannot vary; expected a key of the config, such as "dispersion.coeff"'
-                )
+                raise ConfigError(f'{where}: {key!r} cannot vary; expected a key, such as "dispersion.coeff"')
         for value in values:
             is_value = _is(value, VALUE) and not (isinstance(value, list) and [] in value)
             if not is_value and not (isinstance(value, dict) and TABLES.keys() >= set(keys)):

@@ -253,9 +253,8 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
     """
     prepared = prepare(sweep, options.nodes * max(1, options.gpus_per_node), inputs=False, write=not options.dry_run)
     todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
-    print(
-        f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(prepared) - len(todo)} finished, {len(todo)} to submit"
-    )
+    every, finished = counted(len(prepared), "point"), len(prepared) - len(todo)
+    print(f"{every} in {sweep.folder}: {finished} finished, {len(todo)} to submit")
     if not todo:
         return 0
     first = _load(todo[0].point)

@@ -119,9 +119,7 @@ class _Runner:
         while self.training or (self.todo and not self.signals):
             if self.signals and stopped_at is None:
                 stopped_at = time.monotonic()
-                _say(
-                    f"asked to stop: {counted(len(self.training), 'point')} will save and end; a second signal kills what is left"
-                )
+                _say(f"stopping: {counted(len(self.training), 'point')} will save and end; a second signal kills them")
                 for one in self.training:
                     one.process.terminate()
             if self.training and stopped_at is not None and (self.signals > 1 or time.monotonic() - stopped_at > GRACE):
