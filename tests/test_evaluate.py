@@ -301,7 +301,7 @@ def test_tasks_are_refused(own, monkeypatch):
         (["papers"], "did you mean paper[ ?]"),
         (["no_file"], "nowhere.jsonl"),
         (["perplexity_alone"], "has no metric that is a mean over documents"),
-        (["both", "choice"], "Duplicate task 'choice'.*name only one of them"),
+        (["both", "choice"], "name only one of them: .*Duplicate task 'choice'"),
     ):
         with pytest.raises(ConfigError, match=message) as error:
             build_suite(names, own)

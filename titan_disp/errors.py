@@ -1,7 +1,8 @@
 """These exceptions report problems that the user can fix; their messages share ``did_you_mean`` and ``counted``."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -37,6 +38,17 @@ class NonFiniteError(UserError):
 
 EXIT_CODE = 2
 IN_USE_EXIT_CODE = 3
+
+
+@contextmanager
+def reported(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise an error of these kinds as a ConfigError that says what is wrong, and then why. A UserError says it already."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise ConfigError(f"{what}: {error}") from error
 
 
 def did_you_mean(

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import reported
 
 
 @contextlib.contextmanager
@@ -58,12 +58,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 def make_writable(folder: Path, what: str) -> None:
     """Make a folder, or raise ConfigError, which names it as ``what``, if nothing can be written to it."""
-    try:
+    with reported(f"{what} {str(folder)!r} is not a writable folder", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise ConfigError(f"{what} {str(folder)!r} is not a writable folder: {error}") from error
 
 
 def sha256_of(*paths: str | Path) -> str:

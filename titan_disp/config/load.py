@@ -17,7 +17,7 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.keys import facts_of, other_names
-from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.errors import ConfigError, did_you_mean, reported
 from titan_disp.models.arguments import TABLES, parse_overrides, written_out
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", type(None): "nothing"}
@@ -113,12 +113,10 @@ def _option(argv: Sequence[str], *names: str) -> str | None:
 def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb") as file, reported(f"the config {path!r} is not valid TOML", tomli.TOMLDecodeError):
             return tomli.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the config {path!r}: {error.strerror}{_near(path)}") from error
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"the config {path!r} is not valid TOML: {error}") from error
 
 
 def _near(path: str) -> str:
@@ -200,11 +198,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     if toml.get("stream", {}).get("sources") == []:
         raise ConfigError("stream.sources is empty: name at least one source, [[stream.sources]], or leave it out")
     tables = {key: toml.get(section, {}).get(name, {}) for key in TABLES for section, name in [key.split(".")]}
-    try:
+    with reported("bad value in the config", ValueError):
         config = _parse(respelled(argv, known, tables))
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"bad value in the config: {error}") from error
     _check_types(config)
     return config

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from titan_disp.config.options import EvaluateOptions, ExportOptions, check_least
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, reported
 from titan_disp.files import make_writable, no_bars_in_logs
 from titan_disp.lab.evaluate import harness
 from titan_disp.lab.evaluate.compare import Comparison, compare, lines, pooled, to_csv, to_markdown
@@ -43,18 +43,17 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     if options.batch_size != "auto" and options.batch_size < 1:
         raise ConfigError(f"--batch-size is {options.batch_size}, expected auto or at least 1")
     print("loading lm-evaluation-harness and its tasks, which takes up to a minute", file=sys.stderr, flush=True)
-    try:
+    with reported("evaluate needs EleutherAI's lm-evaluation-harness (pip install 'titan-disp[eval]')", ImportError):
         import_module("lm_eval.models.huggingface")  # also imports accelerate, which lm_eval does not install
-    except ImportError as error:
-        raise ConfigError(
-            f"titan-disp evaluate needs EleutherAI's lm-evaluation-harness: {error}. pip install 'titan-disp[eval]'"
-        ) from error
     chosen, out = harness.PROTOCOLS[options.protocol], options.out
     device = str(find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     dtype = chosen.dtype if options.dtype == "auto" else options.dtype
     settings = harness.Settings(options.limit or chosen.limit, options.batch_size, device, dtype, options.seed)
     found, conditions = _find_models(list(map(str, options.models)))
-    _check_out(out)
+    if (out / "results.json").exists():
+        raise ConfigError(f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one")
+    make_writable(out, "--out")
+    (out / "samples.jsonl").unlink(missing_ok=True)  # left by an evaluation that stopped before its first results
     with harness.warnings_once(), no_bars_in_logs():
         suite = harness.build_suite(options.tasks, options.include_path, options.num_fewshot, chosen.shots)
         of_all = {"protocol": options.protocol, **asdict(settings), "rows": [asdict(row) for row in suite.rows]}
@@ -86,13 +85,6 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     print(to_markdown(comparison, notes))
     print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
     return comparison
-
-
-def _check_out(out: Path) -> None:
-    if (out / "results.json").exists():
-        raise ConfigError(f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one")
-    make_writable(out, "--out")
-    (out / "samples.jsonl").unlink(missing_ok=True)  # left by an evaluation that stopped before its first results
 
 
 def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from titan_disp.errors import ConfigError, counted, did_you_mean
+from titan_disp.errors import ConfigError, counted, did_you_mean, reported
 from titan_disp.lab.evaluate.compare import Row, Scores, scaled_values
 from titan_disp.lab.export.saved import load_causal_lm, longest_sequence
 
@@ -113,10 +113,8 @@ def build_suite(
     for loaded in built:  # without the members of groups
         inside = {child for group in loaded["groups"].values() for child in group.child_names}
         items |= {name: item for name, item in (loaded["groups"] | loaded["tasks"]).items() if name not in inside}
-    try:
+    with reported("--tasks: name only one of them", ValueError):
         manager.load(list(items.values()))
-    except ValueError as error:
-        raise ConfigError(f"--tasks: {error}; name only one of them") from error
     for name, item in items.items():
         examples = shots.get(name) if num_fewshot is None else num_fewshot
         for task in manager.load(item)["tasks"].values():

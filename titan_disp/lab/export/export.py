@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -17,7 +16,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
 from titan_disp.data.formats import BadDocument, DamagedFile, text_of
 from titan_disp.data.options import Format, StreamOptions
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, reported
 from titan_disp.lab.export.model_card import model_card
 from titan_disp.lab.export.saved import SavedModel, find_saved, load_weights
 from titan_disp.run.checkpoint import describe
@@ -77,7 +76,10 @@ def export(options: ExportOptions) -> SavedModel:
         (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, read_environment(saved.run)))
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{saved.name}: writing {byte_size(size)}", file=sys.stderr)
-        _save(weights, partial, options.max_shard_size)
+        with reported(f"--max-shard-size is {options.max_shard_size!r}", ValueError):
+            save_torch_state_dict(weights, partial, max_shard_size=options.max_shard_size)
+        for file in partial.glob("*.safetensors"):  # safetensors makes them readable for the owner only
+            file.chmod((partial / "config.json").stat().st_mode)
         os.rename(partial, dest)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
@@ -86,12 +88,3 @@ def export(options: ExportOptions) -> SavedModel:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return saved
-
-
-def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -> None:
-    try:
-        save_torch_state_dict(weights, folder, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise ConfigError(f"--max-shard-size is {max_shard_size!r}: {error}") from error
-    for file in folder.glob("*.safetensors"):  # safetensors makes them readable for the owner only
-        file.chmod((folder / "config.json").stat().st_mode)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, reported
 from titan_disp.files import progress
 from titan_disp.models.hf import INDEX
 from titan_disp.run.integrity import damage, has_hashes, is_model_only, problem, read_hashes
@@ -39,10 +39,8 @@ class Found:
 def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
     """Yield the folders of all checkpoints, or those of one step, sorted by step. Each is verified in its turn."""
     run = Path(run)
-    try:
+    with reported(f"{str(run)!r} is not a run's folder: its config.json cannot be read", KeyError, TypeError):
         folder = run / read_config(run)["checkpoint"]["folder"]
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{str(run)!r} is not a run's folder: its config.json cannot be read ({error})") from error
     reasons = {e["step"]: e["reason"] for e in read_events(run) if e["event"] == "checkpoint_damaged"}
     names = os.listdir(folder) if folder.is_dir() else []
     matches = [m for m in (re.fullmatch(r"(step|damaged|purging)-(\d+)x*", name) for name in names) if m]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError, counted
+from titan_disp.errors import CheckpointError, ConfigError, counted, reported
 from titan_disp.lab.export.inventory import verify
 from titan_disp.models.arguments import DispModelArgs, architecture_of, named
 from titan_disp.models.decoder import DispModel
@@ -188,7 +188,7 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM  # the import takes seconds
 
-    try:
+    with reported(f"transformers cannot load the model {str(folder)!r}", Exception):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -197,8 +197,6 @@ def load_causal_lm(
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # OSError, ValueError, RuntimeError or an error of safetensors
-        raise ConfigError(f"transformers cannot load the model {str(folder)!r}: {error}") from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ConfigError(

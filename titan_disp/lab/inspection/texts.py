@@ -14,7 +14,7 @@ from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import JSON_LINES, PARQUET, BadDocument, DamagedFile, OtherShape, text_of
 from titan_disp.data.hub import is_hub_name
 from titan_disp.data.options import Format, StreamOptions
-from titan_disp.errors import ConfigError, DataError, counted, of_options
+from titan_disp.errors import ConfigError, DataError, counted, of_options, reported
 
 MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
@@ -86,11 +86,8 @@ def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def _pieces(path: Path, size: int) -> Iterator[str]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            yield from map("".join, _groups(file, size))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--text {str(path)!r} is not UTF-8 text: {error}") from error
+    with reported(f"--text {str(path)!r} is not UTF-8 text", UnicodeDecodeError), open(path, encoding="utf-8") as file:
+        yield from map("".join, _groups(file, size))
 
 
 def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.checks import check_config, check_device, check_inputs, resolve_tables
 from titan_disp.config.load import load_config
 from titan_disp.config.options import SweepOptions
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, counted, reported
 from titan_disp.files import atomic_write, progress
 from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
@@ -151,10 +151,8 @@ class _Preparation:
 
     def _fingerprint(self, point: Point) -> str:
         """Hash everything that determines the resolved config and its checks."""
-        try:
+        with reported(f"cannot read the config {point.config!r}", OSError):
             text = Path(point.config).read_text(errors="replace")
-        except OSError as error:
-            raise ConfigError(f"cannot read the config {point.config!r}: {error.strerror}") from error
         return hashlib.sha256(json.dumps([text, point.overrides, self.known, self.world_size]).encode()).hexdigest()
 
     def _inputs_to_check(self, point: Point, resolved: Mapping[str, Any]) -> str | None:
@@ -170,7 +168,7 @@ class _Preparation:
 
     def write(self, folder: Path) -> dict[str, int]:
         """Write the new points and the list of points, one call at a time, and return their places in it."""
-        try:
+        with reported(f"sweep.folder {str(folder)!r} is not writable", OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / ".sweep.lock", "a") as lock:
                 with contextlib.suppress(OSError):  # some file systems have no locks
@@ -182,8 +180,6 @@ class _Preparation:
                             partial.write_bytes(Path(point.config).read_bytes())
                     write_json(point.folder / RECORD, record)
                 return _places(folder, [record for _, record in self.checked])
-        except OSError as error:
-            raise ConfigError(f"sweep.folder {str(folder)!r} is not writable: {error}") from error
 
 
 def _load(point: Point) -> JobConfig:
