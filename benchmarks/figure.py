@@ -33,7 +33,7 @@ from titan_disp.lab.inspection.texts import cut_sequences, read_texts
 from titan_disp.lab.plots import MEAN_COSINE
 from titan_disp.lab.report.charts import Scale, as_it_is, by_condition, draw_layer_map, draw_lines, from_zero
 from titan_disp.lab.report.gather import Run, gather
-from titan_disp.lab.report.page import measured_lines
+from titan_disp.lab.report.page import lines_of, measured
 from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points
 from titan_disp.lab.sweeps.local import run, summary
 
@@ -157,7 +157,7 @@ def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
     }
     charts = below.subplots(1, len(panels))
     for axes, (label, (read, scale)) in zip(charts, panels.items(), strict=True):
-        draw_lines(axes, by_condition(every, measured_lines(every, read)), "step", label, scale)
+        draw_lines(axes, by_condition(every, lines_of(every, "step", measured(read))), "step", label, scale)
     below.legend(*charts[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

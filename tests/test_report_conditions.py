@@ -85,7 +85,7 @@ def three(tmp_path):
 
 def test_a_band_by_hand(three):
     """10 + s and 13 + s have steps 2, 4 and 6 in common."""
-    lines = picture_makers._lines(three, "step", "ce")
+    lines = picture_makers.lines_of(three, "step", picture_makers.logged("ce"))
     off, on = by_condition(three, lines)
     assert (off.name, off.place, on.name, on.place) == ("off (2 seeds)", 0, "on", 1)
     assert off.x.tolist() == [2, 4, 6]

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from titan_disp.condensation.heatmap import heatmaps
 from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mean, over_depth, telling_steps
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, reported
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import over_training
 from titan_disp.lab.published import HEADINGS, NOTE, beside, costs
@@ -23,6 +23,7 @@ from titan_disp.lab.report.tables import state
 from titan_disp.text import number
 
 SHARED_STEPS = 4  # runs with so many common steps are shown at the same steps
+Points = Callable[[Run], tuple[Iterable[float], Iterable[float]]]  # a function that reads steps and values
 
 
 @dataclass(frozen=True)
@@ -39,32 +40,31 @@ def _ends(y: np.ndarray) -> str:
     return f"{number(finite[0], 4)} → {number(finite[-1], 4)}" if len(finite) else "no number"
 
 
-def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
+def logged(key: str) -> Points:
+    return lambda run: (run.series("step"), run.series(key))
+
+
+def measured(read: Callable[[Condensation], float]) -> Points:
+    return lambda run: (run.condensation.keys(), map(read, run.condensation.values()))
+
+
+def lines_of(runs: Sequence[Run], xlabel: str, points: Points) -> list[Line]:
+    """Return lines against steps or tokens, with the resumes, for runs that have at least two points."""
     lines = []
     for place, run in enumerate(runs):
-        at, values = run.series(x), run.series(key)
-        if np.isfinite(at + values).sum() > 1:
-            per_step = run.tokens_per_step if x == "tokens" else 1.0
+        steps, values = (np.array(list(one), dtype=np.float64) for one in points(run))
+        if np.isfinite(steps + values).sum() > 1:
+            per_step = run.tokens_per_step if xlabel == "tokens" else 1.0
             resumes = [e["step"] * per_step for e in run.events if e["event"] == "resume" and e["step"] <= run.step]
-            lines.append(Line(run.name, at, values, place, resumes))
+            lines.append(Line(run.name, steps * per_step, values, place, resumes))
     return lines
 
 
-def measured_lines(runs: Sequence[Run], read: Callable[[Condensation], float]) -> list[Line]:
-    """Return lines of one number of each measurement against steps, for runs that have it at least twice."""
-    lines = []
-    for place, run in enumerate(runs):
-        values = np.array([read(found) for found in run.condensation.values()], dtype=np.float64)
-        if np.isfinite(values).sum() > 1:
-            lines.append(Line(run.name, np.array(list(run.condensation)), values, place))
-    return lines
-
-
-def _curves(runs: Sequence[Run], xlabel: str, charted: Iterable[tuple[str, Sequence[Line], Scale]]) -> list[Picture]:
-    """Draw a chart for each (label of axis y, lines, scale) that has lines."""
+def _curves(runs: Sequence[Run], xlabel: str, charted: Iterable[tuple[str, Points, Scale]]) -> list[Picture]:
+    """Draw a chart for each (label of axis y, points, scale) that has lines."""
     pictures = []
-    for ylabel, lines, scale in charted:
-        if lines:
+    for ylabel, points, scale in charted:
+        if lines := lines_of(runs, xlabel, points):
             drawn = by_condition(runs, lines)
             ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
             uri = to_uri(charts.curves(drawn, xlabel, ylabel, scale))
@@ -77,45 +77,41 @@ def _curves(runs: Sequence[Run], xlabel: str, charted: Iterable[tuple[str, Seque
 
 def losses(runs: Sequence[Run]) -> list[Picture]:
     """Draw cross-entropy and dispersion separately against tokens, and cross-entropy on other text if there is any."""
-    dispersing = [line for line in _lines(runs, "tokens", "dispersion") if runs[line.place].disperses]
-    validated = [
-        Line(run.name, np.array(list(run.validation)) * run.tokens_per_step, np.array(list(run.validation.values())), i)
-        for i, run in enumerate(runs)
-        if len(run.validation) > 1
-    ]
-    held_out = measured_lines(runs, lambda found: found.cross_entropy)
-    held_out = [replace(line, x=line.x * runs[line.place].tokens_per_step) for line in held_out]
-    charted = (
-        ("cross-entropy (training)", _lines(runs, "tokens", "ce"), charts.without_the_beginning),
-        ("dispersion loss, without λ", dispersing, charts.as_it_is),
-        ("cross-entropy (validation)", validated, charts.as_it_is),
-        ("cross-entropy (held-out text)", held_out, charts.as_it_is),
+
+    def dispersion(run: Run) -> tuple[Iterable[float], Iterable[float]]:
+        return logged("dispersion")(run) if run.disperses else ((), ())
+
+    charted: tuple[tuple[str, Points, Scale], ...] = (
+        ("cross-entropy (training)", logged("ce"), charts.without_the_beginning),
+        ("dispersion loss, without λ", dispersion, charts.as_it_is),
+        ("cross-entropy (validation)", lambda run: (run.validation.keys(), run.validation.values()), charts.as_it_is),
+        ("cross-entropy (held-out text)", measured(lambda found: found.cross_entropy), charts.as_it_is),
     )
     return _curves(runs, "tokens", charted)
 
 
 def optimization(runs: Sequence[Run]) -> list[Picture]:
     charted = (
-        ("learning rate", _lines(runs, "step", "lr"), charts.as_it_is),
-        ("gradient norm, before clipping", _lines(runs, "step", "grad_norm"), charts.by_factors),
-        ("tokens/s of one rank", _lines(runs, "step", "tps"), charts.from_zero),
+        ("learning rate", logged("lr"), charts.as_it_is),
+        ("gradient norm, before clipping", logged("grad_norm"), charts.by_factors),
+        ("tokens/s of one rank", logged("tps"), charts.from_zero),
     )
     return _curves(runs, "step", charted)
 
 
-MEASURES: tuple[tuple[str, Callable[[Condensation], float], Scale], ...] = (
-    ("mean cosine, last block", lambda found: found.mean_cosine[found.last_block], charts.as_it_is),
-    ("mean cosine, after the final norm", lambda found: found.mean_cosine[-1], charts.as_it_is),
-    ("mean cosine, average of all blocks", blocks_mean, charts.as_it_is),
-    ("Spearman's ρ, up to the last block", over_depth("before_norm", "spearman"), charts.correlation),
-    ("Kendall's τ, up to the last block", over_depth("before_norm", "kendall"), charts.correlation),
-    ("effective rank, last block", lambda found: found.effective_rank[found.last_block], charts.from_zero),
+MEASURES = (
+    ("mean cosine, last block", measured(lambda found: found.mean_cosine[found.last_block]), charts.as_it_is),
+    ("mean cosine, after the final norm", measured(lambda found: found.mean_cosine[-1]), charts.as_it_is),
+    ("mean cosine, average of all blocks", measured(blocks_mean), charts.as_it_is),
+    ("Spearman's ρ, up to the last block", measured(over_depth("before_norm", "spearman")), charts.correlation),
+    ("Kendall's τ, up to the last block", measured(over_depth("before_norm", "kendall")), charts.correlation),
+    ("effective rank, last block", measured(lambda found: found.effective_rank[found.last_block]), charts.from_zero),
 )
 
 
 def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
     """Draw condensation against steps, for runs with at least two measurements."""
-    return _curves(runs, "step", [(label, measured_lines(runs, read), scale) for label, read, scale in MEASURES])
+    return _curves(runs, "step", MEASURES)
 
 
 def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
@@ -151,19 +147,19 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
 
     The three are the first, the most condensed and the last measurement.
     """
-    measured = [run for run in runs if run.condensation]
-    if not measured:
+    with_any = [run for run in runs if run.condensation]
+    if not with_any:
         return []
     rows = []
-    for run in measured:
+    for run in with_any:
         steps = sorted({min(run.condensation), run.most_condensed, max(run.condensation)})
         before = run.condensation[0].mean_cosine if 0 in steps else None
         shown = {step: replace(run.condensation[step], untrained_mean_cosine=before) for step in steps}
         rows.append({f"{run.name}, step {step:,}": one for step, one in shown.items()})
-    names = ", ".join(run.name for run in measured)
+    names = ", ".join(run.name for run in with_any)
     by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
     pairs = f"cosines of all pairs of tokens by layer, first, most condensed and last measurement: {names}"
-    lines = over_training(_some_steps(measured))
+    lines = over_training(_some_steps(with_any))
     return [Picture(to_uri(lines), by_layer, wide=True), Picture(to_uri(heatmaps(rows)), pairs, wide=True)]
 
 
@@ -225,18 +221,12 @@ def write_report(paths: Sequence[str | Path], out: str | Path, evaluation: Path 
         what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
         raise ConfigError(f"--out {str(out)!r} {what}, expected a file such as report.html in an existing folder")
     left_out: list[str] = []
-    try:
+    wrong = f"--evaluation {str(evaluation)!r} cannot be read, expected the --out folder of titan-disp evaluate"
+    with reported(wrong, OSError, ValueError, KeyError):
         scores = [] if evaluation is None else json.loads((evaluation / "results.json").read_text())["published"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"--evaluation {str(evaluation)!r} cannot be read, expected the --out folder of titan-disp evaluate: {error}"
-        ) from error
     html = render(gather(paths, left_out), time.time(), left_out, scores)
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
-    try:
-        with atomic_write(out) as partial:
-            partial.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the report cannot be written to {str(out)!r}: {error.strerror}") from error
+    with reported(f"the report cannot be written to {str(out)!r}", OSError), atomic_write(out) as partial:
+        partial.write_text(html, encoding="utf-8")
     return out
