@@ -82,7 +82,7 @@ def check(config, ranks):
         (2, f"{TP} 2 training.seq_len 129", "seq_len 129 is not divisible by 2"),
         (2, f"{CP} 2 training.seq_len 130", "seq_len 130 is not divisible by 4"),
         (2, f"{CP} 2", "context_parallel_degree is 2, expected 1 on a CPU"),
-        (2, f"{CP} 2 stream.document_mask true", "takes no mask. Set context_parallel_deg"),
+        (2, f"{CP} 2 stream.document_mask true", "context parallelism of Qwen3. Set context_parallel_deg"),
         (2, f"{CP} 0", "context_parallel_degree is 0, expected at least 1"),
         (2, "parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree is 2, expected 1"),
         (2, "parallelism.expert_parallel_degree 2", "expert_parallel_degree"),

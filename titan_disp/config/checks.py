@@ -38,6 +38,11 @@ from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
 
 T = TypeVar("T")
+NOT_WITH_CP = {  # keys, and why
+    "validation.enable": "reads freqs_cis for it, which the models do not have",
+    "stream.document_mask": "passes no mask to the context parallelism of Qwen3",
+    "dispersion.within_documents": "would divide the tokens, but not the numbers of their documents",
+}
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
@@ -197,23 +202,13 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
 
 def _check_supported(job_config: JobConfig) -> None:
     p, compiled = job_config.parallelism, job_config.compile
-    if p.context_parallel_degree > 1 and job_config.validation.enable:
-        raise ConfigError(
-            "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which the "
-            "models do not have): set validation.enable = false or context_parallel_degree = 1"
-        )
+    for key, why in NOT_WITH_CP.items():
+        if p.context_parallel_degree > 1 and operator.attrgetter(key)(job_config):
+            raise ConfigError(
+                f"{key} is true, but context_parallel_degree is {p.context_parallel_degree}: TorchTitan 0.2.2 {why}. Set "
+                f"context_parallel_degree = 1 or {key} = false"
+            )
     stream = job_config.stream  # type: ignore[attr-defined]
-    if p.context_parallel_degree > 1 and stream.document_mask:
-        raise ConfigError(
-            f"stream.document_mask is true, but context_parallel_degree is {p.context_parallel_degree}: TorchTitan 0.2.2's "
-            "context parallelism of Qwen3 takes no mask. Set context_parallel_degree = 1 or stream.document_mask = false"
-        )
-    if p.context_parallel_degree > 1 and job_config.dispersion.within_documents:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"dispersion.within_documents is true, but context_parallel_degree is {p.context_parallel_degree}: TorchTitan "
-            "0.2.2's context parallelism would divide the tokens, but not the numbers of their documents. Set "
-            "context_parallel_degree = 1 or dispersion.within_documents = false"
-        )
     if stream.restart_positions and not stream.document_mask:
         raise ConfigError(
             "stream.restart_positions is true, but stream.document_mask is false: attention across documents needs "

@@ -33,16 +33,8 @@ class Protocol:
 
 
 PAPER = {
-    "anli_r2": 0,
-    "lambada_openai": 0,
-    "openbookqa": 0,
-    "piqa": 0,
-    "truthfulqa_mc2": 0,
-    "winogrande": 0,
-    "arc_easy": 5,
-    "arc_challenge": 5,
-    "medmcqa": 5,
-    "mmlu": 5,
+    **dict.fromkeys(("anli_r2", "lambada_openai", "openbookqa", "piqa", "truthfulqa_mc2", "winogrande"), 0),
+    **dict.fromkeys(("arc_easy", "arc_challenge", "medmcqa", "mmlu"), 5),
 }
 """The ten tasks of arXiv 2602.00217 and their numbers of few-shot examples.
 

@@ -82,11 +82,6 @@ def _dispersion(section: dict[str, Any]) -> str:
     return ", ".join([*told, *(f"and {written_out(table)}" for table in section.get("losses", []))])
 
 
-def _baseline(section: dict[str, Any]) -> str:
-    method = section["method"]
-    return ", ".join([method, *(f"{name} = {value}" for name, value in section.items() if OPTIONS.get(name) == method)])
-
-
 def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, environment: dict[str, Any]) -> str:
     """Write the text of README.md. ``environment`` is the run's environment.json, or {} if it is missing."""
     config = saved.config
@@ -108,8 +103,9 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
     if config["stream"].get("document_mask"):
         restart = ", whose positions begin at 0" * config["stream"]["restart_positions"]
         facts["attention in training"] = f"within documents{restart}"
-    if config["baseline"]["method"] != "none":
-        facts["baseline"] = _baseline(config["baseline"])
+    if (method := config["baseline"]["method"]) != "none":
+        options = [f"{name} = {value}" for name, value in config["baseline"].items() if OPTIONS.get(name) == method]
+        facts["baseline"] = ", ".join([method, *options])
     if config["checkpoint"]["initial_load_in_hf"]:
         start = config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
         facts["started from"] = f"the weights of `{Path(start).name}`"

@@ -78,16 +78,13 @@ def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
     found: list[Line] = []
     for place, (name, members) in enumerate(conditions(runs)):
         of_it = [replace(line, place=place) for line in lines if line.place in members]
-        if len(of_it) > 1 and len(x := reduce(np.intersect1d, map(_finite_x, of_it))) > 1:
+        finite = [line.x[np.isfinite(line.x + line.y)] for line in of_it]
+        if len(of_it) > 1 and len(x := reduce(np.intersect1d, finite)) > 1:
             y = np.stack([line.y[np.isin(line.x, x)] for line in of_it])
             resumes = sorted(at for line in of_it for at in line.resumes)
             of_it = [Line(name, x, y.mean(0), place, resumes, low=y.min(0), high=y.max(0))]
         found += of_it
     return found
-
-
-def _finite_x(line: Line) -> np.ndarray:
-    return line.x[np.isfinite(line.x) & np.isfinite(line.y)]
 
 
 def bins(lines: int) -> int:
