@@ -143,10 +143,7 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
     p = job_config.parallelism
     tp, cp, replicate = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
     if replicate < 1:
-        raise ConfigError(
-            f"parallelism.data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 to compute it from "
-            "the number of ranks"
-        )
+        raise ConfigError(f"data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 to compute it")
     shard = p.data_parallel_shard_degree
     if shard == -1:
         shard = max(1, world_size // (replicate * cp * tp))
@@ -273,8 +270,7 @@ def check_validation(job_config: JobConfig) -> None:
     tp = job_config.parallelism.tensor_parallel_degree
     if v.seq_len % tp:
         raise ConfigError(
-            f"validation.seq_len {v.seq_len} is not divisible by tensor_parallel_degree {tp}: each rank holds an equal "
-            "part of the sequence"
+            f"validation.seq_len {v.seq_len} is not divisible by tensor_parallel_degree {tp}, for equal parts"
         )
 
 
@@ -302,14 +298,10 @@ def check_operations(job_config: JobConfig) -> None:
     checkpoint = job_config.checkpoint
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
-            "optimizer.early_step_in_backward applies gradients before all ranks can agree that they are finite: "
-            "set it to false"
+            "optimizer.early_step_in_backward must be false: it applies gradients before all are known to be finite"
         )
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
-        raise ConfigError(
-            "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: safetensors hold no optimizer "
-            "state"
-        )
+        raise ConfigError("checkpoint.last_save_in_hf needs last_save_model_only = true: safetensors hold no optimizer")
     if checkpoint.enable and checkpoint.interval < 1:
         raise ConfigError(f"checkpoint.interval is {checkpoint.interval}, expected at least 1")
     if checkpoint.enable and checkpoint.keep_latest_k == 1:
@@ -323,10 +315,7 @@ def check_device(job_config: JobConfig) -> None:
     """Check that this machine, with its kind of device and its packages, can run the config."""
     # Without the package, TorchTitan would only log an error and train on.
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "metrics.enable_wandb is true, but the package wandb is not installed: pip install 'titan-disp[wandb]', "
-            "or set metrics.enable_wandb = false"
-        )
+        raise ConfigError("metrics.enable_wandb is true, but wandb is not installed: pip install 'titan-disp[wandb]'")
     if job_config.training.enable_cpu_offload and cpu.active():
         raise ConfigError("training.enable_cpu_offload is true, but there is no accelerator: set it to false")
     cp = job_config.parallelism.context_parallel_degree

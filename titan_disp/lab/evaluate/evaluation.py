@@ -106,10 +106,7 @@ def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
     lengths = {name: model.max_tokens for name, model in models.items()}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        print(
-            f"the models' numbers of positions differ ({told}): a long prompt loses its beginning in only some of them",
-            file=sys.stderr,
-        )
+        print(f"the numbers of positions differ ({told}): some lose the beginning of a long prompt", file=sys.stderr)
     return models, conditions
 
 

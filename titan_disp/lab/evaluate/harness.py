@@ -138,10 +138,7 @@ def _rows(item: Any) -> Iterator[Row]:
 
 
 def _metrics(task: Any) -> list[str]:
-    """Return the metrics that are a mean over documents and better when they are higher.
-
-    Differences and ranks make sense only for these.
-    """
+    """Return the metrics that are means over documents, the higher the better: only these can be compared."""
     from lm_eval.api.metrics import mean
 
     better = task.higher_is_better()
@@ -302,7 +299,4 @@ def warnings_once(name: str = "lm_eval") -> Iterator[None]:
     finally:
         logger.handlers, logger.propagate = before
         if more := seen.total() - len(seen):
-            print(
-                f"{name} gave {counted(more, 'more warning')} of the same kinds, for other tasks or models",
-                file=sys.stderr,
-            )
+            print(f"{name} gave {counted(more, 'more warning')} of the same kinds", file=sys.stderr)

@@ -116,18 +116,16 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         if last.get(key) is not None:
             facts[f"{title}, training batch"] = f"{last[key]:.4f} at step {last['step']:,}"
     measured = {step: one for step, one in read_condensation(saved.run).items() if step <= saved.step}
-    if measured and (held_out := max(measured.items()))[1]["cross_entropy"] is not None:
-        step, one = held_out
-        text = f"{counted(one['sequences'], 'sequence')} of {training['seq_len']:,} tokens"
-        facts["cross-entropy, held-out text"] = f"{one['cross_entropy']:.4f} at step {step:,} ({text})"
     validated = {step: loss for step, loss in read_validation(saved.run).items() if step <= saved.step}
     if validated:
         step, loss = max(validated.items())
         facts["cross-entropy, validation"] = f"{loss:.4f} at step {step:,}"
     if measured:
         step, one = max(measured.items())
-        text = f"{counted(one['sequences'], 'sequence')}, {one['tokens']:,} tokens of each"
-        facts["condensation, held-out text"] = f"{_condensation(one)}; at step {step:,} ({text})"
+        at = f"at step {step:,} ({counted(one['sequences'], 'sequence')} of"
+        if one["cross_entropy"] is not None:
+            facts["cross-entropy, held-out text"] = f"{one['cross_entropy']:.4f} {at} {training['seq_len']:,} tokens)"
+        facts["condensation, held-out text"] = f"{_condensation(one)}; {at} {one['tokens']:,} tokens)"
     packages = {"python": environment.get("python")} | environment.get("packages", {})
     if versions := [f"{p} {packages[p]}" for p in SHOWN if packages.get(p)]:
         facts["trained with"] = ", ".join(versions)

@@ -157,9 +157,8 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     except BaseException as error:  # DCP's CheckpointException is not an Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        raise CheckpointError(
-            f"the checkpoint {str(saved.folder)!r} cannot be read: {' '.join(str(error).split())[-400:]}"
-        ) from error
+        reason = " ".join(str(error).split())[-400:]
+        raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}") from error
     return weights
 
 

@@ -181,10 +181,8 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     shortest = min(models, key=lambda name: models[name].max_tokens or sys.maxsize)
     length = min(options.max_length, models[shortest].max_tokens or sys.maxsize)
     if length < options.max_length:
-        print(
-            f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions",
-            file=sys.stderr,
-        )
+        told = f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions"
+        print(told, file=sys.stderr)
     cut, out = replace(options, max_length=length), options.out
     texts = read_texts(options.text, options.dataset, options.seed, options.contiguous, options.text_field)
     samples = {name: _sample(name, target, texts, cut) for name, target in models.items()}
@@ -252,9 +250,6 @@ def _sample(name: str, target: targets.Target, texts: Sequence[str], options: Co
     tokens = surround(tokens, special.before, special.after)
     if tokens.shape != (options.sequences, options.max_length):
         count, n = tokens.shape
-        print(
-            f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {options.sequences} of "
-            f"{options.max_length}",
-            file=sys.stderr,
-        )
+        asked = f"{options.sequences} of {options.max_length}"
+        print(f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {asked}", file=sys.stderr)
     return tokens

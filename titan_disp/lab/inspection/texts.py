@@ -1,7 +1,6 @@
 """The text to measure on is sampled. Models with the same tokenizer get the same sample."""
 
 import random
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -54,12 +53,10 @@ def read_texts(
             if dataset is not None and is_hub_name(dataset):
                 files = list_files(dataset, None, "validation")
             else:
-                files = list_files("c4_validation", str(text or dataset))
-        except ConfigError as error:  # the message names a key of the config, which is not used here
-            option = "--dataset" if text is None else "--text"
-            message = re.sub(r"(training\.dataset_path|validation\.dataset) is", f"{option} is", str(error))
-            message = message.replace("local copy: dataset_path", "local copy: --dataset")
-            raise ConfigError(message) from error
+                files = list_files("c4_validation", str(text or dataset), path_key=source.split()[0])
+        except ConfigError as error:  # for a name of the hub, the message names keys of the config
+            message = str(error).replace("validation.dataset is", "--dataset is")
+            raise ConfigError(message.replace("local copy: dataset_path", "local copy: --dataset")) from error
         shuffle(files)
         found = _documents(files, text_field, reasons)
         documents = (f"{document}\n\n" for document in found) if in_order else found

@@ -143,10 +143,7 @@ def _some_steps(runs: Sequence[Run]) -> dict[str, dict[int, Condensation]]:
 
 
 def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
-    """Draw mean cosines by layer at some steps, and the cosines of all pairs at three steps.
-
-    The three are the first, the most condensed and the last measurement.
-    """
+    """Draw mean cosines by layer at some steps, and the cosines of all pairs at the first, most condensed and last one."""
     with_any = [run for run in runs if run.condensation]
     if not with_any:
         return []

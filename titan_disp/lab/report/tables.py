@@ -220,10 +220,7 @@ def seen(runs: Sequence[Run]) -> Rows:
 
 
 def data_counters(runs: Sequence[Run]) -> Rows:
-    """Return the data loaders' counters at the last row: sums over ranks, but maxima for epoch and waiting time.
-
-    Those that ``seen`` has are left out.
-    """
+    """Return the loaders' other counters at the last row: sums over ranks, but maxima for epoch and waiting time."""
     counters = [
         {key: x for key, x in one.items() if f"tokens/{key.partition('/')[2]}" not in one}
         for one in map(_counters, runs)

@@ -156,10 +156,7 @@ class _Preparation:
         return hashlib.sha256(json.dumps([text, point.overrides, self.known, self.world_size]).encode()).hexdigest()
 
     def _inputs_to_check(self, point: Point, resolved: Mapping[str, Any]) -> str | None:
-        """Return a key of the config values that ``check_inputs`` reads, or None if they need no check (again).
-
-        Points often have these values in common.
-        """
+        """Return a key of the values that ``check_inputs`` reads, or None if they need no check, as after another point."""
         if not self.inputs or state(point.folder)[0] == "finished":
             return None
         parts = ("model.", "training.dataset", "training.seq_len", "validation.", "stream.", "checkpoint.")

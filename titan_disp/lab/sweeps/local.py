@@ -63,9 +63,8 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
     states = {one.point.name: state(one.point.folder) for one in prepared}
     results = {name: Result(name, "finished", detail) for name, (word, detail) in states.items() if word == "finished"}
     todo = [one for one in prepared if one.point.name not in results]
-    _say(
-        f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time"
-    )
+    every = counted(len(prepared), "point")
+    _say(f"{every} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time")
     runner = _Runner(todo, jobs, nproc, module)
     with stop_signals(runner.heard), contextlib.closing(runner):
         results |= runner.run()
