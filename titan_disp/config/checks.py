@@ -269,9 +269,7 @@ def check_validation(job_config: JobConfig) -> None:
         )
     tp = job_config.parallelism.tensor_parallel_degree
     if v.seq_len % tp:
-        raise ConfigError(
-            f"validation.seq_len {v.seq_len} is not divisible by tensor_parallel_degree {tp}, for equal parts"
-        )
+        raise ConfigError(f"validation.seq_len is {v.seq_len}, expected a multiple of tensor_parallel_degree {tp}")
 
 
 def check_stream(job_config: JobConfig, world_size: int) -> None:
@@ -306,8 +304,7 @@ def check_operations(job_config: JobConfig) -> None:
         raise ConfigError(f"checkpoint.interval is {checkpoint.interval}, expected at least 1")
     if checkpoint.enable and checkpoint.keep_latest_k == 1:
         raise ConfigError(
-            "checkpoint.keep_latest_k is 1, expected 0 (keep all) or at least 2: if the newest checkpoint is damaged, "
-            "the one before it is needed"
+            "checkpoint.keep_latest_k is 1, expected 0 (all) or at least 2: the newest one may be damaged"
         )
 
 

@@ -96,9 +96,13 @@ def _mirror(folder: Path, files: list[HubFile], workers: int, attempts: int = 3)
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return f"{file.path}: {problem}"
 
-    with ThreadPoolExecutor(workers) as pool:
-        problems = list(progress(files[0].repository, "file", items=pool.map(mirror, files), total=len(files)))
-    return sorted(filter(None, problems))
+    left, total = [], sum(file.size for file in files)
+    with ThreadPoolExecutor(workers) as pool, progress(files[0].repository, "B", total=total) as bar:
+        for file, problem in zip(files, pool.map(mirror, files), strict=True):
+            if problem is not None:
+                left.append(problem)
+            bar.update(file.size)
+    return sorted(left)
 
 
 def _write_record(folder: Path, name: HubName, listing: list[HubFile], files: list[HubFile]) -> None:

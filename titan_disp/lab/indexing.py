@@ -70,11 +70,12 @@ def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions,
     pool: Executor = ThreadPoolExecutor(1)
     if workers > 1 and total > _WORTH < sum(f.size for f in files if isinstance(current(folder, options, f), str)):
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    ordered = sorted(files, key=lambda file: -file.size)
-    with pool:
-        indexed = pool.map(partial(index_file, folder, options), ordered)
-        found = list(progress("indexing", "file", items=indexed, total=len(files)))
-    return {file.url: one for file, one in zip(ordered, found, strict=True)}
+    found, ordered = {}, sorted(files, key=lambda file: -file.size)
+    with pool, progress("indexing", "B", total=total) as bar:
+        for file, one in zip(ordered, pool.map(partial(index_file, folder, options), ordered), strict=True):
+            found[file.url] = one
+            bar.update(file.size)
+    return found
 
 
 def lines(training: Sequence[FileIndex], others: Sequence[FileIndex]) -> Iterator[str]:

@@ -135,10 +135,7 @@ def _correlation_axis(axes: Axes, label: str) -> None:
 
 
 def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> Figure:
-    """Draw ρ and τ against the number of parameters, a line for each family.
-
-    ``families`` has for each family's name its models: (number of parameters, measurement) by name.
-    """
+    """Draw ρ and τ against the number of parameters, which stands beside a measurement. Each family is a line."""
     figure = new_figure(9, 4.6 + 0.22 * -(-sum(map(len, families.values())) // 2))
     grid = figure.subplots(1, len(MEASURES), sharex=True, sharey=True)
     for axes, label in zip(grid, MEASURES, strict=True):

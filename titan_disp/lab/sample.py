@@ -81,10 +81,7 @@ def write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, user_defined_symbols: Iterable[str] = ("\n",), **others: Any
 ) -> bytes:
-    """Train a SentencePiece model (BPE with byte fallback) of ``vocab_size`` pieces, and return it as bytes.
-
-    ``others`` are further settings of SentencePiece, such as character_coverage.
-    """
+    """Train a SentencePiece model (BPE with byte fallback), and return it as bytes. ``others`` are further settings."""
     model = io.BytesIO()
     # Texts and model are passed in memory, because a model file would name this machine's paths. One thread makes the
     # same model every time.

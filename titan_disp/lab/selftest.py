@@ -4,6 +4,7 @@ Each section yields rows of a page. Every rank checks its own device, then all r
 rank 0 alone trains and measures. A section that raises an error is a row that failed, and the others still run.
 """
 
+import json
 import math
 import os
 import shutil
@@ -33,7 +34,7 @@ from titan_disp.dispersion.loss import ESTIMATORS
 from titan_disp.dispersion.sampled import order
 from titan_disp.lab.sample import write_sample
 from titan_disp.models.registry import MODELS, model_args
-from titan_disp.run.folder import versions, write_json
+from titan_disp.run.folder import versions
 from titan_disp.run.reader import read_rows
 from titan_disp.text import markdown_table
 
@@ -225,7 +226,7 @@ def selftest(options: SelftestOptions) -> int:
         result = {"facts": facts, "rows": rows}
         print(page(result), flush=True)
         if options.json is not None:
-            write_json(options.json, result)
+            options.json.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     if world > 1:
         dist.barrier()  # torchrun ends all ranks when the first one ends with a status
     return int(any(failed))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +23,7 @@ from titan_disp.lab.inspection.targets import Target, find_device, find_targets,
 from titan_disp.lab.published import HEADINGS, NOTE, Lines, Ours, beside, costs
 from titan_disp.lab.report.gather import gather
 from titan_disp.run.folder import write_json
-from titan_disp.text import markdown_table
+from titan_disp.text import duration, markdown_table
 
 Conditions = Mapping[str, Sequence[str]]
 """The names of models by condition. The models are the seeds of the condition. A single model is its own condition."""
@@ -114,8 +113,8 @@ def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]
     """Yield each model after a line with its name and an estimate of the time left."""
     began = time.monotonic()
     for done, (name, model) in enumerate(models.items()):
-        left = (time.monotonic() - began) / done * (len(models) - done) if done else None
-        pace = "" if left is None else f", about {timedelta(seconds=round(left))} left"
+        each = (time.monotonic() - began) / max(done, 1)
+        pace = f", about {duration(each * (len(models) - done))} left" if done else ""
         print(f"model {done + 1} of {len(models)}{pace}: {name}: {model.folder}", file=sys.stderr)
         yield name, model
 

@@ -198,10 +198,8 @@ def load_causal_lm(
         )
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
-        raise ConfigError(
-            f"{str(folder)!r} holds an incomplete causal language model: it lacks {counted(len(missing), 'weight')}, "
-            f"{missing[0]!r} first"
-        )
+        lacks = f"it lacks {counted(len(missing), 'weight')}, {missing[0]!r} first"
+        raise ConfigError(f"{str(folder)!r} holds an incomplete causal language model: {lacks}")
     return model.eval()
 
 

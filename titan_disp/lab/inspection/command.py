@@ -1,7 +1,4 @@
-"""``titan-disp condensation`` measures the condensation of trained models, layer by layer on the same text.
-
-It writes numbers as .npz, JSON and CSV, and pictures.
-"""
+"""``titan-disp condensation`` measures trained models, layer by layer on the same text, and writes numbers and pictures."""
 
 import re
 import sys
@@ -243,10 +240,8 @@ def _sample(name: str, target: targets.Target, texts: Sequence[str], options: Co
     else:
         tokens = cut_sequences(texts, target.encode, count, length)
     if tokens.max() >= target.vocab_size:
-        raise ConfigError(
-            f"the tokenizer gives the id {tokens.max()}, but {name} has a vocabulary of {target.vocab_size}: it is not this "
-            "model's tokenizer"
-        )
+        told = f"the tokenizer gives the id {tokens.max()}, but {name} has a vocabulary of {target.vocab_size}"
+        raise ConfigError(f"{told}: it is not this model's tokenizer")
     tokens = surround(tokens, special.before, special.after)
     if tokens.shape != (options.sequences, options.max_length):
         count, n = tokens.shape

@@ -252,10 +252,7 @@ def _steps_done(one: _Training) -> int:
 
 
 def first_error(log: Path, begin: int) -> str:
-    """Find the error of a start in a point's log: titan-disp's error line, or the last exception, or the last lines.
-
-    The output of the start begins at the byte ``begin``.
-    """
+    """Return the error in a log from byte ``begin`` on: titan-disp's error line, the last exception, or the last lines."""
     with open(log, "rb") as file:
         file.seek(begin)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
