@@ -316,7 +316,7 @@ def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
         ("GPT2 --out GPT2/config.json", "is not a writable folder"),
         ("GPT2 --tokenizer TMP", "holds no tokenizer file"),
         ("RUN --tokenizer TMP", "holds no tokenizer file"),
-        ("GPT2 --text TMP/no", "is not a file; expected plain text, or documents"),
+        ("GPT2 --text TMP/no", "is not a file; expected plain text or .json"),
         ("GPT2 --text TMP/empty", "holds no text"),
         ("GPT2 --text TMP/short", "the text has 1 token, expected at least 2"),
         ("GPT2 --text TMP/latin", "is not UTF-8 text"),
