@@ -10,19 +10,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.evidence_parts import (
-    ALL_LRS,
-    FEW_SEEDS,
-    RESTORED,
-    SEEDS,
-    STATES,
-    WIDTH_LRS,
-    WIDTHS,
-    Row,
-    key_of,
-    newest,
-    tuning_losses,
-)
+from benchmarks import evidence_parts as design
+from benchmarks.evidence_parts import WIDTHS, Row, newest
 from titan_disp.lab.statistics import holm, paired_by_seed
 
 MARGIN = 0.02  # nats; a smaller difference does not matter (docs/evidence_design.md)
@@ -107,7 +96,7 @@ class Outcome(Paired):
 
     @property
     def seeds(self) -> int:
-        return len(SEEDS if self.family else FEW_SEEDS)
+        return len(design.SEEDS if self.family else design.FEW_SEEDS)
 
     @property
     def clear(self) -> bool:
@@ -268,14 +257,20 @@ def curve_differences(rows: Sequence[Row], part: str) -> tuple[list[int], list[i
 
 def restored(rows: Sequence[Row]) -> list[float]:
     """Return test cross-entropy of models that were trained again for a later part, minus that of their first rows."""
-    first, again = newest(rows), [row for row in rows if row["part"] == RESTORED]
-    both = [(loss("test")(row), loss("test")(first[key_of(row)])) for row in again if key_of(row) in first]
+    first, again = newest(rows), [row for row in rows if row["part"] == design.RESTORED]
+    both = [
+        (loss("test")(row), loss("test")(first[design.key_of(row)])) for row in again if design.key_of(row) in first
+    ]
     return [own - other for own, other in both if own is not None and other is not None]
 
 
 def second_runs(rows: Sequence[Row]) -> dict[int, Row]:
     """Return by seed the rows of main's off that were trained again for a later part."""
-    return {key_of(row)[2]: row for row in rows if row["part"] == RESTORED and key_of(row)[:2] == ("main", "off")}
+    return {
+        design.key_of(row)[2]: row
+        for row in rows
+        if row["part"] == design.RESTORED and design.key_of(row)[:2] == ("main", "off")
+    }
 
 
 def against_second_runs(rows: Sequence[Row]) -> tuple[Paired, Paired]:
@@ -314,8 +309,8 @@ def lasting(rows: Sequence[Row]) -> tuple[Paired, Paired, Paired]:
 def by_learning_rate(rows: Sequence[Row]) -> dict[float, dict[str, Any]]:
     """Return tuning's losses by learning rate and state, over warm-ups and seeds, where no run is missing or failed."""
     found = {}
-    for lr in ALL_LRS:
-        values = {state: np.concatenate([*tuning_losses(rows, state, [lr]).values()]) for state in STATES}
+    for lr in design.ALL_LRS:
+        values = {state: np.concatenate([*design.tuning_losses(rows, state, [lr]).values()]) for state in design.STATES}
         if len(values["on"]) == len(values["off"]) > 0 and np.isfinite([*values["on"], *values["off"]]).all():
             means = {state: float(of.mean()) for state, of in values.items()}
             found[lr] = {**means, "difference": means["on"] - means["off"]}
@@ -339,10 +334,21 @@ def change_over_width(found: Mapping[int, Paired]) -> Paired:
     return paired({seed: slope * (x[-1] - x[0]) for seed, slope in slopes.items()}, dict.fromkeys(seeds, 0.0))
 
 
+def replication(rows: Sequence[Row]) -> dict[str, Paired]:
+    """Return on − off at the middle width with the other seeds, and with all. It is empty while runs are missing."""
+    known, parts = newest(rows), ("widths-tuning", "widths", "widths-again")
+    wanted = [job.key for part in parts for job in design.jobs(part, rows)]
+    if len(wanted) < 100 or not all(key in known for key in wanted):
+        return {}
+    first, again = (compare(rows, part, f"on-{WIDTHS[1]}", loss("test"), f"off-{WIDTHS[1]}") for part in parts[1:])
+    every = paired({**first.own, **again.own}, {**first.other, **again.other})
+    return {"other seeds": again, f"all {every.n} seeds": every}
+
+
 def width_verdict(rows: Sequence[Row]) -> tuple[Paired, str]:
     """Return the second experiment's primary outcome, and what its rules say: the first that holds."""
     change = change_over_width(by_width(rows, "widths", loss("test")))
-    tuned = [by_width(rows, "widths-tuning", loss("development"), f"_lr-{lr:g}") for lr in WIDTH_LRS]
+    tuned = [by_width(rows, "widths-tuning", loss("development"), f"_lr-{lr:g}") for lr in design.WIDTH_LRS]
     signs = {np.sign(change_over_width(found).mean) for found in tuned}
     lost = Counter(row["condition"] for row in failures(rows) if row["part"] == "widths")
     if change.n < 6 or any(lost[f"on-{width}"] > lost[f"off-{width}"] for width in WIDTHS):

@@ -167,7 +167,7 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
         "largest": max(shares, key=lambda name: shares[name]),
         "conditions": [key for part in TRAINED for key in known if key[0] == part],
         "scatter": lambda part: _scatter(analysis.compare(rows, part, "on", analysis.loss("test"))),
-        **{"second": second, "usual_change": median(second)},
+        "second": second,
         "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
     }
 

@@ -1,13 +1,14 @@
 """The pictures of docs/evidence.md."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.evidence_analysis import MARGIN, curve_differences, finished, interval, outcomes
-from benchmarks.evidence_parts import NAMES, PARTS, TEXTS, TRAINED, Row
+from benchmarks import evidence_analysis as analysis
+from benchmarks.evidence_analysis import MARGIN, NO_CHANGE, Paired
+from benchmarks.evidence_parts import NAMES, PARTS, TEXTS, TRAINED, WIDTHS, Row
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.lab.plots import MEAN_COSINE, OKABE_ITO
 
@@ -20,8 +21,8 @@ def difference_over_tokens(rows: Sequence[Row]) -> Figure:
     figure = new_figure(3.2 * len(LABELS), 3.6)
     grid = figure.subplots(1, len(LABELS), sharey=True)
     for part, axes, color in zip(LABELS, grid, OKABE_ITO, strict=False):
-        _, tokens, d = curve_differences(rows, part)
-        low, high = interval(d)
+        _, tokens, d = analysis.curve_differences(rows, part)
+        low, high = analysis.interval(d)
         axes.set_title(LABELS[part], fontsize=10)
         axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: does not matter")
         axes.axhline(0, color="black", linewidth=0.8)
@@ -44,7 +45,7 @@ def cosine_maps(rows: Sequence[Row]) -> Figure:
     grid = figure.subplots(len(LABELS), 2, sharey="row", sharex="row")
     for part, axes_row in zip(LABELS, grid, strict=True):
         for state, axes in zip(("off", "on"), axes_row, strict=True):
-            own = [row["history"] for row in finished(rows, part, state).values()]
+            own = [row["history"] for row in analysis.finished(rows, part, state).values()]
             mean = np.mean([one["mean_cosine"] for one in own if one["steps"] == own[0]["steps"]], axis=0)
             extent = (0, own[0]["steps"][-1], -0.5, mean.shape[1] - 0.5)
             image = axes.imshow(mean.T, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="magma_r", extent=extent)
@@ -60,11 +61,24 @@ def cosine_maps(rows: Sequence[Row]) -> Figure:
 
 
 def contrasts(rows: Sequence[Row]) -> Figure:
-    """Draw every contrast with off: the seeds' differences, and the mean in its 95 % interval."""
-    found = outcomes(rows)
+    """Draw every contrast with off."""
+    found, places = analysis.outcomes(rows), {"midtraining": lambda text: f"mid-training, {TEXTS[text]}"}
+    labels = [f"{places[part](text) if part in places else PARTS[part]}: {NAMES[name]}" for part, name, text in found]
+    return _differences(dict(zip(labels, found.values(), strict=True)), MARGIN)
+
+
+def widths(rows: Sequence[Row]) -> Figure:
+    """Draw on − off at each MLP width of the second experiment, and at the middle one with other seeds."""
+    by_width = analysis.by_width(rows, "widths", analysis.loss("test"))
+    by_width |= {f"{WIDTHS[1]}, {name}": one for name, one in analysis.replication(rows).items()}
+    return _differences({f"MLP width {width}": one for width, one in by_width.items()}, NO_CHANGE)
+
+
+def _differences(found: Mapping[str, Paired], margin: float) -> Figure:
+    """Draw the seeds' differences, and the mean in its 95 % interval."""
     figure = new_figure(8, 0.32 * len(found) + 1.2)
     axes = figure.subplots()
-    axes.axvspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: does not matter")
+    axes.axvspan(-margin, margin, color="black", alpha=0.08, linewidth=0, label=f"±{margin:g}: does not matter")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.grid(alpha=0.3)
     for y, one in enumerate(found.values()):
@@ -73,9 +87,7 @@ def contrasts(rows: Sequence[Row]) -> Figure:
         axes.errorbar(
             one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="s", color="black", capsize=3
         )
-    places = {"midtraining": lambda text: f"mid-training, {TEXTS[text]}"}
-    labels = [f"{places[part](text) if part in places else PARTS[part]}: {NAMES[name]}" for part, name, text in found]
-    axes.set_yticks(range(len(found)), labels, fontsize=8)
+    axes.set_yticks(range(len(found)), list(found), fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("test cross-entropy, condition − off (nats; right of 0 is worse)")
     axes.legend(fontsize=7, loc="upper right")
@@ -83,5 +95,6 @@ def contrasts(rows: Sequence[Row]) -> Figure:
 
 
 def draw(rows: Sequence[Row], docs: Path) -> None:
-    for name, drawn in {"loss": difference_over_tokens, "cosine": cosine_maps, "contrasts": contrasts}.items():
+    pictures = {"loss": difference_over_tokens, "cosine": cosine_maps, "contrasts": contrasts}
+    for name, drawn in (pictures | ({"widths": widths} if analysis.replication(rows) else {})).items():
         drawn(rows).savefig(docs / f"evidence_{name}.png", dpi=120)

@@ -294,10 +294,26 @@ def test_the_pages_in_docs_are_made_of_the_rows_in_docs():
     assert found["evidence.md"].count("![") <= 4
 
 
+def test_the_second_experiment_is_on_the_pages_once_it_is_complete():
+    rows, (_, *middle) = RECORDED + width_rows({}), (f"{state}-{WIDTHS[1]}" for state in ("", *STATES))
+    rows += [one for one in widths(0.04) if one["part"] == "widths"]
+    again = [row("widths-again", name, seed, 5, "test") for name in middle for seed in range(21, 29)]
+    sources = next(one for one in RECORDED if one["part"] == "main")["numbers"]["test"]["by_source"]
+    for one in [*rows[len(RECORDED) :], *again]:
+        numbers = next(iter(one["numbers"].values()))
+        numbers |= {"by_source": dict.fromkeys(sources, numbers["cross_entropy"]), "last_word": 0.0}
+    assert "second experiment" not in pages([*rows, *again[:-1]])["evidence.md"].lower()
+    found = pages([*rows, *again])
+    assert len(found["evidence.md"].split()) <= 900
+    assert "changes by +0.040 (" in found["evidence.md"]
+    assert "and +0.013 (+0.006 … +0.020) with all 16 seeds" in found["evidence.md"]
+    assert "| 192, other seeds | 8 | 5.000 ± 0.000 | 5.000 ± 0.000 | +0.0000 |" in found["evidence_tables.md"]
+
+
 NOT_OF_THE_ROWS = r"evidence\.md\.j2|Qwen3|C4|GPT-2|H100|sha256|95 %|evidence_124m|42 hours|124 M parameters"
 NOT_OF_THE_ROWS += r"|0\.6 B on 156 B tokens|-0\.6B after 156 B tokens|§5\.4|one seed, says a review|more than 0\.005"
 NOT_OF_THE_ROWS += r"|\+1\.17 points of task accuracy|\+1\.07|34\.95 → 35\.61|three seeds, says the review"
-NOT_OF_THE_ROWS += r"|one of four that|-0\.6B|all three intervals|α = 1|has 1\."
+NOT_OF_THE_ROWS += r"|one of four that|-0\.6B|all three intervals|α = 1|has 1\.|#question-1"
 NUMBER = r"\d|\b(three|four|five|six|seven|eight|nine|ten|twelve|tenth|half|twice as)\b"
 
 
