@@ -4,6 +4,7 @@ Terms (slot, epoch, pass, position) are those of ``titan_disp.data``. ``*_by_han
 result in the plainest way.
 """
 
+import contextlib
 import dataclasses
 import errno
 import gzip
@@ -15,6 +16,7 @@ import re
 import shutil
 import signal
 import struct
+import threading
 import time
 from collections import deque
 from functools import partial
@@ -607,3 +609,14 @@ def test_digest(sample, tmp_path):
     assert other != whole.hashes[:4]
     with pytest.raises(ConfigError, match="--ranks or --resume-ranks is 0, expected at least 1"):
         digest(config(sample, *options), 1, [(0, 0)])
+
+
+def test_an_abandoned_loader_can_be_closed_while_a_thread_starts(sample, tmp_path):
+    """The garbage collector may do it anywhere: a whole suite hung in threading, which holds a lock as it starts a thread."""
+    batches = iter(loader(write_files(tmp_path, [50]), sample))
+    next(batches)
+    with getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext()):  # of Python up to 3.12
+        closing = threading.Thread(target=batches.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()

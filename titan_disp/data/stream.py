@@ -96,7 +96,8 @@ class RankStreams:
         return found
 
     def close(self) -> None:
-        self.executor.shutdown(cancel_futures=True)
+        # Without waiting: the garbage collector may close this in a thread that holds a lock of threading, which a join takes.
+        self.executor.shutdown(wait=False, cancel_futures=True)
         self.passes.close()
 
 
