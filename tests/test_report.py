@@ -302,6 +302,17 @@ def test_states(tmp_path, rows, events, now, expected):
     assert state(run, now) == expected
 
 
+def test_a_run_that_validates_more_often_than_it_logs(tmp_path):
+    validated = [{"step": step, "time": T0 + 10 * step + 1, "validation": 9.0 - step / 10} for step in (1, 5, 10)]
+    start = event("start", 0, T0)
+    logged, unlogged = (
+        write_run(tmp_path / name, [*rows, *validated], [start]) for name, rows in (("a", ROWS[:1]), ("b", []))
+    )
+    for run in gather([logged, unlogged]):
+        assert (run.step, run.validation) == (10, {1: 8.9, 5: 8.5, 10: 8.0})
+    assert "8.9 → 8" not in page_of(unlogged)  # the tokens of its steps are not known
+
+
 def test_bare_and_damaged_runs(tmp_path):
     rows = [row(s, T0 + s, ce=None if s == 3 else float("nan") if s == 4 else 5.0, grad_norm=None) for s in range(1, 9)]
     del rows[5]["lr"], rows[5]["data"]

@@ -78,17 +78,25 @@ def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
 
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
     """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote them."""
-    return _read_measured(run, "condensation")
+    return _by_step(read_measured(run), "condensation")
 
 
 def read_validation(run: str | Path) -> dict[int, float]:
     """Read the validation losses by step, ascending. One that is not finite is NaN."""
-    return {step: math.nan if loss is None else loss for step, loss in _read_measured(run, "validation").items()}
+    return validation_losses(read_measured(run))
 
 
-def _read_measured(run: str | Path, key: str) -> dict[int, Any]:
-    rows = [record for record in _records(Path(run) / METRICS) if key in record]
-    return {step: row[key] for step, row in by_step(rows).items()}
+def read_measured(run: str | Path) -> list[dict[str, Any]]:
+    """Read the rows of condensation and of validation in the order of writing."""
+    return [record for record in _records(Path(run) / METRICS) if any(key in record for key in MEASURED)]
+
+
+def validation_losses(rows: list[dict[str, Any]]) -> dict[int, float]:
+    return {step: math.nan if loss is None else loss for step, loss in _by_step(rows, "validation").items()}
+
+
+def _by_step(rows: list[dict[str, Any]], key: str) -> dict[int, Any]:
+    return {step: row[key] for step, row in by_step([row for row in rows if key in row]).items()}
 
 
 def read_events(run: str | Path) -> list[dict[str, Any]]:

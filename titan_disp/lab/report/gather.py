@@ -125,9 +125,9 @@ def _read(path: Path, name: str, group: str | None) -> Run:
         raise ConfigError(f"{str(path)!r} {what}; expected a job.dump_folder")
     problems: list[str] = []
     try:
-        written, events = reader.read_rows(path), reader.read_events(path)
-        newest = max((*written[-1:], *events[-1:]), key=lambda record: record["time"], default={"step": 0})
-        step = newest["step"]
+        written, measured, events = reader.read_rows(path), reader.read_measured(path), reader.read_events(path)
+        newest = (records[-1] for records in (written, measured, events) if records)
+        step = max(newest, key=lambda record: record["time"], default={"step": 0})["step"]
 
         def done(by_step: Mapping[int, Any]) -> dict[int, Any]:
             return {at: found for at, found in by_step.items() if at <= step}
@@ -143,7 +143,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
             rows=list(done(reader.by_step(written)).values()),
             events=events,
             condensation=done(load_steps(path / "condensation", problems)),
-            validation=done(reader.read_validation(path)),
+            validation=done(reader.validation_losses(measured)),
             failures=reader.read_failures(path),
             problems=problems,
         )

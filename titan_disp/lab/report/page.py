@@ -53,8 +53,8 @@ def lines_of(runs: Sequence[Run], xlabel: str, points: Points) -> list[Line]:
     lines = []
     for place, run in enumerate(runs):
         steps, values = (np.array(list(one), dtype=np.float64) for one in points(run))
-        if np.isfinite(steps + values).sum() > 1:
-            per_step = run.tokens_per_step if xlabel == "tokens" else 1.0
+        per_step = run.tokens_per_step if xlabel == "tokens" else 1.0
+        if np.isfinite(steps * per_step + values).sum() > 1:
             resumes = [e["step"] * per_step for e in run.events if e["event"] == "resume" and e["step"] <= run.step]
             lines.append(Line(run.name, steps * per_step, values, place, resumes))
     return lines

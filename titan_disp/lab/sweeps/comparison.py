@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from titan_disp.condensation.heatmap import new_figure, plain
 from titan_disp.condensation.record import OF_PAPER, RANKS, Condensation, over_depth
 from titan_disp.errors import ConfigError, counted
-from titan_disp.files import atomic_write
+from titan_disp.files import atomic_write, make_writable
 from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.lab.statistics import EXACT, Difference, paired_by_seed, standard_error, with_error, with_holm
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.lab.sweeps.folder import state
-from titan_disp.run.reader import last_row, read_condensation, read_validation
+from titan_disp.run.reader import last_row, read_condensation, read_events, read_validation
 from titan_disp.text import NOTHING, csv_text, markdown_table
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
@@ -65,7 +65,8 @@ def final_metric(run: Path, name: str) -> float | None:
     """
     check_metric(name)
     row = last_row(run)
-    last = row.get("step", 0)
+    # The last step may not be one that is logged.
+    last = max([row.get("step", 0), *(event["step"] for event in read_events(run) if event["event"] == "complete")])
     if name in TRAINING:
         value = row.get(name)
     elif name == "validation":
@@ -199,7 +200,7 @@ def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None
     """Write table.md, table.csv, values.csv and table.png to ``out`` or the sweep's folder, and return the Markdown."""
     comparison = compare(sweep, metric, against)
     out = out or sweep.folder
-    out.mkdir(parents=True, exist_ok=True)
+    make_writable(out, "--out")
     text = to_markdown(comparison)
     contents = {"table.md": text, "table.csv": to_csv(comparison), "values.csv": values_csv(comparison)}
     for name, content in contents.items():
