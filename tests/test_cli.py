@@ -35,6 +35,22 @@ def test_misspelled_subcommands(monkeypatch, capsys):
         assert f"titan-disp: error: {message}" in capsys.readouterr().err
 
 
+def test_numbers_that_are_too_small(monkeypatch, capsys, tmp_path):
+    for words in (("train", DEMO, "--nproc"), ("data index", DEMO, "--workers"), ("data fetch", tmp_path, "--workers")):
+        name, *rest = words
+        assert typed(monkeypatch, *name.split(), *rest, "0") == EXIT_CODE
+        assert f"{rest[-1]} is 0, expected at least 1" in capsys.readouterr().err
+
+
+def test_folders_that_cannot_be_made(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} {"word " * 999}"}}\n' for i in range(99)))
+    for words in (("sample-data", "file/x"), ("init", "file/x", "--text", "text.jsonl")):
+        monkeypatch.chdir(tmp_path)
+        assert typed(monkeypatch, *words) == EXIT_CODE
+        assert "is not a writable folder" in capsys.readouterr().err
+
+
 # Of each subcommand with a config, its own options as they are typed, and as it understands them.
 OWN = {
     "train": ("--nproc 2", {"nproc": 2}),

@@ -62,6 +62,7 @@ def data_index(options: opts.IndexOptions) -> None:
     from titan_disp.config.load import load_config
     from titan_disp.lab.indexing import index_data
 
+    opts.check_least(options, workers=1)
     for line in index_data(load_config(options.argv), options.out, options.workers):
         print(line)
 

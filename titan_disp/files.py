@@ -44,9 +44,9 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Write a folder atomically: the yielded folder becomes ``path`` when the block ends, and is removed if the block fails.
 
-    OSError is raised if ``path`` holds something when the block ends.
+    OSError is raised if ``path`` holds something when the block ends, and ConfigError if its parent is not writable.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_writable(path.parent, "the folder")
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         yield partial
@@ -54,6 +54,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         os.replace(partial, path)  # in the place of an empty folder, too
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_writable(folder: Path, what: str) -> None:

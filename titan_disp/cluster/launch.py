@@ -23,8 +23,9 @@ from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
-from titan_disp.config.options import SlurmOptions, SubmitOptions, TrainOptions
+from titan_disp.config.options import SlurmOptions, SubmitOptions, TrainOptions, check_least
 from titan_disp.errors import ConfigError
+from titan_disp.files import cores
 from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 
 
@@ -57,6 +58,7 @@ def launch(options: TrainOptions) -> int:
 
     Returns 0, the exit status of the first rank that failed, or 128 plus the number of the signal that stopped the run.
     """
+    check_least(options, nproc=1)
     job_config = load_config(options.argv)
     nproc = options.nproc or torch.accelerator.device_count() or 1
     fake = job_config.comm.mode != "default"
@@ -64,7 +66,7 @@ def launch(options: TrainOptions) -> int:
     check_device(job_config)
     check_inputs(job_config)
     # torchrun sets one thread per rank. Here the ranks share the machine's cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     if not sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")
     logs = os.path.join(job_config.job.dump_folder, "logs")

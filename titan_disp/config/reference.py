@@ -28,7 +28,7 @@ USED = {
     "training.dataset_path": "Folder, file, glob or URL (s3://…) of the documents. Unset: they are streamed from the hub.",
     "training.seq_len": "Tokens per sequence.",
     "training.local_batch_size": "Sequences per microbatch on a data-parallel rank.",
-    "training.global_batch_size": ("Sequences per step, accumulated as needed. -1: one microbatch of each rank."),
+    "training.global_batch_size": "Sequences per step, accumulated as needed. -1: one microbatch of each data-parallel rank.",
     "training.max_norm": "Norm to which gradients are clipped.",
     "training.dtype": "Type of weights and optimizer states. float32 with mixed precision is the usual choice.",
     "training.mixed_precision_param": "Type of weights and activations in forward and backward.",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 
+from titan_disp.files import cores
+
 
 @dataclass(frozen=True)
 class Format:
@@ -59,5 +61,4 @@ def stream_options(
 
 def default_threads() -> int:
     """Return the cores that this process may use, divided among the node's ranks: from 1 to 4, enough for any GPU."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(4, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -5,7 +5,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from titan_disp.config.options import FetchOptions
+from titan_disp.config.options import FetchOptions, check_least
 from titan_disp.data.hub import FORM, HubFile, HubName, c4_files, is_hub_name, parse_name, resolve
 from titan_disp.data.mirror import record_path
 from titan_disp.errors import ConfigError
@@ -29,6 +29,7 @@ def fetch(options: FetchOptions) -> list[str]:
 
     ConfigError is raised if the data set cannot be listed, or ``shards`` is malformed or selects no file.
     """
+    check_least(options, workers=1)
     shards = parse_shards(options.shards)
     wanted: list[str] = ["validation", "train"] if options.split == "both" else [options.split]
     if options.dataset == "c4":

@@ -36,7 +36,7 @@ from titan_disp.data.objects import is_folder, is_url
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.errors import ConfigError, counted, of_options
-from titan_disp.files import atomic_folder
+from titan_disp.files import atomic_folder, cores
 from titan_disp.lab.sample import train_tokenizer, write_shard
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.text import byte_size, estimated_duration, short
@@ -248,13 +248,9 @@ def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
     raise ConfigError(f"no tokenizer can be trained on this text ({why}): name one with --tokenizer")
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _ranks(gpus: int) -> int:
     """One per GPU, or else one per core, up to 4 of 1 GB each. On nano, ranks are twice as fast as threads (measured)."""
-    return gpus or 2 ** int(math.log2(min(_cores(), 4)))
+    return gpus or 2 ** int(math.log2(min(cores(), 4)))
 
 
 def _cpu_flops(vocab_size: int, seq_len: int) -> float:
