@@ -186,7 +186,7 @@ class InitOptions:
     tokenizer: OptionalPath = None
     """folder of a tokenizer. The default is to train one on the text."""
     minutes: OptionalFloat = None
-    """how long training may take, about. The default is 5 minutes on a CPU, and 240 on GPUs."""
+    """how long training may take, about. The default is 4 minutes on a CPU, and 240 on GPUs."""
 
 
 @dataclass(frozen=True)

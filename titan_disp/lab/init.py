@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shlex
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -261,19 +262,19 @@ def _cpu_flops(vocab_size: int, seq_len: int) -> float:
     model.init_weights()
     threads, seconds = torch.get_num_threads(), []
     torch.set_num_threads(1)
-    for _ in range(4):
+    for _ in range(5):
         begin = time.perf_counter()
         torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         seconds.append(time.perf_counter() - begin)
     torch.set_num_threads(threads)
-    return tokens.numel() * args.get_nparams_and_flops(model, seq_len)[1] / min(seconds)
+    return tokens.numel() * args.get_nparams_and_flops(model, seq_len)[1] / statistics.median(seconds)
 
 
 def _sized(
     text_tokens: float, vocab_size: int, seq_len: int, gpus: int, machine: Machine, minutes: float | None
 ) -> dict[str, tuple[Any, str]]:
     """Choose the largest model that text and time give 20 tokens per parameter. Return rows of the config."""
-    minutes, ranks, gpu = minutes or (240 if gpus else 5), _ranks(gpus), find_gpu(machine)
+    minutes, ranks, gpu = minutes or (240 if gpus else 4), _ranks(gpus), find_gpu(machine)
     speed = gpus * MFU * gpu.bf16_flops if gpus else ranks * SHARE * _cpu_flops(vocab_size, seq_len)
     chosen: tuple[Any, ...] = ()
     for flavor, shape in SIZES:
