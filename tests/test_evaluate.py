@@ -400,6 +400,7 @@ RAN = {"step": 30, "time": 9.0, "tokens": 7200, "tps": 2.0, "ce": 5.0, "dispersi
 def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer")
     (run / "metrics.jsonl").write_text(json.dumps(RAN) + "\n")
+    (run / "environment.json").write_text('{"accelerators": ["H100"]}')
     found = evaluate(EvaluateOptions([run], ["word"], include_path=own, out=tmp_path / "out"))
     assert list(found.tasks[0].scores) == ["run-step-30"]
     assert [folder.name for folder in answers] == ["model"]

@@ -52,9 +52,10 @@ def test_costs_by_hand_and_in_the_report(tmp_path, monkeypatch):
     """Ranks take 4096 tokens at 512 tokens/s, and then as many at the named speed."""
     for name, last, method in (("noisy", 1.0, "noisy_embedding"), ("off", 512.0, "none"), ("on", 256.0, "none")):
         changes = {"dispersion": {"enabled": name == "on"}, "baseline": {"method": method}}
-        write_run(tmp_path / name, [row(1, 1.0, tps=512.0), row(2, 2.0, tps=last)], steps=2, **changes)
-    write_run(tmp_path / "empty")
-    found = costs(gather([tmp_path / name for name in ("noisy", "off", "on", "empty")]))
+        write_run(tmp_path / name, [row(1, 1.0, tps=512.0), row(2, 2.0, tps=last)], steps=2, gpus=2, **changes)
+    write_run(tmp_path / "empty", gpus=2)
+    write_run(tmp_path / "cpu", [row(1, 1.0)])
+    found = costs(gather([tmp_path / name for name in ("noisy", "off", "on", "empty", "cpu")]))
     hours = {"noisy": f"{4104 / 3600:.4g}", "off": f"{16 / 3600:.4g}", "on": f"{24 / 3600:.4g}", "empty": "–"}
     assert found == {("cost", "GPU-hours"): hours, ("cost", "time per token"): {"on ÷ off": "1.5"}}
 

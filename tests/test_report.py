@@ -43,7 +43,7 @@ def measurement(level, layers=7):
     return Condensation(ramp, ramp / 3, ramp / 2, 40 - 30 * ramp, histogram, tokens=64, sequences=4)
 
 
-def write_run(folder, rows=(), events=(), measured=(), steps=100, **sections):
+def write_run(folder, rows=(), events=(), measured=(), steps=100, gpus=0, **sections):
     """Write a run's folder. ``sections`` change the default config. ``measured``: (step, last block's mean cosine)."""
     folder.mkdir(parents=True)
     config = {}
@@ -57,7 +57,8 @@ def write_run(folder, rows=(), events=(), measured=(), steps=100, **sections):
     for section, changes in sections.items():
         config[section] |= changes
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "environment.json").write_text(json.dumps({"packages": {"torch": "2.13.0"}, "world_size": 2}))
+    environment = {"packages": {"torch": "2.13.0"}, "world_size": 2, "accelerators": ["H100"] * gpus}
+    (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     if events:
         (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))

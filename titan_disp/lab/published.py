@@ -12,7 +12,7 @@ HEADINGS = ("task", "what", "of", "number", "source")
 NOTE = (
     "Published numbers are of other models, budgets, data, GPUs and documents, unless you made yours the same, and have no "
     "standard errors. P is the text of arXiv 2602.00217, R a review of its ICML version. They do not always agree. Errors "
-    "of ours are over seeds. GPU-hours are those of all ranks, on CPUs too, in the steps that count."
+    "of ours are over seeds. GPU-hours are those of all ranks in the steps that count."
 )
 Ours = Mapping[tuple[str, str], Mapping[str, str]]  # what was measured, by task and what, and by name
 Lines = list[tuple[str, ...]]  # a cell for each of ``HEADINGS``
@@ -30,7 +30,7 @@ def beside(ours: Ours, source: str) -> Lines:
 
 
 def costs(runs: Sequence[Run]) -> Ours:
-    """Return what runs cost, and those with dispersion relative to the first of the same model without any method."""
+    """Return what runs cost on GPUs, and those with dispersion relative to the first of the same model without any method."""
     plain = [run for run in runs if not run.disperses and run.settings.get("baseline.method", "none") == "none"]
     off = {run.model: run.gpu_seconds[1] for run in reversed(plain)}
     relative = {
@@ -38,5 +38,5 @@ def costs(runs: Sequence[Run]) -> Ours:
         for run in runs
         if run.disperses and run.model in off
     }
-    hours = {run.name: number(run.gpu_seconds[0] / 3600, 4) for run in runs}
+    hours = {run.name: number(run.gpu_seconds[0] / 3600, 4) for run in runs if run.environment.get("accelerators")}
     return {("cost", "GPU-hours"): hours, ("cost", "time per token"): relative}
