@@ -161,13 +161,12 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
         "outcomes": analysis.outcomes(rows),
         **{one.__name__: one for one in (attempts, extremes, numbers, seconds, tuning_cell)},
         **{"design": design, "score": evidence_score, "config": config, "model": model, "rows": rows},
-        **{"coeff": config["dispersion"]["coeff"], "parameters": parameters / 1e6},
+        **{"coeff": config["dispersion"]["coeff"], "parameters": parameters / 1e6, "second": second},
         **{"rates": rates, "recipes": tuned(rows), "shares": shares, "differences": noise},
         **{"names": design.NAMES, "texts": design.TEXTS, "coeffs": design.COEFFS},
         "largest": max(shares, key=lambda name: shares[name]),
         "conditions": [key for part in TRAINED for key in known if key[0] == part],
         "scatter": lambda part: _scatter(analysis.compare(rows, part, "on", analysis.loss("test"))),
-        "second": second,
         "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
     }
 
