@@ -102,8 +102,13 @@ def test_final_metrics(tmp_path):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "time": 10, "ce": NaN}\n')
     assert final_metric(run, "cross_entropy") is final_metric(run, "ce") is None
-    for step, expected in ((3, None), (4, 7.0)):  # of a run of 4 steps that has logged 2
+    for step, expected in (
+        (3, None),
+        (4, 7.0),
+    ):  # of a run of 4 steps that has logged 2, and that its budget may have ended
         a_run(tmp_path / str(step), 3.0, steps=2)
+        if step == 3:
+            write_events(tmp_path / "3", [START, ("stop", 4, "budget.stop_at_tokens")])
         with open(tmp_path / str(step) / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": step, "time": 10, "validation": 7.0}) + "\n")
         assert final_metric(tmp_path / str(step), "validation") == expected

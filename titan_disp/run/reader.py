@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -55,11 +55,11 @@ def read_transitions(run: str | Path) -> list[dict[str, Any]]:
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
     """Read the training rows in the order of writing, including steps repeated after a resume."""
-    return list(_training_rows(run))
+    return [record for record in _records(Path(run) / METRICS) if not is_measured(record)]
 
 
-def _training_rows(run: str | Path) -> Iterator[dict[str, Any]]:
-    return (record for record in _records(Path(run) / METRICS) if not any(key in record for key in MEASURED))
+def is_measured(row: Mapping[str, Any]) -> bool:
+    return any(key in row for key in MEASURED)
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
@@ -70,32 +70,32 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
 def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
     """Read the training row of the largest step up to ``last``, {} if there is none. A run may have a million rows."""
     found: dict[str, Any] = {}
-    for row in _training_rows(run):
-        if found.get("step", 0) <= row["step"] <= last:
+    for row in _records(Path(run) / METRICS):
+        if not is_measured(row) and found.get("step", 0) <= row["step"] <= last:
             found = row
     return found
 
 
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
     """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote them."""
-    return _by_step(read_measured(run), "condensation")
+    return _by_step(_records(Path(run) / METRICS), "condensation")
 
 
 def read_validation(run: str | Path) -> dict[int, float]:
     """Read the validation losses by step, ascending. One that is not finite is NaN."""
-    return validation_losses(read_measured(run))
+    return validation_losses(_records(Path(run) / METRICS))
 
 
-def read_measured(run: str | Path) -> list[dict[str, Any]]:
-    """Read the rows of condensation and of validation in the order of writing."""
-    return [record for record in _records(Path(run) / METRICS) if any(key in record for key in MEASURED)]
+def read_written(run: str | Path) -> list[dict[str, Any]]:
+    """Read all rows in the order of writing: of training, condensation and validation."""
+    return list(_records(Path(run) / METRICS))
 
 
-def validation_losses(rows: list[dict[str, Any]]) -> dict[int, float]:
+def validation_losses(rows: Iterable[dict[str, Any]]) -> dict[int, float]:
     return {step: math.nan if loss is None else loss for step, loss in _by_step(rows, "validation").items()}
 
 
-def _by_step(rows: list[dict[str, Any]], key: str) -> dict[int, Any]:
+def _by_step(rows: Iterable[dict[str, Any]], key: str) -> dict[int, Any]:
     return {step: row[key] for step, row in by_step([row for row in rows if key in row]).items()}
 
 

@@ -125,9 +125,10 @@ def _read(path: Path, name: str, group: str | None) -> Run:
         raise ConfigError(f"{str(path)!r} {what}; expected a job.dump_folder")
     problems: list[str] = []
     try:
-        written, measured, events = reader.read_rows(path), reader.read_measured(path), reader.read_events(path)
-        newest = (records[-1] for records in (written, measured, events) if records)
-        step = max(newest, key=lambda record: record["time"], default={"step": 0})["step"]
+        every, events = reader.read_written(path), reader.read_events(path)
+        written = [row for row in every if not reader.is_measured(row)]
+        newest = max((*every[-1:], *events[-1:]), key=lambda record: record["time"], default={"step": 0})
+        step = newest["step"]
 
         def done(by_step: Mapping[int, Any]) -> dict[int, Any]:
             return {at: found for at, found in by_step.items() if at <= step}
@@ -143,7 +144,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
             rows=list(done(reader.by_step(written)).values()),
             events=events,
             condensation=done(load_steps(path / "condensation", problems)),
-            validation=done(reader.validation_losses(measured)),
+            validation=done(reader.validation_losses(every)),
             failures=reader.read_failures(path),
             problems=problems,
         )

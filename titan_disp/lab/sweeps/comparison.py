@@ -65,8 +65,7 @@ def final_metric(run: Path, name: str) -> float | None:
     """
     check_metric(name)
     row = last_row(run)
-    # The last step may not be one that is logged.
-    last = max([row.get("step", 0), *(event["step"] for event in read_events(run) if event["event"] == "complete")])
+    last = max([row.get("step", 0), *(event["step"] for event in read_events(run))])  # the last step may not be logged
     if name in TRAINING:
         value = row.get(name)
     elif name == "validation":
