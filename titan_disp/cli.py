@@ -140,7 +140,6 @@ def checkpoint(options: opts.CheckpointOptions) -> None:
 def sweep_run(options: opts.SweepOptions) -> None:
     from titan_disp.lab.sweeps.definition import read_sweep
 
-    opts.check_least(options, jobs=1, nproc=1)
     found = read_sweep(options.file)
     if options.submit:
         from titan_disp.lab.sweeps.folder import submit

@@ -1,6 +1,6 @@
 """Files and folders are written atomically: a reader finds the whole one, the one before it, or none.
 
-The hash of files and the progress bars of long commands are here, too.
+The hash of files, the progress bars and parallel work of long commands, and the number of cores are here, too.
 """
 
 import contextlib
@@ -10,13 +10,17 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from titan_disp.errors import reported
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @contextlib.contextmanager
@@ -46,8 +50,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     OSError is raised if ``path`` holds something when the block ends, and ConfigError if its parent is not writable.
     """
-    make_writable(path.parent, "the folder")
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    with reported(f"{str(path.parent)!r} is not a writable folder", OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         yield partial
         partial.chmod(0o755)  # mkdtemp's folders are private
@@ -59,6 +64,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_parallel(pool: Executor, function: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
+    """Yield each item and its result, in the order in which they are done."""
+    running = {pool.submit(function, item): item for item in items}
+    for done in as_completed(running):
+        yield running[done], done.result()
 
 
 def make_writable(folder: Path, what: str) -> None:

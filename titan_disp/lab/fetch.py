@@ -9,7 +9,7 @@ from titan_disp.config.options import FetchOptions, check_least
 from titan_disp.data.hub import FORM, HubFile, HubName, c4_files, is_hub_name, parse_name, resolve
 from titan_disp.data.mirror import record_path
 from titan_disp.errors import ConfigError
-from titan_disp.files import progress, sha256_of
+from titan_disp.files import in_parallel, progress, sha256_of
 from titan_disp.run.folder import write_json
 
 
@@ -99,7 +99,7 @@ def _mirror(folder: Path, files: list[HubFile], workers: int, attempts: int = 3)
 
     left, total = [], sum(file.size for file in files)
     with ThreadPoolExecutor(workers) as pool, progress(files[0].repository, "B", total=total) as bar:
-        for file, problem in zip(files, pool.map(mirror, files), strict=True):
+        for file, problem in in_parallel(pool, mirror, files):
             if problem is not None:
                 left.append(problem)
             bar.update(file.size)

@@ -17,7 +17,7 @@ from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.sources import DataSet, check_content, held_out_sets, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
-from titan_disp.files import make_writable, progress
+from titan_disp.files import in_parallel, make_writable, progress
 
 _WORTH = 1 << 31  # bytes from which on processes take less time than their start
 
@@ -72,7 +72,7 @@ def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions,
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     found, ordered = {}, sorted(files, key=lambda file: -file.size)
     with pool, progress("indexing", "B", total=total) as bar:
-        for file, one in zip(ordered, pool.map(partial(index_file, folder, options), ordered), strict=True):
+        for file, one in in_parallel(pool, partial(index_file, folder, options), ordered):
             found[file.url] = one
             bar.update(file.size)
     return found

@@ -22,7 +22,7 @@ from typing import IO, Literal
 import torch
 
 from titan_disp.cluster.launch import stop_signals
-from titan_disp.errors import InUseError, counted
+from titan_disp.errors import ConfigError, InUseError, counted
 from titan_disp.lab.sweeps.definition import Sweep
 from titan_disp.lab.sweeps.folder import FAILED, Prepared, prepare, state, step_of
 from titan_disp.run.folder import lock_folder, write_json
@@ -59,6 +59,9 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
     Returns one result per point, in the sweep's order. Each point runs ``module`` on ``nproc`` ranks. If one config cannot
     work, ConfigError is raised, and nothing has run.
     """
+    for name, value in (("jobs", jobs), ("nproc", nproc)):
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}, expected at least 1")
     prepared = prepare(sweep, nproc)
     states = {one.point.name: state(one.point.folder) for one in prepared}
     results = {name: Result(name, "finished", detail) for name, (word, detail) in states.items() if word == "finished"}
