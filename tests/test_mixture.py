@@ -1,22 +1,28 @@
-"""Several sources with weights: exact fractions of the tokens, each source as in a run of its own, bad configs."""
+"""Several sources with weights: exact fractions of the tokens, each source as in a run of its own, bad configs, and
+the same documents under two names: in two sources, under several links, in training and validation."""
 
 import copy
 import json
+import os
 import re
+import shutil
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from tests.command_line import DEMO, ROOT
-from tests.streams import EOS, config, loader, sequence, streams_of, words_of, write_files, write_texts
+from tests.streams import EOS, batches, config, loader, sequence, streams_of, words_of, write_files, write_texts
 from titan_disp.cluster.node_health import input_problems
+from titan_disp.config.checks import check_inputs, missing_inputs
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Mixture, prefixed, shares
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.loader import open_stream, together
+from titan_disp.data.loader import build_dataloader, open_stream, together
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.sources import measured, source_name, source_shares, training_sets
+from titan_disp.data.sources import DataSet, check_overlaps, measured, source_name, source_shares, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
@@ -216,9 +222,8 @@ def test_toml_and_command_line(tmp_path):
     assert found == [(Source, "web", 0.8), (Source, "code", 0.2)]
     assert [share.slots for share in source_shares(job, 10)] == [8, 2]
     assert json.loads(json.dumps(job.to_dict()))["stream"]["sources"][1]["weight"] == 0.2
-    source = load_config(
-        [*argv, "--stream.sources.1.path", "/scratch/c", "--stream.sources.1.weight", "3"]
-    ).stream.sources[1]
+    argv += ["--stream.sources.1.path", "/scratch/c", "--stream.sources.1.weight", "3"]
+    source = load_config(argv).stream.sources[1]
     assert (source.path, source.weight) == ("/scratch/c", 3.0)
 
 
@@ -229,3 +234,91 @@ def test_held_out_sequences_are_of_the_first_source_that_has_some(job, sample):
     plain = changed(job, sources=[], dataset_path=str(sample))
     (found,), (expected,) = (held_out_sequences(one, tokenizer, 3) for one in (beside, plain))
     assert torch.equal(found, expected)
+
+
+@pytest.fixture
+def small(sample, tmp_path):
+    """A config and files of its own, which a test may change."""
+    for name in ("web", "code"):
+        for i in range(3):
+            write_texts(tmp_path / name / f"{name}-{i}.jsonl", [f"{name} {i} {words_of(n)}" for n in range(50)])
+    made = config(sample, "--training.dataset", "text")
+    made.training.dataset_path = str(tmp_path / "web")
+    return made
+
+
+def built(job):
+    return build_dataloader(1, 0, load_tokenizer(job.model.hf_assets_path), job)
+
+
+@pytest.mark.parametrize("link", [None, os.link, os.symlink, "of a folder"])
+@pytest.mark.parametrize("section", ["sources", "validation"])
+def test_the_same_file_twice_is_refused(small, tmp_path, section, link):
+    """By its inode, so that names, links and relative paths make no difference. All checks before a run say it."""
+    other = tmp_path / "web" / "web-1.jsonl"
+    if link == "of a folder":
+        (tmp_path / "more").symlink_to(tmp_path / "web")
+        other = tmp_path / "more" / other.name
+    elif link:
+        (tmp_path / "more").mkdir()
+        link(other, other := tmp_path / "more" / other.name)
+    expected = ("web-1.jsonl' and", "expected held-out documents", "leave the file out of one of the two")
+    if section == "sources":
+        small.training.dataset_path = None
+        small.stream.sources = [Source(2.0, str(tmp_path / "web")), Source(1.0, os.path.relpath(other), name="more")]
+        expected = ("stream.sources.web and stream.sources.more", "web-1.jsonl'", "raise the weight of the other")
+    else:
+        small.validation.enable, small.validation.dataset = True, "text_validation"
+        small.validation.dataset_path = os.path.relpath(other)
+    for check in (check_inputs, partial(missing_inputs, strict=True), built):
+        with pytest.raises(ConfigError) as error:
+            check(small)
+        assert all(part in str(error.value) for part in (*expected, "read 1 file in common")), error.value
+
+
+def test_what_is_not_the_same_file_is_not_refused(small, tmp_path, caplog):
+    """Copies, and links within one source, which may be meant; the log names those."""
+    shutil.copy(tmp_path / "web" / "web-1.jsonl", tmp_path / "code" / "web-1.jsonl")
+    for i in range(2):
+        os.link(tmp_path / "web" / "web-0.jsonl", tmp_path / "web" / f"again-{i}.jsonl")
+    small.training.dataset_path = None
+    small.stream.sources = [Source(1.0, str(tmp_path / name)) for name in ("web", "code")]
+    write_texts(tmp_path / "val" / "web-val.jsonl", ["a"] * 9)
+    section = small.validation
+    section.enable, section.dataset, section.dataset_path = True, "text_validation", str(tmp_path / "val")
+    check_inputs(small)
+    assert len(built(small).files) == 9  # those of training
+    found = ["stream.sources.web data: 2 files" in said for said in caplog.messages if "several times" in said]
+    assert found == [True, True]
+
+
+def test_copies_in_two_sources_come_at_different_times(tmp_path):
+    """The source's name enters the order. Without it, all rows of one source were those of the other, step by step."""
+    for name in ("web", "code"):
+        for f in range(12):
+            write_texts(tmp_path / name / f"{f}.jsonl", [words_of(n) for n in range(f * 40 + 1, f * 40 + 41)])
+    files = [file for name in ("web", "code") for file in prefixed(name, list_files("text", str(tmp_path / name)))]
+    mixture = Mixture(files, shares({"web": 1, "code": 1}, 16), seed=0)
+    rows, _ = batches(streams_of(files, 16, 1, 31, assignment=mixture), 15)
+    web, code = np.split(rows, 2, axis=1)
+    assert (web == code).all(-1).mean() < 0.05
+    seen = [[int(n) for n in np.unique(one) if n] for one in (web, code)]
+    assert len(set(seen[0]) & set(seen[1])) > 200  # the same documents in the end
+
+
+def test_a_data_set_that_is_only_on_the_hub_is_compared_by_its_address():
+    data = [DataSet("c4", None, "stream.sources.a", "a"), DataSet("c4", None, "stream.sources.b", "b")]
+    file = DataFile("x.json", "hf://datasets/a/b@c/x.json", 1)
+    with pytest.raises(ConfigError, match="stream.sources.a and stream.sources.b read 1 file in common"):
+        check_overlaps([(one, [file]) for one in data])
+    check_overlaps([(data[0], [file]), (data[1], [DataFile("x.json", "hf://datasets/a/b@c/y.json", 1)])])
+
+
+def test_a_run_warns_of_shares_that_are_not_its_weights(job, caplog):
+    """As the plan does: with 64 slots, the weights 0.01 and 0.02 both become one slot."""
+    far = "stream.sources: code: 1.56% of the tokens (1.00% asked for), 1 of 64 slots"
+    for weights, warnings in (((0.99, 0.01), [True]), ((3, 1), [])):
+        caplog.clear()
+        sources = [Source(weight, one.path) for weight, one in zip(weights, job.stream.sources, strict=True)]
+        built(changed(job, sources=sources, global_batch_size=64))
+        assert [far in record.message for record in caplog.records if record.levelname == "WARNING"] == warnings
