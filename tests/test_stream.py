@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import re
+import select
 import shutil
 import signal
 import struct
@@ -21,7 +22,6 @@ import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -42,9 +42,9 @@ from tests.streams import (
     first_sequences_by_hand,
     ids_as,
     loader,
+    of_ranks,
     of_sizes,
     parts_by_hand,
-    sequence,
     stored,
     streams_of,
     through,
@@ -55,22 +55,17 @@ from tests.streams import (
 from titan_disp.data.assignment import VERSION, Assignment, Mixture, prefixed, shares
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.fingerprint import differences
+from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.index import with_index
-from titan_disp.data.loader import together
+from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
-from titan_disp.errors import ConfigError, DataError
+from titan_disp.errors import ConfigError, DataError, RefusedError, UserError
 from titan_disp.lab.digest import digest
 
 READ = StreamOptions(max_document_bytes=1 << 20)
-
-
-def of_ranks(slots, ranks):
-    own = slots // ranks
-    return [range(r * own, (r + 1) * own) for r in range(ranks)]
 
 
 def divisors(slots):
@@ -100,12 +95,6 @@ class TestAssignment:
             assert all(low < high for low, high in parts)
         ranks = data.draw(divisors(slots))
         assert sum(len(assignment.files_of(part, epoch)) for part in of_ranks(slots, ranks)) < len(sizes) + ranks
-
-    def test_order_differs_by_epoch_and_seed(self):
-        files = of_sizes([1] * 50)
-        orders = [tuple(Assignment(files, 5, seed)._line(epoch).order) for seed in (0, 1) for epoch in (0, 1)]
-        assert len(set(orders)) == 4
-        assert all(sorted(order) == list(range(50)) for order in orders)
 
     def test_on_python_3_10(self):
         """Before Python 3.11, from_bytes has no default for the byte order."""
@@ -279,18 +268,6 @@ class TestBadData:
             with pytest.raises(ConfigError, match=refused):
                 batches(streams_of([file], 1, 1, on_bad_data="fail", **how), 100000)
 
-    def test_a_damaged_file_is_counted_once(self, tmp_path):
-        path = Path(write_files(tmp_path, [40] * 3, words=lambda i: 600)[1].url)
-        path.write_bytes(path.read_bytes()[:-20])
-        files, skipped = list_files("c4", str(tmp_path)), 0
-        assert len(Assignment(files, 4, seed=0).owners(1, 0)) == 2
-        for rank in streams_of(files, 4, 4, max_skipped_fraction=1.0):
-            for slot in rank.slots.values():
-                while slot.position[Field.EPOCH] == 0:
-                    sequence(slot)
-                skipped += slot.position[Field.SKIPPED_FILES]
-        assert skipped == 1
-
     # 20 · S epochs without a document or 1,000 bad documents are enough. A slot does not try all documents of a corpus that
     # is wholly wrong: files are skipped, and 20 of them or 20,000 documents are enough.
     @pytest.mark.parametrize(
@@ -301,6 +278,7 @@ class TestBadData:
             (200, b"{}\n" * 2500, 400, 0.01, r"slot \d+ of 400 found no .*bad documents: 20000"),
             (2000, b"{}\n" * 150, 1, 0.01, "bad documents: 3000, damaged files: 20"),
             (200, b"not gzip", 4, 0.01, "epochs: 0, bad documents: 0, damaged files: 20.* in these files: 200"),
+            (1, b'{"text": " "}\n' * 1200, 1, 0.01, "bad documents: 0, damaged files: 0, .* text: 20000.*add data"),
             (2, gzip.compress(b"", mtime=0), 8, 0.01, "epochs: 161, bad documents: 0, damaged files: 0.*add data"),
         ],
     )
@@ -425,6 +403,16 @@ def test_batches_before_an_error_come_first(sample, tmp_path):
     assert torch.equal(at, then)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_failure_of_the_worker_is_one_traceback(sample, tmp_path, prefetch):
+    one = loader(write_files(tmp_path, [90]), sample, prefetch=prefetch)
+    one.encode = lambda text: 1 / 0
+    with pytest.raises(UserError, match=r"(?s)reading the data failed.*Traceback.*ZeroDivisionError") as error:
+        next(iter(one))
+    assert str(error.value).count("Traceback") == 1
+    one.close()
+
+
 def rank_with_a_worker(sample, pipe, seq_len):
     batches = rank_with_a_worker.kept = iter(loader(list_files("c4", str(sample)), sample, prefetch=2, seq_len=seq_len))
     next(batches)
@@ -435,16 +423,6 @@ def rank_with_a_worker(sample, pipe, seq_len):
     pipe.send(worker.is_alive())
 
 
-def gone(pid):
-    """Whether a process ends soon. A zombie has ended, but nobody here reaps it."""
-    stat = Path(f"/proc/{pid}/stat")
-    for _ in range(200):
-        if not stat.exists() or stat.read_text().split()[2] == "Z":
-            return True
-        time.sleep(0.1)
-    return False
-
-
 @pytest.mark.parametrize("killed", [False, True])
 def test_worker_outlives_signals_but_not_its_rank(sample, killed):
     """Signals do not stop the worker; the end of its rank does, although its pipe is full and nobody reads it."""
@@ -452,18 +430,19 @@ def test_worker_outlives_signals_but_not_its_rank(sample, killed):
     here, there = fork.Pipe()
     rank = fork.Process(target=rank_with_a_worker, args=(sample, there, 1024 if killed else 32))
     rank.start()
-    worker = here.recv()
+    worker = os.pidfd_open(here.recv())
     if killed:
         rank.kill()
     else:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            os.kill(worker, number)
+            signal.pidfd_send_signal(worker, number)
         time.sleep(0.5)
         here.send(200)  # batches come in groups of 32
         assert here.recv() is True
     rank.join(20)
     assert rank.exitcode == (-signal.SIGKILL if killed else 0)
-    assert gone(worker)
+    assert select.select([worker], [], [], 20)[0]  # it has ended
+    os.close(worker)
 
 
 def verdict(loader, counters, allowed):
@@ -536,23 +515,30 @@ def test_what_is_other_data(sample, tmp_path):
         loader(files, sample).load_state_dict(one.state_dict())
 
 
-def test_a_checkpoint_of_another_loader_is_refused_or_the_streams_begin(sample, tmp_path):
-    from titan_disp.train import DispTrainer
+def test_a_file_that_changes_between_a_save_and_a_resume(sample, tmp_path):
+    """Its name and size stay. A copy, with another time of writing, is no change, and neither are files on the hub."""
+    lines = [f'{{"text": "{i} {words_of(i)}"}}\n' for i in range(90)]
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    job = config(sample, "--training.dataset", "text", "--training.dataset_path", str(tmp_path))
+    tokenizer = load_tokenizer(sample / "tokenizer")
+    saved = build_dataloader(1, 0, tokenizer, job).state_dict()
+    same = "content: 1 file of the same size with other documents, first b.jsonl"
+    for changed in (lines[::-1], lines[45:] + lines[:45], lines):
+        (tmp_path / "b.jsonl").write_text("".join(changed))
+        now = build_dataloader(1, 0, tokenizer, job)
+        with contextlib.nullcontext() if changed == lines else pytest.raises(RefusedError, match=same):
+            now.load_state_dict(saved)
+        assert differences(json.loads(saved["fingerprint"]), now.fingerprint | {"contents": {}}) == []
 
+
+def test_a_checkpoint_of_another_loader_is_refused(sample, tmp_path):
+    """Or the streams restart, with the epoch after −1: tests/test_resume_keys.py."""
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
-    trainer = SimpleNamespace(
-        checkpointer=SimpleNamespace(_create_checkpoint_id=lambda step: str(tmp_path), exclude_from_loading=[]),
-        job_config=config(sample),
-        identity={},
-        dataloader=loader(list_files("c4", str(sample)), sample),
-        event=lambda *args, **details: None,
-    )
+    saved, epoch = read_data_state(str(tmp_path))
+    assert epoch == -1
     with pytest.raises(ConfigError, match=r'written by another loader.*stream.on_mismatch = "restart"'):
-        DispTrainer.check_resume(trainer, 6)
-    trainer.job_config = config(sample, "--stream.on_mismatch", "restart")
-    DispTrainer.check_resume(trainer, 6)
-    assert not trainer.dataloader.positions.any()
-    assert trainer.checkpointer.exclude_from_loading == ["dataloader"]
+        check_fingerprint(saved, loader(list_files("c4", str(sample)), sample).fingerprint)
 
 
 def test_validation_is_the_same_on_any_ranks(sample):

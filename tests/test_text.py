@@ -1,5 +1,10 @@
-"""These tests check numbers, sizes and durations at the places where a format changes its unit."""
+"""These tests check numbers, sizes and durations at the places where a format changes its unit, and a locale without UTF-8."""
 
+import os
+import subprocess
+import sys
+
+from tests.command_line import DEMO
 from titan_disp.lab.plots import size
 from titan_disp.text import byte_size, csv_text, duration, estimated_duration, markdown_table, number, short
 
@@ -26,3 +31,12 @@ def test_tables():
     assert csv_text([["a", "b"], [1, None], ["x,y", 0.5]]) == 'a,b\r\n1,\r\n"x,y",0.5\r\n'
     # `:` alone is not a ruler in Markdown.
     assert markdown_table([["a", "p"], ["b", "1"]], left=1) == "| a  |  p |\n| -- | -: |\n| b  |  1 |"
+
+
+def test_a_locale_without_utf_8():
+    """torch cannot even be imported there, which the message says."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "titan_disp.cli", "plan", str(DEMO)]
+    run = subprocess.run(command, env={**os.environ, **ascii_only}, capture_output=True, text=True)
+    assert "reads and writes files as ANSI_X3.4-1968 here, expected UTF-8: set PYTHONUTF8=1, or" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
