@@ -41,12 +41,12 @@ def shuffled_by_hand(order, size, window, slot, epoch):
     """(document, number of its window, place in it) of ``order``, computed as shuffle.py's docstring describes."""
     waiting, out, number = deque(order), [], 0
     while waiting:
-        spread = Fraction((slot * STEP + first_64_bits(f"0/{epoch}")) % 2**64, 2**64)
+        spread = Fraction((slot * STEP + first_64_bits(f"3/{epoch}")) % 2**64, 2**64)
         most = window if number else 1 + int(spread * window)
         taken = []
         while waiting and len(taken) < most and sum(size(*document) for document in taken) < most * 8192:
             taken.append(waiting.popleft())
-        numbers = splitmix(first_64_bits(f"0/{epoch}/{slot}/{number}"))
+        numbers = splitmix(first_64_bits(f"3/{epoch}/{slot}/{number}"))
         order = [document for _, document in sorted(zip(numbers, taken, strict=False))]
         out += [(document, number, place) for place, document in enumerate(order)]
         number += 1
@@ -54,13 +54,8 @@ def shuffled_by_hand(order, size, window, slot, epoch):
 
 
 CASES = [
-    *(
-        ([6, 7, 8, 9], 2, 0, 1),
-        ([21, 20, 22, 19, 23], 2, 8, 1),
-        ([40, 33, 51, 20, 47], 3, 5, 1),
-        ([14, 9, 20], 4, 100, 1),
-    ),
-    *(([90, 4, 4, 70], 7, 2, 1), ([90, 4, 4, 70], 7, 1, 1)),
+    *(([6, 7, 8, 9], 2, 0, 1), ([21, 20, 22, 19, 23], 2, 8, 1), ([40, 33, 51, 20, 47], 3, 5, 1)),
+    *(([14, 9, 20], 4, 100, 1), ([90, 4, 4, 70], 7, 2, 1), ([90, 4, 4, 70], 7, 1, 1)),
     ([40, 30, 50], 2, 6, 1000),  # 3 to 15 kB: many windows end before the sixth document
 ]
 
@@ -148,8 +143,5 @@ def test_a_window_that_has_shrunk_is_refused(tmp_path):
         path.write_text('{"text": "7"}\n' * 40)
         _, positions = batches(streams_of(list_files("text", str(path)), 1, 1, **options), (10 * window + used) // 2)
         path.write_text('{"text": "7"}\n' * 2 + '{"text": "7",\n' * 38)
-        said = (
-            f"slot 0 had used {used} documents of window {window} in epoch 0 when .* now finds {left} in it: a file's"
-        )
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=f"used {used} documents of window {window} in ep.* now finds {left} in it"):
             batches(streams_of(list_files("text", str(path)), 1, 1, positions=positions, **options), 1)
