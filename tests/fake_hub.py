@@ -57,11 +57,10 @@ class FakeHub:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_HEAD(self):
-                hub.answer(self, body=False)
-
             def do_GET(self):
-                hub.answer(self, body=True)
+                hub.answer(self, body=self.command == "GET")
+
+            do_HEAD = do_GET
 
             def handle(self):
                 with contextlib.suppress(ConnectionError):  # the client has closed the connection early
