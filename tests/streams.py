@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 from fractions import Fraction
+from itertools import islice
 
 import numpy as np
 import pyarrow
@@ -25,6 +26,7 @@ from titan_disp.data.stream import RankStreams
 from titan_disp.data.tokenizer import load_tokenizer
 
 EOS = 0
+SEED = 14  # of the order of the documents
 VALIDATION_FILE = "en/c4-validation.00000-of-00001.json.gz"  # in the sample corpus
 
 
@@ -67,14 +69,12 @@ def write_texts(path, texts, rows=100):
     return path
 
 
-def write_files(folder, counts, words=lambda i: 1 + i % 5):
-    """Write files named as C4's. Documents are numbered from 1; document i is the word i, repeated words(i) times."""
-    number = 0
+def write_files(folder, counts, words=lambda i: 1 + i % 5, kind="json.gz"):
+    """Write files of documents, which are numbered from 1; document i is the word i, repeated words(i) times."""
+    numbers = iter(range(1, 1 + sum(counts)))
     for f, count in enumerate(counts):
-        texts = [words_of(i, words) for i in range(number + 1, number + 1 + count)]
-        write_texts(folder / f"c4-train.{f:05d}-of-{len(counts):05d}.json.gz", texts)
-        number += count
-    return list_files("c4", str(folder))
+        write_texts(folder / f"{f}.{kind}", [words_of(i, words) for i in islice(numbers, count)])
+    return list_files("text", str(folder))
 
 
 def llm_c(magic, version, count, content):
@@ -124,7 +124,7 @@ def of_ranks(slots, ranks):
 
 
 def streams_of(files, slots, ranks, seq_len=7, positions=None, assignment=None, encode=encode, **options):
-    assignment = assignment or Assignment(files, slots, seed=3)
+    assignment = assignment or Assignment(files, slots, SEED)
     positions = np.zeros((slots, len(Field)), dtype=np.int64) if positions is None else positions
     how, parts = StreamOptions(seq_len=seq_len, **options), of_ranks(slots, ranks)
     return [RankStreams(files, part, positions[part.start : part.stop], assignment, encode, how) for part in parts]
@@ -187,8 +187,8 @@ def config(sample, *options):
 
 
 def parts_by_hand(files, counts, slots, slot, epoch):
-    """(bytes, [(file, index), …]) of a slot's head, whole files and tail, as assignment.py's docstring says, for seed 3."""
-    hashes = [hashlib.sha256(f"3/{epoch}/{file.name}".encode()).digest() for file in files]
+    """(bytes, [(file, index), …]) of a slot's head, whole files and tail, as assignment.py's docstring says."""
+    hashes = [hashlib.sha256(f"{SEED}/{epoch}/{file.name}".encode()).digest() for file in files]
     line = sorted(range(len(files)), key=lambda f: hashes[f])
     edges = [Fraction(sum(files[f].size for f in line[:i])) for i in range(len(line) + 1)]
     cuts = [Fraction(0)]

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from tests.streams import EOS, batches, json_lines, order_by_hand, sequence, streams_of, words_of, write_files
+from tests.streams import SEED, batches, json_lines, order_by_hand, sequence, streams_of, words_of, write_files
 from titan_disp.data.blocks import permutation
 from titan_disp.data.files import list_files
 from titan_disp.data.position import Field
@@ -41,12 +41,12 @@ def shuffled_by_hand(order, size, window, slot, epoch):
     """(document, number of its window, place in it) of ``order``, computed as shuffle.py's docstring describes."""
     waiting, out, number = deque(order), [], 0
     while waiting:
-        spread = Fraction((slot * STEP + first_64_bits(f"3/{epoch}")) % 2**64, 2**64)
+        spread = Fraction((slot * STEP + first_64_bits(f"{SEED}/{epoch}")) % 2**64, 2**64)
         most = window if number else 1 + int(spread * window)
         taken = []
         while waiting and len(taken) < most and sum(size(*document) for document in taken) < most * 8192:
             taken.append(waiting.popleft())
-        numbers = splitmix(first_64_bits(f"3/{epoch}/{slot}/{number}"))
+        numbers = splitmix(first_64_bits(f"{SEED}/{epoch}/{slot}/{number}"))
         order = [document for _, document in sorted(zip(numbers, taken, strict=False))]
         out += [(document, number, place) for place, document in enumerate(order)]
         number += 1
@@ -90,9 +90,8 @@ def test_order_of_the_documents(tmp_path, counts, slots, window, longer):
 
 
 def test_a_resume_at_every_position(tmp_path):
-    texts = {number: words_of(number, lambda i: 1 + i % 9) for number in range(1, 61)}
     for f in range(3):
-        lines = json_lines(texts[number] for number in range(20 * f + 1, 20 * f + 21)).splitlines()
+        lines = json_lines(words_of(1 + n, lambda i: 1 + i % 9) for n in range(20 * f, 20 * f + 20)).splitlines()
         for i in (18, 12, 6):
             lines.insert(i + f, b"broken")
         (tmp_path / f"{f}.json").write_bytes(b"\n".join(lines))
@@ -102,12 +101,6 @@ def test_a_resume_at_every_position(tmp_path):
     tokens, positions = zip(*(batches([rank], 1) for _ in range(steps)), strict=True)
     tokens = np.concatenate(tokens)
     for t in range(steps - 6):
-        for slot, position in enumerate(positions[t]):
-            flat = tokens[: t + 1, slot].reshape(-1)
-            ends = np.flatnonzero(flat == EOS)
-            begun = ends[-1] + 1 if len(ends) else 0
-            expected = [len(ends), sum(len(texts[flat[i - 1]]) for i in ends), len(flat) - begun]
-            assert position[[Field.DOCUMENTS, Field.BYTES, Field.OFFSET]].tolist() == expected
         got, then = batches(streams_of(files, 2, 1 + t % 2, positions=positions[t], **options), 6)
         assert np.array_equal(got, tokens[t + 1 : t + 7])
         assert np.array_equal(then, positions[t + 6])
