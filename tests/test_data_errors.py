@@ -110,28 +110,23 @@ def reading(how):
     return StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
 
 
-def refused(folder, words, how=TEXT, dataset="text", path=""):
+@pytest.mark.parametrize("case", [*NAMED, *FOUND], ids=lambda case: case[2])
+def test_what_is_bad_has_a_message(tmp_path, case):
     """By the checks that every ``titan-disp`` command runs before training."""
+    given, content, *words = case
+    how = given if isinstance(given, Format) else TEXT
+    options, files = {"path": "", "dataset": "text"}, {{BODY: "a.json"}.get(how, "a.bin"): content}
+    if isinstance(given, dict):
+        options, files = options | given, content
+    elif isinstance(given, str):
+        files = {given: content}
+    path = options["path"] if options["path"] is None else written(tmp_path, files) / options["path"]
     with pytest.raises(ConfigError) as error:
-        list_and_check(documents_in(path if path is None else folder / path, dataset), reading(how))
+        list_and_check(documents_in(path, options["dataset"]), reading(how))
     message = str(error.value)
-    assert all(word in message for word in words), message
+    assert all(word in message for word in [*words, *([str(tmp_path)] if files else [])]), message
     assert message.count("; expected") <= 1
     assert len(message) < 700
-
-
-@pytest.mark.parametrize("case", NAMED, ids=lambda case: case[2])
-def test_what_the_config_names(tmp_path, case):
-    options, files, *words = case
-    refused(written(tmp_path, files), [*words, str(tmp_path)] if files else words, **options)
-
-
-@pytest.mark.parametrize("case", FOUND, ids=lambda case: case[2])
-def test_what_a_file_holds(tmp_path, case):
-    name, content, *words = case
-    how = TEXT if isinstance(name, str) else name
-    file = {BODY: "a.json", UINT32: "a.bin", LARGE_EOS: "a.bin"}.get(how, name)
-    refused(written(tmp_path, {file: content}), [*words, str(tmp_path)], how)
 
 
 def documents_in(folder, dataset="text"):
