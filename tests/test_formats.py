@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from tests.streams import VALIDATION_FILE, config, ids_as, parquet, records_of, stored, texts_of
@@ -219,22 +218,16 @@ class TestTokenIds:
             with pytest.raises(DataError, match=f"every second id is at most {most}, as in uint32"):
                 records_of(path, eos_id=EOS, vocab_size=vocab_size)
 
-    @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gigatoken"])
-    def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, kind):
-        folder = sample / "tokenizer" if kind == "sentencepiece" else hf_tokenizer
-        if kind == "gigatoken":
+    @pytest.mark.parametrize("fast", [False, True])
+    def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, fast):
+        if fast:
             pytest.importorskip("gigatoken")
-        if kind == "sentencepiece":
-            processor = SentencePieceProcessor(model_file=f"{folder}/sample.model")
-            encode, eos = processor.encode, processor.eos_id()
-        else:
-            of_text = Tokenizer.from_file(f"{folder}/tokenizer.json")
-            encode, eos = lambda text: of_text.encode(text).ids, of_text.token_to_id("<|endoftext|>")
-        ids = [i for text in texts_of(sample / VALIDATION_FILE) for i in (*encode(text), eos)]
+        of_text = Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json")
+        eos = of_text.token_to_id("<|endoftext|>")
+        ids = [i for text in texts_of(sample / VALIDATION_FILE) for i in (*of_text.encode(text).ids, eos)]
         write_ids(tmp_path / "a.bin", ids)
-        fast = ["--stream.fast_tokenizer"] * (kind == "gigatoken")
-        job = config(sample, "--model.hf_assets_path", str(folder), *fast)
-        tokenizer = load_tokenizer(folder)
+        job = config(sample, "--model.hf_assets_path", str(hf_tokenizer), *["--stream.fast_tokenizer"] * fast)
+        tokenizer = load_tokenizer(hf_tokenizer)
         job.stream.slots, job.stream.shuffle_window = 1, 0  # the bytes of documents decide where windows end
         stored = open_stream(job, list_files("text", str(tmp_path)), tokenizer, 1, 0)
         text = open_stream(job, list_files("c4_validation", str(sample)), tokenizer, 1, 0)
