@@ -19,12 +19,11 @@ from titan_disp.config.checks import check_inputs, missing_inputs
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Mixture, prefixed, shares
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.loader import build_dataloader, open_stream, together
+from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.sources import DataSet, check_overlaps, measured, source_name, source_shares, training_sets
+from titan_disp.data.sources import DataSet, check_overlaps, measured, source_name, source_shares
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source, Stream
 from titan_disp.lab.digest import digest, global_batch
@@ -63,25 +62,21 @@ def job(sample, tmp_path_factory):
 def changed(job, **options):
     made = copy.deepcopy(job)
     for name, value in options.items():
-        setattr(made.stream if name in ("sources", "slots", "shuffle_window") else made.training, name, value)
+        setattr(made.stream if hasattr(made.stream, name) else made.training, name, value)
     return made
 
 
-def training_files(job):
-    return [file for one in training_sets(job) for file in one.files()]
+def built(job):
+    return build_dataloader(1, 0, load_tokenizer(job.model.hf_assets_path), job)
 
 
-def opened(job, sample):
-    return open_stream(job, training_files(job), load_tokenizer(sample / "tokenizer"), 1, 0)
-
-
-def test_a_config_with_sources_from_listing_to_batches(job, sample):
+def test_a_config_with_sources_from_listing_to_batches(job):
     """Each source gives what it gives alone. (Without shuffling, because the shuffled order depends on the slots' numbers.)"""
-    files = training_files(job)
-    assert [file.name for file in files] == [f"{name}/{i}.json.gz" for name in ("web", "code") for i in range(3)]
+    names = [f"{name}/{i}.json.gz" for name in ("web", "code") for i in range(3)]
+    assert [file.name for file in built(job).files] == names
 
     def first_batches(one, batch):
-        iterators = [iter(opened(one, sample))]
+        iterators = [iter(built(one))]
         return torch.stack([global_batch(iterators, one, batch, batch) for _ in range(5)])
 
     found = first_batches(changed(job, shuffle_window=0), 6)
@@ -94,28 +89,17 @@ def test_a_config_with_sources_from_listing_to_batches(job, sample):
     assert "epochs_read" not in whole.counters
 
 
-def test_a_resume_with_other_weights_is_refused(job, sample):
-    saved = opened(job, sample).state_dict()
+def test_a_resume_with_other_weights_is_refused(job):
+    saved = built(job).state_dict()
     web, code = job.stream.sources
-    opened(changed(job, sources=[Source(4.0, web.path), Source(2.0, code.path)]), sample).load_state_dict(saved)
+    built(changed(job, sources=[Source(4.0, web.path), Source(2.0, code.path)])).load_state_dict(saved)
     for options, message in (
         ({"sources": [Source(1.0, web.path), code]}, r"sources, .* code 2 then, web 3, code 3 now\. .*\"restart"),
         ({"sources": [code, web]}, r"web 4, code 2 then, code 2, web 4 now"),
         ({"sources": [], "dataset": "text", "dataset_path": web.path}, r"6 files then, 3 now, .*code 2 then, none now"),
     ):
         with pytest.raises(ConfigError, match=message):
-            opened(changed(job, **options), sample).load_state_dict(saved)
-
-
-def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
-    """A small source is in its tenth epoch and a large one in its first: 9 × 10 + 100 files were begun."""
-    files = [DataFile(f"{name}/{i}", "", 1) for name, count in (("small", 9), ("large", 100)) for i in range(count)]
-    one = loader(files, sample, slots=4, shares=shares({"small": 1, "large": 3}, 4), max_skipped_fraction=0.1)
-    counters = {"documents": 9e9, "skipped_documents": 0, "skipped_bytes": 0}
-    counters |= {"epoch": 9, "epoch/small": 9, "epoch/large": 0}
-    one.check_counters(counters | {"skipped_files": 19})
-    with pytest.raises(ConfigError, match="20 of 190 files are damaged"):
-        one.check_counters(counters | {"skipped_files": 20})
+            built(changed(job, **options)).load_state_dict(saved)
 
 
 def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_path):
@@ -205,11 +189,10 @@ def test_messages_name_the_source(job):
     assert input_problems(job) == []
     missing = changed(job, sources=[*job.stream.sources, Source(1.0, "/nowhere", name="lost")])
     with pytest.raises(ConfigError, match=r"^stream.sources.lost.path is '/nowhere', which does not exist") as error:
-        training_files(missing)
+        built(missing)
     assert input_problems(missing) == [str(error.value)]
-    unknown = changed(job, sources=[Source(1.0, "/a", "pile")])
     with pytest.raises(ConfigError, match=r"^stream.sources.a.dataset is 'pile', expected c4"):
-        training_sets(unknown)[0].check_name()
+        built(changed(job, sources=[Source(1.0, "/a", "pile")]))
 
 
 def test_toml_and_command_line(tmp_path):
@@ -227,15 +210,6 @@ def test_toml_and_command_line(tmp_path):
     assert (source.path, source.weight) == ("/scratch/c", 3.0)
 
 
-def test_held_out_sequences_are_of_the_first_source_that_has_some(job, sample):
-    tokenizer = load_tokenizer(sample / "tokenizer")
-    assert held_out_sequences(job, tokenizer, 3) is None
-    beside = changed(job, sources=[*job.stream.sources, Source(1.0, str(sample), "c4")])
-    plain = changed(job, sources=[], dataset_path=str(sample))
-    (found,), (expected,) = (held_out_sequences(one, tokenizer, 3) for one in (beside, plain))
-    assert torch.equal(found, expected)
-
-
 @pytest.fixture
 def small(sample, tmp_path):
     """A config and files of its own, which a test may change."""
@@ -247,8 +221,19 @@ def small(sample, tmp_path):
     return made
 
 
-def built(job):
-    return build_dataloader(1, 0, load_tokenizer(job.model.hf_assets_path), job)
+def test_blocks_of_an_index_are_read_ahead_and_through_links(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("titan_disp.data.index._LEAST", 256)
+    monkeypatch.setattr("titan_disp.data.assignment._BLOCKS", 1)
+    (tmp_path / "linked").mkdir()
+    for path in (tmp_path / "web").iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(path)
+    found = []
+    for folder, prefetch, phases in (("web", 0, [(0, 1)]), ("linked", 3, [(0, 2), (3, 4)])):
+        sources = [Source(3, str(tmp_path / folder), name="web"), Source(1, str(tmp_path / "code"))]
+        job = changed(small, sources=sources, dataset_path=None, index="memory", prefetch=prefetch)
+        assert any(built(job).assignment.dealt)
+        found.append(digest(job, 6, phases).hashes)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("link", [None, os.link, os.symlink, "of a folder"])
@@ -294,10 +279,7 @@ def test_what_is_not_the_same_file_is_not_refused(small, tmp_path, caplog):
 
 def test_copies_in_two_sources_come_at_different_times(tmp_path):
     """The source's name enters the order. Without it, all rows of one source were those of the other, step by step."""
-    for name in ("web", "code"):
-        for f in range(12):
-            write_texts(tmp_path / name / f"{f}.jsonl", [words_of(n) for n in range(f * 40 + 1, f * 40 + 41)])
-    files = [file for name in ("web", "code") for file in prefixed(name, list_files("text", str(tmp_path / name)))]
+    files = [file for name in ("web", "code") for file in prefixed(name, write_files(tmp_path / name, [40] * 12))]
     mixture = Mixture(files, shares({"web": 1, "code": 1}, 16), seed=0)
     rows, _ = batches(streams_of(files, 16, 1, 31, assignment=mixture), 15)
     web, code = np.split(rows, 2, axis=1)

@@ -63,9 +63,8 @@ from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
 from titan_disp.errors import ConfigError, DataError, RefusedError, UserError
+from titan_disp.job_config import Source
 from titan_disp.lab.digest import digest
-
-READ = StreamOptions(max_document_bytes=1 << 20)
 
 
 def divisors(slots):
@@ -99,7 +98,7 @@ class TestAssignment:
     def test_on_python_3_10(self):
         """Before Python 3.11, from_bytes has no default for the byte order."""
         product = "\n".join(file.read_text() for file in (ROOT / "titan_disp").rglob("*.py"))
-        assert set(re.findall(r"int\.from_bytes\(.*, ([\"a-z]+)[,)]", product)) == {'"big"', '"little"'}
+        assert all(re.search(r', "(big|little)"', call) for call in re.findall(r"from_bytes\(.*", product))
 
     def test_files_about_equal_are_not_cut_into_slivers(self):
         for files, slots, ranks in ((64, 8, 8), (64, 64, 64), (64, 128, 64), (1023, 640, 640), (1024, 1200, 600)):
@@ -216,8 +215,7 @@ def test_position_by_hand(tmp_path):
 
 @pytest.mark.parametrize("window", [0, 8])
 def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, window):
-    # Every third document is far longer than the others.
-    files = write_files(tmp_path, [300] * 3, words=lambda i: 1 + (i % 3 == 0) * 200)
+    files = write_files(tmp_path, [300] * 3, words=lambda i: 1 + (i % 3 == 0) * 200)  # some are far longer
     expected, _ = batches(streams_of(files, 9, 9, seq_len=15, shuffle_window=window), 60)
     (rank,) = streams_of(files, 9, 1, seq_len=15, queue_bytes=2000, shuffle_window=window)
     got, _ = batches([rank], 60)
@@ -330,19 +328,16 @@ class TestBadData:
     def test_a_file_that_is_gone_is_not_skipped(self, tmp_path):
         files = write_files(tmp_path, [20, 20])
         Path(files[1].url).unlink()
-        with pytest.raises(ConfigError, match=r"cannot read .*c4-train.00001-of-00002.json.gz: FileNotFoundError"):
+        with pytest.raises(ConfigError, match=r"cannot read .*/1.json.gz: FileNotFoundError"):
             batches(streams_of(files, 2, 1), 50)
 
-    @pytest.fixture(params=["json", "json.gz", "json.zst", "parquet"])
-    def large(self, request, tmp_path):
-        """2000 documents that take 2 MB even when compressed, so that no reader holds all of them in its buffers."""
-        rng = np.random.default_rng(0)
-        return write_texts(tmp_path / f"train.{request.param}", [rng.bytes(1000).hex() for _ in range(2000)])
-
+    @pytest.mark.parametrize("kind", ["json", "json.gz", "json.zst", "parquet"])
     @pytest.mark.parametrize("trouble", ["cut off", "away", "passing"])
-    def test_a_file_that_fails_while_it_is_read_is_not_skipped(self, large, trouble, monkeypatch, caplog):
+    def test_a_file_that_fails_while_it_is_read_is_not_skipped(self, tmp_path, kind, trouble, monkeypatch, caplog):
         """This holds for any format, although its library may raise errors of its own: the file is not damaged."""
-        reads, fail = iter(range(10**6)), set()
+        rng, reads, fail = np.random.default_rng(0), iter(range(10**6)), set()
+        # 2 MB even when compressed, so that no reader holds all of them in its buffers.
+        large = write_texts(tmp_path / f"train.{kind}", [rng.bytes(1000).hex() for _ in range(2000)])
 
         class Failing(io.FileIO):
             def read(self, size=-1):
@@ -352,7 +347,7 @@ class TestBadData:
 
         monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Failing)
         monkeypatch.setattr("titan_disp.data.retry.FIRST_PAUSE", 0.001)
-        how = dataclasses.replace(READ, retry_seconds=9.0 if trouble == "passing" else 0.02)
+        how = StreamOptions(max_document_bytes=1 << 20, retry_seconds=9.0 if trouble == "passing" else 0.02)
         documents = Documents(*list_files("text", str(large)), how)
         documents.read()
         at = next(reads)
@@ -363,9 +358,7 @@ class TestBadData:
             return
         fail |= {*range(at + 1, 1000)} if trouble == "away" else set()
         os.truncate(large, large.stat().st_size // (2 if trouble == "cut off" else 1))
-        found = (
-            r"cannot read .*of the server" if fail else rf"{large.name} has \d+ bytes, but had \d+ when the files were"
-        )
+        found = "cannot read .*of the server" if fail else rf"{large.name} has \d+ bytes, but had \d+ when the files"
         with pytest.raises(DataError, match=found):
             deque(iter(documents.read, None), maxlen=0)
 
@@ -478,16 +471,24 @@ def test_bad_documents_are_judged_over_all_ranks(sample, tmp_path):
         assert why.startswith("9 of 1017 documents could not be used, more than stream.max_skipped_fraction 0.008")
 
 
-def test_a_damaged_file_of_a_few_stops_no_run_in_any_epoch(sample):
-    """Nine damaged files of sixteen are 90 of 160 in the tenth epoch. Ten are too many in any epoch; of a thousand, eleven."""
-    for files, damaged, stops in ((16, 1, False), (16, 9, False), (16, 10, True), (1000, 10, False), (1000, 11, True)):
-        one = loader([DataFile(f"{i}.json", "", 1) for i in range(files)], sample)
-        one.positions[:, Field.DOCUMENTS] = 10**8
-        for epoch in (0, 9):
-            one.positions[3, [Field.EPOCH, Field.SKIPPED_FILES]] = torch.tensor([epoch, damaged * (epoch + 1)])
-            said = f"{damaged * (epoch + 1)} of {files * (epoch + 1)} files are damaged"
-            assert (said in verdict(one, one.counters(), 0.01)) == stops
-            assert not verdict(one, one.counters(), 0.9)
+@pytest.mark.parametrize(
+    ("files", "epochs", "damaged", "allowed", "stops"),
+    [
+        *(([16], [0], 1, 0.01, False), ([16], [0], 9, 0.01, False), ([16], [0], 10, 0.01, True)),
+        *(([16], [9], 90, 0.01, False), ([16], [9], 100, 0.01, True), ([16], [9], 100, 0.9, False)),
+        *(([1000], [9], 100, 0.01, False), ([1000], [9], 110, 0.01, True)),
+        *(([9, 100], [9, 0], 19, 0.1, False), ([9, 100], [9, 0], 20, 0.1, True)),
+    ],
+)
+def test_a_run_stops_at_many_damaged_files(sample, files, epochs, damaged, allowed, stops):
+    """Of those of all epochs that the sources have begun; and at 10 of each epoch, so that a few files stop none."""
+    listed = [DataFile(f"{source}/{i}", "", 1) for source, count in enumerate(files) for i in range(count)]
+    one = loader(listed, sample, shares=shares({str(i): 1 for i in range(len(files))}, 8) if len(files) > 1 else ())
+    one.positions[:, Field.DOCUMENTS], one.positions[0, Field.SKIPPED_FILES] = 10**8, damaged
+    one.positions[[0, -1][: len(files)], Field.EPOCH] = torch.tensor(epochs)
+    begun = sum(count * (epoch + 1) for count, epoch in zip(files, epochs, strict=True))
+    said = verdict(one, one.counters(), allowed)
+    assert (f"{damaged} of {begun} files are damaged" in said, bool(said)) == (stops, stops)
 
 
 def test_broken_validation_data_is_refused(sample, tmp_path):
@@ -570,9 +571,12 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_pa
     (found,) = held_out_sequences(job, tokenizer, 5)
     assert torch.equal(found, first_sequences_by_hand(other, sample, 5, 33))
 
-    section.enable = False
-    # No validation split is beside a file, or in the folder.
-    for job.training.dataset_path in (other, str(write_texts(tmp_path / "train" / "train.json", ["a"]).parent)):
+    section.enable, job.training.dataset_path = False, None
+    beside = Source(1.0, other), Source(1.0, str(write_texts(tmp_path / "train" / "train.json", ["a"]).parent))
+    job.stream.sources = [*beside, Source(1.0, str(sample))]  # no validation split is beside a file, or in the folder
+    (found,) = held_out_sequences(job, tokenizer, 5)
+    assert torch.equal(found, expected)
+    for job.stream.sources in ([beside[0]], [beside[1]]):
         assert held_out_sequences(job, tokenizer, 5) is None
     assert "no validation split: " in caplog.text
 
