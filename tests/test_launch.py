@@ -13,6 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from tests.command_line import DEMO, ROOT, SECONDS, children, command, environment
+from tests.pages import changed, loaded
 from titan_disp.cluster import launch
 from titan_disp.cluster.launch import StopRanks, stop_signals
 from titan_disp.config.options import TrainOptions
@@ -89,9 +90,10 @@ def launched(sample, tmp_path, monkeypatch, capsys):
     """Launch a run with this in place of its ranks, and return the exit status and the last line."""
 
     def launched(ranks):
+        config = changed(loaded(DEMO, *command(DEMO, sample, "")[9:]), {"job.dump_folder": str(tmp_path)})
+        monkeypatch.setattr(launch, "load_config", lambda argv: config)
         monkeypatch.setattr(launch, "elastic_launch", lambda settings, program: ranks)
-        options = TrainOptions(str(DEMO), tuple(command(DEMO, sample, tmp_path)[7:]), 2)
-        return launch.launch(options), capsys.readouterr().err.splitlines()[-1]
+        return launch.launch(TrainOptions(str(DEMO), (), 2)), capsys.readouterr().err.splitlines()[-1]
 
     return launched
 

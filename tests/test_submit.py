@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.command_line import ROOT, typed
+from tests.pages import loaded
 from titan_disp.cluster import freeze, launch
 from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
@@ -22,6 +23,7 @@ def command(monkeypatch, capsys, tmp_path):
     for name in launch.OTHER_PYTHON:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "load_config", lambda argv: loaded(*argv[1:]))  # once per config
 
     def run(nodes, *options, dry_run=True):
         words = ["submit", CONFIG, "--nodes", str(nodes), "--site", "frontier", "--gpu", "MI250X-GCD"]
