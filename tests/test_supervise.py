@@ -650,14 +650,18 @@ class TestPrepare:
         from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE
         from titan_disp.run.folder import lock_folder
 
-        run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
-        options = ["--job.config_file", str(DEMO), *command(DEMO, sample, run)[7:]]
+        run, config = cluster.folder / "läufe" / os.fsdecode(b"\xff"), cluster.folder / "config.toml"
+        config.write_text(DEMO.read_text())
+        (cluster.folder / "launch.json").write_text('{"code": "another", "packages": {"torch": "99"}}')
+        options = ["--job.config_file", str(config), *command(DEMO, sample, run)[7:]]
 
         def main(nodes="1", nproc="1"):
             monkeypatch.setattr("sys.argv", ["job", "--nodes", nodes, "--nproc", nproc, *options])
             job_check.main()
 
         main()
+        said = r"another installation: (the code of titan_disp|torch 99 then, [\d.]+\S* now)"
+        assert len(set(re.findall(said, capsys.readouterr().out))) == 2
         # One rank on each of three nodes: the batch of 16 cannot be divided.
         for nproc, said in (("8x", "TITAN_DISP_NPROC is '8x', expected gpu or a"), ("1", ".* is not a positive mult")):
             with pytest.raises(SystemExit, match=str(EXIT_CODE)):
@@ -709,20 +713,10 @@ class TestLaunch:
         scripts = cluster.folder / "launch" / "titan-disp" / "slurm"  # a checkout in a folder of this name
         assert supervise.Supervisor(["c.toml"], "", cluster.environment(), here=str(scripts)).launch == {}
 
-    def test_another_installation(self, cluster, frozen, monkeypatch, capsys):
-        from titan_disp.cluster import freeze, job_check
-
-        options, _ = frozen()
-        options[1] = str(cluster.run / "launch" / "7.0.abcdef" / "config.toml")
-        assert freeze.differences(options[1]) == []
-        monkeypatch.setattr(freeze, "code_hash", lambda: "edited")
-        monkeypatch.setattr(freeze, "versions", lambda: {"torch": "99"})
-        job_check.prepare(options, 1, "1")
-        said = r"another installation: (the code of titan_disp|torch [\d.]+\S* then, 99 now)"
-        assert len(set(re.findall(said, capsys.readouterr().out))) == 2
-
     def test_a_requeued_job_without_the_file(self, cluster, frozen):
         """Its home folder is another node's, or cannot be written. The newest launch of the job counts, and no other job's."""
+        from titan_disp.cluster import freeze
+
         # An earlier job had the number 7, too. The last one is unfinished.
         for when, name in enumerate(("7.0.aaaaaa", "17.0.abcdef", "7.0.bbbbbb", "7.1.cccccc.partial-5")):
             file = cluster.run / "launch" / name / "launch.json"
@@ -731,6 +725,7 @@ class TestLaunch:
             os.utime(file, (when, when))
         assert frozen(name="7.1.dddddd")[1].endswith(b'/7.0.bbbbbb"')
         assert frozen(name="8.1.dddddd")[1].endswith(b'/8.1.dddddd"')
+        assert freeze.differences(cluster.run / "launch" / "8.1.dddddd" / "config.toml") == []
 
 
 def test_any_bytes_in_any_locale(cluster):
@@ -969,12 +964,13 @@ def test_the_top_of_the_log(cluster, monkeypatch):
 def test_the_program(cluster, monkeypatch, capsys):
     # Where a call names no other encoding, as in the locale C.
     monkeypatch.setattr(supervise, "open", functools.partial(open, encoding="ascii"), raising=False)
-    met, names = [], (signal.SIGUSR1, signal.SIGTERM)
+    met, handlers = [], {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
 
     def supervised(self):
         met.append((self.argv, self.signals, self.address))
-        for name in names:
-            os.kill(os.getpid(), name)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            handlers[number](number, None)
             met.append(self.heard)
         return 5
 
@@ -984,17 +980,12 @@ def test_the_program(cluster, monkeypatch, capsys):
 
     monkeypatch.setattr(supervise.Supervisor, "supervise", supervised)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    handlers = [(name, signal.getsignal(name)) for name in names]
     file = cluster.run / "points.json"
     file.write_bytes('{"points": [{"argv": []}, {"argv": ["läufe.toml", "--a=b"]}]}'.encode())
-    try:
-        assert main("s", "c.toml", "--sig", "x")[0] == 5
-        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-        assert main("s", "--of-array", str(file))[0] == 5
-    finally:
-        for name, handler in handlers:
-            signal.signal(name, handler)
+    assert main("s", "c.toml", "--sig", "x")[0] == 5
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    assert main("s", "--of-array", str(file))[0] == 5
     assert met[:3] == [(["c.toml", "--sig", "x"], "s", "7"), "USR1", "TERM"]
     assert met[3:] == [(["läufe.toml", "--a=b"], "s", "7_1"), "USR1", "TERM"]
     status, said = main("s", "--help")
