@@ -16,7 +16,7 @@ def rows_of(names):
 
 
 def scores_of(values):
-    return Scores(values.mean(), None, 0, values)
+    return Scores(values.mean(), None, 5, values)
 
 
 def of_seeds(values):
@@ -110,9 +110,11 @@ def test_holm():
 
 def test_seeds_of_one_condition():
     """By seed, off has 0.5, 0.75, 0.25 and on 0.75, 0.75; by document, 1/3, 1, 2/3, 0 and 1, 1, 1/2, 1/2."""
+    single = scores_of(np.array([0.0, 1]))
+    assert pooled([single]) is single
     off = of_seeds(np.array([[0.0, 1, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0]]))
     on = of_seeds(np.array([[1.0, 1, 1, 0], [1, 1, 0, 1]]))
-    assert (off.score, off.by_seed) == (0.5, (0.5, 0.75, 0.25))
+    assert (off.score, off.by_seed, off.num_fewshot) == (0.5, (0.5, 0.75, 0.25), 5)
     np.testing.assert_allclose(off.values, [1 / 3, 1, 2 / 3, 0])
     assert off.standard_error == pytest.approx(stats.sem([1 / 3, 1, 2 / 3, 0]))
     found = compare(rows_of("x"), {"off": {"x": off}, "on": {"x": on}})
@@ -152,10 +154,3 @@ def test_several_tasks_over_seeds():
     over_seeds = [task.differences["on"].over_seeds for task in found.tasks]
     p_values = [one.p_value for one in over_seeds]
     assert [one.holm for one in over_seeds] == holm(p_values) != p_values
-
-
-def test_pooling():
-    one, other = (Scores(float(right), None, 5, np.array([right])) for right in (1, 0))
-    found = pooled([one, other])
-    assert (found.score, found.standard_error, found.num_fewshot) == (0.5, None, 5)
-    assert pooled([one]) is one

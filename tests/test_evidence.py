@@ -44,9 +44,9 @@ def failed(part, condition, seed):
     return {k: v for k, v in row(part, condition, seed, 0).items() if k != "numbers"} | FAILED
 
 
-def made_up(d, part="main", condition="on", seeds=SEEDS, text="test"):
-    off = [row(part, "off", s, 5 + s / 100, text) for s in seeds]
-    return [*off, *(row(part, condition, s, 5 + s / 100 + x, text) for s, x in zip(seeds, d, strict=False))]
+def made_up(d, part="main", condition="on", seeds=SEEDS, text="test", off="off"):
+    of_off = [row(part, off, s, 5 + s / 100, text) for s in seeds]
+    return [*of_off, *(row(part, condition, s, 5 + s / 100 + x, text) for s, x in zip(seeds, d, strict=False))]
 
 
 def tuning_rows(best):
@@ -112,23 +112,14 @@ def test_verdicts():
 
 def widths(change, rates=(1, 1, 1), spread=0.01, seeds=SECOND_SEEDS):
     """On − off is 0.02 at the middle width (on the log scale) and ``change`` from end to end, ± ``spread`` by seed."""
-
-    def pair(part, width, seed, d, text, suffix=""):
-        return [row(part, f"{state}-{width}{suffix}", seed, 5 + (d if state == "on" else 0), text) for state in STATES]
-
-    place = {width: math.log(width / WIDTHS[0]) / math.log(WIDTHS[-1] / WIDTHS[0]) - 0.5 for width in WIDTHS}
-    main = [
-        pair("widths", w, seed, 0.02 + place[w] * (change + spread * (-1) ** seed), "test")
-        for w in WIDTHS
-        for seed in seeds
-    ]
-    tuned = [
-        pair("widths-tuning", w, seed, sign * place[w], "development", f"_lr-{lr:g}")
-        for lr, sign in zip(evidence_parts.WIDTH_LRS, rates, strict=True)
-        for w in WIDTHS
-        for seed in evidence_parts.TUNING_SEEDS
-    ]
-    return sum(main + tuned, [])
+    rows, part, tuning = [], "widths-tuning", evidence_parts.TUNING_SEEDS
+    for w in WIDTHS:
+        place = math.log(w / WIDTHS[0]) / math.log(WIDTHS[-1] / WIDTHS[0]) - 0.5
+        d = [0.02 + place * (change + spread * (-1) ** seed) for seed in seeds]
+        rows += made_up(d, "widths", f"on-{w}", seeds, off=f"off-{w}")
+        for lr, sign in zip(evidence_parts.WIDTH_LRS, rates, strict=True):
+            rows += made_up([sign * place] * 2, part, f"on-{w}_lr-{lr:g}", tuning, "development", f"off-{w}_lr-{lr:g}")
+    return rows
 
 
 def test_the_change_over_widths_and_its_verdict():
