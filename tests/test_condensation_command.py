@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, processors
 
 from tests.command_line import typed
 from tests.saved_run import change_config, random_model, save_run
-from titan_disp.condensation.record import EDGES, Condensation
+from tests.test_condensation import measured
+from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection import command as command_module
@@ -104,15 +105,6 @@ def refused(command, capsys, *arguments):
     return capsys.readouterr().err
 
 
-def by_the_papers_formulas(hidden_states):
-    u = np.stack([z.double().numpy() for z in hidden_states])
-    u /= np.linalg.norm(u, axis=-1, keepdims=True)
-    cosines = np.einsum("lbnf,lbmf->lbnm", u, u).clip(-1, 1)
-    angles = (np.arccos(cosines) / np.pi)[..., ~np.eye(u.shape[2], dtype=bool)].mean((1, 2))
-    histograms = np.stack([np.histogram(c, EDGES)[0] / c.size for c in cosines])
-    return cosines.mean((1, 2, 3)), cosines.std((1, 2, 3)), angles, histograms
-
-
 def hidden_states(folder, tokens, norm):
     """Return transformers' hidden states. The input of the final norm is inserted before the last one, its output."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
@@ -129,12 +121,13 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     command(folder, "--text", text, "--out", tmp_path, "--sequences", 5, "--max-length", N, "--batch-size", 2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = cut_sequences(read_texts(text, None, 0), lambda t: tokenizer.encode(t, add_special_tokens=False), 5, N)
-    mean, std, angles, histograms = by_the_papers_formulas(hidden_states(folder, tokens, norm))
+    expected = measured(*hidden_states(folder, tokens, norm))  # by the paper's formulas: test_condensation
 
-    found = Condensation.load(tmp_path / f"{name}.npz")
-    for got, expected in ((found.mean_cosine, mean), (found.std_cosine, std), (found.mean_angle, angles)):
-        np.testing.assert_allclose(got, expected, atol=1e-5)  # float32 forward passes with other batch sizes
-    np.testing.assert_allclose(found.histogram, histograms, atol=5e-4)  # of cosines on edges, rounding decides the bin
+    found, mean = Condensation.load(tmp_path / f"{name}.npz"), expected.mean_cosine
+    for key in ("mean_cosine", "std_cosine", "mean_angle"):
+        # float32 forward passes with other batch sizes
+        np.testing.assert_allclose(getattr(found, key), getattr(expected, key), atol=1e-5)
+    np.testing.assert_allclose(found.histogram, expected.histogram, atol=5e-4)  # on an edge, rounding decides the bin
     assert abs(mean[-1] - mean[-2]) > 1e-3  # the final norm matters
     content = json.loads((tmp_path / "metrics.json").read_text())["targets"][0]
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
@@ -143,8 +136,8 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     assert content["mean_cosine"] == [float(row["mean_cosine"]) for row in rows] == found.mean_cosine.tolist()
     table = capsys.readouterr().out
     for place, last in {"before_norm": -2, "after_norm": -1, "blocks_before_norm": -2, "blocks_after_norm": -1}.items():
-        measured = [*mean[:-2], mean[last]][place.startswith("blocks") :]
-        by_depth = [correlation(range(len(measured)), measured)[0] for correlation in (spearmanr, kendalltau)]
+        cosines = [*mean[:-2], mean[last]][place.startswith("blocks") :]
+        by_depth = [correlation(range(len(cosines)), cosines)[0] for correlation in (spearmanr, kendalltau)]
         assert (content[place]["spearman"], content[place]["kendall"]) == pytest.approx(by_depth)
         assert (float(rows[0][f"spearman_{place}"]), float(rows[-1][f"kendall_{place}"])) == pytest.approx(by_depth)
         assert "{:.3g} {:.3g}".format(*by_depth) in table
@@ -162,10 +155,11 @@ def test_the_last_tokens_and_the_logits(name, request, command, text, tmp_path):
         logits = load_model(find_saved(folder))(tokens)
     else:
         logits = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
-    logits = logits[None, :, -7:].detach()
-    expected = by_the_papers_formulas(logits)[:2]
-    np.testing.assert_allclose([found.mean_cosine[-1:], found.std_cosine[-1:]], expected, atol=1e-5)
-    v = np.linalg.eigvalsh(np.cov(logits.double().flatten(0, 2).numpy().T))
+    logits = logits[:, -7:].detach()
+    expected = measured(logits)
+    assert found.mean_cosine[-1:] == pytest.approx(expected.mean_cosine, abs=1e-5)
+    assert found.std_cosine[-1:] == pytest.approx(expected.std_cosine, abs=1e-5)
+    v = np.linalg.eigvalsh(np.cov(logits.double().flatten(0, 1).numpy().T))
     expected = [(v.sum() ** 2 / (v**2).sum() - 1) / (len(v) - 1), v[-1] / v.sum()]
     np.testing.assert_allclose(found.covariance[[0, 2], -1], expected, rtol=1e-4)
     assert (found.to_json()["layers"][-2:], found.tokens) == (["final norm", "logits"], 7)
