@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import html
 import json
 import re
@@ -14,15 +15,16 @@ from PIL import Image
 
 from tests.browser import find_browser, open_page
 from tests.command_line import DEMO, train, typed
-from titan_disp.condensation.record import BINS as COSINE_BINS
-from titan_disp.condensation.record import Condensation
+from tests.test_pictures import condensed
 from titan_disp.errors import ConfigError
+from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.lab.report import page as picture_makers
 from titan_disp.lab.report.charts import BINS, MANY, Line, as_it_is, binned, curves, legend
 from titan_disp.lab.report.gather import defaults, gather
 from titan_disp.lab.report.page import render, write_report
 from titan_disp.lab.report.tables import SEEN, data_counters, events, final_numbers, seen, starts, state
 
+DEFAULTS = functools.cache(defaults)  # parsing them takes half a second
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
 
 
@@ -38,23 +40,18 @@ def event(name, step, time, **details):
 
 
 def measurement(level, layers=7):
-    histogram = np.full((layers, COSINE_BINS), 1 / COSINE_BINS)
-    ramp = level * np.append(np.linspace(0.1, 1, layers - 1), 0.5)  # the last one is after the final norm
-    return Condensation(ramp, ramp / 3, ramp / 2, 40 - 30 * ramp, histogram, tokens=64, sequences=4)
+    return condensed(*level * np.linspace(0.1, 1, layers - 1), level / 2)  # the last one is after the final norm
 
 
 def write_run(folder, rows=(), events=(), measured=(), steps=100, gpus=0, **sections):
     """Write a run's folder. ``sections`` change the default config. ``measured``: (step, last block's mean cosine)."""
     folder.mkdir(parents=True)
     config = {}
-    for key, value in (defaults() | {"model.name": "qwen3_disp", "model.flavor": "nano"}).items():
+    for key, value in DEFAULTS().items():
         *path, name = key.split(".")
-        section = config
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = value
-    config["training"]["steps"] = steps
-    for section, changes in sections.items():
+        functools.reduce(lambda section, part: section.setdefault(part, {}), path, config)[name] = value
+    own = {"model": {"name": "qwen3_disp", "flavor": "nano"}, "training": {"steps": steps}}
+    for section, changes in (*own.items(), *sections.items()):
         config[section] |= changes
     (folder / "config.json").write_text(json.dumps(config))
     environment = {"packages": {"torch": "2.13.0"}, "world_size": 2, "accelerators": ["H100"] * gpus}
@@ -134,7 +131,6 @@ def test_numbers(compared):
         ("state", "complete: all 100 steps are done", "complete: all 90 steps are done"),
         ("tokens seen", f"{100 * 4096:,}", f"{90 * 4096:,}"),
         ("parameters", "427,008", "427,008"),  # the number for nano
-        ("cross-entropy at step 90, the latest shared step", "8.1", "8.1"),
         ("mean cosine of the last block, last", "0.3 (step 100)", "0.9 (step 90)"),
         ("skipped documents", "10", "9"),
         ("up to step", "100", "90"),
@@ -156,12 +152,11 @@ def by_hand(tmp_path_factory):
     on = write_run(folder / "on", on, resume, steps=12, dispersion={"enabled": True})
     runs = gather([on, write_run(folder / "off", off, steps=8)])
 
-    def measured(mean, rank, ce):
-        rest = (np.zeros(5), np.zeros(5), np.array(rank), np.full((5, 128), 1 / 128))
-        return Condensation(np.array(mean), *rest, tokens=8, sequences=2, cross_entropy=ce)
+    def measured(*mean, rank, ce):
+        return dataclasses.replace(condensed(*mean), effective_rank=np.array([8, 7, 6, rank, 1]), cross_entropy=ce)
 
-    first = measured([0.1, 0.2, 0.3, 0.9, 0.25], [8, 7, 6, 5.5, 1], 9.5)
-    last = measured([0.5, 0.1, 0.25, 0.75, 0.2], [8, 7, 6, 4.5, 1], 6.5)  # its mean cosines have the ranks 3, 1, 2, 4
+    first = measured(0.1, 0.2, 0.3, 0.9, 0.25, rank=5.5, ce=9.5)
+    last = measured(0.5, 0.1, 0.25, 0.75, 0.2, rank=4.5, ce=6.5)  # its mean cosines have the ranks 3, 1, 2, 4
     more = {"condensation": {4: first, 12: last}, "validation": {6: 7.5, 12: 6.25}}
     return [dataclasses.replace(runs[0], **more), runs[1]]
 
@@ -240,9 +235,12 @@ def test_curves_by_hand(by_hand, monkeypatch):
         "Kendall's τ, up to the last block": ("step", {"on": [[4, 1], [12, 0.333333]]}),
         "effective rank, last block": ("step", {"on": [[4, 5.5], [12, 4.5]]}),
     }
-    against_tokens, against_steps = drawn[0], drawn[4]
-    assert list(against_tokens.lines[1].get_xdata()) == [5 * 4096]
-    assert list(against_steps.lines[1].get_xdata()) == [5]
+    for axes, resumed in ((drawn[0], 5 * 4096), (drawn[4], 5)):
+        on, at, off, never = axes.lines
+        assert (at.get_xdata().tolist(), len(never.get_xdata())) == ([resumed], 0)
+        assert on.get_color() == at.get_color() == OKABE_ITO[0] != off.get_color()
+    ticks = drawn[0].xaxis.get_major_formatter()
+    assert [ticks(x) for x in (5, 4096, 2e6, 1.5e9, 3e12)] == ["5", "4.096 k", "2 M", "1.5 B", "3 T"]
 
 
 def test_configs_are_compared(compared, tmp_path):
@@ -314,7 +312,7 @@ def test_a_run_that_validates_more_often_than_it_logs(tmp_path):
     assert "8.9 → 8" not in page_of(unlogged)  # the tokens of its steps are not known
 
 
-def test_bare_and_damaged_runs(tmp_path):
+def test_bare_runs(tmp_path):
     rows = [row(s, T0 + s, ce=None if s == 3 else float("nan") if s == 4 else 5.0, grad_norm=None) for s in range(1, 9)]
     del rows[5]["lr"], rows[5]["data"]
     bare, empty = write_run(tmp_path / "bare", rows), write_run(tmp_path / "empty")
@@ -327,10 +325,15 @@ def test_bare_and_damaged_runs(tmp_path):
     page = page_of(empty)
     assert (pictures(page), cells(page, "state")) == ([], ["empty: nothing was logged yet"])
 
-    garbled = write_run(tmp_path / "garbled", *whole(), measured=[(0, 0.1)])
-    (garbled / "condensation" / "step-0.npz").write_bytes(b"PK\3\4nonsense")
-    (garbled / "requeue.json").write_text(json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"}))
-    page = page_of(garbled)
+
+def test_a_truncated_measurement_costs_only_itself(tmp_path):
+    run = write_run(tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)])
+    path = run / "condensation" / "step-50.npz"
+    path.write_bytes(path.read_bytes()[:300])
+    (run / "requeue.json").write_text(json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"}))
+    (found,) = gather([run])
+    assert (list(found.condensation), len(found.problems)) == ([0, 100], 1)
+    page = render([found], T0)
     assert "cannot be read" in cells(page, "not readable")[0]
     assert "2 in a row; the last: node n3 <died>" in cells(page, "failures without a new checkpoint")
 
@@ -358,14 +361,15 @@ def first_event(run):
         lambda run: (run / "config.json").write_bytes(b"\xff\xfe"),
     ],
 )
-def test_one_broken_run_among_several(tmp_path, damage, capsys):
+def test_one_broken_run_among_several(tmp_path, damage):
     good, broken = (write_run(tmp_path / name, *whole()) for name in ("good", "broken"))
     damage(broken)
-    html = write_report([good, broken], tmp_path / "report.html").read_text()
-    assert ("Left out" in html, "good: complete" in html) == (True, True)
-    assert re.fullmatch(rf"left out: .*{broken}.*\n", capsys.readouterr().err)  # one line
+    left_out = []
+    assert [run.name for run in gather([good, broken], left_out)] == ["good"]
+    (reason,) = left_out
+    assert re.fullmatch(f".*{broken}.*", reason)  # one line
     with pytest.raises(ConfigError, match="broken"):
-        write_report([broken], tmp_path / "report.html")
+        gather([broken], [])
 
 
 def test_details_of_events(tmp_path):
@@ -395,14 +399,6 @@ def test_many_runs(tmp_path):
     assert (figure.legends, len(figure.axes[0].collections)) == ([], 0)
     assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) <= 3000
     assert [text.get_text() for text in legend(["_a", "b"]).legends[0].texts] == [" _a", "b"]
-
-
-def test_a_truncated_measurement_costs_only_itself(tmp_path):
-    run = write_run(tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)])
-    path = run / "condensation" / "step-50.npz"
-    path.write_bytes(path.read_bytes()[:300])
-    (found,) = gather([run])
-    assert (list(found.condensation), len(found.problems)) == ([0, 100], 1)
 
 
 def test_models_of_different_depth_and_one_measurement(tmp_path):
@@ -445,7 +441,7 @@ def test_nothing_is_markup_or_fetched(compared):
 
 
 def test_errors(tmp_path, monkeypatch, capsys):
-    run = write_run(tmp_path / "run", *whole(20))
+    run = write_run(tmp_path / "run", *whole(20), steps=20)
     out, torn = tmp_path / "report.html", tmp_path / "torn"
     (tmp_path / "folder").mkdir()
     torn.mkdir()
@@ -465,9 +461,11 @@ def test_errors(tmp_path, monkeypatch, capsys):
         with pytest.raises(ConfigError, match=reason):
             write_report(paths, target)
     assert (out.read_text(), list(tmp_path.glob(".*"))) == ("before", [])
-    assert typed(monkeypatch, "report", run, "--out", out) == 0
-    assert re.search(r"report.html: [\d.]+ [kM]B", capsys.readouterr().out)
-    assert out.read_text().startswith("<!doctype html>")
+    assert typed(monkeypatch, "report", run, torn, "--out", out) == 0
+    told, page = capsys.readouterr(), out.read_text()
+    assert re.search(r"report.html: [\d.]+ [kM]B", told.out)
+    assert re.fullmatch(rf"left out: .*{torn}/config.json.*\n", told.err)
+    assert (page.startswith("<!doctype html>"), "Left out" in page, "run: complete" in page) == (True, True, True)
 
 
 MEASURE = """<script>addEventListener("load", () => {

@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from tests.markdown import table
+from tests.test_pictures import condensed
 from tests.test_sweeps import COMPLETE, START, write, write_events
-from titan_disp.condensation.record import BINS, Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.lab import statistics
 from titan_disp.lab.statistics import sign_flip_p
@@ -78,9 +78,7 @@ def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
         for step, value in ((0, 9.0), (steps, held_out)):
             rows.append({"step": step, "time": 9, "condensation": {"cross_entropy": value}})
     if cosines is not None:
-        layers, histogram = np.array(cosines), np.zeros((len(cosines), BINS))
-        found = Condensation(layers, layers, layers, layers, histogram, 8, 2)
-        found.save(folder / "condensation" / f"step-{steps}.npz")
+        condensed(*cosines).save(folder / "condensation" / f"step-{steps}.npz")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_events(folder, [START, COMPLETE if complete else ("stop", 2, "SIGTERM")])
 
