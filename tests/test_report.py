@@ -1,4 +1,4 @@
-"""The report of synthetic runs and of a real one, and how a real browser shows it."""
+"""The report of synthetic runs and of a real one, seeds of one condition in it, and how a real browser shows it."""
 
 import base64
 import dataclasses
@@ -7,7 +7,9 @@ import html
 import json
 import re
 from datetime import datetime, timezone
+from types import SimpleNamespace
 
+import matplotlib
 import numpy as np
 import pytest
 from markupsafe import escape
@@ -19,8 +21,18 @@ from tests.test_pictures import condensed
 from titan_disp.errors import ConfigError
 from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.lab.report import page as picture_makers
-from titan_disp.lab.report.charts import BINS, MANY, Line, as_it_is, binned, curves, legend
-from titan_disp.lab.report.gather import defaults, gather
+from titan_disp.lab.report.charts import (
+    BINS,
+    MANY,
+    Line,
+    as_it_is,
+    binned,
+    by_condition,
+    curves,
+    legend,
+    without_the_beginning,
+)
+from titan_disp.lab.report.gather import conditions, defaults, gather
 from titan_disp.lab.report.page import render, write_report
 from titan_disp.lab.report.tables import SEEN, data_counters, events, final_numbers, seen, starts, state
 
@@ -103,16 +115,10 @@ def pictures(page):
     return [base64.b64decode(uri).decode() for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
 
 
-@pytest.fixture
-def drawn():
-    """For tests that need the pictures themselves."""
-
-
 @pytest.fixture(autouse=True)
-def _not_drawn(request, monkeypatch):
+def _not_drawn(monkeypatch):
     """Pages have empty pictures, because drawing takes seconds. Those of ``compared`` are made before."""
-    if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(picture_makers, "to_uri", lambda figure: "data:image/svg+xml;base64,AAAA")
+    monkeypatch.setattr(picture_makers, "to_uri", lambda figure: "data:image/svg+xml;base64,AAAA")
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +249,98 @@ def test_curves_by_hand(by_hand, monkeypatch):
     assert [ticks(x) for x in (5, 4096, 2e6, 1.5e9, 3e12)] == ["5", "4.096 k", "2 M", "1.5 B", "3 T"]
 
 
+def seeded(folder, seed, rows=(), **sections):
+    changes = {"debug": {"seed": seed}, "stream": {"seed": seed}, "job": {"dump_folder": str(folder)}}
+    return write_run(folder, rows, **(changes | sections))
+
+
+def one(name, seed, group=None, **settings):
+    seeds = {"debug.seed": seed, "stream.seed": seed, "job.dump_folder": name, "metrics.log_freq": seed}
+    return SimpleNamespace(name=name, group=group, settings={"dispersion.enabled": False, **seeds, **settings})
+
+
+ON = {"dispersion.enabled": True}
+OTHER = {"optimizer.lr": 1.0}
+
+
+def test_conditions():
+    """Different seeds are one condition. A different λ, or the same seed again, is another condition."""
+    runs = [one(f"off-seed-{i}", i) for i in (1, 2)] + [one(f"on-seed-{i}", i, **ON) for i in (1, 2, 3)]
+    runs += [one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}), *(one(f"again-{i}", 7, **OTHER) for i in "ab")]
+    of_seeds = [("off (2 seeds)", [0, 1]), ("on (3 seeds)", [2, 3, 4])]
+    assert conditions(runs) == [*of_seeds, ("small-lambda", [5]), ("again-a", [6]), ("again-b", [7])]
+    # Of runs that were named together, configs, seeds and the runs between them do not matter.
+    runs = [one("a", 1), one("b", 1, "x", **OTHER), one("c", 2), one("d", 1, "x"), one("e", 3, "y")]
+    assert conditions(runs) == [("a (2 seeds)", [0, 2]), ("x (2 seeds)", [1, 3]), ("y", [4])]
+    for names, common in (
+        (("off-1", "off-12"), "off"),
+        (("on_seed_1_long", "on_seed_2_long"), "on"),
+        (("seed-1", "seed-2"), "seed"),
+        (("lr0.1-a", "lr0.1-b"), "lr0.1"),
+        (("a", "b"), "a"),
+    ):
+        assert conditions([one(name, i) for i, name in enumerate(names)]) == [(f"{common} (2 seeds)", [0, 1])]
+
+
+def test_runs_given_under_one_name(tmp_path):
+    a, b, c = (seeded(tmp_path / name, 1, whole(30)[0]) for name in "abc")
+    runs = gather([str(a), f"both={c},{b}"])
+    assert [(run.name, run.group) for run in runs] == [("a", None), ("c", "both"), ("b", "both")]
+    page = render(runs, T0)
+    assert cells(page, "condition") == ["–", "both (2 seeds)", "both (2 seeds)"]
+    alts = re.findall(r'alt="(cross-entropy \(training\)[^"]*)"', page)
+    assert alts == ["cross-entropy (training) against tokens. a: 8.99 → 8.7; both (2 seeds): 8.99 → 8.7"]
+    with pytest.raises(ConfigError, match="given twice"):
+        gather([str(a), f"x={a},{b}"])
+
+
+@pytest.fixture
+def three(tmp_path):
+    off = [
+        seeded(tmp_path / f"off-{i}", i, [row(s, T0 + s, ce=ce + s) for s in range(2, 2 + last, 2)])
+        for i, ce, last in ((1, 10.0, 6), (2, 13.0, 10))
+    ]
+    on = seeded(tmp_path / "on", 1, [row(s, T0 + s, ce=4.0) for s in (1, 2, 3)], dispersion={"enabled": True})
+    return gather([*off, on])
+
+
+def test_a_band_by_hand(three):
+    """10 + s and 13 + s have steps 2, 4 and 6 in common."""
+    lines = picture_makers.lines_of(three, "step", picture_makers.logged("ce"))
+    off, on = by_condition(three, lines)
+    assert (off.name, off.place, on.name, on.place) == ("off (2 seeds)", 0, "on", 1)
+    assert off.x.tolist() == [2, 4, 6]
+    assert [y.tolist() for y in (off.low, off.y, off.high)] == [[12, 14, 16], [13.5, 15.5, 17.5], [15, 17, 19]]
+    assert (on.low, on.high, on.x.tolist(), on.y.tolist()) == (None, None, [1, 2, 3], [4, 4, 4])
+    (axes,) = curves([off, on], "step", "loss", as_it_is).axes
+    (band,) = axes.collections
+    corners = band.get_paths()[0].vertices
+    assert {tuple(corner) for corner in corners} == {(2, 12), (4, 14), (6, 16), (2, 15), (4, 17), (6, 19)}
+    assert [line.get_label() for line in axes.lines[::2]] == ["off (2 seeds)", "on"]
+    assert band.get_facecolor()[0][:3] == pytest.approx(matplotlib.colors.to_rgb(off.style["color"]))
+
+
+def test_seeds_without_a_shared_step(three):
+    """Seeds that were logged at different steps keep their own lines, in one colour."""
+    a, b = Line("a", np.array([1.0, 3]), np.ones(2), 0), Line("b", np.array([2.0, 4]), np.ones(2), 1)
+    found = [(line.name, line.place, line.low) for line in by_condition(three, [a, b])]
+    assert found == [("a", 0, None), ("b", 0, None)]
+    a_hole = Line("a", np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]), 0)
+    (line,) = by_condition(three, [a_hole, Line("b", np.arange(1.0, 4), np.ones(3), 1)])
+    assert (line.x.tolist(), line.high.tolist()) == ([1, 3], [5, 7])
+
+
+def test_many_points_of_seeds_keep_their_extremes():
+    x = np.arange(1500.0)
+    line = Line("a", x, x % 3, 0, low=x % 3 - 10, high=x % 3 + 10)
+    (axes,) = curves([line], "step", "loss", as_it_is).axes
+    vertices = axes.collections[0].get_paths()[0].vertices
+    assert (vertices[:, 1].min(), vertices[:, 1].max()) == (-10, 12)
+    assert axes.lines[0].get_ydata() == pytest.approx(np.ones(BINS))
+    (axes,) = curves([line], "step", "loss", without_the_beginning).axes
+    assert axes.get_ylim()[0] < -10
+
+
 def test_configs_are_compared(compared, tmp_path):
     differing, shared = compared.read_text().split("Common values")
     assert cells(differing, "dispersion.enabled") == ["false", "true", "false"]  # the default, then the runs
@@ -338,32 +436,24 @@ def test_a_truncated_measurement_costs_only_itself(tmp_path):
     assert "2 in a row; the last: node n3 <died>" in cells(page, "failures without a new checkpoint")
 
 
-def first_event(run):
-    lines = (run / "events.jsonl").read_text().splitlines()
-    first = json.loads(lines[0])
-    del first["time"]
-    (run / "events.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]))
-
-
 @pytest.mark.parametrize(
-    "damage",
+    ("file", "mode", "content"),
     [
-        lambda run: (run / "metrics.jsonl").unlink(),
-        first_event,
+        ("config.json", "wb", b'{"model": 5}'),
+        ("config.json", "wb", b"\xff\xfe"),
+        ("metrics.jsonl", "wb", b'{"iteration": 1, "loss": 3.0}\n'),  # of another program
         *(
-            lambda run, row=row: (run / "metrics.jsonl").open("a").write(json.dumps({"step": 9, "time": 1e9} | row))
+            ("metrics.jsonl", "ab", json.dumps({"step": 9, "time": 1e9} | row).encode())
             for row in ({"step": "abc"}, {"step": None}, {"step": -3}, {"time": "now"}, {"ce": "low"}, {"data": 5})
         ),
-        lambda run: (run / "metrics.jsonl").write_text('{"iteration": 1, "loss": 3.0}\n'),  # of another program
-        lambda run: (run / "events.jsonl").open("a").write('{"step": 9, "time": "2026-03-01T00:00:00+00:00"}'),
-        lambda run: [file.unlink() for file in run.iterdir()],
-        lambda run: (run / "config.json").write_text('{"model": 5}'),
-        lambda run: (run / "config.json").write_bytes(b"\xff\xfe"),
+        ("events.jsonl", "ab", b'{"step": 9, "time": "2026-03-01T00:00:00+00:00"}'),
+        ("events.jsonl", "ab", b'{"step": 9, "event": "start"}'),
     ],
 )
-def test_one_broken_run_among_several(tmp_path, damage):
+def test_one_broken_run_among_several(tmp_path, file, mode, content):
     good, broken = (write_run(tmp_path / name, *whole()) for name in ("good", "broken"))
-    damage(broken)
+    with open(broken / file, mode) as damaged:
+        damaged.write(content)
     left_out = []
     assert [run.name for run in gather([good, broken], left_out)] == ["good"]
     (reason,) = left_out
@@ -422,7 +512,8 @@ def test_bins_keep_extremes():
 
 
 @pytest.mark.slow
-def test_a_run_of_40000_rows_makes_a_small_page(tmp_path, drawn):
+def test_a_run_of_40000_rows_makes_a_small_page(tmp_path, monkeypatch):
+    monkeypatch.undo()  # with its pictures
     noise = np.random.default_rng(0).standard_normal(40000)
     rows = [row(s, T0 + s, ce=4 + e, grad_norm=float(np.exp(e)), tps=500 + e) for s, e in enumerate(noise, start=1)]
     run = write_run(tmp_path / "run", rows, measured=[(s, s / 5e4) for s in range(0, 40001, 1000)], steps=40000)
@@ -444,6 +535,7 @@ def test_errors(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run", *whole(20), steps=20)
     out, torn = tmp_path / "report.html", tmp_path / "torn"
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
     torn.mkdir()
     for name in ("config.json", "metrics.jsonl"):
         (torn / name).write_text("{")
@@ -504,7 +596,8 @@ def test_in_a_browser(compared, tmp_path):
 
 
 @pytest.mark.night
-def test_a_real_run(sample, tmp_path, drawn):
+def test_a_real_run(sample, tmp_path, monkeypatch):
+    monkeypatch.undo()  # with its pictures
     run = tmp_path / "run"
     options = "--training.seq_len 64 --metrics.log_freq 1 --lr_scheduler.warmup_steps 2 --condensation.interval 2 "
     options += f"--validation.enable --validation.dataset c4_validation --validation.dataset_path {sample} "
