@@ -22,7 +22,7 @@ from tests.pages import blocks
 from tests.saved_run import random_model, save_run
 from titan_disp.config.options import EvaluateOptions
 from titan_disp.errors import ConfigError
-from titan_disp.lab.evaluate import evaluation
+from titan_disp.lab.evaluate import harness
 from titan_disp.lab.evaluate.compare import Scores
 from titan_disp.lab.evaluate.evaluation import evaluate
 from titan_disp.lab.evaluate.harness import PROTOCOLS, Result, build_suite, warnings_once
@@ -159,7 +159,7 @@ def test_the_task_of_the_page(models, tmp_path, monkeypatch):
 
 
 def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_paths, monkeypatch, capsys):
-    out, loaded, load = tmp_path / "new" / "folder", [], evaluation.harness.load_causal_lm
+    out, loaded, load = tmp_path / "new" / "folder", [], harness.load_causal_lm
 
     def load_alone(*args):
         assert all(model() is None for model in loaded), "a model is still in memory when the next is loaded"
@@ -167,7 +167,7 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(evaluation.harness, "load_causal_lm", load_alone)
+    monkeypatch.setattr(harness, "load_causal_lm", load_alone)
     options = ("--tasks", "choice", "word", "--include-path", own, "--batch-size", "3", "--out", out)
     assert typed(monkeypatch, "evaluate", *models, *options) == 0
     assert (len(loaded), include_paths) == (2, [str(own)])
@@ -258,9 +258,8 @@ def test_tasks_of_the_protocols(protocol, tasks, few, monkeypatch):
     suite = build_suite(["paper"], shots=PROTOCOLS[protocol].shots)
     assert [(row.name, row.metric) for row in suite.rows] == [(name, "acc") for name in tasks]
     assert [len(row.tasks) for row in suite.rows] == [57 if name == "mmlu" else 1 for name in tasks]
-    examples = [
-        {t.get_config("num_fewshot") for t in suite.manager.load(item)["tasks"].values()} for item in suite.items
-    ]
+    tasks_of = [suite.manager.load(item)["tasks"].values() for item in suite.items]
+    examples = [{task.get_config("num_fewshot") for task in of_item} for of_item in tasks_of]
     assert examples == [{0}] * (len(tasks) - few) + [{5}] * few
 
 
@@ -280,9 +279,7 @@ def test_numbers_of_examples_and_protocols(monkeypatch):
 
 def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(
-        evaluation.harness, "run_model", lambda *_: pytest.fail("a model ran before its data were there")
-    )
+    monkeypatch.setattr(harness, "run_model", lambda *_: pytest.fail("a model ran before its data were there"))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     start = time.monotonic()
     with pytest.raises(ConfigError) as error:
@@ -353,7 +350,7 @@ def answers(monkeypatch):
         dtype = "bfloat16" if folder.parent.name == "c" else "float32"
         return Result({}, samples, {"word": Scores(values.mean(), None, 0, values)}, dtype)
 
-    monkeypatch.setattr(evaluation.harness, "run_model", run_model)
+    monkeypatch.setattr(harness, "run_model", run_model)
     return asked
 
 
@@ -379,8 +376,6 @@ def test_positions_that_were_never_trained_are_not_used(monkeypatch):
     """A GPT-2 of 1024 positions that was trained on sequences of 64 uses 64. Other models use all positions."""
     from lm_eval.models import huggingface
     from transformers import GPT2Config
-
-    from titan_disp.lab.evaluate import harness
 
     given = []
     monkeypatch.setattr(huggingface, "HFLM", lambda **options: given.append(options["max_length"]) or 1 / 0)
@@ -425,9 +420,7 @@ def test_warnings_of_the_harness_come_once(capsys):
 
 def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(
-        evaluation.harness, "run_model", lambda folder, suite, settings: given.append(settings) or 1 / 0
-    )
+    monkeypatch.setattr(harness, "run_model", lambda folder, suite, settings: given.append(settings) or 1 / 0)
     pretrain = {"protocol": "authors-pretrain"}
     for more in ({"protocol": "authors-gpt2"}, {"limit": 7} | pretrain, {"dtype": "float32"} | pretrain, {}):
         with pytest.raises(ZeroDivisionError):

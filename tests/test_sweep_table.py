@@ -11,6 +11,7 @@ from scipy import stats
 
 from tests.markdown import table
 from tests.test_pictures import condensed
+from tests.test_report import write_run
 from tests.test_sweeps import COMPLETE, START, write, write_events
 from titan_disp.errors import ConfigError
 from titan_disp.lab import statistics
@@ -71,15 +72,13 @@ class TestDifferences:
 
 
 def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"validation": {"enable": False}}))
     rows = [{"step": s, "time": s, "loss": ce + 10, "ce": ce + (steps - s)} for s in range(1, steps + 1)]
     if held_out is not None:
         for step, value in ((0, 9.0), (steps, held_out)):
             rows.append({"step": step, "time": 9, "condensation": {"cross_entropy": value}})
+    write_run(folder, rows)
     if cosines is not None:
         condensed(*cosines).save(folder / "condensation" / f"step-{steps}.npz")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_events(folder, [START, COMPLETE if complete else ("stop", 2, "SIGTERM")])
 
 
