@@ -337,7 +337,7 @@ def test_the_papers_protocol(gpt2, text, command, tmp_path):
 
 
 def small_vocabulary(gpt2, folder):
-    config = transformers.GPT2Config(vocab_size=100, n_positions=N, n_embd=8, n_layer=1, n_head=1)
+    config = transformers.GPT2Config(vocab_size=2047, n_positions=N, n_embd=8, n_layer=1, n_head=1)
     return save_hugging_face(transformers.GPT2LMHeadModel(config), gpt2, folder)
 
 
@@ -361,7 +361,7 @@ def without(pattern):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (small_vocabulary, "has 2048 tokens, but .* vocabulary of 100"),
+        (small_vocabulary, "has 2048 tokens, but .* vocabulary of 2047"),
         (partial_weights, "holds an incomplete causal language model: it lacks 12 weights"),
         (diverged, "layer 2 has values that are not finite"),
         (without("*.safetensors"), "has a config.json but no weights"),
@@ -380,7 +380,7 @@ def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
     folder = without("token*")(gpt2, tmp_path / "model")
     command(folder, "--tokenizer", sample / "tokenizer", "--text", text, "--out", tmp_path / "out", "--sequences", 1)
     small = small_vocabulary(gpt2, tmp_path / "small")
-    with pytest.raises(ConfigError, match="2048 tokens, but the model .* vocabulary of 100"):
+    with pytest.raises(ConfigError, match="2048 tokens, but the model .* vocabulary of 2047"):
         find_targets([str(small)], False, sample / "tokenizer")
 
 

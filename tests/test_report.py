@@ -5,7 +5,11 @@ import dataclasses
 import functools
 import html
 import json
+import os
 import re
+import shutil
+import subprocess
+import tempfile
 from datetime import datetime, timezone
 from types import SimpleNamespace
 
@@ -15,7 +19,6 @@ import pytest
 from markupsafe import escape
 from PIL import Image
 
-from tests.browser import find_browser, open_page
 from tests.command_line import DEMO, train, typed
 from tests.test_pictures import condensed
 from titan_disp.errors import ConfigError
@@ -560,6 +563,34 @@ def test_errors(tmp_path, monkeypatch, capsys):
     assert (page.startswith("<!doctype html>"), "Left out" in page, "run: complete" in page) == (True, True, True)
 
 
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+OPTIONS = (
+    *("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+    *(("--no-sandbox",) if os.geteuid() == 0 else ()),  # with its sandbox, Chromium refuses to start as root
+)
+
+
+def run_command(*command, timeout):
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{(done.stdout + done.stderr)[-2000:]}"
+    return done.stdout
+
+
+def find_browser():
+    """Return the command of a Chromium that starts, which is installed if that is possible, or skip the test."""
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    try:
+        if found is None:
+            for words in ("update", "install --yes --no-install-recommends chromium fonts-dejavu-core"):
+                run_command("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", *words.split(), timeout=400)
+        run_command(found or CHROMIUM[0], "--version", timeout=60)  # Ubuntu's may be a stub that asks for a snap
+    except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"no browser: {error}")
+    return found or CHROMIUM[0]
+
+
 MEASURE = """<script>addEventListener("load", () => {
   const pictures = [...document.images];
   parent.postMessage(JSON.stringify({
@@ -577,19 +608,24 @@ FRAME = """<!doctype html><title></title><script>addEventListener("message", e =
 
 def test_in_a_browser(compared, tmp_path):
     """Everything is drawn, nothing is wider than the window, and no text of a run is executed, even with scripts on."""
-    browser = find_browser()
-    page = compared.read_text()
+    browser, page = find_browser(), compared.read_text()
+
+    def load(path, width, height, action):
+        profile = tempfile.mkdtemp(dir=tmp_path)
+        command = [browser, *OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},{height}", action]
+        return run_command(*command, path.resolve().as_uri(), timeout=120)
+
     copy = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", MEASURE + "</body>")
     (tmp_path / "copy.html").write_text(copy)
     for width in (390, 1200):
         (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
-        dom = open_page(browser, tmp_path / "frame.html", 1300, 900)
+        dom = load(tmp_path / "frame.html", 1300, 900, "--dump-dom")
         found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom).group(1)))
         assert found.pop("width") <= width
         assert found == {"cut": 0, "scripts": 1, "drawn": len(pictures(page))}
 
     # Under its own security policy, the page has its style and pictures.
-    open_page(browser, compared, 1200, 2500, tmp_path / "page.png")
+    load(compared, 1200, 2500, f"--screenshot={tmp_path}/page.png")
     image = np.asarray(Image.open(tmp_path / "page.png").convert("RGB"))
     assert 0.05 < (image < 250).any(-1).mean() < 0.6
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 500  # antialiased text and curves in colours
