@@ -258,7 +258,7 @@ def seeded(folder, seed, rows=(), **sections):
 
 
 def one(name, seed, group=None, **settings):
-    seeds = {"debug.seed": seed, "stream.seed": seed, "job.dump_folder": name, "metrics.log_freq": seed}
+    seeds = {"debug.seed": seed, "stream.seed": seed, "job.dump_folder": name, "validation.freq": seed}
     return SimpleNamespace(name=name, group=group, settings={"dispersion.enabled": False, **seeds, **settings})
 
 
@@ -267,11 +267,13 @@ OTHER = {"optimizer.lr": 1.0}
 
 
 def test_conditions():
-    """Different seeds are one condition. A different λ, or the same seed again, is another condition."""
+    """Different seeds are one condition. A different λ, other validation data, or the same seed again is another one."""
     runs = [one(f"off-seed-{i}", i) for i in (1, 2)] + [one(f"on-seed-{i}", i, **ON) for i in (1, 2, 3)]
     runs += [one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}), *(one(f"again-{i}", 7, **OTHER) for i in "ab")]
+    runs.append(one("elsewhere", 3, **{"validation.dataset_path": "other"}))
     of_seeds = [("off (2 seeds)", [0, 1]), ("on (3 seeds)", [2, 3, 4])]
-    assert conditions(runs) == [*of_seeds, ("small-lambda", [5]), ("again-a", [6]), ("again-b", [7])]
+    others = [("small-lambda", [5]), ("again-a", [6]), ("again-b", [7]), ("elsewhere", [8])]
+    assert conditions(runs) == of_seeds + others
     # Of runs that were named together, configs, seeds and the runs between them do not matter.
     runs = [one("a", 1), one("b", 1, "x", **OTHER), one("c", 2), one("d", 1, "x"), one("e", 3, "y")]
     assert conditions(runs) == [("a (2 seeds)", [0, 2]), ("x (2 seeds)", [1, 3]), ("y", [4])]
