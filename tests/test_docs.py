@@ -3,16 +3,19 @@
 import argparse
 import ast
 import dataclasses
+import importlib.metadata
 import importlib.util
 import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli
 import tyro
 
+from benchmarks.torchtitan_port import Imported, compare, imported_by, modules_of
 from tests.command_line import ROOT
 from tests.pages import PLACEHOLDERS, blocks, can_start, commands, loaded, split, understood
 from titan_disp import cli
@@ -127,28 +130,6 @@ def check_command(words):
         assert command in OTHERS or command == "python", words
 
 
-WRONG = """
-titan-disp train train_configs/demo_cpu.toml --training.stepz 3
-python -m pytest tests/no_such.py -k zzz
-python -m pytest tests/test_files.py -k zzz
-python -m benchmarks.corpus data/evidence --nosuch
-python benchmarks/step.py --nosuch 1
-python examples/plain_loop.py --nosuch 1
-python examples/wikitext.py data
-hf download openai-community/gpt2 --nosuch x
-make test WROKERS=3
-make tset
-torchrun --nosuch -m titan_disp.train --job.config_file train_configs/demo_cpu.toml
-"""
-
-
-@pytest.mark.parametrize("command", WRONG.strip().splitlines())
-def test_wrong_commands_are_found(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises((AssertionError, FileNotFoundError, SystemExit)):
-        check_command(command.split())
-
-
 def check_span(span):
     config = loaded("train_configs/demo_cpu.toml")
     words = [word for word in span.split()[1:] if word != "--help"]
@@ -235,9 +216,29 @@ def test_a_newcomer_finds_every_page():
 
 
 def test_requirements():
-    (torch_range,) = [line for line in PROJECT["dependencies"] if re.match(r"torch\b", line)]
-    assert f"`{torch_range}`" in README.read_text()
-    assert f"Python {PROJECT['requires-python'].replace('>=', '≥ ')}" in README.read_text()
+    asked = {re.match(r"[\w-]+", line)[0]: line for line in PROJECT["dependencies"]}
+    readme, page = README.read_text(), (ROOT / "docs" / "compatibility.md").read_text()
+    assert f"`{asked['torch']}`" in readme
+    assert f"Python {PROJECT['requires-python'].replace('>=', '≥ ')}" in readme
+    for wanted in (asked["torch"], asked["torchtitan"], asked["transformers"], f"python{PROJECT['requires-python']}"):
+        assert f"`{wanted}`" in page
+    assert importlib.metadata.version("torchtitan") == asked["torchtitan"].partition("==")[2]
+
+
+def test_imports_from_torchtitan():
+    """The port's script, by reading, against Python's own answer; and the page of the port, which is made by hand."""
+    imports = imported_by(ROOT / "titan_disp")
+    assert Imported("torchtitan.train", "Trainer") in imports
+    assert Imported("torchtitan.protocols.train_spec", "register_train_spec") in imports  # as titan.register_train_spec
+    installed = modules_of(Path(importlib.util.find_spec("torchtitan").origin).parent.parent)
+    for wanted, how in compare(imports, installed):
+        assert how == "there", wanted
+        assert hasattr(importlib.import_module(wanted.module), wanted.name), wanted
+    text = (ROOT / "docs" / "port.md").read_text()
+    counts = re.search(r"(\d+) names are in their place, (\d+) moved, and (\d+) are gone", text).groups()
+    there, elsewhere, gone = map(int, counts)
+    assert there + elsewhere + gone == len(imports)
+    assert len(re.findall(r"^\| `torchtitan\.", text, flags=re.M)) == elsewhere + gone
 
 
 def test_the_config_of_the_readme_can_start(tmp_path):
@@ -247,48 +248,30 @@ def test_the_config_of_the_readme_can_start(tmp_path):
     assert (config.model.flavor, config.dispersion.enabled, config.training.dataset) == ("0.6B", True, "text")
 
 
-def _model(net):
-    from types import SimpleNamespace
-
-    import torch
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, z):
-            return SimpleNamespace(loss=self.net(z).mean())
-
-    return Model()
-
-
 def test_the_loss_alone():
     """The README's loop against the paper's formula; the calls in docs/loss.md."""
     import torch
 
     from tests.oracle import oracle
 
+    class Model(torch.nn.Sequential):
+        def forward(self, z):
+            return SimpleNamespace(loss=super().forward(z).mean())
+
     torch.manual_seed(0)
-    blocks_ = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    z, outputs = torch.randn(2, 6, 4), []
-    names = {"model": _model(blocks_), "batch": {"z": z}}
+    model, z, outputs = Model(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.randn(2, 6, 4), []
+    names = {"model": model, "batch": {"z": z}}
     (block,) = blocks(README.read_text(), "python")
     exec(block, names)
-    for layer in blocks_:
+    for layer in model:
         z = layer(z)
         outputs.append(z)
     dispersion = torch.stack([oracle("angular", layer.detach()) for layer in outputs]).mean()
     assert names["loss"].item() == pytest.approx(z.mean().item() + 0.1 * dispersion.item(), rel=1e-5)
     _, block = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
-    given = {
-        "hidden_states": outputs,
-        "cross_entropy": torch.tensor(1.0),
-        "z": outputs[0],
-        "z_local": outputs[0],
-        "g": None,
-    }
-    exec(block, given | {"attention_mask": torch.ones(2, 6, dtype=torch.int64)})
+    z, mask = outputs[0], torch.ones(2, 6, dtype=torch.int64)
+    given = {"hidden_states": outputs, "z": z, "z_local": z, "attention_mask": mask, "g": None}
+    exec(block, given | {"cross_entropy": torch.tensor(1.0)})
 
 
 def test_results_in_python(tmp_path, monkeypatch):
