@@ -1,14 +1,21 @@
 """The subcommands as they are typed, in this process. Everything that would start another one is replaced."""
 
+import dataclasses
+import io
 import json
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import docstring_parser
 import pytest
 
 from tests.command_line import DEMO, typed
 from tests.pages import understood
+from titan_disp import cli
 from titan_disp.cluster import launch, preflight
+from titan_disp.cluster.cost import GPUS
 from titan_disp.config import options
 from titan_disp.errors import EXIT_CODE
 from titan_disp.lab import digest
@@ -22,7 +29,10 @@ OVERRIDES = (
 HANDED_ON = ["--job.config_file", str(DEMO), *OVERRIDES]  # for processes that read the config themselves
 
 
-def test_misspelled_subcommands(monkeypatch, capsys):
+def test_words_that_are_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} {"word " * 999}"}}\n' for i in range(99)))
     for words, message in (
         ("trian CONFIG", "'trian' is not a subcommand of titan-disp (did you mean train?); expected init, "),
         ("data fecth there", "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected digest, "),
@@ -30,25 +40,14 @@ def test_misspelled_subcommands(monkeypatch, capsys):
         ("sweep qqqq", "'qqqq' is not a subcommand of titan-disp sweep; expected a TOML file, run, table"),
         ("sweep qqqq.tml", "cannot read the config 'qqqq.tml'"),
         ("sweep there/qqqq", "cannot read the config 'there/qqqq'"),
+        ("train CONFIG --nproc 0", "--nproc is 0, expected at least 1"),
+        ("data index CONFIG --workers 0", "--workers is 0, expected at least 1"),
+        ("data fetch DIR --workers 0", "--workers is 0, expected at least 1"),
+        ("sample-data file/x", "'file' is not a writable folder"),
+        ("init file/x --text text.jsonl", f"'{tmp_path}/file' is not a writable folder"),
     ):
         assert typed(monkeypatch, *words.split()) == EXIT_CODE == 2
         assert f"titan-disp: error: {message}" in capsys.readouterr().err
-
-
-def test_numbers_that_are_too_small(monkeypatch, capsys, tmp_path):
-    for words in (("train", DEMO, "--nproc"), ("data index", DEMO, "--workers"), ("data fetch", tmp_path, "--workers")):
-        name, *rest = words
-        assert typed(monkeypatch, *name.split(), *rest, "0") == EXIT_CODE
-        assert f"{rest[-1]} is 0, expected at least 1" in capsys.readouterr().err
-
-
-def test_folders_that_cannot_be_made(monkeypatch, capsys, tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} {"word " * 999}"}}\n' for i in range(99)))
-    for words in (("sample-data", "file/x"), ("init", "file/x", "--text", "text.jsonl")):
-        monkeypatch.chdir(tmp_path)
-        assert typed(monkeypatch, *words) == EXIT_CODE
-        assert "is not a writable folder" in capsys.readouterr().err
 
 
 # Of each subcommand with a config, its own options as they are typed, and as it understands them.
@@ -167,3 +166,73 @@ def test_sweep(monkeypatch, capsys, tmp_path):
 
     assert typed(monkeypatch, "sweep", "table", file, "--out", tmp_path / "out", "--metric", "ce") == 0
     assert "| demo_cpu  | 0 of 2 |" in capsys.readouterr().out
+
+
+# ---- help, as a user sees it: in terminals of several widths
+
+
+def functions(commands, words=()):
+    for name, member in commands.items():
+        if isinstance(member, dict):
+            yield from functions(member, (*words, name))
+        else:
+            yield (*words, name), member[0]
+
+
+ALL = dict(functions(cli.COMMANDS))
+LISTS = [(), ("data",), ("sweep",)]
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    def print_help(words, columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert typed(monkeypatch, *words, "--help") == 0
+        return capsys.readouterr().out
+
+    return print_help
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_a_description_is_broken_only_where_the_terminal_ends(shown, words):
+    out = shown(words, 2000)
+    assert f"\n\n  {' '.join(cli.description(ALL[words]).split())}\n\n" in out
+    documented = docstring_parser.parse(ALL[words].__doc__).params
+    assert {one.arg_name for one in documented} == {field.name for field in dataclasses.fields(ALL[words])}
+    for one in documented:
+        assert " ".join(one.description.split()) in out, one.arg_name
+
+
+@pytest.mark.parametrize("words", [*LISTS, *ALL], ids=" ".join)
+def test_no_line_is_too_long_and_no_argument_is_named_by_its_type(shown, words):
+    for columns in (80, 140):
+        usage, *lines = shown(words, columns).splitlines()  # tyro does not wrap the usage
+        assert max(map(len, lines)) <= columns
+        box = "\n".join(lines)
+        assert not re.search(r"None|default: \)|--no-|\[\[", usage + box)
+        assert not re.search(r"^[│ ]+(STR|PATH)\b", box, flags=re.M)
+        assert not re.search(r"\n[│ ]*\n[│ ]+-", box)  # an empty line before an option
+
+
+@pytest.mark.parametrize("words", LISTS, ids=" ".join)
+def test_lists_have_the_first_paragraph_of_each_subcommand(shown, words):
+    shown(("checkpoint",), 2000)  # the whole help of another subcommand, in the same process
+    out = shown(words, 2000)
+    for name, kind in ALL.items():
+        if name[:-1] == words:
+            summary = " ".join(cli.description(kind).partition("\n\n")[0].split())
+            assert re.search(rf"^\W*{name[-1]} +{re.escape(summary)}\W*$", out, flags=re.M)
+
+
+def test_the_kinds_of_gpu_are_those_of_the_table(shown):
+    *others, last = GPUS
+    for words in (("plan",), ("submit",), ("sweep", "run")):
+        assert f"{', '.join(others)} or {last}" in shown(words, 2000)
+
+
+@pytest.mark.parametrize("words", [(), ("condensation",)], ids=["list", "condensation"])
+def test_a_terminal_without_unicode(monkeypatch, words):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert typed(monkeypatch, *words, "--help") == 0
+    sys.stdout.flush()
+    assert b"show this help message" in sys.stdout.buffer.getvalue()

@@ -18,7 +18,7 @@ from torchtitan.protocols import train_spec as titan
 
 import titan_disp
 from tests.command_line import ROOT, environment
-from tests.test_help import ALL
+from tests.test_cli import ALL
 from titan_disp import cpu
 from titan_disp.models.registry import MODELS
 from titan_disp.run import checkpoint, liveness, metrics
