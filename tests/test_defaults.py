@@ -126,7 +126,7 @@ dispersion = {clamp = 0.1, max_tokens = 256}
 
 def test_recipes():
     """All are listed above, pass the checks of a start on one GPU and on more, and have the values that are known."""
-    assert set(AUTHORS.glob("*.toml")) == set(RECIPES) == set(TRAINED)
+    assert set(AUTHORS.glob("*.toml")) == set(RECIPES) == set(BOUNDS)
     for file, tables in RECIPES.items():
         can_start(8, file)
         config, known = can_start(1, file), {}
@@ -149,23 +149,17 @@ def test_every_line_of_a_recipe_names_its_source():
                 assert set(named) <= sources, line
 
 
-# The learning rate at each of three steps without warm-up, as parts of its maximum: 1, then a third and two thirds of the way
-# down the recipe's curve; the bounds of the dispersion loss, which is a mean of exp(−D/τ) with D from arccos(1−κ)/π to 1 −
-# that, or of squared correlations.
-TRAINED = {
-    FINEWEB: ((1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), (-0.955, -0.045)),
-    WHOLE_C4: ((1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), (-0.955, -0.045)),
-    C4: ((1, 2 / 3, 1 / 3), (0, 1)),
-    MIDTRAIN: ((1, 0.75, 0.25), (-0.77, -0.23)),
-    GPT2: ((1, 0.75, 0.25), (-0.86, -0.14)),
-}
+# The bounds of the dispersion loss, which is a mean of exp(−D/τ) with D from arccos(1−κ)/π to 1 − that, or of squared
+# correlations.
+BOUNDS = {FINEWEB: (-0.955, -0.045), WHOLE_C4: (-0.955, -0.045), C4: (0, 1)}
+BOUNDS |= {MIDTRAIN: (-0.77, -0.23), GPT2: (-0.86, -0.14)}
 
 
 def three_steps_of_each(sample, folder):
     from titan_disp.run.reader import read_metrics
     from titan_disp.train import DispTrainer
 
-    for file, (curve, (least, most)) in TRAINED.items():
+    for file, (least, most) in BOUNDS.items():
         arguments = [
             *("--job.config_file", str(file), "--model.flavor=nano", "--model.hf_assets_path", f"{sample}/tokenizer"),
             *(
@@ -173,10 +167,10 @@ def three_steps_of_each(sample, folder):
                 sample,
                 "--job.dump_folder",
                 f"{folder}/{file.stem}",
-                "--training.seq_len",
-                "32",
+                "--stream.prefetch",
+                "0",
             ),
-            *("--training.local_batch_size", "1", "--training.global_batch_size", "2", "--stream.prefetch", "0"),
+            *("--training.local_batch_size=1", "--training.global_batch_size=2", "--training.seq_len=32"),
             *("--training.steps", "3", "--budget.tokens", "0", "--lr_scheduler.warmup_steps", "0"),
             *("--metrics.log_freq", "1", "--condensation.interval", "0", "--optimizer.implementation", "foreach"),
             *("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf"),
@@ -189,7 +183,6 @@ def three_steps_of_each(sample, folder):
         assert dtype == f"torch.{job.training.dtype}"
         trainer.close()
         rows = read_metrics(Path(folder) / file.stem)
-        assert [rows[step]["lr"] / job.optimizer.lr for step in (1, 2, 3)] == pytest.approx(curve)
         for step, row in rows.items():
             assert row["tokens"] == step * 2 * 32
             assert row["loss"] == pytest.approx(row["ce"] + job.dispersion.coeff * row["dispersion"], abs=1e-5)

@@ -13,12 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import tomli
+import torch
 import tyro
 
 from benchmarks.torchtitan_port import Imported, compare, imported_by, modules_of
 from tests.command_line import ROOT
+from tests.oracle import oracle
 from tests.pages import PLACEHOLDERS, blocks, can_start, commands, loaded, split, understood
 from titan_disp import cli
+from titan_disp.lab.sweeps.definition import points, read_sweep
 
 README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "train_configs").rglob("*.md")]
@@ -47,8 +50,6 @@ def overrides(words: list[str]) -> list[str]:
 
 
 def check_titan_disp(words):
-    from titan_disp.lab.sweeps.definition import read_sweep
-
     subcommand, options = understood(words)
     if hasattr(options, "argv"):
         loaded(*options.argv[1:])
@@ -167,8 +168,6 @@ def check_toml(block, page, folder):
     table = tomli.loads(block)
     (folder / "block.toml").write_text(block)
     if "sweep" in table:
-        from titan_disp.lab.sweeps.definition import points, read_sweep
-
         assert f"`{points(read_sweep(folder / 'block.toml'))[0].name}`" in page.read_text()
     else:
         loaded(folder / "block.toml")
@@ -250,9 +249,6 @@ def test_the_config_of_the_readme_can_start(tmp_path):
 
 def test_the_loss_alone():
     """The README's loop against the paper's formula; the calls in docs/loss.md."""
-    import torch
-
-    from tests.oracle import oracle
 
     class Model(torch.nn.Sequential):
         def forward(self, z):

@@ -6,6 +6,11 @@ import pytest
 
 from tests.command_line import ROOT
 from tests.pages import can_start, commands, loaded, understood
+from titan_disp.cluster import plan as plans
+from titan_disp.config.options import Machine
+from titan_disp.data.hub import is_hub_name
+from titan_disp.lab.inspection.targets import parse_group, parse_id
+from titan_disp.lab.sweeps.definition import points, read_sweep
 
 PAGE = ROOT / "docs" / "reproduce.md"
 SWEEPS = {path.stem: path for path in (ROOT / "train_configs" / "sweeps" / "paper").glob("*.toml")}
@@ -23,14 +28,10 @@ def options():
 
 @pytest.fixture(scope="module")
 def sweeps(options):
-    from titan_disp.lab.sweeps.definition import read_sweep
-
     return {str(one.file): read_sweep(ROOT / one.file) for name, one in options if name == "sweep run"}
 
 
 def test_runs_can_start_and_data_sets_have_names(options):
-    from titan_disp.data.hub import is_hub_name
-
     for name, one in options:
         if name == "train":
             can_start(one.nproc, one.config, *one.overrides)
@@ -41,9 +42,6 @@ def test_runs_can_start_and_data_sets_have_names(options):
 
 
 def test_models_and_runs(options, sweeps):
-    from titan_disp.lab.inspection.targets import parse_group, parse_id
-    from titan_disp.lab.sweeps.definition import points
-
     runs = {loaded(*one.argv[1:]).job.dump_folder for name, one in options if name in ("train", "submit")}
     runs |= {str(point.folder) for sweep in sweeps.values() for point in points(sweep)}
     found = []
@@ -63,8 +61,6 @@ def test_models_and_runs(options, sweeps):
 @pytest.mark.parametrize("name", sorted(SWEEPS.keys() - {"qwen3_methods"}))
 def test_sweeps_at_the_papers_size(name, sweeps):
     """The last condition of each listed point can start on one GPU."""
-    from titan_disp.lab.sweeps.definition import points
-
     sweep = sweeps[str(SWEEPS[name].relative_to(ROOT))]
     conditions = {point.condition: point for point in points(sweep)}
     assert sweep.against in conditions
@@ -82,9 +78,6 @@ def test_the_sweeps_of_both_models_are_the_same(sweeps):
 
 
 def test_costs(monkeypatch):
-    from titan_disp.cluster import plan as plans
-    from titan_disp.config.options import Machine
-
     monkeypatch.setattr(plans, "MAX_NODES", 1)  # else it tries a thousand
     section = PAGE.read_text().split("## Cost\n")[1].split("\n## ")[0]
     row = r"^\| `(train_configs/.*?)`.*? \| \d+ \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$"
