@@ -8,8 +8,6 @@ from tests.command_line import ROOT
 
 PACKAGE = ROOT / "titan_disp"
 ABOVE_BOTH = "cli"  # the table of commands
-
-
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 PICTURE = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", TEXT, flags=re.DOTALL)[1].splitlines()
 # Package or module → its line in the picture, from the top.
