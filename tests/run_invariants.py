@@ -41,18 +41,14 @@ def pages_names(run: Path) -> dict[str, str | None]:
 def check_run(run: Path) -> None:
     unknown = [path for path, name in pages_names(run).items() if name is None]
     assert not unknown, f"docs/run_folder.md names no such file: {unknown}"
-    rows = [row for row in read_json_lines(run / "metrics.jsonl") if "loss" in row]
-    measured, validated = (
-        [row for row in read_json_lines(run / "metrics.jsonl") if key in row] for key in ("condensation", "validation")
-    )
-    begins = _starts(read_events(run))
-    for kind in (rows, measured, validated):
+    written = read_json_lines(run / "metrics.jsonl")
+    kinds = [[row for row in written if key in row] for key in ("loss", "condensation", "validation")]
+    rows, begins = kinds[0], _starts(read_events(run))
+    for kind in kinds:
         times = [row["time"] for row in kind]
         assert times == sorted(times), "rows of two writers"
     for (step, since), (_, until) in pairwise([*begins, (0, inf)]):
-        of_start = [
-            [row["step"] for row in kind if since <= row["time"] < until] for kind in (rows, measured, validated)
-        ]
+        of_start = [[row["step"] for row in kind if since <= row["time"] < until] for kind in kinds]
         for steps in of_start:
             assert steps == sorted(set(steps)), f"a step has two rows, or steps go back, within one start: {steps}"
         assert all(s > step for s in of_start[0]), f"a start from step {step} has rows of steps {of_start[0]}"

@@ -1,18 +1,26 @@
 """The real trainer, as a whole: it trains, saves, is built anew and resumes, in one process and in two."""
 
-import io
+import json
 import logging
 import os
+import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, build, weights
-from tests.run_invariants import check_run
+from tests.pages import loaded
+from tests.run_invariants import FILES, check_run, pages_names
 from titan_disp.errors import ConfigError
+from titan_disp.run import reader
+from titan_disp.run.liveness import straggler
 from titan_disp.run.reader import read_config, read_events, read_json_lines, read_metrics
 
 STEPS, FIRST = 5, 3  # all steps, and those of the first start
@@ -21,10 +29,15 @@ COEFF = (0.5, 1.0, 1.0, 0.625, 0.25)  # λ at each step: a warm-up of two steps,
 OPTIONS = (
     *("--training.steps", str(STEPS), "--metrics.log_freq", "1", "--checkpoint.enable", "--checkpoint.interval", "9"),
     *("--metrics.enable_tensorboard", "--condensation.interval", "0", "--stream.prefetch", "0"),
+    *("--guard.max_skipped_steps", "7"),
     # Whatever depends on the step, which a resume must know.
     *("--dispersion.estimator", "sampled", "--dispersion.max_tokens", "8"),
     *("--dispersion.warmup_steps", "2", "--dispersion.decay", "linear", "--dispersion.final_coeff", "0.25"),
     *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.6", "--lr_scheduler.decay_type", "linear"),
+)
+MEASURES = (
+    *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.enable", "--validation.freq", "2"),
+    *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
 )
 CHANGED = (
     *("--optimizer.name", "Adam", "--optimizer.lr", "4e-3", "--optimizer.beta1", "0.8", "--optimizer.beta2", "0.9"),
@@ -35,57 +48,71 @@ CHANGED = (
 FIRST_PART = ("--budget.stop_at_tokens", str((FIRST - 1) * TOKENS + 1))
 
 
-def start(sample, run, *options, train=True):
+@contextmanager
+def trainer_of(sample, run, *options):
     trainer = build(sample, run, *OPTIONS, *options)
     try:
-        before = weights(trainer)
-        if train:
-            trainer.train()
-        return before, weights(trainer), trainer.dataloader.state_dict()
+        yield trainer
     finally:
         trainer.close()
 
 
-def other_tokenizer(sample, folder):
-    from sentencepiece import sentencepiece_model_pb2
+def start(sample, run, *options):
+    with trainer_of(sample, run, *options) as trainer:
+        before = weights(trainer)
+        trainer.train()
+        return before, weights(trainer), trainer.dataloader.state_dict()
 
-    shutil.copytree(Path(sample) / "tokenizer", folder)
-    (file,) = folder.glob("*.model")
-    model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
-    model.pieces[-1].piece, model.pieces[-2].piece = model.pieces[-2].piece, model.pieces[-1].piece
-    file.write_bytes(model.SerializeToString())
-    return folder
+
+def resume(sample, run, *options):
+    """The start that completes the run. What it is made of is joined as it should be. Its last heartbeat is kept."""
+    with trainer_of(sample, run, *options) as trainer:
+        saved, guard = trainer.checkpointer, trainer.optimizers
+        assert saved.hooks is saved.states["train_state"] is trainer
+        assert json.loads(saved.states["identity"]["json"])["hidden_dim"] == 192
+        assert guard.max_skipped_steps == 7
+        assert trainer.owns_folder()
+        trainer.train()
+        assert guard._counts.tolist() == [STEPS, 0, 0]  # with those before the resume
+        assert trainer.healthy()
+        guard._counts[2] = 1
+        assert not trainer.healthy()
+        shutil.copy(run / "heartbeat.json", run.parent)
+        return None, weights(trainer), trainer.dataloader.state_dict()
+
+
+@contextmanager
+def console(file):
+    handler, logger = logging.FileHandler(file), logging.getLogger()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
 
 
 def one_process(sample, folder):
+    """One run of one start, and one of two starts, which also measures. Copies of it go on in other ways."""
     folder = Path(folder)
-    whole, parts = folder / "whole", folder / "parts"
-    found = {"whole": start(sample, whole), "first": start(sample, parts, *FIRST_PART), "refusals": {}}
-    for name, options in {
-        "tokenizer": ("--model.hf_assets_path", str(other_tokenizer(sample, folder / "tokenizer"))),
-        "seq_len": ("--training.seq_len", "64"),
-        "n_layers": ("--model.overrides", "n_layers=3"),
-    }.items():
+    whole, parts, changed, complete = (folder / name for name in ("whole", "parts", "changed", "complete"))
+    measures = (*MEASURES, "--validation.dataset", "c4_validation", "--validation.dataset_path", sample)
+    found = {"whole": start(sample, whole), "refusals": {}}
+    with console(folder / "parts.log"):
+        found["first"] = start(sample, parts, *measures, *FIRST_PART)
+    for name, *options in (("seq_len", "--training.seq_len", "64"), ("n_layers", "--model.overrides", "n_layers=3")):
         with pytest.raises(ConfigError) as refused:
             start(sample, parts, *options)
         found["refusals"][name] = str(refused.value)
-    shutil.copytree(parts, folder / "changed")
-    found["group"], found["said"] = start_with_other_keys(sample, folder / "changed")
-    found["last"] = start(sample, parts)
-    found["seed"] = start(sample, folder / "seed", "--debug.seed", "12", train=False)
+    shutil.copytree(parts, changed)
+    with console(folder / "parts.log"):
+        found["last"] = resume(sample, parts, *measures)
+    with console(folder / "changed.log"), trainer_of(sample, changed, *CHANGED) as trainer:
+        trainer.train()
+        (group,) = trainer.optimizers.optimizers[0].param_groups
+    found["group"] = {key: value for key, value in group.items() if key != "params"}
+    start(sample, shutil.copytree(parts, complete), "--optimizer.lr", "0.5")
+    with trainer_of(sample, folder / "seed", "--debug.seed", "12") as trainer:
+        found["seed"] = weights(trainer)
     torch.save(found, folder / "found.pt")
-
-
-def start_with_other_keys(sample, run):
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logging.getLogger().addHandler(handler)
-    trainer = build(sample, run, *OPTIONS, *CHANGED)
-    trainer.train()
-    logging.getLogger().removeHandler(handler)
-    trainer.close()
-    (group,) = trainer.optimizers.optimizers[0].param_groups
-    return {key: value for key, value in group.items() if key != "params"}, said.getvalue()
 
 
 def two_nodes(sample, folder):
@@ -114,6 +141,11 @@ def found(folder):
     return torch.load(folder / "found.pt", weights_only=False)
 
 
+@pytest.fixture(scope="module")
+def run(folder):
+    return folder / "parts"
+
+
 def test_a_run_of_two_starts_equals_one_of_one_start(folder, found):
     whole, parts = read_metrics(folder / "whole"), read_metrics(folder / "parts")
     assert list(whole) == list(parts) == [1, 2, 3, 4, 5]
@@ -134,20 +166,20 @@ def test_what_depends_on_the_step(folder):
 
 
 def test_a_budget_between_two_steps_is_reached(folder, found):
-    """A job that stops at a number of tokens has trained on at least so many. Another tokenizer or model is refused."""
+    """A job that stops at a number of tokens has trained on at least so many. Other data or another model is refused."""
     events = read_events(folder / "parts")
     assert [(e["event"], e["step"]) for e in events] == [
-        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 3),
+        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 2),
         *(("resume", FIRST), ("checkpoint", STEPS), ("complete", STEPS)),
     ]
     assert read_config(folder / "parts")["budget"]["stop_at_tokens"] == 0
-    assert events[6]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
-    assert [event["reason"] for event in events[3:6]] == list(found["refusals"].values())
+    assert events[5]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
+    assert [event["reason"] for event in events[3:5]] == list(found["refusals"].values())
     assert all(name in reason for name, reason in found["refusals"].items())
 
 
 def test_the_seed_draws_the_weights(found):
-    seed, other = found["first"][0], found["seed"][0]
+    seed, other = found["first"][0], found["seed"]
     assert all(torch.equal(seed[name], found["whole"][0][name]) for name in seed)
     drawn = [name for name, weight in seed.items() if weight.std() > 0]
     assert len(drawn) >= len(seed) / 2
@@ -161,10 +193,17 @@ def test_keys_of_the_optimizer_and_its_schedule_may_change(folder, found):
     adam = {"decoupled_weight_decay": False}  # which AdamW has
     expected = {"initial_lr": 4e-3, "weight_decay": 0.5, "betas": (0.8, 0.9), "eps": 1e-6, **adam}
     assert found["group"] | expected == found["group"]
-    said = found["said"].split("The config differs from that of the last start: ")[1].splitlines()[0]
+    said = (
+        (folder / "changed.log")
+        .read_text()
+        .split("The config differs from that of the last start: ")[1]
+        .splitlines()[0]
+    )
     assert "lr_scheduler.decay_type: 'linear' → 'sqrt', " in said
     assert "optimizer.lr: 0.0008 → 0.004, " in said
     assert "metrics." not in said
+    # A start that finds the run complete trains nothing, so that its config is not that of the run.
+    assert (folder / "complete/config.json").read_bytes() == (folder / "parts/config.json").read_bytes()
 
 
 def test_two_nodes(folder, sample):
@@ -179,3 +218,77 @@ def test_two_nodes(folder, sample):
     for name, tolerance in {"lr": 1e-6, "ce": 1e-3, "dispersion": 2e-2, "grad_norm": 1e-2}.items():
         values = [[row[name] for row in of.values()] for of in (rows, expected)]
         assert values[0] == pytest.approx(values[1], rel=tolerance), name
+
+
+# ---- what a run leaves: docs/run_folder.md names it
+
+
+def named(heading=None, page="run_folder.md"):
+    """What a page in docs/ names in `code`, in all of it or below one heading."""
+    page = (ROOT / "docs" / page).read_text()
+    if heading is not None:
+        page = re.split(r"\n(?=## )", page.split(f"\n## {heading}\n")[1])[0]
+    return set(re.findall(r"`([^`]+)`", page))
+
+
+def test_the_page_names_every_file(run):
+    assert FILES.keys() <= named()
+    found = set(pages_names(run).values())
+    assert found <= named()
+    assert len(found) == 11
+
+
+def test_the_page_names_every_field(run):
+    config, environment = read_config(run), reader.read_environment(run)
+    assert config.keys() == loaded("train_configs/demo_cpu.toml").to_dict().keys()
+    assert environment.keys() <= named("config.json and environment.json")
+    events, rows = read_events(run), reader.read_rows(run)
+    assert {e["event"] for e in events} == {"start", "checkpoint", "stop", "refused", "resume", "complete"}
+    assert {key for event in events for key in event} <= named("events.jsonl")
+    measured = [row for row in read_json_lines(run / "metrics.jsonl") if "condensation" in row]
+    parts = [row["spent"] for row in rows] + [row["condensation"] for row in measured]
+    assert {key for row in rows for key in row["data"]} <= named("Metrics", "data.md")
+    fields = {key for part in (*rows, *measured, *parts) for key in part}
+    assert fields | {"spearman", "kendall", "range"} <= named("metrics.jsonl")
+    assert {"rank", "host", "seconds", "median"} == straggler([1.0, 9.0], ["a", "b"]).keys() <= named("metrics.jsonl")
+    beat = reader.read_heartbeat(run.parent)
+    assert beat["step"] == STEPS
+    assert beat.keys() <= named("heartbeat.json")
+    hashes = json.loads((run / "checkpoint" / f"step-{STEPS}" / "hashes.json").read_text())
+    assert hashes.keys() <= named("Checkpoints")
+
+
+def test_the_page_names_every_event():
+    sources = "".join(path.read_text() for path in (ROOT / "titan_disp").rglob("*.py"))
+    written = set(re.findall(r'\bevent\(\s*"(\w+)"(?: if [\w.]+ else "(\w+)")?', sources))
+    table = (ROOT / "docs" / "run_folder.md").read_text().split("| `event` |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for names in written for name in names if name} == set(re.findall(r"`(\w+)`", "".join(cells)))
+
+
+def test_what_is_said_of_a_run(run):
+    console = (run.parent / "parts.log").read_text()
+    assert re.search(r"goodput\) of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:.* start-up", console)
+    for said in ("(goodput) of all 4 starts: ", f"Checkpoints: {run}/checkpoint", f"--logdir {run}/tb"):
+        assert said in console
+    eager = dict.fromkeys(("epilogue", "normalize_backward"), "eager: on a CPU")
+    assert reader.read_environment(run)["dispersion"] == {"kernels": eager, "products": ["float32"]}
+    said = "Dispersion forms products of float32. Its kernels: epilogue eager: on a CPU; normalize_backward eager: on a CPU"
+    assert console.count(said) == 2  # in both starts
+    found, rows, losses = reader.read_condensation(run), read_metrics(run), reader.read_validation(run)
+    assert (list(found), list(losses)) == ([0, 2, 3, 4, 5], [1, 2, 4])  # also where it stopped
+    assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
+    cosines = console.split("embedding → last block: ")[-1].split("  ")[0].split()
+    assert cosines == [f"{c:.2f}" for c in found[STEPS]["mean_cosine"][:-1]]
+    # The last lines: how condensation went.
+    numbers = (f"{found[STEPS]['cross_entropy']:.3f}", f"{np.mean(found[STEPS]['mean_cosine'][1:7]):.2f}")
+    assert re.search(rf" {STEPS} +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1])
+    board = EventAccumulator(str(run / "tb")).Reload()
+    tags = {"n_tokens_seen": "tokens", "loss_metrics/dispersion": "dispersion", "grad_norm": "grad_norm"}
+    for tag, key in tags.items():
+        assert [(e.step, e.value) for e in board.Scalars(tag)] == [(s, pytest.approx(rows[s][key])) for s in rows]
+    events = {event["event"]: event for event in read_events(run)}  # of the second start
+    began, end = events["resume"], events["complete"]
+    assert began["allocated"] < began["time"]
+    assert sum(end["spent"].values()) <= end["time"] - began["allocated"] + 0.01
+    assert min(end["spent"].values()) > 0  # steps, checkpoints, condensation and validation

@@ -1,14 +1,21 @@
 """The subcommands as they are typed, in this process. Everything that would start another one is replaced."""
 
+import dataclasses
+import io
 import json
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import docstring_parser
 import pytest
 
 from tests.command_line import DEMO, typed
 from tests.pages import understood
+from titan_disp import cli
 from titan_disp.cluster import launch, preflight
+from titan_disp.cluster.cost import GPUS
 from titan_disp.config import options
 from titan_disp.errors import EXIT_CODE
 from titan_disp.lab import digest
@@ -22,7 +29,10 @@ OVERRIDES = (
 HANDED_ON = ["--job.config_file", str(DEMO), *OVERRIDES]  # for processes that read the config themselves
 
 
-def test_misspelled_subcommands(monkeypatch, capsys):
+def test_words_that_are_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} {"word " * 999}"}}\n' for i in range(99)))
     for words, message in (
         ("trian CONFIG", "'trian' is not a subcommand of titan-disp (did you mean train?); expected init, "),
         ("data fecth there", "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected digest, "),
@@ -30,36 +40,14 @@ def test_misspelled_subcommands(monkeypatch, capsys):
         ("sweep qqqq", "'qqqq' is not a subcommand of titan-disp sweep; expected a TOML file, run, table"),
         ("sweep qqqq.tml", "cannot read the config 'qqqq.tml'"),
         ("sweep there/qqqq", "cannot read the config 'there/qqqq'"),
+        ("train CONFIG --nproc 0", "--nproc is 0, expected at least 1"),
+        ("data index CONFIG --workers 0", "--workers is 0, expected at least 1"),
+        ("data fetch DIR --workers 0", "--workers is 0, expected at least 1"),
+        ("sample-data file/x", "'file' is not a writable folder"),
+        ("init file/x --text text.jsonl", f"'{tmp_path}/file' is not a writable folder"),
     ):
         assert typed(monkeypatch, *words.split()) == EXIT_CODE == 2
         assert f"titan-disp: error: {message}" in capsys.readouterr().err
-
-
-def test_numbers_that_are_too_small(monkeypatch, capsys, tmp_path):
-    for words in (("train", DEMO, "--nproc"), ("data index", DEMO, "--workers"), ("data fetch", tmp_path, "--workers")):
-        name, *rest = words
-        assert typed(monkeypatch, *name.split(), *rest, "0") == EXIT_CODE
-        assert f"{rest[-1]} is 0, expected at least 1" in capsys.readouterr().err
-
-
-def test_folders_that_cannot_be_made(monkeypatch, capsys, tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} {"word " * 999}"}}\n' for i in range(99)))
-    for words in (("sample-data", "file/x"), ("init", "file/x", "--text", "text.jsonl")):
-        monkeypatch.chdir(tmp_path)
-        assert typed(monkeypatch, *words) == EXIT_CODE
-        assert "is not a writable folder" in capsys.readouterr().err
-
-
-# Of each subcommand with a config, its own options as they are typed, and as it understands them.
-OWN = {
-    "train": ("--nproc 2", {"nproc": 2}),
-    "plan": ("--nodes 2 --gpus-per-node 1 --gpu A100 --mfu 0.5 --strict", {"nodes": 2, "gpu": "A100", "strict": True}),
-    "preflight": ("--ranks 2 --flavor debugmodel --seq-len 32", {"ranks": 2, "flavor": "debugmodel", "seq_len": 32}),
-    "submit": ("--gpus-per-node 0 --sbatch time=1:00:00", {"gpus_per_node": 0, "sbatch": ("time=1:00:00",)}),
-    "data digest": ("--resume-at 3 5 --resume-ranks 1 4 --steps 9", {"phases": [(0, 1), (3, 1), (5, 4)], "steps": 9}),
-    "data index": ("--workers 2 --out x", {"workers": 2, "out": Path("x")}),
-}
 
 
 def among(own):
@@ -67,18 +55,15 @@ def among(own):
     return (*OVERRIDES[:2], *own.split(), *OVERRIDES[2:])
 
 
-@pytest.mark.parametrize("subcommand", OWN)
-def test_options_among_the_keys_of_the_config(subcommand):
-    own, expected = OWN[subcommand]
-    name, found = understood([*subcommand.split(), str(DEMO), *among(own)])
-    assert name == subcommand
-    assert found.argv == HANDED_ON
-    assert {key: getattr(found, key) for key in expected} == expected
+def test_data_index_reads_its_options_among_the_keys_of_the_config():
+    name, found = understood(["data", "index", str(DEMO), *among("--workers 2 --out x")])
+    assert (name, found.workers, found.out, found.argv) == ("data index", 2, Path("x"), HANDED_ON)
 
 
-def test_all_subcommands_with_a_config_are_listed():
+def test_all_subcommands_with_a_config_are_tested_here():
     found = {one.__name__ for one in vars(options).values() if isinstance(one, type) and hasattr(one, "argv")}
-    assert found == {"ConfigOptions", *(f"{name.split()[-1].title()}Options" for name in OWN)}
+    names = ("Config", "Index", "Train", "Plan", "Preflight", "Submit", "Digest")
+    assert found == {f"{name}Options" for name in names}
 
 
 def test_train_hands_its_overrides_to_the_ranks(monkeypatch, tmp_path):
@@ -115,9 +100,10 @@ def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(preflight.subprocess, "run", one_step)
-    assert typed(monkeypatch, "preflight", DEMO, *among(OWN["preflight"][0])) == 0
+    assert typed(monkeypatch, "preflight", DEMO, *among("--ranks 2 --flavor debugmodel --seq-len 32")) == 0
     ((*_, given),) = started
-    assert options.PreflightOptions(**json.loads(given)).argv == HANDED_ON
+    found = options.PreflightOptions(**json.loads(given))
+    assert (found.argv, found.ranks, found.flavor) == (HANDED_ON, 2, "debugmodel")
     assert "training.seq_len 64 → 32" in capsys.readouterr().out
 
 
@@ -136,7 +122,8 @@ def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys, tmp_path):
 def test_data_digest(monkeypatch, capsys):
     driven = []
     monkeypatch.setattr(digest, "digest", lambda *args: driven.append(args) or digest.Digest(hashes=["abc"]))
-    assert typed(monkeypatch, "data", "digest", DEMO, *among(OWN["data digest"][0]), "--json") == 0
+    own = "--resume-at 3 5 --resume-ranks 1 4 --steps 9 --json"
+    assert typed(monkeypatch, "data", "digest", DEMO, *among(own)) == 0
     ((job, steps, phases),) = driven
     assert (job.training.seq_len, steps, phases) == (64, 9, [(0, 1), (3, 1), (5, 4)])
     assert json.loads(capsys.readouterr().out)["hashes"] == ["abc"]
@@ -167,3 +154,73 @@ def test_sweep(monkeypatch, capsys, tmp_path):
 
     assert typed(monkeypatch, "sweep", "table", file, "--out", tmp_path / "out", "--metric", "ce") == 0
     assert "| demo_cpu  | 0 of 2 |" in capsys.readouterr().out
+
+
+# ---- help, as a user sees it: in terminals of several widths
+
+
+def functions(commands, words=()):
+    for name, member in commands.items():
+        if isinstance(member, dict):
+            yield from functions(member, (*words, name))
+        else:
+            yield (*words, name), member[0]
+
+
+ALL = dict(functions(cli.COMMANDS))
+LISTS = [(), ("data",), ("sweep",)]
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    def print_help(words, columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert typed(monkeypatch, *words, "--help") == 0
+        return capsys.readouterr().out
+
+    return print_help
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_a_description_is_broken_only_where_the_terminal_ends(shown, words):
+    out = shown(words, 2000)
+    assert f"\n\n  {' '.join(cli.description(ALL[words]).split())}\n\n" in out
+    documented = docstring_parser.parse(ALL[words].__doc__).params
+    assert {one.arg_name for one in documented} == {field.name for field in dataclasses.fields(ALL[words])}
+    for one in documented:
+        assert " ".join(one.description.split()) in out, one.arg_name
+
+
+@pytest.mark.parametrize("words", [*LISTS, *ALL], ids=" ".join)
+def test_no_line_is_too_long_and_no_argument_is_named_by_its_type(shown, words):
+    for columns in (80, 140):
+        usage, *lines = shown(words, columns).splitlines()  # tyro does not wrap the usage
+        assert max(map(len, lines)) <= columns
+        box = "\n".join(lines)
+        assert not re.search(r"None|default: \)|--no-|\[\[", usage + box)
+        assert not re.search(r"^[│ ]+(STR|PATH)\b", box, flags=re.M)
+        assert not re.search(r"\n[│ ]*\n[│ ]+-", box)  # an empty line before an option
+
+
+@pytest.mark.parametrize("words", LISTS, ids=" ".join)
+def test_lists_have_the_first_paragraph_of_each_subcommand(shown, words):
+    shown(("checkpoint",), 2000)  # the whole help of another subcommand, in the same process
+    out = shown(words, 2000)
+    for name, kind in ALL.items():
+        if name[:-1] == words:
+            summary = " ".join(cli.description(kind).partition("\n\n")[0].split())
+            assert re.search(rf"^\W*{name[-1]} +{re.escape(summary)}\W*$", out, flags=re.M)
+
+
+def test_the_kinds_of_gpu_are_those_of_the_table(shown):
+    *others, last = GPUS
+    for words in (("plan",), ("submit",), ("sweep", "run")):
+        assert f"{', '.join(others)} or {last}" in shown(words, 2000)
+
+
+@pytest.mark.parametrize("words", [(), ("condensation",)], ids=["list", "condensation"])
+def test_a_terminal_without_unicode(monkeypatch, words):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert typed(monkeypatch, *words, "--help") == 0
+    sys.stdout.flush()
+    assert b"show this help message" in sys.stdout.buffer.getvalue()

@@ -21,9 +21,8 @@ from titan_disp.job_config import all_keys
 
 TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
 SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
-MARGIN = "dispersion.variant simctg dispersion.options"
 VALIDATION = "validation.enable true validation.steps 1"
-OWN_TEXT = ROOT / "examples" / "own_text.toml"
+SHIPPED = [*sorted((ROOT / "train_configs").glob("*.toml")), ROOT / "examples" / "own_text.toml"]
 NOISE = "baseline.method noisy_embedding"
 FORGET = "baseline.method active_forgetting dispersion.enabled false"
 
@@ -50,11 +49,12 @@ def check(config, ranks):
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [
-        (1, "dispersion.variant l2_repel dispersion.estimator moments", "'l2_repel' does not support"),
         (1, "dispersion.variant decorrelation dispersion.tau 0.5", "^dispersion.tau is 0.5, but variant"),
-        (1, f"{MARGIN} margin=3", "^dispersion.options.margin is 3.0, expected a number in"),
-        (1, "dispersion.options margin=1", "^dispersion.options.margin is not known; expected no option"),
-        (1, "dispersion.options tau=1", "^dispersion.options.tau is not known: it has a key of its own, tau"),
+        (
+            1,
+            "dispersion.variant simctg dispersion.options margin=3",
+            "^dispersion.options.margin is 3.0, expected a num",
+        ),
         (1, "dispersion.warmup_steps 1000", "dispersion.warmup_steps is 1000, expected 0 to 300"),
         (1, "dispersion.layers [0,6]", r"dispersion.layers is \[0, 6\], but the model has 6 blocks"),
         (1, "dispersion.layers [2,2]", r"dispersion.layers is \[2, 2\].*none of them twice"),
@@ -62,7 +62,6 @@ def check(config, ranks):
         (1, "dispersion.final_norm true dispersion.layers early_half", r"'early_half' leaves the last block \(5\) out"),
         (1, "budget.tokens 1000", "steps is 300, but budget.tokens 1,000 at 4,096 tokens per step makes 1 step:"),
         (1, "training.steps -1", "neither budget.tokens nor training.steps"),
-        (1, "budget.stop_at_tokens 1228801", "stop_at_tokens is 1,228,801, more than the 1,228,800 tokens"),
         (1, "optimizer.early_step_in_backward true", "early_step_in_backward"),
         (1, "checkpoint.keep_latest_k 1", "keep_latest_k is 1"),
         (1, "checkpoint.interval 0", "checkpoint.interval is 0"),
@@ -75,7 +74,6 @@ def check(config, ranks):
         (1, "model.flavor 9B", "'9B', expected one of nano, .*0.6B, 0.6B_untied, 1.7B, 4B, 8B, 14B, 32B"),
         (1, "model.overrides vocab_size=100", "2048 tokens, .*'nano with vocab_size = 100' has a vocabulary of 100"),
         (1, "training.dataset_path /nowhere", "training.dataset_path is '/nowhere', which does not exist"),
-        (1, "training.global_batch_size 6", "6 is not a positive multiple of local_batch_size 4 × 1"),
         (1, f"{VALIDATION} validation.seq_len 0", "validation.seq_len is 0"),
         (1, "training.local_batch_size 0", "local_batch_size is 0"),
         (1, "training.seq_len 1", "seq_len is 1, expected at least 2"),
@@ -90,7 +88,6 @@ def check(config, ranks):
         (2, "parallelism.enable_async_tensor_parallel true", "needs compile.enable = true"),
         (2, f"{REPLICAS} 2", "pure data parallelism .* is refused"),
         (2, f"{REPLICAS} -1", "replicate_degree is -1, but data_parallel_shard_degree is -1: only one of them"),
-        (12, f"{REPLICAS} -1 {SHARDS} 8", "_degree 8 × .* = 8 ranks, but there are 12: .* a divisor of 12$"),
         (3, f"{REPLICAS} -1 {SHARDS} 8 {TP} 2", "2 = 2 does not divide the number of ranks, 3: set .* that does"),
         (2, f"{SHARDS} 4", "= 4, but the number of ranks is 2: set data_parallel_replicate_degree = -1"),
         (3, f"{TP} 3", "tensor_parallel_degree 3 does not divide the 4 attention heads"),
@@ -107,15 +104,12 @@ def check(config, ranks):
         (1, "comm.mode local_tensor", "local_tensor"),
         (1, "fault_tolerance.enable true", "fault_tolerance"),
         (1, "metrics.enable_wandb true", r"wandb is not installed: pip install 'titan-disp\[wandb\]'"),
-        (1, "stream.slots 5", "stream.slots is 5; expected a divisor of the global batch 16"),
         (2, "stream.slots 1", "stream.slots is 1; .* multiple of the number of data-parallel ranks, 2"),
         (1, 'stream.text_field ""', 'stream.text_field is ""'),
-        (1, "validation.enable true validation.steps -1", "validation.steps is -1"),
         (1, f"{VALIDATION} validation.seq_len 257", "is 257, expected 1 to training.seq_len 256, .* Leave it out"),
         (2, f"{VALIDATION} validation.seq_len 33 {TP} 2", "validation.seq_len is 33, expected a multiple of"),
         (1, f"{VALIDATION} validation.dataset_path /nowhere", "validation.dataset_path is '/nowhere'"),
         (1, "validation.enable true stream.validation_sequences 12", "validation_sequences is 12, expected a multiple"),
-        (1, f"{VALIDATION} stream.validation_sequences 32", r"would end after \d+ of the stream.validation_sequences"),
     ],
 )
 def test_refused(options, ranks, changes, message, monkeypatch):
@@ -171,6 +165,10 @@ def test_validation_sequences_are_as_long_as_the_trainings_unless_they_are_said_
 
 
 def test_toml(tmp_path):
+    for layers in ("early_half", [0, 3]):
+        (tmp_path / f"{layers}.toml").write_text(f"[dispersion]\nlayers = {layers!r}")
+        assert loaded(tmp_path / f"{layers}.toml").dispersion.layers == layers
+        assert loaded(tmp_path / f"{layers}.toml", "--dispersion.layers", "1", "2").dispersion.layers == [1, 2]
     for toml, message in (
         ("[dispersion]\nlambda = 1.0", r"unknown key .*dispersion.lambda \(did you mean dispersion.coeff\?\)"),
         ("[trainig]\nsteps = 1", r"trainig \(did you mean training\?\)"),
@@ -251,27 +249,9 @@ def test_missing_config(tmp_path):
             loaded(name)
 
 
-def test_layers_from_toml_and_the_command_line(tmp_path):
-    words = ("--dispersion.enabled", "--dispersion.coeff", "0.5", "--dispersion.layers", "1", "2")
-    for layers in ("early_half", [0, 3]):
-        (tmp_path / "c.toml").write_text(f"[dispersion]\ncoeff = 0.2\nlayers = {layers!r}")
-        for given, found in (((), (False, 0.2, layers)), (words, (True, 0.5, [1, 2]))):
-            dispersion = load_config(["--job.config_file", str(tmp_path / "c.toml"), *given]).dispersion
-            assert (dispersion.enabled, dispersion.coeff, dispersion.layers) == found
-
-
-@pytest.mark.parametrize(
-    "config", [*sorted((ROOT / "train_configs").glob("*.toml")), OWN_TEXT], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configs_are_valid(config):
     can_start({"qwen3_0.6b_c4.toml": 640, "gpt2_124m_c4.toml": 8}.get(config.name, 1), config)
-
-
-@pytest.mark.parametrize(("ranks", "shards", "replicas"), [(2, 2, 1), (8, 8, 1), (1920, 8, 240)])
-def test_fewer_ranks_than_shards_are_one_replica(ranks, shards, replicas):
-    parallelism = can_start(ranks, ROOT / "train_configs" / "qwen3_0.6b_c4.toml").parallelism
-    assert parallelism.data_parallel_shard_degree == shards
-    assert parallelism.data_parallel_replicate_degree == replicas
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -22,10 +22,14 @@ def of_toml(default):
     return None if default == "unset" else tomli.loads(f"value = {default}")["value"]
 
 
-def test_the_page_is_what_the_command_prints(monkeypatch, capsys):
+def test_the_page_and_what_the_command_prints(monkeypatch, capsys):
     assert typed(monkeypatch, "config", "--markdown") == 0
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert capsys.readouterr().out == page, "run: titan-disp config --markdown > docs/configuration.md"
+    assert typed(monkeypatch, "config") == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name.split('.')[1]} = " in out for name in job_config.all_keys())
+    assert typed(monkeypatch, "config", "dispersion", "--markdown") == 2
 
 
 def test_every_key_of_titan_disp_with_its_default():
@@ -71,10 +75,3 @@ def test_parts():
     ):
         with pytest.raises(ConfigError, match=message):
             reference.reference(name)
-
-
-def test_everything_is_printed_without_a_name(monkeypatch, capsys):
-    assert typed(monkeypatch, "config") == 0
-    out = capsys.readouterr().out
-    assert all(f"\n{name.split('.')[1]} = " in out for name in job_config.all_keys())
-    assert typed(monkeypatch, "config", "dispersion", "--markdown") == 2

@@ -74,63 +74,49 @@ lr_scheduler = {decay_type = "cosine", min_lr_factor = 0.1}
 training = {dtype = "bfloat16"}
 dispersion = {clamp = 1e-2, max_tokens = 256}
 """
+SHARED = {
+    FINEWEB: (COMMON, PRETRAIN, ANGULAR, LAST_GENERATION),
+    WHOLE_C4: (COMMON, PRETRAIN, ANGULAR, LAST_GENERATION),
+    C4: (COMMON, PRETRAIN),
+    MIDTRAIN: (COMMON, MIDTRAINING, ANGULAR),
+    GPT2: (COMMON, MIDTRAINING, ANGULAR),
+}
 RECIPES = {
-    FINEWEB: (
-        PRETRAIN,
-        ANGULAR,
-        LAST_GENERATION,
-        """
+    FINEWEB: """
 training = {steps = 9537, global_batch_size = 256} # 10e9 tokens / (256 × 4096)
 lr_scheduler = {warmup_steps = 500}
 """,
-    ),
-    WHOLE_C4: (
-        PRETRAIN,
-        ANGULAR,
-        LAST_GENERATION,
-        """
+    WHOLE_C4: """
 training = {steps = 29755, global_batch_size = 1280, local_batch_size = 2, dataset = "c4"} # 156e9 tokens / (1280 × 4096)
 lr_scheduler = {warmup_steps = 1488} # 5 % of these
 """,
-    ),
-    C4: (
-        PRETRAIN,
-        """
+    C4: """
 training = {steps = 1000, global_batch_size = -1, dataset = "c4", dtype = "float32"}
 lr_scheduler = {warmup_steps = 2, decay_type = "linear", min_lr_factor = 0.0}
 dispersion = {variant = "decorrelation", coeff = 1.0, estimator = "exact"}
 """,
-    ),
-    MIDTRAIN: (
-        MIDTRAINING,
-        ANGULAR,
-        """
+    MIDTRAIN: """
 model = {flavor = "0.6B"}
 training = {steps = 1526, global_batch_size = 32, local_batch_size = 1} # 200e6 tokens / (32 × 4096)
 lr_scheduler = {warmup_steps = 306} # 20 % of these
 dispersion = {clamp = 0.25, max_tokens = 256}
 """,
-    ),
-    GPT2: (
-        MIDTRAINING,
-        ANGULAR,
-        """
+    GPT2: """
 model = {name = "gpt2_disp", flavor = "124M"}
 training = {seq_len = 1024, steps = 1526, global_batch_size = 128, local_batch_size = 16} # 200e6 tokens / (128 × 1024)
 lr_scheduler = {warmup_steps = 306}
 dispersion = {clamp = 0.1, max_tokens = 256}
 """,
-    ),
 }
 
 
 def test_recipes():
     """All are listed above, pass the checks of a start on one GPU and on more, and have the values that are known."""
-    assert set(AUTHORS.glob("*.toml")) == set(RECIPES) == set(TRAINED)
-    for file, tables in RECIPES.items():
+    assert set(AUTHORS.glob("*.toml")) == set(RECIPES) == set(BOUNDS)
+    for file, own in RECIPES.items():
         can_start(8, file)
         config, known = can_start(1, file), {}
-        for table in map(tomli.loads, (COMMON, *tables)):
+        for table in map(tomli.loads, (*SHARED[file], own)):
             known |= {(section, key): table[section][key] for section in table for key in table[section]}
         found = {(section, key): getattr(getattr(config, section), key) for section, key in known}
         assert found == known, file.name
@@ -149,23 +135,17 @@ def test_every_line_of_a_recipe_names_its_source():
                 assert set(named) <= sources, line
 
 
-# The learning rate at each of three steps without warm-up, as parts of its maximum: 1, then a third and two thirds of the way
-# down the recipe's curve; the bounds of the dispersion loss, which is a mean of exp(−D/τ) with D from arccos(1−κ)/π to 1 −
-# that, or of squared correlations.
-TRAINED = {
-    FINEWEB: ((1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), (-0.955, -0.045)),
-    WHOLE_C4: ((1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), (-0.955, -0.045)),
-    C4: ((1, 2 / 3, 1 / 3), (0, 1)),
-    MIDTRAIN: ((1, 0.75, 0.25), (-0.77, -0.23)),
-    GPT2: ((1, 0.75, 0.25), (-0.86, -0.14)),
-}
+# The bounds of the dispersion loss, which is a mean of exp(−D/τ) with D from arccos(1−κ)/π to 1 − that, or of squared
+# correlations.
+BOUNDS = {FINEWEB: (-0.955, -0.045), WHOLE_C4: (-0.955, -0.045), C4: (0, 1)}
+BOUNDS |= {MIDTRAIN: (-0.77, -0.23), GPT2: (-0.86, -0.14)}
 
 
 def three_steps_of_each(sample, folder):
     from titan_disp.run.reader import read_metrics
     from titan_disp.train import DispTrainer
 
-    for file, (curve, (least, most)) in TRAINED.items():
+    for file, (least, most) in BOUNDS.items():
         arguments = [
             *("--job.config_file", str(file), "--model.flavor=nano", "--model.hf_assets_path", f"{sample}/tokenizer"),
             *(
@@ -173,10 +153,10 @@ def three_steps_of_each(sample, folder):
                 sample,
                 "--job.dump_folder",
                 f"{folder}/{file.stem}",
-                "--training.seq_len",
-                "32",
+                "--stream.prefetch",
+                "0",
             ),
-            *("--training.local_batch_size", "1", "--training.global_batch_size", "2", "--stream.prefetch", "0"),
+            *("--training.local_batch_size=1", "--training.global_batch_size=2", "--training.seq_len=32"),
             *("--training.steps", "3", "--budget.tokens", "0", "--lr_scheduler.warmup_steps", "0"),
             *("--metrics.log_freq", "1", "--condensation.interval", "0", "--optimizer.implementation", "foreach"),
             *("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf"),
@@ -189,7 +169,6 @@ def three_steps_of_each(sample, folder):
         assert dtype == f"torch.{job.training.dtype}"
         trainer.close()
         rows = read_metrics(Path(folder) / file.stem)
-        assert [rows[step]["lr"] / job.optimizer.lr for step in (1, 2, 3)] == pytest.approx(curve)
         for step, row in rows.items():
             assert row["tokens"] == step * 2 * 32
             assert row["loss"] == pytest.approx(row["ce"] + job.dispersion.coeff * row["dispersion"], abs=1e-5)

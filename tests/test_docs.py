@@ -1,21 +1,31 @@
-"""README.md, docs/ and the other pages: commands are valid, links resolve, keys exist, Python code runs."""
+"""README.md, docs/ and the other pages: commands are valid, links resolve, keys exist, Python code runs, messages are known."""
 
 import argparse
 import ast
 import dataclasses
+import importlib.metadata
 import importlib.util
 import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli
+import torch
 import tyro
 
+from benchmarks.torchtitan_port import Imported, compare, imported_by, modules_of
 from tests.command_line import ROOT
+from tests.oracle import oracle
 from tests.pages import PLACEHOLDERS, blocks, can_start, commands, loaded, split, understood
 from titan_disp import cli
+from titan_disp.cluster import plan as plans
+from titan_disp.config.options import Machine
+from titan_disp.data.hub import is_hub_name
+from titan_disp.lab.inspection.targets import parse_group, parse_id
+from titan_disp.lab.sweeps.definition import points, read_sweep
 
 README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "train_configs").rglob("*.md")]
@@ -28,6 +38,11 @@ FOLDERS = "train_configs|benchmarks|slurm|docs|examples|tests|titan_disp"
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
 VARIABLES = set(re.findall(r"\$\((\w+)\)", (ROOT / "Makefile").read_text()))
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
 
 
 def name(page: Path) -> str:
@@ -44,8 +59,6 @@ def overrides(words: list[str]) -> list[str]:
 
 
 def check_titan_disp(words):
-    from titan_disp.lab.sweeps.definition import read_sweep
-
     subcommand, options = understood(words)
     if hasattr(options, "argv"):
         loaded(*options.argv[1:])
@@ -127,28 +140,6 @@ def check_command(words):
         assert command in OTHERS or command == "python", words
 
 
-WRONG = """
-titan-disp train train_configs/demo_cpu.toml --training.stepz 3
-python -m pytest tests/no_such.py -k zzz
-python -m pytest tests/test_files.py -k zzz
-python -m benchmarks.corpus data/evidence --nosuch
-python benchmarks/step.py --nosuch 1
-python examples/plain_loop.py --nosuch 1
-python examples/wikitext.py data
-hf download openai-community/gpt2 --nosuch x
-make test WROKERS=3
-make tset
-torchrun --nosuch -m titan_disp.train --job.config_file train_configs/demo_cpu.toml
-"""
-
-
-@pytest.mark.parametrize("command", WRONG.strip().splitlines())
-def test_wrong_commands_are_found(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises((AssertionError, FileNotFoundError, SystemExit)):
-        check_command(command.split())
-
-
 def check_span(span):
     config = loaded("train_configs/demo_cpu.toml")
     words = [word for word in span.split()[1:] if word != "--help"]
@@ -186,8 +177,6 @@ def check_toml(block, page, folder):
     table = tomli.loads(block)
     (folder / "block.toml").write_text(block)
     if "sweep" in table:
-        from titan_disp.lab.sweeps.definition import points, read_sweep
-
         assert f"`{points(read_sweep(folder / 'block.toml'))[0].name}`" in page.read_text()
     else:
         loaded(folder / "block.toml")
@@ -201,8 +190,7 @@ def check_imports(block):
 
 
 @pytest.mark.parametrize("page", [*PAGES, CHANGELOG, *SCRIPTS], ids=name)
-def test_page(page, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
+def test_page(page, tmp_path):
     if page != CHANGELOG:  # which has names of the past
         for words in commands(page):
             check_command(words)
@@ -235,9 +223,29 @@ def test_a_newcomer_finds_every_page():
 
 
 def test_requirements():
-    (torch_range,) = [line for line in PROJECT["dependencies"] if re.match(r"torch\b", line)]
-    assert f"`{torch_range}`" in README.read_text()
-    assert f"Python {PROJECT['requires-python'].replace('>=', '≥ ')}" in README.read_text()
+    asked = {re.match(r"[\w-]+", line)[0]: line for line in PROJECT["dependencies"]}
+    readme, page = README.read_text(), (ROOT / "docs" / "compatibility.md").read_text()
+    assert f"`{asked['torch']}`" in readme
+    assert f"Python {PROJECT['requires-python'].replace('>=', '≥ ')}" in readme
+    for wanted in (asked["torch"], asked["torchtitan"], asked["transformers"], f"python{PROJECT['requires-python']}"):
+        assert f"`{wanted}`" in page
+    assert importlib.metadata.version("torchtitan") == asked["torchtitan"].partition("==")[2]
+
+
+def test_imports_from_torchtitan():
+    """The port's script, by reading, against Python's own answer; and the page of the port, which is made by hand."""
+    imports = imported_by(ROOT / "titan_disp")
+    assert Imported("torchtitan.train", "Trainer") in imports
+    assert Imported("torchtitan.protocols.train_spec", "register_train_spec") in imports  # as titan.register_train_spec
+    installed = modules_of(Path(importlib.util.find_spec("torchtitan").origin).parent.parent)
+    for wanted, how in compare(imports, installed):
+        assert how == "there", wanted
+        assert hasattr(importlib.import_module(wanted.module), wanted.name), wanted
+    text = (ROOT / "docs" / "port.md").read_text()
+    counts = re.search(r"(\d+) names are in their place, (\d+) moved, and (\d+) are gone", text).groups()
+    there, elsewhere, gone = map(int, counts)
+    assert there + elsewhere + gone == len(imports)
+    assert len(re.findall(r"^\| `torchtitan\.", text, flags=re.M)) == elsewhere + gone
 
 
 def test_the_config_of_the_readme_can_start(tmp_path):
@@ -247,48 +255,27 @@ def test_the_config_of_the_readme_can_start(tmp_path):
     assert (config.model.flavor, config.dispersion.enabled, config.training.dataset) == ("0.6B", True, "text")
 
 
-def _model(net):
-    from types import SimpleNamespace
-
-    import torch
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, z):
-            return SimpleNamespace(loss=self.net(z).mean())
-
-    return Model()
-
-
 def test_the_loss_alone():
     """The README's loop against the paper's formula; the calls in docs/loss.md."""
-    import torch
 
-    from tests.oracle import oracle
+    class Model(torch.nn.Sequential):
+        def forward(self, z):
+            return SimpleNamespace(loss=super().forward(z).mean())
 
     torch.manual_seed(0)
-    blocks_ = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    z, outputs = torch.randn(2, 6, 4), []
-    names = {"model": _model(blocks_), "batch": {"z": z}}
+    model, z, outputs = Model(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.randn(2, 6, 4), []
+    names = {"model": model, "batch": {"z": z}}
     (block,) = blocks(README.read_text(), "python")
     exec(block, names)
-    for layer in blocks_:
+    for layer in model:
         z = layer(z)
         outputs.append(z)
     dispersion = torch.stack([oracle("angular", layer.detach()) for layer in outputs]).mean()
     assert names["loss"].item() == pytest.approx(z.mean().item() + 0.1 * dispersion.item(), rel=1e-5)
     _, block = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
-    given = {
-        "hidden_states": outputs,
-        "cross_entropy": torch.tensor(1.0),
-        "z": outputs[0],
-        "z_local": outputs[0],
-        "g": None,
-    }
-    exec(block, given | {"attention_mask": torch.ones(2, 6, dtype=torch.int64)})
+    z, mask = outputs[0], torch.ones(2, 6, dtype=torch.int64)
+    given = {"hidden_states": outputs, "z": z, "z_local": z, "attention_mask": mask, "g": None}
+    exec(block, given | {"cross_entropy": torch.tensor(1.0)})
 
 
 def test_results_in_python(tmp_path, monkeypatch):
@@ -306,3 +293,134 @@ def test_results_in_python(tmp_path, monkeypatch):
     assert names["rows"].ce[35] == names["smooth"][45] == 2.0
     assert (names["held_out"], names["lr"]) == ({0: 8.5}, 0.008)
     assert [event["step"] for event in names["ends"]] == [100]
+
+
+# ---- docs/reproduce.md: its configs and sweeps can start, its models and runs have names, and its costs are the plan's
+
+REPRODUCE = ROOT / "docs" / "reproduce.md"
+SWEEPS = {path.stem: path for path in (ROOT / "train_configs" / "sweeps" / "paper").glob("*.toml")}
+
+
+@pytest.fixture(scope="module")
+def options():
+    return [understood(words[1:]) for words in commands(REPRODUCE) if words[0] == "titan-disp"]
+
+
+@pytest.fixture(scope="module")
+def sweeps(options):
+    return {str(one.file): read_sweep(ROOT / one.file) for name, one in options if name == "sweep run"}
+
+
+def test_runs_can_start_and_data_sets_have_names(options):
+    for name, one in options:
+        if name == "train":
+            can_start(one.nproc, one.config, *one.overrides)
+        elif name == "submit":
+            can_start(one.nodes * one.gpus_per_node, one.config, *one.overrides)
+        elif name == "data fetch":
+            assert one.dataset == "c4" or is_hub_name(one.dataset)
+
+
+def test_models_and_runs(options, sweeps):
+    runs = {loaded(*one.argv[1:]).job.dump_folder for name, one in options if name in ("train", "submit")}
+    runs |= {str(point.folder) for sweep in sweeps.values() for point in points(sweep)}
+    found = []
+    for name, one in options:
+        if name not in ("condensation", "evaluate", "report"):
+            continue
+        pairs = [pair.split(",") for pair in getattr(one, "pair", ())]
+        assert all(len(pair) == 2 for pair in pairs)
+        targets = getattr(one, {"condensation": "targets", "evaluate": "models", "report": "runs"}[name])
+        groups = [parse_group(target) or (None, [target]) for target in (*targets, *getattr(one, "family", ()))]
+        found += [model for models in (*pairs, *(models for _, models in groups)) for model in models]
+    assert len(found) > 40
+    for name in found:
+        assert name in runs or name == "assets/hf/gpt2" or not name.startswith("outputs/") and parse_id(name), name
+
+
+@pytest.mark.parametrize("name", sorted(SWEEPS.keys() - {"qwen3_methods"}))
+def test_sweeps_at_the_papers_size(name, sweeps):
+    """The last condition of each listed point can start on one GPU."""
+    sweep = sweeps[str(SWEEPS[name].relative_to(ROOT))]
+    conditions = {point.condition: point for point in points(sweep)}
+    assert sweep.against in conditions
+    for point in {condition.partition("_")[0]: point for condition, point in conditions.items()}.values():
+        config = can_start(1, *point.argv())
+        assert config.lr_scheduler.warmup_steps == -(-config.training.steps // 5)  # 20 %, as in the authors' scripts
+
+
+def test_the_sweeps_of_both_models_are_the_same(sweeps):
+    """But for κ, of which Qwen3's recipe has the default."""
+    gpt2, qwen3 = (sweeps[str(SWEEPS[f"{model}_methods"].relative_to(ROOT))] for model in ("gpt2", "qwen3"))
+    without = [(one.name, tuple(o for o in one.overrides if "clamp" not in o), one.axes) for one in gpt2.listed]
+    assert without == [(one.name, one.overrides, one.axes) for one in qwen3.listed]
+    assert (gpt2.axes, gpt2.overrides, gpt2.against) == (qwen3.axes, qwen3.overrides, qwen3.against)
+
+
+def test_costs(monkeypatch):
+    monkeypatch.setattr(plans, "MAX_NODES", 1)  # else it tries a thousand
+    section = REPRODUCE.read_text().split("## Cost\n")[1].split("\n## ")[0]
+    row = r"^\| `(train_configs/.*?)`.*? \| \d+ \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$"
+    rows = re.findall(row, section, flags=re.M)
+    assert len(rows) == 4
+    for words, *numbers in rows:
+        steps, gigabytes, on_eight, on_one = (float(number.replace(",", "")) for number in numbers)
+        config = loaded(*words.split())
+        eight, one = (plans.make_plan(config, Machine(1, gpus)) for gpus in (8, 1))
+        assert eight.batch.steps == one.batch.steps == steps
+        assert eight.memory.total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+        assert eight.time.days * 1440 == pytest.approx(on_eight, rel=0.06)
+        assert one.time.days * 1440 == pytest.approx(on_one, rel=0.01)
+
+
+# ---- docs/troubleshooting.md against the messages in the source code, both ways
+
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+SOURCES = [*sorted((ROOT / "titan_disp").rglob("*.py")), ROOT / "slurm" / "supervise.py"]
+ERRORS = {"ConfigError", "DataError", "InUseError", "NonFiniteError", "CheckpointError"}
+
+
+def text(node):
+    """A message as the page writes it: literals joined, and … for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text(node.left) + text(node.right)
+    return "…"
+
+
+def literals(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+            yield text(node)
+
+
+def raised(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        call = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS and call.args:
+            message = text(call.args[0])
+            if len(re.findall(r"\w\w+", message)) > 2:
+                yield node.lineno, message
+
+
+def fragments():
+    rows = [line for line in TROUBLESHOOTING.partition("## Config")[2].splitlines() if line.startswith("| ")]
+    return [fragment for row in rows for fragment in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+
+
+def test_fragments_are_of_messages():
+    """A fragment of placeholders and colons would be found in every message."""
+    known, found = "\n".join(literal for path in SOURCES for literal in literals(path)), fragments()
+    assert [fragment for fragment in found if fragment not in known] == []
+    assert [fragment for fragment in found if len(re.findall("[A-Za-z]", fragment)) < 8] == []
+    assert len(found) == len(set(found))
+
+
+def test_every_message_is_found_by_a_fragment():
+    """Where this fails, add a piece of the message to the row of its subject."""
+    found, messages = fragments(), [(path.name, *one) for path in SOURCES[:-1] for one in raised(path)]
+    assert len(messages) > 150
+    assert [one for one in messages if not any(fragment in one[2] for fragment in found)] == []

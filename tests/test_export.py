@@ -1,25 +1,28 @@
-"""Models from titan-disp export and checkpoint.last_save_in_hf load in transformers and give the same numbers."""
+"""Models that are exported, or saved for transformers in training, give the same numbers and the same text there."""
 
-import dataclasses
 import json
+import logging
 import random
 import resource
 import shutil
 import signal
+from unittest import mock
 
 import pytest
 import sentencepiece
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.command_line import DEMO, train
+from tests.command_line import DEMO, train, typed
 from tests.saved_run import SEQ_LEN, random_model, save_run
-from titan_disp.config.options import ExportOptions
+from titan_disp.config.options import ExportOptions, GenerateOptions
 from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, convert
-from titan_disp.data.tokenizer import SentencePieceTokenizer
+from titan_disp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export, local_documents
+from titan_disp.lab.export.generate import generate
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.models.hf import check_hf_folder
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
@@ -89,9 +92,6 @@ def test_untied_model_of_other_sizes(sample, tmp_path):
     args, untied, dest = model_args("qwen3_disp", "nano", sizes), random_model(overrides=sizes), tmp_path / "out"
     run = save_run(tmp_path / "run", untied, sample / "tokenizer", "--model.overrides", sizes)
     export(ExportOptions(run, dest))
-    config = json.loads((dest / "config.json").read_text())
-    shape = ("intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "tie_word_embeddings")
-    assert [config[key] for key in shape] == [48, 2, 6, 32, False]
     assert f"flavor nano with {sizes.replace('=', ' = ').replace(',', ', ')})" in (dest / "README.md").read_text()
     torch.testing.assert_close(load_model(find_saved(run))(TOKENS), untied(TOKENS), atol=0, rtol=0)
     torch.testing.assert_close(loaded_logits(dest, tied=False), untied(TOKENS), atol=1e-4, rtol=0)
@@ -99,8 +99,6 @@ def test_untied_model_of_other_sizes(sample, tmp_path):
     imported = Qwen3HfAdapter(args, None).from_hf(load_file(dest / "model.safetensors"))
     assert imported.keys() == untied.state_dict().keys()
     assert all(torch.equal(imported[name], w) for name, w in untied.state_dict().items())
-    with pytest.raises(ConfigError, match="tie_word_embeddings is False in config.json and True in this model"):
-        check_hf_folder(dest, Qwen3HfAdapter(dataclasses.replace(args, enable_weight_tying=True), None))
 
 
 def test_shards_and_dtype(run, model, tmp_path):
@@ -286,3 +284,80 @@ def test_last_save_in_hugging_face_format(sample, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(before, load_model(find_saved(run / "2"))(TOKENS), atol=1e-4, rtol=0)
     assert not torch.allclose(before, logits, atol=1e-3)
+
+
+# ---- titan-disp generate
+
+PROMPT = "The function returns"
+
+
+@torch.no_grad()
+def test_greedy_is_the_models_own_choice(run, model, sample):
+    """Generation with the key-value cache equals generation from the whole sequence at every token."""
+    tokenizer = load_tokenizer(sample / "tokenizer")
+    ids = tokenizer.encode(PROMPT)
+    for _ in range(12):
+        ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
+    assert generate(GenerateOptions(run, PROMPT, 12, temperature=0)) == tokenizer.decode(ids)
+
+
+def test_sampling_follows_the_seed(run):
+    state = torch.get_rng_state()
+
+    def sampled(**options):
+        return generate(GenerateOptions(run, PROMPT, 12, **options))
+
+    text = sampled(temperature=1.0, seed=1)
+    assert text.startswith(PROMPT)
+    assert sampled(temperature=1.0, seed=1) == text != sampled(temperature=1.0, seed=2)
+    assert sampled(temperature=1.0, top_k=1) == sampled(temperature=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):
+    """transformers has nothing to warn about; it warns only once in a process."""
+    export(ExportOptions(run, tmp_path / "hf"))
+    logger, handler = logging.getLogger("transformers"), mock.Mock(level=logging.WARNING)
+    type(logger).warning_once.cache_clear()
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+    said = []
+    for target in (run, f"{run}/30", tmp_path / "hf"):
+        assert typed(monkeypatch, "generate", target, PROMPT, "--max-new-tokens", "9", "--seed", "4") == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2]
+    assert said[0].startswith(PROMPT)
+    assert not handler.handle.called
+
+
+def test_length_ends_with_the_sequence_of_training(run, monkeypatch):
+    assert generate(GenerateOptions(run, "", 5, temperature=0))  # begins after an EOS, like a document in training
+    words = "the " * (SEQ_LEN - 4)
+    monkeypatch.setattr(SentencePieceTokenizer, "decode", lambda self, ids: str(len(ids)))
+    assert int(generate(GenerateOptions(run, words, 1, temperature=0))) < SEQ_LEN
+    assert int(generate(GenerateOptions(run, words, 100, temperature=0))) == SEQ_LEN
+    with pytest.raises(ConfigError, match=r"the prompt has \d+ tokens, expected fewer than the 64"):
+        generate(GenerateOptions(run, words + words))
+
+
+def test_ids_beyond_the_tokenizer_are_never_taken(tmp_path):
+    """Qwen's embedding has more rows than its tokenizer has tokens."""
+    small = Tokenizer(models.BPE({"a": 0, "b": 1, "<end>": 2}, []))
+    small.pre_tokenizer = pre_tokenizers.Whitespace()
+    small.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    run = save_run(tmp_path / "run", random_model(), tmp_path)
+    text = generate(GenerateOptions(run, "a", 20, temperature=1.0, top_k=0))
+    assert len(text.replace(" ", "")) > 1  # other ids decode to nothing
+    assert set(text) <= set("ab ")
+
+
+def test_what_generate_refuses(run, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for target, options, message in (
+        *((run, {key: -1}, f"{key.replace('_', '-')} is -1, expected at least") for key in ("temperature", "top_k")),
+        (run, {"max_new_tokens": 0}, "max-new-tokens is 0, expected at least"),
+        (tmp_path / "nowhere", {}, "does not exist; expected a run's job.dump_folder"),
+        (tmp_path, {}, "transformers cannot load the model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            generate(GenerateOptions(target, PROMPT, **options))

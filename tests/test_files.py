@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.command_line import DEMO
-from titan_disp.files import atomic_folder, atomic_write
+from titan_disp.files import atomic_folder, atomic_write, cores
 from titan_disp.lab.plots import size
 from titan_disp.text import byte_size, csv_text, duration, estimated_duration, markdown_table, number, short
 
@@ -47,6 +47,14 @@ def test_two_processes_write_the_same_file(tmp_path, monkeypatch):
             second.write_text("second")
         assert out.read_text() == "second"
     assert (out.read_text(), list(tmp_path.iterdir())) == ("first", [out])
+
+
+def test_a_containers_quota_is_fewer_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    for quota, expected in (("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 16), ("max 100000", 16)):
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        assert cores(tmp_path / "cpu.max") == expected
+    assert cores(tmp_path / "none") == 16
 
 
 UNITS = [

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torchtitan.components.optimizer import OptimizersContainer
 
-from tests.command_line import DEMO, ROOT
+from tests.command_line import DEMO, ROOT, typed
 from tests.pages import changed, loaded
 from titan_disp import cpu
 from titan_disp.cluster import cost
 from titan_disp.cluster import plan as plans
-from titan_disp.cluster.cost import find_gpu, gpu_name
+from titan_disp.cluster.cost import GPUS, find_gpu, gpu_name
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.plan import NodeCount, make_plan, render
+from titan_disp.cluster.suggest import suggest
 from titan_disp.config.options import Machine
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source
@@ -205,17 +206,13 @@ def test_dispersion_flops(sample):
         ({"dispersion.variant": "koleo", TP: 2}, 6 * 3 * 2),
         ({"dispersion.losses": [{"variant": "cosine"}, {"variant": "angular", "estimator": "moments"}]}, 6 * 14),
         ({"dispersion.enabled": False}, 0),
+        # F is N / 2: by moments in a whole sequence, by pairs in documents.
+        ({"training.seq_len": 128, "dispersion.variant": "cosine"}, 6 * 4 / 2),
+        ({"training.seq_len": 128, "dispersion.variant": "cosine", "dispersion.within_documents": True}, 6 * 3),
     ):
         plan = make_plan(demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2))
-        assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 32 * 32 * 64
+        assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * plan.batch.seq_len**2 * 64
         assert (plan.memory.dispersion > 0) == (factor > 0)
-    for within, factor in (
-        (False, 6 * 4 / 2),
-        (True, 6 * 3),
-    ):  # F is N / 2: by moments in a whole sequence, by pairs in documents
-        changes = {"training.seq_len": 128, "dispersion.variant": "cosine", "dispersion.within_documents": within}
-        plan = make_plan(demo(sample, changes), Machine(1, 2))
-        assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 128 * 128 * 64
 
 
 def test_dispersion_traffic(sample):
@@ -249,9 +246,7 @@ def test_checkpoint_and_memory_of_the_real_model_and_optimizer(sample):
     sizes.append(sum(state[name].nbytes for state in moments for name in ("exp_avg", "exp_avg_sq")))
     assert [plan.memory.weights, plan.memory.gradients, plan.memory.optimizer] == sizes
     states = {**get_model_state_dict(model), **optimizers.state_dict()}
-    tensors = [
-        v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim
-    ]  # the counters of steps are scalars
+    tensors = [v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim]  # counters of steps are scalars
     assert plan.checkpoints.size == sum(v.nbytes for v in tensors)
 
 
@@ -409,19 +404,12 @@ def test_a_gpu_is_the_named_one_this_computers_or_has_given_sizes(monkeypatch):
     other = find_gpu(Machine(gpu="T4", gpu_memory=16, gpu_flops=65))
     assert (other.memory, other.bf16_flops) == (16e9, 65e12)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for here, name in (
-        ("NVIDIA GeForce RTX 3090 Ti", "RTX3090"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("Tesla T4", None),
-    ):
+    for here, name in (("NVIDIA GeForce RTX 3090 Ti", "RTX3090"), ("NVIDIA A100-SXM4-80GB", "A100")):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda here=here: here)
-        if name:
-            assert (gpu_name(""), find_gpu(Machine())) == (name, find_gpu(Machine(gpu=name)))
-        else:
-            with pytest.raises(
-                ConfigError, match=r"gpu is 'Tesla T4', expected one of A100, .*--gpu-memory .*--gpu-flops"
-            ):
-                find_gpu(Machine())
+        assert (gpu_name(""), find_gpu(Machine())) == (name, find_gpu(Machine(gpu=name)))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
+    with pytest.raises(ConfigError, match="gpu is 'Tesla T4', expected one of A100, .*--gpu-memory .*--gpu-flops"):
+        find_gpu(Machine())
 
 
 def test_peaks_follow_from_the_units_and_their_clock():
@@ -435,3 +423,57 @@ def test_peaks_follow_from_the_units_and_their_clock():
         gpu = find_gpu(Machine(gpu=name))
         assert units * bf16 * bf16_clock == pytest.approx(gpu.bf16_flops, rel=1e-3)
         assert units * fp32 * fp32_clock == pytest.approx(gpu.fp32_flops, rel=1e-3)
+
+
+# ---- plan --suggest: what it lists, against the plan of each of its configs
+
+MACHINE = Machine(1, 8, "MI250X-GCD")
+
+
+@pytest.mark.slow
+def test_suggestions_for_the_paper_on_one_node():
+    now, *others = suggest(loaded(PAPER), MACHINE)
+    assert now.options == []
+    assert others[0].step_seconds < 0.9 * now.step_seconds
+    assert [one.step_seconds for one in others] == sorted(one.step_seconds for one in others)
+    batches = []
+    for one in [now, *others]:
+        job = loaded(PAPER, *(word for option in one.options for word in option.split("=")))
+        plan = make_plan(job, MACHINE)
+        assert plan.memory.total == one.memory <= 0.9 * GPUS[MACHINE.gpu].memory
+        assert plan.batch.global_batch_size == 1920
+        again = {"none": 0, "selective": 0.5, "full": 1}[job.activation_checkpoint.mode]
+        assert one.step_seconds == pytest.approx(plan.time.step_seconds + again * plan.time.computing_seconds / 3)
+        batches.append(job.training.local_batch_size)
+    largest = loaded(PAPER, "--activation_checkpoint.mode", "full", "--training.head_chunk_tokens", "2048")
+    for size in (n for n in range(max(batches) + 1, 241) if 240 % n == 0):  # no larger one fits
+        largest.training.local_batch_size = size
+        assert make_plan(largest, MACHINE).memory.total > 0.9 * GPUS[MACHINE.gpu].memory
+
+
+@pytest.mark.parametrize(("global_batch", "local"), [(-1, 8), (64, 4), (-1, 1)])
+def test_suggestions_keep_the_global_batch(global_batch, local):
+    """Also where it follows from the local batch (−1)."""
+    batch = ["--training.global_batch_size", str(global_batch), "--training.local_batch_size", str(local)]
+    same = make_plan(loaded(PAPER, *batch), Machine(1, 8, "H100")).batch.global_batch_size
+    for one in suggest(loaded(PAPER, *batch), Machine(1, 8, "H100")):
+        job = loaded(PAPER, *batch, *(word for option in one.options for word in option.split("=")))
+        assert make_plan(job, Machine(1, 8, "H100")).batch.global_batch_size == same
+        assert one.options != ["--training.global_batch_size=64"]
+
+
+def test_the_command_that_suggests(monkeypatch, capsys):
+    words = f"plan {DEMO} --gpus-per-node 2 --training.global_batch_size 4 --suggest --training.local_batch_size 2"
+    words += " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0"  # of all blocks
+    assert typed(monkeypatch, *words.split(), "--json") == 0
+    first = json.loads(capsys.readouterr().out)["suggestions"][0]
+    assert (first["options"], first["memory"] > 1e6) == ([], True)
+    assert typed(monkeypatch, *words.split()) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("now", "suggested"))]
+    assert lines[0].endswith(" GB: the config as it is")
+    assert all(" --" in line for line in lines[1:])
+    monkeypatch.setattr("titan_disp.cluster.suggest.FILLED", 0)
+    assert typed(monkeypatch, *words.split()) == 0
+    assert "suggested       nothing: no other" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="tensor_parallel_degree 3"):
+        suggest(loaded(PAPER, f"--{TP}", "3"), MACHINE)

@@ -1,31 +1,30 @@
 """The files of a run's folder survive kills and broken nodes; a second job is refused; changes of the config are named."""
 
 import json
-import logging
 import math
 import os
-import re
-import shutil
 import socket
+import sys
 import threading
 import time
 import tracemalloc
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+import torch.distributed as dist
 from torchtitan.config import JobConfig
 
-from tests.command_line import ROOT
 from tests.distributed import spawn
-from tests.pages import loaded
-from tests.run_invariants import FILES, pages_names
+from tests.mesh import build, dims
+from titan_disp.config.checks import check_device
+from titan_disp.dispersion import LossLedger
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.run import reader
-from titan_disp.run.folder import RunFolder, append_json, write_json
-from titan_disp.run.liveness import straggler
+from titan_disp.run.folder import RunFolder, append_json, continue_wandb, wandb_run_id, write_json
+from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.train import DispTrainer
 
 
@@ -169,8 +168,6 @@ def two_jobs(sample, folder):
     """A second start takes the folder, as with locks that hold only within a node, while the first one trains."""
     import fcntl
 
-    from tests.mesh import build
-
     fcntl.flock = lambda *args: None
     options = ("--training.steps", "9", "--checkpoint.enable", "--checkpoint.interval", "1", "--stream.prefetch", "0")
     first = build(sample, folder, *options, "--checkpoint.keep_latest_k", "2", "--condensation.interval", "0")
@@ -223,124 +220,44 @@ def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):
         started(job_config(tmp_path))
 
 
-def two_starts(sample, folder):
-    """Train four steps in two starts. Keep the last heartbeat, and the console. A start of a copy finds it complete."""
-    from tests.mesh import build
-
-    folder = Path(folder)
-    logging.basicConfig(filename=folder / "console", level=logging.INFO, format="%(message)s")
-    for name, steps, lr in (("run", 2, "8e-4"), ("run", 4, "8e-4"), ("copy", 4, "0.5")):
-        if name == "copy":
-            shutil.copytree(folder / "run", folder / "copy")
-            logging.disable()
-        trainer = build(
-            *(sample, folder / name, "--training.steps", str(steps), "--stream.prefetch", "0", "--optimizer.lr", lr),
-            *("--checkpoint.enable", "--checkpoint.interval", "2", "--metrics.enable_tensorboard"),
-            *("--metrics.log_freq", "1", "--guard.max_skipped_steps", "7", "--validation.enable"),
-            *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.freq", "2"),
-            *("--validation.dataset", "c4_validation", "--validation.dataset_path", sample),
-            *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
-        )
-        saved, guard = trainer.checkpointer, trainer.optimizers
-        assert saved.hooks is saved.states["train_state"] is trainer
-        assert json.loads(saved.states["identity"]["json"])["hidden_dim"] == 192
-        assert guard.max_skipped_steps == 7
-        assert trainer.owns_folder()
-        trainer.train()
-        assert guard._counts.tolist() == [steps, 0, 0]  # also after the resume
-        assert trainer.healthy()
-        guard._counts[2] = 1
-        assert not trainer.healthy()
-        if name == "run":
-            shutil.copy(folder / "run" / "heartbeat.json", folder)
-        trainer.close()
-    assert (folder / "copy" / "config.json").read_bytes() == (folder / "run" / "config.json").read_bytes()
+# ---- one Weights & Biases run across the starts. The package is a stub; TorchTitan's logger is the real one.
 
 
-@pytest.fixture(scope="module")
-def trained(sample, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    spawn(1, two_starts, str(sample), str(folder))
-    return folder / "run"
+def test_a_requeue_continues_the_run(tmp_path, monkeypatch):
+    """A requeued job has the environment that it was submitted with."""
+    inits = []
+    stub = SimpleNamespace(__spec__=ModuleSpec("wandb", None), run=None)
+    stub.init = lambda **settings: inits.append((settings["id"], os.environ["WANDB_RESUME"]))
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for folder in ("run", "run", "other"):
+        for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
+            monkeypatch.setenv(name, "")  # so that what is set here is undone after the test
+            monkeypatch.delenv(name)
+        config = job_config(tmp_path / folder)
+        config.metrics.enable_wandb = True
+        check_device(config)
+        DispersionMetrics(config, dims(1), LossLedger()).close()
+    ids = [(tmp_path / folder / "wandb_run_id").read_text().strip() for folder in ("run", "run", "other")]
+    assert inits == [(each, "allow") for each in ids]
+    assert len({*ids}) == 2
 
 
-def named(heading=None, page="run_folder.md"):
-    """What a page in docs/ names in `code`, in all of it or below one heading."""
-    page = (ROOT / "docs" / page).read_text()
-    if heading is not None:
-        page = re.split(r"\n(?=## )", page.split(f"\n## {heading}\n")[1])[0]
-    return set(re.findall(r"`([^`]+)`", page))
+def test_an_id_that_never_reached_the_disk_is_made_again(tmp_path):
+    """W&B would begin another run at every start with an empty one."""
+    (tmp_path / "wandb_run_id").write_text("\n")
+    made = wandb_run_id(tmp_path)
+    assert (len(made), wandb_run_id(tmp_path)) == (32, made)
 
 
-def test_the_page_names_every_file(trained):
-    assert FILES.keys() <= named()
-    found = set(pages_names(trained).values())
-    assert found <= named()
-    assert len(found) == 11
-
-
-def test_the_page_names_every_field(trained):
-    config, environment = reader.read_config(trained), reader.read_environment(trained)
-    assert config.keys() == loaded("train_configs/demo_cpu.toml").to_dict().keys()
-    assert environment.keys() <= named("config.json and environment.json")
-    events, rows = reader.read_events(trained), reader.read_rows(trained)
-    assert {event["event"] for event in events} == {"start", "checkpoint", "complete", "resume"}
-    assert {key for event in events for key in event} <= named("events.jsonl")
-    measured = [row for row in reader.read_json_lines(trained / "metrics.jsonl") if "condensation" in row]
-    parts = [row["spent"] for row in rows] + [row["condensation"] for row in measured]
-    assert {key for row in rows for key in row["data"]} <= named("Metrics", "data.md")
-    fields = {key for part in (*rows, *measured, *parts) for key in part}
-    assert fields | {"spearman", "kendall", "range"} <= named("metrics.jsonl")
-    assert {"rank", "host", "seconds", "median"} == straggler([1.0, 9.0], ["a", "b"]).keys() <= named("metrics.jsonl")
-    beat = reader.read_heartbeat(trained.parent)
-    assert beat["step"] == 4
-    assert beat.keys() <= named("heartbeat.json")
-    hashes = json.loads((trained / "checkpoint" / "step-4" / "hashes.json").read_text())
-    assert hashes.keys() <= named("Checkpoints")
-
-
-def test_the_page_names_every_event():
-    sources = "".join(path.read_text() for path in (ROOT / "titan_disp").rglob("*.py"))
-    written = set(re.findall(r'\bevent\(\s*"(\w+)"(?: if [\w.]+ else "(\w+)")?', sources))
-    table = (ROOT / "docs" / "run_folder.md").read_text().split("| `event` |")[1].split("\n\n")[0]
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert {name for names in written for name in names if name} == set(re.findall(r"`(\w+)`", "".join(cells)))
-
-
-def test_what_is_said_of_a_run(trained):
-    console = (trained.parent / "console").read_text()
-    assert re.search(
-        r"Time spent training \(goodput\) of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:.* start-up",
-        console,
-    )
-    for said in (
-        "Time spent training (goodput) of all 2 starts: ",
-        f"Checkpoints: {trained}/checkpoint",
-        f"--logdir {trained}/tb",
-    ):
-        assert said in console
-    eager = dict.fromkeys(("epilogue", "normalize_backward"), "eager: on a CPU")
-    assert reader.read_environment(trained)["dispersion"] == {"kernels": eager, "products": ["float32"]}
-    said = "Dispersion forms products of float32. Its kernels: epilogue eager: on a CPU; normalize_backward eager: on a CPU"
-    assert console.count(said) == 2  # in both starts
-    found, rows, losses = (
-        reader.read_condensation(trained),
-        reader.read_metrics(trained),
-        reader.read_validation(trained),
-    )
-    assert (list(rows), list(found), list(losses)) == ([1, 2, 3, 4], [0, 2, 4], [1, 2, 4])
-    assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
-    cosines = console.split("embedding → last block: ")[-1].split("  ")[0].split()
-    assert cosines == [f"{c:.2f}" for c in found[4]["mean_cosine"][:-1]]
-    # The last lines: how condensation went.
-    numbers = (f"{found[4]['cross_entropy']:.3f}", f"{np.mean(found[4]['mean_cosine'][1:7]):.2f}")
-    assert re.search(rf" 4 +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1])
-    board = EventAccumulator(str(trained / "tb")).Reload()
-    tags = {"n_tokens_seen": "tokens", "loss_metrics/dispersion": "dispersion", "grad_norm": "grad_norm"}
-    for tag, key in tags.items():
-        assert [(e.step, e.value) for e in board.Scalars(tag)] == [(s, pytest.approx(rows[s][key])) for s in rows]
-    events = {event["event"]: event for event in reader.read_events(trained)}  # of the second start
-    began, end = events["resume"], events["complete"]
-    assert began["allocated"] < began["time"]
-    assert sum(end["spent"].values()) <= end["time"] - began["allocated"] + 0.01
-    assert min(end["spent"].values()) > 0  # steps, checkpoints, condensation and validation
+@pytest.mark.parametrize(
+    ("given", "rank", "added"),
+    [
+        ({"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, None, {}),
+        ({"WANDB_FORK_FROM": "a?_step=1"}, 3, {"WANDB_RUN_ID": "folder-rank3"}),
+    ],
+)
+def test_what_the_user_has_set_stays(given, rank, added):
+    before = dict(given)
+    continue_wandb("folder", rank, given)
+    assert given == before | added
