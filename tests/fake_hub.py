@@ -19,8 +19,17 @@ OLDER = "89abcdef0123456789abcdef0123456789abcdef"
 def serving(root, repository, monkeypatch, caches):
     """A hub that this process uses, with its caches in a folder, and hardly a pause between requests."""
     hub = FakeHub(root, repository)
-    hub.use(monkeypatch, caches)
-    monkeypatch.setattr("titan_disp.data.retry.FIRST_PAUSE", 0.01)
+    for name, value in {
+        "huggingface_hub.constants.ENDPOINT": hub.url,
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "huggingface_hub.constants.HF_HUB_CACHE": str(caches / "hub"),
+        "huggingface_hub.constants.HF_HUB_DISABLE_XET": True,
+        "datasets.config.HF_ENDPOINT": hub.url,
+        "datasets.config.HF_UPDATE_DOWNLOAD_COUNTS": False,
+        "datasets.config.DOWNLOADED_DATASETS_PATH": str(caches / "downloads"),
+        "titan_disp.data.retry.FIRST_PAUSE": 0.01,
+    }.items():
+        monkeypatch.setattr(name, value)
     yield hub
     hub.close()
 
@@ -48,11 +57,10 @@ class FakeHub:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_HEAD(self):
-                hub.answer(self, body=False)
-
             def do_GET(self):
-                hub.answer(self, body=True)
+                hub.answer(self, body=self.command == "GET")
+
+            do_HEAD = do_GET
 
             def handle(self):
                 with contextlib.suppress(ConnectionError):  # the client has closed the connection early
@@ -70,20 +78,6 @@ class FakeHub:
         self.server.shutdown()
         self.server.server_close()
 
-    def use(self, monkeypatch, folder):
-        """Let this process use this hub, with its caches in ``folder``."""
-        template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in {
-            "huggingface_hub.constants.ENDPOINT": self.url,
-            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE": template,
-            "huggingface_hub.constants.HF_HUB_CACHE": str(folder / "hub"),
-            "huggingface_hub.constants.HF_HUB_DISABLE_XET": True,
-            "datasets.config.HF_ENDPOINT": self.url,
-            "datasets.config.HF_UPDATE_DOWNLOAD_COUNTS": False,
-            "datasets.config.DOWNLOADED_DATASETS_PATH": str(folder / "downloads"),
-        }.items():
-            monkeypatch.setattr(name, value)
-
     @staticmethod
     def files(root):
         return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
@@ -97,36 +91,34 @@ class FakeHub:
         return status != 200
 
     def answer(self, request, body):
-        def refuse(status, code):
-            return self.send(request, status, b"", {"X-Error-Code": code}, body)
+        """The paths are /api/datasets/OWNER/NAME and below it /revision/R, /tree/C/FOLDER and /auth-check; and those of files."""
 
-        path, _, query = request.path.partition("?")
-        repository = "/".join(path.removeprefix("/api").split("/")[2:4])
+        def tell(status, code, found=None):
+            content, headers = (json.dumps(found).encode(), {}) if found else (b"", {"X-Error-Code": code})
+            return self.send(request, 200 if found else status, content, headers, body)
+
+        path, _, query = unquote(request.path).partition("?")
+        pattern = r"(?:/api)?/datasets/([^/]+/[^/]+)/?([^/]*)/?([^/]*)/?(.*)"
+        repository, what, revision, name = re.fullmatch(pattern, path).groups()
         if repository not in self.datasets:
-            return refuse(404, "RepoNotFound")
-        if path.startswith("/api") and self.faulty(request, "list", body):
+            return tell(404, "RepoNotFound")
+        if what != "resolve" and self.faulty(request, "list", body):
             return None
-        root = self.tagged[repository] if OLDER in path else self.datasets[repository]
-        if match := re.fullmatch(rf"/api/datasets/{repository}/tree/(?:{COMMIT}|{OLDER})/?(.*)", path):
+        commits = {"": COMMIT, "main": COMMIT, COMMIT: COMMIT}
+        commit = (commits | ({"v1.0": OLDER, OLDER: OLDER} if repository in self.tagged else {})).get(revision)
+        root = self.tagged[repository] if commit == OLDER else self.datasets[repository]
+        if what == "tree":
             self.requests["tree"] += 1
-            tree = self.tree(root, unquote(match[1]), "recursive=true" in query.lower())
-            return (
-                self.send(request, 200, json.dumps(tree).encode(), {}, body) if tree else refuse(404, "EntryNotFound")
-            )
-        if match := re.fullmatch(rf"/api/datasets/{repository}(?:/revision/(.+))?", path):
+            return tell(404, "EntryNotFound", self.tree(root, name, "recursive=true" in query.lower()))
+        if what in ("", "revision"):
             self.requests["info"] += 1
-            commits = {None: COMMIT, "main": COMMIT, COMMIT: COMMIT}
-            commits |= {"v1.0": OLDER, OLDER: OLDER} if repository in self.tagged else {}
-            if match[1] not in commits:
-                return refuse(404, "RevisionNotFound")
-            info = {"id": repository, "sha": commits[match[1]], "gated": "auto" if repository in self.gated else False}
-            return self.send(request, 200, json.dumps(info).encode(), {}, body)
-        match = re.fullmatch(rf"/datasets/{repository}/resolve/({COMMIT}|{OLDER})/(.+)", path)
+            info = {"id": repository, "sha": commit, "gated": "auto" if repository in self.gated else False}
+            return tell(404, "RevisionNotFound", commit and info)
         if repository in self.gated:  # for every request, including auth-check
-            return refuse(401, "GatedRepo")
-        if not match or unquote(match[2]) not in self.files(root):
-            return refuse(404, "EntryNotFound")
-        return self.content(request, root, match[1], unquote(match[2]), body)
+            return tell(401, "GatedRepo")
+        if revision != commit or name not in self.files(root):
+            return tell(404, "EntryNotFound")
+        return self.content(request, root, commit, name, body)
 
     def content(self, request, root, commit, path, body):
         self.requests["content"] += 1
@@ -151,16 +143,10 @@ class FakeHub:
 
     def tree(self, root, folder, recursive):
         """List files and folders as the hub does."""
-        prefix, found = f"{folder}/" if folder else "", {}
-        for name in self.files(root):
-            if name.startswith(prefix):
-                parts = name[len(prefix) :].split("/")
-                for depth in range(1, len(parts)) if recursive else range(1, min(len(parts), 2)):
-                    path = prefix + "/".join(parts[:depth])
-                    found[path] = {"type": "directory", "path": path, "oid": "0" * 40}
-                if recursive or len(parts) == 1:
-                    found[name] = self.entry(root, name)
-        return list(found.values())
+        found = sorted((root / folder).rglob("*") if recursive else (root / folder).glob("*"))
+        folder = {"type": "directory", "oid": "0" * 40}
+        names = [(path.relative_to(root).as_posix(), path.is_file()) for path in found]
+        return [self.entry(root, name) if is_file else folder | {"path": name} for name, is_file in names]
 
     @staticmethod
     def entry(root, name):

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 from fractions import Fraction
+from itertools import islice
 
 import numpy as np
 import pyarrow
@@ -25,6 +26,7 @@ from titan_disp.data.stream import RankStreams
 from titan_disp.data.tokenizer import load_tokenizer
 
 EOS = 0
+SEED = 14  # of the order of the documents
 VALIDATION_FILE = "en/c4-validation.00000-of-00001.json.gz"  # in the sample corpus
 
 
@@ -58,25 +60,21 @@ def write_texts(path, texts, rows=100):
     """Write documents in the format of the name, and return the path. Texts become token ids as by ``encode``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix in (".bin", ".npy"):
-        path.write_bytes(
-            ids_as([i for text in texts for i in encode(text)], "numpy" if path.suffix == ".npy" else "raw")
-        )
+        content = ids_as([i for text in texts for i in encode(text)], "numpy" if path.suffix == ".npy" else "raw")
     elif path.suffix == ".parquet":
-        path.write_bytes(parquet(rows, text=texts))
+        content = parquet(rows, text=texts)
     else:
-        lines = "\n\n\n".join(texts).encode() if ".txt" in path.name else json_lines(texts)
-        path.write_bytes(stored(lines, path.name))
+        content = "\n\n\n".join(texts).encode() if ".txt" in path.name else json_lines(texts)
+    path.write_bytes(stored(content, path.name))
     return path
 
 
-def write_files(folder, counts, words=lambda i: 1 + i % 5):
-    """Write files named as C4's. Documents are numbered from 1; document i is the word i, repeated words(i) times."""
-    number = 0
+def write_files(folder, counts, words=lambda i: 1 + i % 5, kind="json.gz"):
+    """Write files of documents, which are numbered from 1; document i is the word i, repeated words(i) times."""
+    numbers = iter(range(1, 1 + sum(counts)))
     for f, count in enumerate(counts):
-        texts = [words_of(i, words) for i in range(number + 1, number + 1 + count)]
-        write_texts(folder / f"c4-train.{f:05d}-of-{len(counts):05d}.json.gz", texts)
-        number += count
-    return list_files("c4", str(folder))
+        write_texts(folder / f"{f}.{kind}", [words_of(i, words) for i in islice(numbers, count)])
+    return list_files("text", str(folder))
 
 
 def llm_c(magic, version, count, content):
@@ -120,11 +118,15 @@ def texts_of(path, field="text", **options):
     return [text_of(record, field) for record in records_of(path, text_field=field, **options)]
 
 
+def of_ranks(slots, ranks):
+    own = slots // ranks
+    return [range(r * own, (r + 1) * own) for r in range(ranks)]
+
+
 def streams_of(files, slots, ranks, seq_len=7, positions=None, assignment=None, encode=encode, **options):
-    assignment = assignment or Assignment(files, slots, seed=0)
+    assignment = assignment or Assignment(files, slots, SEED)
     positions = np.zeros((slots, len(Field)), dtype=np.int64) if positions is None else positions
-    how, own = StreamOptions(seq_len=seq_len, **options), slots // ranks
-    parts = [range(r * own, (r + 1) * own) for r in range(ranks)]
+    how, parts = StreamOptions(seq_len=seq_len, **options), of_ranks(slots, ranks)
     return [RankStreams(files, part, positions[part.start : part.stop], assignment, encode, how) for part in parts]
 
 
@@ -163,6 +165,15 @@ def epochs_of(slots, count=2):
     return [sorted(numbers) for numbers in found]
 
 
+def first_epoch(ranks):
+    """The numbers of the documents of all slots' first epoch, sorted, and the positions [slots, k] at its end."""
+    numbers, positions = [], []
+    for slot in (slot for rank in ranks for slot in rank.slots.values()):
+        numbers += [number_of(document.content) for document in iter(slot.source.next_of_epoch, None)]
+        positions.append(slot.source.position.values)
+    return sorted(numbers), np.stack(positions)
+
+
 def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, shares=(), **options):
     folder = f"{sample}/tokenizer"
     how = StreamOptions(prefetch=prefetch, **({"seq_len": 32} | options))
@@ -171,20 +182,13 @@ def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, shares=(), **opt
 
 
 def config(sample, *options):
-    words = (
-        "--training.dataset_path",
-        sample,
-        "--model.hf_assets_path",
-        f"{sample}/tokenizer",
-        "--training.seq_len",
-        "32",
-    )
-    return changed(loaded(DEMO, *words, "--stream.prefetch", "0", *options), {})
+    words = ("--training.dataset_path", sample, "--model.hf_assets_path", f"{sample}/tokenizer")
+    return changed(loaded(DEMO, *words, "--training.seq_len", "32", "--stream.prefetch", "0", *options), {})
 
 
 def parts_by_hand(files, counts, slots, slot, epoch):
     """(bytes, [(file, index), …]) of a slot's head, whole files and tail, as assignment.py's docstring says."""
-    hashes = [hashlib.sha256(f"0/{epoch}/{file.name}".encode()).digest() for file in files]
+    hashes = [hashlib.sha256(f"{SEED}/{epoch}/{file.name}".encode()).digest() for file in files]
     line = sorted(range(len(files)), key=lambda f: hashes[f])
     edges = [Fraction(sum(files[f].size for f in line[:i])) for i in range(len(line) + 1)]
     cuts = [Fraction(0)]

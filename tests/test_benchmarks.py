@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -78,12 +77,12 @@ def test_cost_of_a_measurement():
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 8])
-def test_checks_of_a_gpu(gpus, monkeypatch, tmp_path):
+def test_checks_of_a_gpu(gpus, monkeypatch):
     from benchmarks.gpu import Options, checks
     from titan_disp.config.checks import check_config
 
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    found = {check.name: check for check in checks(Options(tmp_path, Path("data/sample")), gpus)}
+    found = {check.name: check for check in checks(Options(), gpus)}
     several = {"selftest-ranks", "train-offload", "train-context", "train-async-tensor"}
     cannot = {name for name, check in found.items() if "two GPUs" in check.cannot}
     assert cannot == {8: set(), 1: several, 0: several - {"selftest-ranks"}}[gpus]

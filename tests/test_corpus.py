@@ -1,16 +1,19 @@
-"""A corpus from a folder of documentation: what the converters leave of the markup, what counts as a duplicate, the splits."""
+"""Corpora that are written here: from a folder of documentation, and the sample of ``titan-disp sample-data``."""
 
 import gzip
 import json
-from pathlib import Path
+import re
 from pydoc_data import topics
 
 import pytest
 
 from benchmarks.corpus import Document, Options, is_prose, main, runs_of_words, seen_in, split, without_duplicates
 from benchmarks.corpus_text import documents_of
+from tests.command_line import typed
 from titan_disp.data.files import list_files
 from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.lab import sample as module
+from titan_disp.lab.sample import is_complete, write_sample
 
 HTML = """<html><head><title>T</title><style>p {}</style></head><body><div class="navheader"><p>Prev<table><tr><td>Up
 </table></div><h1>Visibility <i>Map</i></h1><p>Each  heap
@@ -67,6 +70,11 @@ def test_prose_and_too_few_documents():
     assert [len(parts[name]) for name in ("development", "test", "train")] == [3, 3, 6]
 
 
+def records_of(files):
+    """By the standard library alone."""
+    return [json.loads(line) for file in sorted(files) for line in gzip.open(file, "rt", encoding="utf-8")]
+
+
 def test_a_corpus_of_a_folder(tmp_path, capsys):
     source, one, two = (tmp_path / name for name in ("source", "one", "two"))
     texts = [text for text in topics.topics.values() if len(text) > 1000][:60]
@@ -82,9 +90,7 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     assert "development" in capsys.readouterr().out
     urls, encode = {}, load_tokenizer(one / "tokenizer").encode
     for name, dataset, path in (("train", "c4", one), ("development", "", one), ("test", "", one / "test")):
-        files = list_files(dataset or "c4_validation", str(path))
-        contents = [gzip.decompress(Path(file.url).read_bytes()) for file in files]
-        records = [json.loads(line) for content in contents for line in content.splitlines()]
+        records = records_of([file.url for file in list_files(dataset or "c4_validation", str(path))])
         tokens = sum(len(encode(record["text"])) for record in records) + len(records)
         expected = {"documents": len(records), "characters": sum(len(r["text"]) for r in records), "tokens": tokens}
         assert expected.items() <= facts["sizes"]["main"][name].items()
@@ -104,3 +110,36 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     assert "complete already" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="choose another folder"):
         main(Options(one, **options | {"held_out": 3}))
+
+
+def test_every_document_once_in_an_order_that_hashes_fix(tmp_path, monkeypatch):
+    texts, written = [f"Text {i} of some words. " * 20 for i in range(90)], []
+    for order in (texts, [*texts[::-1], *texts[:9], "too short"]):
+        monkeypatch.setattr(module, "prose", lambda order=order: ((f"url:{text}", text) for text in order))
+        folder = tmp_path / str(len(order))
+        counts = write_sample(folder, 400)
+        assert sorted(r["text"] for r in records_of((folder / "en").glob("*.json.gz"))) == sorted(texts)
+        assert (counts["train"], counts["validation"]) == (87, 3)
+        written.append({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")})
+    assert written[0] == written[1]
+
+
+def test_an_existing_folder_is_kept(sample, tmp_path):
+    assert is_complete(sample)
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match="not a sample corpus"):
+        write_sample(tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+    assert not is_complete(tmp_path)
+
+
+def test_sizes_that_a_tokenizer_cannot_have(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "prose", lambda: ((str(i), f"Text {i} of some words. " * 20) for i in range(90)))
+    for size, expected in ((5, "at least"), (1, "a few hundred"), (10**6, "at most"), (10**10, "a few hundred")):
+        assert typed(monkeypatch, "sample-data", tmp_path / "data", "--vocab-size", size) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"titan-disp: error: --vocab-size is {size}, expected {expected}")
+        assert not list(tmp_path.iterdir())
+        if number := re.search(rf"{expected} (\d+):", line):
+            assert write_sample(tmp_path / number[1], int(number[1]))
+            (tmp_path / number[1]).rename(tmp_path.parent / f"{tmp_path.name}-{number[1]}")

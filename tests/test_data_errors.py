@@ -14,6 +14,7 @@ import pytest
 from tests.streams import batches, config, ids_as, llm_c, parquet, records_of, stored, streams_of, write_texts
 from titan_disp.config.checks import check_inputs, missing_inputs
 from titan_disp.data import sources
+from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents
 from titan_disp.data.formats import SUFFIXES, BadDocument, text_of
 from titan_disp.data.options import Format, StreamOptions
@@ -109,35 +110,30 @@ def reading(how):
     return StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
 
 
-def refused(folder, words, how=TEXT, dataset="text", path=""):
+@pytest.mark.parametrize("case", [*NAMED, *FOUND], ids=lambda case: case[2])
+def test_what_is_bad_has_a_message(tmp_path, case):
     """By the checks that every ``titan-disp`` command runs before training."""
+    given, content, *words = case
+    how = given if isinstance(given, Format) else TEXT
+    options, files = {"path": "", "dataset": "text"}, {{BODY: "a.json"}.get(how, "a.bin"): content}
+    if isinstance(given, dict):
+        options, files = options | given, content
+    elif isinstance(given, str):
+        files = {given: content}
+    path = options["path"] if options["path"] is None else written(tmp_path, files) / options["path"]
     with pytest.raises(ConfigError) as error:
-        list_and_check(documents_in(path if path is None else folder / path, dataset), reading(how))
+        list_and_check(documents_in(path, options["dataset"]), reading(how))
     message = str(error.value)
-    assert all(word in message for word in words), message
+    assert all(word in message for word in [*words, *([str(tmp_path)] if files else [])]), message
     assert message.count("; expected") <= 1
     assert len(message) < 700
-
-
-@pytest.mark.parametrize("case", NAMED, ids=lambda case: case[2])
-def test_what_the_config_names(tmp_path, case):
-    options, files, *words = case
-    refused(written(tmp_path, files), [*words, str(tmp_path)] if files else words, **options)
-
-
-@pytest.mark.parametrize("case", FOUND, ids=lambda case: case[2])
-def test_what_a_file_holds(tmp_path, case):
-    name, content, *words = case
-    how = TEXT if isinstance(name, str) else name
-    file = {BODY: "a.json", UINT32: "a.bin", LARGE_EOS: "a.bin"}.get(how, name)
-    refused(written(tmp_path, {file: content}), [*words, str(tmp_path)], how)
 
 
 def documents_in(folder, dataset="text"):
     return [DataSet(dataset, folder and str(folder), "training")]
 
 
-# In the last two, documents can be read.
+# In the last three, documents can be read.
 SOUND = {
     "one bad document": {"a.json": b"garbage\n" + DOCUMENT},
     "a few bad documents, then none": {"a.json": b'{"url": 1}\n' * 19 + DOCUMENT},
@@ -148,9 +144,9 @@ SOUND = {
     "an odd number of bytes": {"a.bin": ids_as(RANDOM) + b"\x00"},
     "HTML as text": {"a.txt": HTML},
     "a long block": {"a.txt": b"x" * 70_000},
-    "the longest text that is allowed": {"a.txt": b"x" * (1 << 16)},
     "ids that begin as gzip": {"a.bin": b"\x1f\x8b\x08\x00" + ids_as(RANDOM)},
     "a byte-order mark": {"a.json": b"\xef\xbb\xbf" + DOCUMENT},
+    "the longest text that is allowed": {"a.txt": b"x" * (1 << 16)},
     "texts that begin as bzip2 and Parquet": {"a.txt": b"BZh4 is a name", "b.txt": b"PAR1 of 3"},
     "zstd by pzstd": {"a.json.zst": b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + stored(DOCUMENT, ".zst")},
 }
@@ -162,7 +158,7 @@ def test_left_to_the_run(tmp_path, name):
     options = reading(Format(text_split=split, eos_id=EOS, vocab_size=40_000))
     listed = list_and_check(documents_in(written(tmp_path, files)), options)
     assert len(listed) == len(files)
-    if name in list(SOUND)[-2:]:
+    if name in list(SOUND)[-3:]:
         assert all(isinstance(Documents(file, options).read(), (str, bytes)) for file in listed)
 
 
@@ -216,6 +212,41 @@ def test_bad_files(tmp_path):
         assert reason in records_of(tmp_path / name, 100)[-1], reason
 
 
+TEXTS = [f"{i} " + np.random.default_rng(i).bytes(100).hex() for i in range(3010)]
+SPOILED = {
+    "junk": lambda frame: frame + b"junk" * 100,  # after a complete frame
+    "zeros and junk": lambda frame: frame + b"\x00" * 5000 + b"junk",
+    "second frame": lambda frame: frame + frame[: len(frame) // 2] + b"junk",
+}
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_documents_before_the_damage_are_used(tmp_path, suffix, spoil):
+    """In zstd all of them, although pyarrow drops what the failing read has decompressed; in gzip all but the last 8 KiB."""
+    content, path = write_texts(tmp_path / "whole.jsonl", TEXTS).read_bytes(), tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(SPOILED[spoil](stored(content, path.name)))
+    *found, end = records_of(path)
+    least = 3010 - (8192 // 200 if suffix == "gz" else 0)
+    assert len(found) >= least
+    assert found[:least] == content.splitlines(keepends=True)[:least]
+    assert end.startswith("damaged: ")
+
+
+def test_parquet_files_without_rows(tmp_path):
+    """They take no part of the line: a slot that got one would find nothing in epoch after epoch."""
+    for name in "abcd":
+        write_texts(tmp_path / f"{name}.parquet", pyarrow.array(TEXTS[:40] if name == "c" else [], pyarrow.string()))
+    files = list_and_check(documents_in(tmp_path), StreamOptions())
+    assert [file.density > 0 for file in files] == [False, False, True, False]
+    for epoch in range(5):
+        runs = [Assignment(files, 4, seed=0).run(slot, epoch) for slot in range(4)]
+        assert all(any(segment.file == 2 for segment in run.segments) for run in runs)
+    (tmp_path / "c.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"a.parquet has no rows \(nor have the others\): name files with text"):
+        list_and_check(documents_in(tmp_path), StreamOptions())
+
+
 def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
     offsets, content = np.array([0, 1, 3, 4], "<i4"), b"a\xff\xfeb"
     column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, *map(pyarrow.py_buffer, (offsets, content))])
@@ -257,7 +288,6 @@ def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
 def test_commands_look_at_the_data(sample, tmp_path):
     written(tmp_path, {"a.json": b'{"body": "a"}\n'})
     job = config(sample, "--training.dataset", "text", "--training.dataset_path", str(tmp_path))
-    assert len(DataSet("text", str(tmp_path), "training").check()) == 1
     for look in (check_inputs, lambda job: missing_inputs(job, strict=False), lambda job: digest(job, 1, [(0, 1)])):
         with pytest.raises(ConfigError, match='a.json: document 0: no field "text", only body; set stream.text_field'):
             look(job)

@@ -1,6 +1,10 @@
-"""The index of the data: equal shares, resumes that seek, sorted files that are mixed, and changes that are noticed."""
+"""The index of the data: equal shares, resumes that seek, sorted files that are mixed, and changes that are noticed.
+
+And bytes, not only documents: what a corpus has lost, what a run has read of it, and when a loss stops a run.
+"""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -17,24 +21,23 @@ from tests.pages import changed, loaded
 from tests.streams import (
     EOS,
     batches,
-    epochs_of,
+    first_epoch,
     ids_as,
-    json_lines,
     loader,
-    number_of,
-    parquet,
     records_of,
     streams_of,
+    through,
     words_of,
+    write_files,
     write_texts,
 )
 from titan_disp.config.load import load_config
 from titan_disp.config.options import IndexOptions
 from titan_disp.data import index
-from titan_disp.data.assignment import shares
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import check_fingerprint
 from titan_disp.data.index import FOLDER
+from titan_disp.data.loader import together
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.sources import measured
@@ -43,15 +46,14 @@ from titan_disp.lab.indexing import index_data
 
 FORMAT = Format(text_split="blank_lines", eos_id=EOS, vocab_size=5000)
 OPTIONS = StreamOptions(index="memory", format=FORMAT)
+EPOCH = vars(replace(OPTIONS, seq_len=15, max_skipped_fraction=1.0))
+LEDGER = replace(OPTIONS, index="", seq_len=511, max_document_bytes=1 << 20, max_skipped_fraction=1.0)
 
 
 def test_shares_are_of_text(tmp_path):
     """By stored bytes, 23 to 25 % of the documents were not seen in an epoch's tokens."""
-    words, suffixes = (
-        np.random.default_rng(0).integers(1, 5000, (32, 60, 200)),
-        ("jsonl.zst", "parquet", "jsonl", "json.gz"),
-    )
-    for i, rows in enumerate(words):
+    suffixes = ("jsonl.zst", "parquet", "jsonl", "json.gz")
+    for i, rows in enumerate(np.random.default_rng(0).integers(1, 5000, (32, 60, 200))):
         texts = [" ".join(map(str, row[: 150 + row[0] % 50])) for row in rows]
         write_texts(tmp_path / f"{i}.{suffixes[i % 4]}", texts)
     files, seen = measured(list_files("text", str(tmp_path)), StreamOptions()), Counter()
@@ -68,13 +70,6 @@ def test_shares_are_of_text(tmp_path):
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(index, "_LEAST", 256)
-
-
-def numbered(folder, kind, counts):
-    """Files of documents that say their numbers, from 1 on."""
-    for f, count in enumerate(counts):
-        write_texts(folder / f"{f}.{kind}", [words_of(sum(counts[:f]) + n) for n in range(1, count + 1)])
-    return list_files("text", str(folder))
 
 
 # As megatron-core 0.12.1 writes them: documents 5 6 7 0, of one sequence; 8 9 and 10 0, of two; 11; 0; 12 to 17.
@@ -107,29 +102,10 @@ def test_files_of_megatrons_library(tmp_path):
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_prefetch_and_links(sample, tmp_path):
-    """The batches of a mixture on two ranks, read ahead or not, and of files that links lead to."""
-    numbered(tmp_path / "real", "jsonl", (700, 300))
-    (tmp_path / "linked").mkdir()
-    for path in (tmp_path / "real").iterdir():
-        (tmp_path / "linked" / path.name).symlink_to(path)
-    how, found = {"slots": 4, "seq_len": 16, "shuffle_window": 5, "shares": shares({"a": 3, "b": 1}, 4)}, []
-    for folder, prefetch in (("real", 0), ("real", 3), ("linked", 0)):
-        files = measured(list_files("text", str(tmp_path / folder)), OPTIONS)
-        halves = [replace(file, name=f"{'ab'[i]}/{file.name}") for i, file in enumerate(files)]
-        loaders = [loader(halves, sample, rank, 2, prefetch, **how) for rank in range(2)]
-        found.append([[x["input"].tolist() for x, _ in islice(iter(one), 60)] for one in loaders])
-        assert all(any(one.assignment.dealt) for one in loaders)
-        for one in loaders:
-            one.close()
-    assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.usefixtures("small_blocks")
 def test_every_epoch_has_an_order_of_its_own(tmp_path):
-    files = measured(numbered(tmp_path, "jsonl", (2000,)), OPTIONS)
+    files = measured(write_files(tmp_path, (2000,), kind="jsonl"), OPTIONS)
     (cursor,) = [slot.cursor for slot in streams_of(files, 1, 1)[0].slots.values()]
-    orders = [[number_of(cursor.next().content) for _ in range(2000)] for _ in range(3)]
+    orders = [[int(cursor.next().content.split()[0]) for _ in range(2000)] for _ in range(3)]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) == list(range(1, 2001))
     assert abs(np.corrcoef([range(2000), *orders]) - np.eye(4)).max() < 0.5
 
@@ -163,34 +139,29 @@ def test_sorted_files_are_mixed(tmp_path, how, least, most):
     assert least < ((shares - 1 / domains) ** 2).mean() / multinomial < most
 
 
-def first_epoch(files, ranks):
-    """Its documents, and the positions of all slots after it."""
-    options = vars(replace(OPTIONS, seq_len=15, max_skipped_fraction=1.0))
-    every = [slot for rank in streams_of(files, 4, ranks, **options) for slot in rank.slots.values()]
-    return epochs_of(every, 1)[0], np.stack([slot.source.position.values for slot in every])
-
-
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", ["zeros", "unknown ids", "row group"])
 def test_what_is_bad_is_bad_with_an_index(tmp_path, kind):
     """Zeros on both sides of the end of a read are no damage, whatever the reads; an unknown id makes a
     bad document in any block; and of a damaged row group, the beginning is used."""
     if kind == "zeros":
-        lines = json_lines(map(words_of, range(1, 4001)))
+        path = write_texts(tmp_path / "a.jsonl", map(words_of, range(1, 4001)))
+        lines = path.read_bytes()
         at = lines.index(b"\n", (1 << 16) - 3000)
-        (tmp_path / "a.jsonl").write_bytes(lines[: at + 1] + bytes(6000) + b"\n" + lines[at + 1 :])
+        path.write_bytes(lines[: at + 1] + bytes(6000) + b"\n" + lines[at + 1 :])
     elif kind == "unknown ids":
         ids = np.array([i for n in range(1, 4001) for i in [n] * (1 + n % 30) + [EOS]])
         ids[-20_000:][ids[-20_000:] == 3900] = 6000
         (tmp_path / "a.bin").write_bytes(ids_as(ids))
     else:
-        content = bytearray(parquet(1000, text=[f"{n} " * 20 for n in range(1, 4001)]))
+        path = write_texts(tmp_path / "a.parquet", [f"{n} " * 20 for n in range(1, 4001)], rows=1000)
+        content = bytearray(path.read_bytes())
         content[len(content) * 6 // 10 :][:4000] = bytes(4000)
-        (tmp_path / "a.parquet").write_bytes(content)
+        path.write_bytes(content)
     found = []
     for ranks, how in ((1, ""), (4, ""), (1, "memory"), (4, "memory")):
         files = measured(list_files("text", str(tmp_path)), replace(OPTIONS, index=how, max_skipped_fraction=1.0))
-        epoch, positions = first_epoch(files, ranks)
+        epoch, positions = first_epoch(streams_of(files, 4, ranks, **EPOCH))
         found.append((epoch, positions[:, Field.SKIPPED].any()))
     assert found == found[:1] * 4
     assert 1000 < len(found[0][0]) < 4001
@@ -199,10 +170,10 @@ def test_what_is_bad_is_bad_with_an_index(tmp_path, kind):
 @pytest.mark.usefixtures("small_blocks")
 def test_a_block_that_is_damaged_later(tmp_path):
     """Only the slot that owns it loses it, whatever the ranks."""
-    files = measured(numbered(tmp_path, "bin", (4900,)), OPTIONS)
+    files = measured(write_files(tmp_path, (4900,), kind="bin"), OPTIONS)
     os.truncate(tmp_path / "0.bin", files[0].size - 700)
     files = [replace(files[0], size=files[0].size - 700, sample="")]
-    (epoch, expected), *others = [first_epoch(files, ranks) for ranks in (1, 2, 4)]
+    (epoch, expected), *others = [first_epoch(streams_of(files, 4, ranks, **EPOCH)) for ranks in (1, 2, 4)]
     assert all(again == epoch and np.array_equal(positions, expected) for again, positions in others)
     assert 4500 < len(epoch) < 4900
 
@@ -215,7 +186,7 @@ def foreign(path):
 class TestOnDisk:
     @pytest.fixture
     def corpus(self, tmp_path):
-        numbered(tmp_path / "data", "jsonl", [50, 60, 70])
+        write_files(tmp_path / "data", [50, 60, 70], kind="jsonl")
         write_texts(tmp_path / "data" / "validation.jsonl", [words_of(n) for n in (7, 200, 201)])
         return tmp_path / "data"
 
@@ -255,9 +226,7 @@ class TestOnDisk:
         self.run(corpus)
         written = {path: path.stat().st_mtime_ns for path in (corpus / FOLDER).iterdir()}
         (corpus / "0.jsonl").write_bytes((corpus / "0.jsonl").read_bytes().replace(b"1", b"3"))
-        with pytest.raises(
-            ConfigError, match="1 file of the data .*0.jsonl', which has changed since .*Run titan-disp"
-        ):
+        with pytest.raises(ConfigError, match="1 file .*0.jsonl', which has changed since .*Run titan-disp"):
             self.files(corpus)
         self.run(corpus)
         assert sum(path.stat().st_mtime_ns != written[path] for path in (corpus / FOLDER).iterdir()) == 1
@@ -300,9 +269,7 @@ class TestOnDisk:
         self.run(corpus)
         plain, indexed = (loader(self.files(corpus, how), sample).state_dict() for how in ("", FOLDER))
         for saved, now in ((plain, indexed), (indexed, plain)):
-            with pytest.raises(
-                RefusedError, match="stream.index: the data was read with.* an index then, and is now read"
-            ):
+            with pytest.raises(RefusedError, match="stream.index: the data was read with.* an index then, and is"):
                 check_fingerprint(*(json.loads(state["fingerprint"]) for state in (saved, now)))
 
     def test_what_cannot_be_indexed(self, corpus, monkeypatch):
@@ -318,3 +285,92 @@ class TestOnDisk:
         monkeypatch.setattr(index, "_SMALL", 10)
         with pytest.raises(ConfigError, match="expected at most 10: write an index with titan-disp data index"):
             measured(list_files("text", str(corpus)), StreamOptions(index="memory"))
+
+
+# What becomes of a file's content. A node leaves a file with zeros whose last blocks were not on disk when it died.
+SPOIL = {
+    "zeros": lambda content: bytes(len(content)),
+    "zeros from the middle": lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
+    "half": lambda content: content[: len(content) // 2],
+    "junk": lambda content: b"\xff" * len(content),
+    "random": lambda content: np.random.default_rng(1).bytes(len(content)),
+}
+# The damage, the fraction of the bytes that it costs, the index, and the kinds of files.
+DAMAGE = [
+    ("zeros", 0.1, "", "json.gz parquet txt bin"),
+    ("zeros", 0.1, "memory", "jsonl json.zst parquet bin"),
+    ("zeros from the middle", 0.05, "", "jsonl txt"),
+    ("zeros from the middle", 0.05, "memory", "txt bin json.gz"),
+    ("half", 0.0, "", "jsonl.gz txt.gz"),  # the rest is not stored, so that its loss is not seen in bytes
+    ("junk", 0.1, "", "txt parquet"),
+    ("junk", 0.1, "memory", "jsonl"),
+    ("random", 0.1, "", "jsonl txt json.gz"),
+]
+CASES = [(kind, damage, lost, index) for damage, lost, index, kinds in DAMAGE for kind in kinds.split()]
+
+
+@pytest.mark.parametrize(("kind", "damage", "lost", "index"), CASES)
+def test_what_is_lost_is_counted_in_bytes_and_stops_the_run(sample, tmp_path, kind, damage, lost, index):
+    """Of ten files, one is spoiled: stored = used + skipped on any ranks, and the limit is met although few documents are bad."""
+    generator, how = np.random.default_rng(0), vars(LEDGER)
+    for f in range(10):  # of documents of about 900 bytes of text
+        numbers = [generator.integers(1000, 4999, 150 + i % 60) for i in range(150)]
+        write_texts(tmp_path / f"{f}.{kind}", [" ".join(map(str, some)) for some in numbers])
+    whole = first_epoch(streams_of(list_files("text", str(tmp_path)), 4, 1, **how))[1][:, Field.BYTES].sum()
+    path = tmp_path / f"3.{kind}"
+    path.write_bytes(SPOIL[damage](path.read_bytes()))
+    files = measured(list_files("text", str(tmp_path)), replace(LEDGER, index=index))
+    for ranks in (1, 4):
+        _, position = first_epoch(streams_of(files, 4, ranks, **how))
+        used, skipped = position[:, [Field.BYTES, Field.SKIPPED_BYTES]].sum(0) / whole
+        assert used + skipped == pytest.approx(sum(file.size * file.density for file in files) / whole, abs=0.02)
+        assert skipped == pytest.approx(lost, abs=0.02)
+
+    def make(ranks, at):
+        return streams_of(files, 4, ranks, positions=at, **how)
+
+    expected, resumed = through(make, [(1, 90)]), through(make, [(4, 31), (2, 59)])
+    assert all(np.array_equal(a, b) for a, b in zip(expected, resumed, strict=True))
+    one = loader(files, sample, slots=4)
+    one.positions[:] = one.positions.new_tensor(position)
+    one.positions[:, Field.EPOCH] = 0
+    counters = together([one.counters()])
+    assert counters["skipped_bytes"] == position[:, Field.SKIPPED_BYTES].sum()
+    for allowed in (0.03, 0.15):
+        one.options = replace(one.options, max_skipped_fraction=allowed)
+        refused = pytest.raises(DataError, match="bytes of text could not be used, more than stream.max_skipped_fr")
+        with refused if lost > allowed else contextlib.nullcontext():
+            one.check_counters(counters | {"skipped_documents": 0, "skipped_files": 0})
+
+
+# The last has more in a row than bad documents may be.
+@pytest.mark.parametrize(
+    ("kind", "between"), [("jsonl", [" ", ""]), ("json.gz", ["\n"]), ("parquet", [""]), ("jsonl", [""] * 1500)]
+)
+def test_documents_without_text_are_no_fault(sample, tmp_path, kind, between, caplog):
+    """As in raw wikitext, where a third of the rows are empty: they are passed over, and neither counted nor named."""
+    texts = [text for i in range(1, 601) for text in (f"{i}", *(between if i % 300 == 0 or len(between) < 3 else []))]
+    for name in "ab":
+        write_texts(tmp_path / f"{name}.{kind}", texts)
+    files = list_files("text", str(tmp_path))
+    (rank,) = streams_of(files, 2, 1, shuffle_window=5, on_bad_data="fail")
+    found = [slot.source.next() for slot in rank.slots.values() for _ in range(700)]
+    assert sum(document.start[Field.EPOCH] == 0 for document in found) == 1200
+    assert max(document.start[Field.SKIPPED] + document.start[Field.SKIPPED_BYTES] for document in found) == 0
+    assert not caplog.records
+    one = loader(files, sample, slots=2)
+    one.positions[:] = one.positions.new_tensor(np.stack([document.end for document in found[699::700]]))
+    one.check_counters(one.counters())
+
+
+def test_epochs_read_is_the_text_trained_on(sample, tmp_path, caplog):
+    """128 files, each a document: some are far longer than what a slot has read of them, and some slots have none."""
+    lengths = np.random.default_rng(0).lognormal(9, 1.5, 128).astype(int)
+    for i, length in enumerate(lengths):
+        (tmp_path / f"{i}.txt").write_text("x" * (length + 1))
+    one = loader(measured(list_files("text", f"{tmp_path}/*.txt"), StreamOptions()), sample, slots=128, seq_len=2047)
+    one.encode = lambda text: [1] * len(text) + [EOS]
+    for _ in islice(iter(one), 5 * 128 // 2):
+        pass
+    assert one.counters()["epochs_read"] == pytest.approx(5 * 128 * 2048 / (lengths.sum() + 128), rel=0.02)
+    assert "has no documents in epoch" in caplog.text

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import typed
 from tests.fake_hub import COMMIT, OLDER, serving
 from tests.streams import VALIDATION_FILE, config, write_texts
-from titan_disp import cli
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.options import FetchOptions
 from titan_disp.data.documents import Documents
@@ -18,32 +18,21 @@ from titan_disp.data.options import StreamOptions
 from titan_disp.data.sources import DataSet
 from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
-from titan_disp.lab.fetch import fetch, parse_shards
+from titan_disp.lab.fetch import fetch
 from titan_disp.lab.inspection.texts import read_texts
 
 # As FineWeb-Edu's: the default configuration is everything, samples lie elsewhere; and a configuration with three splits.
 CARD = """---
 configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/*/*
-- config_name: sample-2
-  data_files:
-  - split: train
-    path: sample/2/*
+- {config_name: default, data_files: [{split: train, path: data/*/*}]}
+- {config_name: sample-2, data_files: [{split: train, path: sample/2/*}]}
 - config_name: split
   data_files:
-  - split: train
-    path: split/a*
-  - split: validation
-    path: [split/b.jsonl, split/c.jsonl]
-  - split: tiny
-    path: split/a1.jsonl.gz
-- config_name: table
-  data_files: table/*.csv
-- config_name: mixed
-  data_files: [mixed/*]
+  - {split: train, path: split/a*}
+  - {split: validation, path: [split/b.jsonl, split/c.jsonl]}
+  - {split: tiny, path: split/a1.jsonl.gz}
+- {config_name: table, data_files: table/*.csv}
+- {config_name: mixed, data_files: [mixed/*]}
 ---
 Prose.
 """
@@ -128,18 +117,18 @@ def test_a_revision(hub, tmp_path):
     assert len(list_files("hf:some/prose", None)) == 2
 
 
-def test_the_default_split_is_that_of_the_section():
-    assert split_of("hf:some/prose", "training") == "train"
-    assert split_of("hf:some/prose:split", "validation") == "validation"
-    assert split_of("hf:some/prose:split:tiny", "validation") == "tiny"
-    for name, expected in {
-        **{"hf:some/prose@v1.0:split:tiny": "hf:some/prose@v1.0:split:validation", "c4": "c4_validation"},
-        **{"hf:some/prose": "hf:some/prose::validation", "text": "text_validation", "c4_validation": "c4_validation"},
-    }.items():
-        assert held_out(name) == expected
-
-
 def test_names():
+    for name, section, split, validation in (
+        ("hf:some/prose", "training", "train", "hf:some/prose::validation"),
+        ("hf:some/prose:split", "validation", "validation", "hf:some/prose:split:validation"),
+        ("hf:a/b@v1.0:split:tiny", "validation", "tiny", "hf:a/b@v1.0:split:validation"),
+    ):
+        assert (split_of(name, section), held_out(name)) == (split, validation)
+    assert [held_out(name) for name in ("c4", "text", "c4_validation")] == [
+        "c4_validation",
+        "text_validation",
+        "c4_validation",
+    ]
     assert parse_name("hf:a/b@refs/pr/1:c.d-e:f", "x") == HubName("a/b", "refs/pr/1", "c.d-e", "f")
     for name in ("hf:a/b", "hf:a/b@c", "hf:a/b:c", "hf:a/b:c:d", "hf:a/b@r::d"):
         assert str(parse_name(name, "x")) == name
@@ -193,7 +182,7 @@ def test_a_hub_that_does_not_answer(hub):
         check_hub("c4")
 
 
-BUSY = [(429, {}), (504, {}), (503, {"Retry-After": "0"}), (500, {})]
+BUSY = [(429, {}), (504, {}), (503, {}), (500, {})]
 
 
 @pytest.mark.parametrize("dataset", ["hf:some/prose", "hf:some/prose:split", "c4"])
@@ -231,18 +220,14 @@ def names_of(files):
     return [(file.name, file.size) for file in files]
 
 
-def run(capsys, *arguments):
-    cli.run(list(arguments), "titan-disp")
-    return capsys.readouterr()
-
-
-def test_mirror(hub, tmp_path, capsys):
+def test_mirror(hub, tmp_path, monkeypatch, capsys):
     mirror, split = tmp_path / "mirror", "hf:some/prose:split"
-    said = run(capsys, "data", "fetch", str(mirror), "--dataset", split)
-    assert f"{mirror} is complete: training.dataset = '{split}', training.dataset_path = " in said.out
+    assert typed(monkeypatch, "data", "fetch", mirror, "--dataset", split) == 0
+    said = capsys.readouterr().out
+    assert f"{mirror} is complete: training.dataset = '{split}', training.dataset_path = " in said
     found = sorted(p.relative_to(mirror).as_posix() for p in mirror.glob("[!.]*/*"))
     assert found == sorted([*FILES[split], *FILES[f"{split}:validation"]])
-    run(capsys, "data", "fetch", str(mirror), "--dataset", "hf:some/prose:sample-2")
+    assert fetch(FetchOptions(mirror, "hf:some/prose:sample-2")) == []
     sections = ((split, "training"), (split, "validation"), (f"{split}:validation", "training"))
     for dataset, key in (*sections, ("hf:some/prose:sample-2", "training")):
         hub.requests.clear()
@@ -262,21 +247,25 @@ def test_mirror(hub, tmp_path, capsys):
             list_files(dataset, str(path), key)
 
 
-def test_a_mirror_of_some_files(hub, tmp_path, capsys):
+def test_a_mirror_of_some_files(hub, tmp_path, monkeypatch, capsys):
     mirror = tmp_path / "mirror"
     hub.damaged = {"split/a2.jsonl"}  # every time
-    with pytest.raises(ConfigError, match="1 file could not be fetched"):
-        run(capsys, "data", "fetch", str(mirror), "--dataset", "hf:some/prose:split", "--split", "train")
-    assert "split/a2.jsonl: its sha256 differs from the hub's" in capsys.readouterr().err
+    assert typed(monkeypatch, "data", "fetch", mirror, "--dataset", "hf:some/prose:split", "--split", "train") == 2
+    said = capsys.readouterr().err
+    assert ("1 file could not be" in said, "split/a2.jsonl: its sha256 differs from the hub's" in said) == (True, True)
     assert not (mirror / RECORDS).exists()
     hub.damaged = set()
     for number in (1, 0):
         assert fetch(FetchOptions(mirror, "hf:some/prose:split", str(number), "train")) == []
         assert len(list_files("hf:some/prose:split", str(mirror))) == 2 - number
-    with pytest.raises(ConfigError, match="--shards names none of the files, which have the numbers 0 to 1, such as "):
-        fetch(FetchOptions(mirror, "hf:some/prose:split", "2", "train"))
-    with pytest.raises(ConfigError, match="but --split is 'train': name the split in one of them"):
-        fetch(FetchOptions(mirror, "hf:some/prose:split:tiny", split="train"))
+    for name, shards, message in (
+        ("split", "2", "--shards names none of the files, which have the numbers 0 to 1, such as "),
+        ("split", "0..3", "ascending ranges"),
+        ("split", "0-3,63-60", "ascending ranges"),
+        ("split:tiny", "0", "but --split is 'train': name the split in one of them"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fetch(FetchOptions(mirror, f"hf:some/prose:{name}", shards, "train"))
     assert fetch(FetchOptions(mirror, "hf:some/prose:split:tiny")) == []
     assert len(list_files("hf:some/prose:split:tiny", str(mirror))) == 1
 
@@ -295,10 +284,9 @@ def test_stream_from_the_hub_is_the_local_copys(c4, sample):
     assert streamed.counters["skipped_files"] == 0
 
 
-def test_fetch(c4, sample, tmp_path, capsys):
+def test_fetch(c4, sample, tmp_path):
     mirror = tmp_path / "mirror"
-    command = ("data", "fetch", str(mirror), "--shards", "1-2,5")
-    assert "is complete" in run(capsys, *command).out
+    assert fetch(FetchOptions(mirror, shards="1-2,5")) == []
     files = {path.name: path for path in sorted((mirror / "en").iterdir())}
     assert [*files] == [f"c4-train.{i:05d}-of-00008.json.gz" for i in (1, 2, 5)] + [Path(VALIDATION_FILE).name]
     # Again, with a truncated file and one of the right size with wrong content: only these two are fetched.
@@ -306,15 +294,9 @@ def test_fetch(c4, sample, tmp_path, capsys):
     cut.write_bytes(cut.read_bytes()[:1000])
     wrong.write_bytes(b"x" * wrong.stat().st_size)
     c4.requests.clear()
-    run(capsys, *command)
+    assert fetch(FetchOptions(mirror, shards="1-2,5")) == []
     assert all(path.read_bytes() == (sample / "en" / name).read_bytes() for name, path in files.items())
     assert c4.requests["content"] <= 6
-
-
-def test_parse_shards():
-    for text, message in (("0..3", "ascending ranges"), ("0-3,63-60", "ascending ranges")):
-        with pytest.raises(ConfigError, match=message):
-            parse_shards(text)
 
 
 def test_text_to_measure_on(hub):

@@ -1,12 +1,16 @@
 """Which local files belong to a split: folders, globs and links, what is left out, and what is refused."""
 
+import hashlib
 import os
 
 import pytest
 
+from tests.streams import config
+from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
 from titan_disp.data.sources import DataSet
 from titan_disp.errors import ConfigError
+from titan_disp.lab.digest import digest
 from titan_disp.lab.sample import TRAIN_FILES
 
 
@@ -168,17 +172,26 @@ def test_plain_texts_are_held_out_where_no_name_says_which(tmp_path, caplog):
     caplog.set_level("INFO")
     for i in range(100):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
-    train, held = (
-        [file.name for file in list_files(name, str(tmp_path), "training")] for name in ("text", "text_validation")
-    )
+    train, held = (names_in(name, tmp_path) for name in ("text", "text_validation"))
     assert len(held) == 5
     assert sorted(train + held) == sorted(f"{i}.txt" for i in range(100))
     assert "5 of 100 *.txt are held out" in caplog.text
-    assert len(list_files("text", f"{tmp_path}/*.txt", "training")) == 100
+    assert len(names_in("text", f"{tmp_path}/*.txt")) == 100
     (tmp_path / "99.txt").rename(tmp_path / "validation.txt")
-    assert [file.name for file in list_files("text_validation", str(tmp_path), "training")] == ["validation.txt"]
+    assert names_in("text_validation", tmp_path) == ["validation.txt"]
     (tmp_path / "validation.txt").unlink()
-    with pytest.raises(
-        ConfigError, match=r"no file name contains the word 'validation': it holds no validation data, but 99 \*.txt"
-    ):
+    with pytest.raises(ConfigError, match=r"contains the word 'validation': it holds no val.* data, but 99 \*.txt"):
         list_files("text_validation", str(tmp_path), "training")
+
+
+def test_names_that_are_not_utf_8(sample, tmp_path):
+    """The order depends on the bytes of the names."""
+    names = [b"caf\xe9.jsonl", "naïve.jsonl".encode()]
+    for name in map(os.fsdecode, names):
+        (tmp_path / name).write_text('{"text": "a word"}\n' * 60)
+    files = list_files("text", str(tmp_path))
+    assert [file.name.encode(errors="surrogateescape") for file in files] == names
+    hashes = [hashlib.sha256(b"0/0/" + name).digest() for name in names]
+    assert Assignment(files, 2, seed=0)._line(0).order == sorted(range(2), key=hashes.__getitem__)
+    job = config(sample, "--training.dataset", "text", "--training.dataset_path", str(tmp_path))
+    assert len(digest(job, 2, [(0, 1), (1, 2)]).hashes) == 2

@@ -1,24 +1,29 @@
-"""Several sources with weights: exact fractions of the tokens, each source as in a run of its own, bad configs."""
+"""Several sources with weights: exact fractions of the tokens, each source as in a run of its own, bad configs, and
+the same documents under two names: in two sources, under several links, in training and validation."""
 
 import copy
 import json
+import os
 import re
+import shutil
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from tests.command_line import DEMO, ROOT
-from tests.streams import EOS, config, loader, sequence, streams_of, words_of, write_files, write_texts
+from tests.streams import EOS, batches, config, loader, sequence, streams_of, words_of, write_files, write_texts
 from titan_disp.cluster.node_health import input_problems
+from titan_disp.config.checks import check_inputs, missing_inputs
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Mixture, prefixed, shares
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.loader import open_stream, together
+from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.sources import measured, source_name, source_shares, training_sets
+from titan_disp.data.sources import DataSet, check_overlaps, measured, source_name, source_shares
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source, Stream
 from titan_disp.lab.digest import digest, global_batch
@@ -57,25 +62,21 @@ def job(sample, tmp_path_factory):
 def changed(job, **options):
     made = copy.deepcopy(job)
     for name, value in options.items():
-        setattr(made.stream if name in ("sources", "slots", "shuffle_window") else made.training, name, value)
+        setattr(made.stream if hasattr(made.stream, name) else made.training, name, value)
     return made
 
 
-def training_files(job):
-    return [file for one in training_sets(job) for file in one.files()]
+def built(job):
+    return build_dataloader(1, 0, load_tokenizer(job.model.hf_assets_path), job)
 
 
-def opened(job, sample):
-    return open_stream(job, training_files(job), load_tokenizer(sample / "tokenizer"), 1, 0)
-
-
-def test_a_config_with_sources_from_listing_to_batches(job, sample):
+def test_a_config_with_sources_from_listing_to_batches(job):
     """Each source gives what it gives alone. (Without shuffling, because the shuffled order depends on the slots' numbers.)"""
-    files = training_files(job)
-    assert [file.name for file in files] == [f"{name}/{i}.json.gz" for name in ("web", "code") for i in range(3)]
+    names = [f"{name}/{i}.json.gz" for name in ("web", "code") for i in range(3)]
+    assert [file.name for file in built(job).files] == names
 
     def first_batches(one, batch):
-        iterators = [iter(opened(one, sample))]
+        iterators = [iter(built(one))]
         return torch.stack([global_batch(iterators, one, batch, batch) for _ in range(5)])
 
     found = first_batches(changed(job, shuffle_window=0), 6)
@@ -88,28 +89,17 @@ def test_a_config_with_sources_from_listing_to_batches(job, sample):
     assert "epochs_read" not in whole.counters
 
 
-def test_a_resume_with_other_weights_is_refused(job, sample):
-    saved = opened(job, sample).state_dict()
+def test_a_resume_with_other_weights_is_refused(job):
+    saved = built(job).state_dict()
     web, code = job.stream.sources
-    opened(changed(job, sources=[Source(4.0, web.path), Source(2.0, code.path)]), sample).load_state_dict(saved)
+    built(changed(job, sources=[Source(4.0, web.path), Source(2.0, code.path)])).load_state_dict(saved)
     for options, message in (
         ({"sources": [Source(1.0, web.path), code]}, r"sources, .* code 2 then, web 3, code 3 now\. .*\"restart"),
         ({"sources": [code, web]}, r"web 4, code 2 then, code 2, web 4 now"),
         ({"sources": [], "dataset": "text", "dataset_path": web.path}, r"6 files then, 3 now, .*code 2 then, none now"),
     ):
         with pytest.raises(ConfigError, match=message):
-            opened(changed(job, **options), sample).load_state_dict(saved)
-
-
-def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
-    """A small source is in its tenth epoch and a large one in its first: 9 × 10 + 100 files were begun."""
-    files = [DataFile(f"{name}/{i}", "", 1) for name, count in (("small", 9), ("large", 100)) for i in range(count)]
-    one = loader(files, sample, slots=4, shares=shares({"small": 1, "large": 3}, 4), max_skipped_fraction=0.1)
-    counters = {"documents": 9e9, "skipped_documents": 0, "skipped_bytes": 0}
-    counters |= {"epoch": 9, "epoch/small": 9, "epoch/large": 0}
-    one.check_counters(counters | {"skipped_files": 19})
-    with pytest.raises(ConfigError, match="20 of 190 files are damaged"):
-        one.check_counters(counters | {"skipped_files": 20})
+            built(changed(job, **options)).load_state_dict(saved)
 
 
 def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_path):
@@ -148,7 +138,7 @@ def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
     assert handed_out > 1.1
     assert found[0]["stored_bytes"] >= sum(file.size for file in files)
     for counters in found:
-        assert counters["text_bytes"] == found[0]["text_bytes"]
+        assert (counters["text_bytes"], counters["epoch"]) == (found[0]["text_bytes"], found[0]["epoch"])
         assert counters["epochs_read"] == pytest.approx(handed_out, abs=0.02)
 
 
@@ -199,11 +189,10 @@ def test_messages_name_the_source(job):
     assert input_problems(job) == []
     missing = changed(job, sources=[*job.stream.sources, Source(1.0, "/nowhere", name="lost")])
     with pytest.raises(ConfigError, match=r"^stream.sources.lost.path is '/nowhere', which does not exist") as error:
-        training_files(missing)
+        built(missing)
     assert input_problems(missing) == [str(error.value)]
-    unknown = changed(job, sources=[Source(1.0, "/a", "pile")])
     with pytest.raises(ConfigError, match=r"^stream.sources.a.dataset is 'pile', expected c4"):
-        training_sets(unknown)[0].check_name()
+        built(changed(job, sources=[Source(1.0, "/a", "pile")]))
 
 
 def test_toml_and_command_line(tmp_path):
@@ -216,16 +205,102 @@ def test_toml_and_command_line(tmp_path):
     assert found == [(Source, "web", 0.8), (Source, "code", 0.2)]
     assert [share.slots for share in source_shares(job, 10)] == [8, 2]
     assert json.loads(json.dumps(job.to_dict()))["stream"]["sources"][1]["weight"] == 0.2
-    source = load_config(
-        [*argv, "--stream.sources.1.path", "/scratch/c", "--stream.sources.1.weight", "3"]
-    ).stream.sources[1]
+    argv += ["--stream.sources.1.path", "/scratch/c", "--stream.sources.1.weight", "3"]
+    source = load_config(argv).stream.sources[1]
     assert (source.path, source.weight) == ("/scratch/c", 3.0)
 
 
-def test_held_out_sequences_are_of_the_first_source_that_has_some(job, sample):
-    tokenizer = load_tokenizer(sample / "tokenizer")
-    assert held_out_sequences(job, tokenizer, 3) is None
-    beside = changed(job, sources=[*job.stream.sources, Source(1.0, str(sample), "c4")])
-    plain = changed(job, sources=[], dataset_path=str(sample))
-    (found,), (expected,) = (held_out_sequences(one, tokenizer, 3) for one in (beside, plain))
-    assert torch.equal(found, expected)
+@pytest.fixture
+def small(sample, tmp_path):
+    """A config and files of its own, which a test may change."""
+    for name in ("web", "code"):
+        for i in range(3):
+            write_texts(tmp_path / name / f"{name}-{i}.jsonl", [f"{name} {i} {words_of(n)}" for n in range(50)])
+    made = config(sample, "--training.dataset", "text")
+    made.training.dataset_path = str(tmp_path / "web")
+    return made
+
+
+def test_blocks_of_an_index_are_read_ahead_and_through_links(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("titan_disp.data.index._LEAST", 256)
+    monkeypatch.setattr("titan_disp.data.assignment._BLOCKS", 1)
+    (tmp_path / "linked").mkdir()
+    for path in (tmp_path / "web").iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(path)
+    found = []
+    for folder, prefetch, phases in (("web", 0, [(0, 1)]), ("linked", 3, [(0, 2), (3, 4)])):
+        sources = [Source(3, str(tmp_path / folder), name="web"), Source(1, str(tmp_path / "code"))]
+        job = changed(small, sources=sources, dataset_path=None, index="memory", prefetch=prefetch)
+        assert any(built(job).assignment.dealt)
+        found.append(digest(job, 6, phases).hashes)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("link", [None, os.link, os.symlink, "of a folder"])
+@pytest.mark.parametrize("section", ["sources", "validation"])
+def test_the_same_file_twice_is_refused(small, tmp_path, section, link):
+    """By its inode, so that names, links and relative paths make no difference. All checks before a run say it."""
+    other = tmp_path / "web" / "web-1.jsonl"
+    if link == "of a folder":
+        (tmp_path / "more").symlink_to(tmp_path / "web")
+        other = tmp_path / "more" / other.name
+    elif link:
+        (tmp_path / "more").mkdir()
+        link(other, other := tmp_path / "more" / other.name)
+    expected = ("web-1.jsonl' and", "expected held-out documents", "leave the file out of one of the two")
+    if section == "sources":
+        small.training.dataset_path = None
+        small.stream.sources = [Source(2.0, str(tmp_path / "web")), Source(1.0, os.path.relpath(other), name="more")]
+        expected = ("stream.sources.web and stream.sources.more", "web-1.jsonl'", "raise the weight of the other")
+    else:
+        small.validation.enable, small.validation.dataset = True, "text_validation"
+        small.validation.dataset_path = os.path.relpath(other)
+    for check in (check_inputs, partial(missing_inputs, strict=True), built):
+        with pytest.raises(ConfigError) as error:
+            check(small)
+        assert all(part in str(error.value) for part in (*expected, "read 1 file in common")), error.value
+
+
+def test_what_is_not_the_same_file_is_not_refused(small, tmp_path, caplog):
+    """Copies, and links within one source, which may be meant; the log names those."""
+    shutil.copy(tmp_path / "web" / "web-1.jsonl", tmp_path / "code" / "web-1.jsonl")
+    for i in range(2):
+        os.link(tmp_path / "web" / "web-0.jsonl", tmp_path / "web" / f"again-{i}.jsonl")
+    small.training.dataset_path = None
+    small.stream.sources = [Source(1.0, str(tmp_path / name)) for name in ("web", "code")]
+    write_texts(tmp_path / "val" / "web-val.jsonl", ["a"] * 9)
+    section = small.validation
+    section.enable, section.dataset, section.dataset_path = True, "text_validation", str(tmp_path / "val")
+    check_inputs(small)
+    assert len(built(small).files) == 9  # those of training
+    found = ["stream.sources.web data: 2 files" in said for said in caplog.messages if "several times" in said]
+    assert found == [True, True]
+
+
+def test_copies_in_two_sources_come_at_different_times(tmp_path):
+    """The source's name enters the order. Without it, all rows of one source were those of the other, step by step."""
+    files = [file for name in ("web", "code") for file in prefixed(name, write_files(tmp_path / name, [40] * 12))]
+    mixture = Mixture(files, shares({"web": 1, "code": 1}, 16), seed=0)
+    rows, _ = batches(streams_of(files, 16, 1, 31, assignment=mixture), 15)
+    web, code = np.split(rows, 2, axis=1)
+    assert (web == code).all(-1).mean() < 0.05
+    seen = [[int(n) for n in np.unique(one) if n] for one in (web, code)]
+    assert len(set(seen[0]) & set(seen[1])) > 200  # the same documents in the end
+
+
+def test_a_data_set_that_is_only_on_the_hub_is_compared_by_its_address():
+    data = [DataSet("c4", None, "stream.sources.a", "a"), DataSet("c4", None, "stream.sources.b", "b")]
+    file = DataFile("x.json", "hf://datasets/a/b@c/x.json", 1)
+    with pytest.raises(ConfigError, match="stream.sources.a and stream.sources.b read 1 file in common"):
+        check_overlaps([(one, [file]) for one in data])
+    check_overlaps([(data[0], [file]), (data[1], [DataFile("x.json", "hf://datasets/a/b@c/y.json", 1)])])
+
+
+def test_a_run_warns_of_shares_that_are_not_its_weights(job, caplog):
+    """As the plan does: with 64 slots, the weights 0.01 and 0.02 both become one slot."""
+    far = "stream.sources: code: 1.56% of the tokens (1.00% asked for), 1 of 64 slots"
+    for weights, warnings in (((0.99, 0.01), [True]), ((3, 1), [])):
+        caplog.clear()
+        sources = [Source(weight, one.path) for weight, one in zip(weights, job.stream.sources, strict=True)]
+        built(changed(job, sources=sources, global_batch_size=64))
+        assert [far in record.message for record in caplog.records if record.levelname == "WARNING"] == warnings

@@ -122,7 +122,7 @@ def test_faults(store, kind):
     file = one_file(store)
     read = (lambda: list_files("text", URL)) if kind == "list" else lambda: read_all(Documents(file, OPTIONS))
     for status in (429, 500, 503):
-        store.faults[kind] = [(status, {"Retry-After": "0"})] * 2
+        store.faults[kind] = [(status, {}), (status, {"Retry-After": "0"})]
         assert len(read()) == (1 if kind == "list" else len(TEXTS))
         assert store.faults[kind] == []
     for status in (401, 403, 404):

@@ -5,12 +5,10 @@ import random
 from dataclasses import replace
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests.fake_hub import COMMIT, serving
-from tests.streams import write_texts
+from tests.streams import parquet, write_texts
 from titan_disp.data import retry, storage
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
@@ -100,7 +98,7 @@ def test_a_server_that_knows_no_ranges(hub):
 
 
 def test_another_file_than_listed_is_not_read(hub):
-    content, _ = random_file(hub)
+    random_file(hub)
     for ignored in (False, True):
         hub.ignore_range = ignored
         file = RemoteFile(replace(on_hub(hub, "random.bin"), size=SIZE + 1), StreamOptions(retry_seconds=0.05))
@@ -139,23 +137,21 @@ def test_the_hubs_own_pauses(hub, monkeypatch):
     assert len(hub.ranges) == len(PAUSES) + 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
+def test_what_is_not_tried_again(hub):
+    """Longer than a rank may wait, or an answer that the next one will repeat."""
+    random_file(hub)
+    documents = Documents(replace(on_hub(hub, "random.bin"), name="random.json"), StreamOptions())
+    for answer, message in (
         (limited(0, 200), r"within 60 s \(stream.retry_seconds\): .*429 Too Many"),
         ((503, {"Retry-After": "200"}), r"within 60 s \(stream.retry_seconds\): .*503 Service"),
         ((401, {}), r"cannot read hf://.*random.bin: .*401"),
         ((404, {"X-Error-Code": "EntryNotFound"}), r"cannot read hf://.*random.bin: .*404"),
-    ],
-)
-def test_what_is_not_tried_again(hub, answer, message):
-    """Longer than a rank may wait, or an answer that the next one will repeat."""
-    hub.faults["resolve"] = [answer] * 9
-    random_file(hub)
-    documents = Documents(replace(on_hub(hub, "random.bin"), name="random.json"), StreamOptions())
-    with pytest.raises(DataError, match=message):
-        documents.read()
-    assert len(hub.ranges) == 1
+    ):
+        hub.faults["resolve"] = [answer] * 9
+        hub.ranges.clear()
+        with pytest.raises(DataError, match=message):
+            documents.read()
+        assert len(hub.ranges) == 1
 
 
 def test_a_server_that_is_too_slow(hub, monkeypatch):
@@ -199,8 +195,8 @@ def test_pauses_of_ranks_with_the_same_seed_differ():
 def test_many_files_are_open_at_once(hub):
     content, file = random_file(hub, 10_000)
     files = [RemoteFile(DataFile("", file._name, 10_000), StreamOptions(retry_seconds=1.0)) for _ in range(110)]
-    assert {one.read(10) for one in files} == {content[:10]}
-    assert {one.read(10) for one in files} == {content[10:20]}
+    for part in (content[:10], content[10:20]):
+        assert {one.read(10) for one in files} == {part}
     assert len(hub.ranges) == 110
     for one in files:
         one.close()
@@ -215,39 +211,20 @@ def test_a_forked_worker_has_connections_of_its_own(hub):
     assert storage._client() is before
 
 
-DOCUMENTS = 200  # of a file, 100,000 characters each: twice as many as their stored bytes in gzip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder, generator = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
-    for i, kind in enumerate(("json.gz", "parquet")):
-        numbers, path = range(i * DOCUMENTS, (i + 1) * DOCUMENTS), folder / f"train-{i}.{kind}"
-        texts = [f"{number} {generator.bytes(50_000).hex()}" for number in numbers]
-        if kind == "parquet":
-            table = pyarrow.table({"id": [t[:50] * 20 for t in texts], "text": texts, "url": [t[-999:] for t in texts]})
-            pyarrow.parquet.write_table(table, path, row_group_size=20, compression="zstd")
-        else:
-            write_texts(path, texts)
-        assert path.stat().st_size > 8 * MIB
-    return folder
-
-
-@pytest.fixture
-def corpus_on_hub(corpus, tmp_path, monkeypatch):
-    with serving(corpus, "some/data", monkeypatch, tmp_path / "cache") as hub:
-        yield hub, [on_hub(hub, path.name) for path in sorted(corpus.iterdir())]
-
-
 def numbers_of(documents):
     return [int(text_of(raw).split()[0]) for raw in iter(documents.read, None)]
 
 
-def test_requests_for_a_file(corpus_on_hub):
-    hub, files = corpus_on_hub
-    for begin in (0, DOCUMENTS // 2):
-        for index, file in enumerate(files):
-            hub.ranges.clear()
-            numbers = range(index * DOCUMENTS + begin, (index + 1) * DOCUMENTS)
-            assert numbers_of(Documents(file, StreamOptions(), begin)) == [*numbers]
-            assert len(hub.ranges) == (2 if file.name.endswith("parquet") else 1), hub.ranges
+@pytest.mark.parametrize(("kind", "requests"), [("json.gz", 1), ("parquet", 2)])
+def test_requests_for_a_file(hub, kind, requests):
+    """Of 200 documents of 100,000 characters: twice as many as their stored bytes in gzip."""
+    generator, path = np.random.default_rng(0), hub.datasets["some/data"] / f"train.{kind}"
+    texts = [f"{number} {generator.bytes(50_000).hex()}" for number in range(200)]
+    write_texts(path, texts)
+    if kind == "parquet":
+        path.write_bytes(parquet(20, id=[t[:50] * 20 for t in texts], text=texts, url=[t[-999:] for t in texts]))
+    assert path.stat().st_size > 8 * MIB
+    for begin in (0, 100):
+        hub.ranges.clear()
+        assert numbers_of(Documents(on_hub(hub, path.name), StreamOptions(), begin)) == [*range(begin, 200)]
+        assert len(hub.ranges) == requests, hub.ranges

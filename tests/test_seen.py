@@ -63,9 +63,8 @@ def folder(sample, tmp_path_factory):
 def test_cross_entropy_of_each_source(folder, name):
     rows, alone = (read_metrics(folder / one) for one in (name, "alone"))
     before, tokens = torch.load(folder / "first.pt")
-    losses = cross_entropy(
-        plain_model(before, "n_layers=1").double()(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none"
-    )
+    logits = plain_model(before, "n_layers=1").double()(tokens[:, :-1])
+    losses = cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
     for key, of_source in (("ce/web", losses[:5]), ("ce/code", losses[5:])):
         assert rows[1][key] == pytest.approx(of_source.mean().item(), rel=2e-6)
         if name != "off":  # whose gradients are others

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from tests.streams import EOS, batches, json_lines, order_by_hand, sequence, streams_of, words_of, write_files
+from tests.streams import SEED, batches, json_lines, order_by_hand, sequence, streams_of, words_of, write_files
 from titan_disp.data.blocks import permutation
 from titan_disp.data.files import list_files
 from titan_disp.data.position import Field
@@ -41,12 +41,12 @@ def shuffled_by_hand(order, size, window, slot, epoch):
     """(document, number of its window, place in it) of ``order``, computed as shuffle.py's docstring describes."""
     waiting, out, number = deque(order), [], 0
     while waiting:
-        spread = Fraction((slot * STEP + first_64_bits(f"0/{epoch}")) % 2**64, 2**64)
+        spread = Fraction((slot * STEP + first_64_bits(f"{SEED}/{epoch}")) % 2**64, 2**64)
         most = window if number else 1 + int(spread * window)
         taken = []
         while waiting and len(taken) < most and sum(size(*document) for document in taken) < most * 8192:
             taken.append(waiting.popleft())
-        numbers = splitmix(first_64_bits(f"0/{epoch}/{slot}/{number}"))
+        numbers = splitmix(first_64_bits(f"{SEED}/{epoch}/{slot}/{number}"))
         order = [document for _, document in sorted(zip(numbers, taken, strict=False))]
         out += [(document, number, place) for place, document in enumerate(order)]
         number += 1
@@ -54,13 +54,8 @@ def shuffled_by_hand(order, size, window, slot, epoch):
 
 
 CASES = [
-    *(
-        ([6, 7, 8, 9], 2, 0, 1),
-        ([21, 20, 22, 19, 23], 2, 8, 1),
-        ([40, 33, 51, 20, 47], 3, 5, 1),
-        ([14, 9, 20], 4, 100, 1),
-    ),
-    *(([90, 4, 4, 70], 7, 2, 1), ([90, 4, 4, 70], 7, 1, 1)),
+    *(([6, 7, 8, 9], 2, 0, 1), ([21, 20, 22, 19, 23], 2, 8, 1), ([40, 33, 51, 20, 47], 3, 5, 1)),
+    *(([14, 9, 20], 4, 100, 1), ([90, 4, 4, 70], 7, 2, 1), ([90, 4, 4, 70], 7, 1, 1)),
     ([40, 30, 50], 2, 6, 1000),  # 3 to 15 kB: many windows end before the sixth document
 ]
 
@@ -95,9 +90,8 @@ def test_order_of_the_documents(tmp_path, counts, slots, window, longer):
 
 
 def test_a_resume_at_every_position(tmp_path):
-    texts = {number: words_of(number, lambda i: 1 + i % 9) for number in range(1, 61)}
     for f in range(3):
-        lines = json_lines(texts[number] for number in range(20 * f + 1, 20 * f + 21)).splitlines()
+        lines = json_lines(words_of(1 + n, lambda i: 1 + i % 9) for n in range(20 * f, 20 * f + 20)).splitlines()
         for i in (18, 12, 6):
             lines.insert(i + f, b"broken")
         (tmp_path / f"{f}.json").write_bytes(b"\n".join(lines))
@@ -107,12 +101,6 @@ def test_a_resume_at_every_position(tmp_path):
     tokens, positions = zip(*(batches([rank], 1) for _ in range(steps)), strict=True)
     tokens = np.concatenate(tokens)
     for t in range(steps - 6):
-        for slot, position in enumerate(positions[t]):
-            flat = tokens[: t + 1, slot].reshape(-1)
-            ends = np.flatnonzero(flat == EOS)
-            begun = ends[-1] + 1 if len(ends) else 0
-            expected = [len(ends), sum(len(texts[flat[i - 1]]) for i in ends), len(flat) - begun]
-            assert position[[Field.DOCUMENTS, Field.BYTES, Field.OFFSET]].tolist() == expected
         got, then = batches(streams_of(files, 2, 1 + t % 2, positions=positions[t], **options), 6)
         assert np.array_equal(got, tokens[t + 1 : t + 7])
         assert np.array_equal(then, positions[t + 6])
@@ -148,8 +136,5 @@ def test_a_window_that_has_shrunk_is_refused(tmp_path):
         path.write_text('{"text": "7"}\n' * 40)
         _, positions = batches(streams_of(list_files("text", str(path)), 1, 1, **options), (10 * window + used) // 2)
         path.write_text('{"text": "7"}\n' * 2 + '{"text": "7",\n' * 38)
-        said = (
-            f"slot 0 had used {used} documents of window {window} in epoch 0 when .* now finds {left} in it: a file's"
-        )
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=f"used {used} documents of window {window} in ep.* now finds {left} in it"):
             batches(streams_of(list_files("text", str(path)), 1, 1, positions=positions, **options), 1)

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import re
+import select
 import shutil
 import signal
 import struct
@@ -21,7 +22,6 @@ import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -42,9 +42,9 @@ from tests.streams import (
     first_sequences_by_hand,
     ids_as,
     loader,
+    of_ranks,
     of_sizes,
     parts_by_hand,
-    sequence,
     stored,
     streams_of,
     through,
@@ -55,22 +55,16 @@ from tests.streams import (
 from titan_disp.data.assignment import VERSION, Assignment, Mixture, prefixed, shares
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.fingerprint import differences
+from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.index import with_index
-from titan_disp.data.loader import together
+from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
-from titan_disp.errors import ConfigError, DataError
+from titan_disp.errors import ConfigError, DataError, RefusedError, UserError
+from titan_disp.job_config import Source
 from titan_disp.lab.digest import digest
-
-READ = StreamOptions(max_document_bytes=1 << 20)
-
-
-def of_ranks(slots, ranks):
-    own = slots // ranks
-    return [range(r * own, (r + 1) * own) for r in range(ranks)]
 
 
 def divisors(slots):
@@ -101,16 +95,10 @@ class TestAssignment:
         ranks = data.draw(divisors(slots))
         assert sum(len(assignment.files_of(part, epoch)) for part in of_ranks(slots, ranks)) < len(sizes) + ranks
 
-    def test_order_differs_by_epoch_and_seed(self):
-        files = of_sizes([1] * 50)
-        orders = [tuple(Assignment(files, 5, seed)._line(epoch).order) for seed in (0, 1) for epoch in (0, 1)]
-        assert len(set(orders)) == 4
-        assert all(sorted(order) == list(range(50)) for order in orders)
-
     def test_on_python_3_10(self):
         """Before Python 3.11, from_bytes has no default for the byte order."""
         product = "\n".join(file.read_text() for file in (ROOT / "titan_disp").rglob("*.py"))
-        assert set(re.findall(r"int\.from_bytes\(.*, ([\"a-z]+)[,)]", product)) == {'"big"', '"little"'}
+        assert all(re.search(r', "(big|little)"', call) for call in re.findall(r"from_bytes\(.*", product))
 
     def test_files_about_equal_are_not_cut_into_slivers(self):
         for files, slots, ranks in ((64, 8, 8), (64, 64, 64), (64, 128, 64), (1023, 640, 640), (1024, 1200, 600)):
@@ -227,8 +215,7 @@ def test_position_by_hand(tmp_path):
 
 @pytest.mark.parametrize("window", [0, 8])
 def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, window):
-    # Every third document is far longer than the others.
-    files = write_files(tmp_path, [300] * 3, words=lambda i: 1 + (i % 3 == 0) * 200)
+    files = write_files(tmp_path, [300] * 3, words=lambda i: 1 + (i % 3 == 0) * 200)  # some are far longer
     expected, _ = batches(streams_of(files, 9, 9, seq_len=15, shuffle_window=window), 60)
     (rank,) = streams_of(files, 9, 1, seq_len=15, queue_bytes=2000, shuffle_window=window)
     got, _ = batches([rank], 60)
@@ -279,18 +266,6 @@ class TestBadData:
             with pytest.raises(ConfigError, match=refused):
                 batches(streams_of([file], 1, 1, on_bad_data="fail", **how), 100000)
 
-    def test_a_damaged_file_is_counted_once(self, tmp_path):
-        path = Path(write_files(tmp_path, [40] * 3, words=lambda i: 600)[1].url)
-        path.write_bytes(path.read_bytes()[:-20])
-        files, skipped = list_files("c4", str(tmp_path)), 0
-        assert len(Assignment(files, 4, seed=0).owners(1, 0)) == 2
-        for rank in streams_of(files, 4, 4, max_skipped_fraction=1.0):
-            for slot in rank.slots.values():
-                while slot.position[Field.EPOCH] == 0:
-                    sequence(slot)
-                skipped += slot.position[Field.SKIPPED_FILES]
-        assert skipped == 1
-
     # 20 · S epochs without a document or 1,000 bad documents are enough. A slot does not try all documents of a corpus that
     # is wholly wrong: files are skipped, and 20 of them or 20,000 documents are enough.
     @pytest.mark.parametrize(
@@ -301,6 +276,7 @@ class TestBadData:
             (200, b"{}\n" * 2500, 400, 0.01, r"slot \d+ of 400 found no .*bad documents: 20000"),
             (2000, b"{}\n" * 150, 1, 0.01, "bad documents: 3000, damaged files: 20"),
             (200, b"not gzip", 4, 0.01, "epochs: 0, bad documents: 0, damaged files: 20.* in these files: 200"),
+            (1, b'{"text": " "}\n' * 1200, 1, 0.01, "bad documents: 0, damaged files: 0, .* text: 20000.*add data"),
             (2, gzip.compress(b"", mtime=0), 8, 0.01, "epochs: 161, bad documents: 0, damaged files: 0.*add data"),
         ],
     )
@@ -352,19 +328,16 @@ class TestBadData:
     def test_a_file_that_is_gone_is_not_skipped(self, tmp_path):
         files = write_files(tmp_path, [20, 20])
         Path(files[1].url).unlink()
-        with pytest.raises(ConfigError, match=r"cannot read .*c4-train.00001-of-00002.json.gz: FileNotFoundError"):
+        with pytest.raises(ConfigError, match=r"cannot read .*/1.json.gz: FileNotFoundError"):
             batches(streams_of(files, 2, 1), 50)
 
-    @pytest.fixture(params=["json", "json.gz", "json.zst", "parquet"])
-    def large(self, request, tmp_path):
-        """2000 documents that take 2 MB even when compressed, so that no reader holds all of them in its buffers."""
-        rng = np.random.default_rng(0)
-        return write_texts(tmp_path / f"train.{request.param}", [rng.bytes(1000).hex() for _ in range(2000)])
-
+    @pytest.mark.parametrize("kind", ["json", "json.gz", "json.zst", "parquet"])
     @pytest.mark.parametrize("trouble", ["cut off", "away", "passing"])
-    def test_a_file_that_fails_while_it_is_read_is_not_skipped(self, large, trouble, monkeypatch, caplog):
+    def test_a_file_that_fails_while_it_is_read_is_not_skipped(self, tmp_path, kind, trouble, monkeypatch, caplog):
         """This holds for any format, although its library may raise errors of its own: the file is not damaged."""
-        reads, fail = iter(range(10**6)), set()
+        rng, reads, fail = np.random.default_rng(0), iter(range(10**6)), set()
+        # 2 MB even when compressed, so that no reader holds all of them in its buffers.
+        large = write_texts(tmp_path / f"train.{kind}", [rng.bytes(1000).hex() for _ in range(2000)])
 
         class Failing(io.FileIO):
             def read(self, size=-1):
@@ -374,7 +347,7 @@ class TestBadData:
 
         monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Failing)
         monkeypatch.setattr("titan_disp.data.retry.FIRST_PAUSE", 0.001)
-        how = dataclasses.replace(READ, retry_seconds=9.0 if trouble == "passing" else 0.02)
+        how = StreamOptions(max_document_bytes=1 << 20, retry_seconds=9.0 if trouble == "passing" else 0.02)
         documents = Documents(*list_files("text", str(large)), how)
         documents.read()
         at = next(reads)
@@ -385,9 +358,7 @@ class TestBadData:
             return
         fail |= {*range(at + 1, 1000)} if trouble == "away" else set()
         os.truncate(large, large.stat().st_size // (2 if trouble == "cut off" else 1))
-        found = (
-            r"cannot read .*of the server" if fail else rf"{large.name} has \d+ bytes, but had \d+ when the files were"
-        )
+        found = "cannot read .*of the server" if fail else rf"{large.name} has \d+ bytes, but had \d+ when the files"
         with pytest.raises(DataError, match=found):
             deque(iter(documents.read, None), maxlen=0)
 
@@ -425,6 +396,16 @@ def test_batches_before_an_error_come_first(sample, tmp_path):
     assert torch.equal(at, then)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_failure_of_the_worker_is_one_traceback(sample, tmp_path, prefetch):
+    one = loader(write_files(tmp_path, [90]), sample, prefetch=prefetch)
+    one.encode = lambda text: 1 / 0
+    with pytest.raises(UserError, match=r"(?s)reading the data failed.*Traceback.*ZeroDivisionError") as error:
+        next(iter(one))
+    assert str(error.value).count("Traceback") == 1
+    one.close()
+
+
 def rank_with_a_worker(sample, pipe, seq_len):
     batches = rank_with_a_worker.kept = iter(loader(list_files("c4", str(sample)), sample, prefetch=2, seq_len=seq_len))
     next(batches)
@@ -435,16 +416,6 @@ def rank_with_a_worker(sample, pipe, seq_len):
     pipe.send(worker.is_alive())
 
 
-def gone(pid):
-    """Whether a process ends soon. A zombie has ended, but nobody here reaps it."""
-    stat = Path(f"/proc/{pid}/stat")
-    for _ in range(200):
-        if not stat.exists() or stat.read_text().split()[2] == "Z":
-            return True
-        time.sleep(0.1)
-    return False
-
-
 @pytest.mark.parametrize("killed", [False, True])
 def test_worker_outlives_signals_but_not_its_rank(sample, killed):
     """Signals do not stop the worker; the end of its rank does, although its pipe is full and nobody reads it."""
@@ -452,18 +423,19 @@ def test_worker_outlives_signals_but_not_its_rank(sample, killed):
     here, there = fork.Pipe()
     rank = fork.Process(target=rank_with_a_worker, args=(sample, there, 1024 if killed else 32))
     rank.start()
-    worker = here.recv()
+    worker = os.pidfd_open(here.recv())
     if killed:
         rank.kill()
     else:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            os.kill(worker, number)
+            signal.pidfd_send_signal(worker, number)
         time.sleep(0.5)
         here.send(200)  # batches come in groups of 32
         assert here.recv() is True
     rank.join(20)
     assert rank.exitcode == (-signal.SIGKILL if killed else 0)
-    assert gone(worker)
+    assert select.select([worker], [], [], 20)[0]  # it has ended
+    os.close(worker)
 
 
 def verdict(loader, counters, allowed):
@@ -499,16 +471,24 @@ def test_bad_documents_are_judged_over_all_ranks(sample, tmp_path):
         assert why.startswith("9 of 1017 documents could not be used, more than stream.max_skipped_fraction 0.008")
 
 
-def test_a_damaged_file_of_a_few_stops_no_run_in_any_epoch(sample):
-    """Nine damaged files of sixteen are 90 of 160 in the tenth epoch. Ten are too many in any epoch; of a thousand, eleven."""
-    for files, damaged, stops in ((16, 1, False), (16, 9, False), (16, 10, True), (1000, 10, False), (1000, 11, True)):
-        one = loader([DataFile(f"{i}.json", "", 1) for i in range(files)], sample)
-        one.positions[:, Field.DOCUMENTS] = 10**8
-        for epoch in (0, 9):
-            one.positions[3, [Field.EPOCH, Field.SKIPPED_FILES]] = torch.tensor([epoch, damaged * (epoch + 1)])
-            said = f"{damaged * (epoch + 1)} of {files * (epoch + 1)} files are damaged"
-            assert (said in verdict(one, one.counters(), 0.01)) == stops
-            assert not verdict(one, one.counters(), 0.9)
+@pytest.mark.parametrize(
+    ("files", "epochs", "damaged", "allowed", "stops"),
+    [
+        *(([16], [0], 1, 0.01, False), ([16], [0], 9, 0.01, False), ([16], [0], 10, 0.01, True)),
+        *(([16], [9], 90, 0.01, False), ([16], [9], 100, 0.01, True), ([16], [9], 100, 0.9, False)),
+        *(([1000], [9], 100, 0.01, False), ([1000], [9], 110, 0.01, True)),
+        *(([9, 100], [9, 0], 19, 0.1, False), ([9, 100], [9, 0], 20, 0.1, True)),
+    ],
+)
+def test_a_run_stops_at_many_damaged_files(sample, files, epochs, damaged, allowed, stops):
+    """Of those of all epochs that the sources have begun; and at 10 of each epoch, so that a few files stop none."""
+    listed = [DataFile(f"{source}/{i}", "", 1) for source, count in enumerate(files) for i in range(count)]
+    one = loader(listed, sample, shares=shares({str(i): 1 for i in range(len(files))}, 8) if len(files) > 1 else ())
+    one.positions[:, Field.DOCUMENTS], one.positions[0, Field.SKIPPED_FILES] = 10**8, damaged
+    one.positions[[0, -1][: len(files)], Field.EPOCH] = torch.tensor(epochs)
+    begun = sum(count * (epoch + 1) for count, epoch in zip(files, epochs, strict=True))
+    said = verdict(one, one.counters(), allowed)
+    assert (f"{damaged} of {begun} files are damaged" in said, bool(said)) == (stops, stops)
 
 
 def test_broken_validation_data_is_refused(sample, tmp_path):
@@ -536,23 +516,30 @@ def test_what_is_other_data(sample, tmp_path):
         loader(files, sample).load_state_dict(one.state_dict())
 
 
-def test_a_checkpoint_of_another_loader_is_refused_or_the_streams_begin(sample, tmp_path):
-    from titan_disp.train import DispTrainer
+def test_a_file_that_changes_between_a_save_and_a_resume(sample, tmp_path):
+    """Its name and size stay. A copy, with another time of writing, is no change, and neither are files on the hub."""
+    lines = [f'{{"text": "{i} {words_of(i)}"}}\n' for i in range(90)]
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    job = config(sample, "--training.dataset", "text", "--training.dataset_path", str(tmp_path))
+    tokenizer = load_tokenizer(sample / "tokenizer")
+    saved = build_dataloader(1, 0, tokenizer, job).state_dict()
+    same = "content: 1 file of the same size with other documents, first b.jsonl"
+    for changed in (lines[::-1], lines[45:] + lines[:45], lines):
+        (tmp_path / "b.jsonl").write_text("".join(changed))
+        now = build_dataloader(1, 0, tokenizer, job)
+        with contextlib.nullcontext() if changed == lines else pytest.raises(RefusedError, match=same):
+            now.load_state_dict(saved)
+        assert differences(json.loads(saved["fingerprint"]), now.fingerprint | {"contents": {}}) == []
 
+
+def test_a_checkpoint_of_another_loader_is_refused(sample, tmp_path):
+    """Or the streams restart, with the epoch after −1: tests/test_resume_keys.py."""
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
-    trainer = SimpleNamespace(
-        checkpointer=SimpleNamespace(_create_checkpoint_id=lambda step: str(tmp_path), exclude_from_loading=[]),
-        job_config=config(sample),
-        identity={},
-        dataloader=loader(list_files("c4", str(sample)), sample),
-        event=lambda *args, **details: None,
-    )
+    saved, epoch = read_data_state(str(tmp_path))
+    assert epoch == -1
     with pytest.raises(ConfigError, match=r'written by another loader.*stream.on_mismatch = "restart"'):
-        DispTrainer.check_resume(trainer, 6)
-    trainer.job_config = config(sample, "--stream.on_mismatch", "restart")
-    DispTrainer.check_resume(trainer, 6)
-    assert not trainer.dataloader.positions.any()
-    assert trainer.checkpointer.exclude_from_loading == ["dataloader"]
+        check_fingerprint(saved, loader(list_files("c4", str(sample)), sample).fingerprint)
 
 
 def test_validation_is_the_same_on_any_ranks(sample):
@@ -584,9 +571,12 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_pa
     (found,) = held_out_sequences(job, tokenizer, 5)
     assert torch.equal(found, first_sequences_by_hand(other, sample, 5, 33))
 
-    section.enable = False
-    # No validation split is beside a file, or in the folder.
-    for job.training.dataset_path in (other, str(write_texts(tmp_path / "train" / "train.json", ["a"]).parent)):
+    section.enable, job.training.dataset_path = False, None
+    beside = Source(1.0, other), Source(1.0, str(write_texts(tmp_path / "train" / "train.json", ["a"]).parent))
+    job.stream.sources = [*beside, Source(1.0, str(sample))]  # no validation split is beside a file, or in the folder
+    (found,) = held_out_sequences(job, tokenizer, 5)
+    assert torch.equal(found, expected)
+    for job.stream.sources in ([beside[0]], [beside[1]]):
         assert held_out_sequences(job, tokenizer, 5) is None
     assert "no validation split: " in caplog.text
 

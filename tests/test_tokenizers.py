@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from tests.streams import VALIDATION_FILE, texts_of
 from titan_disp.data.files import list_files
@@ -76,34 +76,30 @@ def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
 NAMES = ["</s>", "<unk>", "<|endoftext|>", "<|im_end|>", "<think>"]
 
 
-@pytest.fixture(params=["sentencepiece", "hugging face", "of Qwen's kind"])
-def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
-    """A tokenizer's folder, and text → ids without EOS by the library alone, which here knows no special tokens."""
-    if request.param == "sentencepiece":
+@pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "of Qwen's kind"])
+def test_text_makes_no_special_tokens(sample, hf_tokenizer, tmp_path, kind):
+    """Ids are those of the library alone, which here knows no special tokens."""
+    pytest.importorskip("gigatoken")
+    if kind == "sentencepiece":
         model = train_tokenizer(texts_of(sample / VALIDATION_FILE), 2048, user_defined_symbols=())
         (tmp_path / "plain.model").write_bytes(model)
-        return tmp_path, SentencePieceProcessor(model_proto=model).encode
-    content = json.loads((hf_tokenizer / "tokenizer.json").read_text())
-    config = {"eos_token": "<|endoftext|>"}
-    if request.param == "of Qwen's kind":  # with an added word that is not special, such as <think>
-        added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        extra = [{"content": "<think>", "special": False} | added, {"content": "<|im_end|>", "special": True} | added]
-        content["added_tokens"] += [{"id": 2048 + i} | token for i, token in enumerate(extra)]
-        decoder = {"0": content["added_tokens"][0]} | {str(2048 + i): token for i, token in enumerate(extra)}
-        config["added_tokens_decoder"] = {i: {k: v for k, v in t.items() if k != "id"} for i, t in decoder.items()}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    words = [token for token in content["added_tokens"] if not token["special"]]
-    plain = Tokenizer.from_str(json.dumps(content | {"added_tokens": words}))
-    return tmp_path, lambda text: plain.encode(text).ids
-
-
-def test_text_makes_no_special_tokens(with_special_tokens, sample):
-    pytest.importorskip("gigatoken")
-    folder, plain = with_special_tokens
-    loaded = load_tokenizer(folder)
+        plain = SentencePieceProcessor(model_proto=model).encode
+    else:
+        made, config = Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json"), {"eos_token": "<|endoftext|>"}
+        if kind == "of Qwen's kind":  # with an added word that is not special
+            made.add_tokens([AddedToken("<think>", normalized=False)])
+            made.add_special_tokens(["<|im_end|>"])
+            added = json.loads(made.to_str())["added_tokens"]
+            config["added_tokens_decoder"] = {token.pop("id"): token for token in added}
+        content = json.loads(made.to_str())
+        (tmp_path / "tokenizer.json").write_text(made.to_str())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        words = [token for token in content["added_tokens"] if not token["special"]]
+        without = Tokenizer.from_str(json.dumps(content | {"added_tokens": words}))
+        plain = lambda text: without.encode(text).ids  # noqa: E731
+    loaded = load_tokenizer(tmp_path)
     encode, eos = encoder(loaded), loaded.eos_id
-    fast = fast_encoder(loaded, str(folder), encode)
+    fast = fast_encoder(loaded, str(tmp_path), encode)
     for text in [*NAMES, *(f"a {name}b{name} {name}" for name in NAMES), "".join(NAMES * 3)]:
         ids = encode(text)
         assert ids == [*plain(text), eos]
@@ -115,7 +111,7 @@ def test_text_makes_no_special_tokens(with_special_tokens, sample):
     if loaded.get_vocab_size() == 2050:  # of Qwen's kind
         assert 2049 not in encode("<|im_end|>")
         assert encode("<think>") == [2048, eos]
-        written = transformers.AutoTokenizer.from_pretrained(folder)
+        written = transformers.AutoTokenizer.from_pretrained(tmp_path)
         for text in ("a <think> b", "a <|im_end|> b"):
             assert written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
 
