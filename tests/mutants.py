@@ -28,7 +28,7 @@ EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 ROOMS = {
     "dispersion": (
         "titan_disp/dispersion/*.py titan_disp/dispersion/variants/*.py",
-        "pairwise variants authors_loss padding objective sharded_loss loss_edges own_losses gpu_path",
+        "pairwise variants padding objective sharded_loss loss_edges own_losses gpu_path",
     ),
     "guard": ("titan_disp/run/guard.py", "guard ranks_agree"),
     "checkpoint": (

@@ -147,8 +147,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 # The variants of the dispersion loss's own paper, which the tests that take long try with every estimator.
 PAPERS = [kind.name for kind in OF_THE_PAPER]
-# The correlation of two features over two tokens is 1 or −1, whichever they are: what is left of its gradient is rounding.
-LEAST_TOKENS = {"feature_decorrelation": 3}
 EVERY_VARIANT = [(variant, options) for variant in VARIANTS for options in OPTIONS.get(variant, [{}])]
 EVERY_ESTIMATOR = [(variant, estimator) for variant, kind in VARIANTS.items() for estimator in kind.estimators]
 EVERY_LOSS = [(v, e, options) for v, options in EVERY_VARIANT for e in VARIANTS[v].estimators]
