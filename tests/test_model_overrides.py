@@ -1,7 +1,8 @@
-"""model.overrides: written three ways, checked, and known to everything that builds or describes the model."""
+"""model.overrides: written three ways, as dispersion.options, and known to everything that builds or describes the model."""
 
 import copy
 import json
+import operator
 from dataclasses import dataclass
 
 import pytest
@@ -12,54 +13,46 @@ from tests.command_line import DEMO
 from tests.pages import changed, loaded
 from tests.saved_run import random_model, save_run
 from titan_disp.cluster import plan as plans
-from titan_disp.config.checks import check_config
+from titan_disp.config.checks import check_config, resolve_tables
 from titan_disp.config.options import Machine
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.report.gather import gather
-from titan_disp.models.arguments import apply_overrides, architecture_of, parse_overrides
+from titan_disp.models.arguments import TABLES, apply_overrides, architecture_of
 from titan_disp.models.qwen3 import flavors
-from titan_disp.models.registry import model_args
-from titan_disp.run.identity import check_identity, differences, to_state
+from titan_disp.run.identity import to_state
 
 NARROW = {"hidden_dim": 16, "n_layers": 2}
 # Embedding; of two blocks: q, k, v and output matrices, norms of q and k, the feed-forward's three matrices, norms; last norm.
 PARAMETERS = 2048 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 16 + 3 * 64 * 16 + 2 * 64) + 64
 
 
-def test_ways_to_write_them():
-    for written, found in (
-        (["hidden_dim=16", "norm_eps=1e-5"], {"hidden_dim": 16, "norm_eps": 1e-5}),
-        (" hidden_dim = 16, depth_init=false,", {"hidden_dim": 16, "depth_init": False}),
-        ("hidden_dim=wide", {"hidden_dim": "wide"}),
-        ((), {}),
-    ):
-        parsed = {name: (value, type(value)) for name, value in parse_overrides(written).items()}
-        assert parsed == {name: (value, type(value)) for name, value in found.items()}
-    for written in ("hidden_dim", [16], "hidden_dim=16,hidden_dim=17"):
-        with pytest.raises(ConfigError, match=r"model.overrides.* (expected key=value|is given twice: 16 and 17)"):
-            parse_overrides(written)
+def both_ways(*words):
+    """The config as titan-disp reads it, and as stock TorchTitan does."""
+    stock = ["--job.config_file", *map(str, words), "--job.custom_config_module", "titan_disp.job_config"]
+    return changed(loaded(*words), {}), ConfigManager().parse_args(stock)
 
 
-MODEL = '[model]\nname = "qwen3_disp"\nflavor = "nano"\n'
-
-
+@pytest.mark.parametrize("key", TABLES)
 @pytest.mark.parametrize(
     ("toml", "words", "found"),
     [
-        ("overrides = {hidden_dim = 16}", (), {"hidden_dim": 16}),
-        ('overrides = ["hidden_dim=16"]', (), {"hidden_dim": 16}),
-        ("overrides = {dim = 32}", ("--model.overrides=hidden_dim=16,n_layers=2",), NARROW),  # replaces the table
-        ("overrides = {dim = 32}", ("--model.overrides", ""), {}),
+        ("{}", None, {}),
+        ("{a = 16}", None, {"a": 16}),
+        ('["a=16", "b=1e-5"]', None, {"a": 16, "b": 1e-5}),
+        ("{c = 32}", " a = 16, b=wide,flag=false,", {"a": 16, "b": "wide", "flag": False}),  # replaces the table
+        ("{c = 32}", "", {}),
     ],
 )
-def test_from_toml_and_the_command_line(tmp_path, toml, words, found):
-    """Through TorchTitan's own parser too, as its own trainer uses it."""
-    file = tmp_path / "c.toml"
-    file.write_text(MODEL + toml)
-    assert parse_overrides(loaded(file, *words).model.overrides) == found
-    stock = ["--job.config_file", str(file), "--job.custom_config_module", "titan_disp.job_config", *words]
-    assert parse_overrides(ConfigManager().parse_args(stock).model.overrides) == found
+def test_ways_to_write_them(tmp_path, key, toml, words, found):
+    (tmp_path / "c.toml").write_text(f'model.name = "qwen3_disp"\n{key} = {toml}')
+    for config in both_ways(tmp_path / "c.toml", *(() if words is None else (f"--{key}={words}",))):
+        resolve_tables(config)
+        read = operator.attrgetter(key)(config)
+        assert repr(read) == repr(found)  # 16 is no 16.0
+    for wrong in ("a", [16], "a=16,a=17"):
+        with pytest.raises(ConfigError, match=f"{key}.* (expected key=value, as in --{key}|is given twice: 16 and 17)"):
+            resolve_tables(changed(config, {key: wrong}))
 
 
 @dataclass
@@ -129,24 +122,6 @@ def test_the_model_that_is_planned_trained_and_reported(tmp_path, monkeypatch):
     assert found.parameters == PARAMETERS
     assert found.model == "qwen3_disp nano with hidden_dim = 16, n_layers = 2"
     assert {key: found.settings[f"model.overrides.{key}"] for key in NARROW} == NARROW
-
-
-@pytest.mark.parametrize(
-    ("overrides", "differs"),
-    [  # the first leaves a part of the tensors, which would load; the last is as the flavor has it
-        ("n_layers=5", ["n_layers is 6 in the checkpoint and 5 in the config"]),
-        ("n_kv_heads=1,head_dim=32", ["head_dim is 16 in the checkpoint and 32 in", "n_kv_heads is 2 in "]),
-        ("hidden_dim=192", []),
-    ],
-)
-def test_a_run_keeps_its_model(overrides, differs):
-    """Lengths of sequences are other checks', and tests/test_resume_keys.py tries other keys."""
-    saved = json.loads(to_state(architecture_of(flavors["nano"]))["json"])
-    args = model_args("qwen3_disp", "nano", overrides)
-    args.max_seq_len, args.activations = 7, (1,)
-    found = sorted(differences(saved, architecture_of(args)))
-    assert all(line.startswith(start) for line, start in zip(found, differs, strict=True))
-    check_identity({}, architecture_of(args))  # of TorchTitan's own trainer
 
 
 def test_a_saved_model_is_read_as_what_it_is(sample, tmp_path):

@@ -17,14 +17,14 @@ import torch
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import build
-from tests.oracle import EVERY_LOSS, cosines, drawing_order, drawn, loss_and_gradient, tokens
+from tests.oracle import EVERY_LOSS, drawn, loss_and_gradient, tokens
+from tests.pages import changed
 from titan_disp.config.checks import build_coeff_schedule, build_dispersion_losses
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.loss import ESTIMATORS, OF_VARIANTS
 from titan_disp.dispersion.registry import options_of
 from titan_disp.dispersion.variants import VARIANTS, Variant
-from titan_disp.dispersion.variants.base import CosineVariant
 from titan_disp.job_config import Dispersion
 
 
@@ -64,9 +64,7 @@ def test_layers_of_several_dtypes(estimator):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"variant": "angle"}, "variant is 'angle', expected one of angular, decorrelation"),
         ({"estimator": "fast"}, "estimator is 'fast', expected one of exact, moments, sampled"),
-        ({"variant": "l2_repel", "estimator": "moments"}, "does not support: expected one of exact, sampled$"),
         ({"variant": "decorrelation", "estimator": "moments"}, "grows only linearly with the tokens"),
         ({"max_tokens": 1}, "max_tokens is 1, expected at least 2"),
         ({"max_tokens": 10}, "max_tokens is 10, but estimator 'exact' does not use it: leave it at 256 .*sampled"),
@@ -131,8 +129,8 @@ def test_other_options_are_in_a_table():
         assert option not in {field.name for field in dataclasses.fields(DispersionLoss)}
         for kind, options in others.items():
             if option in options:
-                changed = {option: getattr(kind(), option) / 2}
-                assert getattr(DispersionLoss(kind.name, options=changed)._variant, option) == changed[option]
+                value = getattr(kind(), option) / 2
+                assert getattr(DispersionLoss(kind.name, options={option: value})._variant, option) == value
                 continue
             with pytest.raises(ValueError, match=rf"options.{option} is not known.*; expected (no option|\w+)"):
                 DispersionLoss(kind.name, options={option: 1.0})
@@ -158,41 +156,18 @@ def test_every_variant_is_documented(variant):
     assert found.keys() == set(options_of(kind))
 
 
-def test_a_new_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
-    """The mean of p c² over the pairs, by every estimator: these know no variant's name."""
-
-    @dataclasses.dataclass(frozen=True)
-    class New(CosineVariant):
-        estimators = ESTIMATORS
-        tau: float  # p
-
-        @property
-        def pair(self):
-            return lambda c: (self.tau * c**2, 2 * self.tau * c)
-
-    monkeypatch.setitem(VARIANTS, "new", New)
-    z = tokens(2, 30, 5).double()
-    for estimator in ESTIMATORS:
-        chosen = drawing_order(30, 0, 0, 0)[:9] if estimator == "sampled" else torch.arange(30)
-        found = dispersion_loss(z, variant="new", estimator=estimator, tau=3.0, **drawn(estimator, 9))
-        torch.testing.assert_close(found, 3 * cosines(z[:, chosen]).square().mean(1), rtol=1e-4, atol=0)
-
-
 def test_loss_of_a_config():
     """No option of [dispersion] gets lost on the way, nor the seed of the positions."""
-    assert build_dispersion_losses(load_config([])) == {"angular": (1.0, DispersionLoss())}
+    config = load_config(["--debug.seed", "11"])
     assert get_args(get_type_hints(Dispersion)["estimator"]) == ESTIMATORS
+    sampled = {"estimator": "sampled", "max_tokens": 7, "tau": 0.3, "norm_coeff": 0.4, "include_diagonal": False}
     for options in (
-        {"variant": "l2_repel", "estimator": "sampled", "tau": 0.3, "norm_coeff": 0.4, "max_tokens": 7},
-        {"variant": "l2_repel", "include_diagonal": False},
+        {},
+        {"variant": "l2_repel", **sampled},
         {"variant": "orthogonalization", "clamp": 0.1, "norm_eps": 0.02},
     ):
-        config = load_config(["--debug.seed", "11"])
-        for name, value in options.items():
-            assert hasattr(config.dispersion, name)
-            setattr(config.dispersion, name, value)
-        ((_, loss),) = build_dispersion_losses(config).values()
-        assert loss == DispersionLoss(**options, seed=11)
+        own = changed(config, {f"dispersion.{name}": value for name, value in options.items()})
+        assert list(build_dispersion_losses(own).values()) == [(1.0, DispersionLoss(**options, seed=11))]
 
 
 def test_schedule_of_a_config():
