@@ -47,7 +47,7 @@ ROOMS = {
     ),
     "supervise": ("slurm/supervise.py", "supervise"),
     "plan": ("titan_disp/cluster/plan.py", "plan"),
-    "measure": ("titan_disp/condensation/measure.py", "condensation averaged_cosines"),
+    "measure": ("titan_disp/condensation/measure.py", "condensation"),
     "compare": ("titan_disp/lab/evaluate/compare.py titan_disp/lab/statistics.py", "compare evaluate sweep_table"),
 }
 SEMANTIC = "semantic"  # wrong edits made by hand: tests/semantic.py

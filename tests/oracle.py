@@ -186,12 +186,14 @@ def loss_and_gradient(function, z: Tensor, **options: Any) -> tuple[Tensor, Tens
 
 
 class Largest(TorchDispatchMode):
-    """Records the most elements of a storage."""
+    """Records the most elements of a storage, of tensors of one dtype if it is given."""
 
-    elements = 0
+    def __init__(self, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.elements, self.dtype = 0, dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(result) if type(x) is Tensor]
-        self.elements = max([self.elements, *sizes])
+        made = [x for x in tree_leaves(result) if type(x) is Tensor and self.dtype in (None, x.dtype)]
+        self.elements = max([self.elements, *(x.untyped_storage().nbytes() // x.itemsize for x in made)])
         return result
