@@ -21,9 +21,9 @@ def angles(z: Tensor, clamp: float, norm_eps: float) -> Tensor:
     return (torch.acos(bounded) - (c - c.detach()) / torch.sqrt(1 - bounded**2)) / math.pi
 
 
-def pairs(x: Tensor) -> Tensor:
+def pairs(x: Tensor, diagonal: bool = False) -> Tensor:
     """Drop the diagonal: [B, N, N] → [B, N(N−1)]."""
-    return x[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
+    return x[:, ~torch.eye(x.shape[1], dtype=torch.bool) | diagonal]
 
 
 def log_mean_exp(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def decorrelation(z: Tensor) -> Tensor:
 
 def l2_repel(z: Tensor, tau: float = 1.0, norm_coeff: float = 0.1, include_diagonal: bool = True) -> Tensor:
     e = -(z[:, :, None] - z[:, None]).square().sum(-1) / tau
-    return log_mean_exp(e.flatten(1) if include_diagonal else pairs(e)) + norm_coeff * z.square().mean((1, 2))
+    return log_mean_exp(pairs(e, include_diagonal)) + norm_coeff * z.square().mean((1, 2))
 
 
 def units(z: Tensor, eps: float = 0.0) -> Tensor:
@@ -62,9 +62,9 @@ def cosines(z: Tensor) -> Tensor:
 
 
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
-    """Wang and Isola's code: the distances of all pairs, not their cosines."""
-    distances = torch.stack([torch.pdist(u) for u in units(z)])
-    return log_mean_exp(-t * distances.square())
+    """By the distances of all pairs, not their cosines."""
+    u = units(z)
+    return log_mean_exp(-t * pairs((u[:, :, None] - u[:, None]).square().sum(-1)))
 
 
 def cosine(z: Tensor) -> Tensor:

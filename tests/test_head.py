@@ -100,10 +100,6 @@ def test_numbers_that_are_not_finite_are_seen_and_tokens_that_do_not_count_are_n
     h[tuple(counting)] = float("nan")
     loss, *_ = differentiated(chunks(labels, 300), h, weight, torch.float32)
     assert loss.isnan()
-
-
-def test_a_second_backward_pass_is_refused():
-    h, weight, labels = problem()
     loss = chunks(labels, 300)(h.requires_grad_(), weight)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="keeps its gradients for one backward pass"):

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.model.model import Qwen3Model
@@ -28,7 +27,6 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export
 from titan_disp.lab.export.generate import generate
 from titan_disp.lab.export.saved import longest_sequence
-from titan_disp.lab.inspection.targets import find_targets
 from titan_disp.models import gpt2, qwen3
 from titan_disp.models.arguments import block_indices
 from titan_disp.models.decoder import canonical_name, draw
@@ -79,6 +77,8 @@ def test_logits_activations_and_weights_are_transformers(entry, tied):
     torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-5)
     for mine, hidden in zip(activations, out.hidden_states, strict=True):  # whose last is after the final norm
         torch.testing.assert_close(mine, hidden, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="expected indices from 0 to 7"):
+        ours(TOKENS, return_activations=[8])
     again = entry.adapter(ours.model_args, None).to_hf(ours.state_dict())
     weights = {name: w for name, w in theirs.state_dict().items() if name != "lm_head.weight" or not tied}
     assert again.keys() == weights.keys()
@@ -110,20 +110,6 @@ def test_every_model_is_documented(entry):
     rows = [line for line in (ROOT / "docs" / "training.md").read_text().splitlines() if line.startswith(row)]
     assert len(rows) == 1, f"add a row for {entry.name!r} to the table of models in docs/training.md: name, flavors"
     assert all(f"`{flavor}`" in rows[0] or flavor.endswith("_untied") for flavor in entry.flavors)
-
-
-def test_forward_returns_what_was_asked_for():
-    args = qwen3.flavors["nano"]
-    args.activations, args.max_seq_len = (2, 6), 64
-    nano = qwen3.Qwen3DispModel(args)
-    nano.init_weights()
-    logits, activations = nano.train()(TOKENS)
-    assert torch.equal(nano(TOKENS, return_activations=()), logits)
-    assert torch.equal(nano.eval()(TOKENS), logits)
-    _, everything = nano(TOKENS, return_activations=range(8))
-    assert all(torch.equal(x, everything[index]) for x, index in zip(activations, (2, 6), strict=True))
-    with pytest.raises(ValueError, match="expected indices from 0 to 7"):
-        nano(TOKENS, return_activations=[8])
 
 
 # Blocks, heads of queries and of keys, and whether the embedding is tied: Table 1 of the Qwen3 technical report (arXiv
@@ -273,7 +259,7 @@ def test_initial_weights_are_transformers():
 
 
 def test_odd_rows_of_gpt2_under_tensor_parallelism():
-    """It has 2,049 rows and 64 columns, and positions for 1,024 tokens. Messages: ``test_config_errors``."""
+    """It has 2,049 rows and 64 columns, and positions for 1,024 tokens."""
     for ranks, told in ((16, None), (12, "2049 rows of .* 'nano', so that FSDP shards its 64 columns, which 6")):
         words = ("--training.seq_len", "1024", "--parallelism.tensor_parallel_degree", "2")
         config = job_config("", "", "--model.name", "gpt2_disp", *words, "--training.global_batch_size", str(ranks))
@@ -282,8 +268,7 @@ def test_odd_rows_of_gpt2_under_tensor_parallelism():
 
 
 @torch.no_grad()
-def test_export_generate_and_condensation_of_a_run(hf_tokenizer, tmp_path):
-    """Logits as transformers', the file's form as theirs; the run and its export give the same text and the same layers."""
+def test_export_and_text_of_gpt2(hf_tokenizer, tmp_path):
     model = random_model(name="gpt2_disp")
     run = save_run(tmp_path / "run", model, hf_tokenizer, "--model.name", "gpt2_disp", "--model.flavor", "nano")
     dest = tmp_path / "exported"
@@ -291,17 +276,9 @@ def test_export_generate_and_condensation_of_a_run(hf_tokenizer, tmp_path):
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(dest, output_loading_info=True)
     assert not any(info.values()), info
     torch.testing.assert_close(theirs.eval()(TOKENS).logits, model(TOKENS), atol=1e-4, rtol=0)
-    assert load_file(dest / "model.safetensors").keys() == theirs.state_dict().keys() - {"lm_head.weight"}
     assert (theirs.config.n_positions, theirs.config.attn_pdrop) == (1024, 0.0)
     assert "GPT-2, 496,704 parameters" in (dest / "README.md").read_text()
     # Up to the 64 tokens of training's sequences: the other rows of the table of positions were never trained.
     texts = [generate(GenerateOptions(folder, "A text", 100, temperature=0)) for folder in (run, dest)]
     assert texts[0] == texts[1]
     assert longest_sequence(theirs.config) == SEQ_LEN < theirs.config.n_positions
-    layers = [{}, {}]
-    targets = find_targets([str(run), str(dest)], False, None).values()
-    for target, found in zip(targets, layers, strict=True):
-        assert target.max_tokens == SEQ_LEN
-        target.load(torch.device("cpu"), "float32")(TOKENS, found.__setitem__)
-    assert layers[0].keys() == set(range(8))
-    torch.testing.assert_close(*layers, atol=1e-4, rtol=0)

@@ -170,7 +170,6 @@ class OfLayer(AutogradVariant):
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer):
-    """Not once for each of the layers and losses."""
     losses = {"a": (1.0, DispersionLoss()), "b": (2.0, DispersionLoss("l2_repel"))}
     segments, labels = torch.arange(9).div(3).int().expand(3, 9), torch.zeros(3, 9, dtype=torch.long)
     loss = objective(loss=losses, defer=defer, within_documents=True)
@@ -180,7 +179,6 @@ def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer
 
 
 def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
-    """An activation that nothing takes, and a second derivative."""
     model, tokens, labels = Blocks(), torch.randn(3, 9, 6), torch.zeros(3, 9, dtype=torch.long)
     h, activations = model(tokens)
     value = objective(defer=True)((h, (model.layers[0](tokens), *activations)), labels)

@@ -18,13 +18,13 @@ from tests import test_padding as padding
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import trained
-from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens, units
+from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens
 from tests.pages import blocks
 from tests.test_model_overrides import both_ways
 from titan_disp.config.checks import build_dispersion_losses
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import AutogradVariant, CosineVariant, DispersionLoss, MomentsVariant, dispersion_loss
-from titan_disp.dispersion.vectors import Normalized
+from titan_disp.dispersion.vectors import Standardized
 from titan_disp.errors import ConfigError
 
 (RECIPE,) = blocks((ROOT / "docs" / "losses.md").read_text(), "python")
@@ -89,17 +89,17 @@ def test_an_object_or_a_path(folder):
 
 @dataclass(frozen=True)
 class Upper(MomentsVariant):
-    """Reads one of two equal entries of M, and s; of unit vectors."""
+    """Reads one of two equal entries of M, and s; of standardized tokens, whose gradient is no sum of such tokens."""
 
     def units(self, z):
-        return Normalized(z, 1e-2)
+        return Standardized(z)
 
     def loss(self, s, m, tokens):
         return (m.triu().square().sum((1, 2)) + s.pow(3).sum(1)) / tokens
 
 
 def upper(z):
-    u = units(z, 1e-2)
+    u = (z - z.mean(-1, keepdim=True)) / (z.std(-1, keepdim=True) * (z.shape[-1] - 1) ** 0.5)
     return ((u.transpose(1, 2) @ u).triu().square().sum((1, 2)) + u.sum(1).pow(3).sum(1)) / z.shape[1]
 
 
@@ -107,8 +107,8 @@ def of_pairs(pair):
     return type("OfPairs", (CosineVariant,), {"pair": property(lambda self: pair)})()
 
 
-def total(z):
-    return z.sum((1, 2))
+def of_tokens(loss):
+    return type("OfTokens", (AutogradVariant,), {"loss": lambda self, z, valid, context: loss(z)})()
 
 
 KEPT = torch.ones(12, 12, dtype=torch.float64)
@@ -121,7 +121,7 @@ KEPT = torch.ones(12, 12, dtype=torch.float64)
         (of_pairs(lambda c: (e := c.exp(), e)), lambda z: cosines(z).exp().mean(1)),
         (of_pairs(lambda c: (c, KEPT)), lambda z: cosines(z).mean(1)),
         (of_pairs(lambda c: (c, torch.ones((), dtype=c.dtype).expand_as(c))), lambda z: cosines(z).mean(1)),
-        (type("Total", (AutogradVariant,), {"loss": lambda self, z, *_: total(z)})(), total),
+        (of_tokens(lambda z: z.sum((1, 2))), lambda z: z.sum((1, 2))),
     ],
     ids=["half of M", "w and r are one tensor", "r is kept", "r is expanded", "the gradient is expanded"],
 )
@@ -135,8 +135,6 @@ def test_what_a_loss_returns_is_differentiated_and_not_overwritten(variant, form
 
 
 class Recorded(AutogradVariant):
-    """Takes down what it is given."""
-
     seen: list = []  # noqa: RUF012
 
     def loss(self, z, valid, context):
@@ -164,22 +162,14 @@ def test_what_an_autograd_loss_is_given(monkeypatch):
             zs[layer].grad = None
 
 
-@pytest.mark.parametrize(
-    ("returned", "found"),
-    [
+def test_a_loss_that_is_none():
+    for loss, found in (
         (lambda z: z.mean(-1), r"shape \(2, 6\), expected shape \(2,\)"),
         (lambda z: z.detach().sum((1, 2)), r"shape \(2,\), .* that autograd has computed"),
-        (lambda z: 3.0, r"Wrong.loss returned 3.0, expected"),
-    ],
-)
-def test_a_loss_that_is_none(returned, found):
-    @dataclass(frozen=True)
-    class Wrong(AutogradVariant):
-        def loss(self, z, valid, context):
-            return returned(z)
-
-    with pytest.raises(ValueError, match=found):
-        dispersion_loss(tokens(2, 6, 4), variant=Wrong())
+        (lambda z: 3.0, "OfTokens.loss returned 3.0, expected"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            dispersion_loss(tokens(2, 6, 4), variant=of_tokens(loss))
 
 
 MODULE = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.oracle import EVERY_LOSS, EVERY_VARIANT, PAPERS, Largest, angular, drawn, loss_and_gradient, oracle, tokens
-from titan_disp.dispersion import DispersionLoss, dispersion_loss, layers, pairwise
+from titan_disp.dispersion import DispersionLoss, dispersion_loss, layers, moments, pairwise, vectors
 from titan_disp.dispersion.registry import options_of
 from titan_disp.dispersion.variants import VARIANTS
 
@@ -49,15 +49,18 @@ def test_float16_bears_the_gradient_of_the_sum():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("variant", "estimator", "more"), EVERY_LOSS)
 def test_small_layers_are_computed_together(monkeypatch, variant, estimator, more, padded):
-    """In packs of two, as each alone: values, gradients, and the errors of the moments' fits, in the layers' order."""
+    """In packs of two, as each alone, in parts and blocks: values, gradients, and the errors of fits, in the layers' order."""
     zs = [tokens(2, 40, features, seed=i).double() for i, features in enumerate((8, 8, 8, 6, 8))]
     if estimator == "sampled":
         zs = [z[..., :6] for z in zs]
     valid = torch.arange(40) < torch.tensor([[40], [23]]) if padded else None
     options = {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 20)}
     found = []
-    for elements in (0, 2 * zs[0].numel()):
-        monkeypatch.setattr(layers, "PACK_ELEMENTS", elements)
+    for pack, sequence, rows, features in ((0, 40 * 8, 7 * 8, 3), (2 * zs[0].numel(), *[1 << 20] * 3)):
+        monkeypatch.setattr(layers, "PACK_ELEMENTS", pack)
+        monkeypatch.setattr(layers, "BATCH_ELEMENTS", sequence)
+        monkeypatch.setattr(vectors, "BLOCK_ELEMENTS", rows)
+        monkeypatch.setattr(moments, "GRAM_BLOCK", features)
         leaves, errors = [z.clone().requires_grad_() for z in zs], []
         losses = DispersionLoss(**options)(leaves, step=3, fit_errors=errors, valid=valid)
         (losses * torch.arange(1.0, 11).view(5, 2)).sum().backward()

@@ -13,16 +13,7 @@ from tests import test_padding as padding
 from tests.distributed import spawn
 from tests.mesh import dims
 from tests.oracle import EVERY_LOSS, angular, cross_entropy, drawn, loss_and_gradient, tokens
-from titan_disp.dispersion import (
-    DispersionLoss,
-    DispersionObjective,
-    LossLedger,
-    autograd,
-    dispersion_loss,
-    layers,
-    masks,
-    pairwise,
-)
+from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger, autograd, dispersion_loss, layers
 from titan_disp.spec import sequence_mesh
 
 B, N, F = 3, 48, 16
@@ -146,7 +137,8 @@ def check_four_ranks():
         padding.check(features, case, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
     for features, case in padding.NARROW_AND_WIDE[:3]:
         padding.check(features, case, dist.group.WORLD, rank, 4)
-    with mock.patch.object(pairwise, "CPU_TILE", 16), mock.patch.object(masks, "BLOCK", 16):
+    where = "titan_disp.dispersion"
+    with mock.patch(f"{where}.pairwise.CPU_TILE", 16), mock.patch(f"{where}.masks.BLOCK", 16):
         for case in documents.CASES:
             documents.check(*case, 6, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
             documents.check(*case, 6, dist.group.WORLD, rank, 4)
