@@ -318,17 +318,6 @@ def hidden_states(text):
     return [(torch.sin(n * f * (0.7 + 0.1 * layer) + text) + 0.5 * layer)[None] for layer in range(4)]
 
 
-class HiddenStates(torch.nn.Module):
-    """A model of these, whose texts have their number as their first token."""
-
-    def __init__(self):
-        super().__init__()
-        self.on_cpu = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, input_ids, **_):
-        return SimpleNamespace(hidden_states=hidden_states(int(input_ids[0, 0])))
-
-
 def test_recorded_numbers_of_the_authors_package():
     """ρ and τ are scipy's of the means over all pairs, as the package has none."""
     recorded = np.array(json.loads(RECORDED.read_text()))
@@ -354,8 +343,10 @@ def package(monkeypatch):
 
 
 def test_what_was_recorded_is_the_packages(package):
+    model = torch.nn.Linear(1, 1)  # whose texts have their number as their first token
+    model.forward = lambda input_ids, **_: SimpleNamespace(hidden_states=hidden_states(int(input_ids[0, 0])))
     found = package.measure_embedding_condensation(
-        HiddenStates(),
+        model,
         lambda text, **_: {"input_ids": torch.tensor([[int(text)]])},
         texts=["0", "1", "2"],
         repetitions=3,

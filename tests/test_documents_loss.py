@@ -30,17 +30,18 @@ def ids(n, batch=3):
     return found
 
 
+def of_sequence(z, numbers, variant, options):
+    same, itself = numbers[:, None] == numbers, torch.eye(len(numbers), dtype=torch.bool)
+    if torch.equal(same, itself):
+        return 0 * z.sum()
+    with mock.patch("tests.oracle.pairs", lambda x, diagonal=False: x[:, same & (~itself | diagonal)]):
+        return oracle(variant, z[None], **options)[0]
+
+
 def within(z, segments, variant, options):
     """The loss [B] of float64 tokens: the oracle's of the pairs within documents."""
-    values = []
-    for row, numbers in zip(z, segments, strict=True):
-        own = numbers[numbers >= 0]
-        same, itself = own[:, None] == own, torch.eye(len(own), dtype=torch.bool)
-        some = lambda x, diagonal=False, same=same, itself=itself: x[:, same & (~itself | diagonal)]  # noqa: E731
-        with mock.patch("tests.oracle.pairs", some):
-            none = torch.equal(same, itself)
-            values.append(0 * row.sum() if none else oracle(variant, row[None, numbers >= 0], **options)[0])
-    return torch.stack(values)
+    sequences = [(row[own >= 0], own[own >= 0]) for row, own in zip(z, segments, strict=True)]
+    return torch.stack([of_sequence(*sequence, variant, options) for sequence in sequences])
 
 
 @pytest.mark.parametrize("wide", [False, True])

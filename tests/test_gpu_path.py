@@ -134,26 +134,22 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
     assert kernels.path()["kernels"] == {"shape": "eager: RuntimeError: no C++ compiler"}
 
 
-def test_the_limit_of_recompilations_is_noticed(monkeypatch):
+def test_the_limit_of_recompilations_is_each_variants_own_and_noticed(monkeypatch):
     """Without fullgraph, Dynamo would run the function as it is, and say so in its own log only."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     fused = kernels.fused(lambda x: x * 2)
+    c, scale = (torch.empty(1, 8, n, device="meta") for n in (8, 1))
     with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
-        fused(torch.empty(3, device="meta"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for tau in (0.5, 0.6, 0.7):
+                pairwise._epilogue(angular_pair(tau, 0.25))(
+                    c.clone(), scale, scale.transpose(1, 2), True, torch.float32
+                )
+            fused(torch.empty(3, device="meta"))
         with pytest.warns(UserWarning, match="could not be compiled and runs slower: FailOnRecompileLimitHit"):
             assert fused(torch.empty(4, device="meta")).shape == (4,)
-
-
-def test_each_variant_has_recompilations_of_its_own(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    c, scale = (torch.empty(1, 8, n, device="meta") for n in (8, 1))
-    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for tau in (0.5, 0.6, 0.7):
-            epilogue = pairwise._epilogue(angular_pair(tau, 0.25))
-            epilogue(c.clone(), scale, scale.transpose(1, 2), True, torch.float32)
 
 
 @pytest.mark.parametrize(

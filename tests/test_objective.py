@@ -113,15 +113,14 @@ def every_layer_alone(monkeypatch):
     monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
 
 
-class Blocks(torch.nn.Module):
+class Blocks(torch.nn.ModuleList):
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+        super().__init__(torch.nn.Linear(6, 6) for _ in range(4))
 
     def forward(self, h):
         activations = []
-        for layer in self.layers:
+        for layer in self:
             h = layer(h).tanh()
             activations.append(h)
         return h, tuple(activations)
@@ -181,10 +180,10 @@ def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer
 def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
     model, tokens, labels = Blocks(), torch.randn(3, 9, 6), torch.zeros(3, 9, dtype=torch.long)
     h, activations = model(tokens)
-    value = objective(defer=True)((h, (model.layers[0](tokens), *activations)), labels)
+    value = objective(defer=True)((h, (model[0](tokens), *activations)), labels)
     with pytest.raises(RuntimeError, match="activation 0 gets a gradient from dispersion only"):
         value.backward()
     value = objective(defer=True)(model(tokens), labels)
-    (grad,) = torch.autograd.grad(value, model.layers[3].weight, create_graph=True)
+    (grad,) = torch.autograd.grad(value, model[3].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
