@@ -50,7 +50,7 @@ WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
 REQUEUED, UNKNOWN = "SLURM has requeued the job itself", "[the options that you gave to sbatch]"
 LATER_SIGNAL = "sbatch --signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
 # A command that submits the job again sets all variables but those of one start.
-GIVEN = r"TITAN_DISP_(?!(START|RUN|ENDPOINT|HEAD|NOTIFY|SLURM_DIR|SITE_FILE|LAUNCH_POINTER|PREFIX_WORDS)$)"
+GIVEN = r"TITAN_DISP_(?!(START|RUN|ENDPOINT|HEAD|NOTIFY|SITE_FILE|LAUNCH_POINTER|PREFIX_WORDS)$)"
 # Errors that point to the node on which they were raised.
 SICK = r"(?i)\b((CUDA|HIP) error(?!: (device-side assert|out of memory|invalid))|ECC|Xid|(Input/output|Bus) error)\b"
 # Errors that come from another rank's death.

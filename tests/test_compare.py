@@ -16,7 +16,7 @@ def rows_of(names):
 
 
 def scores_of(values):
-    return Scores(values.mean(), None, 0, values)
+    return Scores(values.mean(), None, 5, values)
 
 
 def of_seeds(values):
@@ -67,7 +67,10 @@ def test_two_tasks_by_hand():
     assert alone.mean_difference["on"].standard_error_tasks is None
 
     d = found.tasks[0].differences["on"]
-    assert table(to_markdown(found)) == [
+    text = to_markdown(found, ["A note."])
+    assert text.endswith("\n\nA note.\n")
+    assert "seeds" not in text  # of one seed each
+    assert table(text) == [
         ["task", "metric", "shots", "documents", "off", "on", "on − off"],
         ["x", "acc", "5", "5", "0.5010", "0.5020", f"+0.4000 ± 0.2449 (p {d.p_value:.2g}, Holm {2 * d.p_value:.2g})"],
         ["y", "f1", "0", "1", "0.9000", "0.1000", "+1.0000"],
@@ -81,6 +84,9 @@ def test_two_tasks_by_hand():
     numbers = ("", " standard error", " low", " high", " p", " holm")
     expected = [d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm]
     assert [float(first[f"on - off{name}"]) for name in numbers] == expected
+    assert found.seeds == {"off": 1, "on": 1}
+    assert found.mean_seed_error == found.tasks[0].seed_errors == {"off": None, "on": None}
+    assert both.over_seeds is None
 
 
 @pytest.mark.parametrize(("weight_by_size", "mean"), [(True, 4 / 6), (False, (3 / 4 + 1 / 2) / 2)])
@@ -104,9 +110,11 @@ def test_holm():
 
 def test_seeds_of_one_condition():
     """By seed, off has 0.5, 0.75, 0.25 and on 0.75, 0.75; by document, 1/3, 1, 2/3, 0 and 1, 1, 1/2, 1/2."""
+    single = scores_of(np.array([0.0, 1]))
+    assert pooled([single]) is single
     off = of_seeds(np.array([[0.0, 1, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0]]))
     on = of_seeds(np.array([[1.0, 1, 1, 0], [1, 1, 0, 1]]))
-    assert (off.score, off.by_seed) == (0.5, (0.5, 0.75, 0.25))
+    assert (off.score, off.by_seed, off.num_fewshot) == (0.5, (0.5, 0.75, 0.25), 5)
     np.testing.assert_allclose(off.values, [1 / 3, 1, 2 / 3, 0])
     assert off.standard_error == pytest.approx(stats.sem([1 / 3, 1, 2 / 3, 0]))
     found = compare(rows_of("x"), {"off": {"x": off}, "on": {"x": on}})
@@ -117,6 +125,9 @@ def test_seeds_of_one_condition():
     assert difference.p_value == pytest.approx(stats.ttest_1samp(d, 0).pvalue)
     # Off has the variance 1/16 over three seeds, and on has none: the standard error is √(1/48).
     assert difference.over_seeds.standard_error == mean.over_seeds.standard_error == pytest.approx(48**-0.5)
+    assert difference.over_seeds.p_value == pytest.approx(2 * stats.t.sf(0.25 * 48**0.5, df=2))  # on has no spread
+    assert difference_over_seeds(off.by_seed, [0.4]) is difference_over_seeds([0.4], off.by_seed) is None
+    assert difference_over_seeds([0.4, 0.4], [0.4, 0.4]).p_value is None
     assert task.seed_errors == {"off": pytest.approx(48**-0.5), "on": 0}
     assert (found.seeds, found.mean_seed_error["off"]) == ({"off": 3, "on": 2}, pytest.approx(48**-0.5))
     header, line, *_ = table(to_markdown(found))
@@ -126,45 +137,14 @@ def test_seeds_of_one_condition():
     assert float(row["on - off seed p"]) == difference.over_seeds.p_value
 
 
-def test_difference_over_seeds_is_welchs_test():
-    on, off = [0.41, 0.43, 0.46], [0.38, 0.40, 0.39, 0.36]
-    found, welch = difference_over_seeds(on, off), stats.ttest_ind(on, off, equal_var=False)
-    assert found.p_value == pytest.approx(welch.pvalue)
-    assert found.standard_error == pytest.approx((np.mean(on) - np.mean(off)) / welch.statistic)
-    assert difference_over_seeds([0.4], off) is difference_over_seeds(off, [0.4]) is None
-    assert difference_over_seeds([0.4, 0.4], [0.4, 0.4]).p_value is None
-
-
-def test_mean_over_tasks_by_seed():
-    values = np.array([[0.0, 0], [1, 1]])
-    off = {"x": of_seeds(values), "y": of_seeds(1 - values)}
-    on = {"x": of_seeds(values), "y": of_seeds(values)}
-    found = compare(rows_of("xy"), {"off": off, "on": on})
-    assert found.mean_seed_error == {"off": 0, "on": 0.5}
-    assert [task.seed_errors for task in found.tasks] == [{"off": 0.5, "on": 0.5}] * 2
-    assert found.mean_difference["on"].over_seeds.standard_error == 0.5
-
-
-def test_one_seed_each_says_nothing_over_seeds():
-    one = {"x": scores_of(np.array([0.0, 1]))}
-    found = compare(rows_of("x"), {"off": one, "on": one})
-    assert found.seeds == {"off": 1, "on": 1}
-    assert found.mean_seed_error == found.tasks[0].seed_errors == {"off": None, "on": None}
-    assert found.mean_difference["on"].over_seeds is None
-    text = to_markdown(found, ["A note."])
-    assert "seeds" not in text
-    assert text.endswith("\n\nA note.\n")
-
-
-def test_holm_over_seeds_too():
+def test_several_tasks_over_seeds():
+    """Errors are of each seed's mean over the tasks. Holm adjusts for the number of tasks."""
     rng = np.random.default_rng(3)
-    off, on = ({name: of_seeds(rng.random((3, 20)) + shift) for name in "xy"} for shift in (0.0, 0.1))
-    found = [task.differences["on"].over_seeds for task in compare(rows_of("xy"), {"off": off, "on": on}).tasks]
-    assert [one.holm for one in found] == holm([one.p_value for one in found]) != [one.p_value for one in found]
-
-
-def test_pooling():
-    found = pooled([Scores(1.0, None, 5, np.ones(1)), Scores(0.0, None, 5, np.zeros(1))])
-    assert (found.score, found.standard_error, found.num_fewshot) == (0.5, None, 5)
-    one = Scores(0.5, 0.25, "mixed", np.array([0.0, 1]))
-    assert pooled([one]) is one
+    values = {"off": rng.random((2, 3, 20)), "on": rng.random((2, 3, 20)) + 0.1}  # [tasks, seeds, documents]
+    found = compare(rows_of("xy"), {name: dict(zip("xy", map(of_seeds, v), strict=True)) for name, v in values.items()})
+    errors = {name: stats.sem(v.mean((0, 2))) for name, v in values.items()}
+    assert found.mean_seed_error == pytest.approx(errors)
+    assert found.mean_difference["on"].over_seeds.standard_error == pytest.approx(np.hypot(*errors.values()))
+    over_seeds = [task.differences["on"].over_seeds for task in found.tasks]
+    p_values = [one.p_value for one in over_seeds]
+    assert [one.holm for one in over_seeds] == holm(p_values) != p_values

@@ -1,9 +1,10 @@
-"""titan-disp condensation on runs and Hugging Face models with random weights."""
+"""titan-disp condensation on runs and Hugging Face models with random weights, in folders and in the hub's cache."""
 
 import csv
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,18 +12,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import constants
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from scipy.stats import kendalltau, spearmanr
+from tokenizers import Tokenizer, processors
 
 from tests.command_line import typed
 from tests.saved_run import change_config, random_model, save_run
-from tests.streams import parquet
-from titan_disp.condensation.record import EDGES, Condensation
-from titan_disp.data.documents import Documents
+from tests.test_condensation import measured
+from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
-from titan_disp.lab.inspection.targets import find_blocks, find_targets, logits_root
-from titan_disp.lab.inspection.texts import cut_sequences, read_texts
+from titan_disp.lab.inspection import command as command_module
+from titan_disp.lab.inspection.targets import find_targets
+from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
 
 N = 48  # tokens per sequence
 
@@ -67,23 +70,39 @@ def run(tmp_path_factory, hf_tokenizer):
 
 
 @pytest.fixture
-def command(monkeypatch):
+def hub(tmp_path, gpt2, hf_tokenizer, monkeypatch):
+    """The cache of the hub's client has lab/tiny at two revisions."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--lab--tiny"
+    (repository / "refs").mkdir(parents=True)
+    shutil.copytree(gpt2, repository / "snapshots" / ("a" * 40))
+    save_gpt2(repository / "snapshots" / ("b" * 40), hf_tokenizer, seed=1)
+    for revision, commit in (("main", "a"), ("step1000", "a"), ("step20", "b")):
+        (repository / "refs" / revision).write_text(commit * 40)
+    return repository
+
+
+@pytest.fixture(autouse=True)
+def _no_internet(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    figures = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.update({Path(path).name: figure}))
+    return figures
+
+
+@pytest.fixture
+def command(monkeypatch, drawn):
+    """Types titan-disp condensation without internet. Its pictures are not written."""
     return lambda *arguments: typed(monkeypatch, "condensation", *arguments)
 
 
 def refused(command, capsys, *arguments):
     assert command(*arguments) == 2
     return capsys.readouterr().err
-
-
-def by_the_papers_formulas(hidden_states):
-    u = np.stack([z.double().numpy() for z in hidden_states])
-    u /= np.linalg.norm(u, axis=-1, keepdims=True)
-    cosines = np.einsum("lbnf,lbmf->lbnm", u, u).clip(-1, 1)
-    angles = (np.arccos(cosines) / np.pi)[..., ~np.eye(u.shape[2], dtype=bool)].mean((1, 2))
-    histograms = np.stack([np.histogram(c, EDGES)[0] / c.size for c in cosines])
-    return cosines.mean((1, 2, 3)), cosines.std((1, 2, 3)), angles, histograms
 
 
 def hidden_states(folder, tokens, norm):
@@ -102,12 +121,13 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     command(folder, "--text", text, "--out", tmp_path, "--sequences", 5, "--max-length", N, "--batch-size", 2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = cut_sequences(read_texts(text, None, 0), lambda t: tokenizer.encode(t, add_special_tokens=False), 5, N)
-    mean, std, angles, histograms = by_the_papers_formulas(hidden_states(folder, tokens, norm))
+    expected = measured(*hidden_states(folder, tokens, norm))  # by the paper's formulas: test_condensation
 
-    found = Condensation.load(tmp_path / f"{name}.npz")
-    for got, expected in ((found.mean_cosine, mean), (found.std_cosine, std), (found.mean_angle, angles)):
-        np.testing.assert_allclose(got, expected, atol=1e-5)  # float32 forward passes with other batch sizes
-    np.testing.assert_allclose(found.histogram, histograms, atol=5e-4)  # of cosines on edges, rounding decides the bin
+    found, mean = Condensation.load(tmp_path / f"{name}.npz"), expected.mean_cosine
+    for key in ("mean_cosine", "std_cosine", "mean_angle"):
+        # float32 forward passes with other batch sizes
+        np.testing.assert_allclose(getattr(found, key), getattr(expected, key), atol=1e-5)
+    np.testing.assert_allclose(found.histogram, expected.histogram, atol=5e-4)  # on an edge, rounding decides the bin
     assert abs(mean[-1] - mean[-2]) > 1e-3  # the final norm matters
     content = json.loads((tmp_path / "metrics.json").read_text())["targets"][0]
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
@@ -116,8 +136,8 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     assert content["mean_cosine"] == [float(row["mean_cosine"]) for row in rows] == found.mean_cosine.tolist()
     table = capsys.readouterr().out
     for place, last in {"before_norm": -2, "after_norm": -1, "blocks_before_norm": -2, "blocks_after_norm": -1}.items():
-        measured = [*mean[:-2], mean[last]][place.startswith("blocks") :]
-        by_depth = [correlation(range(len(measured)), measured)[0] for correlation in (spearmanr, kendalltau)]
+        cosines = [*mean[:-2], mean[last]][place.startswith("blocks") :]
+        by_depth = [correlation(range(len(cosines)), cosines)[0] for correlation in (spearmanr, kendalltau)]
         assert (content[place]["spearman"], content[place]["kendall"]) == pytest.approx(by_depth)
         assert (float(rows[0][f"spearman_{place}"]), float(rows[-1][f"kendall_{place}"])) == pytest.approx(by_depth)
         assert "{:.3g} {:.3g}".format(*by_depth) in table
@@ -135,26 +155,20 @@ def test_the_last_tokens_and_the_logits(name, request, command, text, tmp_path):
         logits = load_model(find_saved(folder))(tokens)
     else:
         logits = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
-    logits = logits[None, :, -7:].detach()
-    expected = by_the_papers_formulas(logits)[:2]
-    np.testing.assert_allclose([found.mean_cosine[-1:], found.std_cosine[-1:]], expected, atol=1e-5)
-    v = np.linalg.eigvalsh(np.cov(logits.double().flatten(0, 2).numpy().T))
+    logits = logits[:, -7:].detach()
+    expected = measured(logits)
+    assert found.mean_cosine[-1:] == pytest.approx(expected.mean_cosine, abs=1e-5)
+    assert found.std_cosine[-1:] == pytest.approx(expected.std_cosine, abs=1e-5)
+    v = np.linalg.eigvalsh(np.cov(logits.double().flatten(0, 1).numpy().T))
     expected = [(v.sum() ** 2 / (v**2).sum() - 1) / (len(v) - 1), v[-1] / v.sum()]
     np.testing.assert_allclose(found.covariance[[0, 2], -1], expected, rtol=1e-4)
     assert (found.to_json()["layers"][-2:], found.tokens) == (["final norm", "logits"], 7)
     assert len(found.untrained_mean_cosine) == len(found.mean_cosine)
 
 
-def test_the_root_of_logits_with_a_bias():
-    head, h = torch.nn.Linear(5, 9000), torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
-    logits, like = head(h).double(), torch.nn.functional.pad(h.double(), (0, 1), value=1.0) @ logits_root(head)
-    torch.testing.assert_close(like @ like.T, logits @ logits.T, rtol=1e-5, atol=1e-2)
-    with pytest.raises(ConfigError, match="--logits needs an output layer that is linear"):
-        logits_root(None)
-
-
-def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsys):
-    command(run, gpt2, "--all-steps", "--text", text, "--out", tmp_path, "--sequences", 2)
+def test_pictures_of_a_run_and_a_model(run, gpt2, text, tmp_path, capsys, monkeypatch):
+    few = ("--text", text, "--out", tmp_path, "--sequences", 2)
+    typed(monkeypatch, "condensation", run, gpt2, "--all-steps", *few)
     names = ["run-step-10", "run-step-20", "gpt2"]
     pictures = {f"heatmap-{n}.png" for n in names} | {f"side_by_side_{kind}.png" for kind in ("pooled", "averaged")}
     pictures |= {"depth.png", "mean_cosine.png", "over_training.png", "over_steps.png"}
@@ -168,6 +182,17 @@ def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsy
     assert f"sequences have {N} tokens, not 512, because gpt2 has no more positions" in told.err
 
 
+def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
+    wide = save_gpt2(tmp_path / "wide", hf_tokenizer, seed=2, width=64)
+    out = tmp_path / "out"
+    options = ("--family", f"gpt2={gpt2},{wide}", "--pair", f"{wide},{gpt2}", "--sequences", 2)
+    command("--text", text, "--out", out, *options)
+    assert [one["name"] for one in json.loads((out / "metrics.json").read_text())["targets"]] == ["gpt2", "wide"]
+    sizes = [(2048 + 48 + 2) * f + 3 * (12 * f**2 + 13 * f) for f in (32, 64)]
+    assert drawn["by_size.png"].axes[0].lines[1].get_xdata().tolist() == sizes
+    assert [label.get_text() for label in drawn["pairs.png"].axes[0].get_yticklabels()] == ["wide\n→ gpt2"]
+
+
 def test_the_same_sample_from_a_seed_and_from_each_source(command, gpt2, sample, tmp_path):
     split, found = sample / "en" / "c4-validation.00000-of-00001.json.gz", []
     data_sets = [("--dataset", sample), ("--dataset", f"{sample}/en/*valid*")]
@@ -175,57 +200,6 @@ def test_the_same_sample_from_a_seed_and_from_each_source(command, gpt2, sample,
         command(gpt2, *source, "--out", tmp_path, "--sequences", 2)
         found.append(json.loads((tmp_path / "metrics.json").read_text())["targets"][0]["mean_cosine"])
     assert found[0] == found[1] == found[2] != found[3]
-
-
-def test_plain_text_is_read_whole_and_shuffled(text):
-    pieces = read_texts(text, None, seed=0)
-    assert len(pieces) > 3
-    assert "".join(sorted(pieces, key=text.read_text().index)) == text.read_text()
-    assert pieces == read_texts(text, None, seed=0) != read_texts(text, None, seed=1)
-
-
-def test_short_texts_give_fewer_or_shorter_sequences():
-    for texts, shape, expected in (
-        (["abc", "de"], (9, 3), [[97, 98, 99], [10, 10, 100]]),
-        (["abc"], (2, 9), [[97, 98, 99]]),
-    ):
-        assert cut_sequences(texts, lambda text: [ord(c) for c in text], *shape).tolist() == expected
-
-
-def test_another_field_of_the_text(tmp_path):
-    file, table = tmp_path / "some.jsonl", tmp_path / "some.parquet"
-    file.write_text('{"meta": {"body": "one"}}\n{"meta": {"body": "two"}}\n')
-    table.write_bytes(parquet(body=["one", "two"]))
-    for source, field, message in (
-        ((file, None), "meta.body", 'no field "text", only meta.body; set --text-field'),
-        ((None, str(table)), "body", r"only body \(string\): set --text-field"),
-    ):
-        assert sorted(read_texts(*source, 0, text_field=field)) == ["one", "two"]
-        with pytest.raises(ConfigError, match=message):
-            read_texts(*source, 0)
-
-
-def test_a_wrong_field_is_found_before_the_files_are_read(tmp_path, monkeypatch):
-    read = []
-
-    def counted(documents, original=Documents.read):
-        read.append(documents.file.name)
-        return original(documents)
-
-    monkeypatch.setattr(Documents, "read", counted)
-    for name in ("validation-0.jsonl", "validation-1.jsonl"):
-        (tmp_path / name).write_text('{"url": "u", "body": "one"}\n' * 700)
-    with pytest.raises(ConfigError, match='first 1,000 documents have no text.*: no field "text", only url, body; set'):
-        read_texts(None, str(tmp_path), 0)
-    assert len(read) <= 1001
-
-
-@pytest.mark.parametrize("before", ['{"body": "a"}\n' * 999, '{"text": ""}\n' * 3000, "x\n" * 1500, ""])
-def test_a_corpus_with_many_bad_documents_is_read_to_its_end(tmp_path, capsys, before):
-    between = "" if before else '{"body": "a"}\n' * 3000
-    (tmp_path / "some.jsonl").write_text(before + '{"text": "one"}\n' + between + '{"text": "two"}\n')
-    assert sorted(read_texts(tmp_path / "some.jsonl", None, 0)) == ["one", "two"]
-    assert f"skipped {(before + between).count(chr(10)):,} bad documents" in capsys.readouterr().err
 
 
 def test_names_tell_targets_apart(gpt2, run, tmp_path):
@@ -237,8 +211,133 @@ def test_names_tell_targets_apart(gpt2, run, tmp_path):
     assert list(find_targets([str(run), f"{run}/step-20", f"{run}/10"], False, None)) == ["run-step-20", "run-step-10"]
 
 
+def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
+    few = ("--text", text, "--sequences", 2)
+    command("lab/tiny", "lab/tiny@step20", "--out", tmp_path / "a", *few)
+    command(gpt2, "--out", tmp_path / "b", *few)
+    main, step20 = (Condensation.load(tmp_path / "a" / f"{name}.npz") for name in ("tiny", "tiny@step20"))
+    assert main.to_json() == Condensation.load(tmp_path / "b" / "gpt2.npz").to_json()
+    assert main.to_json() != step20.to_json()
+    found = json.loads((tmp_path / "a" / "metrics.json").read_text())["targets"]
+    assert [one["revision"] for one in found] == [None, "step20"]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [(("step1000", "step20"), ["20", "1,000", "step"]), (("old", "new"), ["old", "new", "revision"])],
+)
+def test_revisions_over_training(hub, text, command, drawn, tmp_path, names, shown):
+    (hub / "refs" / "new").write_text("a" * 40)
+    (hub / "refs" / "old").write_text("b" * 40)
+    command(*(f"lab/tiny@{name}" for name in names), "--text", text, "--sequences", 2, "--out", tmp_path)
+    legend = drawn["over_training.png"].legends[0]
+    assert [t.get_text() for t in (*legend.texts, legend.get_title())] == shown
+    picture = drawn.get("over_steps.png")
+    assert (picture and picture.axes[0].lines[0].get_xdata().tolist()) == ([20, 1000] if "step" in shown else None)
+
+
+def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_path, capsys):
+    rest = ("--text", text, "--sequences", 2, "--out", tmp_path / "out")
+    for name, call in (
+        ("Qwen/Qwen3-0.6B", "snapshot_download('Qwen/Qwen3-0.6B', allow_patterns=['*.json', "),
+        ("lab/tiny@v2", "snapshot_download('lab/tiny', revision='v2', allow_patterns=["),
+    ):
+        assert f'"from huggingface_hub import snapshot_download; {call}' in refused(command, capsys, name, *rest)
+    # An index of pickles that were not downloaded does not matter, but one of two files of weights does.
+    folder, of_step20 = hub / "snapshots" / ("b" * 40), "snapshot_download('lab/tiny', revision='step20', "
+    pickles = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(pickles))
+    assert command("lab/tiny@step20", *rest) == 0
+    weights = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+    told = refused(command, capsys, "lab/tiny@step20", *rest)
+    assert "lacks 1 of its 2 files of weights, 'model-00002-of-00002.safetensors' first" in told
+    assert (of_step20 in told, ".bin'" in told) == (True, False)
+    for file in folder.glob("*model*"):
+        file.unlink()
+    told = refused(command, capsys, "lab/tiny@step20", *rest)
+    assert ("no weights" in told, "'pytorch_model*.bin'])" in told) == (True, True)  # it may have pickles only
+
+
+def test_a_run_goes_before_the_hub(hub, run, monkeypatch):
+    """run/10 could be a model's id, and so could the missing run/7."""
+    monkeypatch.chdir(run.parent)
+    assert list(find_targets(["run/10"], False, None)) == ["run-step-10"]
+    with pytest.raises(ConfigError, match="has no checkpoint of step 7; it has 10, 20"):
+        find_targets(["run/7"], False, None)
+
+
+OWN_MODEL = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(gpt2, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnModel"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(OWN_MODEL)
+    # transformers draws initial weights of own code a little differently
+    rest = ("--text", text, "--sequences", 2, "--skip-untrained", "--out", tmp_path / "out")
+    assert "--trust-remote-code" in refused(command, capsys, folder, *rest)
+    assert not (tmp_path / "modules").exists()
+    command(folder, gpt2, "--trust-remote-code", *rest)
+    own, plain = (Condensation.load(tmp_path / "out" / f"{name}.npz") for name in ("own", "gpt2"))
+    assert own.to_json() == plain.to_json()
+
+
+def test_dtypes_and_devices(gpt2, run, text, command, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("accelerate")
+    few = ("--text", text, "--sequences", 2, "--out")
+    for name, options in {"f32": "", "bf16": "--dtype bfloat16", "auto": "--device auto --dtype auto"}.items():
+        command(gpt2, run, *few, tmp_path / name, *options.split())
+    for target in ("gpt2", "run-step-20"):
+        f32, bf16, auto = (Condensation.load(tmp_path / out / f"{target}.npz") for out in ("f32", "bf16", "auto"))
+        assert auto.to_json() == f32.to_json()
+        assert 0 < np.abs(bf16.mean_cosine - f32.mean_cosine).max() < 0.02
+    assert json.loads((tmp_path / "bf16" / "metrics.json").read_text())["dtype"] == "bfloat16"
+    monkeypatch.setattr(command_module, "find_spec", lambda _: None)
+    assert "pip install accelerate" in refused(command, capsys, gpt2, *few, tmp_path / "out", "--device", "auto")
+
+
+def surrounded(gpt2, folder, template):
+    shutil.copytree(gpt2, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("!", 5), ("#", 6)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_special_tokens_are_those_of_transformers(gpt2, tmp_path, text):
+    folder = surrounded(gpt2, tmp_path / "model", "! $A # #")
+    (target,) = find_targets([str(folder)], False, None).values()
+    special, theirs = target.special_tokens, transformers.AutoTokenizer.from_pretrained(folder)
+    cut = contiguous_sequences(read_texts(text, None, 0, in_order=True), target.encode, 4, 20 - 3, seed=1)
+    for sequence in surround(cut, special.before, special.after).tolist():
+        longer = theirs.decode(sequence[1:-2]) + " and more of it"
+        assert theirs(longer, truncation=True, max_length=20)["input_ids"] == sequence
+
+
+def test_the_papers_protocol(gpt2, text, command, tmp_path):
+    folder, out = surrounded(gpt2, tmp_path / "with_bos", "! $A"), tmp_path / "out"
+    command(folder, "--text", text, "--out", out, "--sequences", 10, "--contiguous", "--special-tokens")
+    content = json.loads((out / "metrics.json").read_text())
+    assert (content["targets"][0]["sequences"], content["targets"][0]["tokens"]) == (10, 48)
+    assert Condensation.load(out / "with_bos.npz").averaged_histogram.sum(1) == pytest.approx(np.ones(5))
+
+
 def small_vocabulary(gpt2, folder):
-    config = transformers.GPT2Config(vocab_size=100, n_positions=N, n_embd=8, n_layer=1, n_head=1)
+    config = transformers.GPT2Config(vocab_size=2047, n_positions=N, n_embd=8, n_layer=1, n_head=1)
     return save_hugging_face(transformers.GPT2LMHeadModel(config), gpt2, folder)
 
 
@@ -262,7 +361,7 @@ def without(pattern):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (small_vocabulary, "has 2048 tokens, but .* vocabulary of 100"),
+        (small_vocabulary, "has 2048 tokens, but .* vocabulary of 2047"),
         (partial_weights, "holds an incomplete causal language model: it lacks 12 weights"),
         (diverged, "layer 2 has values that are not finite"),
         (without("*.safetensors"), "has a config.json but no weights"),
@@ -277,23 +376,11 @@ def test_unusable_models(make, message, gpt2, text, tmp_path, command, capsys):
     assert not list(tmp_path.glob("out/*"))  # nothing that looks like a result
 
 
-def test_blocks_are_found_by_what_they_are():
-    """The largest list with as many modules as layers. Other lists of the same length may be norms."""
-    body = torch.nn.Module()
-    body.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(3))
-    body.inner = torch.nn.Module()
-    body.inner.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-    body.heads = torch.nn.ModuleList(torch.nn.Linear(4, 400) for _ in range(2))
-    assert find_blocks(body, 3) == list(body.inner.blocks)
-    with pytest.raises(ConfigError, match="^Module has no list of its 4 layers"):
-        find_blocks(body, 4)
-
-
 def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
     folder = without("token*")(gpt2, tmp_path / "model")
     command(folder, "--tokenizer", sample / "tokenizer", "--text", text, "--out", tmp_path / "out", "--sequences", 1)
     small = small_vocabulary(gpt2, tmp_path / "small")
-    with pytest.raises(ConfigError, match="2048 tokens, but the model .* vocabulary of 100"):
+    with pytest.raises(ConfigError, match="2048 tokens, but the model .* vocabulary of 2047"):
         find_targets([str(small)], False, sample / "tokenizer")
 
 
@@ -303,7 +390,6 @@ def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
         ("nothing-here", "'nothing-here' is not a folder here"),
         ("TMP/nothing", "nothing' does not exist"),
         ("TMP", "is not a run's folder"),
-        ("RUN/7", "has no checkpoint of step 7; it has 10, 20"),
         ("", "no target is given"),
         ("GPT2 --all-steps", "--all-steps needs a run's folder"),
         ("GPT2 --dataset x", "expected one of --text FILE and --dataset PATH"),

@@ -22,7 +22,7 @@ from tests.pages import blocks
 from tests.saved_run import random_model, save_run
 from titan_disp.config.options import EvaluateOptions
 from titan_disp.errors import ConfigError
-from titan_disp.lab.evaluate import evaluation
+from titan_disp.lab.evaluate import harness
 from titan_disp.lab.evaluate.compare import Scores
 from titan_disp.lab.evaluate.evaluation import evaluate
 from titan_disp.lab.evaluate.harness import PROTOCOLS, Result, build_suite, warnings_once
@@ -31,6 +31,7 @@ pytest.importorskip("lm_eval")
 import datasets  # noqa: E402
 import lm_eval.tasks  # noqa: E402
 from huggingface_hub import constants  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 ACCURACY = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
 PERPLEXITY = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
@@ -55,7 +56,10 @@ def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[fl
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A Qwen3 as a/hf and a GPT-2 as b/hf. Their random weights are large: answers depend on the question."""
+    """A Qwen3 as a/hf and a GPT-2 as b/hf. Their random weights are large: answers depend on the question.
+
+    Of the 4096 positions, the GPT-2 has trained 2048, and the Qwen3 says that it has trained more than there are.
+    """
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -68,9 +72,10 @@ def models(tmp_path_factory):
     torch.manual_seed(0)
     common = {"vocab_size": 257, "initializer_range": 0.5, "hidden_size": 16}
     common |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 4096}
-    qwen3 = Qwen3Config(**common, intermediate_size=32, num_key_value_heads=1, head_dim=8)
+    qwen3 = Qwen3Config(**common, intermediate_size=32, num_key_value_heads=1, head_dim=8, trained_seq_len=9999)
+    gpt2 = GPT2Config(**common, trained_seq_len=2048)
     root = tmp_path_factory.mktemp("models")
-    for name, model in (("a", Qwen3ForCausalLM(qwen3)), ("b", GPT2LMHeadModel(GPT2Config(**common)))):
+    for name, model in (("a", Qwen3ForCausalLM(qwen3)), ("b", GPT2LMHeadModel(gpt2))):
         model.save_pretrained(root / name / "hf")
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(root / name / "hf")
     return root / "a/hf", root / "b/hf"
@@ -159,7 +164,7 @@ def test_the_task_of_the_page(models, tmp_path, monkeypatch):
 
 
 def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_paths, monkeypatch, capsys):
-    out, loaded, load = tmp_path / "new" / "folder", [], evaluation.harness.load_causal_lm
+    out, loaded, load = tmp_path / "new" / "folder", [], harness.load_causal_lm
 
     def load_alone(*args):
         assert all(model() is None for model in loaded), "a model is still in memory when the next is loaded"
@@ -167,10 +172,12 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(evaluation.harness, "load_causal_lm", load_alone)
+    lengths, init = [], HFLM.__init__
+    monkeypatch.setattr(HFLM, "__init__", lambda lm, **own: lengths.append(own["max_length"]) or init(lm, **own))
+    monkeypatch.setattr(harness, "load_causal_lm", load_alone)
     options = ("--tasks", "choice", "word", "--include-path", own, "--batch-size", "3", "--out", out)
     assert typed(monkeypatch, "evaluate", *models, *options) == 0
-    assert (len(loaded), include_paths) == (2, [str(own)])
+    assert (len(loaded), include_paths, lengths) == (2, [str(own)], [4096, 2048])
 
     a, b = (by_hand(folder, own) for folder in models)
     # Otherwise the test would show nothing.
@@ -258,9 +265,8 @@ def test_tasks_of_the_protocols(protocol, tasks, few, monkeypatch):
     suite = build_suite(["paper"], shots=PROTOCOLS[protocol].shots)
     assert [(row.name, row.metric) for row in suite.rows] == [(name, "acc") for name in tasks]
     assert [len(row.tasks) for row in suite.rows] == [57 if name == "mmlu" else 1 for name in tasks]
-    examples = [
-        {t.get_config("num_fewshot") for t in suite.manager.load(item)["tasks"].values()} for item in suite.items
-    ]
+    tasks_of = [suite.manager.load(item)["tasks"].values() for item in suite.items]
+    examples = [{task.get_config("num_fewshot") for task in of_item} for of_item in tasks_of]
     assert examples == [{0}] * (len(tasks) - few) + [{5}] * few
 
 
@@ -280,9 +286,7 @@ def test_numbers_of_examples_and_protocols(monkeypatch):
 
 def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(
-        evaluation.harness, "run_model", lambda *_: pytest.fail("a model ran before its data were there")
-    )
+    monkeypatch.setattr(harness, "run_model", lambda *_: pytest.fail("a model ran before its data were there"))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     start = time.monotonic()
     with pytest.raises(ConfigError) as error:
@@ -353,7 +357,7 @@ def answers(monkeypatch):
         dtype = "bfloat16" if folder.parent.name == "c" else "float32"
         return Result({}, samples, {"word": Scores(values.mean(), None, 0, values)}, dtype)
 
-    monkeypatch.setattr(evaluation.harness, "run_model", run_model)
+    monkeypatch.setattr(harness, "run_model", run_model)
     return asked
 
 
@@ -373,25 +377,6 @@ def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, 
     assert "dtypes differ (a-hf float32, b-hf float32, c-hf bfloat16)" in markdown
     assert "model 1 of 3: a-hf: " in told
     assert re.search(r"model 3 of 3, about \d+ s left: c-hf: ", told)
-
-
-def test_positions_that_were_never_trained_are_not_used(monkeypatch):
-    """A GPT-2 of 1024 positions that was trained on sequences of 64 uses 64. Other models use all positions."""
-    from lm_eval.models import huggingface
-    from transformers import GPT2Config
-
-    from titan_disp.lab.evaluate import harness
-
-    given = []
-    monkeypatch.setattr(huggingface, "HFLM", lambda **options: given.append(options["max_length"]) or 1 / 0)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *args, **kwargs: None)
-    for more in ({"trained_seq_len": 64}, {"trained_seq_len": 2048}, {}):
-        model = torch.nn.Identity()
-        model.config = GPT2Config(n_positions=1024, **more)
-        monkeypatch.setattr(harness, "load_causal_lm", lambda *args, model=model: model)
-        with pytest.raises(ZeroDivisionError):
-            harness.run_model(Path("x"), None, harness.Settings(None, 1, "cpu", "float32", 0))
-    assert given == [64, 1024, 1024]
 
 
 RAN = {"step": 30, "time": 9.0, "tokens": 7200, "tps": 2.0, "ce": 5.0, "dispersion": -0.5}  # an hour of one rank
@@ -425,9 +410,7 @@ def test_warnings_of_the_harness_come_once(capsys):
 
 def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(
-        evaluation.harness, "run_model", lambda folder, suite, settings: given.append(settings) or 1 / 0
-    )
+    monkeypatch.setattr(harness, "run_model", lambda folder, suite, settings: given.append(settings) or 1 / 0)
     pretrain = {"protocol": "authors-pretrain"}
     for more in ({"protocol": "authors-gpt2"}, {"limit": 7} | pretrain, {"dtype": "float32"} | pretrain, {}):
         with pytest.raises(ZeroDivisionError):

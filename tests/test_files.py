@@ -1,8 +1,10 @@
 """Files and folders that appear under their names when they are whole."""
 
+import os
+
 import pytest
 
-from titan_disp.files import atomic_folder, atomic_write
+from titan_disp.files import atomic_folder, atomic_write, cores
 
 
 def write(path, text):
@@ -47,3 +49,11 @@ def test_nothing_is_left_of_a_file_that_failed(tmp_path):
     with pytest.raises(ZeroDivisionError), atomic_write(tmp_path / "out") as partial:
         partial.write_text(str(1 / 0))
     assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
+
+
+def test_a_containers_quota_is_fewer_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    for quota, expected in (("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 16), ("max 100000", 16)):
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        assert cores(tmp_path / "cpu.max") == expected
+    assert cores(tmp_path / "none") == 16

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from titan_disp.run import liveness
-from titan_disp.run.history import Goodput, goodputs, together
+from titan_disp.run.history import Goodput, goodputs
 from titan_disp.run.liveness import Clock, allocation_began, process_began
 
 
@@ -33,19 +33,6 @@ SPENT = {"start_up": 60, "steps": 190, "checkpoints": 15, "condensation": 10}
 EVENTS = [begin(0, 60), begin(20, 540, 500), {"event": "complete", "step": 40, "time": 780, "spent": SPENT}]
 
 
-def test_a_killed_and_resumed_run_by_hand():
-    first, second = goodputs(ROWS, EVENTS)
-    assert first == FIRST
-    assert first.fraction == pytest.approx(190 / 370)
-    assert second == Goodput(kept=190, start_up=60, checkpoints=15, condensation=10, waiting=130, other=5)
-    assert second.in_its_allocation().fraction == pytest.approx(190 / 280)
-    every = together([first, second])
-    assert every.total == 780  # from the first allocation to the last line
-    assert every.fraction == pytest.approx(380 / 780)
-    lost = {"start-up": 130, "waiting": 130, "repeated": 100, "checkpoints": 25, "condensation": 10, "other": 5}
-    assert every.lost() == lost
-
-
 def test_the_report_says_it(tmp_path):
     from tests import test_report as report
     from titan_disp.lab.report import tables
@@ -59,18 +46,21 @@ def test_the_report_says_it(tmp_path):
     ]
     (run,) = gather([report.write_run(tmp_path / "run", rows, events, steps=40)])
     (cell,) = tables.overview([run], now=report.T0 + 800)["goodput"]
-    assert cell.startswith("48.7% of 13 min 0 s; ")
-    assert "waiting 2 min 10 s, repeated 1 min 40 s, checkpoints 25 s" in cell
-    # 190 of 370 s, 190 of 280 s
+    # 380 of 780 s, which are those from the first allocation to the last line.
+    lost = "start-up 2 min 10 s, waiting 2 min 10 s, repeated 1 min 40 s, checkpoints 25 s, condensation 10 s"
+    assert cell.startswith(f"48.7% of 13 min 0 s; {lost}")
+    # 190 of 370 s, and 190 of the 280 s of the second allocation.
     assert [line[8] for line in tables.starts(run, now=report.T0 + 800)] == ["51.4%", "67.9%"]
 
 
 FIRST = Goodput(kept=190, repeated=100, start_up=70, checkpoints=10)
+SECOND = Goodput(kept=190, start_up=60, checkpoints=15, condensation=10, waiting=130, other=5)
 LOADING = [{"event": e, "step": 20, "time": 1040} for e in ("checkpoint_damaged", "streams_restarted")]
 HELD = {"event": "stop", "step": 20, "time": 86_430, "allocated": 86_400}
 COMPLETE = {"event": "complete", "step": 40, "time": 86_430}
-LAST = [*goodputs(ROWS, EVENTS), Goodput(start_up=30)]
+LAST = [FIRST, SECOND, Goodput(start_up=30)]
 CASES = {
+    "killed and resumed": (ROWS, EVENTS, [FIRST, SECOND]),
     "nothing is said before the first row": ([], [begin(0, 0.0)], []),
     # The second start-up begins at the first start's end, not at the allocation. It repeats 5 of its steps: halfway between
     # the rows of steps 10 and 20.

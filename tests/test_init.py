@@ -93,6 +93,10 @@ def test_sizes_follow_text_and_time(monkeypatch):
     little = _sized(1e6, 2048, 256, *h100s, None)
     assert (little["model.overrides"][0], little["optimizer.lr"][0]) == ({"vocab_size": 2048}, 1.6e-2)
     assert little["training.steps"][0] * little["training.global_batch_size"][0] * 256 == pytest.approx(4e6, rel=0.01)
+    for text in (1e6, 1e12):  # a rank's share of six can be halved
+        six = _sized(text, 16384, 1024, 6, Machine(1, 6, "H100"), None)
+        assert six["training.local_batch_size"][0] in (4, 64)
+        assert 16 <= six["training.global_batch_size"][0] == 6 * six["training.local_batch_size"][0] <= 512
     steps = []
     monkeypatch.setattr("titan_disp.lab.init.cores", lambda: 2)
     for speed, minutes in ((2e10, 5), (2e10, 10), (1e10, 20)):

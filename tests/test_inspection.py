@@ -1,29 +1,20 @@
-"""Layers one at a time, models of the hub, devices and dtypes, and the paper's sampling."""
+"""The parts of titan-disp condensation: layers one at a time, names of the hub and of groups, and the paper's sampling."""
 
-import dataclasses
-import json
-import shutil
 import weakref
-from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import constants
-from matplotlib.figure import Figure
-from tokenizers import Tokenizer, processors
 
-from tests.command_line import typed
 from tests.saved_run import random_model, save_run
-from tests.test_condensation_command import refused, save_gpt2
-from titan_disp.condensation.record import Condensation
+from tests.streams import parquet
+from titan_disp.data.documents import Documents
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
-from titan_disp.lab.inspection import command as command_module
+from titan_disp.lab.inspection import targets
 from titan_disp.lab.inspection.command import step_of
-from titan_disp.lab.inspection.targets import HubModel, find_targets, hugging_face_layers, parse_group, parse_id
-from titan_disp.lab.inspection.texts import contiguous_sequences, read_texts, surround
+from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts
 from titan_disp.models.decoder import draw
 
 BLOCKS = 6
@@ -56,12 +47,24 @@ def tokens(count=2, length=12):
     return torch.arange(count * length).view(count, length) * 7 % 120
 
 
+def largest_number_alive(layers):
+    alive, most = [], 0
+
+    def take_in(_, z):
+        nonlocal most
+        alive[:] = [reference for reference in alive if reference() is not None] + [weakref.ref(z)]
+        most = max(most, len(alive))
+
+    layers(tokens(), take_in)
+    return most
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_are_transformers_hidden_states(name):
     """One at a time: at most a layer, the embedding and a block's output are alive."""
     model = random_causal_lm(name)
-    layers = hugging_face_layers(model)
+    layers = targets.hugging_face_layers(model)
     got = {}
     layers(tokens(), lambda layer, z: got.update({layer: z.clone()}))
     assert list(got) == list(range(layers.count)) == list(range(BLOCKS + 2))
@@ -80,23 +83,6 @@ def test_layers_are_transformers_hidden_states(name):
     assert layers.head is model.get_output_embeddings()
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, hf_tokenizer):
-    return save_run(tmp_path_factory.mktemp("runs") / "run", random_model(), hf_tokenizer)
-
-
-def largest_number_alive(layers):
-    alive, most = [], 0
-
-    def take_in(_, z):
-        nonlocal most
-        alive[:] = [reference for reference in alive if reference() is not None] + [weakref.ref(z)]
-        most = max(most, len(alive))
-
-    layers(tokens(), take_in)
-    return most
-
-
 @torch.no_grad()
 def test_a_model_of_another_layout():
     """XLNet's layers are [N, B, F]. They would be measured as other sequences, without a word."""
@@ -104,12 +90,25 @@ def test_a_model_of_another_layout():
 
     model = XLNetLMHeadModel(XLNetConfig(vocab_size=20, d_model=8, n_layer=2, n_head=2, d_inner=8)).eval()
     with pytest.raises(ConfigError, match=r"layer 0 has the shape \[5, 3, 8\] for \[3, 5\] tokens"):
-        hugging_face_layers(model)(torch.arange(15).view(3, 5), lambda layer, h: None)
+        targets.hugging_face_layers(model)(torch.arange(15).view(3, 5), lambda layer, h: None)
+
+
+def test_blocks_are_found_by_what_they_are():
+    """The largest list with as many modules as layers. Other lists of the same length may be norms."""
+    body = torch.nn.Module()
+    body.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(3))
+    body.inner = torch.nn.Module()
+    body.inner.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    body.heads = torch.nn.ModuleList(torch.nn.Linear(4, 400) for _ in range(2))
+    assert targets.find_blocks(body, 3) == list(body.inner.blocks)
+    with pytest.raises(ConfigError, match="^Module has no list of its 4 layers"):
+        targets.find_blocks(body, 4)
 
 
 @torch.no_grad()
-def test_layers_of_a_run(run):
-    (target,) = find_targets([str(run)], False, None).values()
+def test_layers_of_a_run(tmp_path, hf_tokenizer):
+    run = save_run(tmp_path / "run", random_model(), hf_tokenizer)
+    (target,) = targets.find_targets([str(run)], False, None).values()
     layers, got = target.load(torch.device("cpu"), "float32"), {}
     layers(tokens(length=16), lambda layer, z: got.update({layer: z}))
     model = load_model(find_saved(run))
@@ -124,157 +123,45 @@ def test_layers_of_a_run(run):
     dcp.save(model.state_dict(), checkpoint_id=run / "checkpoint" / "step-0", no_dist=True)
     layers.untrain(0)
     assert torch.equal(layers.head.weight, model.output.weight)
-    shutil.rmtree(run / "checkpoint" / "step-0")
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory, hf_tokenizer):
-    return save_gpt2(tmp_path_factory.mktemp("models") / "gpt2", hf_tokenizer)
+def test_the_root_of_logits_with_a_bias():
+    head, h = torch.nn.Linear(5, 9000), torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    logits, like = head(h).double(), torch.nn.functional.pad(h.double(), (0, 1), value=1.0) @ targets.logits_root(head)
+    torch.testing.assert_close(like @ like.T, logits @ logits.T, rtol=1e-5, atol=1e-2)
+    with pytest.raises(ConfigError, match="--logits needs an output layer that is linear"):
+        targets.logits_root(None)
 
 
-@pytest.fixture
-def hub(tmp_path, gpt2, hf_tokenizer, monkeypatch):
-    """The cache of the hub's client has lab/tiny at two revisions, and there is no internet."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    repository = tmp_path / "hub" / "models--lab--tiny"
-    (repository / "refs").mkdir(parents=True)
-    shutil.copytree(gpt2, repository / "snapshots" / ("a" * 40))
-    save_gpt2(repository / "snapshots" / ("b" * 40), hf_tokenizer, seed=1)
-    for revision, commit in (("main", "a"), ("step1000", "a"), ("step20", "b")):
-        (repository / "refs" / revision).write_text(commit * 40)
-    return repository
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    figures = {}
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.update({Path(path).name: figure}))
-    return figures
-
-
-@pytest.fixture
-def command(monkeypatch, drawn):
-    return lambda *arguments: typed(monkeypatch, "condensation", *arguments)
-
-
-def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
-    few = ("--text", text, "--sequences", 2)
-    command("lab/tiny", "lab/tiny@step20", "--out", tmp_path / "a", *few)
-    command(gpt2, "--out", tmp_path / "b", *few)
-    main, step20 = (Condensation.load(tmp_path / "a" / f"{name}.npz") for name in ("tiny", "tiny@step20"))
-    assert main.to_json() == Condensation.load(tmp_path / "b" / "gpt2.npz").to_json()
-    assert main.to_json() != step20.to_json()
-    found = json.loads((tmp_path / "a" / "metrics.json").read_text())["targets"]
-    assert [one["revision"] for one in found] == [None, "step20"]
-
-
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [(("step1000", "step20"), ["20", "1,000", "step"]), (("old", "new"), ["old", "new", "revision"])],
-)
-def test_revisions_over_training(hub, text, command, drawn, tmp_path, names, shown):
-    (hub / "refs" / "new").write_text("a" * 40)
-    (hub / "refs" / "old").write_text("b" * 40)
-    command(*(f"lab/tiny@{name}" for name in names), "--text", text, "--sequences", 2, "--out", tmp_path)
-    legend = drawn["over_training.png"].legends[0]
-    assert [t.get_text() for t in (*legend.texts, legend.get_title())] == shown
-    picture = drawn.get("over_steps.png")
-    assert (picture and picture.axes[0].lines[0].get_xdata().tolist()) == ([20, 1000] if "step" in shown else None)
-
-
-def test_steps_of_revisions(gpt2):
+def test_steps_of_revisions():
     steps = {"step1000": 1000, "stage1-step140000-tokens294B": 140000, "step_7": 7, "main": None, None: None}
-    (target,) = find_targets([str(gpt2)], False, None).values()
-    assert {name: step_of(dataclasses.replace(target, revision=name)) for name in steps} == steps
-
-
-def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_path, capsys):
-    rest = ("--text", text, "--sequences", 2, "--out", tmp_path / "out")
-    for name, call in (
-        ("Qwen/Qwen3-0.6B", "snapshot_download('Qwen/Qwen3-0.6B', allow_patterns=['*.json', "),
-        ("lab/tiny@v2", "snapshot_download('lab/tiny', revision='v2', allow_patterns=["),
-    ):
-        assert f'"from huggingface_hub import snapshot_download; {call}' in refused(command, capsys, name, *rest)
-    # An index of pickles that were not downloaded does not matter, but one of two files of weights does.
-    folder, of_step20 = hub / "snapshots" / ("b" * 40), "snapshot_download('lab/tiny', revision='step20', "
-    pickles = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(pickles))
-    assert command("lab/tiny@step20", *rest) == 0
-    weights = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
-    told = refused(command, capsys, "lab/tiny@step20", *rest)
-    assert "lacks 1 of its 2 files of weights, 'model-00002-of-00002.safetensors' first" in told
-    assert (of_step20 in told, ".bin'" in told) == (True, False)
-    for file in folder.glob("*model*"):
-        file.unlink()
-    told = refused(command, capsys, "lab/tiny@step20", *rest)
-    assert ("no weights" in told, "'pytorch_model*.bin'])" in told) == (True, True)  # it may have pickles only
+    assert {name: step_of(SimpleNamespace(revision=name, step=None)) for name in steps} == steps
 
 
 def test_ids_of_the_hub():
     for name in ("gpt2", "Qwen/Qwen3-0.6B"):
-        assert parse_id(name) == HubModel(name, None)
-    assert parse_id("lab/m@refs/pr/1") == HubModel("lab/m", "refs/pr/1")
+        assert targets.parse_id(name) == targets.HubModel(name, None)
+    assert targets.parse_id("lab/m@refs/pr/1") == targets.HubModel("lab/m", "refs/pr/1")
     for name in ("/lab/m", "./gpt2", "outputs/runs/demo", "a b", "m@"):
-        assert parse_id(name) is None
+        assert targets.parse_id(name) is None
 
 
-def test_a_run_goes_before_the_hub(hub, run, monkeypatch):
-    """run/30 could be a model's id, and so could the missing run/7."""
-    monkeypatch.chdir(run.parent)
-    assert list(find_targets(["run/30"], False, None)) == ["run-step-30"]
-    with pytest.raises(ConfigError, match="has no checkpoint of step 7; it has 30"):
-        find_targets(["run/7"], False, None)
+def test_groups(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    groups = {"off=a,b,c": ("off", ["a", "b", "c"]), "on=one": ("on", ["one"]), "x=lr=3,y": ("x", ["lr=3", "y"])}
+    assert {text: targets.parse_group(text) for text in groups} == groups
+    (tmp_path / "lr=3").mkdir()
+    assert targets.parse_group("plain") is targets.parse_group("lr=3") is None
+    for text in ("=a,b", "off=", "off=a,,b", "off=a,a"):
+        with pytest.raises(ConfigError, match="expected NAME=A,B,C"):
+            targets.parse_group(text)
 
 
-OWN_MODEL = """
-from transformers import GPT2Config, GPT2LMHeadModel
-
-class OwnConfig(GPT2Config):
-    model_type = "own"
-
-class OwnModel(GPT2LMHeadModel):
-    config_class = OwnConfig
-"""
-
-
-def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = shutil.copytree(gpt2, tmp_path / "own")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "architectures": ["OwnModel"]}
-    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "own.py").write_text(OWN_MODEL)
-    # transformers draws initial weights of own code a little differently
-    rest = ("--text", text, "--sequences", 2, "--skip-untrained", "--out", tmp_path / "out")
-    assert "--trust-remote-code" in refused(command, capsys, folder, *rest)
-    assert not (tmp_path / "modules").exists()
-    command(folder, gpt2, "--trust-remote-code", *rest)
-    own, plain = (Condensation.load(tmp_path / "out" / f"{name}.npz") for name in ("own", "gpt2"))
-    assert own.to_json() == plain.to_json()
-
-
-def test_dtypes_and_devices(gpt2, run, text, command, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("accelerate")
-    few = ("--text", text, "--sequences", 2, "--out")
-    for name, options in {"f32": "", "bf16": "--dtype bfloat16", "auto": "--device auto --dtype auto"}.items():
-        command(gpt2, run, *few, tmp_path / name, *options.split())
-    for target in ("gpt2", "run-step-30"):
-        f32, bf16, auto = (Condensation.load(tmp_path / out / f"{target}.npz") for out in ("f32", "bf16", "auto"))
-        assert auto.to_json() == f32.to_json()
-        assert 0 < np.abs(bf16.mean_cosine - f32.mean_cosine).max() < 0.02
-    assert json.loads((tmp_path / "bf16" / "metrics.json").read_text())["dtype"] == "bfloat16"
-    monkeypatch.setattr(command_module, "find_spec", lambda _: None)
-    assert "pip install accelerate" in refused(command, capsys, gpt2, *few, tmp_path / "out", "--device", "auto")
+def letters(text):
+    return [ord(c) for c in text]
 
 
 def test_contiguous_sequences():
-    def letters(text):
-        return [ord(c) for c in text]
-
     lines = [f"line {i}\n" for i in range(300)]
     whole = "".join(lines)
     found = contiguous_sequences(lines, letters, 50, 40, seed=3)
@@ -288,51 +175,49 @@ def test_contiguous_sequences():
         contiguous_sequences(lines, letters, 1, len(whole) + 1, seed=0)
 
 
-def surrounded(gpt2, folder, template):
-    shutil.copytree(gpt2, folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("!", 5), ("#", 6)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+def test_short_texts_give_fewer_or_shorter_sequences():
+    assert cut_sequences(["abc", "de"], letters, 9, 3).tolist() == [[97, 98, 99], [10, 10, 100]]
+    assert cut_sequences(["abc"], letters, 2, 9).tolist() == [[97, 98, 99]]
 
 
-def test_special_tokens_are_those_of_transformers(gpt2, tmp_path, text):
-    from transformers import AutoTokenizer
-
-    folder = surrounded(gpt2, tmp_path / "model", "! $A # #")
-    (target,) = find_targets([str(folder)], False, None).values()
-    special, theirs = target.special_tokens, AutoTokenizer.from_pretrained(folder)
-    cut = contiguous_sequences(read_texts(text, None, 0, in_order=True), target.encode, 4, 20 - 3, seed=1)
-    for sequence in surround(cut, special.before, special.after).tolist():
-        longer = theirs.decode(sequence[1:-2]) + " and more of it"
-        assert theirs(longer, truncation=True, max_length=20)["input_ids"] == sequence
+def test_plain_text_is_read_whole_and_shuffled(text):
+    pieces = read_texts(text, None, seed=0)
+    assert len(pieces) > 3
+    assert "".join(sorted(pieces, key=text.read_text().index)) == text.read_text()
+    assert pieces == read_texts(text, None, seed=0) != read_texts(text, None, seed=1)
 
 
-def test_the_papers_protocol(gpt2, text, command, tmp_path):
-    folder, out = surrounded(gpt2, tmp_path / "with_bos", "! $A"), tmp_path / "out"
-    command(folder, "--text", text, "--out", out, "--sequences", 10, "--contiguous", "--special-tokens")
-    content = json.loads((out / "metrics.json").read_text())
-    assert (content["targets"][0]["sequences"], content["targets"][0]["tokens"]) == (10, 48)
-    assert Condensation.load(out / "with_bos.npz").averaged_histogram.sum(1) == pytest.approx(np.ones(5))
+def test_another_field_of_the_text(tmp_path):
+    file, table = tmp_path / "some.jsonl", tmp_path / "some.parquet"
+    file.write_text('{"meta": {"body": "one"}}\n{"meta": {"body": "two"}}\n')
+    table.write_bytes(parquet(body=["one", "two"]))
+    for source, field, message in (
+        ((file, None), "meta.body", 'no field "text", only meta.body; set --text-field'),
+        ((None, str(table)), "body", r"only body \(string\): set --text-field"),
+    ):
+        assert sorted(read_texts(*source, 0, text_field=field)) == ["one", "two"]
+        with pytest.raises(ConfigError, match=message):
+            read_texts(*source, 0)
 
 
-def test_groups(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    groups = {"off=a,b,c": ("off", ["a", "b", "c"]), "on=one": ("on", ["one"]), "x=lr=3,y": ("x", ["lr=3", "y"])}
-    assert {text: parse_group(text) for text in groups} == groups
-    (tmp_path / "lr=3").mkdir()
-    assert parse_group("plain") is parse_group("lr=3") is None
-    for text in ("=a,b", "off=", "off=a,,b", "off=a,a"):
-        with pytest.raises(ConfigError, match="expected NAME=A,B,C"):
-            parse_group(text)
+def test_a_wrong_field_is_found_before_the_files_are_read(tmp_path, monkeypatch):
+    read = []
+
+    def counted(documents, original=Documents.read):
+        read.append(documents.file.name)
+        return original(documents)
+
+    monkeypatch.setattr(Documents, "read", counted)
+    for name in ("validation-0.jsonl", "validation-1.jsonl"):
+        (tmp_path / name).write_text('{"url": "u", "body": "one"}\n' * 700)
+    with pytest.raises(ConfigError, match='first 1,000 documents have no text.*: no field "text", only url, body; set'):
+        read_texts(None, str(tmp_path), 0)
+    assert len(read) <= 1001
 
 
-def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
-    wide = save_gpt2(tmp_path / "wide", hf_tokenizer, seed=2, width=64)
-    out = tmp_path / "out"
-    options = ("--family", f"gpt2={gpt2},{wide}", "--pair", f"{wide},{gpt2}", "--sequences", 2)
-    command("--text", text, "--out", out, *options)
-    assert [one["name"] for one in json.loads((out / "metrics.json").read_text())["targets"]] == ["gpt2", "wide"]
-    sizes = [(2048 + 48 + 2) * f + 3 * (12 * f**2 + 13 * f) for f in (32, 64)]
-    assert drawn["by_size.png"].axes[0].lines[1].get_xdata().tolist() == sizes
-    assert [label.get_text() for label in drawn["pairs.png"].axes[0].get_yticklabels()] == ["wide\n→ gpt2"]
+@pytest.mark.parametrize("before", ['{"body": "a"}\n' * 999, '{"text": ""}\n' * 3000, "x\n" * 1500, ""])
+def test_a_corpus_with_many_bad_documents_is_read_to_its_end(tmp_path, capsys, before):
+    between = "" if before else '{"body": "a"}\n' * 3000
+    (tmp_path / "some.jsonl").write_text(before + '{"text": "one"}\n' + between + '{"text": "two"}\n')
+    assert sorted(read_texts(tmp_path / "some.jsonl", None, 0)) == ["one", "two"]
+    assert f"skipped {(before + between).count(chr(10)):,} bad documents" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from tests.command_line import DEMO, ROOT, SECONDS, children, command, environment
+from tests.pages import changed, loaded
 from titan_disp.cluster import launch
 from titan_disp.cluster.launch import StopRanks, stop_signals
 from titan_disp.config.options import TrainOptions
@@ -20,7 +21,6 @@ from titan_disp.run.reader import read_events, read_metrics
 
 pytestmark = pytest.mark.usefixtures("heard")
 
-AGAIN = "resumes from the newest checkpoint, or begins anew if there is none"
 RANK = "trap 'echo SIGTERM; {}' TERM; echo ready; while :; do sleep 0.01; done"
 
 
@@ -85,57 +85,54 @@ def test_without_ranks():
     assert signal.signal(signal.SIGHUP, previous) is signal.SIG_IGN
 
 
+@pytest.fixture
+def launched(sample, tmp_path, monkeypatch, capsys):
+    """Launch a run with this in place of its ranks, and return the exit status and the last line."""
+
+    def launched(ranks):
+        config = changed(loaded(DEMO, *command(DEMO, sample, "")[9:]), {"job.dump_folder": str(tmp_path)})
+        monkeypatch.setattr(launch, "load_config", lambda argv: config)
+        monkeypatch.setattr(launch, "elastic_launch", lambda settings, program: ranks)
+        return launch.launch(TrainOptions(str(DEMO), (), 2)), capsys.readouterr().err.splitlines()[-1]
+
+    return launched
+
+
 @pytest.mark.parametrize(
     ("exitcode", "status", "line"), [(-15, 130, "not every rank ended by itself"), (1, 1, "rank 1 failed")]
 )
-def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys, exitcode, status, line):
+def test_a_failure_is_told_from_the_signal(launched, monkeypatch, exitcode, status, line):
     monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
     failure = SimpleNamespace(exitcode=exitcode, local_rank=1, timestamp=0)
     error = ChildFailedError("titan_disp.train", {1: failure})
     error.get_first_failure = lambda: (1, failure)
 
-    def run(*argv):
+    def ranks(*argv):
         signal.raise_signal(signal.SIGINT)
         raise error
 
-    monkeypatch.setattr(launch, "elastic_launch", lambda settings, program: run)
     monkeypatch.setattr(launch, "_ranks", lambda: [0x7FFFFFFF])  # no process has this number
-    overrides = command(DEMO, sample, tmp_path)[7:]
-    assert launch.launch(TrainOptions(str(DEMO), tuple(overrides), 2)) == status
-    assert line in capsys.readouterr().err
+    found, said = launched(ranks)
+    assert found == status
+    assert line in said
 
 
-@pytest.mark.parametrize(
-    ("event", "line"),
-    [
-        (
-            {"event": "complete", "step": 9},
-            "the run is complete: step 9. Next: titan-disp report RUN --out report.html",
-        ),
-        (
-            {"event": "stop", "step": 4, "kind": "budget", "reason": "budget.stop_at_tokens"},
-            f"stopped after step 4: budget.stop_at_tokens. Raise it: the same command {AGAIN}.",
-        ),
-        (
-            {"event": "stop", "step": 4, "kind": "file", "reason": "a file"},
-            f"stopped after step 4: a file. Remove RUN/stop: the same command {AGAIN}.",
-        ),
-        (
-            {"event": "stop", "step": 4, "kind": "signal", "reason": "SIGUSR1"},
-            f"stopped after step 4: SIGUSR1. The same command {AGAIN}.",
-        ),
-        (None, "all ranks have ended"),  # TorchTitan's own trainer writes no events
-    ],
-)
-def test_the_last_line_says_how_the_run_ended_and_what_is_next(sample, tmp_path, monkeypatch, capsys, event, line):
-    run = tmp_path / "run"
-    run.mkdir()
-    rows = [{"event": "start", "step": 0}, *([event] if event else [])]
-    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(launch, "elastic_launch", lambda settings, program: lambda *argv: None)
-    overrides = command(DEMO, sample, run)[7:]
-    assert launch.launch(TrainOptions(str(DEMO), tuple(overrides), 2)) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == f"titan-disp: {line.replace('RUN', str(run))}"
+AGAIN = "same command resumes from the newest checkpoint, or begins anew if there is none."
+LAST_LINES = {
+    "complete": "the run is complete: step 4. Next: titan-disp report RUN --out report.html",
+    "budget": f"stopped after step 4: a reason. Raise it: the {AGAIN}",
+    "file": f"stopped after step 4: a reason. Remove RUN/stop: the {AGAIN}",
+    "signal": f"stopped after step 4: a reason. The {AGAIN}",
+    None: "all ranks have ended",  # TorchTitan's own trainer writes no events
+}
+
+
+@pytest.mark.parametrize("kind", LAST_LINES)
+def test_the_last_line_says_how_the_run_ended_and_what_is_next(launched, tmp_path, kind):
+    end = {"event": "complete" if kind == "complete" else "stop", "step": 4, "kind": kind, "reason": "a reason"}
+    rows = [{"event": "start", "step": 0}, *([end] if kind else [])]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert launched(lambda *argv: None) == (0, f"titan-disp: {LAST_LINES[kind].replace('RUN', str(tmp_path))}")
 
 
 @pytest.mark.night

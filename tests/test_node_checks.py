@@ -138,13 +138,12 @@ def test_report(tmp_path, monkeypatch, capsys):
         assert f"\n{line}" in "\n".join(lines)
 
     (tmp_path / "bandwidth.json").unlink()
-    report = node_reports.make_report(tmp_path, expected, "gpu", demo)
-    assert "bandwidth" in report["problems"]
-    assert node_reports.render(report, expected)
     paper = ["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")]
-    wrong, (note,) = node_reports.config_problem(paper, 5, "8", {})
-    assert not wrong
-    assert "streamed from the Hugging Face hub by 40 ranks on 5 nodes" in note
+    report = node_reports.make_report(tmp_path, expected, "8", paper)
+    assert report["problems"].keys() == {*expected, "bandwidth"}  # none of the config
+    assert "streamed from the Hugging Face hub by 40 ranks on 5 nodes" in "\n".join(
+        node_reports.render(report, expected)
+    )
     with pytest.raises(SystemExit, match="2"):
         run("folder", *demo, "--job.dump_folder", "/dev/null/run")
     assert "job.dump_folder: /dev/null/run is not writable: Not a directory" in capsys.readouterr().err

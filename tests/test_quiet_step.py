@@ -1,6 +1,6 @@
 """A step that neither logs nor saves waits for nothing that TorchTitan's own does not wait for, and learns one step later.
 
-The parts: tests/test_guard.py, tests/test_heartbeat.py. The counts are those of benchmarks/quiet.py.
+The parts: tests/test_guard.py, tests/test_liveness.py. The counts are those of benchmarks/quiet.py.
 """
 
 import json

@@ -1,28 +1,45 @@
-"""The report of synthetic runs and of a real one, and how a real browser shows it."""
+"""The report of synthetic runs and of a real one, seeds of one condition in it, and how a real browser shows it."""
 
 import base64
 import dataclasses
+import functools
 import html
 import json
+import os
 import re
+import shutil
+import subprocess
+import tempfile
 from datetime import datetime, timezone
+from types import SimpleNamespace
 
+import matplotlib
 import numpy as np
 import pytest
 from markupsafe import escape
 from PIL import Image
 
-from tests.browser import find_browser, open_page
 from tests.command_line import DEMO, train, typed
-from titan_disp.condensation.record import BINS as COSINE_BINS
-from titan_disp.condensation.record import Condensation
+from tests.test_pictures import condensed
 from titan_disp.errors import ConfigError
+from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.lab.report import page as picture_makers
-from titan_disp.lab.report.charts import BINS, MANY, Line, as_it_is, binned, curves, legend
-from titan_disp.lab.report.gather import defaults, gather
+from titan_disp.lab.report.charts import (
+    BINS,
+    MANY,
+    Line,
+    as_it_is,
+    binned,
+    by_condition,
+    curves,
+    legend,
+    without_the_beginning,
+)
+from titan_disp.lab.report.gather import conditions, defaults, gather
 from titan_disp.lab.report.page import render, write_report
 from titan_disp.lab.report.tables import SEEN, data_counters, events, final_numbers, seen, starts, state
 
+DEFAULTS = functools.cache(defaults)  # parsing them takes half a second
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
 
 
@@ -38,23 +55,18 @@ def event(name, step, time, **details):
 
 
 def measurement(level, layers=7):
-    histogram = np.full((layers, COSINE_BINS), 1 / COSINE_BINS)
-    ramp = level * np.append(np.linspace(0.1, 1, layers - 1), 0.5)  # the last one is after the final norm
-    return Condensation(ramp, ramp / 3, ramp / 2, 40 - 30 * ramp, histogram, tokens=64, sequences=4)
+    return condensed(*level * np.linspace(0.1, 1, layers - 1), level / 2)  # the last one is after the final norm
 
 
 def write_run(folder, rows=(), events=(), measured=(), steps=100, gpus=0, **sections):
     """Write a run's folder. ``sections`` change the default config. ``measured``: (step, last block's mean cosine)."""
     folder.mkdir(parents=True)
     config = {}
-    for key, value in (defaults() | {"model.name": "qwen3_disp", "model.flavor": "nano"}).items():
+    for key, value in DEFAULTS().items():
         *path, name = key.split(".")
-        section = config
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = value
-    config["training"]["steps"] = steps
-    for section, changes in sections.items():
+        functools.reduce(lambda section, part: section.setdefault(part, {}), path, config)[name] = value
+    own = {"model": {"name": "qwen3_disp", "flavor": "nano"}, "training": {"steps": steps}}
+    for section, changes in (*own.items(), *sections.items()):
         config[section] |= changes
     (folder / "config.json").write_text(json.dumps(config))
     environment = {"packages": {"torch": "2.13.0"}, "world_size": 2, "accelerators": ["H100"] * gpus}
@@ -106,16 +118,10 @@ def pictures(page):
     return [base64.b64decode(uri).decode() for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
 
 
-@pytest.fixture
-def drawn():
-    """For tests that need the pictures themselves."""
-
-
 @pytest.fixture(autouse=True)
-def _not_drawn(request, monkeypatch):
+def _not_drawn(monkeypatch):
     """Pages have empty pictures, because drawing takes seconds. Those of ``compared`` are made before."""
-    if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(picture_makers, "to_uri", lambda figure: "data:image/svg+xml;base64,AAAA")
+    monkeypatch.setattr(picture_makers, "to_uri", lambda figure: "data:image/svg+xml;base64,AAAA")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +140,6 @@ def test_numbers(compared):
         ("state", "complete: all 100 steps are done", "complete: all 90 steps are done"),
         ("tokens seen", f"{100 * 4096:,}", f"{90 * 4096:,}"),
         ("parameters", "427,008", "427,008"),  # the number for nano
-        ("cross-entropy at step 90, the latest shared step", "8.1", "8.1"),
         ("mean cosine of the last block, last", "0.3 (step 100)", "0.9 (step 90)"),
         ("skipped documents", "10", "9"),
         ("up to step", "100", "90"),
@@ -156,12 +161,11 @@ def by_hand(tmp_path_factory):
     on = write_run(folder / "on", on, resume, steps=12, dispersion={"enabled": True})
     runs = gather([on, write_run(folder / "off", off, steps=8)])
 
-    def measured(mean, rank, ce):
-        rest = (np.zeros(5), np.zeros(5), np.array(rank), np.full((5, 128), 1 / 128))
-        return Condensation(np.array(mean), *rest, tokens=8, sequences=2, cross_entropy=ce)
+    def measured(*mean, rank, ce):
+        return dataclasses.replace(condensed(*mean), effective_rank=np.array([8, 7, 6, rank, 1]), cross_entropy=ce)
 
-    first = measured([0.1, 0.2, 0.3, 0.9, 0.25], [8, 7, 6, 5.5, 1], 9.5)
-    last = measured([0.5, 0.1, 0.25, 0.75, 0.2], [8, 7, 6, 4.5, 1], 6.5)  # its mean cosines have the ranks 3, 1, 2, 4
+    first = measured(0.1, 0.2, 0.3, 0.9, 0.25, rank=5.5, ce=9.5)
+    last = measured(0.5, 0.1, 0.25, 0.75, 0.2, rank=4.5, ce=6.5)  # its mean cosines have the ranks 3, 1, 2, 4
     more = {"condensation": {4: first, 12: last}, "validation": {6: 7.5, 12: 6.25}}
     return [dataclasses.replace(runs[0], **more), runs[1]]
 
@@ -240,9 +244,106 @@ def test_curves_by_hand(by_hand, monkeypatch):
         "Kendall's τ, up to the last block": ("step", {"on": [[4, 1], [12, 0.333333]]}),
         "effective rank, last block": ("step", {"on": [[4, 5.5], [12, 4.5]]}),
     }
-    against_tokens, against_steps = drawn[0], drawn[4]
-    assert list(against_tokens.lines[1].get_xdata()) == [5 * 4096]
-    assert list(against_steps.lines[1].get_xdata()) == [5]
+    for axes, resumed in ((drawn[0], 5 * 4096), (drawn[4], 5)):
+        on, at, off, never = axes.lines
+        assert (at.get_xdata().tolist(), len(never.get_xdata())) == ([resumed], 0)
+        assert on.get_color() == at.get_color() == OKABE_ITO[0] != off.get_color()
+    ticks = drawn[0].xaxis.get_major_formatter()
+    assert [ticks(x) for x in (5, 4096, 2e6, 1.5e9, 3e12)] == ["5", "4.096 k", "2 M", "1.5 B", "3 T"]
+
+
+def seeded(folder, seed, rows=(), **sections):
+    changes = {"debug": {"seed": seed}, "stream": {"seed": seed}, "job": {"dump_folder": str(folder)}}
+    return write_run(folder, rows, **(changes | sections))
+
+
+def one(name, seed, group=None, **settings):
+    seeds = {"debug.seed": seed, "stream.seed": seed, "job.dump_folder": name, "validation.freq": seed}
+    return SimpleNamespace(name=name, group=group, settings={"dispersion.enabled": False, **seeds, **settings})
+
+
+ON = {"dispersion.enabled": True}
+OTHER = {"optimizer.lr": 1.0}
+
+
+def test_conditions():
+    """Different seeds are one condition. A different λ, other validation data, or the same seed again is another one."""
+    runs = [one(f"off-seed-{i}", i) for i in (1, 2)] + [one(f"on-seed-{i}", i, **ON) for i in (1, 2, 3)]
+    runs += [one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}), *(one(f"again-{i}", 7, **OTHER) for i in "ab")]
+    runs.append(one("elsewhere", 3, **{"validation.dataset_path": "other"}))
+    of_seeds = [("off (2 seeds)", [0, 1]), ("on (3 seeds)", [2, 3, 4])]
+    others = [("small-lambda", [5]), ("again-a", [6]), ("again-b", [7]), ("elsewhere", [8])]
+    assert conditions(runs) == of_seeds + others
+    # Of runs that were named together, configs, seeds and the runs between them do not matter.
+    runs = [one("a", 1), one("b", 1, "x", **OTHER), one("c", 2), one("d", 1, "x"), one("e", 3, "y")]
+    assert conditions(runs) == [("a (2 seeds)", [0, 2]), ("x (2 seeds)", [1, 3]), ("y", [4])]
+    for names, common in (
+        (("off-1", "off-12"), "off"),
+        (("on_seed_1_long", "on_seed_2_long"), "on"),
+        (("seed-1", "seed-2"), "seed"),
+        (("lr0.1-a", "lr0.1-b"), "lr0.1"),
+        (("a", "b"), "a"),
+    ):
+        assert conditions([one(name, i) for i, name in enumerate(names)]) == [(f"{common} (2 seeds)", [0, 1])]
+
+
+def test_runs_given_under_one_name(tmp_path):
+    a, b, c = (seeded(tmp_path / name, 1, whole(30)[0]) for name in "abc")
+    runs = gather([str(a), f"both={c},{b}"])
+    assert [(run.name, run.group) for run in runs] == [("a", None), ("c", "both"), ("b", "both")]
+    page = render(runs, T0)
+    assert cells(page, "condition") == ["–", "both (2 seeds)", "both (2 seeds)"]
+    alts = re.findall(r'alt="(cross-entropy \(training\)[^"]*)"', page)
+    assert alts == ["cross-entropy (training) against tokens. a: 8.99 → 8.7; both (2 seeds): 8.99 → 8.7"]
+    with pytest.raises(ConfigError, match="given twice"):
+        gather([str(a), f"x={a},{b}"])
+
+
+@pytest.fixture
+def three(tmp_path):
+    off = [
+        seeded(tmp_path / f"off-{i}", i, [row(s, T0 + s, ce=ce + s) for s in range(2, 2 + last, 2)])
+        for i, ce, last in ((1, 10.0, 6), (2, 13.0, 10))
+    ]
+    on = seeded(tmp_path / "on", 1, [row(s, T0 + s, ce=4.0) for s in (1, 2, 3)], dispersion={"enabled": True})
+    return gather([*off, on])
+
+
+def test_a_band_by_hand(three):
+    """10 + s and 13 + s have steps 2, 4 and 6 in common."""
+    lines = picture_makers.lines_of(three, "step", picture_makers.logged("ce"))
+    off, on = by_condition(three, lines)
+    assert (off.name, off.place, on.name, on.place) == ("off (2 seeds)", 0, "on", 1)
+    assert off.x.tolist() == [2, 4, 6]
+    assert [y.tolist() for y in (off.low, off.y, off.high)] == [[12, 14, 16], [13.5, 15.5, 17.5], [15, 17, 19]]
+    assert (on.low, on.high, on.x.tolist(), on.y.tolist()) == (None, None, [1, 2, 3], [4, 4, 4])
+    (axes,) = curves([off, on], "step", "loss", as_it_is).axes
+    (band,) = axes.collections
+    corners = band.get_paths()[0].vertices
+    assert {tuple(corner) for corner in corners} == {(2, 12), (4, 14), (6, 16), (2, 15), (4, 17), (6, 19)}
+    assert [line.get_label() for line in axes.lines[::2]] == ["off (2 seeds)", "on"]
+    assert band.get_facecolor()[0][:3] == pytest.approx(matplotlib.colors.to_rgb(off.style["color"]))
+
+
+def test_seeds_without_a_shared_step(three):
+    """Seeds that were logged at different steps keep their own lines, in one colour."""
+    a, b = Line("a", np.array([1.0, 3]), np.ones(2), 0), Line("b", np.array([2.0, 4]), np.ones(2), 1)
+    found = [(line.name, line.place, line.low) for line in by_condition(three, [a, b])]
+    assert found == [("a", 0, None), ("b", 0, None)]
+    a_hole = Line("a", np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]), 0)
+    (line,) = by_condition(three, [a_hole, Line("b", np.arange(1.0, 4), np.ones(3), 1)])
+    assert (line.x.tolist(), line.high.tolist()) == ([1, 3], [5, 7])
+
+
+def test_many_points_of_seeds_keep_their_extremes():
+    x = np.arange(1500.0)
+    line = Line("a", x, x % 3, 0, low=x % 3 - 10, high=x % 3 + 10)
+    (axes,) = curves([line], "step", "loss", as_it_is).axes
+    vertices = axes.collections[0].get_paths()[0].vertices
+    assert (vertices[:, 1].min(), vertices[:, 1].max()) == (-10, 12)
+    assert axes.lines[0].get_ydata() == pytest.approx(np.ones(BINS))
+    (axes,) = curves([line], "step", "loss", without_the_beginning).axes
+    assert axes.get_ylim()[0] < -10
 
 
 def test_configs_are_compared(compared, tmp_path):
@@ -314,7 +415,7 @@ def test_a_run_that_validates_more_often_than_it_logs(tmp_path):
     assert "8.9 → 8" not in page_of(unlogged)  # the tokens of its steps are not known
 
 
-def test_bare_and_damaged_runs(tmp_path):
+def test_bare_runs(tmp_path):
     rows = [row(s, T0 + s, ce=None if s == 3 else float("nan") if s == 4 else 5.0, grad_norm=None) for s in range(1, 9)]
     del rows[5]["lr"], rows[5]["data"]
     bare, empty = write_run(tmp_path / "bare", rows), write_run(tmp_path / "empty")
@@ -327,45 +428,43 @@ def test_bare_and_damaged_runs(tmp_path):
     page = page_of(empty)
     assert (pictures(page), cells(page, "state")) == ([], ["empty: nothing was logged yet"])
 
-    garbled = write_run(tmp_path / "garbled", *whole(), measured=[(0, 0.1)])
-    (garbled / "condensation" / "step-0.npz").write_bytes(b"PK\3\4nonsense")
-    (garbled / "requeue.json").write_text(json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"}))
-    page = page_of(garbled)
+
+def test_a_truncated_measurement_costs_only_itself(tmp_path):
+    run = write_run(tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)])
+    path = run / "condensation" / "step-50.npz"
+    path.write_bytes(path.read_bytes()[:300])
+    (run / "requeue.json").write_text(json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"}))
+    (found,) = gather([run])
+    assert (list(found.condensation), len(found.problems)) == ([0, 100], 1)
+    page = render([found], T0)
     assert "cannot be read" in cells(page, "not readable")[0]
     assert "2 in a row; the last: node n3 <died>" in cells(page, "failures without a new checkpoint")
 
 
-def first_event(run):
-    lines = (run / "events.jsonl").read_text().splitlines()
-    first = json.loads(lines[0])
-    del first["time"]
-    (run / "events.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]))
-
-
 @pytest.mark.parametrize(
-    "damage",
+    ("file", "mode", "content"),
     [
-        lambda run: (run / "metrics.jsonl").unlink(),
-        first_event,
+        ("config.json", "wb", b'{"model": 5}'),
+        ("config.json", "wb", b"\xff\xfe"),
+        ("metrics.jsonl", "wb", b'{"iteration": 1, "loss": 3.0}\n'),  # of another program
         *(
-            lambda run, row=row: (run / "metrics.jsonl").open("a").write(json.dumps({"step": 9, "time": 1e9} | row))
+            ("metrics.jsonl", "ab", json.dumps({"step": 9, "time": 1e9} | row).encode())
             for row in ({"step": "abc"}, {"step": None}, {"step": -3}, {"time": "now"}, {"ce": "low"}, {"data": 5})
         ),
-        lambda run: (run / "metrics.jsonl").write_text('{"iteration": 1, "loss": 3.0}\n'),  # of another program
-        lambda run: (run / "events.jsonl").open("a").write('{"step": 9, "time": "2026-03-01T00:00:00+00:00"}'),
-        lambda run: [file.unlink() for file in run.iterdir()],
-        lambda run: (run / "config.json").write_text('{"model": 5}'),
-        lambda run: (run / "config.json").write_bytes(b"\xff\xfe"),
+        ("events.jsonl", "ab", b'{"step": 9, "time": "2026-03-01T00:00:00+00:00"}'),
+        ("events.jsonl", "ab", b'{"step": 9, "event": "start"}'),
     ],
 )
-def test_one_broken_run_among_several(tmp_path, damage, capsys):
+def test_one_broken_run_among_several(tmp_path, file, mode, content):
     good, broken = (write_run(tmp_path / name, *whole()) for name in ("good", "broken"))
-    damage(broken)
-    html = write_report([good, broken], tmp_path / "report.html").read_text()
-    assert ("Left out" in html, "good: complete" in html) == (True, True)
-    assert re.fullmatch(rf"left out: .*{broken}.*\n", capsys.readouterr().err)  # one line
+    with open(broken / file, mode) as damaged:
+        damaged.write(content)
+    left_out = []
+    assert [run.name for run in gather([good, broken], left_out)] == ["good"]
+    (reason,) = left_out
+    assert re.fullmatch(f".*{broken}.*", reason)  # one line
     with pytest.raises(ConfigError, match="broken"):
-        write_report([broken], tmp_path / "report.html")
+        gather([broken], [])
 
 
 def test_details_of_events(tmp_path):
@@ -397,14 +496,6 @@ def test_many_runs(tmp_path):
     assert [text.get_text() for text in legend(["_a", "b"]).legends[0].texts] == [" _a", "b"]
 
 
-def test_a_truncated_measurement_costs_only_itself(tmp_path):
-    run = write_run(tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)])
-    path = run / "condensation" / "step-50.npz"
-    path.write_bytes(path.read_bytes()[:300])
-    (found,) = gather([run])
-    assert (list(found.condensation), len(found.problems)) == ([0, 100], 1)
-
-
 def test_models_of_different_depth_and_one_measurement(tmp_path):
     deep = write_run(tmp_path / "deep", *whole(), model={"flavor": "of another version"})
     measurement(0.5, layers=29).save(deep / "condensation" / "step-0.npz")
@@ -426,7 +517,8 @@ def test_bins_keep_extremes():
 
 
 @pytest.mark.slow
-def test_a_run_of_40000_rows_makes_a_small_page(tmp_path, drawn):
+def test_a_run_of_40000_rows_makes_a_small_page(tmp_path, monkeypatch):
+    monkeypatch.undo()  # with its pictures
     noise = np.random.default_rng(0).standard_normal(40000)
     rows = [row(s, T0 + s, ce=4 + e, grad_norm=float(np.exp(e)), tps=500 + e) for s, e in enumerate(noise, start=1)]
     run = write_run(tmp_path / "run", rows, measured=[(s, s / 5e4) for s in range(0, 40001, 1000)], steps=40000)
@@ -445,9 +537,10 @@ def test_nothing_is_markup_or_fetched(compared):
 
 
 def test_errors(tmp_path, monkeypatch, capsys):
-    run = write_run(tmp_path / "run", *whole(20))
+    run = write_run(tmp_path / "run", *whole(20), steps=20)
     out, torn = tmp_path / "report.html", tmp_path / "torn"
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
     torn.mkdir()
     for name in ("config.json", "metrics.jsonl"):
         (torn / name).write_text("{")
@@ -465,9 +558,39 @@ def test_errors(tmp_path, monkeypatch, capsys):
         with pytest.raises(ConfigError, match=reason):
             write_report(paths, target)
     assert (out.read_text(), list(tmp_path.glob(".*"))) == ("before", [])
-    assert typed(monkeypatch, "report", run, "--out", out) == 0
-    assert re.search(r"report.html: [\d.]+ [kM]B", capsys.readouterr().out)
-    assert out.read_text().startswith("<!doctype html>")
+    assert typed(monkeypatch, "report", run, torn, "--out", out) == 0
+    told, page = capsys.readouterr(), out.read_text()
+    assert re.search(r"report.html: [\d.]+ [kM]B", told.out)
+    assert re.fullmatch(rf"left out: .*{torn}/config.json.*\n", told.err)
+    assert (page.startswith("<!doctype html>"), "Left out" in page, "run: complete" in page) == (True, True, True)
+
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+OPTIONS = (
+    *("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+    *(("--no-sandbox",) if os.geteuid() == 0 else ()),  # with its sandbox, Chromium refuses to start as root
+)
+
+
+def run_command(*command, timeout):
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{(done.stdout + done.stderr)[-2000:]}"
+    return done.stdout
+
+
+def find_browser():
+    """Return the command of a Chromium that starts, which is installed if that is possible, or skip the test."""
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    try:
+        if found is None:
+            for words in ("update", "install --yes --no-install-recommends chromium fonts-dejavu-core"):
+                run_command("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", *words.split(), timeout=400)
+        run_command(found or CHROMIUM[0], "--version", timeout=60)  # Ubuntu's may be a stub that asks for a snap
+    except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"no browser: {error}")
+    return found or CHROMIUM[0]
 
 
 MEASURE = """<script>addEventListener("load", () => {
@@ -487,26 +610,32 @@ FRAME = """<!doctype html><title></title><script>addEventListener("message", e =
 
 def test_in_a_browser(compared, tmp_path):
     """Everything is drawn, nothing is wider than the window, and no text of a run is executed, even with scripts on."""
-    browser = find_browser()
-    page = compared.read_text()
+    browser, page = find_browser(), compared.read_text()
+
+    def load(path, width, height, action):
+        profile = tempfile.mkdtemp(dir=tmp_path)
+        command = [browser, *OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},{height}", action]
+        return run_command(*command, path.resolve().as_uri(), timeout=120)
+
     copy = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", MEASURE + "</body>")
     (tmp_path / "copy.html").write_text(copy)
     for width in (390, 1200):
         (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
-        dom = open_page(browser, tmp_path / "frame.html", 1300, 900)
+        dom = load(tmp_path / "frame.html", 1300, 900, "--dump-dom")
         found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom).group(1)))
         assert found.pop("width") <= width
         assert found == {"cut": 0, "scripts": 1, "drawn": len(pictures(page))}
 
     # Under its own security policy, the page has its style and pictures.
-    open_page(browser, compared, 1200, 2500, tmp_path / "page.png")
+    load(compared, 1200, 2500, f"--screenshot={tmp_path}/page.png")
     image = np.asarray(Image.open(tmp_path / "page.png").convert("RGB"))
     assert 0.05 < (image < 250).any(-1).mean() < 0.6
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 500  # antialiased text and curves in colours
 
 
 @pytest.mark.night
-def test_a_real_run(sample, tmp_path, drawn):
+def test_a_real_run(sample, tmp_path, monkeypatch):
+    monkeypatch.undo()  # with its pictures
     run = tmp_path / "run"
     options = "--training.seq_len 64 --metrics.log_freq 1 --lr_scheduler.warmup_steps 2 --condensation.interval 2 "
     options += f"--validation.enable --validation.dataset c4_validation --validation.dataset_path {sample} "

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.command_line import ROOT, typed
+from tests.pages import loaded
 from titan_disp.cluster import freeze, launch
 from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
@@ -22,6 +23,7 @@ def command(monkeypatch, capsys, tmp_path):
     for name in launch.OTHER_PYTHON:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "load_config", lambda argv: loaded(*argv[1:]))  # once per config
 
     def run(nodes, *options, dry_run=True):
         words = ["submit", CONFIG, "--nodes", str(nodes), "--site", "frontier", "--gpu", "MI250X-GCD"]
@@ -74,28 +76,25 @@ def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
     assert (folder / "slurm" / "site.sh").read_bytes() == (ROOT / "slurm" / "sites" / "frontier.sh").read_bytes()
 
 
-def frozen(run):
-    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(run)]
-    return freeze.freeze(load_config(argv), argv, "7.0.abcdef")
-
-
 def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
     scripts = tmp_path / "installed"
     shutil.copytree(ROOT / "slurm", scripts)
     for path in (scripts / "node.sh", scripts / "sites", scripts):
         path.chmod(0o555)
     monkeypatch.setattr(freeze, "SCRIPTS", scripts)
-    folder = frozen(tmp_path / "run") / "slurm"
+    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(tmp_path / "run")]
+    config = load_config(argv)
+    folder = freeze.freeze(config, argv, "7.0.abcdef") / "slurm"
     assert all(path.stat().st_mode & 0o200 for path in (folder, folder / "sites", folder / "node.sh"))
-    (tmp_path / "launch").write_text("a file")
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match="is not writable: "):
-        frozen(tmp_path)
+        freeze.freeze(config, argv, "7.0.abcdef")
 
 
 def test_the_file_of_a_site(tmp_path):
     (tmp_path / "mine").touch()
     assert launch.site_file(str(tmp_path / "mine")) == tmp_path / "mine"
-    assert launch.site_file("frontier") == launch.SCRIPTS / "sites" / "frontier.sh"
     with pytest.raises(launch.ConfigError, match="--site is 'mine', expected a file or one of aws_efa, frontier, "):
         launch.site_file("mine")
 

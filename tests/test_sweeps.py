@@ -1,6 +1,5 @@
 """A sweep's file, its points, and their training. Except for the last test, a stub trains."""
 
-import copy
 import dataclasses
 import functools
 import json
@@ -16,10 +15,10 @@ import pytest
 from torchtitan.config import ConfigManager
 
 from tests.command_line import DEMO, ROOT, SECONDS, children, environment, train
+from tests.pages import can_start, changed, loaded
 from titan_disp.cluster import plan as plans
 from titan_disp.config import load
 from titan_disp.config.checks import check_config
-from titan_disp.config.load import load_config
 from titan_disp.config.options import Machine, SweepOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.sweeps import folder, local
@@ -86,24 +85,15 @@ class TestPoints:
         assert last.overrides[:4] == ("--dispersion.no-enabled", "--dispersion.layers", "0", "2")
 
     def test_tables_in_a_grid(self, sweep):
-        for key, value, name, option in (
-            (
-                "model.overrides",
-                '["hidden_dim=32", "n_layers=2"]',
-                "hidden_dim-32+n_layers-2",
-                "hidden_dim=32,n_layers=2",
-            ),
-            (
-                "model.overrides",
-                "{hidden_dim = 48, n_layers = 2}",
-                "hidden_dim-48-n_layers-2",
-                "hidden_dim=48,n_layers=2",
-            ),
-            ("model.overrides", '""', "empty", ""),
-            ("dispersion.options", "{margin = 0.3}", "margin-0.3", "margin=0.3"),
+        (point,) = points(sweep('[grid]\n"dispersion.options" = [{margin = 0.3}]'))
+        assert (point.name, point.overrides) == ("options-margin-0.3", ("--dispersion.options=margin=0.3",))
+        for value, name, option in (
+            ('["hidden_dim=32", "n_layers=2"]', "hidden_dim-32+n_layers-2", "hidden_dim=32,n_layers=2"),
+            ("{hidden_dim = 48, n_layers = 2}", "hidden_dim-48-n_layers-2", "hidden_dim=48,n_layers=2"),
+            ('""', "empty", ""),
         ):
-            (point,) = points(sweep(f'[grid]\n"{key}" = [{value}]'))
-            assert (point.name, point.overrides) == (f"{key.split('.')[1]}-{name}", (f"--{key}={option}",))
+            (point,) = points(sweep(f'[grid]\n"model.overrides" = [{value}]'))
+            assert (point.name, point.overrides) == (f"overrides-{name}", (f"--model.overrides={option}",))
 
     def test_lists_reach_the_config_as_they_are_written(self, sweep):
         for key, value in (
@@ -172,17 +162,14 @@ class TestPrepare:
     def test_every_config_is_checked_before_anything_is_written(self, sweep, sample):
         wrong = {"fine": "--debug.seed=1", "unknown": "--dispersion.coef=1", "type": "--dispersion.tau=warm"}
         wrong["batch"] = "--training.global_batch_size=3"
+        wrong |= dict.fromkeys(("data", "same"), f"--model.hf_assets_path={sample}/nothing")
         listed = "".join(f'[[points]]\nname = "{name}"\noverrides = ["{option}"]\n' for name, option in wrong.items())
         made = sweep(listed, *nano(sample))
-        words = r"point unknown: .*--dispersion.coef.*\n.*point type: .*warm.*\n.*point batch: .*size 3 is not.*$"
-        with pytest.raises(ConfigError, match=rf"^the {words}"):
+        told = ["unknown: .*--dispersion.coef", "type: .*warm", "batch: .*size 3 is not"]
+        told += ["data: .*tokenizer", "same: .*tokenizer"]
+        with pytest.raises(ConfigError, match="^" + "\n".join(f"the point {one}.*" for one in told) + "$"):
             prepare(made, 1)
         assert not made.folder.exists()
-
-    def test_missing_data_is_found_for_every_point(self, sweep, tmp_path):
-        with pytest.raises(ConfigError, match="the point coeff-0.0_seed-1: .*tokenizer") as raised:
-            prepare(sweep(GRID, *nano(tmp_path / "nothing")), 1)
-        assert len(str(raised.value).splitlines()) == 4
 
     def test_points_that_are_new_or_changed(self, sweep, sample, tmp_path):
         one = prepare(sweep('[grid]\n"debug.seed" = [2]', *nano(sample)), 1)
@@ -277,20 +264,16 @@ def test_state_of_a_failed_point(tmp_path):
 cached_defaults = functools.cache(folder.defaults)
 
 
-@pytest.fixture(autouse=True)
-def defaults_once(monkeypatch):
-    monkeypatch.setattr(folder, "defaults", cached_defaults)
-
-
-@functools.cache
-def _loaded(words):
-    return load_config(words)
-
-
 def loaded_once(argv):
     """Cache the configs of points whatever their folder, because loading one takes a quarter of a second."""
     where = argv.index("--job.dump_folder")
-    return copy.deepcopy(_loaded((*argv[:where], *argv[where + 2 :])))
+    return changed(loaded(*argv[1:where], *argv[where + 2 :]), {"job.dump_folder": argv[where + 1]})
+
+
+@pytest.fixture(autouse=True)
+def loads_once(monkeypatch):
+    monkeypatch.setattr(folder, "defaults", cached_defaults)
+    monkeypatch.setattr(folder, "load_config", loaded_once)
 
 
 @pytest.fixture
@@ -302,7 +285,6 @@ def prepared(sweep, sample, monkeypatch, heard):
         return run(sweep(text, *nano(sample)), jobs, module=module)
 
     monkeypatch.setattr(local, "REPORT", 0.1)
-    monkeypatch.setattr(folder, "load_config", loaded_once)
     return prepared
 
 
@@ -397,8 +379,7 @@ class TestRun:
         expected = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": "3"}
         assert {name: found[name] for name in expected} == expected
 
-    def test_several_ranks_come_from_torchrun(self, sweep, sample, monkeypatch):
-        monkeypatch.setattr(folder, "load_config", loaded_once)
+    def test_several_ranks_come_from_torchrun(self, sweep, sample):
         made = prepare(sweep(ONE, *nano(sample)), 2)
         runner = local._Runner(made, 1, 2, "titan_disp.train")
         command = " ".join(runner._command(made[0]))
@@ -431,7 +412,6 @@ def test_first_error(tmp_path):
 def test_submit(sweep, sample, monkeypatch, capsys):
     assert ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3,7,9-10"
     monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
-    monkeypatch.setattr(folder, "load_config", loaded_once)
     made = sweep(GRID, *nano(sample))
     jobs = {"jobs": 2, "gpus_per_node": 0, "site": "local_cpu", "sbatch": ("time=15", "account=abc")}
 
@@ -464,12 +444,9 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
     assert sweep.against in {point.condition for point in points(sweep)}
     for listed in sweep.listed:
         first = points(dataclasses.replace(sweep, listed=(listed,)))[0]
-        job_config = load_config(["--job.config_file", *first.argv()])
-        check_config(copy.deepcopy(job_config), 1)
+        can_start(1, *first.argv())
         for axis, value in ((one, value) for one in (*listed.axes, *sweep.axes) for value in one.values):
-            other = copy.deepcopy(job_config)
-            for section, _, name in (key.rpartition(".") for key in axis.keys):
-                setattr(getattr(other, section), name, value)
+            other = changed(loaded(*first.argv()), dict.fromkeys(axis.keys, value))
             load._check_types(other)
             check_config(other, 1)
 
@@ -484,7 +461,7 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
     minutes = {}
     for point in points(main):
         if point.seeds == {"debug.seed": 1, "stream.seed": 1}:
-            plan = plans.make_plan(load_config(["--job.config_file", *point.argv()]), Machine(1, 1))
+            plan = plans.make_plan(loaded(*point.argv()), Machine(1, 1))
             minutes[point.condition] = plan.time.days * 1440
     hours = sum(minutes.values()) / 60
     assert said == [round(number) for number in (minutes["on"], minutes["off"], 8 * hours, 6 * hours)]

@@ -61,9 +61,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(quota_of: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the number of cores that this process may use, by its affinity and by its container's quota (cgroup v2)."""
+    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no quota is no such file, or "max 100000"
+        quota, period = map(int, quota_of.read_text().split())
+        return max(1, min(most, quota // period))
+    return most
 
 
 def in_parallel(pool: Executor, function: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:

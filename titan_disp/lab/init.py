@@ -296,8 +296,9 @@ def _sized(
         chosen = flavor, overrides, parameters, flops, limits
     flavor, overrides, parameters, flops, limits = chosen
     limit, least = min(limits.items(), key=lambda one: one[1])
-    batch = 2 ** int(math.log2(min(max(least / 2000 / seq_len, 16), 2**19 / seq_len)))
-    batch = -(-batch // ranks) * ranks
+    sequences = min(max(least / 2000 / seq_len, 16), 2**19 / seq_len)
+    batch = ranks * 2 ** int(math.log2(max(sequences / ranks, 1)))  # a rank's share can be halved until it fits
+    batch *= 2 if batch < 16 else 1
     steps = 4 * max(5, round(least / (4 * batch * seq_len)))  # so that the last one is validated and saved
     tokens = steps * batch * seq_len
     rate = math.exp(np.interp(math.log(parameters), *np.log(RATES).T))

@@ -27,8 +27,9 @@ from titan_disp.run import reader
 from titan_disp.run.history import Attempt, Goodput, attempts, goodputs
 
 SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
-# Keys that do not change training.
-WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.", "validation.")
+# Keys that change neither training nor what is measured.
+WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.interval", "condensation.per_layer")
+WITHOUT_EFFECT += ("validation.enable", "validation.freq", "validation.local_batch_size")
 ABSENT = object()  # stands for the value of a key that a column does not have
 
 
@@ -223,7 +224,7 @@ def conditions(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
 
 
 def _recipe(run: Run) -> tuple[str, ...]:
-    """Return the keys of the config that change training, without the seeds."""
+    """Return the keys of the config that change training or measurements, without the seeds."""
     kept = {k: v for k, v in run.settings.items() if k not in SEEDS and not k.startswith(WITHOUT_EFFECT)}
     return tuple(f"{key}={value!r}" for key, value in sorted(kept.items()))
 

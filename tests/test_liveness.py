@@ -1,9 +1,11 @@
-"""Signs of life in RUN/heartbeat.json, where a rank stands when there is none, and which rank is waited for.
-
-With real ranks: tests/test_run_ends.py and tests/slurm.
+"""Signs of life in RUN/heartbeat.json, where a rank stands when there is none, which rank is waited for, and what asks
+a run to stop. With real ranks: tests/test_run_ends.py and tests/slurm.
 """
 
+import errno
 import json
+import os
+import signal
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -13,7 +15,27 @@ from unittest.mock import Mock
 import pytest
 
 from titan_disp.run import liveness
-from titan_disp.run.liveness import Aside, Heartbeat, Stragglers, straggler
+from titan_disp.run.liveness import Aside, Heartbeat, StopRequest, Stragglers, straggler
+
+ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch):
+    """Make this the third start of job 7. Record signals, whose default handlers would end these tests."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    numbers = []
+    original = {n: signal.signal(n, lambda number, frame: numbers.append(number)) for n in ASKS_TO_STOP}
+    yield numbers
+    for number, handler in original.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def opened():
+    with ExitStack() as stack:
+        yield lambda one: stack.enter_context(closing(one))
 
 
 @pytest.fixture
@@ -21,17 +43,14 @@ def clock(monkeypatch):
     clock = Section(now=1000.0, time=lambda: 1.7e9 + clock.now, monotonic=lambda: clock.now)
     clock.perf_counter = clock.monotonic
     monkeypatch.setattr(liveness, "time", clock)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     return clock
 
 
 @pytest.fixture
-def heartbeat(clock):
+def heartbeat(clock, opened):
     comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
     config = Section(comm=comm, guard=Section(save_seconds=1800, silence_seconds=60))
-    with ExitStack() as stack:
-        yield lambda run: stack.enter_context(closing(Heartbeat(run, config)))
+    return lambda run: opened(Heartbeat(run, config))
 
 
 def read(run, beat):
@@ -85,10 +104,9 @@ def until(condition):
 
 
 @pytest.fixture
-def aside(monkeypatch):
+def aside(monkeypatch, opened):
     monkeypatch.setattr(liveness, "PAUSE", 0.01)
-    with ExitStack() as stack:
-        yield lambda *errands: stack.enter_context(closing(Aside(*errands)))
+    return lambda *errands: opened(Aside(*errands))
 
 
 def test_the_heartbeat_is_that_of_the_main_thread(tmp_path, clock, heartbeat, aside):
@@ -201,3 +219,70 @@ def test_waiting_for_others_is_not_a_ranks_own_time(clock):
     assert timer.own_seconds() == pytest.approx((6 + 4) / 2)
     step(3, 0, 4)
     assert timer.own_seconds() == pytest.approx(10)
+
+
+@pytest.fixture
+def start(tmp_path, opened):
+    return lambda run=tmp_path: opened(StopRequest(run))
+
+
+@pytest.mark.parametrize("number", ASKS_TO_STOP)
+def test_a_signal_asks_to_stop(start, heard, number):
+    handlers = [signal.getsignal(n) for n in ASKS_TO_STOP]
+    request = start(None)  # a rank without the folder hears signals only
+    assert not request()
+    os.kill(os.getpid(), number)
+    assert request.asked()  # at once, while a thread looks for the file
+    assert (request(), request.reason, request.signalled()) == (True, number.name, True)
+    request.done()
+    request.close()
+    assert not heard
+    assert [signal.getsignal(n) for n in ASKS_TO_STOP] == handlers
+
+
+@pytest.mark.parametrize("text", ["7.1", "6.2\n", "17.2"])
+def test_the_stop_file_of_an_earlier_start_is_removed(tmp_path, start, text):
+    (tmp_path / "stop").write_text(text)
+    request = start()
+    assert not (tmp_path / "stop").exists()
+    assert (request(), request.held()) == (False, False)
+
+
+def test_the_stop_file_of_this_start_stops_it(tmp_path, start):
+    """The batch script may write the file before the ranks start. It is removed after the run has stopped."""
+    file = tmp_path / "stop"
+    file.write_text("7.2\n")
+    request = start()
+    assert not request.held()  # a step is trained and saved first, so that the run makes progress
+    assert not request.asked()  # which only tells what the thread has found
+    assert (request(), request.asked(), request.reason) == (True, True, f"the file {file}")
+    assert request.signalled()  # the supervisor passes a signal on by this file
+    for _ in range(2):  # a user may have removed the file
+        request.done()
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("text", [b"", b"7", b"please", b"7.2.1", b"\xff\xfe"])
+@pytest.mark.parametrize("job", ["7", None])
+def test_a_users_stop_file_holds(tmp_path, start, monkeypatch, text, job):
+    if job is None:
+        monkeypatch.delenv("SLURM_JOB_ID")
+    file, request = tmp_path / "stop", start()
+    assert not request()
+    file.write_bytes(text)
+    assert (request(), request.signalled()) == (True, False)
+    request.done()
+    assert file.read_bytes() == text
+    request = start()
+    assert (request.held(), request()) == (True, True)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
+def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, start, monkeypatch, number):
+    """``Path.exists`` raises errors other than "not found" and a few more."""
+    (tmp_path / "stop").touch()
+    request = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", Mock(side_effect=OSError(number, os.strerror(number))))
+        asked = request()
+    assert (asked, request()) == (False, True)
