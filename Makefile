@@ -70,7 +70,7 @@ test-night: setup
 # hence --no-deps.
 test-authors: setup
 	$(BIN)/python -m pip install --quiet --no-deps "embedding-condensation==2.0" "IsoScore==2.0.1"
-	$(BIN)/python -m pytest tests/test_averaged_cosines.py tests/test_condensation.py
+	$(BIN)/python -m pytest tests/test_condensation.py
 
 # Runs a real SLURM with four nodes on this machine. It is installed if it is missing (Debian or Ubuntu, as root), and
 # stopped at the end.

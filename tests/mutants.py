@@ -28,7 +28,7 @@ EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 ROOMS = {
     "dispersion": (
         "titan_disp/dispersion/*.py titan_disp/dispersion/variants/*.py",
-        "pairwise variants authors_loss padding objective sharded_loss loss_edges own_losses gpu_path",
+        "pairwise variants padding objective sharded_loss loss_edges own_losses gpu_path",
     ),
     "guard": ("titan_disp/run/guard.py", "guard ranks_agree"),
     "checkpoint": (
@@ -47,7 +47,7 @@ ROOMS = {
     ),
     "supervise": ("slurm/supervise.py", "supervise"),
     "plan": ("titan_disp/cluster/plan.py", "plan"),
-    "measure": ("titan_disp/condensation/measure.py", "condensation averaged_cosines"),
+    "measure": ("titan_disp/condensation/measure.py", "condensation"),
     "compare": ("titan_disp/lab/evaluate/compare.py titan_disp/lab/statistics.py", "compare evaluate sweep_table"),
 }
 SEMANTIC = "semantic"  # wrong edits made by hand: tests/semantic.py

@@ -21,9 +21,9 @@ def angles(z: Tensor, clamp: float, norm_eps: float) -> Tensor:
     return (torch.acos(bounded) - (c - c.detach()) / torch.sqrt(1 - bounded**2)) / math.pi
 
 
-def pairs(x: Tensor) -> Tensor:
+def pairs(x: Tensor, diagonal: bool = False) -> Tensor:
     """Drop the diagonal: [B, N, N] → [B, N(N−1)]."""
-    return x[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
+    return x[:, ~torch.eye(x.shape[1], dtype=torch.bool) | diagonal]
 
 
 def log_mean_exp(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def decorrelation(z: Tensor) -> Tensor:
 
 def l2_repel(z: Tensor, tau: float = 1.0, norm_coeff: float = 0.1, include_diagonal: bool = True) -> Tensor:
     e = -(z[:, :, None] - z[:, None]).square().sum(-1) / tau
-    return log_mean_exp(e.flatten(1) if include_diagonal else pairs(e)) + norm_coeff * z.square().mean((1, 2))
+    return log_mean_exp(pairs(e, include_diagonal)) + norm_coeff * z.square().mean((1, 2))
 
 
 def units(z: Tensor, eps: float = 0.0) -> Tensor:
@@ -62,9 +62,9 @@ def cosines(z: Tensor) -> Tensor:
 
 
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
-    """Wang and Isola's code: the distances of all pairs, not their cosines."""
-    distances = torch.stack([torch.pdist(u) for u in units(z)])
-    return log_mean_exp(-t * distances.square())
+    """By the distances of all pairs, not their cosines."""
+    u = units(z)
+    return log_mean_exp(-t * pairs((u[:, :, None] - u[:, None]).square().sum(-1)))
 
 
 def cosine(z: Tensor) -> Tensor:
@@ -147,8 +147,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 # The variants of the dispersion loss's own paper, which the tests that take long try with every estimator.
 PAPERS = [kind.name for kind in OF_THE_PAPER]
-# The correlation of two features over two tokens is 1 or −1, whichever they are: what is left of its gradient is rounding.
-LEAST_TOKENS = {"feature_decorrelation": 3}
 EVERY_VARIANT = [(variant, options) for variant in VARIANTS for options in OPTIONS.get(variant, [{}])]
 EVERY_ESTIMATOR = [(variant, estimator) for variant, kind in VARIANTS.items() for estimator in kind.estimators]
 EVERY_LOSS = [(v, e, options) for v, options in EVERY_VARIANT for e in VARIANTS[v].estimators]
@@ -188,12 +186,14 @@ def loss_and_gradient(function, z: Tensor, **options: Any) -> tuple[Tensor, Tens
 
 
 class Largest(TorchDispatchMode):
-    """Records the most elements of a storage."""
+    """Records the most elements of a storage, of tensors of one dtype if it is given."""
 
-    elements = 0
+    def __init__(self, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.elements, self.dtype = 0, dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(result) if type(x) is Tensor]
-        self.elements = max([self.elements, *sizes])
+        made = [x for x in tree_leaves(result) if type(x) is Tensor and self.dtype in (None, x.dtype)]
+        self.elements = max([self.elements, *(x.untyped_storage().nbytes() // x.itemsize for x in made)])
         return result

@@ -1,7 +1,6 @@
 """Noisy embeddings and active forgetting against plain single-process forms; the same on every mesh and after a resume."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, build, errors, global_batch, plain_model, step, weights
+from titan_disp.errors import ConfigError
 from titan_disp.models.baselines import NoisyEmbedding, draw, lr_factor, uniform
 from titan_disp.models.qwen3 import Qwen3DispModel
 from titan_disp.models.registry import model_args
@@ -134,13 +134,12 @@ FORGET = (
     *("--baseline.forget_lr", str(EMBEDDING_LR), "--baseline.forget_warmup", "0.5"),
     *("--optimizer.weight_decay", str(WEIGHT_DECAY), "--checkpoint.enable"),
 )
-NOISE = (*PLAIN, "--baseline.method", "noisy_embedding", "--baseline.noise_alpha", "100")
-TP = ("--parallelism.tensor_parallel_degree", "2")
+NOISE = (*PLAIN, "--baseline.method", "noisy_embedding", "--baseline.noise_alpha", "100", "--checkpoint.enable")
 
 
 def sent_back(found, folder, name):
     if torch.distributed.get_rank() == 0:
-        torch.save(found, Path(folder) / f"{name}.pt")
+        torch.save(found, folder / f"{name}.pt")
 
 
 def trained_steps(trainer, count):
@@ -151,9 +150,7 @@ def trained_steps(trainer, count):
 
 
 def on_two_ranks(sample, folder):
-    from titan_disp.errors import ConfigError
-
-    run = Path(folder) / "run"
+    run = folder / "run"
     trainer = build(sample, run, *FORGET, *SMALL)
     tied = trained_steps(trainer, EVERY)
     trainer.checkpointer.save(EVERY)
@@ -170,9 +167,6 @@ def on_two_ranks(sample, folder):
     assert trainer.step == EVERY
     resumed = trained_steps(trainer, STEPS - EVERY)["after"]
     assert all(torch.equal(w, tied["after"][n]) for n, w in resumed.items())
-    trainer.identity["n_kv_heads"] = 1
-    with pytest.raises(ConfigError, match="n_kv_heads is 2 in the checkpoint and 1 in the config"):
-        trainer.checkpointer.load()
     trainer.close()
 
     # A checkpoint that does not say what it is of, as TorchTitan's own trainer saves them.
@@ -183,11 +177,12 @@ def on_two_ranks(sample, folder):
         trainer.batch_generator([])
     trainer.close()
 
-    trainer = build(sample, Path(folder) / "untied", *FORGET, *UNTIED, *TP, "--optimizer.implementation", "fused")
+    fused = ("--optimizer.implementation", "fused", "--parallelism.tensor_parallel_degree", "2")
+    trainer = build(sample, folder / "untied", *FORGET, *UNTIED, *fused)
     sent_back(trained_steps(trainer, STEPS), folder, "untied")
     trainer.close()
 
-    trainer = build(sample, Path(folder) / "noise", *NOISE, *SMALL, "--checkpoint.enable")
+    trainer = build(sample, folder / "noise", *NOISE, *SMALL)
     sent_back({"before": weights(trainer), "gradients": step(trainer)}, folder, "noise")
     trainer.checkpointer.save(1)
     second = step(trainer)

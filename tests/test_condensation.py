@@ -1,22 +1,22 @@
-"""Measures of condensation against plain formulas; their files, tables and division among ranks."""
+"""Measures of condensation against plain formulas and the authors' own package; their files, tables and division among ranks."""
 
 import dataclasses
 import json
 import math
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.distributed import spawn
-from tests.oracle import tokens
+from tests.oracle import Largest, tokens
 from titan_disp.condensation import measure
-from titan_disp.condensation.measure import Accumulator, Covariance, cross_entropies
+from titan_disp.condensation.measure import Accumulator, AveragedCosines, Covariance, cross_entropies
 from titan_disp.condensation.record import BINS, EDGES, Condensation, load_steps, over_training
 
 
@@ -257,24 +257,99 @@ def test_a_sharded_sequence_is_measured_in_its_order():
     spawn(4, check_a_sharded_sequence)
 
 
-class Largest(TorchDispatchMode):
-    float32 = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.dtype == torch.float32]
-        self.float32 = max([self.float32, *sizes])
-        return made
-
-
 def test_cross_entropies_are_those_of_the_formula():
     """In float64, of 1,100 tokens in bfloat16: more than are taken at a time, and no multiple of it."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(2, 1100, 50, generator=generator)).bfloat16()
     labels = torch.randint(50, (2, 1100), generator=generator)
     plain = logits.double().logsumexp(-1) - logits.double().gather(-1, labels[..., None])[..., 0]
-    with Largest() as largest:
+    with Largest(torch.float32) as largest:
         found = cross_entropies(logits, labels)
-    assert largest.float32 == 512 * 50, "more logits than expected are in float32 at a time"
+    assert largest.elements == 512 * 50, "more logits than expected are in float32 at a time"
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, plain.sum(1), rtol=1e-6, atol=0)  # float32 sums of 512
+
+
+def test_averaged_cosines_against_the_plain_formula():
+    """Tokens at one position are alike in all sequences, so that averaged cosines are spread as well."""
+    layers = [tokens(1, 40, 8, seed, 0.0) + tokens(6, 40, 8, 2 + seed, 0.0) for seed in (0, 1)]
+    layers[1] *= 1e-25  # whose squares are no float32 numbers
+    averaged, pooled = AveragedCosines(), Accumulator(2)
+    for layer, z in enumerate(layers):
+        for some in (z[:4], z[4:]):
+            averaged.add(layer, some)
+        pooled.add(layer, z)
+    histograms, of_pairs = averaged.histogram(), pooled.result(40)
+    for layer, z in enumerate(layers):
+        u = z.double().numpy() / np.linalg.norm(z.double().numpy(), axis=-1, keepdims=True)
+        expected = (u @ u.transpose(0, 2, 1)).mean(0)
+        np.testing.assert_allclose(averaged.matrix(layer), expected, atol=1e-6)  # float32 products
+        np.testing.assert_array_equal(histograms[layer], np.histogram(expected.clip(-1, 1), EDGES)[0] / 40**2)
+    # The mean is that of all pairs, the spread is not: sequences differ.
+    centers = (EDGES[1:] + EDGES[:-1]) / 2
+    for histogram, mean, std in zip(histograms, of_pairs.mean_cosine, of_pairs.std_cosine, strict=True):
+        assert histogram @ centers == pytest.approx(mean, abs=1 / 128)
+        assert np.sqrt(histogram @ centers**2 - (histogram @ centers) ** 2) < 0.9 * std
+
+
+def test_averaged_cosines_of_zero_equal_opposite_and_infinite_tokens():
+    z = torch.ones(2, 5, 3)
+    z[:, 0] = 0
+    averaged = AveragedCosines()
+    averaged.add(0, z)
+    averaged.add(1, torch.full((1, 5, 3), torch.inf))
+    averaged.add(2, z[:1, [1, 2]] * torch.tensor([[1.0], [-1.0]]))
+    assert averaged.matrix(0)[0].tolist() == [0] * 5
+    assert averaged.matrix(0)[1:, 1:] == pytest.approx(np.ones((4, 4)))
+    histogram, not_finite, opposite = averaged.histogram()
+    assert (histogram[64], histogram[127], histogram.sum()) == (9 / 25, 16 / 25, 1)
+    assert not_finite.dtype == histogram.dtype
+    assert np.isnan(not_finite).all()
+    assert (opposite[0], opposite[127]) == (0.5, 0.5)
+
+
+# What the authors' embedding-condensation 2.0 made of ``hidden_states`` of three texts: [layers][6][6] averaged cosines.
+RECORDED = Path(__file__).with_name("authors_cosines.json")
+
+
+def hidden_states(text):
+    """[1, 6, 5] of four layers, by a formula that any machine computes alike; tokens come closer with depth."""
+    n, f = torch.arange(1.0, 7)[:, None], torch.arange(1.0, 6)
+    return [(torch.sin(n * f * (0.7 + 0.1 * layer) + text) + 0.5 * layer)[None] for layer in range(4)]
+
+
+def test_recorded_numbers_of_the_authors_package():
+    """ρ and τ are scipy's of the means over all pairs, as the package has none."""
+    recorded = np.array(json.loads(RECORDED.read_text()))
+    averaged, pooled = AveragedCosines(), Accumulator(4)
+    for layer, z in ((layer, z) for text in range(3) for layer, z in enumerate(hidden_states(text))):
+        averaged.add(layer, z)
+        pooled.add(layer, z)
+    np.testing.assert_allclose([averaged.matrix(layer) for layer in range(4)], recorded, atol=1e-5)
+    found, means = pooled.result(6), recorded.mean((1, 2))
+    hidden = np.delete(means, 2)  # as if the third layer were the last block, which hidden states leave out
+    np.testing.assert_allclose(found.mean_cosine, means, atol=1e-5)
+    np.testing.assert_array_equal(averaged.histogram(), [np.histogram(one, EDGES)[0] / 36 for one in recorded])
+    assert found.over_depth["after_norm"].spearman == pytest.approx(stats.spearmanr(hidden, range(3)).statistic)
+    assert found.over_depth["after_norm"].kendall == pytest.approx(stats.kendalltau(hidden, range(3)).statistic)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """``make test-authors`` installs it. It is no dependency: its licence is non-commercial, and its transformers is older."""
+    nltk = pytest.importorskip("nltk", reason="make test-authors")
+    monkeypatch.setattr(nltk, "download", lambda *_: None)  # of data that are only used to sample texts
+    return pytest.importorskip("embedding_condensation", reason="make test-authors")
+
+
+def test_what_was_recorded_is_the_packages(package):
+    model = torch.nn.Linear(1, 1)  # whose texts have their number as their first token
+    model.forward = lambda input_ids, **_: SimpleNamespace(hidden_states=hidden_states(int(input_ids[0, 0])))
+    found = package.measure_embedding_condensation(
+        model,
+        lambda text, **_: {"input_ids": torch.tensor([[int(text)]])},
+        texts=["0", "1", "2"],
+        repetitions=3,
+        **{"max_length": 1, "plot": False, "save_path": None, "show_progress": False},
+    )
+    np.testing.assert_allclose(found.cossim_by_layer, json.loads(RECORDED.read_text()), atol=1e-6)

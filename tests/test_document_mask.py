@@ -1,8 +1,7 @@
-"""Attention within documents: a packed sequence gives what each of its documents gives alone."""
+"""Attention within documents: a packed sequence gives what each of its documents gives alone. On meshes: ``test_meshes``."""
 
 import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,36 +11,16 @@ from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.models.attention import FlexAttentionWrapper
 
 import titan_disp.plugin  # noqa: F401
-from tests import oracle
+from tests import streams
 from tests.distributed import spawn
-from tests.mesh import (
-    SEQ_LEN,
-    documents,
-    errors,
-    global_batch,
-    options_of,
-    plain_model,
-    plain_model_of,
-    run_cases,
-    trained,
-)
+from tests.mesh import SEQ_LEN, documents, global_batch, plain_model, trained
 from tests.pages import changed
-from tests.streams import (
-    VALIDATION_FILE,
-    config,
-    encode,
-    first_sequences_by_hand,
-    order_by_hand,
-    streams_of,
-    write_texts,
-)
 from tests.test_assembly import OPTIONS
 from titan_disp.config.checks import check_config
 from titan_disp.data.files import list_files
 from titan_disp.data.loader import open_stream
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
-from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
 from titan_disp.lab.export.saved import find_saved, load_model
@@ -117,9 +96,9 @@ def test_the_mask_of_a_cpu_is_flex_attentions():
 def test_segments_are_the_documents(tmp_path, window):
     """Against packing anew. EOS, 0, would find other documents: it is in their texts. Some are longer than three sequences."""
     texts = [" ".join([str(i), "0", str(i)] * (1 + i % 4) + [str(i)] * (40 if i % 9 == 0 else 0)) for i in range(1, 60)]
-    write_texts(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
+    streams.write_texts(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
     files = list_files("c4", str(tmp_path))
-    (rank,) = streams_of(files, 1, 1, seq_len=10, segments=True, shuffle_window=window)
+    (rank,) = streams.streams_of(files, 1, 1, seq_len=10, segments=True, shuffle_window=window)
     (slot,) = rank.slots.values()
     found, stream = np.zeros((2, 70, 11), dtype=np.int64), []
     for tokens, segments in zip(*found, strict=True):
@@ -128,9 +107,9 @@ def test_segments_are_the_documents(tmp_path, window):
         numbers = [int(n) for n in found[0].flatten() if n]
         order = [n - 1 for n, before in zip(numbers, [0, *numbers], strict=False) if n != before]
     else:
-        order = [i for _, i in order_by_hand(files, [len(texts)], 1, 0, 0, size=lambda f, i: len(texts[i]))]
+        order = [i for _, i in streams.order_by_hand(files, [len(texts)], 1, 0, 0, size=lambda f, i: len(texts[i]))]
     for number, i in enumerate(order):
-        stream += [(token, number) for token in encode(texts[i])]
+        stream += [(token, number) for token in streams.encode(texts[i])]
     rows = np.array(stream[: len(stream) // 11 * 11]).reshape(-1, 11, 2)[:70]
     assert len(rows) >= 60
     assert found[0, : len(rows)].tolist() == rows[..., 0].tolist()
@@ -139,7 +118,7 @@ def test_segments_are_the_documents(tmp_path, window):
 
 def test_digest_and_held_out_sequences(sample):
     job, without, within = (
-        config(sample, "--training.seq_len", "200", *options)
+        streams.config(sample, "--training.seq_len", "200", *options)
         for options in (MASK, (), ("--dispersion.enabled", "--dispersion.within_documents"))
     )
     one, two, plain, of_loss = (
@@ -158,73 +137,15 @@ def test_digest_and_held_out_sequences(sample):
         assert torch.equal(found.long(), ends.cumsum(1) - ends)
 
 
-# By number of ranks, the cases in the words of tests/mesh.py. Those that begin with "within" have no masks of attention.
-CASES = {
-    1: ("restart-full", "gpt2-mask-op", "within-alone"),
-    2: ("restart-fsdp-compile-single", "gpt2-restart-tp-compile-single"),
-    4: (
-        *("mask-hsdp", "mask-fsdp-tp-single", "restart-fsdp-tp-op-single", "gpt2-restart-fsdp-tp-full-single"),
-        *("within-hsdp", "within-fsdp-tp"),
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def steps(sample, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("steps")
-    for ranks, names in CASES.items():
-        spawn(ranks, run_cases, str(sample), folder, {name: options_of(name) for name in names}, False)
-    return folder
-
-
-def within(z, segments):
-    """The float64 loss of the pairs within documents, [B]."""
-    pairs = (segments[:, :, None] == segments[:, None]) & ~torch.eye(segments.shape[1], dtype=torch.bool)
-    rows = zip(oracle.angles(z.double(), 0.25, 1e-2), pairs, strict=True)
-    return torch.stack([row[some].neg().logsumexp(0) - some.sum().log() for row, some in rows])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for names in CASES.values() for name in names])
-def test_gradients_equal_those_of_each_document(steps, name):
-    """Of the real trainer's loss with dispersion, against plain PyTorch without masks, one document at a time."""
-    found = torch.load(steps / f"{name}.pt")
-    model = plain_model_of(name, found["before"])
-    inputs, labels = global_batch()
-    objective = DispersionObjective(cross_entropy_loss, DispersionLoss(), lambda step: 1.0)
-
-    def worst(loss):
-        model.zero_grad()
-        (loss / (labels != -100).sum()).backward()
-        return max(errors(found["gradients"], {n: p.grad for n, p in model.named_parameters()}).values())
-
-    if name.startswith("within"):
-        logits, activations = model(inputs)
-        per_sequence = torch.stack([within(z, documents()) for z in activations]).mean(0)
-        loss = cross_entropy_loss(logits, labels) + ((labels != -100).sum(1) * per_sequence).sum()
-    else:
-        loss = objective(alone(model, inputs, documents(), restart="restart" in name), labels)
-    assert worst(loss) < 1e-5
-    assert worst(objective(model(inputs), labels)) > 1e-3  # pairs across documents would be seen
-
-
-@pytest.fixture(scope="module")
-def within_documents(sample):
-    return config(sample, "--dispersion.within_documents")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("dispersion.estimator", "moments", "estimator is 'moments', which cannot keep to the pairs within"),
-        ("dispersion.variant", "vicreg", "dispersion.variant is 'vicreg', which is no loss of pairs"),
+def test_what_cannot_keep_to_documents(sample):
+    job = streams.config(sample, "--dispersion.within_documents")
+    for key, value, message in (
+        ("dispersion.estimator", "moments", "dispersion.estimator is 'moments', which cannot keep to the pairs within"),
         ("dispersion.losses", [{"variant": "koleo"}], r"losses\[0\].variant is 'koleo', which is no loss"),
         ("parallelism.context_parallel_degree", 2, "within_documents is true, but context_parallel_degree"),
-    ],
-)
-def test_what_cannot_keep_to_documents(within_documents, key, value, message):
-    with pytest.raises(ConfigError, match=message):
-        check_config(changed(within_documents, {key: value}), 2)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_config(changed(job, {key: value}), 2)
 
 
 RUN = (
@@ -237,14 +158,14 @@ RUN = (
 
 def train(sample, folder, runs):
     for name, options in runs.items():
-        trained(sample, Path(folder) / name, *RUN, "--validation.dataset_path", sample, *options)
+        trained(sample, folder / name, *RUN, "--validation.dataset_path", str(sample), *options)
 
 
 @pytest.fixture(scope="module")
 def runs(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    spawn(1, train, str(sample), str(folder), {"whole": (), "gpt2": ("--model.name", "gpt2_disp")})
-    spawn(2, train, str(sample), str(folder), {"two": (), "tp": ("--parallelism.tensor_parallel_degree", "2")})
+    spawn(1, train, sample, folder, {"whole": (), "gpt2": ("--model.name", "gpt2_disp")})
+    spawn(2, train, sample, folder, {"two": (), "tp": ("--parallelism.tensor_parallel_degree", "2")})
     return folder
 
 
@@ -271,7 +192,7 @@ def test_held_out_text_is_measured_within_documents(runs, sample, run):
     validated = read_validation(runs / run)
     assert [validated[2], validated[4]] == pytest.approx([measured[2], measured[4]], rel=1e-5)
     model = load_model(find_saved(runs / run))  # as export, generate and condensation do
-    tokens = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 4, 129)
+    tokens = streams.first_sequences_by_hand(sample / streams.VALIDATION_FILE, sample, 4, 129)
     ends = (tokens == load_tokenizer(sample / "tokenizer").eos_id).long()
     segments = (ends.cumsum(1) - ends)[:, :-1]
     assert segments.max() > 0

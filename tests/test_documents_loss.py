@@ -1,4 +1,4 @@
-"""The loss of the pairs within documents is the mean over the documents of float64 oracles, weighted by their pairs.
+"""The loss of the pairs within documents is that of float64 oracles that leave out all others.
 
 On 2 and 4 ranks: ``test_sharded_loss``.
 """
@@ -13,7 +13,6 @@ from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_lo
 from titan_disp.dispersion.variants import VARIANTS
 
 CASES = [(v, e, o) for v, e, o in EVERY_LOSS if e != "moments" and VARIANTS[v].of_pairs]
-LOG_OF_MEAN = ("angular", "l2_repel", "uniformity")
 
 
 def ids(n, batch=3):
@@ -31,31 +30,18 @@ def ids(n, batch=3):
     return found
 
 
+def of_sequence(z, numbers, variant, options):
+    same, itself = numbers[:, None] == numbers, torch.eye(len(numbers), dtype=torch.bool)
+    if torch.equal(same, itself):
+        return 0 * z.sum()
+    with mock.patch("tests.oracle.pairs", lambda x, diagonal=False: x[:, same & (~itself | diagonal)]):
+        return oracle(variant, z[None], **options)[0]
+
+
 def within(z, segments, variant, options):
-    """The loss [B] of float64 tokens, document by document."""
-    options = dict(options)
-    diagonal = variant == "l2_repel" and options.setdefault("include_diagonal", True)
-    norm = options.pop("norm_coeff", 0.1) if variant == "l2_repel" else None
-    values = []
-    for tokens_, own in zip(z, segments, strict=True):
-        every = [tokens_[own == number][None] for number in own[own >= 0].unique()]
-        documents = [one for one in every if one.shape[1] > 1]
-        if not documents:
-            values.append(0 * tokens_.sum())
-            continue
-        zero = {} if norm is None else {"norm_coeff": 0.0}
-        found = torch.stack([oracle(variant, d, **options, **zero)[0] for d in documents])
-        sizes = [d.shape[1] for d in documents]
-        counts = torch.tensor([n * n if diagonal else n * (n - 1) for n in sizes], dtype=torch.float64)
-        lone = len(every) - len(documents) if diagonal else 0  # pairs of a token with itself: exp(0)
-        if variant in LOG_OF_MEAN:
-            value = (((counts * found.exp()).sum() + lone) / (counts.sum() + lone)).log()
-        else:
-            value = (counts * found).sum() / counts.sum()
-        if norm is not None:
-            value = value + norm * tokens_[own >= 0].square().mean()
-        values.append(value)
-    return torch.stack(values)
+    """The loss [B] of float64 tokens: the oracle's of the pairs within documents."""
+    sequences = [(row[own >= 0], own[own >= 0]) for row, own in zip(z, segments, strict=True)]
+    return torch.stack([of_sequence(*sequence, variant, options) for sequence in sequences])
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -122,9 +108,7 @@ NUMBERS = torch.zeros(2, 8, dtype=torch.int64)
     ("options", "given", "message"),
     [
         ({}, {"valid": torch.ones(2, 8, dtype=torch.bool)}, "segments and valid are both given"),
-        ({"estimator": "moments"}, {}, "estimator is 'moments', which cannot keep to the pairs within documents"),
         ({"variant": "vicreg"}, {}, "is 'vicreg', which is no loss of pairs.*expected one of angular, .*simctg"),
-        ({"variant": "koleo"}, {}, "variant is 'koleo', which is no loss of pairs"),
         ({}, {"segments": NUMBERS.float()}, r"\(2, 8\) and dtype torch.float32, expected int32 or int64"),
         ({}, {"segments": NUMBERS[:, :7]}, r"segments has shape \(2, 7\) .*\(2, 8\)"),
     ],

@@ -66,7 +66,6 @@ def test_under_amp_products_are_bf16(bf16_products, monkeypatch, variant, estima
     + [("angular", False, False), ("angular", True, True)],
 )
 def test_epilogue_compiles_to_one_kernel(variant, diagonal, padding):
-    """Inductor's result is eager's, from one kernel."""
     pair = DispersionLoss(variant, **OPTIONS.get(variant, [{}])[0])._variant.pair
     u = torch.nn.functional.normalize(tokens(2, 96, 32), dim=-1)
     scale = torch.rand(2, 96, 1, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -103,7 +102,6 @@ def test_in_place_kernels_compile_on_views():
 
 
 def test_moments_compile():
-    """The fits of the moments, padded or not."""
     torch._dynamo.reset()
     u = torch.nn.functional.normalize(tokens(2, 64, 24), dim=-1)
     compiled, eager = torch.compile(moments._fit.__wrapped__), moments._fit.__wrapped__
@@ -136,26 +134,22 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
     assert kernels.path()["kernels"] == {"shape": "eager: RuntimeError: no C++ compiler"}
 
 
-def test_the_limit_of_recompilations_is_noticed(monkeypatch):
+def test_the_limit_of_recompilations_is_each_variants_own_and_noticed(monkeypatch):
     """Without fullgraph, Dynamo would run the function as it is, and say so in its own log only."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     fused = kernels.fused(lambda x: x * 2)
+    c, scale = (torch.empty(1, 8, n, device="meta") for n in (8, 1))
     with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
-        fused(torch.empty(3, device="meta"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for tau in (0.5, 0.6, 0.7):
+                pairwise._epilogue(angular_pair(tau, 0.25))(
+                    c.clone(), scale, scale.transpose(1, 2), True, torch.float32
+                )
+            fused(torch.empty(3, device="meta"))
         with pytest.warns(UserWarning, match="could not be compiled and runs slower: FailOnRecompileLimitHit"):
             assert fused(torch.empty(4, device="meta")).shape == (4,)
-
-
-def test_each_variant_has_recompilations_of_its_own(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    c, scale = (torch.empty(1, 8, n, device="meta") for n in (8, 1))
-    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for tau in (0.5, 0.6, 0.7):
-            epilogue = pairwise._epilogue(angular_pair(tau, 0.25))
-            epilogue(c.clone(), scale, scale.transpose(1, 2), True, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -220,20 +214,6 @@ def test_tiles_are_equal(device, batch, tokens, tiles):
     assert [min(side, tokens - i) for i in range(0, tokens, side)] == tiles
 
 
-@pytest.mark.parametrize("estimator", ["exact", "moments"])
-def test_in_parts_and_blocks_the_loss_is_the_same(monkeypatch, estimator):
-    """Of few sequences, rows and features, as of long sequences and wide models."""
-    z, results, loss = tokens(5, 40, 16), [], DispersionLoss(estimator=estimator)
-    for sequences, rows, features in ((5, 200, 16), (2, 7, 8)):
-        monkeypatch.setattr(layers, "BATCH_ELEMENTS", sequences * 40 * 16)
-        monkeypatch.setattr(vectors, "BLOCK_ELEMENTS", rows * 5 * 16)
-        monkeypatch.setattr(moments, "GRAM_BLOCK", features)
-        errors = []
-        results.append([*loss_and_gradient(lambda z, e=errors: loss([z], fit_errors=e)[0], z), *errors])
-    assert len(results[0]) == (3 if estimator == "moments" else 2)
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize(("batch", "parts"), [(1, [1]), (8, [8]), (12, [6, 6]), (17, [6, 6, 5])])
 def test_parts_of_a_batch_are_equal(monkeypatch, batch, parts):
     """As far as they can be: another number of sequences is another shape of the tiles."""
@@ -241,20 +221,3 @@ def test_parts_of_a_batch_are_equal(monkeypatch, batch, parts):
     seen = []
     layers.in_parts(torch.zeros(batch, 3, 2), None, lambda z, mask: seen.append(len(z)) or (z.sum((1, 2)), z))
     assert seen == parts
-
-
-def test_a_retained_graph_gives_the_same_gradient_twice():
-    z = tokens(2, 40, 16).requires_grad_(True)
-    value = dispersion_loss(z).sum()
-    first = torch.autograd.grad(value, z, torch.tensor(2.0), retain_graph=True)[0]
-    torch.testing.assert_close(torch.autograd.grad(value, z)[0], first / 2)
-
-
-def test_gradient_of_standardized_tokens():
-    """Against autograd through the formula, for a gradient that is no sum of standardized tokens."""
-    z = tokens(2, 9, 16).double().requires_grad_(True)
-    centred = z - z.mean(-1, keepdim=True)
-    u = centred / (z.std(-1, keepdim=True) * 15**0.5)
-    grad = tokens(2, 9, 16).double().flip(-1).square()
-    (expected,) = torch.autograd.grad(u, z, grad)
-    torch.testing.assert_close(vectors.Standardized(z.detach()).backward_(grad.clone()), expected)

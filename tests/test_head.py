@@ -1,5 +1,7 @@
 """The output layer and the cross-entropy in chunks: against float64, and in the real trainer against whole logits."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torchtitan.components.loss import cross_entropy_loss
@@ -58,22 +60,15 @@ def test_float32_equals_float64(chunk):
 
 
 def test_bfloat16_is_added_up_in_float32():
-    """No worse than whole logits. torch's own function is, which is why it is not used."""
+    """No worse than whole logits."""
     h, weight, labels = problem()
     expected = exact(h, weight, labels)
     stock = relative(differentiated(whole(labels), h, weight, torch.bfloat16), expected)
     found = relative(differentiated(chunks(labels, 16), h, weight, torch.bfloat16), expected)
     assert found[0] < 2e-5
-    assert stock[0] < 2e-5
     assert found[1] < 1.1 * stock[1]
     assert found[2] < 1.1 * stock[2]
     assert chunks(labels, 16)(h, weight).dtype == torch.float32
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # from torch 2.13 on
-        options = torch.nn.LinearCrossEntropyOptions(acc_dtype=torch.float32, batch_chunk_size=16)
-        of_torch = torch.nn.functional.linear_cross_entropy(
-            h.flatten(0, 1), weight, labels.flatten(), reduction="sum", options=options
-        )
-        assert abs(of_torch.double() / expected[0] - 1) > 1e-3
 
 
 def test_a_sure_token_has_a_gradient_in_bfloat16():
@@ -105,10 +100,6 @@ def test_numbers_that_are_not_finite_are_seen_and_tokens_that_do_not_count_are_n
     h[tuple(counting)] = float("nan")
     loss, *_ = differentiated(chunks(labels, 300), h, weight, torch.float32)
     assert loss.isnan()
-
-
-def test_a_second_backward_pass_is_refused():
-    h, weight, labels = problem()
     loss = chunks(labels, 300)(h.requires_grad_(), weight)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="keeps its gradients for one backward pass"):
@@ -116,24 +107,34 @@ def test_a_second_backward_pass_is_refused():
 
 
 def real_trainers(sample, folder):
-    """Two runs that differ in the head only: one saves and is built anew. Then a step of the stock trainer each."""
+    """Three runs that differ in the head, which one saves and is built anew, or in when layers are computed.
+
+    Then a step of the stock trainer with each head.
+    """
     from torchtitan.train import Trainer
 
-    options = (
+    measures = (
         *("--validation.enable", "--validation.dataset", "c4_validation", "--validation.dataset_path", sample),
         *("--validation.freq", "2", "--validation.steps", "1", "--validation.local_batch_size", "2"),
-        *("--condensation.interval", "2", "--condensation.sequences", "4", "--metrics.log_freq", "1"),
-        *("--checkpoint.enable", "--checkpoint.interval", "9", "--stream.prefetch", "0", "--training.steps", "4"),
-        *("--model.overrides", "n_layers=2", "--parallelism.fsdp_reshard_after_forward", "always"),
+        *("--condensation.interval", "2", "--condensation.sequences", "4"),
+    )
+    options = (
+        *("--metrics.log_freq", "1", "--checkpoint.enable", "--checkpoint.interval", "9", "--training.steps", "4"),
+        *("--stream.prefetch", "0", "--model.overrides", "n_layers=2"),
+        *("--parallelism.fsdp_reshard_after_forward", "always"),
     )
     found = {}
-    parts = [(*CHUNKED, "--budget.stop_at_tokens", str(2 * 256)), CHUNKED]
-    for name, starts in {"whole": [()], "chunked": [CHUNKED], "parts": parts}.items():
+    chunked = (*measures, *CHUNKED)
+    parts = [(*chunked, "--budget.stop_at_tokens", str(2 * 256)), chunked]
+    large = [("--condensation.interval", "0")]
+    for name, starts in {"whole": [measures], "chunked": [chunked], "parts": parts, "large": large}.items():
         losses = found[name] = []
         for start in starts:
-            trainer = build(sample, f"{folder}/{name}", *options, *start)
-            trainer.metrics_processor.log_validation = lambda loss, step, losses=losses: losses.append((step, loss))
-            trainer.train()
+            pack = 0 if name == "large" else 1 << 20
+            with mock.patch("titan_disp.dispersion.layers.PACK_ELEMENTS", pack):
+                trainer = build(sample, f"{folder}/{name}", *options, *start)
+                trainer.metrics_processor.log_validation = lambda loss, step, losses=losses: losses.append((step, loss))
+                trainer.train()
             trainer.close()
     validation, found = found, {}
     for name, start in (("whole", ()), ("chunked", CHUNKED)):
@@ -156,14 +157,18 @@ def folder(sample, tmp_path_factory):
     return folder
 
 
-def test_a_run_is_the_same_with_a_chunked_head(folder):
-    """Loss, gradient norm, validation loss, and cross-entropy on held-out text; and a resume is equal to the last bit."""
-    runs = {name: read_metrics(folder / name) for name in ("whole", "chunked", "parts")}
+def test_a_run_is_the_same_with_a_chunked_head_or_large_layers(folder):
+    """Loss, gradient norm, validation loss, and cross-entropy on held-out text; and a resume is equal to the last bit.
+
+    Of large layers, the trainer adds what the backward pass has found to the loss that TorchTitan prints.
+    """
+    runs = {name: read_metrics(folder / name) for name in ("whole", "chunked", "parts", "large")}
     assert list(runs["whole"]) == [1, 2, 3, 4]
     for name in ("loss", "ce", "dispersion", "grad_norm"):
-        whole, chunked, parts = ([row[name] for row in run.values()] for run in runs.values())
+        whole, chunked, parts, large = ([row[name] for row in run.values()] for run in runs.values())
         assert chunked == pytest.approx(whole, rel=1e-5), name
         assert parts == chunked, name
+        assert large == pytest.approx(whole, rel=1e-6), name
     validation, _ = torch.load(folder / "found_0.pt")
     read = {name: read_condensation(folder / name) for name in runs}
     measured = {name: [(step, row["cross_entropy"]) for step, row in rows.items()] for name, rows in read.items()}

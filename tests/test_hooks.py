@@ -27,7 +27,6 @@ COMPARED = {
 
 
 def model_of(name):
-    """A model of transformers in float64 and training mode."""
     import transformers
 
     kind = getattr(transformers, name)

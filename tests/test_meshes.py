@@ -8,12 +8,24 @@ from torchtitan.components.loss import cross_entropy_loss
 
 import titan_disp.plugin  # noqa: F401
 from tests.distributed import spawn
-from tests.mesh import assert_tied, dims, errors, global_batch, job_config, options_of, plain_model_of, run_cases
+from tests.mesh import (
+    assert_tied,
+    dims,
+    documents,
+    errors,
+    global_batch,
+    job_config,
+    options_of,
+    plain_model_of,
+    run_cases,
+)
 from tests.oracle import EVERY_ESTIMATOR, PAPERS
+from tests.test_document_mask import alone
+from tests.test_documents_loss import within
 from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
 from titan_disp.config.checks import check_config
-from titan_disp.dispersion import DispersionLoss, DispersionObjective
+from titan_disp.dispersion import DispersionLoss
 from titan_disp.models.registry import MODELS
 
 # By number of ranks, the cases in the words of tests/mesh.py; "*" is each other model, with its nano flavor. Gradients are
@@ -50,6 +62,12 @@ OF_PAPERS = [name for name in FAMILY if name.startswith(tuple(PAPERS))]
 TABLES = {
     "slow": SLOW,
     "night": NIGHT,
+    # Those that begin with "within" have no masks of attention.
+    "documents": {
+        1: "restart-full gpt2-mask-op within-alone",
+        2: "restart-fsdp-compile-single gpt2-restart-tp-compile-single",
+        4: "mask-hsdp mask-fsdp-tp-single restart-fsdp-tp-op-single gpt2-restart-fsdp-tp-full-single within-hsdp within-fsdp-tp",
+    },
     "family": {
         1: " ".join(["reference", *(f"{name}-batch8" for name in ["without", *FAMILY])]),
         2: " ".join(f"{name}-{mesh}" for name in OF_PAPERS for mesh in ("fsdp", "tp")),
@@ -98,7 +116,7 @@ def of(sample, tmp_path_factory):
             if kind == "fast":
                 spawn(4, run_fast, sample, folder)
             for ranks in TABLES.get(kind, ()):
-                spawn(ranks, run_cases, sample, folder, cases(kind, ranks), kind != "family" and ranks > 1)
+                spawn(ranks, run_cases, sample, folder, cases(kind, ranks), kind in ("slow", "night") and ranks > 1)
         return {file.stem: torch.load(file) for file in folder.glob("*.pt")}
 
     return of
@@ -114,20 +132,36 @@ def assert_equal_gradients(found, reference):
     assert error[worst] <= TOLERANCE, f"{worst}: {error[worst]:.1e}"
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_gradients_equal_plain_pytorch(of, name):
-    """Of the whole batch at once, without TorchTitan. A dispersion that is dropped or scaled wrongly would be seen."""
-    found = of("fast")[name]
-    model, (inputs, labels) = plain_model_of(name, found["before"]), global_batch()
-    for coeff in (1.0, 0.0, 2.0):
-        model.zero_grad()
-        objective = DispersionObjective(cross_entropy_loss, DispersionLoss(), lambda step, coeff=coeff: coeff)
-        (objective(model(inputs), labels) / (labels != -100).sum()).backward()
-        expected = {n: p.grad for n, p in model.named_parameters()}
-        if coeff == 1.0:
-            assert_equal_gradients(found["gradients"], expected)
-        else:
-            assert max(errors(found["gradients"], expected).values()) > 100 * TOLERANCE
+def plain_gradients(model, case, coeff=1.0):
+    """Of the whole batch at once, without TorchTitan; without masks, one document at a time."""
+    inputs, labels = global_batch()
+    weights, masked = (labels != -100).sum(1), "mask" in case or "restart" in case
+    logits, layers = alone(model, inputs, documents(), "restart" in case) if masked else model(inputs)
+    if case.startswith("within"):
+        losses = torch.stack([within(z.double(), documents(), "angular", {}) for z in layers])
+    else:
+        losses = DispersionLoss()(layers)
+    model.zero_grad()
+    ((cross_entropy_loss(logits, labels) + coeff * (weights * losses.mean(0)).sum()) / weights.sum()).backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("fast", name) for name in FAST]
+    + [
+        pytest.param("documents", name, marks=pytest.mark.slow)
+        for ranks in TABLES["documents"]
+        for name in names("documents", ranks)
+    ],
+)
+def test_gradients_equal_plain_pytorch(of, kind, name):
+    """A dispersion that is dropped or scaled wrongly would be seen, and so would pairs across documents."""
+    found = of(kind)[name]
+    model = plain_model_of(name, found["before"])
+    assert_equal_gradients(found["gradients"], plain_gradients(model, name))
+    for case, coeff in ((name, 0.0), (name, 2.0), *([("alone", 1.0)] if kind == "documents" else [])):
+        assert max(errors(found["gradients"], plain_gradients(model, case, coeff)).values()) > 100 * TOLERANCE
 
 
 def test_gradients_cross_replicas_once_a_step(of):

@@ -1,5 +1,9 @@
-"""What is logged beside TorchTitan's metrics: time left, counters of the data, condensation, one TensorBoard folder."""
+"""What is logged beside TorchTitan's metrics: time left, counters of the data, condensation, one TensorBoard folder.
 
+Condensation is measured while the real trainer runs: the same numbers on every mesh, and no effect on training.
+"""
+
+import dataclasses
 import logging
 import time
 from types import SimpleNamespace
@@ -7,12 +11,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.distributed import ParallelDims
 
 import titan_disp.plugin  # noqa: F401
 from tests.command_line import DEMO
-from titan_disp.condensation.record import Condensation
+from tests.distributed import spawn
+from tests.mesh import SEQ_LEN, build
+from tests.streams import VALIDATION_FILE, first_sequences_by_hand
+from tests.test_condensation import condensed
+from titan_disp.condensation.record import load_steps
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Share
 from titan_disp.data.files import DataFile
@@ -90,19 +100,9 @@ def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
     assert "tokens: 26,112 of 51,200 (51.0%, 0:01:38 left)" in caplog.text
 
 
-def test_many_damaged_files_stop_the_run_when_it_next_logs(one_rank, tmp_path):
+def test_data_since_the_last_log(one_rank, tmp_path, clock, caplog):
+    """4000 bytes in 8 s, 2 s of them spent waiting; then 600 bytes in 3 s without waiting. More damaged files end the run."""
     loader = DamagedFiles(20)
-    logged = metrics(tmp_path, loader=loader)
-    log(logged, 10)
-    loader.skipped = 21
-    with pytest.raises(DataError, match="21 of 100 files are damaged"):
-        log(logged, 20)
-    assert list(read_metrics(tmp_path)) == [10, 20]  # the step that ends the run is on disk too
-
-
-def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, clock, caplog):
-    """4000 bytes in 8 s, 2 s of them spent waiting; then 600 bytes in 3 s without waiting."""
-    loader = DamagedFiles(0)
     logged = metrics(tmp_path, loader=loader)
     for seconds, loader.read, loader.waited in ((8, 4000, 2.0), (3, 4600, 2.0)):
         clock.now += seconds
@@ -110,12 +110,10 @@ def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, clock, caplog)
     data = [row["data"] for row in read_metrics(tmp_path).values()]
     assert [(d["stored_bytes_per_second"], d["wait_fraction"]) for d in data] == [(500.0, 0.25), (200.0, 0.0)]
     assert "epochs: 0.375  waiting for data: 25%" in caplog.text
-
-
-def condensed(*mean_cosine):
-    mean = np.array(mean_cosine)
-    histogram = np.full((len(mean), 128), 1 / 128)
-    return Condensation(mean, mean / 2, 1 - mean, 9 * mean, histogram, 8, 2, cross_entropy=3.25)
+    loader.skipped, clock.now = 21, 5020.0
+    with pytest.raises(DataError, match="21 of 100 files are damaged"):
+        log(logged, 5020)
+    assert list(read_metrics(tmp_path)) == [5008, 5011, 5020]  # the step that ends the run is on disk too
 
 
 def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
@@ -123,8 +121,8 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
     for per_layer in (False, True):
         logged = metrics(tmp_path / str(per_layer), tensorboard=True)
         logged.job_config.condensation.per_layer = per_layer
-        logged.log_condensation(0, condensed(0.1, 0.1, 0.101, 0.102), 0.5)
-        logged.log_condensation(7, condensed(0.1, 0.3, 0.6, 0.2), 0.5)
+        for step, ce, found in ((0, 3.25, condensed(0.1, 0.1, 0.101, 0.102)), (7, 3.5, condensed(0.1, 0.3, 0.6, 0.2))):
+            logged.log_condensation(step, dataclasses.replace(found, cross_entropy=ce), 0.5)
         logged.close()
         board = EventAccumulator(str(tmp_path / str(per_layer) / "tb")).Reload()
         found = {tag: [(e.step, round(e.value, 4)) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
@@ -138,11 +136,11 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
         found
         | {
             "condensation_mean_cosine/blocks": [(0, 0.1005), (7, 0.45)],
-            "condensation_mean_angle/final_norm": [(0, 0.898), (7, 0.8)],
-            "condensation_effective_rank/last_block": [(0, 0.909), (7, 5.4)],
+            "condensation_mean_angle/final_norm": [(0, 0.306), (7, 0.6)],
+            "condensation_effective_rank/last_block": [(0, 0.404), (7, 2.4)],
             "condensation/spearman_before_norm": [(7, 1)],
             "condensation/kendall_after_norm": [(7, 0.3333)],  # for 0.1, 0.3, 0.2
-            "held_out/cross_entropy": [(0, 3.25), (7, 3.25)],
+            "held_out/cross_entropy": [(0, 3.25), (7, 3.5)],
             "condensation_mean_cosine/layer_02": [(0, 0.101), (7, 0.6)],
         }
         == found
@@ -181,3 +179,111 @@ def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(tmp_pa
     board = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in board.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)]
     assert [e.step for e in board.Scalars("norm_0")] == [1, 2, 3]
+
+
+# 5 sequences divide among no number of ranks here, and 10 of 32 positions are not the first ones.
+SECTION = ("--condensation.sequences", "5", "--condensation.max_tokens", "10")
+TP = ("--parallelism.tensor_parallel_degree", "2")
+MESHES = {
+    "fsdp": (),
+    "hsdp": ("--parallelism.data_parallel_replicate_degree", "2"),
+    "fsdp_tp": TP,
+    "fsdp_tp_whole_logits": (*TP, "--parallelism.disable_loss_parallel"),
+}
+
+
+def measure(sample, folder, meshes):
+    for name, options in meshes.items():
+        trainer = build(sample, folder / name, *SECTION, *options)
+        change_final_norm(trainer.model_parts[0])
+        trainer.measure_condensation()
+        assert trainer.model_parts[0].training
+        if name == "one":
+            save_by_hand(trainer, sample, folder / "by_hand.npz")
+        trainer.close()
+        dist.barrier()
+
+
+@torch.no_grad()
+def change_final_norm(model):
+    """The initial one, of ones, leaves cosines as they are."""
+    weight = model.norm.weight
+    values = torch.linspace(0.1, 3, len(weight))
+    weight.copy_(
+        distribute_tensor(values, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else values
+    )
+
+
+@torch.no_grad()
+def save_by_hand(trainer, sample, path):
+    tokens = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 5, SEQ_LEN + 1)
+    model = trainer.model_parts[0].double().eval()
+    logits, (block, normed) = model(tokens[:, :-1], return_activations=(6, 7))
+    assert logits.dtype == torch.float64
+    log_probabilities = logits.numpy() - np.logaddexp.reduce(logits.numpy(), axis=-1, keepdims=True)
+    ce = -np.take_along_axis(log_probabilities, tokens[:, 1:, None].numpy(), axis=-1).mean()
+    cosines = []
+    for z in (block, normed):
+        u = z[:, np.linspace(0, SEQ_LEN - 1, 10).round().astype(int)].numpy()
+        u /= np.linalg.norm(u, axis=-1, keepdims=True)
+        cosines.append((u @ u.transpose(0, 2, 1)).mean())
+    np.savez(path, cross_entropy=ce, cosines=cosines)
+
+
+def train_with_and_without(sample, folder):
+    random = {}
+    for interval in (0, 2):
+        options = ("--training.steps", "5", "--metrics.log_freq", "1", "--condensation.interval", str(interval))
+        # Steps that are saved are measured, too.
+        options += ("--checkpoint.enable", "--checkpoint.interval", "2", "--optimizer.lr", "1e-2")
+        trainer = build(sample, folder / str(interval), *SECTION, *options, "--metrics.enable_tensorboard")
+        trainer.train()
+        random[interval] = torch.get_rng_state()
+        trainer.close()
+        dist.barrier()
+    assert torch.equal(random[0], random[2])
+
+
+@pytest.mark.slow
+def test_same_numbers_on_every_mesh(sample, tmp_path):
+    spawn(1, measure, sample, tmp_path, {"one": ("--training.local_batch_size", "8")})
+    spawn(4, measure, sample, tmp_path, MESHES)
+    expected = load_steps(tmp_path / "one" / "condensation")[0]
+    assert (expected.sequences, expected.tokens) == (5, 10)
+    by_hand = np.load(tmp_path / "by_hand.npz")
+    # float32 against float64.
+    assert expected.cross_entropy == pytest.approx(by_hand["cross_entropy"].item(), abs=2e-6)
+    np.testing.assert_allclose(expected.mean_cosine[-2:], by_hand["cosines"], atol=1e-6)
+    assert abs(np.diff(by_hand["cosines"])) > 1e-3
+    for name in MESHES:
+        found = load_steps(tmp_path / name / "condensation")[0]
+        for key, values in expected.by_layer().items():
+            # Activations in float32, whose sums TP orders otherwise.
+            np.testing.assert_allclose(found.by_layer()[key], values, rtol=0, atol=1e-5, err_msg=f"{name} {key}")
+        # A cosine near the edge of a bin may fall on its other side: few of 5 × 100.
+        assert np.abs(found.histogram - expected.histogram).sum() < 0.05
+        assert (found.sequences, found.tokens) == (5, 10)
+        assert found.cross_entropy == pytest.approx(expected.cross_entropy, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_training_is_the_same_with_it(sample, tmp_path):
+    spawn(2, train_with_and_without, sample, tmp_path)
+    keys, run = ("loss", "ce", "dispersion", "grad_norm", "tokens"), tmp_path / "2"
+    with_it, without = (
+        {step: [row[key] for key in keys] for step, row in read_metrics(folder).items()}
+        for folder in (run, tmp_path / "0")
+    )
+    assert list(without) == [1, 2, 3, 4, 5]
+    assert with_it == without  # bit for bit
+    steps = load_steps(run / "condensation")
+    assert list(steps) == [0, 2, 4, 5]
+    assert not np.allclose(steps[0].mean_cosine, steps[5].mean_cosine, atol=1e-4)
+    rows = [r for r in read_json_lines(run / "metrics.jsonl") if "condensation" in r]
+    assert [r["step"] for r in rows] == list(steps)
+    assert rows[-1]["condensation"]["mean_cosine"] == steps[5].mean_cosine.tolist()
+    assert rows[-1]["condensation"]["cross_entropy"] == steps[5].cross_entropy < steps[0].cross_entropy - 0.1
+    assert not load_steps(tmp_path / "0" / "condensation")
+
+    board = EventAccumulator(str(run / "tb"), size_guidance={"images": 0}).Reload()
+    assert [e.step for e in board.Images("condensation/heatmap")] == list(steps)

@@ -1,24 +1,44 @@
-"""What every model of ``MODELS`` promises: flavors in order, transformers' logits, gradients and files, and its documentation.
+"""What every model promises: published sizes, transformers' logits, gradients and files, and its documentation.
 
-Numbers that are published of a model, and the ways to write its files, are tested in ``test_<model>``.
+The ways to write a model's files: ``test_hf_import``. On meshes: ``test_meshes``.
 """
+
+import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
 from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.models.qwen3 import qwen3_args
+from torchtitan.models.qwen3.model.model import Qwen3Model
 
 import titan_disp.plugin  # noqa: F401
 from tests.command_line import ROOT
-from tests.mesh import assert_tied, errors
+from tests.mesh import assert_tied, errors, job_config
 from tests.oracle import angular
+from tests.published import check_published
+from tests.saved_run import SEQ_LEN, random_model, save_run
+from titan_disp.config.checks import check_config
 from titan_disp.config.load import load_config
+from titan_disp.config.options import ExportOptions, GenerateOptions
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
+from titan_disp.errors import ConfigError
+from titan_disp.lab.export.export import export
+from titan_disp.lab.export.generate import generate
+from titan_disp.lab.export.saved import longest_sequence
+from titan_disp.models import gpt2, qwen3
+from titan_disp.models.arguments import block_indices
+from titan_disp.models.decoder import canonical_name, draw
 from titan_disp.models.registry import MODELS
 
-pytestmark = pytest.mark.parametrize("entry", MODELS.values(), ids=lambda entry: entry.name)
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2048
 LAST = 6 + 1  # after the final norm of nano's six blocks: transformers' last hidden state
+
+
+@pytest.fixture(params=MODELS.values(), ids=lambda entry: entry.name)
+def entry(request):
+    return request.param
 
 
 def pair(entry, tied=True):
@@ -57,6 +77,8 @@ def test_logits_activations_and_weights_are_transformers(entry, tied):
     torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-5)
     for mine, hidden in zip(activations, out.hidden_states, strict=True):  # whose last is after the final norm
         torch.testing.assert_close(mine, hidden, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="expected indices from 0 to 7"):
+        ours(TOKENS, return_activations=[8])
     again = entry.adapter(ours.model_args, None).to_hf(ours.state_dict())
     weights = {name: w for name, w in theirs.state_dict().items() if name != "lm_head.weight" or not tied}
     assert again.keys() == weights.keys()
@@ -88,3 +110,175 @@ def test_every_model_is_documented(entry):
     rows = [line for line in (ROOT / "docs" / "training.md").read_text().splitlines() if line.startswith(row)]
     assert len(rows) == 1, f"add a row for {entry.name!r} to the table of models in docs/training.md: name, flavors"
     assert all(f"`{flavor}`" in rows[0] or flavor.endswith("_untied") for flavor in entry.flavors)
+
+
+# Blocks, heads of queries and of keys, and whether the embedding is tied: Table 1 of the Qwen3 technical report (arXiv
+# 2505.09388). Width and feed-forward: config.json of Qwen/Qwen3-*. Parameters: of its safetensors, less the second copy of
+# the embedding that some of them have as lm_head.
+QWEN3 = {
+    # flavor: (blocks, heads, key/value heads, width, feed-forward, tied, parameters)
+    "0.6B": (28, 16, 8, 1024, 3072, True, 596_049_920),
+    "0.6B_untied": (28, 16, 8, 1024, 3072, False, 751_632_384),
+    "1.7B": (28, 16, 8, 2048, 6144, True, 1_720_574_976),
+    "4B": (36, 32, 8, 2560, 9728, True, 4_022_468_096),
+    "8B": (36, 32, 8, 4096, 12288, False, 8_190_735_360),
+    "14B": (40, 40, 8, 5120, 17408, False, 14_768_307_200),
+    "32B": (64, 64, 8, 5120, 25600, False, 32_762_123_264),
+}
+
+
+def test_flavors_are_torchtitans():
+    for flavor in ["debugmodel", *(name for name in QWEN3 if name != "0.6B_untied")]:
+        assert vars(qwen3.flavors[flavor]) == vars(qwen3_args[flavor]) | {"activations": ()}
+
+
+@pytest.mark.parametrize("flavor", QWEN3)
+def test_flavors_are_qwens(tmp_path, flavor):
+    """The parameters counted by hand; config.json as an export writes it."""
+    layers, heads, kv_heads, width, feed_forward, tied, parameters = QWEN3[flavor]
+    attention = (2 * heads + 2 * kv_heads) * 128 * width + 2 * 128
+    block = attention + 3 * width * feed_forward + 2 * width
+    assert parameters == layers * block + width + (1 if tied else 2) * 151936 * width
+    sizes = {"vocab_size": 151936, "hidden_size": width, "intermediate_size": feed_forward, "head_dim": 128}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = transformers.Qwen3Config(**sizes, rope_theta=1000000, tie_word_embeddings=tied)
+    stated = transformers.Qwen3Config(**qwen3.Qwen3HfAdapter(qwen3.flavors[flavor], None).architecture())
+    assert stated.to_dict() == config.to_dict()
+    # A tied matrix multiplies, as the output layer.
+    multiplying = parameters - (0 if tied else 151936 * width)
+    check_published("qwen3_disp", flavor, config, parameters, multiplying, QWEN3, tmp_path)
+
+
+def drawn(model, args):
+    return {name: draw(name, p.shape, args, seed=0) for name, p in model.named_parameters()}
+
+
+def assert_drawn_alike(ours, theirs, rel):
+    """Constants are equal. The standard error of a standard deviation over n draws is 1/√(2n), about 1 % here."""
+    for name, w in ours.items():
+        if w.ndim == 1:
+            assert torch.equal(w, theirs[name]), name
+        else:
+            assert w.std().item() == pytest.approx(theirs[name].std().item(), rel=rel), name
+            assert w.abs().max() <= theirs[name].abs().max() * 1.3, name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_initial_distribution_is_torchtitans(tied):
+    args = qwen3.flavors["debugmodel"]
+    args.enable_weight_tying = tied
+    stock = Qwen3Model(copy.deepcopy(args))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        stock.init_weights()
+    assert_drawn_alike(drawn(stock, args), dict(stock.named_parameters()), rel=0.03)
+
+
+def test_seed_and_name_decide_the_weights():
+    """Activation checkpointing and torch.compile do not."""
+    args, shape = qwen3.flavors["nano"], torch.Size([8, 8])
+    drawn = [(0, 1), (0, 1), (1, 1), (0, 2)]
+    one, *others = (draw(f"layers.{layer}.attention.wq.weight", shape, args, seed) for layer, seed in drawn)
+    assert [torch.equal(one, other) for other in others] == [True, False, False]
+    assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.w") == "layers.0.w"
+
+
+@pytest.mark.parametrize(
+    ("layers", "blocks", "with_final_norm"),
+    [
+        ("all", (0, 1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 7)),
+        ("last", (5,), (7,)),
+        ("early_half", (0, 1, 2), None),
+        ("late_half", (3, 4, 5), (4, 5, 7)),
+        ([3, 0], (0, 3), None),
+        ([5, 2], (2, 5), (3, 7)),
+    ],
+)
+def test_activations_of_a_config(layers, blocks, with_final_norm):
+    """Those of a block are its output, 1 more than its index: 0 is the embedding's. The final norm's replaces the last's."""
+    config, args = load_config([]), qwen3.flavors["nano"]
+    assert block_indices(layers, 6) == blocks
+    config.dispersion.layers = layers
+    for config.dispersion.enabled, expected in ((False, ()), (True, tuple(block + 1 for block in blocks))):
+        args.update_from_config(config)
+        assert args.activations == expected
+    config.dispersion.final_norm = True
+    with nullcontext() if with_final_norm else pytest.raises(ConfigError, match="leaves the last block .* out"):
+        args.update_from_config(config)
+        assert args.activations == with_final_norm
+
+
+def test_block_indices_of_five():
+    assert (block_indices("early_half", 5), block_indices("late_half", 5)) == ((0, 1), (2, 3, 4))
+    for bad in ("first", [5], [-1], [], [1, 1], [True]):
+        with pytest.raises(ConfigError, match=r"dispersion\.layers is"):
+            block_indices(bad, 5)
+
+
+# Blocks, heads and width: config.json of openai-community/gpt2, -medium, -large and -xl. Parameters: with the embedding once.
+GPT2 = {
+    "124M": (12, 12, 768, 124_439_808),
+    "355M": (24, 16, 1024, 354_823_168),
+    "774M": (36, 20, 1280, 774_030_080),
+    "1.5B": (48, 25, 1600, 1_557_611_200),
+}
+
+
+@pytest.mark.parametrize("flavor", GPT2)
+def test_flavors_are_gpt2s(flavor, tmp_path):
+    """Parameters counted by hand; config.json as an export writes it."""
+    layers, heads, width, parameters = GPT2[flavor]
+    block = 4 * (width * width + width) + 2 * 4 * width * width + 4 * width + width + 4 * width
+    assert parameters == layers * block + 2 * width + (50257 + 1024) * width
+    config = transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
+    adapter = gpt2.GPT2HfAdapter(gpt2.flavors[flavor], None)
+    stated = transformers.GPT2Config(**adapter.architecture(), **adapter.extras())
+    differ = {key for key, value in config.to_dict().items() if stated.to_dict()[key] != value}
+    assert differ == {"n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop"}  # None: 4 × n_embd; and no dropout here
+    assert stated.n_inner == 4 * width
+    # The tied matrix multiplies, and positions do not.
+    check_published("gpt2_disp", flavor, config, parameters, parameters - 1024 * width, GPT2, tmp_path)
+
+
+@torch.no_grad()
+def test_positions_of_permuted_tokens():
+    """Context parallelism shares out and permutes tokens, and says which positions they have."""
+    model = random_model(name="gpt2_disp")
+    order = torch.arange(48).flip(0)
+    assert torch.equal(model.embed(TOKENS[:, order], order.expand(2, 48)), model.embed(TOKENS, None)[:, order])
+
+
+def test_initial_weights_are_transformers():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=6, n_head=4, vocab_size=2049)
+    theirs = transformers.GPT2LMHeadModel(config).state_dict()
+    args = gpt2.flavors["nano"]
+    ours = gpt2.GPT2HfAdapter(args, None).to_hf(drawn(gpt2.GPT2DispModel(args), args))
+    assert ours.keys() == theirs.keys() - {"lm_head.weight"}
+    assert_drawn_alike(ours, theirs, rel=0.05)
+
+
+def test_odd_rows_of_gpt2_under_tensor_parallelism():
+    """It has 2,049 rows and 64 columns, and positions for 1,024 tokens."""
+    for ranks, told in ((16, None), (12, "2049 rows of .* 'nano', so that FSDP shards its 64 columns, which 6")):
+        words = ("--training.seq_len", "1024", "--parallelism.tensor_parallel_degree", "2")
+        config = job_config("", "", "--model.name", "gpt2_disp", *words, "--training.global_batch_size", str(ranks))
+        with pytest.raises(ConfigError, match=told) if told else nullcontext():
+            check_config(config, ranks)
+
+
+@torch.no_grad()
+def test_export_and_text_of_gpt2(hf_tokenizer, tmp_path):
+    model = random_model(name="gpt2_disp")
+    run = save_run(tmp_path / "run", model, hf_tokenizer, "--model.name", "gpt2_disp", "--model.flavor", "nano")
+    dest = tmp_path / "exported"
+    export(ExportOptions(run, dest))
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(dest, output_loading_info=True)
+    assert not any(info.values()), info
+    torch.testing.assert_close(theirs.eval()(TOKENS).logits, model(TOKENS), atol=1e-4, rtol=0)
+    assert (theirs.config.n_positions, theirs.config.attn_pdrop) == (1024, 0.0)
+    assert "GPT-2, 496,704 parameters" in (dest / "README.md").read_text()
+    # Up to the 64 tokens of training's sequences: the other rows of the table of positions were never trained.
+    texts = [generate(GenerateOptions(folder, "A text", 100, temperature=0)) for folder in (run, dest)]
+    assert texts[0] == texts[1]
+    assert longest_sequence(theirs.config) == SEQ_LEN < theirs.config.n_positions

@@ -3,17 +3,13 @@
 import gc
 import math
 import weakref
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.distributed import spawn
-from tests.mesh import trained
 from tests.oracle import angular, cross_entropy, drawing_order
 from titan_disp.dispersion import AutogradVariant, DispersionLoss, DispersionObjective, LossLedger, masks
-from titan_disp.run.reader import read_rows
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
 
@@ -38,30 +34,25 @@ def summed_dispersion(layers, labels, **options):
     return ((labels != -100).sum(1) * per_sequence).sum()
 
 
-def test_mean_over_valid_tokens_whatever_the_accumulation(batch):
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sums_over_valid_tokens_whatever_the_accumulation(batch, size):
+    """Of several losses, each with its weight. The ledger has the means without weights, and nothing of validation."""
     logits, layers, labels = batch
-    valid = (labels != -100).sum()
-    expected = (cross_entropy(logits, labels) + 0.5 * summed_dispersion(layers, labels)) / valid
-    for size in (1, 2, 4):
-        parts = [
-            objective()((logits[i : i + size], [z[i : i + size] for z in layers]), labels[i : i + size])
-            for i in range(0, 4, size)
-        ]
-        torch.testing.assert_close(sum(parts) / valid, expected)
-
-
-def test_several_losses(batch):
-    """Each with its weight; the ledger has each without it."""
-    logits, layers, labels = batch
-    ledger = LossLedger()
+    ledger, valid = LossLedger(), (labels != -100).sum().item()
     losses = {"angular": (1.0, DispersionLoss(**PARAMETERS)), "other": (3.0, DispersionLoss(tau=0.5))}
-    found = objective(loss=losses, ledger=ledger)((logits, layers), labels)
-    first, second = summed_dispersion(layers, labels), summed_dispersion(layers, labels, tau=0.5)
-    torch.testing.assert_close(found, cross_entropy(logits, labels) + 0.5 * (first + 3 * second))
-    means, valid = ledger.mean(None), (labels != -100).sum()
-    assert list(means) == ["ce", "dispersion", "dispersion_angular", "dispersion_other"]
-    expected = torch.stack([first + 3 * second, first, second]) / valid
-    assert list(means.values())[1:] == pytest.approx(expected.tolist(), rel=1e-6)
+    loss = objective(loss=losses, ledger=ledger)
+    with torch.no_grad():
+        loss((logits, layers), labels)
+    assert ledger.mean(None) is None
+    found = sum(loss((logits[i], [z[i] for z in layers]), labels[i]) for i in torch.arange(4).split(size))
+    ce, first = cross_entropy(logits, labels), summed_dispersion(layers, labels)
+    second = summed_dispersion(layers, labels, tau=0.5)
+    torch.testing.assert_close(found, ce + 0.5 * (first + 3 * second))
+    assert not ledger._sums.requires_grad  # or it would keep the graph of every step until the next log
+    terms = {"ce": ce, "dispersion": first + 3 * second, "dispersion_angular": first, "dispersion_other": second}
+    assert ledger.mean(None) == pytest.approx({name: term.item() / valid for name, term in terms.items()}, rel=1e-6)
+    ledger.reset()
+    assert ledger.mean(None) is None
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -99,23 +90,6 @@ def test_ledger_sums_over_batches_of_different_sizes():
     assert all(math.isnan(mean) for mean in ledger.mean(None).values())
 
 
-def test_ledger_keeps_terms_apart_and_unscaled(batch):
-    logits, layers, labels = batch
-    ledger = LossLedger()
-    assert ledger.mean(None) is None
-    with torch.no_grad():  # validation must not show in the training curves
-        objective(ledger=ledger)((logits, layers), labels)
-    assert ledger.mean(None) is None
-    for _ in range(3):
-        loss = objective(ledger=ledger)((logits, layers), labels)
-    assert not ledger._sums.requires_grad  # or it would keep the graph of every step until the next log
-    terms, valid = ledger.mean(None), (labels != -100).sum().item()
-    assert terms["dispersion"] == pytest.approx(summed_dispersion(layers, labels).item() / valid)
-    assert terms["ce"] + 0.5 * terms["dispersion"] == pytest.approx(loss.item() / valid, abs=1e-12)
-    ledger.reset()
-    assert ledger.mean(None) is None
-
-
 def test_ledger_receives_the_worst_fit_of_training(batch):
     logits, layers, labels = batch
     ledger, errors = LossLedger(), []
@@ -139,15 +113,14 @@ def every_layer_alone(monkeypatch):
     monkeypatch.setattr("titan_disp.dispersion.layers.PACK_ELEMENTS", 0)
 
 
-class Blocks(torch.nn.Module):
+class Blocks(torch.nn.ModuleList):
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+        super().__init__(torch.nn.Linear(6, 6) for _ in range(4))
 
     def forward(self, h):
         activations = []
-        for layer in self.layers:
+        for layer in self:
             h = layer(h).tanh()
             activations.append(h)
         return h, tuple(activations)
@@ -196,7 +169,6 @@ class OfLayer(AutogradVariant):
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer):
-    """Not once for each of the layers and losses."""
     losses = {"a": (1.0, DispersionLoss()), "b": (2.0, DispersionLoss("l2_repel"))}
     segments, labels = torch.arange(9).div(3).int().expand(3, 9), torch.zeros(3, 9, dtype=torch.long)
     loss = objective(loss=losses, defer=defer, within_documents=True)
@@ -206,30 +178,12 @@ def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer
 
 
 def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
-    """An activation that nothing takes, and a second derivative."""
     model, tokens, labels = Blocks(), torch.randn(3, 9, 6), torch.zeros(3, 9, dtype=torch.long)
     h, activations = model(tokens)
-    value = objective(defer=True)((h, (model.layers[0](tokens), *activations)), labels)
+    value = objective(defer=True)((h, (model[0](tokens), *activations)), labels)
     with pytest.raises(RuntimeError, match="activation 0 gets a gradient from dispersion only"):
         value.backward()
     value = objective(defer=True)(model(tokens), labels)
-    (grad,) = torch.autograd.grad(value, model.layers[3].weight, create_graph=True)
+    (grad,) = torch.autograd.grad(value, model[3].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
-
-
-def forward_and_backward(sample, folder):
-    options = ("--training.steps", "2", "--metrics.log_freq", "1", "--condensation.interval", "0")
-    for name, pack in (("forward", 1 << 20), ("backward", 0)):
-        with mock.patch("titan_disp.dispersion.layers.PACK_ELEMENTS", pack):
-            trained(sample, Path(folder) / name, *options)
-
-
-def test_logged_values_are_those_of_the_forward_pass(sample, tmp_path):
-    """The trainer adds what the backward pass has found to the loss that TorchTitan prints, microbatch by microbatch."""
-    spawn(1, forward_and_backward, str(sample), str(tmp_path))
-    both = list(zip(*(read_rows(tmp_path / name) for name in ("forward", "backward")), strict=True))
-    assert len(both) == 2
-    for forward, backward in both:
-        for key in ("loss", "ce", "dispersion", "grad_norm"):
-            assert backward[key] == pytest.approx(forward[key], rel=1e-6)

@@ -13,18 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torchtitan.config import ConfigManager
 
 from tests import test_padding as padding
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import trained
-from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens, units
+from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens
 from tests.pages import blocks
-from titan_disp.config.checks import build_dispersion_losses, resolve_tables
+from tests.test_model_overrides import both_ways
+from titan_disp.config.checks import build_dispersion_losses
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import AutogradVariant, CosineVariant, DispersionLoss, MomentsVariant, dispersion_loss
-from titan_disp.dispersion.vectors import Normalized
+from titan_disp.dispersion.vectors import Standardized
 from titan_disp.errors import ConfigError
 
 (RECIPE,) = blocks((ROOT / "docs" / "losses.md").read_text(), "python")
@@ -89,29 +89,52 @@ def test_an_object_or_a_path(folder):
 
 @dataclass(frozen=True)
 class Upper(MomentsVariant):
-    """Reads one of two equal entries of M, and s; of unit vectors."""
+    """Reads one of two equal entries of M, and s; of standardized tokens, whose gradient is no sum of such tokens."""
 
     def units(self, z):
-        return Normalized(z, 1e-2)
+        return Standardized(z)
 
     def loss(self, s, m, tokens):
         return (m.triu().square().sum((1, 2)) + s.pow(3).sum(1)) / tokens
 
 
-def test_derivatives_by_moments():
-    def formula(z):
-        u = units(z, 1e-2)
-        return ((u.transpose(1, 2) @ u).triu().square().sum((1, 2)) + u.sum(1).pow(3).sum(1)) / z.shape[1]
+def upper(z):
+    u = (z - z.mean(-1, keepdim=True)) / (z.std(-1, keepdim=True) * (z.shape[-1] - 1) ** 0.5)
+    return ((u.transpose(1, 2) @ u).triu().square().sum((1, 2)) + u.sum(1).pow(3).sum(1)) / z.shape[1]
 
-    z = tokens(2, 12, 8).double()
-    torch.testing.assert_close(
-        loss_and_gradient(dispersion_loss, z, variant=Upper()), loss_and_gradient(formula, z), rtol=1e-12, atol=1e-14
-    )
+
+def of_pairs(pair):
+    return type("OfPairs", (CosineVariant,), {"pair": property(lambda self: pair)})()
+
+
+def of_tokens(loss):
+    return type("OfTokens", (AutogradVariant,), {"loss": lambda self, z, valid, context: loss(z)})()
+
+
+KEPT = torch.ones(12, 12, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("variant", "formula"),
+    [
+        (Upper(), upper),
+        (of_pairs(lambda c: (e := c.exp(), e)), lambda z: cosines(z).exp().mean(1)),
+        (of_pairs(lambda c: (c, KEPT)), lambda z: cosines(z).mean(1)),
+        (of_pairs(lambda c: (c, torch.ones((), dtype=c.dtype).expand_as(c))), lambda z: cosines(z).mean(1)),
+        (of_tokens(lambda z: z.sum((1, 2))), lambda z: z.sum((1, 2))),
+    ],
+    ids=["half of M", "w and r are one tensor", "r is kept", "r is expanded", "the gradient is expanded"],
+)
+def test_what_a_loss_returns_is_differentiated_and_not_overwritten(variant, formula):
+    z = 3 * tokens(2, 12, 8).double()
+    for valid in (None, torch.arange(12) < torch.tensor([[12], [7]])) * 2:
+        found = loss_and_gradient(dispersion_loss, z, variant=variant, valid=valid)
+        lengths = (12, 12) if valid is None else (12, 7)
+        expected = loss_and_gradient(lambda z, n=lengths: torch.cat([formula(z[b : b + 1, : n[b]]) for b in (0, 1)]), z)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 class Recorded(AutogradVariant):
-    """Takes down what it is given."""
-
     seen: list = []  # noqa: RUF012
 
     def loss(self, z, valid, context):
@@ -139,22 +162,14 @@ def test_what_an_autograd_loss_is_given(monkeypatch):
             zs[layer].grad = None
 
 
-@pytest.mark.parametrize(
-    ("returned", "found"),
-    [
+def test_a_loss_that_is_none():
+    for loss, found in (
         (lambda z: z.mean(-1), r"shape \(2, 6\), expected shape \(2,\)"),
         (lambda z: z.detach().sum((1, 2)), r"shape \(2,\), .* that autograd has computed"),
-        (lambda z: 3.0, r"Wrong.loss returned 3.0, expected"),
-    ],
-)
-def test_a_loss_that_is_none(returned, found):
-    @dataclass(frozen=True)
-    class Wrong(AutogradVariant):
-        def loss(self, z, valid, context):
-            return returned(z)
-
-    with pytest.raises(ValueError, match=found):
-        dispersion_loss(tokens(2, 6, 4), variant=Wrong())
+        (lambda z: 3.0, "OfTokens.loss returned 3.0, expected"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            dispersion_loss(tokens(2, 6, 4), variant=of_tokens(loss))
 
 
 MODULE = """
@@ -210,10 +225,8 @@ def various(folder, monkeypatch):
         ("various:Options", {"margin": 1, "label": 1}, "options.label is 1, expected a text"),
         ("various:Options", {"margin": 1, "count": 6}, "variant 'various:Options': too many"),
         ("various:Options", {"magin": 1}, r"magin is not known \(did you mean margin\?\); expected margin, count"),
-        ("various:Options", {"tau": 1}, "options.tau is not known: it has a key of its own, tau; expected margin"),
         ("various:OtherDefault", {}, "has the default tau = 0.05, but that of the key is 1.0: leave"),
         ("my_losses:Band", {"margin": 2}, "^options.margin is 2.0, expected a number in"),
-        ("koleo", {"margin": 2}, "options.margin is not known; expected no option"),
     ],
 )
 def test_refused(various, variant, options, message):
@@ -327,39 +340,13 @@ def test_ranks_and_a_run(folder, sample):
     assert "margin = -0.5, and variant=cosine,weight=0.25,estimator=sampled,max_tokens=16" in card
 
 
-def both_ways(*words):
-    """The config as titan-disp reads it, and as stock TorchTitan does."""
-    stock = ["--job.config_file", *words, "--job.custom_config_module", "titan_disp.job_config"]
-    return load_config(["--job.config_file", *words]), ConfigManager().parse_args(stock)
-
-
-@pytest.mark.parametrize(
-    ("toml", "words", "found"),
-    [
-        ("options = {margin = 0.5}", "", {"margin": 0.5}),
-        ('options = ["margin=0.5"]', "", {"margin": 0.5}),
-        ("options = {margin = 0.5}", "rate=2,name=a,flag=true", {"rate": 2, "name": "a", "flag": True}),
-        ("", "", {}),
-    ],
-)
-def test_ways_to_write_options(tmp_path, toml, words, found):
-    file = tmp_path / "c.toml"
-    file.write_text(f'[model]\nname = "qwen3_disp"\nflavor = "nano"\n[dispersion]\n{toml}')
-    for config in both_ways(str(file), *(("--dispersion.options", words) if words else ())):
-        resolve_tables(config)
-        assert config.dispersion.options == found
-    config.dispersion.options = ["margin"]
-    with pytest.raises(ConfigError, match="dispersion.options has 'margin', expected key=value, as in --dispersion.op"):
-        resolve_tables(config)
-
-
 LOSSES = [{"variant": "vicreg", "weight": 0.1, "options": {"gamma": 2}}, {"variant": "angular", "tau": 0.5}]
 
 
 @pytest.mark.parametrize("words", [(), ("--dispersion.losses", json.dumps(LOSSES))])
 def test_several_losses(tmp_path, words):
     (tmp_path / "c.toml").write_text("" if words else "dispersion.losses = " + re.sub(r'": ', '"=', json.dumps(LOSSES)))
-    for config in both_ways(str(tmp_path / "c.toml"), *words, "--debug.seed", "7"):
+    for config in both_ways(tmp_path / "c.toml", *words, "--debug.seed", "7"):
         found = build_dispersion_losses(config)
         assert [(n, weight) for n, (weight, _) in found.items()] == [("angular", 1), ("vicreg", 0.1), ("angular_2", 1)]
         assert found["vicreg"][1]._variant.gamma == 2.0
@@ -400,42 +387,3 @@ def test_names_that_collide(folder):
     )
     found = of_words(json.dumps([{"variant": variant} for variant in variants]))
     assert list(found) == ["angular", "cosine_2", "cosine", "cosine_3", "fit_error_2"]
-
-
-KEPT = torch.ones(12, 12, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("pair", "w"),
-    [
-        (lambda c: (e := c.exp(), e), torch.exp),  # one tensor as both
-        (lambda c: (c, KEPT), lambda c: c),
-        (lambda c: (c, torch.ones((), dtype=c.dtype).expand_as(c)), lambda c: c),
-    ],
-)
-def test_what_a_pair_function_returns_is_not_overwritten(pair, w):
-    @dataclass(frozen=True)
-    class Own(CosineVariant):
-        @property
-        def pair(self):
-            return pair
-
-    def expected(z):
-        return w(cosines(z)).mean(1)
-
-    z = 10 * tokens(2, 12, 8).double()
-    for valid in (None, torch.ones(2, 12, dtype=torch.bool)) * 2:
-        found = loss_and_gradient(dispersion_loss, z, variant=Own(), valid=valid)
-        torch.testing.assert_close(found, loss_and_gradient(expected, z))
-
-
-def test_an_autograd_loss_whose_gradient_is_expanded():
-    @dataclass(frozen=True)
-    class Total(AutogradVariant):
-        def loss(self, z, valid, context):
-            return z.sum((1, 2))
-
-    z, valid = tokens(2, 12, 8).requires_grad_(), torch.arange(12) < torch.tensor([[12], [7]])
-    for given, expected in ((None, torch.ones(2, 12)), (valid, 1 + valid.float())):
-        dispersion_loss(z, variant=Total(), valid=given).sum().backward()
-        torch.testing.assert_close(z.grad, expected[..., None].expand(2, 12, 8))

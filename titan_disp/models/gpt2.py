@@ -93,7 +93,7 @@ _nano = GPT2DispModelArgs(dim=64, n_layers=6, n_heads=4, hidden_dim=256, vocab_s
 
 # In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) calls them 117M to 1542M; the names here count
 # all parameters. Numbers of heads are from config.json of openai-community/gpt2, -medium, -large and -xl;
-# tests/test_gpt2.py compares them.
+# tests/test_models.py compares them.
 flavors = Flavors(
     {
         "nano": _nano,

@@ -66,7 +66,7 @@ def _like_torchtitan(name: str, **changes: Any) -> Qwen3DispModelArgs:
 
 
 # In ascending order. TorchTitan registers Qwen's published sizes: Table 1 of the Qwen3 technical report (arXiv
-# 2505.09388) and config.json of Qwen/Qwen3-*; tests/test_qwen3.py compares them. Embeddings are tied up to 4B.
+# 2505.09388) and config.json of Qwen/Qwen3-*; tests/test_models.py compares them. Embeddings are tied up to 4B.
 flavors = Flavors(
     {
         "nano": Qwen3DispModelArgs(  # 0.4 M parameters: for the demo and tests on a CPU
