@@ -1218,7 +1218,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, script, name):
     here = cluster.launch(*words, parent="a run") / "slurm"
     (here / "site.sh").write_text("set -e; echo $UNSET_BY_THE_SITE; export SITE=1\n")
     cluster.job["Command"] = f"{here}/{script}.sbatch config.toml"
-    asked = "while [ ! -e FOLDER/run/stop ]; do sleep 0.05; done"
+    asked = "for _ in {1..600}; do [ -e FOLDER/run/stop ] && break; /bin/sleep 0.1; done"
     cluster.write("srun", f'echo "$SITE $SLURM_EXPORT_ENV" >> FOLDER/site; kill -{name} {SCRIPT}; {asked}')
     given = {"SITE": "/of/the/user/site.sh", "CHECK_NODES": 0, "MAX_RETRIES": 0}
     given |= {"TMPDIR": "/only/on/the/login/node", "SLURM_EXPORT_ENV": "NONE"}
