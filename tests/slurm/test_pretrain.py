@@ -301,13 +301,13 @@ exec "$@"
     options = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1")
     job = jobs.submit(
         *(run, *options),
-        **{"TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_PREFIX": f"bash {wrapper}", "TITAN_DISP_CHECK_SECONDS": "40"},
+        **{"TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_PREFIX": f"bash {wrapper}", "TITAN_DISP_CHECK_SECONDS": "60"},
     )
     log = jobs.completed(job, restarts=3)
     reasons = [r["reason"] for r in read_json_lines(run / "supervisor.jsonl") if r["state"] == "requeue"]
     assert len(reasons) == 3
     assert all("nodes that cannot train: node n" in reason for reason in reasons)
-    assert "the check of the nodes has taken 40 s and is ended" in log
+    assert "the check of the nodes has taken 60 s and is ended" in log
     assert "but most nodes have 2" in reasons[2]
     first, second = (re.search(r"node (n\d): it did not answer", reason)[1] for reason in reasons[:2])
     assert jobs.slurm.job(job)["ExcNodeList"] == (
