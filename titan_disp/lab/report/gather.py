@@ -28,8 +28,10 @@ from titan_disp.run.history import Attempt, Goodput, attempts, goodputs
 
 SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
 # Keys that change neither training nor what is measured.
-WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.interval", "condensation.per_layer")
-WITHOUT_EFFECT += ("validation.enable", "validation.freq", "validation.local_batch_size")
+WITHOUT_EFFECT = (
+    *("job.", "metrics.", "comm.", "profiling.", "condensation.interval", "condensation.per_layer"),
+    *("validation.enable", "validation.freq", "validation.local_batch_size"),
+)
 ABSENT = object()  # stands for the value of a key that a column does not have
 
 
