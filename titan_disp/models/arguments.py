@@ -185,7 +185,10 @@ def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int)
 
 
 def architecture_of(args: Any) -> dict[str, Any]:
-    """Return the fields that define the network, ready for JSON: all plain fields except max_seq_len and attn_type."""
+    """Return the fields that define the network, ready for JSON: all plain ones except max_seq_len and attn_type.
+
+    ``_enforced`` is a sentence of TorchTitan's about its dataclass.
+    """
     fields = (f.name for f in dataclasses.fields(args) if f.name not in ("max_seq_len", "attn_type", "_enforced"))
     values = {name: getattr(args, name) for name in fields}
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
