@@ -223,8 +223,10 @@ def main() -> None:
         parser.error(f"--only is for ROOM={SEMANTIC}, and the other options are for other rooms")
     if args.room == SEMANTIC:
         shutil.rmtree(folder, ignore_errors=True)
-        semantic.copy(ROOT, folder)
-        semantic.run(folder, sample(), args.only)
+        copies = [folder / str(number) for number in range(args.processes)]
+        for each in copies:
+            semantic.copy(ROOT, each)
+        semantic.run(copies, sample(), args.only)
         return
     if not args.report:
         names = [f"*[{args.ending}]"] if args.ending else []

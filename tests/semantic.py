@@ -2,15 +2,19 @@
 
 The edits are in ``wrong_edits/*.toml``, drawn from what single-function mutants cannot show: the wiring between parts,
 degenerate inputs, forgiving comparisons, and lists that miss an entry. Each is made in a copy of the checkout, and the
-test files that it names run there. First, all of these files run without an edit.
+test files that it names run there. First, all of these files run without an edit. ``--processes`` edits are tried at a
+time, on all cores by default.
 """
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import tomli
@@ -18,7 +22,8 @@ import tomli
 EDITS = Path(__file__).parent / "wrong_edits"
 PYTEST = (*("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"), *("-m", "not slow and not night"))
 NOTHING_RAN = (4, 5)  # pytest's exit codes for a wrong name and for no tests
-SECONDS = 300  # for the tests of one edit: one that hangs is noticed
+SECONDS = 300  # for the tests of one edit
+SURVIVED = "SURVIVED"
 
 
 class Edit(NamedTuple):
@@ -35,35 +40,58 @@ def edits() -> list[Edit]:
     return [Edit(**entry) for file in sorted(EDITS.glob("*.toml")) for entry in tomli.loads(file.read_text())["edit"]]
 
 
-def passes(folder: Path, tests: Iterable[str], environment: dict[str, str]) -> bool:
+def verdict(folder: Path, tests: Iterable[str], environment: dict[str, str]) -> str:
+    """Run tests in a copy of the checkout, and say if they noticed its edit. If they hung, that counts as noticed."""
     command = [sys.executable, *PYTEST, *(f"tests/{name}" for name in tests)]
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return False
+        return "hung"
     if done.returncode in NOTHING_RAN:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.returncode == 0
+    return "noticed" if done.returncode else SURVIVED
 
 
-def run(folder: Path, sample: Path, only: str = "") -> None:
-    """Try the edits whose file or reason contains ``only`` in ``folder``, a copy of the checkout."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample), "PYTHONPATH": str(folder)}
+@contextmanager
+def edited(folder: Path, edit: Edit) -> Iterator[None]:
+    path = folder / edit.file
+    former = path.read_text()
+    path.write_text(former.replace(edit.old, edit.new))
+    try:
+        yield
+    finally:
+        path.write_text(former)
+
+
+def run(folders: Sequence[Path], sample: Path, only: str = "") -> None:
+    """Try the edits whose file or reason contains ``only``, each in one of ``folders``, which are copies of the checkout."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample)}
     chosen = [edit for edit in edits() if only in edit.file or only in edit.why]
     if not chosen:
         raise SystemExit(f"no wrong edit has {only!r} in its file or reason")
-    control = sorted({name for edit in chosen for name in edit.tests})
-    if failed := [name for name in control if not passes(folder, [name], environment)]:
-        raise SystemExit(f"these tests fail without an edit: {' '.join(failed)}")
-    noticed = 0
-    for edit in chosen:
-        path = folder / edit.file
-        former = path.read_text()
-        path.write_text(former.replace(edit.old, edit.new))
-        survived = passes(folder, edit.tests, environment)
-        path.write_text(former)
-        noticed += not survived
-        print(f"{'SURVIVED' if survived else 'noticed'}  {edit.file}: {edit.why}", flush=True)
+    free: SimpleQueue[Path] = SimpleQueue()
+    for folder in folders:
+        free.put(folder)
+
+    def tried(tests: Iterable[str], edit: Edit | None = None) -> str:
+        folder = free.get()
+        try:
+            with edited(folder, edit) if edit else nullcontext():
+                return verdict(folder, tests, environment | {"PYTHONPATH": str(folder)})
+        finally:
+            free.put(folder)
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        control = sorted({name for edit in chosen for name in edit.tests})
+        unedited = pool.map(lambda name: tried([name]), control)
+        if failed := [name for name, result in zip(control, unedited, strict=True) if result != SURVIVED]:
+            raise SystemExit(f"these tests fail without an edit: {' '.join(failed)}")
+        found = []
+        results = pool.map(lambda edit: tried(edit.tests, edit), chosen)
+        for edit, result in zip(chosen, results, strict=True):
+            found.append(result)
+            print(f"{result:8}  {edit.file}: {edit.why}", flush=True)
+    noticed = len(found) - found.count(SURVIVED)
     print(f"semantic: {noticed} of {len(chosen)} wrong edits noticed ({noticed / len(chosen):.1%})")
 
 
