@@ -259,3 +259,20 @@ def run_cases(sample, folder, cases, checkpoint):
             found = {"gradients": gradients, "before": before, "after": after, "collectives": calls}
             torch.save(found, Path(folder) / f"{name}.pt")
         dist.barrier()
+
+
+def parts_of(row):
+    """The documents of one sequence as slices, by its segments."""
+    cuts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
+    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def alone(model, tokens, segments, restart):
+    """What a model without masks returns for every document by itself, put together again: logits, activations."""
+    rows, places = [], torch.arange(tokens.shape[1], device=tokens.device)[None]
+    for row, ids in zip(tokens, segments, strict=True):
+        parts = parts_of(ids.tolist())
+        found = [model(row[None, part], positions=None if restart else places[:, part]) for part in parts]
+        rows.append([torch.cat(pieces, 1) for pieces in zip(*((x, *z) for x, z in found), strict=True)])
+    logits, *activations = (torch.cat(same) for same in zip(*rows, strict=True))
+    return logits, tuple(activations)

@@ -100,3 +100,11 @@ def can_start(ranks, *words):
     config = changed(loaded(*words), {})
     check_config(config, ranks)
     return config
+
+
+def both_ways(*words):
+    """The config as titan-disp reads it, and as stock TorchTitan does."""
+    from torchtitan.config import ConfigManager
+
+    stock = ["--job.config_file", *map(str, words), "--job.custom_config_module", "titan_disp.job_config"]
+    return changed(loaded(*words), {}), ConfigManager().parse_args(stock)

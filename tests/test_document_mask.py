@@ -13,7 +13,7 @@ from torchtitan.models.attention import FlexAttentionWrapper
 import titan_disp.plugin  # noqa: F401
 from tests import streams
 from tests.distributed import spawn
-from tests.mesh import SEQ_LEN, documents, global_batch, plain_model, trained
+from tests.mesh import SEQ_LEN, alone, documents, global_batch, parts_of, plain_model, trained
 from tests.pages import changed
 from tests.test_assembly import OPTIONS
 from titan_disp.config.checks import check_config
@@ -32,23 +32,6 @@ from titan_disp.run.reader import read_condensation, read_metrics, read_validati
 MASK = ("--stream.document_mask",)
 RESTART = (*MASK, "--stream.restart_positions")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def parts_of(row):
-    """The documents of one sequence as slices, by its segments."""
-    cuts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
-    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-
-
-def alone(model, tokens, segments, restart):
-    """What a model without masks returns for every document by itself, put together again: logits, activations."""
-    rows, places = [], torch.arange(tokens.shape[1], device=tokens.device)[None]
-    for row, ids in zip(tokens, segments, strict=True):
-        parts = parts_of(ids.tolist())
-        found = [model(row[None, part], positions=None if restart else places[:, part]) for part in parts]
-        rows.append([torch.cat(pieces, 1) for pieces in zip(*((x, *z) for x, z in found), strict=True)])
-    logits, *activations = (torch.cat(same) for same in zip(*rows, strict=True))
-    return logits, tuple(activations)
 
 
 @pytest.mark.parametrize("restart", [True, False])

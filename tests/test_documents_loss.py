@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.oracle import EVERY_LOSS, drawing_order, drawn, oracle, tokens
+from tests.oracle import EVERY_LOSS, drawing_order, drawn, tokens, within
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses, layers, pairwise
 from titan_disp.dispersion.variants import VARIANTS
 
@@ -28,20 +28,6 @@ def ids(n, batch=3):
     found[0, : n // 8] = -1
     found[-1, :3] = torch.arange(3)
     return found
-
-
-def of_sequence(z, numbers, variant, options):
-    same, itself = numbers[:, None] == numbers, torch.eye(len(numbers), dtype=torch.bool)
-    if torch.equal(same, itself):
-        return 0 * z.sum()
-    with mock.patch("tests.oracle.pairs", lambda x, diagonal=False: x[:, same & (~itself | diagonal)]):
-        return oracle(variant, z[None], **options)[0]
-
-
-def within(z, segments, variant, options):
-    """The loss [B] of float64 tokens: the oracle's of the pairs within documents."""
-    sequences = [(row[own >= 0], own[own >= 0]) for row, own in zip(z, segments, strict=True)]
-    return torch.stack([of_sequence(*sequence, variant, options) for sequence in sequences])
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -9,6 +9,7 @@ from torchtitan.components.loss import cross_entropy_loss
 import titan_disp.plugin  # noqa: F401
 from tests.distributed import spawn
 from tests.mesh import (
+    alone,
     assert_tied,
     dims,
     documents,
@@ -19,9 +20,7 @@ from tests.mesh import (
     plain_model_of,
     run_cases,
 )
-from tests.oracle import EVERY_ESTIMATOR, PAPERS
-from tests.test_document_mask import alone
-from tests.test_documents_loss import within
+from tests.oracle import EVERY_ESTIMATOR, PAPERS, within
 from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
 from titan_disp.config.checks import check_config

@@ -7,10 +7,9 @@ import operator
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from torchtitan.config import ConfigManager
 
 from tests.command_line import DEMO
-from tests.pages import changed, loaded
+from tests.pages import both_ways, changed, loaded
 from tests.saved_run import change_config, random_model, save_run
 from titan_disp.cluster import plan as plans
 from titan_disp.config.checks import check_config, resolve_tables
@@ -26,12 +25,6 @@ from titan_disp.run.identity import to_state
 NARROW = {"hidden_dim": 16, "n_layers": 2}
 # Embedding; of two blocks: q, k, v and output matrices, norms of q and k, the feed-forward's three matrices, norms; last norm.
 PARAMETERS = 2048 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 16 + 3 * 64 * 16 + 2 * 64) + 64
-
-
-def both_ways(*words):
-    """The config as titan-disp reads it, and as stock TorchTitan does."""
-    stock = ["--job.config_file", *map(str, words), "--job.custom_config_module", "titan_disp.job_config"]
-    return changed(loaded(*words), {}), ConfigManager().parse_args(stock)
 
 
 @pytest.mark.parametrize("key", TABLES)

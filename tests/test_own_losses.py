@@ -19,8 +19,7 @@ from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import trained
 from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens
-from tests.pages import blocks
-from tests.test_model_overrides import both_ways
+from tests.pages import blocks, both_ways
 from titan_disp.config.checks import build_dispersion_losses
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import AutogradVariant, CosineVariant, DispersionLoss, MomentsVariant, dispersion_loss

@@ -268,7 +268,9 @@ OTHER = {"optimizer.lr": 1.0}
 
 def test_conditions():
     """Different seeds are one condition. A different λ, other validation data, or the same seed again is another one."""
-    runs = [one(f"off-seed-{i}", i) for i in (1, 2)] + [one(f"on-seed-{i}", i, **ON) for i in (1, 2, 3)]
+    runs = [one(f"off-seed-{i}", i) for i in (1, 2)] + [
+        one(f"on-seed-{i}", i, **ON, **{"checkpoint.interval": i}) for i in (1, 2, 3)
+    ]
     runs += [one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}), *(one(f"again-{i}", 7, **OTHER) for i in "ab")]
     runs.append(one("elsewhere", 3, **{"validation.dataset_path": "other"}))
     of_seeds = [("off (2 seeds)", [0, 1]), ("on (3 seeds)", [2, 3, 4])]

@@ -113,9 +113,8 @@ def _outcome(run: str, then: str) -> str:
     if last.get("event") == "complete":
         return f"the run is complete: step {last.get('step')}. Next: titan-disp report {shlex.quote(run)} --out report.html"
     if last.get("event") == "stop":
-        first = {"budget": "Raise it: the", "file": f"Remove {os.path.join(run, STOP)}: the"}.get(
-            last.get("kind", ""), "The"
-        )
+        remove = f"Remove {shlex.quote(os.path.join(run, STOP))}: the"
+        first = {"budget": "Raise it: the", "file": remove}.get(last.get("kind", ""), "The")
         return f"stopped after step {last.get('step')}: {last.get('reason')}. {first} same command {then}."
     return "all ranks have ended"
 

@@ -67,9 +67,7 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
             setattr(getattr(trial, section), name, value)
         try:
             check_config(trial, machine.nodes * machine.gpus_per_node)
-        except ConfigError:
-            if values is own:
-                raise
+        except ConfigError:  # _tries has raised it if it is about the config as it is
             continue
         _, _, _, needed, time = measured(trial, module, machine)
         seconds = time.step_seconds + time.computing_seconds * _again(trial) / 3  # forward is a third of the computing
