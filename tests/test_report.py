@@ -186,14 +186,14 @@ def test_final_numbers_by_hand(by_hand):
         "mean cosine of the last block, first": "0.9",
         "mean cosine of the last block, last": "0.75",
         "mean cosine after the final norm, last": "0.2",
-        "Spearman's ρ up to the last block, last": "0.4",  # 1 − 6 · 6 / (4 · 15)
-        "Spearman's ρ up to the final norm, last": "-0.4",  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
+        "Spearman's ρ up to the last block, with the embedding, last": "0.4",  # 1 − 6 · 6 / (4 · 15)
+        "Spearman's ρ up to the final norm, with the embedding, last": "-0.4",  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
         "Spearman's ρ up to the last block, without the embedding, last": "1",
         "Spearman's ρ up to the final norm, without the embedding, last": "0.5",  # of 0.1, 0.25, 0.2
         "Kendall's τ up to the last block, without the embedding, last": "1",
         "Kendall's τ up to the final norm, without the embedding, last": "0.33333",
-        "Kendall's τ up to the last block, last": "0.33333",  # (4 − 2) / 6
-        "Kendall's τ up to the final norm, last": "-0.33333",  # (2 − 4) / 6
+        "Kendall's τ up to the last block, with the embedding, last": "0.33333",  # (4 − 2) / 6
+        "Kendall's τ up to the final norm, with the embedding, last": "-0.33333",  # (2 − 4) / 6
         "effective rank of the last block, last": "4.5",
     }
     found = {h: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for h, row in final_numbers(by_hand).items()}
@@ -240,8 +240,8 @@ def test_curves_by_hand(by_hand, monkeypatch):
         "mean cosine, last block": ("step", {"on": [[4, 0.9], [12, 0.75]]}),
         "mean cosine, after the final norm": ("step", {"on": [[4, 0.25], [12, 0.2]]}),
         "mean cosine, average of all blocks": ("step", {"on": [[4, 0.466667], [12, 0.366667]]}),
-        "Spearman's ρ, up to the last block": ("step", {"on": [[4, 1], [12, 0.4]]}),
-        "Kendall's τ, up to the last block": ("step", {"on": [[4, 1], [12, 0.333333]]}),
+        "Spearman's ρ, up to the final norm, without the embedding": ("step", {"on": [[4, 0.5], [12, 0.5]]}),
+        "Kendall's τ, up to the final norm, without the embedding": ("step", {"on": [[4, 0.333333], [12, 0.333333]]}),
         "effective rank, last block": ("step", {"on": [[4, 5.5], [12, 4.5]]}),
     }
     for axes, resumed in ((drawn[0], 5 * 4096), (drawn[4], 5)):

@@ -21,8 +21,8 @@ ROWS = 8  # of a run's table, at most
 # The sets of layers that ρ and τ rank. Those up to the final norm leave out the last block, as Hugging Face's hidden
 # states do. The paper's are l = 1 … L, without the embedding (l = 0).
 PLACES = {
-    "before_norm": "up to the last block",
-    "after_norm": "up to the final norm",
+    "before_norm": "up to the last block, with the embedding",
+    "after_norm": "up to the final norm, with the embedding",
     "blocks_before_norm": "up to the last block, without the embedding",
     "blocks_after_norm": "up to the final norm, without the embedding",
 }

@@ -22,7 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import OF_PAPER, Condensation
 from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import StreamLoader, is_largest
@@ -231,7 +231,7 @@ class DispersionMetrics(MetricsProcessor):
         logger.info(
             f"{self.color.cyan}step: {step:2}  held-out text: ce: {found.cross_entropy:8.5f}  "
             f"mean cosine, embedding → last block: {cosines}  after the final norm: {found.mean_cosine[-1]:.2f}  "
-            f"over depth: {found.over_depth['before_norm']}  ({seconds:.1f} s){self.color.reset}"
+            f"over depth: {found.over_depth[OF_PAPER]}  ({seconds:.1f} s){self.color.reset}"
         )
 
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_disp.condensation.record import OF_PAPER, PLACES
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError, counted
@@ -60,14 +61,14 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
 def _condensation(measured: Mapping[str, Any]) -> str:
     """Describe the output of ``Condensation.to_json``."""
     mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
-    blocks, over_depth = mean[1:-1], measured["before_norm"]
+    blocks, over_depth = mean[1:-1], measured[OF_PAPER]
     told = (
         f"mean cosine of two tokens {mean[0]:.3f} in the embedding, {sum(blocks) / len(blocks):.3f} on average over the "
         f"blocks, {blocks[-1]:.3f} after the last block, {mean[-1]:.3f} after the final norm"
     )
     if over_depth["spearman"] is None:
         return told
-    return f"{told}; with depth, up to the last block: ρ {over_depth['spearman']:.2f}, τ {over_depth['kendall']:.2f}"
+    return f"{told}; with depth, {PLACES[OF_PAPER]}: ρ {over_depth['spearman']:.2f}, τ {over_depth['kendall']:.2f}"
 
 
 def _source(source: dict[str, Any]) -> str:

@@ -11,7 +11,16 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from titan_disp.condensation.heatmap import heatmaps
-from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mean, over_depth, telling_steps
+from titan_disp.condensation.record import (
+    LEAST_RANGE,
+    OF_PAPER,
+    PLACES,
+    RANKS,
+    Condensation,
+    blocks_mean,
+    over_depth,
+    telling_steps,
+)
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import over_training
@@ -103,8 +112,10 @@ MEASURES = (
     ("mean cosine, last block", measured(lambda found: found.mean_cosine[found.last_block]), charts.as_it_is),
     ("mean cosine, after the final norm", measured(lambda found: found.mean_cosine[-1]), charts.as_it_is),
     ("mean cosine, average of all blocks", measured(blocks_mean), charts.as_it_is),
-    ("Spearman's ρ, up to the last block", measured(over_depth("before_norm", "spearman")), charts.correlation),
-    ("Kendall's τ, up to the last block", measured(over_depth("before_norm", "kendall")), charts.correlation),
+    *(
+        (f"{name}, {PLACES[OF_PAPER]}", measured(over_depth(OF_PAPER, rank)), charts.correlation)
+        for rank, name in RANKS.items()
+    ),
     ("effective rank, last block", measured(lambda found: found.effective_rank[found.last_block]), charts.from_zero),
 )
 
