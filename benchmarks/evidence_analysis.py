@@ -322,40 +322,110 @@ def by_width(rows: Sequence[Row], part: str, value: Value, recipe: str = "") -> 
     return {w: compare(rows, part, f"on-{w}{recipe}", value, f"off-{w}{recipe}") for w in WIDTHS}
 
 
-def change_over_width(found: Mapping[int, Paired]) -> Paired:
-    """Return the slope of on − off over the log of the width, from the narrowest to the widest, against 0.
+# Weights of the differences at the three widths: their slope over the log of the width, from the narrowest to the widest,
+# and their curvature.
+_LOG = np.log(WIDTHS) - np.log(WIDTHS).mean()
+CHANGE = _LOG * math.log(WIDTHS[-1] / WIDTHS[0]) / (_LOG**2).sum()
+CURVATURE = np.array([-0.5, 1, -0.5])
 
-    Seeds that lack a width are left out.
-    """
-    x = np.log(WIDTHS)
+
+def over_widths(found: Mapping[int, Paired], weights: np.ndarray = CHANGE) -> Paired:
+    """Return the weighted sum of on − off over the widths, against 0. Seeds that lack a width are left out."""
     differences = [one.differences for one in found.values()]
     seeds = [seed for seed in differences[0] if all(seed in one for one in differences)]
-    slopes = {seed: float(np.polyfit(x, [one[seed] for one in differences], 1)[0]) for seed in seeds}
-    return paired({seed: slope * (x[-1] - x[0]) for seed, slope in slopes.items()}, dict.fromkeys(seeds, 0.0))
+    return paired({seed: weights @ [one[seed] for one in differences] for seed in seeds}, dict.fromkeys(seeds, 0.0))
 
 
-def replication(rows: Sequence[Row]) -> dict[str, Paired]:
-    """Return on − off at the middle width with the other seeds, and with all. It is empty while runs are missing."""
-    known, parts = newest(rows), ("widths-tuning", "widths", "widths-again")
-    wanted = [job.key for part in parts for job in design.jobs(part, rows)]
-    if len(wanted) < 100 or not all(key in known for key in wanted):
+def shift_of_ties(rows: Sequence[Row]) -> float:
+    """Return by how much the tie rule moves the change over the widths, in the losses of tuning."""
+    costs = cost_of_ties(rows)
+    return float(CHANGE @ [costs[f"on-{width}"] - costs[f"off-{width}"] for width in WIDTHS])
+
+
+def at_equal_rates(rows: Sequence[Row]) -> dict[float, Paired]:
+    """Return by learning rate the change of on − off over the width, of the tuning runs."""
+    tuned = {lr: by_width(rows, "widths-tuning", loss("development"), f"_lr-{lr:g}") for lr in design.WIDTH_LRS}
+    return {lr: over_widths(found) for lr, found in tuned.items()}
+
+
+def beyond_the_first_rates(rows: Sequence[Row]) -> dict[str, float]:
+    """Return by state the development loss at twice the first experiment's highest rate, minus that at this rate."""
+    low, high = design.WIDTH_LRS[:2]
+    found = {}
+    for state in design.STATES:
+        losses = design.tuning_losses(rows, f"{state}-{WIDTHS[1]}", (low, high), "widths-tuning")
+        found[state] = float(np.subtract(*map(np.mean, reversed(losses.values()))))
+    return found
+
+
+def changes_of_blocks(rows: Sequence[Row]) -> list[float]:
+    """Return on − off in the mean cosine of each block in the main comparison, as a mean over seeds."""
+    cosine = read("numbers", "test", "mean_cosine")
+    on, off = (
+        np.mean([cosine(row) for row in finished(rows, "main", state).values()], axis=0) for state in ("on", "off")
+    )
+    return (on - off)[1:-1].tolist()
+
+
+def cost_of_ties(rows: Sequence[Row]) -> dict[str, float]:
+    """Return by state and width by how much the chosen rate's mean development loss is above the lowest one."""
+    found = {}
+    for name, best in design.tuned(rows, "widths-tuning").items():
+        lrs = design.learning_rates(rows, name, "widths-tuning")
+        means = {one: np.mean(of) for one, of in design.tuning_losses(rows, name, lrs, "widths-tuning").items()}
+        found[name] = float(means[best] - min(means.values()))
+    return found
+
+
+def together(rows: Sequence[Row], parts: Iterable[str], width: int, value: Value) -> Paired:
+    """Return on against off at a width, over the seeds of several parts."""
+    found = [[by_seed(rows, part, f"{state}-{width}", value) for state in ("on", "off")] for part in parts]
+    own, other = ({seed: x for side in sides for seed, x in side.items()} for sides in zip(*found, strict=True))
+    return paired(own, other)
+
+
+def complete(rows: Sequence[Row], *parts: str) -> bool:
+    """Return whether all runs of these parts of the second experiment have a row."""
+    known, wanted = newest(rows), [design.jobs(part, rows) for part in parts]
+    every = design.tuned(rows, "widths-tuning") and all(wanted)
+    return bool(every) and all(job.key in known for jobs in wanted for job in jobs)
+
+
+def replication(rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+    """Return the parts that repeat the middle width, by their seeds, or nothing while runs are missing."""
+    parts, seeds = ("widths", "widths-again"), design.AGAIN_SEEDS
+    label = f"seeds {seeds[0]} to {seeds[-1]}", f"all {len(design.SECOND_SEEDS + seeds)} new seeds"
+    return {label[0]: parts[1:], label[1]: parts} if complete(rows, *parts) else {}
+
+
+def gains(rows: Sequence[Row]) -> list[str]:
+    """Return where the second experiment's interval of on − off is below zero: widths, or seeds of the middle one."""
+    again = replication(rows)
+    found = by_width(rows, "widths", loss("test")) if again else {}
+    found |= {name: together(rows, parts, WIDTHS[1], loss("test")) for name, parts in again.items()}
+    return [str(name) for name, one in found.items() if one.sign < 0]
+
+
+def other_losses(rows: Sequence[Row]) -> dict[str, tuple[Paired, Paired]]:
+    """Return the other losses against off and against on, with the same seeds, or nothing while runs are missing."""
+    if not complete(rows, "losses"):
         return {}
-    first, again = (compare(rows, part, f"on-{WIDTHS[1]}", loss("test"), f"off-{WIDTHS[1]}") for part in parts[1:])
-    every = paired({**first.own, **again.own}, {**first.other, **again.other})
-    return {"other seeds": again, f"all {every.n} seeds": every}
+    ours = [by_seed(rows, "widths", f"{state}-{WIDTHS[1]}", loss("test")) for state in design.STATES]
+    names = dict.fromkeys(job.condition for job in design.jobs("losses", rows))
+    found = {name: by_seed(rows, "losses", name, loss("test")) for name in names}
+    return {name: (paired(own, ours[0]), paired(own, ours[1])) for name, own in found.items()}
 
 
 def width_verdict(rows: Sequence[Row]) -> tuple[Paired, str]:
     """Return the second experiment's primary outcome, and what its rules say: the first that holds."""
-    change = change_over_width(by_width(rows, "widths", loss("test")))
-    tuned = [by_width(rows, "widths-tuning", loss("development"), f"_lr-{lr:g}") for lr in design.WIDTH_LRS]
-    signs = {np.sign(change_over_width(found).mean) for found in tuned}
+    change, tuned = over_widths(by_width(rows, "widths", loss("test"))), at_equal_rates(rows).values()
     lost = Counter(row["condition"] for row in failures(rows) if row["part"] == "widths")
-    if change.n < 6 or any(lost[f"on-{width}"] > lost[f"off-{width}"] for width in WIDTHS):
+    more = any(lost[f"on-{width}"] > lost[f"off-{width}"] for width in WIDTHS)
+    if more or change.n < 6 or not all(one.n for one in tuned):
         return change, "undecided: failures"
     if change.low > -NO_CHANGE and change.high < NO_CHANGE:
         return change, f"no change of {NO_CHANGE:g} or more"
-    if len(signs) > 1:
+    if len({np.sign(one.mean) for one in tuned}) > 1:
         return change, "undecided: depends on the learning rates chosen"
     if change.p < ALPHA and change.sign:
         return change, "the difference depends on the width"

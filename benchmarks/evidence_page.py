@@ -101,12 +101,16 @@ def numbers(rows: Sequence[Row], text: str, condition: str) -> dict[str, Any]:
     return {**means, "mean_cosine": cosine, "blocks": float(np.mean(cosine[1:-1]))}
 
 
-def tuning_cell(rows: Sequence[Row], state: str, lr: float, warmup: float) -> str:
-    """Return the mean loss of a state, or of on − off, with one recipe."""
-    losses = {one: tuning_losses(rows, one, [lr])[Recipe(lr, warmup)] for one in design.STATES}
+def tuning_cell(
+    rows: Sequence[Row], state: str, lr: float, warmup: float, part: str = "tuning", width: str = ""
+) -> str:
+    """Return the mean loss of a state, or of on − off, with one recipe. ``width`` is "-16" in the second experiment."""
+    losses = {one: tuning_losses(rows, one + width, [lr], part)[Recipe(lr, warmup)] for one in design.STATES}
     losses["on − off"] = [on - off for on, off in zip(losses["on"], losses["off"], strict=False)]
     if not np.isfinite(losses[state]).all():
         return "failed"
+    if width and state not in design.STATES:
+        return ", ".join(f"{one:+.3f}" for one in losses[state]) or NOTHING
     return mean(losses[state], sign="" if state in design.STATES else "+")
 
 
@@ -114,7 +118,7 @@ def attempts(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Return number, failures and hours of all attempts by part. Other rows only measure a model again."""
     tried = [row for row in rows if "history" in row or row.get("status") == "failed"]
     found = {}
-    for part, name in {**design.FIRST, RESTORED: "main comparison's off, trained again for mid-training"}.items():
+    for part, name in {**design.PARTS, RESTORED: "main comparison's off, trained again for mid-training"}.items():
         if own := [row for row in tried if row["part"] == part]:
             hours = sum(_seconds(row) for row in own if "history" in row) / 3600
             failed = sum(row.get("status") == "failed" for row in own)
@@ -135,6 +139,11 @@ def seconds(rows: Sequence[Row], part: str, condition: str = "") -> float:
 
 def _scatter(found: Paired) -> float:
     return float(np.std([*found.differences.values()], ddof=1))
+
+
+def pooled(found: Iterable[Paired]) -> float:
+    """Return the standard deviation of the differences over the seeds, pooled over the pairs."""
+    return float(np.sqrt(np.mean([_scatter(one) ** 2 for one in found])))
 
 
 def missing(rows: Sequence[Row]) -> list[str]:
@@ -159,7 +168,7 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         **vars(analysis),
         "outcomes": analysis.outcomes(rows),
-        **{one.__name__: one for one in (attempts, extremes, numbers, seconds, tuning_cell)},
+        **{one.__name__: one for one in (attempts, extremes, numbers, pooled, seconds, tuning_cell)},
         **{"design": design, "score": evidence_score, "config": config, "model": model, "rows": rows},
         **{"coeff": config["dispersion"]["coeff"], "parameters": parameters / 1e6, "second": second},
         **{"rates": rates, "recipes": tuned(rows), "shares": shares, "differences": noise},

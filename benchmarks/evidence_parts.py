@@ -178,10 +178,15 @@ def learning_rates(rows: Iterable[Row], name: str, part: str = "tuning") -> tupl
     return lrs if best is None else lrs + beyond.get(best.lr, ())
 
 
-def tuned(rows: Iterable[Row]) -> dict[str, Recipe] | None:
-    """Return the recipes of the first experiment's other parts by state, or None if tuning is not complete."""
-    found = {state: best_recipe(rows, state) for state in STATES}
-    return {state: best for state, best in found.items() if best} if all(found.values()) else None
+def tuned(rows: Iterable[Row], part: str = "tuning") -> dict[str, Recipe]:
+    """Return the best recipes of all that a part tunes, or nothing if it is not complete."""
+    rows = list(rows)
+    found = {name: best_recipe(rows, name, part) for name in _grid(part)[0]}
+    return {name: best for name, best in found.items() if best} if all(found.values()) else {}
+
+
+def rates_tried(rows: Sequence[Row], part: str) -> list[float]:
+    return sorted({lr for name in _grid(part)[0] for lr in learning_rates(rows, name, part)})
 
 
 def _tuned_run(part: str, name: str, recipe: Recipe, seed: int) -> Job:
@@ -233,7 +238,7 @@ def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
     if part in SECOND:
         return _second(part, rows)
     recipes = tuned(rows)
-    if recipes is None:
+    if not recipes:
         return []
     off = recipes["off"]
     if part == "noise":

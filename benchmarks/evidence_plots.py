@@ -70,7 +70,8 @@ def contrasts(rows: Sequence[Row]) -> Figure:
 def widths(rows: Sequence[Row]) -> Figure:
     """Draw on − off at each MLP width of the second experiment, and at the middle one with other seeds."""
     by_width = analysis.by_width(rows, "widths", analysis.loss("test"))
-    by_width |= {f"{WIDTHS[1]}, {name}": one for name, one in analysis.replication(rows).items()}
+    for name, parts in analysis.replication(rows).items():
+        by_width[f"{WIDTHS[1]}, {name}"] = analysis.together(rows, parts, WIDTHS[1], analysis.loss("test"))
     return _differences({f"MLP width {width}": one for width, one in by_width.items()}, NO_CHANGE)
 
 

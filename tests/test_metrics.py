@@ -29,6 +29,7 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.loader import StreamLoader
 from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
+from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
 from titan_disp.run.reader import read_condensation, read_json_lines, read_metrics
 
@@ -149,13 +150,18 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
 
 
 def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr("titan_disp.condensation.heatmap.heatmaps", lambda rows: next(iter(rows[0])))
-    board, drawn = TensorBoardFolder(str(tmp_path)), []
-    writer = SimpleNamespace(add_figure=lambda tag, figure, at: drawn.append(at))
-    monkeypatch.setattr(board, "_open", lambda step: writer)
-    for step in range(0, 310, 10):
-        board.log_heatmap(condensed(0.1, 0.2, 0.3), step)
-    assert drawn == [0, 10, 20, 30, 40, 50, 70, 90, 120, 150, 190, 240, 300]
+    """Each shows the model before training, also after a resume, which reads it in the run folder."""
+    monkeypatch.setattr("titan_disp.condensation.heatmap.heatmaps", lambda rows: [*rows[0].values()][0])
+    drawn, before = {}, condensed(0.1, 0.2, 0.3)
+    writer = SimpleNamespace(add_figure=lambda tag, shown, at: drawn.update({at: list(shown.untrained_mean_cosine)}))
+    monkeypatch.setattr(TensorBoardFolder, "_open", lambda self, step: writer)
+    append_json(tmp_path / "metrics.jsonl", {"step": 0, "time": 1.0, "condensation": before.to_json()})
+    for begin, end in ((0, 100), (100, 310)):
+        board = TensorBoardFolder(str(tmp_path / "tb"), str(tmp_path))
+        for step in range(begin, end, 10):
+            board.log_heatmap(condensed(0.4, 0.5, 0.6) if step else before, step)
+    assert list(drawn) == [0, 10, 20, 30, 40, 50, 70, 90, 100, 130, 170, 220, 280]
+    assert {*map(tuple, drawn.values())} == {(0.1, 0.2, 0.3)}
 
 
 def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, clock, monkeypatch):
@@ -172,7 +178,7 @@ def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(tmp_pa
     now = time.time()
     for seconds, steps, factor in ((0, (1, 2, 3, 4, 5, 6), 1.0), (60, (4, 5), 10.0)):
         monkeypatch.setattr(time, "time", lambda seconds=seconds: now + seconds)  # which files are named by
-        folder = TensorBoardFolder(str(tmp_path))
+        folder = TensorBoardFolder(str(tmp_path), str(tmp_path))
         for step in steps:
             folder.log({"loss": step * factor, f"norm_{seconds}": 1.0}, step)
         folder.close()

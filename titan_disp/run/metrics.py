@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
@@ -30,7 +31,7 @@ from titan_disp.dispersion import LossLedger
 from titan_disp.dispersion.variants.base import bad_fit
 from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
-from titan_disp.run.reader import METRICS
+from titan_disp.run.reader import METRICS, read_condensation
 
 HEATMAP_RATIO = 1.25  # smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
 
@@ -43,10 +44,11 @@ def _said(data: dict[str, float]) -> str:
 class TensorBoardFolder(BaseLogger):
     """Log to one TensorBoard folder per run folder, across requeues. TorchTitan would name it by the date."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, run: str) -> None:
+        self.folder, self.run = folder, run
         self._writer: SummaryWriter | None = None
         self._next_heatmap = 0.0  # step
+        self._untrained: np.ndarray | None = None  # mean cosines at step 0
 
     def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:  # purge_step hides what a killed job wrote after the checkpoint that this job resumed
@@ -65,7 +67,11 @@ class TensorBoardFolder(BaseLogger):
         self._next_heatmap = HEATMAP_RATIO * step
         from titan_disp.condensation.heatmap import heatmaps  # imports matplotlib, which only rank 0 needs
 
-        self._open(step).add_figure("condensation/heatmap", heatmaps([{f"step {step}": found}]), step)
+        if self._untrained is None:  # in the first heatmap of a start
+            before = found.to_json() if step == 0 else read_condensation(self.run).get(0)
+            self._untrained = None if before is None else np.array(before["mean_cosine"], dtype=float)
+        shown = dataclasses.replace(found, untrained_mean_cosine=self._untrained)
+        self._open(step).add_figure("condensation/heatmap", heatmaps([{f"step {step}": shown}]), step)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -105,7 +111,7 @@ class DispersionMetrics(MetricsProcessor):
         if job_config.metrics.enable_tensorboard and (rank == 0 or own is not None):
             both = LoggerContainer()
             both.add_logger(self.logger)
-            self._tensorboard = TensorBoardFolder(self.tensorboard_folder)
+            self._tensorboard = TensorBoardFolder(self.tensorboard_folder, job_config.job.dump_folder)
             both.add_logger(self._tensorboard)
             self.logger = both
 
