@@ -41,7 +41,7 @@ def edits() -> list[Edit]:
 
 
 def verdict(folder: Path, tests: Iterable[str], environment: dict[str, str]) -> str:
-    """Run tests in a copy of the checkout, and say if they noticed its edit. If they hung, that counts as noticed."""
+    """Run tests in a copy of the checkout, and say if they noticed its edit, which they also do if they hang or break."""
     command = [sys.executable, *PYTEST, *(f"tests/{name}" for name in tests)]
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
@@ -49,7 +49,7 @@ def verdict(folder: Path, tests: Iterable[str], environment: dict[str, str]) -> 
         return "hung"
     if done.returncode in NOTHING_RAN:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return "noticed" if done.returncode else SURVIVED
+    return {0: SURVIVED, 1: "noticed"}.get(done.returncode, f"status {done.returncode}")
 
 
 @contextmanager

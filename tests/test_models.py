@@ -52,7 +52,9 @@ def pair(entry, tied=True):
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    ours = entry.model_cls(args)
+    with torch.device("meta"):  # as the trainer does
+        ours = entry.model_cls(args)
+    ours.to_empty(device="cpu")
     ours.init_weights()
     ours.load_state_dict(adapter.from_hf(theirs.state_dict()))
     return theirs, ours
