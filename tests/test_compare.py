@@ -48,6 +48,8 @@ def test_ranks_and_means():
     on = found.mean_difference["on"]
     expected = (d.mean(), np.sqrt((d.var(1, ddof=1) / 40).sum()) / 3, stats.sem(d.mean(1)))
     assert (on.mean, on.standard_error_documents, on.standard_error_tasks) == pytest.approx(expected)
+    mean, of_documents, of_tasks = expected
+    assert f" {mean:+.4f} ± {of_documents:.4f} (documents) ± {of_tasks:.4f} (tasks) " in to_markdown(found)
 
 
 def test_two_tasks_by_hand():
@@ -79,6 +81,7 @@ def test_two_tasks_by_hand():
     ]
     assert table(to_markdown(alone))[1][-1] == f"+0.4000 ± 0.2449 (p {d.p_value:.2g})"  # one task needs no adjustment
     first, _, mean = csv.DictReader(to_csv(found).splitlines())
+    assert list(first)[:5] == ["task", "metric", "num_fewshot", "documents", "off"]
     cells = [first[name] for name in ("off", "on standard error", "off seed error", "on rank", "on - off seed p")]
     assert (cells, mean["task"]) == (["0.501", "0.03", "", "1.0", ""], "mean")
     numbers = ("", " standard error", " low", " high", " p", " holm")

@@ -382,14 +382,20 @@ def test_memory_that_does_not_fit():
 def test_json_and_text(every_node_count):
     plan = make_plan(config(), Machine(80, 8))
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
+    assert plan.machine.gpu_memory == 80
     text = render(plan)
-    assert len(text.splitlines()) <= 36
+    assert ", ".join(line[:16].strip() for line in text.splitlines() if "warning" not in line) == (
+        "plan, machine, mesh, batch, steps, parameters, memory, weights, gradients, optimizer, unsharded, activations, "
+        "dispersion, logits, checkpoint, over the run, every, FLOPs, step, within nodes, between, not hidden, throughput, "
+        "time, without, fp32, also runs on"
+    )
     for said in (
         "every         88.7 s; written in 3.9 s at 2 GB/s",
         "88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU",
         "11.70 GB sent per GPU, 26.0 ms at 450 GB/s",
         *("0.59 GB, 11.8 ms at 50 GB/s", "8.5 ms, 9.6% of a step", "69,305 tokens/s per GPU"),
-        *("gradients     0.30 GB", "dispersion    0.12 GB", "596,049,920", "1, 2, 3, 4, 5, 6, 8,"),
+        *("4.49 GB of 80 GB per GPU", "gradients     0.30 GB", "dispersion    0.12 GB", "596,049,920"),
+        *("1, 2, 3, 4, 5, 6, 8,", "120, 240 nodes;"),
     ):
         assert said in text
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
