@@ -35,8 +35,10 @@ OPTIONS = (
     *("--dispersion.warmup_steps", "2", "--dispersion.decay", "linear", "--dispersion.final_coeff", "0.25"),
     *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.6", "--lr_scheduler.decay_type", "linear"),
 )
+# Of some positions: the mean over all of them does not depend on their order.
+HELD_OUT = ("--condensation.sequences", "2", "--condensation.max_tokens", "12")
 MEASURES = (
-    *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.enable", "--validation.freq", "2"),
+    *(*HELD_OUT, "--condensation.interval", "2", "--validation.enable", "--validation.freq", "2"),
     *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
 )
 CHANGED = (
@@ -123,7 +125,8 @@ def two_nodes(sample, folder):
     os.environ["LOCAL_RANK"] = "0"
     run = Path(folder) / "nodes"
     batch = ("--training.global_batch_size", "-1", "--training.local_batch_size")  # one microbatch of each rank
-    start(sample, run, *FIRST_PART, *batch, "8", "--parallelism.context_parallel_degree", "2")
+    cp = ("--parallelism.context_parallel_degree", "2", "--condensation.interval", "9")
+    start(sample, run, *FIRST_PART, *batch, "8", *cp, *HELD_OUT)
     start(sample, run, *batch, "4")
 
 
@@ -210,7 +213,8 @@ def test_two_nodes(folder, sample):
     spawn(2, two_nodes, str(sample), str(folder))
     run = folder / "nodes"
     check_run(run)
-    assert [row["step"] for row in read_json_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    steps = [row["step"] for row in read_json_lines(run / "metrics.jsonl")]
+    assert steps == [0, 1, 2, 3, 3, 4, 5]  # with condensation at the start and at the end of the first start
     assert len(list((run / "tb").iterdir())) == 2  # one writer in each start
     rows, expected = read_metrics(run), read_metrics(folder / "whole")
     assert [row["tokens"] for row in rows.values()] == [row["tokens"] for row in expected.values()]
@@ -218,6 +222,11 @@ def test_two_nodes(folder, sample):
     for name, tolerance in {"lr": 1e-6, "ce": 1e-3, "dispersion": 2e-2, "grad_norm": 1e-2}.items():
         values = [[row[name] for row in of.values()] for of in (rows, expected)]
         assert values[0] == pytest.approx(values[1], rel=tolerance), name
+    # Each rank has half of a sequence's tokens, in the order of load balancing.
+    found, expected = (reader.read_condensation(of) for of in (run, folder / "parts"))
+    assert list(found) == [0, FIRST]
+    for name in ("mean_cosine", "mean_angle", "effective_rank", "cross_entropy"):
+        assert found[0][name] == pytest.approx(expected[0][name], rel=1e-5), name
 
 
 # ---- what a run leaves: docs/run_folder.md names it
