@@ -17,7 +17,7 @@ from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, build, weights
 from tests.pages import loaded
-from tests.run_invariants import FILES, check_run, pages_names
+from tests.run_invariants import EVENTS, FILES, check_run, pages_names
 from titan_disp.errors import ConfigError
 from titan_disp.run import reader
 from titan_disp.run.liveness import straggler
@@ -272,7 +272,47 @@ def test_the_page_names_every_event():
     written = set(re.findall(r'\bevent\(\s*"(\w+)"(?: if [\w.]+ else "(\w+)")?', sources))
     table = (ROOT / "docs" / "run_folder.md").read_text().split("| `event` |")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert {name for names in written for name in names if name} == set(re.findall(r"`(\w+)`", "".join(cells)))
+    listed = set(re.findall(r"`(\w+)`", "".join(cells)))
+    assert {name for names in written for name in names if name} == listed == EVENTS
+
+
+# (what check_run says; a key of the lines that count, the place of one of them, and what is changed in it, or it is repeated)
+SPOILED = (
+    ("rows of two writers", "loss", -1, {"time": 0}),
+    ("a row before the first start", "loss", 0, {"time": 0}),
+    ("a step has two rows", "loss", -1, {}),
+    ("steps go back, within one start: .1, 4, 3", "loss", 1, {"step": 4}),
+    ("a start from step 3 has rows of steps .3, 5", "loss", 3, {"step": 3}),
+    ("a start from step 3 measured at steps .2, 5", "condensation", 3, {"step": 2}),
+    ("tokens do not grow", "loss", 1, {"tokens": 1}),
+    ("tokens of the sources", "loss", 2, {"data": {"tokens/web": 1, "tokens/code": 2}}),
+    ("no such event: saved", "event", 1, {"event": "saved"}),
+    ("checkpoint outside of a start", "event", 0, {"event": "checkpoint"}),
+    ("checkpoints go back", "event", 1, {}),
+    ("an end without a beginning", "event", -1, {}),
+    ("no checkpoint to resume from", "event", 5, {"step": 2}),
+    ("'event': 'start', 'step': 3", "event", 5, {"event": "start"}),
+)
+
+
+@pytest.mark.changes_runs
+@pytest.mark.parametrize(("said", "key", "place", "changes"), SPOILED)
+def test_what_spoils_a_run_folder_is_noticed(run, tmp_path, said, key, place, changes):
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint"))
+    file = copy / ("events.jsonl" if key == "event" else "metrics.jsonl")
+    lines = read_json_lines(file)
+    line = [line for line in lines if key in line][place]
+    place = lines.index(line)
+    lines[place : place + bool(changes)] = [line | changes]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(AssertionError, match=said):
+        check_run(copy)
+
+
+def test_a_stray_file_is_noticed(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(AssertionError, match="no such file"):
+        check_run(tmp_path)
 
 
 def test_what_is_said_of_a_run(run):

@@ -15,6 +15,7 @@ from tests import streams
 from tests.distributed import spawn
 from tests.mesh import SEQ_LEN, alone, documents, global_batch, parts_of, plain_model, trained
 from tests.pages import changed
+from tests.run_invariants import check_run
 from tests.test_assembly import OPTIONS
 from titan_disp.config.checks import check_config
 from titan_disp.data.files import list_files
@@ -149,6 +150,8 @@ def runs(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     spawn(1, train, sample, folder, {"whole": (), "gpt2": ("--model.name", "gpt2_disp")})
     spawn(2, train, sample, folder, {"two": (), "tp": ("--parallelism.tensor_parallel_degree", "2")})
+    for run in folder.iterdir():
+        check_run(run)
     return folder
 
 
