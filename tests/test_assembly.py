@@ -92,7 +92,7 @@ def console(file):
     logger.removeHandler(handler)
 
 
-def one_process(sample, folder):
+def one_process(sample, tokenizer, folder):
     """One run of one start, and one of two starts, which also measures. Copies of it go on in other ways."""
     folder = Path(folder)
     whole, parts, changed, complete = (folder / name for name in ("whole", "parts", "changed", "complete"))
@@ -100,7 +100,8 @@ def one_process(sample, folder):
     found = {"whole": start(sample, whole), "refusals": {}}
     with console(folder / "parts.log"):
         found["first"] = start(sample, parts, *measures, *FIRST_PART)
-    for name, *options in (("seq_len", "--training.seq_len", "64"), ("n_layers", "--model.overrides", "n_layers=3")):
+    others = {"seq_len": ("--training.seq_len", "64"), "n_layers": ("--model.overrides", "n_layers=3")}
+    for name, options in (others | {"tokenizer": ("--model.hf_assets_path", tokenizer)}).items():
         with pytest.raises(ConfigError) as refused:
             start(sample, parts, *options)
         found["refusals"][name] = str(refused.value)
@@ -131,9 +132,9 @@ def two_nodes(sample, folder):
 
 
 @pytest.fixture(scope="module")
-def folder(sample, tmp_path_factory):
+def folder(sample, hf_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("assembly")
-    spawn(1, one_process, str(sample), str(folder))
+    spawn(1, one_process, str(sample), str(hf_tokenizer), str(folder))
     for run in ("whole", "parts"):
         check_run(folder / run)
     return folder
@@ -172,12 +173,12 @@ def test_a_budget_between_two_steps_is_reached(folder, found):
     """A job that stops at a number of tokens has trained on at least so many. Other data or another model is refused."""
     events = read_events(folder / "parts")
     assert [(e["event"], e["step"]) for e in events] == [
-        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 2),
+        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 3),
         *(("resume", FIRST), ("checkpoint", STEPS), ("complete", STEPS)),
     ]
     assert read_config(folder / "parts")["budget"]["stop_at_tokens"] == 0
-    assert events[5]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
-    assert [event["reason"] for event in events[3:5]] == list(found["refusals"].values())
+    assert events[6]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
+    assert [event["reason"] for event in events[3:6]] == list(found["refusals"].values())
     assert all(name in reason for name, reason in found["refusals"].items())
 
 
@@ -290,8 +291,8 @@ SPOILED = (
     ("checkpoint outside of a start", "event", 0, {"event": "checkpoint"}),
     ("checkpoints go back", "event", 1, {}),
     ("an end without a beginning", "event", -1, {}),
-    ("no checkpoint to resume from", "event", 5, {"step": 2}),
-    ("'event': 'start', 'step': 3", "event", 5, {"event": "start"}),
+    ("no checkpoint to resume from", "event", 6, {"step": 2}),
+    ("'event': 'start', 'step': 3", "event", 6, {"event": "start"}),
 )
 
 
@@ -318,7 +319,7 @@ def test_a_stray_file_is_noticed(tmp_path):
 def test_what_is_said_of_a_run(run):
     console = (run.parent / "parts.log").read_text()
     assert re.search(r"goodput\) of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:.* start-up", console)
-    for said in ("(goodput) of all 4 starts: ", f"Checkpoints: {run}/checkpoint", f"--logdir {run}/tb"):
+    for said in ("(goodput) of all 5 starts: ", f"Checkpoints: {run}/checkpoint", f"--logdir {run}/tb"):
         assert said in console
     eager = dict.fromkeys(("epilogue", "normalize_backward"), "eager: on a CPU")
     assert reader.read_environment(run)["dispersion"] == {"kernels": eager, "products": ["float32"]}
