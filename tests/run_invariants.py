@@ -9,6 +9,7 @@ from titan_disp.run.reader import read_events, read_json_lines
 
 ENDS = {"complete", "stop", "save_failed", "refused"}
 BEFORE_A_RESUME = {"checkpoint_damaged", "streams_restarted"}
+EVENTS = {"start", "resume", "checkpoint", "skip"} | ENDS | BEFORE_A_RESUME
 ADDED_UP = ("tokens", "documents", "text_bytes")  # what the sources have of the whole
 CHECKPOINT = r"checkpoint/((damaged|purging)-\d+x*|step-\d+)"
 # The name that the page has for files → a pattern of their paths below the run folder.
@@ -43,7 +44,9 @@ def check_run(run: Path) -> None:
     assert not unknown, f"docs/run_folder.md names no such file: {unknown}"
     written = read_json_lines(run / "metrics.jsonl")
     kinds = [[row for row in written if key in row] for key in ("loss", "condensation", "validation")]
-    rows, begins = kinds[0], _starts(read_events(run))
+    # A kill may come between a save and its event, and a user may copy a checkpoint into a new run.
+    held = {int(path.name.removeprefix("step-")) for path in run.glob("checkpoint/step-*")}
+    rows, begins = kinds[0], _starts(read_events(run), held)
     for kind in kinds:
         times = [row["time"] for row in kind]
         assert times == sorted(times), "rows of two writers"
@@ -52,7 +55,7 @@ def check_run(run: Path) -> None:
         for steps in of_start:
             assert steps == sorted(set(steps)), f"a step has two rows, or steps go back, within one start: {steps}"
         assert all(s > step for s in of_start[0]), f"a start from step {step} has rows of steps {of_start[0]}"
-        assert all(s >= step for s in of_start[1])
+        assert all(s >= step for s in of_start[1]), f"a start from step {step} measured at steps {of_start[1]}"
         ratios = {row["tokens"] / row["step"] for row in rows if since <= row["time"] < until}
         assert len(ratios) <= 1, f"tokens do not grow by the same number in every step: {ratios}"
     for row in rows:
@@ -72,12 +75,14 @@ def check_sources(row: dict) -> None:
     assert isclose(ce, row["ce"], rel_tol=1e-6), f"ce of the sources makes {ce}, not {row['ce']}"
 
 
-def _starts(events: list[dict]) -> list[tuple[int, float]]:
-    """Check the order of the events, and return the step and the time at which each start began."""
+def _starts(events: list[dict], held: set[int]) -> list[tuple[int, float]]:
+    """Check the order of the events, and that resumed steps were saved or are ``held``. Return step and time of each start."""
     starts: list[tuple[int, float]] = []
     training, saved = False, 0
     for event in events:
         name, step, time = event["event"], event["step"], event["time"]
+        assert name in EVENTS, f"docs/run_folder.md names no such event: {name}"
+        assert name != "resume" or step in held, f"no checkpoint to resume from: {event}"
         if name in ("start", "resume"):
             assert (name == "start") == (step == 0), event
             assert not starts or time >= starts[-1][1], event
@@ -93,4 +98,5 @@ def _starts(events: list[dict]) -> list[tuple[int, float]]:
         if name == "checkpoint":
             assert step > saved or step == saved == 0, f"checkpoints go back within one start: {event}"
             saved = step
+            held = held | {step}
     return starts

@@ -17,7 +17,7 @@ from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, build, weights
 from tests.pages import loaded
-from tests.run_invariants import FILES, check_run, pages_names
+from tests.run_invariants import EVENTS, FILES, check_run, pages_names
 from titan_disp.errors import ConfigError
 from titan_disp.run import reader
 from titan_disp.run.liveness import straggler
@@ -35,8 +35,10 @@ OPTIONS = (
     *("--dispersion.warmup_steps", "2", "--dispersion.decay", "linear", "--dispersion.final_coeff", "0.25"),
     *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.6", "--lr_scheduler.decay_type", "linear"),
 )
+# Of some positions: the mean over all of them does not depend on their order.
+HELD_OUT = ("--condensation.sequences", "2", "--condensation.max_tokens", "12")
 MEASURES = (
-    *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.enable", "--validation.freq", "2"),
+    *(*HELD_OUT, "--condensation.interval", "2", "--validation.enable", "--validation.freq", "2"),
     *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
 )
 CHANGED = (
@@ -90,7 +92,7 @@ def console(file):
     logger.removeHandler(handler)
 
 
-def one_process(sample, folder):
+def one_process(sample, tokenizer, folder):
     """One run of one start, and one of two starts, which also measures. Copies of it go on in other ways."""
     folder = Path(folder)
     whole, parts, changed, complete = (folder / name for name in ("whole", "parts", "changed", "complete"))
@@ -98,7 +100,8 @@ def one_process(sample, folder):
     found = {"whole": start(sample, whole), "refusals": {}}
     with console(folder / "parts.log"):
         found["first"] = start(sample, parts, *measures, *FIRST_PART)
-    for name, *options in (("seq_len", "--training.seq_len", "64"), ("n_layers", "--model.overrides", "n_layers=3")):
+    others = {"seq_len": ("--training.seq_len", "64"), "n_layers": ("--model.overrides", "n_layers=3")}
+    for name, options in (others | {"tokenizer": ("--model.hf_assets_path", tokenizer)}).items():
         with pytest.raises(ConfigError) as refused:
             start(sample, parts, *options)
         found["refusals"][name] = str(refused.value)
@@ -123,14 +126,15 @@ def two_nodes(sample, folder):
     os.environ["LOCAL_RANK"] = "0"
     run = Path(folder) / "nodes"
     batch = ("--training.global_batch_size", "-1", "--training.local_batch_size")  # one microbatch of each rank
-    start(sample, run, *FIRST_PART, *batch, "8", "--parallelism.context_parallel_degree", "2")
+    cp = ("--parallelism.context_parallel_degree", "2", "--condensation.interval", "9")
+    start(sample, run, *FIRST_PART, *batch, "8", *cp, *HELD_OUT)
     start(sample, run, *batch, "4")
 
 
 @pytest.fixture(scope="module")
-def folder(sample, tmp_path_factory):
+def folder(sample, hf_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("assembly")
-    spawn(1, one_process, str(sample), str(folder))
+    spawn(1, one_process, str(sample), str(hf_tokenizer), str(folder))
     for run in ("whole", "parts"):
         check_run(folder / run)
     return folder
@@ -169,12 +173,12 @@ def test_a_budget_between_two_steps_is_reached(folder, found):
     """A job that stops at a number of tokens has trained on at least so many. Other data or another model is refused."""
     events = read_events(folder / "parts")
     assert [(e["event"], e["step"]) for e in events] == [
-        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 2),
+        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 3),
         *(("resume", FIRST), ("checkpoint", STEPS), ("complete", STEPS)),
     ]
     assert read_config(folder / "parts")["budget"]["stop_at_tokens"] == 0
-    assert events[5]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
-    assert [event["reason"] for event in events[3:5]] == list(found["refusals"].values())
+    assert events[6]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
+    assert [event["reason"] for event in events[3:6]] == list(found["refusals"].values())
     assert all(name in reason for name, reason in found["refusals"].items())
 
 
@@ -210,7 +214,8 @@ def test_two_nodes(folder, sample):
     spawn(2, two_nodes, str(sample), str(folder))
     run = folder / "nodes"
     check_run(run)
-    assert [row["step"] for row in read_json_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    steps = [row["step"] for row in read_json_lines(run / "metrics.jsonl")]
+    assert steps == [0, 1, 2, 3, 3, 4, 5]  # with condensation at the start and at the end of the first start
     assert len(list((run / "tb").iterdir())) == 2  # one writer in each start
     rows, expected = read_metrics(run), read_metrics(folder / "whole")
     assert [row["tokens"] for row in rows.values()] == [row["tokens"] for row in expected.values()]
@@ -218,6 +223,11 @@ def test_two_nodes(folder, sample):
     for name, tolerance in {"lr": 1e-6, "ce": 1e-3, "dispersion": 2e-2, "grad_norm": 1e-2}.items():
         values = [[row[name] for row in of.values()] for of in (rows, expected)]
         assert values[0] == pytest.approx(values[1], rel=tolerance), name
+    # Each rank has half of a sequence's tokens, in the order of load balancing.
+    found, expected = (reader.read_condensation(of) for of in (run, folder / "parts"))
+    assert list(found) == [0, FIRST]
+    for name in ("mean_cosine", "mean_angle", "effective_rank", "cross_entropy"):
+        assert found[0][name] == pytest.approx(expected[0][name], rel=1e-5), name
 
 
 # ---- what a run leaves: docs/run_folder.md names it
@@ -263,13 +273,53 @@ def test_the_page_names_every_event():
     written = set(re.findall(r'\bevent\(\s*"(\w+)"(?: if [\w.]+ else "(\w+)")?', sources))
     table = (ROOT / "docs" / "run_folder.md").read_text().split("| `event` |")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert {name for names in written for name in names if name} == set(re.findall(r"`(\w+)`", "".join(cells)))
+    listed = set(re.findall(r"`(\w+)`", "".join(cells)))
+    assert {name for names in written for name in names if name} == listed == EVENTS
+
+
+# (what check_run says; a key of the lines that count, the place of one of them, and what is changed in it, or it is repeated)
+SPOILED = (
+    ("rows of two writers", "loss", -1, {"time": 0}),
+    ("a row before the first start", "loss", 0, {"time": 0}),
+    ("a step has two rows", "loss", -1, {}),
+    ("steps go back, within one start: .1, 4, 3", "loss", 1, {"step": 4}),
+    ("a start from step 3 has rows of steps .3, 5", "loss", 3, {"step": 3}),
+    ("a start from step 3 measured at steps .2, 5", "condensation", 3, {"step": 2}),
+    ("tokens do not grow", "loss", 1, {"tokens": 1}),
+    ("tokens of the sources", "loss", 2, {"data": {"tokens/web": 1, "tokens/code": 2}}),
+    ("no such event: saved", "event", 1, {"event": "saved"}),
+    ("checkpoint outside of a start", "event", 0, {"event": "checkpoint"}),
+    ("checkpoints go back", "event", 1, {}),
+    ("an end without a beginning", "event", -1, {}),
+    ("no checkpoint to resume from", "event", 6, {"step": 2}),
+    ("'event': 'start', 'step': 3", "event", 6, {"event": "start"}),
+)
+
+
+@pytest.mark.changes_runs
+@pytest.mark.parametrize(("said", "key", "place", "changes"), SPOILED)
+def test_what_spoils_a_run_folder_is_noticed(run, tmp_path, said, key, place, changes):
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint"))
+    file = copy / ("events.jsonl" if key == "event" else "metrics.jsonl")
+    lines = read_json_lines(file)
+    line = [line for line in lines if key in line][place]
+    place = lines.index(line)
+    lines[place : place + bool(changes)] = [line | changes]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(AssertionError, match=said):
+        check_run(copy)
+
+
+def test_a_stray_file_is_noticed(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(AssertionError, match="no such file"):
+        check_run(tmp_path)
 
 
 def test_what_is_said_of_a_run(run):
     console = (run.parent / "parts.log").read_text()
     assert re.search(r"goodput\) of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:.* start-up", console)
-    for said in ("(goodput) of all 4 starts: ", f"Checkpoints: {run}/checkpoint", f"--logdir {run}/tb"):
+    for said in ("(goodput) of all 5 starts: ", f"Checkpoints: {run}/checkpoint", f"--logdir {run}/tb"):
         assert said in console
     eager = dict.fromkeys(("epilogue", "normalize_backward"), "eager: on a CPU")
     assert reader.read_environment(run)["dispersion"] == {"kernels": eager, "products": ["float32"]}

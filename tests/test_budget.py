@@ -61,9 +61,11 @@ def test_steps_cover_the_budget_and_the_stop(run, tokens, fraction):
 
 
 @quick
-@given(runs(), st.integers(1, 200))
-def test_a_batch_is_divided_into_equal_parts_or_refused(run, slots):
+@given(runs(), st.data())
+def test_a_batch_is_divided_into_equal_parts_or_refused(run, data):
     """Of the sequences among microbatches and ranks, of the slots among ranks, and of the sequences among slots."""
+    accepted = [n for n in range(run.dp, run.batch + 1, run.dp) if run.batch % n == 0]  # few of all numbers
+    slots = data.draw(st.integers(1, 200) | st.sampled_from(accepted))
     job = changed(run.job, {"stream.slots": slots})
     check_batch(job, run.ranks)
     if run.batch % slots == 0 and slots % run.dp == 0:
@@ -95,11 +97,14 @@ def test_replicas_use_every_rank(run, most):
     assert batch.data_parallel_degree(job, run.ranks) == run.dp
 
 
+@pytest.mark.parametrize(("times", "rest"), [((0, 0), (0, 0)), ((1, 4), (0, 0)), ((0, 4), (1, 11))])
 @quick
-@given(runs(), few, st.integers(0, 100), st.integers(-1, 12))
-def test_validation_takes_as_many_sequences_as_were_asked_for(run, local, wanted, steps):
+@given(runs(), few, st.data(), st.integers(-1, 4))
+def test_validation_takes_as_many_sequences_as_were_asked_for(times, rest, run, local, data, steps):
+    step = local * run.dp
+    wanted = data.draw(st.integers(*times)) * step + data.draw(st.integers(*rest))
     keys = {"validation.local_batch_size": local, "validation.steps": steps, "stream.validation_sequences": wanted}
-    job, step = changed(run.job, keys), local * run.dp
+    job = changed(run.job, keys)
     if wanted and wanted % step == 0 and (steps == -1 or steps * step >= wanted):
         assert validation_sequences(job, run.dp) == wanted
     elif not wanted and steps > 0:

@@ -42,8 +42,8 @@ def test_no_unknown_mfu_in_the_log(one_rank, colours, caplog):
 def on_rank_1(what, number=0):
     if what == "die at exit":
         dist.destroy_process_group = lambda: os.kill(os.getpid(), number)
-    elif dist.get_rank() == 0:
-        time.sleep(300 * (what == "fail"))  # it hangs
+    elif dist.get_rank() == 0 or what == "hang":
+        time.sleep(300 * (what != "die at work"))
     elif what == "fail":
         raise ValueError("broken on purpose")
     else:
@@ -63,6 +63,9 @@ def test_ranks_that_fail_or_die_fail_the_test(monkeypatch):
             spawn(2, on_rank_1, *what)
     with pytest.warns(UserWarning, match="after their work"):
         spawn(2, on_rank_1, "die at exit", signal.SIGABRT)
+    signal.setitimer(signal.ITIMER_REAL, 1)  # of pytest-timeout
+    with pytest.raises(AssertionError, match="2 of 2 ranks hang"):
+        spawn(2, on_rank_1, "hang")
 
 
 def count_threads():

@@ -169,6 +169,7 @@ def three_steps_of_each(sample, folder):
         assert dtype == f"torch.{job.training.dtype}"
         trainer.close()
         rows = read_metrics(Path(folder) / file.stem)
+        assert list(rows) == [1, 2, 3]
         for step, row in rows.items():
             assert row["tokens"] == step * 2 * 32
             assert row["loss"] == pytest.approx(row["ce"] + job.dispersion.coeff * row["dispersion"], abs=1e-5)

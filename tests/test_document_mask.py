@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests import streams
 from tests.distributed import spawn
 from tests.mesh import SEQ_LEN, alone, documents, global_batch, parts_of, plain_model, trained
 from tests.pages import changed
+from tests.run_invariants import check_run
 from tests.test_assembly import OPTIONS
 from titan_disp.config.checks import check_config
 from titan_disp.data.files import list_files
@@ -28,6 +30,7 @@ from titan_disp.models.decoder import document_mask
 from titan_disp.models.registry import MODELS, model_args
 from titan_disp.run.identity import check_identity
 from titan_disp.run.reader import read_condensation, read_metrics, read_validation
+from titan_disp.train import DispTrainer
 
 MASK = ("--stream.document_mask",)
 RESTART = (*MASK, "--stream.restart_positions")
@@ -52,6 +55,13 @@ def test_logits_of_a_packed_sequence_equal_those_of_each_document(name, restart)
     assert given is segments  # for the loss
     for found, wanted in zip((logits, *activations), (expected, *theirs), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    # What measures condensation passes the model the same.
+    trainer = MagicMock(model_parts=[model], model_args=args)
+    trainer.parallel_dims.cp_enabled = False
+    trainer.post_dataloading_process = partial(DispTrainer.post_dataloading_process, trainer)
+    DispTrainer.measure_condensation(trainer)
+    (forward,) = trainer.monitor.measure.call_args.args
+    torch.testing.assert_close(forward(inputs, inputs, segments).activations[-2:], activations)
     assert (logits - plain(inputs)[0])[1:].abs().amax((1, 2)).min() > 0.01  # attention across documents would be seen
     # One document: the same as without masks. Evaluation, export and generation know only such sequences.
     one = torch.zeros_like(segments)
@@ -149,6 +159,8 @@ def runs(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     spawn(1, train, sample, folder, {"whole": (), "gpt2": ("--model.name", "gpt2_disp")})
     spawn(2, train, sample, folder, {"two": (), "tp": ("--parallelism.tensor_parallel_degree", "2")})
+    for run in folder.iterdir():
+        check_run(run)
     return folder
 
 

@@ -9,6 +9,7 @@ from torchtitan.components.loss import cross_entropy_loss
 from tests.distributed import spawn
 from tests.mesh import VOCAB, build, canonical, dims, full, job_config, step
 from tests.oracle import Largest, cross_entropy
+from tests.run_invariants import check_run
 from titan_disp.errors import ConfigError
 from titan_disp.models.head import HiddenStates, chunked_cross_entropy, loss_and_gradient
 from titan_disp.models.registry import MODELS
@@ -154,6 +155,8 @@ def real_trainers(sample, folder):
 def folder(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("head")
     spawn(2, real_trainers, str(sample), str(folder))
+    for run in ("whole", "chunked", "parts", "large"):
+        check_run(folder / run)
     return folder
 
 

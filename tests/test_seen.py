@@ -10,7 +10,7 @@ from tests import ring_attention
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, job_config, plain_model, weights
 from tests.pages import changed
-from tests.run_invariants import check_sources
+from tests.run_invariants import check_run, check_sources
 from tests.streams import write_texts
 from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger
 from titan_disp.job_config import Source
@@ -56,6 +56,8 @@ def folder(sample, tmp_path_factory):
     write_texts(folder / "code.json", [f"x = {i} + y" for i in range(99)])
     for ranks, cases in CASES.items():
         spawn(ranks, train, sample, folder, cases)
+        for name in cases.keys() - {"stock"}:
+            check_run(folder / name)
     return folder
 
 

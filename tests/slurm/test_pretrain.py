@@ -15,6 +15,7 @@ from datetime import datetime
 import pytest
 
 from tests.command_line import DEMO, ROOT, train
+from tests.run_invariants import check_run
 from tests.slurm.local import ENDED, LocalSlurm, processes_with
 from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_json_lines, read_metrics
@@ -42,6 +43,7 @@ def whole(sample, tmp_path_factory):
     """Return an uninterrupted run of two ranks, without SLURM."""
     run = tmp_path_factory.mktemp("whole") / "run"
     train(DEMO, sample, run, *OPTIONS, nproc=2)
+    check_run(run)
     return run
 
 
