@@ -338,6 +338,7 @@ def test_models_and_runs(options, sweeps):
         assert name in runs or name == "assets/hf/gpt2" or not name.startswith("outputs/") and parse_id(name), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SWEEPS.keys() - {"qwen3_methods"}))
 def test_sweeps_at_the_papers_size(name, sweeps):
     """The last condition of each listed point can start on one GPU."""

@@ -198,6 +198,7 @@ def test_a_width_takes_the_best_learning_rate_and_one_beyond_the_edge():
     assert evidence_parts.best_recipe(rows, "on-16", "widths-tuning", grid) == Recipe(0.016, 0.2)
 
 
+@pytest.mark.slow
 def test_jobs_are_configs_that_can_run(sample):
     rows, by_condition = tuning_rows(INSIDE) + width_rows({}), ("main", "losses")
     every = {(part, job.condition * (part in by_condition)): job for part in PARTS for job in jobs(part, rows)}
@@ -254,6 +255,7 @@ def test_the_pages_in_docs_are_made_of_the_rows_in_docs():
     assert found["evidence.md"].count("![") <= 4
 
 
+@pytest.mark.slow
 def test_the_second_experiment_is_on_the_pages_once_it_is_complete():
     rows = [one for one in RECORDED if one["part"] not in SECOND]
     rows += width_rows({"on-16": 0.008, "off-768": 0.064}, beyond=True)
@@ -344,6 +346,7 @@ TURNED = [
 ]
 
 
+@pytest.mark.slow
 def test_the_page_is_refused_when_a_sign_has_turned():
     """Each claim of the template fails for one of the changes."""
     template = re.sub(r"\{#.*?#\}", "", TEMPLATE, flags=re.S)

@@ -174,6 +174,7 @@ def stepped(sample, hub, tmp_path_factory):
     return dest
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_import_and_export_are_inverse_on_a_mesh(published, stepped, name):

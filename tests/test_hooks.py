@@ -87,7 +87,9 @@ def test_torchs_own_encoder():
     close(found, backward(model, z.square().mean() + 2 * dispersion_losses(zs, valid=TOKENS).mean()))
 
 
-@pytest.mark.parametrize("change", ["checkpointed", "reentrant", "hooks checkpointed", "compiled"])
+@pytest.mark.parametrize(
+    "change", ["checkpointed", "reentrant", "hooks checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_the_same_in_a_model_that_is(change):
     model = model_of("LlamaForCausalLM")
     handle = attach(model)

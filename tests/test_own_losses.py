@@ -307,6 +307,7 @@ def check_on_ranks_and_train(folder, sample):
         trained(sample, folder / "run", *words, *more)
 
 
+@pytest.mark.slow
 def test_ranks_and_a_run(folder, sample):
     from titan_disp.lab.export.model_card import model_card
     from titan_disp.lab.export.saved import find_saved

@@ -40,6 +40,7 @@ def counts(sample, folder):
         (Path(folder) / "counts.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_counts_of_a_quiet_step(sample, tmp_path):
     spawn(2, counts, str(sample), str(tmp_path))
     stock, off, exact = json.loads((tmp_path / "counts.json").read_text()).values()
@@ -180,5 +181,6 @@ def two_ranks(sample, folder):
     assert same(late[2], late[3])
 
 
+@pytest.mark.slow
 def test_two_ranks(sample, tmp_path):
     spawn(2, two_ranks, str(sample), str(tmp_path))

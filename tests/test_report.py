@@ -608,6 +608,7 @@ FRAME = """<!doctype html><title></title><script>addEventListener("message", e =
 <iframe src="copy.html" style="border: 0" width="WIDTH" height="800"></iframe>"""
 
 
+@pytest.mark.slow
 def test_in_a_browser(compared, tmp_path):
     """Everything is drawn, nothing is wider than the window, and no text of a run is executed, even with scripts on."""
     browser, page = find_browser(), compared.read_text()

@@ -60,6 +60,7 @@ def trains_quickly(monkeypatch, sample):
     monkeypatch.setattr(selftest.subprocess, "run", run)
 
 
+@pytest.mark.slow
 def test_one_rank(trains_quickly, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(selftest.Timer, "blocked_autorange", lambda timer: timer.timeit(1))
     assert typed(monkeypatch, "selftest", "--json", tmp_path / "found.json") == 0
