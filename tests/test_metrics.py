@@ -29,7 +29,6 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.loader import StreamLoader
 from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
-from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
 from titan_disp.run.reader import read_condensation, read_json_lines, read_metrics
 
@@ -153,15 +152,18 @@ def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
     """Each shows the model before training, also after a resume, which reads it in the run folder."""
     monkeypatch.setattr("titan_disp.condensation.heatmap.heatmaps", lambda rows: [*rows[0].values()][0])
     drawn, before = {}, condensed(0.1, 0.2, 0.3)
-    writer = SimpleNamespace(add_figure=lambda tag, shown, at: drawn.update({at: list(shown.untrained_mean_cosine)}))
+    writer = SimpleNamespace(add_figure=lambda tag, shown, at: drawn.update({at: shown.untrained_mean_cosine}))
     monkeypatch.setattr(TensorBoardFolder, "_open", lambda self, step: writer)
-    append_json(tmp_path / "metrics.jsonl", {"step": 0, "time": 1.0, "condensation": before.to_json()})
+    before.save(tmp_path / "condensation" / "step-0.npz")
     for begin, end in ((0, 100), (100, 310)):
         board = TensorBoardFolder(str(tmp_path / "tb"), str(tmp_path))
         for step in range(begin, end, 10):
             board.log_heatmap(condensed(0.4, 0.5, 0.6) if step else before, step)
     assert list(drawn) == [0, 10, 20, 30, 40, 50, 70, 90, 100, 130, 170, 220, 280]
     assert {*map(tuple, drawn.values())} == {(0.1, 0.2, 0.3)}
+    (tmp_path / "condensation" / "step-0.npz").write_bytes(b"damaged")
+    TensorBoardFolder(str(tmp_path / "tb"), str(tmp_path)).log_heatmap(before, 400)
+    assert drawn[400] is None
 
 
 def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, clock, monkeypatch):

@@ -384,6 +384,7 @@ def test_json_and_text(every_node_count):
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
     assert plan.machine.gpu_memory == 80
     text = render(plan)
+    assert len(text.splitlines()) <= 36
     assert ", ".join(line[:16].strip() for line in text.splitlines() if "warning" not in line) == (
         "plan, machine, mesh, batch, steps, parameters, memory, weights, gradients, optimizer, unsharded, activations, "
         "dispersion, logits, checkpoint, over the run, every, FLOPs, step, within nodes, between, not hidden, throughput, "

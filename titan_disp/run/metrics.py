@@ -3,6 +3,7 @@
 Any trainer calls ``should_log`` on every rank in every step, and ``log`` on every rank when a step is logged.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -29,9 +30,10 @@ from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import StreamLoader, is_largest
 from titan_disp.dispersion import LossLedger
 from titan_disp.dispersion.variants.base import bad_fit
+from titan_disp.errors import ConfigError
 from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
-from titan_disp.run.reader import METRICS, read_condensation
+from titan_disp.run.reader import METRICS
 
 HEATMAP_RATIO = 1.25  # smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
 
@@ -67,9 +69,11 @@ class TensorBoardFolder(BaseLogger):
         self._next_heatmap = HEATMAP_RATIO * step
         from titan_disp.condensation.heatmap import heatmaps  # imports matplotlib, which only rank 0 needs
 
-        if self._untrained is None:  # in the first heatmap of a start
-            before = found.to_json() if step == 0 else read_condensation(self.run).get(0)
-            self._untrained = None if before is None else np.array(before["mean_cosine"], dtype=float)
+        if step == 0:
+            self._untrained = found.mean_cosine
+        elif self._untrained is None:  # in the first heatmap of a start
+            with contextlib.suppress(ConfigError):  # there is no such file, or it is damaged: the line is left out
+                self._untrained = Condensation.load(Path(self.run, "condensation", "step-0.npz")).mean_cosine
         shown = dataclasses.replace(found, untrained_mean_cosine=self._untrained)
         self._open(step).add_figure("condensation/heatmap", heatmaps([{f"step {step}": shown}]), step)
 

@@ -30,14 +30,9 @@ SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition
 # Keys that change neither training nor what is measured.
 WITHOUT_EFFECT = (
     *("job.", "metrics.", "comm.", "profiling.", "condensation.interval", "condensation.per_layer"),
-    *("validation.enable", "validation.freq", "validation.local_batch_size", "training.gc_freq", "checkpoint.enable"),
-    *(
-        "checkpoint.folder",
-        "checkpoint.interval",
-        "checkpoint.keep_latest_k",
-        "checkpoint.async_mode",
-        "checkpoint.last_save",
-    ),
+    *("validation.enable", "validation.freq", "validation.local_batch_size", "training.gc_freq"),
+    *("checkpoint.enable", "checkpoint.folder", "checkpoint.interval", "checkpoint.keep_latest_k"),
+    *("checkpoint.async_mode", "checkpoint.last_save"),
 )
 ABSENT = object()  # stands for the value of a key that a column does not have
 
