@@ -391,19 +391,22 @@ def complete(rows: Sequence[Row], *parts: str) -> bool:
     return bool(every) and all(job.key in known for jobs in wanted for job in jobs)
 
 
-def replication(rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
-    """Return the parts that repeat the middle width, by their seeds, or nothing while runs are missing."""
-    parts, seeds = ("widths", "widths-again"), design.AGAIN_SEEDS
-    label = f"seeds {seeds[0]} to {seeds[-1]}", f"all {len(design.SECOND_SEEDS + seeds)} new seeds"
-    return {label[0]: parts[1:], label[1]: parts} if complete(rows, *parts) else {}
+def second_experiment(rows: Sequence[Row], value: Value) -> dict[str, Paired]:
+    """Return on − off by MLP width, and at the middle one with other seeds, or nothing while runs are missing."""
+    parts, middle, seeds = ("widths", "widths-again"), WIDTHS[1], design.AGAIN_SEEDS
+    if not complete(rows, *parts):
+        return {}
+    other, every = (
+        f"{middle}, seeds {seeds[0]} to {seeds[-1]}",
+        f"{middle}, all {len(design.SECOND_SEEDS + seeds)} new seeds",
+    )
+    found = {str(width): together(rows, parts[:1], width, value) for width in WIDTHS}
+    return found | {other: together(rows, parts[1:], middle, value), every: together(rows, parts, middle, value)}
 
 
 def gains(rows: Sequence[Row]) -> list[str]:
-    """Return where the second experiment's interval of on − off is below zero: widths, or seeds of the middle one."""
-    again = replication(rows)
-    found = by_width(rows, "widths", loss("test")) if again else {}
-    found |= {name: together(rows, parts, WIDTHS[1], loss("test")) for name, parts in again.items()}
-    return [str(name) for name, one in found.items() if one.sign < 0]
+    """Return where the second experiment's interval of on − off is below zero."""
+    return [name for name, one in second_experiment(rows, loss("test")).items() if one.sign < 0]
 
 
 def other_losses(rows: Sequence[Row]) -> dict[str, tuple[Paired, Paired]]:

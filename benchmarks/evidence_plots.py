@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import evidence_analysis as analysis
 from benchmarks.evidence_analysis import MARGIN, NO_CHANGE, Paired
-from benchmarks.evidence_parts import NAMES, PARTS, TEXTS, TRAINED, WIDTHS, Row
+from benchmarks.evidence_parts import NAMES, PARTS, TEXTS, TRAINED, Row
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.lab.plots import MEAN_COSINE, OKABE_ITO
 
@@ -69,10 +69,8 @@ def contrasts(rows: Sequence[Row]) -> Figure:
 
 def widths(rows: Sequence[Row]) -> Figure:
     """Draw on − off at each MLP width of the second experiment, and at the middle one with other seeds."""
-    by_width = analysis.by_width(rows, "widths", analysis.loss("test"))
-    for name, parts in analysis.replication(rows).items():
-        by_width[f"{WIDTHS[1]}, {name}"] = analysis.together(rows, parts, WIDTHS[1], analysis.loss("test"))
-    return _differences({f"MLP width {width}": one for width, one in by_width.items()}, NO_CHANGE)
+    found = analysis.second_experiment(rows, analysis.loss("test"))
+    return _differences({f"MLP width {name}": one for name, one in found.items()}, NO_CHANGE)
 
 
 def _differences(found: Mapping[str, Paired], margin: float) -> Figure:
@@ -97,5 +95,7 @@ def _differences(found: Mapping[str, Paired], margin: float) -> Figure:
 
 def draw(rows: Sequence[Row], docs: Path) -> None:
     pictures = {"loss": difference_over_tokens, "cosine": cosine_maps, "contrasts": contrasts}
-    for name, drawn in (pictures | ({"widths": widths} if analysis.replication(rows) else {})).items():
+    if analysis.complete(rows, "widths", "widths-again"):
+        pictures["widths"] = widths
+    for name, drawn in pictures.items():
         drawn(rows).savefig(docs / f"evidence_{name}.png", dpi=120)

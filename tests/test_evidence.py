@@ -129,9 +129,8 @@ def test_the_change_over_widths_and_its_verdict():
     assert width_verdict(widths(0.04, rates=(1, 1, -1)))[1] == "undecided: depends on the learning rates chosen"
     assert width_verdict(widths(-0.01, spread=0.03))[1] == "undecided: a change of 0.037 is not excluded"
     assert width_verdict(widths(0.04, seeds=SECOND_SEEDS[:5]))[1] == "undecided: failures"
-    assert (
-        width_verdict([one for one in widths(0.04) if "lr-0.064" not in one["condition"]])[1] == "undecided: failures"
-    )
+    untuned = [one for one in widths(0.04) if "lr-0.064" not in one["condition"]]
+    assert width_verdict(untuned)[1] == "undecided: failures"
     rows = [one for one in widths(0.04) if (one["condition"], one["seed"]) != ("on-768", 11)]
     assert width_verdict([*rows, failed("widths", "on-768", 11)])[1] == "undecided: failures"
     assert width_verdict([*rows, failed("widths", "on-768", 11), failed("widths", "off-768", 12)])[0].n == 6
@@ -222,8 +221,9 @@ def test_the_readme_has_the_answer_of_the_rows():
     assert both.p > evidence_analysis.ALPHA
     assert f"{long.mean:.3f} higher ({long.low:.3f} to {long.high:.3f})" in readme
     assert f"{-width.mean:.3f} lower (p {width.p:.2f}, {width.verdict()})" in readme
-    if parts := evidence_analysis.replication(RECORDED).get("all 16 new seeds"):
-        new = evidence_analysis.together(RECORDED, parts, 192, evidence_analysis.loss("test"))
+    if new := evidence_analysis.second_experiment(RECORDED, evidence_analysis.loss("test")).get(
+        "192, all 16 new seeds"
+    ):
         assert f"{new.mean:+.4f} ({new.low:.4f} to {new.high:.4f})" in readme
 
 
