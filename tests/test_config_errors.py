@@ -93,6 +93,8 @@ def check(config, ranks):
         (3, f"{TP} 3", "tensor_parallel_degree 3 does not divide the 4 attention heads"),
         (2, f"{TP} 2 model.overrides hidden_dim=15", "2 does not divide the 15 hidden units .* 'nano with hidden_dim"),
         (2, "training.enable_cpu_offload true", "enable_cpu_offload is true, but there is no accelerator"),
+        (1, "profiling.enable_profiling true", "enable_profiling is true, but there is no accelerator"),
+        (1, "profiling.enable_memory_snapshot true", "enable_memory_snapshot is true, but there is no accelerator"),
         (2, f"{TP} 2 compile.enable true activation_checkpoint.mode full", "expected at most two of them on a CPU"),
         (2, f"training.enable_cpu_offload true {TP} 2", "only FSDP offloads, .* data_parallel_shard_degree 1"),
         (1, NOISE, "'noisy_embedding' and dispersion.enabled is true.*baseline.with_dispersion = true"),

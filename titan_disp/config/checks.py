@@ -313,8 +313,9 @@ def check_device(job_config: JobConfig) -> None:
     # Without the package, TorchTitan would only log an error and train on.
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("metrics.enable_wandb is true, but wandb is not installed: pip install 'titan-disp[wandb]'")
-    if job_config.training.enable_cpu_offload and cpu.active():
-        raise ConfigError("training.enable_cpu_offload is true, but there is no accelerator: set it to false")
+    for key in ("training.enable_cpu_offload", "profiling.enable_profiling", "profiling.enable_memory_snapshot"):
+        if cpu.active() and operator.attrgetter(key)(job_config):
+            raise ConfigError(f"{key} is true, but there is no accelerator: set it to false")
     cp = job_config.parallelism.context_parallel_degree
     if cp > 1 and cpu.active():
         raise ConfigError(f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's kernels")
