@@ -226,9 +226,13 @@ def test_curves_by_hand(by_hand, monkeypatch):
         make(by_hand)
     found = {}
     for axes in drawn:
+        low, high = axes.yaxis.label.get_window_extent().intervaly
+        assert low >= 0
+        assert high <= axes.figure.bbox.height
         lines = axes.lines[::2]  # the other lines mark where a run resumed
         ends = {line.get_label(): line.get_xydata()[[0, -1]].round(6).tolist() for line in lines}
-        found[axes.get_ylabel()] = (axes.get_xlabel(), ends)
+        label = axes.yaxis.label
+        found[label.get_text().replace("\n", " ")] = (axes.get_xlabel(), ends)
     assert found == {
         "cross-entropy (training)": ("tokens", {"on": [[4096, 12], [49152, 1]], "off": [[4096, 24], [32768, 20.5]]}),
         "dispersion loss, without λ": ("tokens", {"on": [[4096, -0.25], [49152, -3]]}),
@@ -267,14 +271,16 @@ OTHER = {"optimizer.lr": 1.0}
 
 
 def test_conditions():
-    """Different seeds are one condition. A different λ, other validation data, or the same seed again is another one."""
+    """Different seeds are one condition. A different λ, other held-out text, or the same seed again is another one."""
     runs = [one(f"off-seed-{i}", i) for i in (1, 2)] + [
         one(f"on-seed-{i}", i, **ON, **{"checkpoint.interval": i}) for i in (1, 2, 3)
     ]
     runs += [one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}), *(one(f"again-{i}", 7, **OTHER) for i in "ab")]
-    runs.append(one("elsewhere", 3, **{"validation.dataset_path": "other"}))
+    runs += [one(key, 3, **{f"validation.{key}": "other"}) for key in ("dataset_path", "enable")]
+    runs.append(one("on-seed-2-repeated", 2, **ON))
     of_seeds = [("off (2 seeds)", [0, 1]), ("on (3 seeds)", [2, 3, 4])]
-    others = [("small-lambda", [5]), ("again-a", [6]), ("again-b", [7]), ("elsewhere", [8])]
+    others = [("small-lambda", [5]), ("again-a", [6]), ("again-b", [7]), ("dataset_path", [8]), ("enable", [9])]
+    others.append(("on-seed-2-repeated", [10]))
     assert conditions(runs) == of_seeds + others
     # Of runs that were named together, configs, seeds and the runs between them do not matter.
     runs = [one("a", 1), one("b", 1, "x", **OTHER), one("c", 2), one("d", 1, "x"), one("e", 3, "y")]

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
+from shlex import quote
 from typing import Any, cast
 
 import torch
@@ -340,7 +341,7 @@ class DispTrainer(Trainer):
         if job.checkpoint.enable:
             logger.info(f"Checkpoints: {os.path.join(job.job.dump_folder, job.checkpoint.folder)}")
         if job.metrics.enable_tensorboard:
-            logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")
+            logger.info(f"TensorBoard: tensorboard --logdir {quote(self.metrics_processor.tensorboard_folder)}")
         if self.run_folder is not None:
             measured = read_condensation(self.run_folder.path)
             for line in over_training({step: row for step, row in measured.items() if step <= self.step}):

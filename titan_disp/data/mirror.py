@@ -8,6 +8,7 @@ import json
 import os
 import re
 from pathlib import Path
+from shlex import quote
 
 from titan_disp.data.hub import HubName, fetch_arguments, files_of_split, splits_in
 from titan_disp.errors import ConfigError
@@ -21,7 +22,7 @@ def record_path(folder: Path, name: HubName) -> Path:
 
 def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, int]]:
     """List (path, size) of a split's files in a mirror, or in a full copy of its repository. None may be missing."""
-    root, fetch = Path(folder), f"titan-disp data fetch {folder} --dataset '{name}'"
+    root, fetch = Path(folder), f"titan-disp data fetch {quote(folder)} --dataset '{name}'"
     if not root.is_dir():
         raise ConfigError(
             f"{where}, which is not a folder. Expected a mirror, as titan-disp data fetch {fetch_arguments(name)} makes "

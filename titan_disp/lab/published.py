@@ -10,9 +10,9 @@ from titan_disp.text import number
 
 HEADINGS = ("task", "what", "of", "number", "source")
 NOTE = (
-    "Published numbers are of other models, budgets, data, GPUs and documents, unless you made yours the same, and have no "
-    "standard errors. P is the text of arXiv 2602.00217, R a review of its ICML version. They do not always agree. Errors "
-    "of ours are over seeds. GPU-hours are those of all ranks in the steps that count."
+    "Published numbers are of other models, budgets, data, GPUs and documents, unless you made yours the same. We know no "
+    "standard errors of them. P is the text of arXiv 2602.00217, R a review of its ICML version. They do not always agree. "
+    "Errors of ours are over seeds. GPU-hours are those of all ranks in the steps that count."
 )
 Ours = Mapping[tuple[str, str], Mapping[str, str]]  # what was measured, by task and what, and by name
 Lines = list[tuple[str, ...]]  # a cell for each of ``HEADINGS``

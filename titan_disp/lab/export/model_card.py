@@ -61,12 +61,12 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
 def _condensation(measured: Mapping[str, Any]) -> str:
     """Describe the output of ``Condensation.to_json``."""
     mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
-    blocks, over_depth = mean[1:-1], measured[OF_PAPER]
+    blocks, over_depth = mean[1:-1], measured.get(OF_PAPER, {})  # older rows have none
     told = (
         f"mean cosine of two tokens {mean[0]:.3f} in the embedding, {sum(blocks) / len(blocks):.3f} on average over the "
         f"blocks, {blocks[-1]:.3f} after the last block, {mean[-1]:.3f} after the final norm"
     )
-    if over_depth["spearman"] is None:
+    if over_depth.get("spearman") is None:
         return told
     return f"{told}; with depth, {PLACES[OF_PAPER]}: ρ {over_depth['spearman']:.2f}, τ {over_depth['kendall']:.2f}"
 

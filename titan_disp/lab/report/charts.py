@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -159,7 +160,7 @@ def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scal
         axes.plot(x, y, label=plain(line.name), linewidth=1.5, marker=marker, markersize=3, **line.style)
         heights, on_axis = [0.025] * len(line.resumes), axes.get_xaxis_transform()
         axes.plot(line.resumes, heights, "^", color=line.style["color"], markersize=5, transform=on_axis)
-    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set(xlabel=xlabel, ylabel=fill(ylabel, 40))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     scale(axes, lines)
     axes.grid(alpha=0.3)

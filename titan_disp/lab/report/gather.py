@@ -30,7 +30,7 @@ SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition
 # Keys that change neither training nor what is measured.
 WITHOUT_EFFECT = (
     *("job.", "metrics.", "comm.", "profiling.", "condensation.interval", "condensation.per_layer"),
-    *("validation.enable", "validation.freq", "validation.local_batch_size", "training.gc_freq"),
+    *("validation.freq", "validation.local_batch_size", "training.gc_freq"),
     *("checkpoint.enable", "checkpoint.folder", "checkpoint.interval", "checkpoint.keep_latest_k"),
     *("checkpoint.async_mode", "checkpoint.last_save"),
 )
@@ -218,12 +218,14 @@ def conditions(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
         groups[run.group or _recipe(run)].append(place)
     found = []
     for key, places in groups.items():
-        members = [runs[place] for place in places]
-        if not isinstance(key, str) and len({tuple(map(run.settings.get, SEEDS)) for run in members}) < len(members):
-            found += [(run.name, [place]) for run, place in zip(members, places, strict=True)]
-        else:
-            name = key if isinstance(key, str) else _common_name([run.name for run in members])
-            found.append((f"{name} ({len(places)} seeds)" if len(places) > 1 else name, places))
+        if isinstance(key, str):
+            name = key
+        else:  # another run with the same seeds is on its own
+            first = {tuple(map(runs[place].settings.get, SEEDS)): place for place in reversed(places)}
+            found += [(runs[place].name, [place]) for place in places if place not in first.values()]
+            places = sorted(first.values())
+            name = _common_name([runs[place].name for place in places])
+        found.append((f"{name} ({len(places)} seeds)" if len(places) > 1 else name, places))
     return sorted(found, key=lambda condition: condition[1])
 
 

@@ -156,10 +156,14 @@ class _Preparation:
         return hashlib.sha256(json.dumps([text, point.overrides, self.known, self.world_size]).encode()).hexdigest()
 
     def _inputs_to_check(self, point: Point, resolved: Mapping[str, Any]) -> str | None:
-        """Return a key of the values that ``check_inputs`` reads, or None if they need no check, as after another point."""
+        """Return a key of what these checks read, or None if they need not run, as after another point with this key."""
         if not self.inputs or state(point.folder)[0] == "finished":
             return None
-        parts = ("model.", "training.dataset", "training.seq_len", "validation.", "stream.", "checkpoint.")
+        parts = (
+            *("model.", "training.dataset", "training.seq_len", "validation.", "stream.", "checkpoint."),
+            *("training.enable_cpu_offload", "parallelism.", "compile.", "activation_checkpoint.mode"),  # check_device
+            *("profiling.", "metrics.enable_wandb"),
+        )
         key = json.dumps({k: v for k, v in resolved.items() if k.startswith(parts) and k != "stream.seed"})
         return None if key in self.read else key
 
