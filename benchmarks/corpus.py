@@ -213,9 +213,7 @@ def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
         characters += len(document.text)
         if characters >= TOKENIZER_CHARACTERS:
             break
-    counts = Counter[str]()
-    for text in texts:
-        counts.update(text)
+    counts = Counter(chain.from_iterable(texts))
     rare = str.maketrans(dict.fromkeys((c for c, count in counts.items() if count < RARE), None))
     return [text.translate(rare) for text in texts]
 
@@ -225,8 +223,7 @@ def _write_split(splits: dict[str, list[Document]], folder: Path) -> None:
     (folder / "test").mkdir()
 
     def records(documents: Iterable[Document]) -> Iterator[dict[str, str]]:
-        for d in documents:
-            yield {"text": d.text, "timestamp": TIMESTAMP, "url": f"{d.source}:{d.name}"}
+        return ({"text": d.text, "timestamp": TIMESTAMP, "url": f"{d.source}:{d.name}"} for d in documents)
 
     for i in range(TRAIN_FILES):
         name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"

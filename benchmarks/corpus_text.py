@@ -144,16 +144,15 @@ def from_pod(source: str) -> str:
             lines.append(line)
     text = "\n".join(lines)
     for n in (4, 3, 2):  # C<< a > b >>
-        text = re.sub(
-            rf"([A-Z])<{{{n}}}\s(.*?)\s>{{{n}}}", lambda m: _pod_code(m.group(1), m.group(2)), text, flags=re.S
-        )
+        text = re.sub(rf"([A-Z])<{{{n}}}\s(.*?)\s>{{{n}}}", _pod_code, text, flags=re.S)
     before = None
     while before != text:  # from the inside out: B<I<x>>
-        before, text = text, re.sub(r"([A-Z])<([^<>]*)>", lambda m: _pod_code(m.group(1), m.group(2)), text)
+        before, text = text, re.sub(r"([A-Z])<([^<>]*)>", _pod_code, text)
     return text
 
 
-def _pod_code(code: str, content: str) -> str:
+def _pod_code(found: re.Match[str]) -> str:
+    code, content = found.groups()
     if code in "XZ":
         return ""
     if code == "E":

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import tyro
+from tokenizers import ByteLevelBPETokenizer
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from measuring import Printed, in_a_fresh_process, show
@@ -47,16 +48,13 @@ class Options(Printed):
     """How many times the loaders take turns. The median counts."""
     many_files: int = 1024
     """Number of files in the rows with many slots; they are names for the same 64 files."""
-    seed: int = 0
 
 
 def write_corpus(folder: Path, options: Options) -> None:
     """Write the sample corpus's text with C4's layout and document lengths, and tokenizers of both kinds."""
-    from tokenizers import ByteLevelBPETokenizer
-
     texts = [d["text"] for d in documents()]
     words = " ".join(texts).split(" ")
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(0)
     # A lognormal with a mean of 2.2 kB, most of it below 1.2 kB: about 370 words of 6 characters.
     lengths = rng.lognormal(math.log(370) - 0.6, 1.1, (options.files, options.documents)).astype(int) + 10
     starts = rng.integers(0, len(words), lengths.shape)
@@ -112,12 +110,6 @@ def ours(job, ranks: int, slots: int, tokenizer: BaseTokenizer) -> StreamLoader:
     return open_stream(job, list_files("c4", job.training.dataset_path), tokenizer, ranks, 0)
 
 
-def stock(job, ranks: int, tokenizer: BaseTokenizer):
-    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
-
-    return build_text_dataloader(ranks, 0, tokenizer, job)
-
-
 def read_by_this_process() -> int:
     """Return the bytes that this process has read by system calls."""
     return int(Path("/proc/self/io").read_text().split()[1])
@@ -149,6 +141,8 @@ def median(found: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[dict[str, Any]]:
+    from torchtitan.hf_datasets.text_datasets import build_text_dataloader as stock
+
     rows = []
     for kind, path in tokenizers.items():
         free = kind == "reading"
@@ -163,7 +157,7 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
                 job = job_config(folder, path, options.seq_len, prefetch, *overrides)
                 tokenizer = Free() if free else load_tokenizer(path)
                 stocks = name == "TorchTitan"
-                loader = stock(job, ranks, tokenizer) if stocks else ours(job, ranks, 2 * ranks, tokenizer)
+                loader = stock(ranks, 0, tokenizer, job) if stocks else ours(job, ranks, 2 * ranks, tokenizer)
                 measured[name].append(measure(loader, options))
             medians = {name: median(found, "tokens_per_second") for name, found in measured.items()}
             for name, found in medians.items():

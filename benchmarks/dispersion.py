@@ -96,30 +96,25 @@ def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
     return forward_and_backward
 
 
-def synchronize(options: Options) -> None:
-    if options.device == "cuda":
-        torch.cuda.synchronize()
-
-
 def times(options: Options, n: int) -> dict[str, dict[str, float]]:
-    z = tokens(options, n)
+    z, synchronize = tokens(options, n), torch.get_device_module(options.device).synchronize
     calls = {name: call(name, options) for name in options.estimators}
     in_a_row = {"seconds": 1} | ({"seconds_in_a_row": 10} if options.device == "cuda" else {})
     best = {name: dict.fromkeys(in_a_row, math.inf) for name in calls}
     for round_ in range(options.repeat + 1):  # the first call warms up
         for (name, function), (what, count) in product(calls.items(), in_a_row.items()):
-            synchronize(options)
+            synchronize()
             start = time.perf_counter()
             for _ in range(count):
                 function(z)
-            synchronize(options)
+            synchronize()
             if round_:
                 best[name][what] = min(best[name][what], (time.perf_counter() - start) / count)
     if options.device == "cuda":
         for name, function in calls.items():
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 function(z)
-                synchronize(options)
+                synchronize()
             best[name]["kernel_seconds"] = sum(e.self_device_time_total for e in profiler.key_averages()) / 1e6
     return best
 
@@ -140,9 +135,8 @@ def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
 
 def peak_bytes(options: Options, n: int, estimator: str) -> int:
     """Return the peak memory of one call in this process minus what was held before, after a call on little data."""
-    small = Options(**{**vars(options), "n": [32]})
     function = call(estimator, options)
-    function(tokens(small, 32))  # allocates thread pools and the kernels' workspaces
+    function(tokens(options, 32))  # allocates thread pools and the kernels' workspaces
     z = tokens(options, n)
     if options.device == "cuda":
         function(z)  # compiling and tuning for this shape takes memory of its own

@@ -13,7 +13,7 @@ import json
 import math
 import subprocess
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
@@ -29,6 +29,7 @@ from benchmarks.evidence_score import HeldOut, held_out, history, score
 from benchmarks.templates import Refused
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import counted
+from titan_disp.files import in_parallel
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.sweeps.definition import Listed, Sweep
 from titan_disp.lab.sweeps.local import Result, run
@@ -75,14 +76,6 @@ def _text(folder: Path, tokenizer: Path, length: int) -> HeldOut:
     return held_out(folder, loaded.encode, loaded.eos_id, length)
 
 
-def measure(folder: Path, data: Path, texts: Sequence[str]) -> dict[str, Any]:
-    """Return the numbers of a run's last checkpoint by text. It is called in a process of its own, on one core."""
-    torch.set_num_threads(1)
-    saved = find_saved(folder)
-    model, length = load_model(saved), saved.config["training"]["seq_len"]
-    return {name: score(model, _text(data / TEXTS[name], data / "tokenizer", length), length) for name in texts}
-
-
 class Experiment:
     """Trains and measures runs, and writes their rows."""
 
@@ -103,16 +96,12 @@ class Experiment:
 
     def missing(self, part: str) -> list[Job]:
         """Return the runs that have no finished row with their recipe and corpus."""
-        known = newest(self.rows)
+        known, config, corpus = newest(self.rows), self.options.config, self.corpus["sha256"][:12]
         finished = {key: (row["recipe"], row["corpus"]) for key, row in known.items() if row["status"] == "finished"}
-        return [job for job in jobs(part, self.rows) if finished.get(job.key) != self._recipe(job)]
-
-    def _recipe(self, job: Job) -> tuple[str, str]:
-        return job.recipe(self.options.config), self.corpus["sha256"][:12]
+        return [job for job in jobs(part, self.rows) if finished.get(job.key) != (job.recipe(config), corpus)]
 
     def _ready(self, job: Job) -> bool:
-        row = newest(self.rows).get(job.parent) if job.parent is not None else None
-        return job.parent is None or (row is not None and row["status"] == "finished")
+        return job.parent is None or newest(self.rows).get(job.parent, {}).get("status") == "finished"
 
     def part(self, name: str) -> None:
         """Do all missing runs of a part. A run that fails is not tried again."""
@@ -127,20 +116,15 @@ class Experiment:
 
     def _restore_parents(self, todo: Sequence[Job]) -> None:
         """Train parents again whose checkpoints are gone. Their rows stay, and a row says how close the new models are."""
-        parents = {job.parent for job in todo}
-        every = [job for part in PARTS for job in jobs(part, self.rows) if job.key in parents]
-        gone = [job for job in every if not self._checkpoint(job).is_dir()]
+        parents = {job.parent for job in todo}  # all of main
+        gone = [job for job in jobs("main", self.rows) if job.key in parents and not self._checkpoint(job).is_dir()]
         if not gone:
             return
         count = counted(len(gone), "model")
         print(f"training again what other runs start from: {count} without a checkpoint here", flush=True)
-        for part in sorted({job.part for job in gone}):
-            own = [job for job in gone if job.part == part]
-            self._run(part, own, 1)
-            if lost := [self.folder(job) for job in own if not self._checkpoint(job).is_dir()]:
-                raise SystemExit(
-                    f"{lost[0]} has no checkpoint of step {STEPS}; delete the folder to train the run again"
-                )
+        self._run("main", gone, 1)
+        if lost := [self.folder(job) for job in gone if not self._checkpoint(job).is_dir()]:
+            raise SystemExit(f"{lost[0]} has no checkpoint of step {STEPS}; delete the folder to train the run again")
         for job, numbers in self._numbers(gone):
             row = {"part": RESTORED, "of": list(job.key), "recipe": job.recipe(self.options.config), "commit": commit()}
             self._append(row, numbers=numbers, history=history(self.folder(job)))
@@ -177,9 +161,14 @@ class Experiment:
     def _numbers(self, done: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
         """Measure runs in processes of their own, and yield them with their numbers in the order in which they end."""
         with ProcessPoolExecutor(self.options.jobs, mp_context=get_context("spawn")) as pool:
-            waiting = {pool.submit(measure, self.folder(job), self.options.data, job.texts): job for job in done}
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
+            yield from in_parallel(pool, self._score, done)
+
+    def _score(self, job: Job) -> dict[str, Any]:
+        """Return the numbers of a run's last checkpoint by text. It is called in a process of its own, on one core."""
+        torch.set_num_threads(1)
+        saved, data = find_saved(self.folder(job)), self.options.data
+        model, length = load_model(saved), saved.config["training"]["seq_len"]
+        return {name: score(model, _text(data / TEXTS[name], data / "tokenizer", length), length) for name in job.texts}
 
     def _measure(self, done: Sequence[Job]) -> None:
         for job, numbers in self._numbers(done):

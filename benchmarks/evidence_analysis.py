@@ -77,12 +77,9 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # The contrasts with off: part, condition and text, and the family in which Holm's method adjusts it. Contrasts without a
 # family have too few seeds for a test.
 FAMILIES = {
-    **{
-        ("main", name, "test"): "main"
-        for name in ("on", "on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")
-    },
+    **{("main", name, "test"): "main" for name in design.NAMES if name not in ("off", *design.COEFFS)},
     **{("width", "on", "test"): "main", ("depth", "on", "test"): "", ("long", "on", "test"): ""},
-    **{("midtraining", name, text): "midtraining" for text in ("test", "new_test") for name in ("on-0.1", "on-0.5")},
+    **{("midtraining", name, text): "midtraining" for text in design.TEXTS for name in design.COEFFS},
 }
 
 
@@ -103,10 +100,6 @@ class Outcome(Paired):
         """Whether the sign is significant, which "no difference of 0.02 or more" does not say."""
         return self.holm is not None and self.holm < ALPHA
 
-    @property
-    def small(self) -> bool:
-        return self.low > -MARGIN and self.high < MARGIN
-
     def verdict(self) -> str:
         """Return the verdict in words, by the rules of the design."""
         if not self.n:
@@ -117,7 +110,7 @@ class Outcome(Paired):
 
     def _says(self) -> str:
         word, family = "better" if self.mean < 0 else "worse", self.family
-        if self.small:
+        if self.low > -MARGIN and self.high < MARGIN:
             says = f"no difference of {MARGIN:g} or more"
             if self.clear:
                 return f"{word}, by less than {MARGIN:g}"
@@ -148,10 +141,8 @@ def by_seed(rows: Iterable[Row], part: str, condition: str, value: Value) -> dic
     return {seed: number for seed, number in numbers.items() if number is not None and math.isfinite(number)}
 
 
-def compare(rows: Iterable[Row], part: str, condition: str, value: Value, baseline: str = "off") -> Paired:
-    rows = list(rows)
-    own, other = (by_seed(rows, part, name, value) for name in (condition, baseline))
-    return paired(own, other)
+def compare(rows: Sequence[Row], part: str, condition: str, value: Value, baseline: str = "off") -> Paired:
+    return paired(by_seed(rows, part, condition, value), by_seed(rows, part, baseline, value))
 
 
 def read(*keys: str | int) -> Value:
@@ -178,20 +169,16 @@ def of_other_sources(name: str, shares: Mapping[str, float]) -> Value:
     return lambda row: float(np.average([row["numbers"]["test"]["by_source"][one] for one in others], weights=weights))
 
 
-def block_cosine(text: str = "test") -> Value:
-    """Return a function that reads the mean cosine over the blocks, without the embedding and the final norm."""
-    return lambda row: float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
+def block_cosine(row: Row) -> float:
+    """Read the mean cosine over the blocks, without the embedding and the final norm."""
+    return float(np.mean(row["numbers"]["test"]["mean_cosine"][1:-1]))
 
 
-def order_of_depth(text: str = "test") -> Value:
-    """Return a function that reads the paper's measure: Spearman's ρ over depth, the last block after the final norm."""
-
-    def value(row: Row) -> float:
-        _, *blocks, _, last = row["numbers"][text]["mean_cosine"]
-        cosines = [*blocks, last]
-        return float(stats.spearmanr(range(len(cosines)), cosines).statistic)
-
-    return value
+def order_of_depth(row: Row) -> float:
+    """Read the paper's measure: Spearman's ρ over depth, the last block after the final norm."""
+    _, *blocks, _, last = row["numbers"]["test"]["mean_cosine"]
+    cosines = [*blocks, last]
+    return float(stats.spearmanr(range(len(cosines)), cosines).statistic)
 
 
 def failures(rows: Iterable[Row]) -> list[Row]:
@@ -225,13 +212,9 @@ def plateau_and_loss(rows: Sequence[Row], part: str, condition: str) -> tuple[fl
     """Return Spearman's ρ over seeds of the plateau's end and the final loss, and the seeds; None for fewer than four."""
     ends = by_seed(rows, part, condition, read("history", "plateau_end"))
     losses = by_seed(rows, part, condition, loss("test"))
-    return rank_correlation([(ends[seed], losses[seed]) for seed in ends if seed in losses])
-
-
-def rank_correlation(points: Sequence[tuple[float, float]]) -> tuple[float, int] | None:
-    """Return Spearman's ρ and the number of points; None for fewer than four, or if one side is constant."""
+    points = [(ends[seed], losses[seed]) for seed in ends if seed in losses]
     if len(points) < 4 or min(len(set(side)) for side in zip(*points, strict=True)) < 2:
-        return None
+        return None  # too few, or one side is constant
     return float(stats.spearmanr(*zip(*points, strict=True)).statistic), len(points)
 
 
@@ -257,20 +240,14 @@ def curve_differences(rows: Sequence[Row], part: str) -> tuple[list[int], list[i
 
 def restored(rows: Sequence[Row]) -> list[float]:
     """Return test cross-entropy of models that were trained again for a later part, minus that of their first rows."""
-    first, again = newest(rows), [row for row in rows if row["part"] == design.RESTORED]
-    both = [
-        (loss("test")(row), loss("test")(first[design.key_of(row)])) for row in again if design.key_of(row) in first
-    ]
+    first = by_seed(rows, "main", "off", loss("test"))
+    both = [(loss("test")(row), first.get(seed)) for seed, row in second_runs(rows).items()]
     return [own - other for own, other in both if own is not None and other is not None]
 
 
 def second_runs(rows: Sequence[Row]) -> dict[int, Row]:
     """Return by seed the rows of main's off that were trained again for a later part."""
-    return {
-        design.key_of(row)[2]: row
-        for row in rows
-        if row["part"] == design.RESTORED and design.key_of(row)[:2] == ("main", "off")
-    }
+    return {row["of"][2]: row for row in rows if row["part"] == design.RESTORED and row["of"][:2] == ["main", "off"]}
 
 
 def against_second_runs(rows: Sequence[Row]) -> tuple[Paired, Paired]:
@@ -396,12 +373,10 @@ def second_experiment(rows: Sequence[Row], value: Value) -> dict[str, Paired]:
     parts, middle, seeds = ("widths", "widths-again"), WIDTHS[1], design.AGAIN_SEEDS
     if not complete(rows, *parts):
         return {}
-    other, every = (
-        f"{middle}, seeds {seeds[0]} to {seeds[-1]}",
-        f"{middle}, all {len(design.SECOND_SEEDS + seeds)} new seeds",
-    )
     found = {str(width): together(rows, parts[:1], width, value) for width in WIDTHS}
-    return found | {other: together(rows, parts[1:], middle, value), every: together(rows, parts, middle, value)}
+    found[f"{middle}, seeds {seeds[0]} to {seeds[-1]}"] = together(rows, parts[1:], middle, value)
+    found[f"{middle}, all {len(design.SECOND_SEEDS + seeds)} new seeds"] = together(rows, parts, middle, value)
+    return found
 
 
 def gains(rows: Sequence[Row]) -> list[str]:

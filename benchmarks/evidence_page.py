@@ -5,6 +5,7 @@ marked with it (``holds``). If the rows say otherwise, the page is not written, 
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,28 +43,14 @@ def interval(found: Paired, digits: int) -> str:
     return NOTHING if np.isnan(found.low) else f"{found.low:+.{digits}f} … {found.high:+.{digits}f}"
 
 
-def certainty(found: Paired, digits: int) -> str:
-    """Return "95 % interval +0.005 … +0.020; higher in 8 of 8 seeds"."""
-    return f"95 % interval {interval(found, digits)}; {found.agreement()}"
-
-
-def _digits(found: Paired) -> int:
-    return 4 if any(x and abs(x) < 0.0005 for x in (found.mean, found.low, found.high)) else 3
-
-
-def signed(found: Paired, digits: int | None = None) -> str:
+def signed(found: Paired, digits: int | None = None, what: str = "95 % interval ") -> str:
     """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)".
 
     By default it has 3 decimals, or 4 where 3 would show a number as zero and so hide its sign.
     """
-    digits = digits or _digits(found)
-    return f"{found.mean:+.{digits}f} ({certainty(found, digits)})"
-
-
-def short(found: Paired, digits: int | None = None) -> str:
-    """Return "+0.012 (+0.005 … +0.020; higher in 8 of 8 seeds)"."""
-    digits = digits or _digits(found)
-    return f"{found.mean:+.{digits}f} ({interval(found, digits)}; {found.agreement()})"
+    tiny = any(x and abs(x) < 0.0005 for x in (found.mean, found.low, found.high))
+    digits = digits or (4 if tiny else 3)
+    return f"{found.mean:+.{digits}f} ({what}{interval(found, digits)}; {found.agreement()})"
 
 
 FILTERS = {
@@ -72,9 +59,8 @@ FILTERS = {
     "mean_only": lambda values, digits: f"{np.mean(list(values)):.{digits}f}",
     "median": lambda values: f"{median(values):g}",
     "interval": interval,
-    "certainty": certainty,
     "signed": signed,
-    "short": short,
+    "short": partial(signed, what=""),
 }
 
 
@@ -132,9 +118,8 @@ def _seconds(row: Row) -> float:
 
 def seconds(rows: Sequence[Row], part: str, condition: str = "") -> float:
     """Return the mean seconds of a condition's runs, or of those of ``RESTORED``, from the start to the end of training."""
-    again = [row for row in rows if row["part"] == RESTORED]
-    own = again if part == RESTORED else analysis.finished(rows, part, condition).values()
-    return float(np.mean([_seconds(row) for row in own]))
+    own = analysis.second_runs(rows) if part == RESTORED else analysis.finished(rows, part, condition)
+    return float(np.mean([_seconds(row) for row in own.values()]))
 
 
 def _scatter(found: Paired) -> float:

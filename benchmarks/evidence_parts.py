@@ -112,8 +112,7 @@ class Job:
 
 def key_of(row: Row) -> tuple[str, str, int]:
     """Return the key of a row's run. Restored rows name the run whose model was trained again."""
-    part, condition, seed = row["of"] if row["part"] == RESTORED else (row["part"], row["condition"], row["seed"])
-    return part, condition, seed
+    return tuple(row["of"]) if row["part"] == RESTORED else (row["part"], row["condition"], row["seed"])
 
 
 def newest(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:
@@ -178,9 +177,8 @@ def learning_rates(rows: Iterable[Row], name: str, part: str = "tuning") -> tupl
     return lrs if best is None else lrs + beyond.get(best.lr, ())
 
 
-def tuned(rows: Iterable[Row], part: str = "tuning") -> dict[str, Recipe]:
+def tuned(rows: Sequence[Row], part: str = "tuning") -> dict[str, Recipe]:
     """Return the best recipes of all that a part tunes, or nothing if it is not complete."""
-    rows = list(rows)
     found = {name: best_recipe(rows, name, part) for name in _grid(part)[0]}
     return {name: best for name, best in found.items() if best} if all(found.values()) else {}
 
@@ -230,9 +228,8 @@ def _second(part: str, rows: Sequence[Row]) -> list[Job]:
     ]
 
 
-def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
+def jobs(part: str, rows: Sequence[Row]) -> list[Job]:
     """Return the runs of a part. Before tuning is complete, all other parts have none."""
-    rows = list(rows)
     if part.endswith("tuning"):
         return _tuning(part, rows)
     if part in SECOND:

@@ -31,9 +31,8 @@ def difference_over_tokens(rows: Sequence[Row]) -> Figure:
         axes.plot(x, d.mean(axis=0), color=color, label=f"mean of {len(d)} seeds")
         axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0, label="95 % interval over seeds")
         axes.legend(fontsize=7, loc="upper right")
-    for axes in grid:
-        axes.set_ylim(*np.clip(axes.get_ylim(), -LIMIT, LIMIT))
         axes.set_xlabel("training tokens (millions)", fontsize=9)
+    grid[0].set_ylim(*np.clip(grid[0].get_ylim(), -LIMIT, LIMIT))
     label = "cross-entropy on one dictionary page,\non − off (nats; above 0, dispersion is worse)"
     grid[0].set_ylabel(label, fontsize=9)
     return figure

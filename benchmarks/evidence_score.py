@@ -21,6 +21,7 @@ import torch
 from scipy.integrate import trapezoid
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from titan_disp.condensation.measure import Accumulator
 from titan_disp.data.documents import Documents
@@ -92,14 +93,12 @@ def held_out(folder: Path, encode: Callable[[str], list[int]], eos: int, length:
 
 
 def _batches(rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (indices, ids padded with zeros at the end) for rows of similar length; padding changes nothing before it."""
+    """Yield (indices, ids padded with ``IGNORED``) for rows of similar length; padding changes nothing before it."""
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
     for start in range(0, len(order), BATCH):
         places = order[start : start + BATCH]
-        ids = torch.zeros(len(places), len(rows[places[-1]]), dtype=torch.long)
-        for row, place in zip(ids, places, strict=True):
-            row[: len(rows[place])] = torch.tensor(rows[place])
-        yield places, ids
+        ids = [torch.tensor(rows[place]) for place in places]
+        yield places, pad_sequence(ids, batch_first=True, padding_value=IGNORED)
 
 
 @torch.no_grad()
@@ -107,9 +106,7 @@ def token_losses(model: Qwen3DispModel, windows: Sequence[Sequence[int]]) -> tup
     """Return for each window the sum of its tokens' cross-entropies, how many the model ranks first, and their number."""
     sums, right, number = np.zeros(len(windows)), np.zeros(len(windows), int), np.zeros(len(windows), int)
     for places, ids in _batches(windows):
-        logits, labels = model(ids[:, :-1]), ids[:, 1:].clone()
-        for row, place in zip(labels, places, strict=True):
-            row[len(windows[place]) - 1 :] = IGNORED
+        logits, labels = model(ids[:, :-1].clamp(min=0)), ids[:, 1:]
         losses = cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
         sums[places] = losses.double().sum(1).numpy()
         right[places] = (logits.argmax(-1) == labels).sum(1).numpy()
@@ -122,7 +119,7 @@ def last_words(model: Qwen3DispModel, passages: Sequence[tuple[list[int], list[i
     """Count the words that greedy decoding gets right: each of a word's tokens is ranked first, given those before it."""
     right = 0
     for places, ids in _batches([[*before, *word] for before, word in passages]):
-        first = model(ids[:, :-1]).argmax(-1)
+        first = model(ids[:, :-1].clamp(min=0)).argmax(-1)
         for row, place in enumerate(places):
             before, word = passages[place]
             guessed = first[row, len(before) - 1 : len(before) + len(word) - 1]

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from scipy import stats
 
 from benchmarks.evidence_score import token_losses
 from benchmarks.templates import render
@@ -34,6 +33,7 @@ from titan_disp.lab.plots import MEAN_COSINE
 from titan_disp.lab.report.charts import Scale, as_it_is, by_condition, draw_layer_map, draw_lines, from_zero
 from titan_disp.lab.report.gather import Run, gather
 from titan_disp.lab.report.page import lines_of, measured
+from titan_disp.lab.statistics import paired_difference
 from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points
 from titan_disp.lab.sweeps.local import run, summary
 
@@ -202,9 +202,7 @@ def _compared(after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     compared = {}
     for name, number in read.items():
         off, on = (np.array([number(found) for found in after[state]]) for state in STATES)
-        compared[name] = {"off": off, "on": on, "difference": (on - off).mean()}
-        if len(off) > 1:
-            compared[name]["interval"] = stats.ttest_rel(on, off).confidence_interval(0.95)
+        compared[name] = {"off": off, "on": on, "difference": paired_difference(on, off)}
     return compared
 
 

@@ -1,6 +1,6 @@
 """Predict what a measurement of condensation costs a run on GPUs: some parts are timed on a CPU, the rest is calculated.
 
-    python benchmarks/measurement.py             # the table of docs/measurements.md
+    python benchmarks/measurement.py             # the numbers of docs/measurements.md, in seconds
     python benchmarks/measurement.py --config train_configs/debug.toml --nodes 1 2
 
 The eigenvalues of a layer's Gram matrix, a heatmap and the files are timed on one core. The forward pass and the
@@ -8,7 +8,6 @@ cross-entropy of the held-out sequences, and the products of their tokens, are c
 monitor tells how the ranks divide the work, and ``titan-disp plan`` predicts the steps in between.
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import tyro
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 
+from measuring import Printed, show
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import Plan, make_plan
 from titan_disp.condensation.heatmap import heatmaps as draw
@@ -30,7 +30,6 @@ from titan_disp.config.options import Machine
 from titan_disp.models.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
-from titan_disp.text import markdown_table
 
 # NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of which we expect 60; 3.35 TB/s.
 FLOAT64_FLOPS, MEMORY_BANDWIDTH = 60e12, 3.35e12
@@ -39,7 +38,7 @@ BYTES_PER_LOGIT = 20
 
 
 @dataclass
-class Options:
+class Options(Printed):
     config: str = "train_configs/qwen3_0.6b_c4.toml"
     overrides: tuple[str, ...] = ()
     """Options of the config, such as --overrides=--training.local_batch_size=3."""
@@ -47,8 +46,6 @@ class Options:
     gpus_per_node: int = 8
     rounds: int = 9
     """Rounds of each timing. The least counts."""
-    json: bool = False
-    """Print only one JSON object."""
 
 
 def least_seconds(rounds: int, function: Callable[[], object]) -> float:
@@ -112,7 +109,7 @@ def cost(job_config: JobConfig, plan: Plan, taken: Mapping[str, float]) -> dict[
         "heatmaps": taken["heatmap"] * heatmaps(measurements) / len(measurements),
     }
     everything, steps = sum(parts.values()), section.interval * plan.time.step_seconds
-    return {"layers": pairs, **parts, "all": everything, "steps": steps, "part": everything / (everything + steps)}
+    return {"layers": pairs, **parts, "sum": everything, "steps": steps, "part": everything / (everything + steps)}
 
 
 def main() -> None:
@@ -125,16 +122,7 @@ def main() -> None:
     for nodes in options.nodes:
         plan = make_plan(job_config, Machine(nodes, options.gpus_per_node))
         rows.append({"gpus": nodes * options.gpus_per_node, **cost(job_config, plan, taken)})
-    if options.json:
-        print(json.dumps({"timed": taken, "rows": rows}))
-        return
-    print("  ".join(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in taken.items()))
-    forms = {"part": "{:.3%}", "gpus": "{:.0f}", "layers": "{:.0f}"}
-    print(
-        markdown_table(
-            [[name, *(forms.get(name, "{:.3f} s").format(row[name]) for row in rows)] for name in rows[0]], left=1
-        )
-    )
+    show(options.json, timed=taken, rows=rows)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import tyro
 
 from measuring import Printed, show, timed
+from titan_disp.lab.sample import write_sample
 
 FLAVOR = "debugmodel"  # which TorchTitan's Qwen3 and ours have, here with sizes that leave little but the overhead
 SIZES = {"dim": 64, "hidden_dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "enable_weight_tying": False}
@@ -91,8 +93,6 @@ class Counted:
 
 def trainer_of(case: str, argv: list[str], layers: int) -> Any:
     """Return TorchTitan's trainer or ours, on the same data."""
-    import dataclasses
-
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
     from torchtitan.train import Trainer
 
@@ -104,10 +104,10 @@ def trainer_of(case: str, argv: list[str], layers: int) -> Any:
 
     if case == "stock":
         spec = get_train_spec("qwen3")
-        args = dataclasses.replace(spec.model_args[FLAVOR], n_layers=layers, **SIZES)  # type: ignore[type-var]
+        args = replace(spec.model_args[FLAVOR], n_layers=layers, **SIZES)  # type: ignore[type-var]
         ours: Any = {"build_dataloader_fn": build_dataloader, "model_args": {FLAVOR: args}}
         ours["build_tokenizer_fn"] = lambda job_config: load_tokenizer(job_config.model.hf_assets_path)
-        register_train_spec("qwen3", dataclasses.replace(spec, **ours))
+        register_train_spec("qwen3", replace(spec, **ours))
         stock = Trainer(load_config([*argv, "--model.name", "qwen3", "--dispersion.no-enabled"]))
         cpu.adapt(stock.model_parts[0])  # gloo lacks a reduction that FSDP2 uses by default
         return stock
@@ -142,8 +142,6 @@ def count(case: str, argv: list[str], layers: int, warmup: int, steps: int) -> d
 
 
 def rank(number: int, ranks: int, store: str, *args: Any) -> dict[str, Any]:
-    import torch.distributed as dist
-
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if torch.cuda.is_available():
@@ -169,8 +167,6 @@ def options_of(sample: Path, run: Path) -> list[str]:
 
 
 def main() -> None:
-    from titan_disp.lab.sample import write_sample
-
     options = tyro.cli(Options, description=__doc__)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

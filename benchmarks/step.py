@@ -2,7 +2,6 @@
 
     python benchmarks/step.py                                              # the demo's model on a CPU, the 0.6B on a GPU
     python benchmarks/step.py --config train_configs/debug.toml --json     # only an object with "rows"
-    python benchmarks/step.py --overrides --training.local_batch_size 2
 
 One rank runs TorchTitan's trainer on random tokens. Every estimator and sequence length has a process of its own. The
 estimators take turns for --rounds rounds, and the round with the fastest median step counts. "saved" is the exact one
@@ -71,10 +70,9 @@ class LossTime:
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.process_time() - start
+            found = function(*args, **kwargs)
+            self.seconds += time.process_time() - start
+            return found
 
         return call
 
