@@ -12,7 +12,8 @@ JOBS ?= 2
 # Each takes 2 GB of memory. The tests of one file stay in one worker. Whole training runs keep more cores busy.
 WORKERS ?= 3
 test-night: WORKERS = 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Where bytecode is switched off, as in some containers, each worker would compile all tests in every run.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo gpu figure evidence test test-fast test-night test-authors slurm-test mutants lint format docs clean
 

@@ -1,8 +1,10 @@
 """Fixtures that several test files share."""
 
+import hashlib
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 
 # The models are small: with several ranks on the same cores, threads cost more than they gain. This module imports
@@ -13,7 +15,10 @@ import pytest  # noqa: E402
 
 # The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
 # so that no worker begins one of them when the others have nothing left to do.
-LONGEST = ("meshes", "tutorial", "training", "run_ends", "stream", "sweeps", "evidence", "evaluate", "assembly")
+LONGEST = (
+    "meshes tutorial training run_ends stream supervise sweeps evidence evaluate assembly head seen docs data_index "
+    "condensation_command memory sharded_loss"
+).split()
 
 
 def pytest_collection_modifyitems(items):
@@ -79,20 +84,20 @@ def one_rank():
 
 
 @pytest.fixture(scope="session")
-def sample(tmp_path_factory):
-    """The sample corpus with its SentencePiece tokenizer. SAMPLE may name a folder that already holds them."""
+def sample():
+    """The sample corpus with its tokenizer, kept in build/. SAMPLE may name a folder that already holds them."""
     if written := os.environ.get("SAMPLE"):
         return Path(written)
     from filelock import FileLock  # which huggingface_hub needs
 
-    from titan_disp.lab.sample import write_sample
+    from titan_disp.lab import sample
 
-    # The workers of pytest-xdist share one.
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sample"
+    made_of = f"{sys.version} {Path(sample.__file__).read_text()}"  # its text is that of Python's library
+    folder = Path(__file__).parents[1] / "build" / f"sample-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
+    folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            write_sample(folder)
+        if not sample.is_complete(folder):
+            sample.write_sample(folder)
     return folder
 
 

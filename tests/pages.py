@@ -67,6 +67,11 @@ def _tells(members, prefix=""):
 
 def understood(words):
     """The subcommand and its options, as the command line reads the words of a valid command."""
+    return _understood(tuple(words))
+
+
+@functools.cache
+def _understood(words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "COMMANDS", _tells(cli.COMMANDS))
         patch.setattr("sys.argv", ["titan-disp", *words])

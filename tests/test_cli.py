@@ -33,6 +33,7 @@ def test_words_that_are_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} {"word " * 999}"}}\n' for i in range(99)))
+    monkeypatch.setattr("titan_disp.lab.sample.prose", lambda: iter(()))  # reading it takes seconds
     for words, message in (
         ("trian CONFIG", "'trian' is not a subcommand of titan-disp (did you mean train?); expected init, "),
         ("data fecth there", "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected digest, "),
@@ -81,6 +82,7 @@ def test_train_hands_its_overrides_to_the_ranks(monkeypatch, tmp_path):
 
 
 def test_plan(monkeypatch, capsys):
+    monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)  # else it tries a thousand
     assert typed(monkeypatch, "plan", DEMO, *among("--nodes 2 --gpus-per-node 1 --gpu A100 --mfu 0.5 --json")) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [plan["batch"][key] for key in ("seq_len", "global_batch_size", "steps")] == [64, 8, 300]
@@ -108,6 +110,7 @@ def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
 
 
 def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
     monkeypatch.chdir(tmp_path)
     started, done = [], SimpleNamespace(returncode=3)
     monkeypatch.setattr(launch.subprocess, "run", lambda line, env: started.append(line) or done)

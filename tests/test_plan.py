@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -461,10 +462,11 @@ def test_suggestions_for_the_paper_on_one_node():
 @pytest.mark.parametrize(("global_batch", "local"), [(-1, 8), (64, 4), (-1, 1)])
 def test_suggestions_keep_the_global_batch(global_batch, local):
     """Also where it follows from the local batch (−1)."""
-    batch = ["--training.global_batch_size", str(global_batch), "--training.local_batch_size", str(local)]
-    same = make_plan(loaded(PAPER, *batch), Machine(1, 8, "H100")).batch.global_batch_size
-    for one in suggest(loaded(PAPER, *batch), Machine(1, 8, "H100")):
-        job = loaded(PAPER, *batch, *(word for option in one.options for word in option.split("=")))
+    given = changed(loaded(PAPER), {"training.global_batch_size": global_batch, "training.local_batch_size": local})
+    same = make_plan(given, Machine(1, 8, "H100")).batch.global_batch_size
+    for one in suggest(given, Machine(1, 8, "H100")):
+        chosen = dict(option.removeprefix("--").split("=") for option in one.options)
+        job = changed(given, {key: int(x) if re.fullmatch(r"-?\d+", x) else x for key, x in chosen.items()})
         assert make_plan(job, Machine(1, 8, "H100")).batch.global_batch_size == same
         assert one.options != ["--training.global_batch_size=64"]
 

@@ -36,6 +36,7 @@ def train(sample, run, *options, faults=""):
 
     os.environ["FAULTS"] = faults
     usual = ("--checkpoint.enable", "--condensation.interval", "0", "--metrics.log_freq", "1")
+    usual += ("--model.overrides", "n_layers=1")
     trainer, heartbeat = FaultyTrainer(job_config(sample, run, *usual, *options)), run / "heartbeat.json"
     try:
         trainer.train()
@@ -123,7 +124,8 @@ def two_ranks_end(sample, folder):
         run.mkdir()
         (run / "stop").write_text("123.0")  # one left by an earlier job stops nothing
     dist.barrier()
-    options = ("--training.steps", "8", "--checkpoint.interval", "100")
+    batch = ("--training.local_batch_size", "4")  # one microbatch
+    options = (*batch, "--training.steps", "8", "--checkpoint.interval", "100")
     assert train(sample, run, *options, faults="slow:1-4@0,asked_to_stop:5@1") == 5
     assert checkpoints(run / "checkpoint") == [5]
     end = read_events(run)[-1]
@@ -134,7 +136,7 @@ def two_ranks_end(sample, folder):
     assert all(found["seconds"] - found["median"] == pytest.approx(0.5, abs=0.25) for found in slow)
 
     # An asynchronous save fails on one rank: all end within a step or two, not only at the next save.
-    saving = ("--checkpoint.interval", "4", "--checkpoint.async_mode", "async", "--training.steps")
+    saving = (*batch, "--checkpoint.interval", "4", "--checkpoint.async_mode", "async", "--training.steps")
     run = Path(folder) / "full"
     with pytest.raises(CheckpointError, match="the checkpoint of step 8 could not be saved.*last good one is step 4"):
         train(sample, run, *saving, "30", faults="nospace:8-30@1,slow:9-30@0")

@@ -35,6 +35,7 @@ def train(sample, folder, cases):
 
     ring_attention.install()
     common = ("--training.steps", "2", "--metrics.log_freq", "2", "--model.overrides", "n_layers=1")
+    common += ("--stream.prefetch", "0")
     whole = job_config(sample, folder, *common)
     whole.training.dataset_path = None
     whole.stream.sources = [Source(w, str(folder / f"{n}.json"), name=n) for n, w in (("web", 5.0), ("code", 3.0))]

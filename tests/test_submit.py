@@ -23,6 +23,7 @@ def command(monkeypatch, capsys, tmp_path):
     for name in launch.OTHER_PYTHON:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)  # else it tries a thousand
     monkeypatch.setattr(launch, "load_config", lambda argv: loaded(*argv[1:]))  # once per config
 
     def run(nodes, *options, dry_run=True):

@@ -415,6 +415,7 @@ def test_first_error(tmp_path):
 def test_submit(sweep, sample, monkeypatch, capsys):
     assert ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3,7,9-10"
     monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
+    monkeypatch.setattr(plans, "MAX_NODES", 1)  # else it tries a thousand
     made = sweep(GRID, *nano(sample))
     jobs = {"jobs": 2, "gpus_per_node": 0, "site": "local_cpu", "sbatch": ("time=15", "account=abc")}
 

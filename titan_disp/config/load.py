@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -177,6 +178,12 @@ def _parse(argv: list[str]) -> JobConfig:
         logger.removeFilter(_is_wanted)
 
 
+@functools.cache  # a sweep loads many configs
+def _known(module: str) -> JobConfig:
+    """Return a config of which only the keys and their types are used."""
+    return _parse(["--job.custom_config_module", module])
+
+
 def load_config(argv: Sequence[str]) -> JobConfig:
     """Return the config of TorchTitan's arguments: the command line takes precedence over the TOML file.
 
@@ -192,7 +199,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
         argv += ["--job.custom_config_module", MODULE]
     module = _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
-    known = _parse(["--job.custom_config_module", module])  # only its keys are used
+    known = _known(module)
     if unknown := list(_unknown_keys(toml, known)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
