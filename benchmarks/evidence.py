@@ -144,8 +144,8 @@ class Experiment:
         return {result.name: result for result in run(sweep, max(1, self.options.jobs // ranks), ranks)}
 
     def _train(self, part: str, todo: Sequence[Job], ranks: int) -> None:
-        """Train in small groups, so that an interrupted part keeps the rows of finished groups."""
-        size = self.options.jobs * (1 if part == "long" else 4)
+        """Train in groups, so that a part whose process dies keeps the rows of finished groups."""
+        size = self.options.jobs * (1 if part == "long" else 8)
         for some in (todo[i : i + size] for i in range(0, len(todo), size)):
             results = self._run(part, some, ranks)
             for job in some:
