@@ -16,9 +16,9 @@ import pytest  # noqa: E402
 # The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
 # so that no worker begins one of them when the others have nothing left to do.
 LONGEST = (
-    "meshes tutorial training run_ends stream supervise sweeps evidence evaluate assembly head seen docs data_index "
-    "condensation_command memory sharded_loss"
-).split()
+    *("meshes", "tutorial", "training", "run_ends", "stream", "supervise", "sweeps", "evidence", "evaluate"),
+    *("assembly", "head", "seen", "docs", "data_index", "condensation_command", "memory", "sharded_loss"),
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -8,7 +8,7 @@ from scipy import stats
 
 from tests.markdown import table
 from titan_disp.lab.evaluate.compare import Row, Scores, compare, pooled, scaled_values, to_csv, to_markdown
-from titan_disp.lab.statistics import difference_over_seeds, holm, paired_difference
+from titan_disp.lab.statistics import difference_over_seeds, holm, paired_difference, standard_error
 
 
 def rows_of(names):
@@ -96,6 +96,13 @@ def test_two_tasks_by_hand():
 def test_documents_of_a_group_are_pooled_as_it_averages(weight_by_size, mean):
     values = [np.array([1.0, 0, 1, 1]), np.array([0.0, 1])]
     assert scaled_values(values, weight_by_size).mean() == pytest.approx(mean)
+    alike = scaled_values([np.full(10, 0.25), np.full(1000, 0.25)], weight_by_size)
+    assert alike == pytest.approx(np.full(1010, 0.25))  # whatever the sizes, there is no error
+    # Tasks are strata: the error is that of the mean of two independent means.
+    tasks = [np.random.default_rng(n).normal(n, 1, n) for n in (50, 2000)]
+    expected = np.sqrt(sum(task.var() / len(task) for task in tasks)) / 2
+    if not weight_by_size:
+        assert standard_error(scaled_values(tasks, False)) == pytest.approx(expected, rel=1e-2)
 
 
 def test_holm():

@@ -257,6 +257,20 @@ def test_plan_of_files_follows_the_model(tmp_path):
     assert Qwen3HfAdapter(args, str(tmp_path)).fqn_to_index_mapping is None
 
 
+@pytest.mark.parametrize(("size", "told"), [(None, "lacks .* of the .* weights"), (100, "is damaged")])
+def test_a_checkpoint_in_hugging_face_format_that_is_not_whole(model, sample, tmp_path, size, told):
+    run, out = save_run(tmp_path / "run", model, sample / "tokenizer"), tmp_path / "out"
+    export(ExportOptions(run, out, max_shard_size="400KB"))
+    shutil.rmtree(run / "checkpoint" / "step-30")
+    out.rename(step := run / "checkpoint" / "step-30")
+    assert find_saved(run).in_hf_format
+    *_, last = sorted(step.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:size]) if size else last.unlink()
+    with pytest.raises(ConfigError, match=told):
+        export(ExportOptions(run, out))
+    assert not out.exists()
+
+
 @pytest.mark.night
 def test_last_save_in_hugging_face_format(sample, tmp_path):
     assets, run = tmp_path / "assets", tmp_path / "run"
@@ -312,6 +326,15 @@ def test_sampling_follows_the_seed(run):
     assert sampled(temperature=1.0, seed=1) == text != sampled(temperature=1.0, seed=2)
     assert sampled(temperature=1.0, top_k=1) == sampled(temperature=0)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_folder_has_no_say_in_how_tokens_are_chosen(run, tmp_path):
+    export(ExportOptions(run, folder := tmp_path / "hf"))
+    ways = [GenerateOptions(folder, PROMPT, 30, temperature=t, top_k=0) for t in (0, 1.0)]
+    before = [generate(way) for way in ways]
+    config = {"repetition_penalty": 1.3, "top_p": 0.05, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    assert [generate(way) for way in ways] == before
 
 
 def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):

@@ -105,6 +105,16 @@ def test_the_same_in_a_model_that_is(change):
     assert not handle._outputs
 
 
+def test_a_positional_mask_of_a_wrapped_model():
+    """torch.compile's wrapper, like DDP's, takes any arguments; their names are those of the model within."""
+    model, given = model_of("LlamaForCausalLM"), batch()
+    with attach(model) as handle:
+        expected = step(model, handle)
+    handle = attach(wrapped := torch.compile(model, backend="eager"))
+    out = wrapped(given["input_ids"], given["attention_mask"], labels=given["labels"])
+    close(backward(model, out.loss + handle.loss()), expected)
+
+
 def test_accumulation_with_others_in_between():
     """Each forward has its own loss. What was generated, evaluated or forgotten in between counts for nothing."""
     model = model_of("GPT2LMHeadModel")

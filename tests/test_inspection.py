@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.saved_run import random_model, save_run
+from tests.saved_run import change_config, random_model, save_run
 from tests.streams import parquet
 from titan_disp.data.documents import Documents
 from titan_disp.errors import ConfigError
@@ -120,6 +120,11 @@ def test_layers_of_a_run(tmp_path, hf_tokenizer):
     layers.untrain(0)
     expected = draw("tok_embeddings.weight", layers.head.weight.shape, model.model_args, seed=42)  # the run's own seed
     assert torch.equal(layers.head.weight, expected)
+    change_config(run, "debug", seed=0)  # a seed, too
+    (target,) = targets.find_targets([str(run)], False, None).values()
+    (layers := target.load(torch.device("cpu"), "float32")).untrain(5)
+    expected = draw("tok_embeddings.weight", layers.head.weight.shape, model.model_args, seed=0)
+    assert torch.equal(layers.head.weight, expected)
     dcp.save(model.state_dict(), checkpoint_id=run / "checkpoint" / "step-0", no_dist=True)
     layers.untrain(0)
     assert torch.equal(layers.head.weight, model.output.weight)
@@ -151,7 +156,9 @@ def test_groups(tmp_path, monkeypatch):
     groups = {"off=a,b,c": ("off", ["a", "b", "c"]), "on=one": ("on", ["one"]), "x=lr=3,y": ("x", ["lr=3", "y"])}
     assert {text: targets.parse_group(text) for text in groups} == groups
     (tmp_path / "lr=3").mkdir()
-    assert targets.parse_group("plain") is targets.parse_group("lr=3") is None
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "lr=3" / name).touch()
+    assert {targets.parse_group(path) for path in ("plain", "lr=3", "lr=3/30", "lr=3/checkpoint/step-30")} == {None}
     for text in ("=a,b", "off=", "off=a,,b", "off=a,a"):
         with pytest.raises(ConfigError, match="expected NAME=A,B,C"):
             targets.parse_group(text)

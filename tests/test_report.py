@@ -333,6 +333,12 @@ def test_a_band_by_hand(three):
     assert band.get_facecolor()[0][:3] == pytest.approx(matplotlib.colors.to_rgb(off.style["color"]))
 
 
+def test_a_band_of_some_of_the_seeds():
+    lines = [Line(f"off-{i}", np.arange(3.0), np.ones(3), i) for i in range(2)]
+    (line,) = by_condition([one(f"off-{i}", i) for i in range(3)], lines)  # the third has only begun
+    assert line.name == "off (3 seeds), 2 of them drawn"
+
+
 def test_seeds_without_a_shared_step(three):
     """Seeds that were logged at different steps keep their own lines, in one colour."""
     a, b = Line("a", np.array([1.0, 3]), np.ones(2), 0), Line("b", np.array([2.0, 4]), np.ones(2), 1)
@@ -389,6 +395,13 @@ def test_only_what_counts_after_a_resume(tmp_path):
     assert list(found.condensation) == [0, 32]
     assert [state(found, T0 + after)[0] for after in (1040, 5000)] == ["running", "interrupted"]
     assert cells(render([found], T0 + 1040), "step") == ["33 of 100"]
+
+
+def test_a_start_that_trains_nothing_takes_nothing_away(tmp_path):
+    """A run without checkpoints is complete. The next start meets a stop file, and knows of no step."""
+    left = event("stop", 0, T0 + 9, allocated=T0 + 8, kind="file", reason="RUN/stop")
+    run = write_run(tmp_path / "run", [row(s, T0 + s) for s in range(1, 5)], [event("complete", 4, T0 + 5), left])
+    assert [r["step"] for r in gather([run])[0].rows] == [1, 2, 3, 4]
 
 
 ROWS, EVENTS = faulty()

@@ -228,7 +228,10 @@ class TestPrepare:
 
 
 def write_events(run, lines):
-    text = [{"time": "2026-01-01T00:00:00+00:00", "event": e, "step": s, "reason": r} for e, s, r in lines]
+    text = [
+        {"time": "2026-01-01T00:00:00+00:00", "event": e, "step": s, "reason": r} | dict(more)
+        for e, s, r, *more in lines
+    ]
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
 
 
@@ -244,6 +247,7 @@ def test_the_last_event_decides_the_state(tmp_path):
         ([COMPLETE, COMPLETE], ("finished", "step 4")),
         ([START, ("stop", 3, "budget.stop_at_tokens")], ("finished", "step 3")),
         ([START, COMPLETE, ("checkpoint", 4, "")], ("finished", "step 4")),
+        ([START, COMPLETE, ("refused", 4, "other data", ("allocated", 1.0))], ("finished", "step 4")),
         ([COMPLETE, START, ("checkpoint", 2, "")], ("unfinished", "begun, step 4 or later")),
     ):
         write_events(tmp_path, lines)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class attach(AbstractContextManager["attach"]):
         self.step, self.losses = 0, dict[str, Tensor]()
         self.mask: Tensor | None = None
         self._in_forward, self._inputs, self._outputs = False, dict[str, Tensor](), list[tuple[str, Tensor]]()
-        self._arguments = list(inspect.signature(model.forward).parameters)
+        self._arguments = _arguments(model)
         if "decoder_input_ids" in self._arguments:
             raise ValueError(f"{type(model).__name__} has two sequences: attach to a part of it, as to model.decoder")
         for name, block in (blocks := _find_blocks(model, layers)).items():
@@ -115,6 +115,17 @@ class attach(AbstractContextManager["attach"]):
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """Return the names of the arguments of forward, within DDP and torch.compile, which take any."""
+    arguments, inner = inspect.signature(model.forward).parameters, cast(Any, model)
+    while any(one.kind is one.VAR_POSITIONAL for one in arguments.values()):
+        inner = getattr(inner, "_orig_mod", getattr(inner, "module", None))
+        if inner is None:
+            break
+        arguments = inspect.signature(inner.forward).parameters
+    return list(arguments)
 
 
 def _valid(mask: Tensor | None, inputs: Mapping[str, Tensor], outputs: Iterable[tuple[str, Tensor]]) -> Tensor | None:

@@ -145,8 +145,9 @@ class DispersionLoss:
 
         Args:
             zs: one [B, N, F] tensor per layer, or this rank's [B, N/p, F] shards if ``group`` is given. The shards
-                of all ranks must have equal shapes. Layers may differ in dtype, and in F except with the sampled
-                estimator. The exact loss does not depend on which tokens a rank holds or on their order.
+                of all ranks must always have equal shapes, which are compared when they are new to a rank. Layers may
+                differ in dtype, and in F except with the sampled estimator. The exact loss does not depend on which
+                tokens a rank holds or on their order.
             group: process group or 1-D mesh over which the sequence is sharded.
             step: training step, from which the sampled estimator draws its positions. If it does not change, neither do
                 they.

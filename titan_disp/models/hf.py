@@ -95,10 +95,11 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
             f"{where} holds another network than model.name, model.flavor and model.overrides describe: "
             f"{'; '.join(differ)}. Change these keys to match the weights"
         )
-    _check_weights(folder, adapter, where)
+    check_weights(folder, adapter, where)
 
 
-def _check_weights(folder: Path, adapter: HfAdapter, where: str) -> None:
+def check_weights(folder: Path, adapter: HfAdapter, where: str) -> None:
+    """Check, by their headers, that the files of a folder hold all weights, or raise ConfigError."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:

@@ -11,6 +11,11 @@ END = ("complete", "stop", "save_failed", "refused")
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # a start writes these before its resume event
 
 
+def trained_nothing(event: Mapping[str, Any]) -> bool:
+    """Return whether a start was refused or stopped before its first step, which says nothing of the run's state."""
+    return event["event"] in ("refused", "stop") and "allocated" in event
+
+
 @dataclass
 class Attempt:
     """Represent one start of the training processes. Times are seconds since the epoch."""

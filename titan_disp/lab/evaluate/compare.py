@@ -81,9 +81,14 @@ def pooled(seeds: Sequence[Scores]) -> Scores:
 
 
 def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndarray:
-    """Scale the documents of a group's tasks into one array, [all documents], whose mean is the group's average."""
-    total = sum(map(len, values))
-    return np.concatenate([v if weight_by_size else v * (total / (len(values) * len(v))) for v in values])
+    """Scale the documents of a group's tasks into one array, [all documents].
+
+    Its mean is the group's average, and its standard error that of the average, in which tasks are strata.
+    """
+    if weight_by_size:
+        return np.concatenate(values)
+    average, share = np.mean([v.mean() for v in values]), sum(map(len, values)) / len(values)
+    return np.concatenate([average + (v - v.mean()) * share / len(v) for v in values])
 
 
 def compare(rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]) -> Comparison:

@@ -56,6 +56,7 @@ def generate(options: GenerateOptions) -> str:
         do_sample=bool(sampling),
         **sampling,
     )
+    model.generation_config = GenerationConfig()  # a folder's own would fill in what is not set above
     inputs = torch.tensor([ids])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)

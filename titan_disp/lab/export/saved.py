@@ -17,7 +17,7 @@ from titan_disp.errors import CheckpointError, ConfigError, counted, reported
 from titan_disp.lab.export.inventory import verify
 from titan_disp.models.arguments import DispModelArgs, architecture_of, named
 from titan_disp.models.decoder import DispModel
-from titan_disp.models.hf import HfAdapter
+from titan_disp.models.hf import HfAdapter, check_weights
 from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_args
 from titan_disp.run import safe_dcp
 from titan_disp.run.identity import differences, read_identity
@@ -118,10 +118,11 @@ def find_saved(target: str | Path) -> SavedModel:
 def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     """Load the weights under the model's names, in float32 on the CPU. A tied ``output.weight`` is left out.
 
-    Raises CheckpointError if the checkpoint is damaged, or its model is not the config's.
+    Raises CheckpointError, or ConfigError for safetensors, if the checkpoint is damaged, or its model is not the config's.
     """
     args = saved.model_args()
     if saved.in_hf_format:
+        check_weights(saved.folder, saved.adapter(), f"the checkpoint {str(saved.folder)!r}")
         hf: dict[str, torch.Tensor] = {}
         for file in sorted(saved.folder.glob("*.safetensors")):
             hf |= load_file(file)

@@ -55,8 +55,10 @@ def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
 
 
 def parse_group(text: str) -> tuple[str, list[str]] | None:
-    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, or an existing path."""
-    if "=" not in text or Path(text).exists():
+    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, an existing path, or RUN/STEP."""
+    path = Path(text)
+    of_a_step = re.fullmatch(r"(step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
+    if "=" not in text or path.exists() or of_a_step:
         return None
     name, _, rest = text.partition("=")
     members = rest.split(",")
@@ -317,7 +319,8 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
             if (first := saved_models(saved.run)[0]).step == 0:
                 model.load_state_dict(load_weights(first), strict=False)  # as in load_model
             else:
-                draw_weights(model, saved.config["debug"]["seed"] or seed)
+                own = saved.config["debug"]["seed"]
+                draw_weights(model, seed if own is None else own)
 
         layers = Layers(model.to(device), model, list(model.layers.values()))
         layers.head, layers.untrain = model.output, untrain

@@ -86,7 +86,8 @@ def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
         if len(of_it) > 1 and len(x := reduce(np.intersect1d, finite)) > 1:
             y = np.stack([line.y[np.isin(line.x, x)] for line in of_it])
             resumes = sorted(at for line in of_it for at in line.resumes)
-            of_it = [Line(name, x, y.mean(0), place, resumes, low=y.min(0), high=y.max(0))]
+            told = name if len(of_it) == len(members) else f"{name}, {len(of_it)} of them drawn"
+            of_it = [Line(told, x, y.mean(0), place, resumes, low=y.min(0), high=y.max(0))]
         found += of_it
     return found
 

@@ -24,7 +24,7 @@ from titan_disp.lab.inspection.targets import parse_group
 from titan_disp.models.arguments import named
 from titan_disp.models.registry import MODELS, model_args
 from titan_disp.run import reader
-from titan_disp.run.history import Attempt, Goodput, attempts, goodputs
+from titan_disp.run.history import Attempt, Goodput, attempts, goodputs, trained_nothing
 
 SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
 # Keys that change neither training nor what is measured.
@@ -132,7 +132,8 @@ def _read(path: Path, name: str, group: str | None) -> Run:
     try:
         every, events = reader.read_written(path), reader.read_events(path)
         written = [row for row in every if not reader.is_measured(row)]
-        newest = max((*every[-1:], *events[-1:]), key=lambda record: record["time"], default={"step": 0})
+        trained = [event for event in events if not trained_nothing(event)]
+        newest = max((*every[-1:], *trained[-1:]), key=lambda record: record["time"], default={"step": 0})
         step = newest["step"]
 
         def done(by_step: Mapping[int, Any]) -> dict[int, Any]:

@@ -31,7 +31,7 @@ from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.models.arguments import TABLES
 from titan_disp.run.folder import write_json
-from titan_disp.run.history import BEGIN, END
+from titan_disp.run.history import BEGIN, END, trained_nothing
 from titan_disp.run.reader import OWNER, flatten, read_events, read_heartbeat, read_transitions
 
 RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
@@ -44,8 +44,9 @@ def state(run: Path) -> tuple[State, str]:
     """Return a point's state and an explanation. A point in training is unfinished."""
     events = read_events(run)
     marks = [event for event in events if event["event"] in (*BEGIN, *END)]
-    if marks and (marks[-1]["event"] == "complete" or marks[-1].get("reason") == "budget.stop_at_tokens"):
-        return "finished", f"step {marks[-1]['step']}"
+    trained = [mark for mark in marks if not trained_nothing(mark)]
+    if trained and (trained[-1]["event"] == "complete" or trained[-1].get("reason") == "budget.stop_at_tokens"):
+        return "finished", f"step {trained[-1]['step']}"
     if failure := _failure(run):
         return "failed", failure
     if not marks:
