@@ -123,6 +123,13 @@ def test_refused(options, ranks, changes, message, monkeypatch):
         check(config, ranks)
 
 
+@pytest.mark.parametrize("key", ["metrics.log_freq", "training.gc_freq", "validation.freq"])
+def test_frequencies(key, options):
+    config = changed(loaded(DEMO, *options), {"validation.enable": True, "validation.steps": 1, key: 0})
+    with pytest.raises(ConfigError, match=f"{key} is 0, expected at least 1"):
+        check_config(config, 1)
+
+
 def test_a_refused_run_leaves_nothing_behind(options, tmp_path, monkeypatch):
     monkeypatch.setattr("titan_disp.cluster.launch.elastic_launch", None)
     for change in ("--stream.slots=1", "--training.enable_cpu_offload", f"--model.hf_assets_path={tmp_path}"):

@@ -221,6 +221,16 @@ def trainer(monkeypatch):
     return trainer
 
 
+def test_a_full_disk_does_not_hide_why_a_run_ends(trainer, monkeypatch):
+    """TensorBoard's writer raises when it is closed."""
+    monkeypatch.setattr(Trainer, "close", Mock(side_effect=OSError(28, "No space left on device")))
+    trainer.taken_by, trainer._start_step = lambda: None, 5
+    for name in ("aside", "heartbeat", "stop_request", "dataloader", "run_folder"):
+        setattr(trainer, name, Mock())
+    trainer.close()
+    trainer.run_folder.close.assert_called_once()
+
+
 @pytest.mark.parametrize(
     ("step", "agreed", "calls", "goes_on"),
     [

@@ -4,6 +4,7 @@ a run to stop. With real ranks: tests/test_run_ends.py and tests/slurm.
 
 import errno
 import json
+import math
 import os
 import signal
 import threading
@@ -56,6 +57,15 @@ def heartbeat(clock, opened):
 def read(run, beat):
     beat.write()
     return json.loads((run / "heartbeat.json").read_text())
+
+
+@pytest.mark.parametrize("key", ["silence_seconds", "save_seconds"])
+def test_no_limit(tmp_path, opened, key):
+    comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
+    guard = Section(**({"silence_seconds": 60.0, "save_seconds": 1800.0} | {key: math.inf}))
+    beat = opened(Heartbeat(tmp_path, Section(comm=comm, guard=guard)))
+    beat.begin("save", 1)
+    assert read(tmp_path, beat)["allowed_seconds"] == 1e8
 
 
 def test_what_is_allowed(tmp_path, clock, heartbeat):

@@ -91,6 +91,7 @@ def test_errors_come_before_the_step(options, reduction, message):
         ("--dispersion.layers 27 --dispersion.final_norm", None),  # 6 blocks
         ("--dispersion.layers 27 --dispersion.final_norm", "8B"),  # 36 blocks, where block 27 is not the last
         ("--dispersion.warmup_steps 100", None),  # longer than the single step
+        ("--dispersion.decay linear --dispersion.decay_steps 1000", None),
         ("--model.overrides hidden_dim=1000", None),
     ],
 )

@@ -47,6 +47,14 @@ def test_the_plan_and_the_command(command, monkeypatch, nodes, spares):
     )
 
 
+def test_ranks_per_node(command, monkeypatch):
+    monkeypatch.setenv("TITAN_DISP_NPROC", "4")
+    code, out, _ = command(160)
+    assert code == 0
+    assert "replicate 80 × shard 8" in out
+    assert "--gpus-per-node=8" in out.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", launch.OTHER_PYTHON)
 def test_a_container_has_a_python_of_its_own(monkeypatch, name):
     monkeypatch.setenv(name, "apptainer exec --nv titan-disp.sif")

@@ -419,7 +419,10 @@ class DispTrainer(Trainer):
         self.aside.close()
         self.heartbeat.close()
         self.stop_request.close()
-        super().close()
+        try:
+            super().close()
+        except OSError as error:  # of TensorBoard on a full disk, which must not hide why the run ends
+            logger.warning(f"The logs could not be closed: {error}")
         self.dataloader.close()
         if self.run_folder is not None:
             if self.step > self._start_step:

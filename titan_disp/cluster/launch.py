@@ -221,6 +221,9 @@ def submit(options: SubmitOptions) -> int:
     if not (spares.isdecimal() and int(spares) < options.nodes):
         raise ConfigError(f"TITAN_DISP_SPARES is {spares!r}, expected a whole number below --nodes {options.nodes}")
     training = dataclasses.replace(options.machine, nodes=options.nodes - int(spares))
+    nproc = os.environ.get("TITAN_DISP_NPROC", "")
+    if nproc.isdecimal() and int(nproc):  # ranks per node, whatever its GPUs
+        training = dataclasses.replace(training, gpus_per_node=int(nproc))
     print(render(make_plan(job_config, training)), flush=True)
     site = site_file(options.site)
     if options.dry_run:

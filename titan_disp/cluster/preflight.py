@@ -111,6 +111,7 @@ def _one_step(r: Reduced) -> None:
         "lr_scheduler.total_steps": job.lr_scheduler.total_steps or job.training.steps,
         "training.steps": 1,
         "dispersion.warmup_steps": 0,
+        "dispersion.decay_steps": 0,
         "budget.tokens": 0,
         "budget.stop_at_tokens": 0,
         "stream.slots": 0,

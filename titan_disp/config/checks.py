@@ -306,6 +306,9 @@ def check_operations(job_config: JobConfig) -> None:
         raise ConfigError(
             "checkpoint.keep_latest_k is 1, expected 0 (all) or at least 2: the newest one may be damaged"
         )
+    for key in ("metrics.log_freq", "training.gc_freq", *["validation.freq"] * job_config.validation.enable):
+        if (value := operator.attrgetter(key)(job_config)) < 1:
+            raise ConfigError(f"{key} is {value}, expected at least 1")
 
 
 def check_device(job_config: JobConfig) -> None:

@@ -112,7 +112,8 @@ class Heartbeat:
         self._began = now = time.monotonic()
         if doing == self._doing and now - self._said < PAUSE:
             return
-        self._doing, self._said, allowed = doing, now, self.allowed(doing)
+        # faulthandler takes no infinite time.
+        self._doing, self._said, allowed = doing, now, min(self.allowed(doing), 1e8)
         faulthandler.dump_traceback_later(allowed, file=2)  # stderr, which is this rank's log
         content = {"start": job_id(), "step": step, "doing": doing, "allowed_seconds": allowed, "time": time.time()}
         self._content = content
