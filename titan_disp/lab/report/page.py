@@ -11,19 +11,10 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from titan_disp.condensation.heatmap import heatmaps
-from titan_disp.condensation.record import (
-    LEAST_RANGE,
-    OF_PAPER,
-    PLACES,
-    RANKS,
-    Condensation,
-    blocks_mean,
-    over_depth,
-    telling_steps,
-)
+from titan_disp.condensation.record import LEAST_RANGE, OF_PAPER, PLACES, Condensation, blocks_mean, telling_steps
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import atomic_write
-from titan_disp.lab.plots import over_training
+from titan_disp.lab import plots
 from titan_disp.lab.published import HEADINGS, NOTE, beside, costs
 from titan_disp.lab.report import charts, tables
 from titan_disp.lab.report.charts import BEGINNING, MANY, Line, Scale, by_condition, drawing, to_uri
@@ -112,10 +103,7 @@ MEASURES = (
     ("mean cosine, last block", measured(lambda found: found.mean_cosine[found.last_block]), charts.as_it_is),
     ("mean cosine, after the final norm", measured(lambda found: found.mean_cosine[-1]), charts.as_it_is),
     ("mean cosine, average of all blocks", measured(blocks_mean), charts.as_it_is),
-    *(
-        (f"{name}, {PLACES[OF_PAPER]}", measured(over_depth(OF_PAPER, rank)), charts.correlation)
-        for rank, name in RANKS.items()
-    ),
+    *((f"{name}, {PLACES[OF_PAPER]}", measured(read), charts.correlation) for name, read in plots.MEASURES.items()),
     ("effective rank, last block", measured(lambda found: found.effective_rank[found.last_block]), charts.from_zero),
 )
 
@@ -167,7 +155,7 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
     names = ", ".join(run.name for run in with_any)
     by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
     pairs = f"cosines of all pairs of tokens by layer, first, most condensed and last measurement: {names}"
-    lines = over_training(_some_steps(with_any))
+    lines = plots.over_training(_some_steps(with_any))
     return [Picture(to_uri(lines), by_layer, wide=True), Picture(to_uri(heatmaps(rows)), pairs, wide=True)]
 
 

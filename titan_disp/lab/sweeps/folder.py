@@ -195,7 +195,6 @@ def _load(point: Point) -> JobConfig:
 
 
 def _record(point: Point) -> dict[str, Any] | None:
-    """Return the record of an earlier call, or None."""
     path = point.folder / RECORD
     if not path.exists():
         # A killed call may have left the copy of the config and hidden files.
