@@ -8,6 +8,7 @@ of the machine. The exit status is 1 if a check has failed.
 """
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -97,7 +98,10 @@ def run(check: Check, out: Path) -> str:
     with open(out / f"{check.name}.txt", "w") as output, open(out / f"{check.name}.log", "w") as messages:
         command = [sys.executable, *check.words]
         try:
-            status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=messages, timeout=LIMIT).returncode
+            env = os.environ | {"TESTS_ON_GPU": "1"}
+            status = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=output, stderr=messages, timeout=LIMIT
+            ).returncode
         except subprocess.TimeoutExpired:
             return f"FAILED: no end within {duration(LIMIT)}"
     return f"FAILED with status {status}" if status else "ok"

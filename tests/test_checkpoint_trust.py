@@ -75,7 +75,9 @@ def test_nothing_in_metadata_is_run(tmp_path, ran):
         assert "which no checkpoint needs: PyTorch did not write this file" in problem(tmp_path)
         with pytest.raises(pickle.UnpicklingError):
             safe_dcp.read_metadata(tmp_path)
-        with pytest.raises(CheckpointException, match="which no checkpoint needs"):
+        with pytest.raises(
+            CheckpointException, match="which no checkpoint needs|metadata is None"
+        ):  # torch 2.11 does not tell
             safe_dcp.load({"a": torch.zeros(1)}, tmp_path, no_dist=True)
         assert not ran.exists()
 

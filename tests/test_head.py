@@ -185,7 +185,7 @@ def test_the_logits_never_exist_in_full_under_the_stock_trainer(folder):
     _, found = torch.load(folder / "found_0.pt")
     (whole, gradients, weights), (chunked, of_chunks, chunked_weights) = found["whole"], found["chunked"]
     assert whole >= 4 * 32 * VOCAB > chunked
-    assert max(relative(of_chunks.values(), gradients.values())) < 1e-2
+    assert max(relative(of_chunks.values(), gradients.values())) < 2e-2
     assert max(relative(chunked_weights.values(), weights.values())) < 1e-2
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.distributed import spawn
-from titan_disp.errors import CheckpointError
+from titan_disp.errors import CheckpointError, RefusedError
 from titan_disp.run import safe_dcp
 from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_condensation, read_config, read_events, read_metrics
@@ -29,7 +29,7 @@ def events(run):
     return [(e["event"], e["step"]) for e in read_events(run) if e["event"] != "checkpoint"]
 
 
-def train(sample, run, *options, faults=""):
+def train(sample, run, *options, faults="", seed=False):
     """Train in the processes that call this, with the faults of tests/faulty_train.py, and return the last step."""
     from tests.faulty_train import FaultyTrainer
     from tests.mesh import job_config
@@ -39,7 +39,7 @@ def train(sample, run, *options, faults=""):
     usual += ("--model.overrides", "n_layers=1")
     trainer, heartbeat = FaultyTrainer(job_config(sample, run, *usual, *options)), run / "heartbeat.json"
     try:
-        trainer.train()
+        trainer.save_seed() if seed else trainer.train()
         assert heartbeat.exists() or dist.get_rank() > 0
     finally:
         trainer.close()
@@ -86,6 +86,27 @@ def all_ends(sample, folder):
         assert train(sample, last, *measure) == 2
         assert list(read_condensation(last)) == [0, 2]
     assert len((last / "metrics.jsonl").read_text().splitlines()) == len(lines)
+
+    # A stop where a measurement is due leaves it to the next start.
+    stopped = folder / "stopped"
+    often = (*measure, "--training.steps", "3", "--condensation.interval", "2")
+    assert train(sample, stopped, *often, faults="asked_to_stop:2@0") == 2
+    assert list(read_condensation(stopped)) == [0]
+    assert train(sample, stopped, *often) == 3
+    assert list(read_condensation(stopped)) == [0, 2, 3]
+
+    # A held-out text that is too short refuses the run: another start would find it no longer.
+    lacking = ("--validation.enable", "--validation.dataset_path", sample, "--stream.validation_sequences", "80000")
+    for name, more in (("v", lacking), ("c", ("--condensation.interval", "9", "--condensation.sequences", "80000"))):
+        with pytest.raises(RefusedError, match="holds .* sequences of 32 tokens, expected 80000"):
+            train(sample, folder / name, *steps, *more)
+        assert events(folder / name) == [("refused", 0)]
+
+    # A checkpoint of step 0 begins a run.
+    seed = folder / "seed"
+    assert train(sample, seed, *steps, seed=True) == 0
+    assert train(sample, seed, *steps) == 2
+    assert events(seed) == [("start", 0), ("stop", 0), ("start", 0), ("complete", 2)]
 
     # stop_at_tokens ends early, also while steps are skipped, and changes neither steps nor schedule.
     budget = (*ONE_RANK, "--training.steps", "-1", "--budget.tokens", str(256 * 5 - 7))

@@ -91,6 +91,9 @@ class DispTrainer(Trainer):
         enable, job_config.checkpoint.enable = job_config.checkpoint.enable, False
         try:
             super().__init__(job_config)
+        except RefusedError as error:  # on every rank; no checkpoint has been looked for
+            self.event("refused", 0, allocated=self.clock.began, reason=str(error))
+            raise
         finally:
             job_config.checkpoint.enable = enable
         cast(DispersionObjective, self.loss_fn).defer = True
@@ -112,7 +115,9 @@ class DispTrainer(Trainer):
 
     def _build_checkpointer(self) -> DispCheckpointManager:
         adapter, job = self.train_spec.state_dict_adapter, self.job_config
-        self.identity = identity.of_model(job, self.model_args)
+        self.identity = identity.of_model(job, self.model_args) | identity.of_budget(
+            job, self.metrics_processor.tokens_seen(1)
+        )
         return DispCheckpointManager(
             hooks=self,
             save_seconds=self.job_config.guard.save_seconds,  # type: ignore[attr-defined]
@@ -170,6 +175,8 @@ class DispTrainer(Trainer):
         self._start_step = self.step
         if 0 < self.step < self.last_step:
             self._use_own_options()
+        elif self.step == 0:
+            _ = self.monitor  # refuses a text that is too short
         if self.run_folder is not None:
             if trains := self.step < self.last_step:  # otherwise the config is not what the run was trained with
                 self.run_folder.record_start()
@@ -177,7 +184,9 @@ class DispTrainer(Trainer):
             if self.step:
                 self._say_changes()
             self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
-        if self.step == 0:
+        interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
+        due = 0 < self.step < self.last_step and interval and self.step % interval == 0  # a stop there does not measure
+        if self.step == 0 or (due and not on_rank_0(self._measured)):
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
 
@@ -317,6 +326,14 @@ class DispTrainer(Trainer):
             self.event("stop", self.step, kind="budget", reason="budget.stop_at_tokens")
         self.report()
 
+    def save_seed(self) -> None:
+        """Save the initial weights as step 0, from which starts of this run begin: checkpoint.create_seed_checkpoint."""
+        if self.run_folder is not None:
+            self.run_folder.record_start()
+        self.event("start", 0, allocated=self.clock.began)
+        self.checkpointer.save(curr_step=0, last_step=True)
+        self.event("stop", 0, kind="seed", reason="checkpoint.create_seed_checkpoint")
+
     def _measured(self) -> bool:
         return self.run_folder is not None and self.step in read_condensation(self.run_folder.path)
 
@@ -443,9 +460,7 @@ def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -
     try:
         trainer = trainer_class(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
-            if trainer.run_folder is not None:
-                trainer.run_folder.record_start()
-            trainer.checkpointer.save(curr_step=0, last_step=True)
+            trainer.save_seed()
         else:
             trainer.train()
     finally:

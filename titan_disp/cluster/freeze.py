@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.config import JobConfig
 
 from titan_disp.config.load import load_config
-from titan_disp.errors import EXIT_CODE, UserError
+from titan_disp.errors import EXIT_CODE, ConfigError, UserError
 from titan_disp.run.folder import versions, writing
 
 LAUNCH = "titan-disp-launch: "  # marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
@@ -37,8 +37,14 @@ def freeze(
 
     ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: its options, if known. ``site``: the file with
     the site's settings; without one, slurm/supervise.py copies the file that it was started with.
-    Raises ConfigError if the run folder is not writable.
+    Raises ConfigError if the run folder is not writable, or a requeue would be refused.
     """
+    c = job_config.checkpoint
+    if c.enable and c.load_step != -1 and not c.load_only:
+        raise ConfigError(
+            f"checkpoint.load_step is {c.load_step}, expected -1 in a job: it would be refused at the first requeue, after newer "
+            "checkpoints. Copy RUN/checkpoint/step-N into a new run folder, or start once without SLURM (titan-disp train)"
+        )
     run = Path(job_config.job.dump_folder).absolute()
     folder = run / "launch" / name
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")

@@ -68,7 +68,9 @@ def list_objects(url: str, split: str, where: str, c4: bool) -> list[tuple[str, 
     method = "glob" if is_pattern(url) else "find"
 
     def find() -> dict[str, dict[str, Any]]:
-        found = {f"{scheme}://{name}": info for name, info in ask(url, method, FIND_SECONDS, detail=True).items()}
+        found = ask(url, method, FIND_SECONDS, detail=True)
+        # Of a file itself, huggingface_hub 1 finds the name only.
+        found = {f"{scheme}://{name}": info or ask(url, "info") for name, info in found.items()}
         files = {url: info for url, info in found.items() if info["type"] == "file" and not _hidden(url)}
         if on_hub is None and (some := next((url for url in files if files[url]["size"]), None)):
             ask(some, "cat_file", start=0, end=1)  # an account may be allowed only to list

@@ -21,7 +21,7 @@ from titan_disp.data.position import Field
 from titan_disp.data.sources import check_content, held_out_sets
 from titan_disp.data.stream import Batch, RankStreams, as_batch, empty_rows
 from titan_disp.data.tokenizer import encoder
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, RefusedError, counted
 
 
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
@@ -61,7 +61,7 @@ def first_sequences(
         for done, row in enumerate(zip(*found, strict=True)):
             slot.fill(*row)
             if slot.position[Field.EPOCH] > 0:
-                raise ConfigError(
+                raise RefusedError(
                     f"the validation split ({counted(len(files), 'file')}, {files[0].url} to {files[-1].url}) holds "
                     f"{counted(done, 'sequence')} of {seq_len} tokens, expected {count}: {asked}, or take more text"
                 )

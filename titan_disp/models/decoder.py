@@ -6,7 +6,6 @@ few seconds for 0.6B and some minutes for 32B.
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,6 +181,7 @@ def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor
         return torch.full(shape, initial.mean)
     generator = generator_of(seed, name)
     mean, std, cut = initial.mean, initial.std, initial.cut
-    if math.isinf(cut):  # some versions of trunc_normal_ invert the distribution function, which would give infinities
+    # Before torch 2.13, trunc_normal_ inverts the distribution function, at 0 and 1 too, and so sets one in millions to the cut.
+    if cut > 10 * std:
         return torch.empty(shape).normal_(mean, std, generator=generator)
     return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
