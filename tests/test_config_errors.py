@@ -123,7 +123,9 @@ def test_refused(options, ranks, changes, message, monkeypatch):
         check(config, ranks)
 
 
-@pytest.mark.parametrize("key", ["metrics.log_freq", "training.gc_freq", "validation.freq"])
+@pytest.mark.parametrize(
+    "key", ["metrics.log_freq", "training.gc_freq", "validation.freq", "validation.local_batch_size"]
+)
 def test_frequencies(key, options):
     config = changed(loaded(DEMO, *options), {"validation.enable": True, "validation.steps": 1, key: 0})
     with pytest.raises(ConfigError, match=f"{key} is 0, expected at least 1"):
@@ -190,8 +192,9 @@ def test_toml(tmp_path):
         ("[dispersion]\nlayers = 'middle'", r"dispersion.layers is 'middle'"),
         ("[stream]\nsources = []", r"stream.sources is empty"),
         ("[dispersion", r"not valid TOML"),
+        ("# \udcff", r"not valid TOML"),
     ):
-        (tmp_path / "c.toml").write_text(toml)
+        (tmp_path / "c.toml").write_text(toml, errors="surrogateescape")
         with pytest.raises(ConfigError, match=message):
             loaded(tmp_path / "c.toml")
 

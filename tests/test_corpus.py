@@ -12,6 +12,7 @@ from benchmarks.corpus_text import documents_of
 from tests.command_line import typed
 from titan_disp.data.files import list_files
 from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import ConfigError
 from titan_disp.lab import sample as module
 from titan_disp.lab.sample import is_complete, write_sample
 
@@ -127,8 +128,9 @@ def test_every_document_once_in_an_order_that_hashes_fix(tmp_path, monkeypatch):
 def test_an_existing_folder_is_kept(sample, tmp_path):
     assert is_complete(sample)
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(FileExistsError, match="not a sample corpus"):
-        write_sample(tmp_path)
+    for taken in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(ConfigError, match="not a sample corpus"):
+            write_sample(taken)
     assert (tmp_path / "mine.txt").read_text() == "precious"
     assert not is_complete(tmp_path)
 

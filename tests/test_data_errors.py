@@ -141,6 +141,7 @@ SOUND = {
     "an empty one among bad ones": {"a.json": b"garbage\n" * 3 + b'{"text": " "}\n' + b"garbage\n" * 30},
     "cut off": {"a.json.gz": gzip.compress(DOCUMENT * 10_000)[:60]},
     "an empty file": {"a.json": DOCUMENT, "b.json": b"", "c.json": DOCUMENT},
+    "an empty text": {"a.txt": b"", "b.txt": b"b"},
     "an odd number of bytes": {"a.bin": ids_as(RANDOM) + b"\x00"},
     "HTML as text": {"a.txt": HTML},
     "a long block": {"a.txt": b"x" * 70_000},
@@ -210,6 +211,8 @@ def test_bad_files(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
         assert reason in records_of(tmp_path / name, 100)[-1], reason
+    (tmp_path / "a.txt").write_bytes(b"")
+    assert records_of(tmp_path / "a.txt") == [""]
 
 
 TEXTS = [f"{i} " + np.random.default_rng(i).bytes(100).hex() for i in range(3010)]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from tests.command_line import typed
@@ -15,7 +16,7 @@ from titan_disp.data.formats import text_of
 from titan_disp.data.hub import HubName, parse_name
 from titan_disp.data.mirror import RECORDS
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.sources import DataSet
+from titan_disp.data.sources import DataSet, list_and_check
 from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
 from titan_disp.lab.fetch import fetch
@@ -91,6 +92,16 @@ def test_files_of_a_configuration_and_a_split(hub, tmp_path):
     with pytest.raises(ConfigError, match=r"path is '.*some': it has no configuration 'other', only default, sam"):
         list_files("hf:some/prose:other", str(tmp_path / "some"))
     assert not any(path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges)
+
+
+def test_what_only_a_start_finds(hub, tmp_path, monkeypatch):
+    """It lists validation data on the hub, too, and looks for Parquet files without rows, as it does locally."""
+    training, held = (DataSet("hf:some/prose:split:validation", None, key) for key in ("training", "validation"))
+    with pytest.raises(ConfigError, match="training and validation read 2 files in common"):
+        list_and_check([training, held], StreamOptions())
+    write_texts(tmp_path / "some" / "data" / "y" / "1.parquet", pyarrow.array([], pyarrow.string()))
+    files = list_and_check([DataSet("hf:some/prose", None, "training")], StreamOptions())
+    assert [file.density > 0 for file in files] == [True, False]
 
 
 def test_files_of_a_url(hub):

@@ -7,7 +7,10 @@ import transformers
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Tokenizer, processors
 
+from tests.command_line import DEMO
+from tests.pages import loaded
 from tests.streams import VALIDATION_FILE, texts_of
+from titan_disp.config.checks import tokenizer_of
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder
@@ -114,6 +117,20 @@ def test_text_makes_no_special_tokens(sample, hf_tokenizer, tmp_path, kind):
         written = transformers.AutoTokenizer.from_pretrained(tmp_path)
         for text in ("a <think> b", "a <|im_end|> b"):
             assert written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
+
+
+def test_an_eos_that_the_tokenizer_adds_comes_once(hf_tokenizer, tmp_path):
+    """As T5's, whose tokenizer_config.json names none here."""
+    made = Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json")
+    made.add_special_tokens(["</s>"])
+    eos = made.token_to_id("</s>")
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", eos)])
+    made.save(f"{tmp_path}/tokenizer.json")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert encoder(load_tokenizer(tmp_path))("one two").count(eos) == 1
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match="the tokenizer has no EOS token"):  # of plan and submit, too
+        tokenizer_of(loaded(DEMO, "--model.hf_assets_path", str(tmp_path), "--model.overrides", "vocab_size=9999"))
 
 
 def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_path):

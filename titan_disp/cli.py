@@ -29,10 +29,7 @@ def sample_data(options: opts.SampleOptions) -> None:
     if is_complete(folder):
         print(f"{folder} already holds the sample corpus")
         return
-    try:
-        counts = write_sample(folder, vocab_size)
-    except FileExistsError as error:
-        raise ConfigError(str(error)) from error
+    counts = write_sample(folder, vocab_size)
     print(
         f"{folder}: {counts['train']} train and {counts['validation']} validation documents, "
         f"{counts['characters'] / 1e6:.1f} M characters, tokenizer of {vocab_size} pieces in {folder / 'tokenizer'}"

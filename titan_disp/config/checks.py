@@ -25,7 +25,7 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import DataSet, check_content, check_overlaps, data_sets, source_shares
-from titan_disp.data.tokenizer import check_fits, find_tokenizer, load_tokenizer
+from titan_disp.data.tokenizer import check_fits, encoder, find_tokenizer, load_tokenizer
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.dispersion.registry import checked
@@ -376,6 +376,7 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is large enough for it."""
     folder, model = job_config.model.hf_assets_path, f"model.flavor {_flavor(job_config)!r}"
     tokenizer = load_tokenizer(folder)
+    encoder(tokenizer)  # raises ConfigError if it has no EOS token
     size = tokenizer.get_vocab_size()
     advice = f"choose a flavor with a larger vocabulary, a smaller tokenizer, or --model.overrides.vocab_size={size}"
     check_fits(size, folder, args_of(job_config).vocab_size, model, advice)

@@ -172,7 +172,9 @@ class Documents:
 
     def _start(self) -> None:
         self._in_block = False
-        if self.file.size == 0:  # as a full disk leaves it; gzip would take it for a regular end
+        if self.file.size == 0 and not self.file.name.endswith(
+            ".txt"
+        ):  # as a full disk leaves it; gzip would end regularly
             raise DamagedFile("the file is empty")
         self._raw = opened(self.file, self.options)
         buffer = BUFFER

@@ -21,7 +21,7 @@ from titan_disp.data.files import DataFile, held_out, list_files, split_of, stre
 from titan_disp.data.index import content_sample, with_index
 from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, DataError, counted
 from titan_disp.job_config import Source
 
 
@@ -131,8 +131,7 @@ DOCUMENTS = 20  # read in each of three files (the first, a middle one, the last
 
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
     """List and check the files of the data sets, and return those for training."""
-    # Validation lists its own files later, which are on the hub if ``check`` returns none.
-    listed = [(one, one.check() if one.key == "validation" else one.files()) for one in data]
+    listed = [(one, one.files()) for one in data]
     check_overlaps(listed)
     every = []
     for one, files in listed:
@@ -189,7 +188,7 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
         densities[suffix] = float(f"{text / stored:.3g}") if text else 1.0
 
     def known(file: DataFile) -> DataFile:
-        density = 0.0 if _has_no_rows(file) else densities[formats.suffix_of(file.name)]
+        density = 0.0 if _has_no_rows(file, options) else densities[formats.suffix_of(file.name)]
         return replace(file, density=density, sample=content_sample(file), blocks=megatron.blocks_of(file))
 
     with ThreadPoolExecutor(16) as pool:  # a shared file system takes milliseconds for each file
@@ -201,17 +200,13 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
     return found
 
 
-def _has_no_rows(file: DataFile) -> bool:
-    """Return whether a local Parquet file is empty. One of 64 KiB has more than a footer."""
-    import pyarrow.parquet
-
-    if not file.name.endswith(formats.PARQUET) or file.remote or file.size > 1 << 16:
+def _has_no_rows(file: DataFile, options: StreamOptions) -> bool:
+    """Return whether a Parquet file is empty. One of 64 KiB has more than a footer."""
+    if not file.name.endswith(formats.PARQUET) or file.size > 1 << 16:
         return False
-    try:
-        with open(file.url, "rb") as stored:
-            return pyarrow.parquet.read_metadata(stored).num_rows == 0
-    except (OSError, pyarrow.ArrowException):  # damaged, as reading it will tell
-        return False
+    with closing(Documents(file, options)) as documents, suppress(DataError, formats.DamagedFile):
+        return documents.read() is None
+    return False  # damaged, as reading it will tell
 
 
 def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:

@@ -27,6 +27,8 @@ from titan_disp.errors import ConfigError, RefusedError, counted
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
     """Return the number of validation sequences over all ranks: a multiple of what they take in one step."""
     v, wanted = job_config.validation, job_config.stream.validation_sequences  # type: ignore[attr-defined]
+    if v.local_batch_size < 1:
+        raise ConfigError(f"validation.local_batch_size is {v.local_batch_size}, expected at least 1")
     step = v.local_batch_size * dp_world_size
     if not wanted:
         if v.steps < 1:

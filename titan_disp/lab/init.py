@@ -115,7 +115,7 @@ def init(options: InitOptions) -> str:
         tokens, vocab_size = characters * all_of_it / per_token, tokenizer.get_vocab_size()
         rows = _sized(tokens, vocab_size, seq_len, gpus, machine, options.minutes)
         step = max(1, 8 // ranks) * ranks
-        sequences = min(64, (sum(len(encode(text)) for text in held_out) - 1) // seq_len) // step * step
+        sequences = min(64, sum(len(encode(text)) for text in held_out) // (seq_len + 1)) // step * step
         if not sequences:
             needed = f"{counted(step, 'sequence')} of {seq_len} tokens"
             raise ConfigError(f"the held-out text has fewer than {needed}: hold out more, or name more text")

@@ -114,12 +114,12 @@ def is_complete(folder: Path) -> bool:
 def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
     """Write the corpus to ``folder/en/*.json.gz`` and train its tokenizer, ``folder/tokenizer/sample.model``.
 
-    It returns the numbers of training documents, validation documents and characters. FileExistsError is raised if the
-    folder holds something else than an earlier sample, which is kept, and ConfigError if SentencePiece refuses the size.
+    It returns the numbers of training documents, validation documents and characters. ConfigError is raised if the
+    folder is something else than an earlier sample, which is kept, or if SentencePiece refuses the size.
     """
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not is_complete(folder):
-        raise FileExistsError(f"{folder} exists and is not a sample corpus: choose another folder or remove it")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not is_complete(folder):
+        raise ConfigError(f"{folder} exists and is not a sample corpus: choose another folder or remove it")
     records = documents()
     validation, train = records[::VALIDATION_SHARE], [r for i, r in enumerate(records) if i % VALIDATION_SHARE]
     if not is_complete(folder):
