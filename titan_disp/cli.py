@@ -241,6 +241,8 @@ def run(args: Sequence[str], prog: str) -> None:
     command = _find(COMMANDS, args, prog)
     if command is not None:
         _join_lines(command[0])
+        if issubclass(command[0], opts.ConfigOptions):
+            args = _split_overrides(args)
     about = _wrapped("Pre-train language models with the dispersion loss, and measure their condensation.")
     config = (tyro.conf.FlagCreatePairsOff,)  # without pairs, help shows --json, and not "--json, --no-json"
     options = _app(COMMANDS, listed=command is None).cli(prog=prog, description=about, args=args, config=config)
@@ -277,11 +279,6 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Help and tables have characters that a terminal may not have.
     argv = sys.argv[1:]
-    if argv[:1] in (["train"], ["plan"], ["submit"], ["preflight"]) or argv[:2] in (
-        ["data", "digest"],
-        ["data", "index"],
-    ):
-        argv = _split_overrides(argv)
     if argv[:1] == ["sweep"] and _begins_with_a_file(argv[1:]):
         argv.insert(1, "run")
     try:

@@ -252,16 +252,14 @@ class Stream:
     """
 
     def __post_init__(self) -> None:
-        self.sources = read_sources(self.sources)
-
-
-def read_sources(tables: Any) -> list[Source]:
-    """Turn the tables of [[stream.sources]] into ``Source`` objects. TorchTitan does this for sections only."""
-    if not isinstance(tables, Sequence) or isinstance(tables, str):
-        raise ConfigError(f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]")
-    return [
-        table if isinstance(table, Source) else _source(f"stream.sources[{i}]", table) for i, table in enumerate(tables)
-    ]
+        """Turn the tables of [[stream.sources]] into ``Source`` objects. TorchTitan does this for sections only."""
+        tables: Any = self.sources
+        if not isinstance(tables, Sequence) or isinstance(tables, str):
+            raise ConfigError(f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]")
+        self.sources = [
+            table if isinstance(table, Source) else _source(f"stream.sources[{i}]", table)
+            for i, table in enumerate(tables)
+        ]
 
 
 def _source(where: str, table: Any) -> Source:

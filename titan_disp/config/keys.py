@@ -5,7 +5,6 @@ loop over these fields. This module imports nothing heavy: ``titan-disp config``
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import Field, dataclass, field
 from typing import Any, Literal
 
@@ -79,8 +78,3 @@ def key(default: Any, source: str = "ours", **facts: Any) -> Any:
 def facts_of(field: Field[Any]) -> Facts:
     """Return what a field says, which is nothing if it is TorchTitan's."""
     return field.metadata.get("facts", Facts())
-
-
-def other_names(fields: Iterable[Field[Any]]) -> dict[str, str]:
-    """Return the other names that users may try, each with the name of the field that they mean."""
-    return {other: f.name for f in fields for other in facts_of(f).also}

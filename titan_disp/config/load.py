@@ -17,7 +17,7 @@ import typeguard
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_disp.config.keys import facts_of, other_names
+from titan_disp.config.keys import facts_of
 from titan_disp.errors import ConfigError, did_you_mean, reported
 from titan_disp.models.arguments import TABLES, parse_overrides, written_out
 
@@ -135,9 +135,10 @@ def _near(path: str) -> str:
 def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Iterator[str]:
     known = dataclasses.fields(default)
     names = [f.name for f in known]
+    others = {other: f.name for f in known for other in facts_of(f).also}
     for key, value in toml.items():
         if key not in names:
-            yield f"{prefix}{key}{did_you_mean(key, names, prefix=prefix, instead=other_names(known))}"
+            yield f"{prefix}{key}{did_you_mean(key, names, prefix=prefix, instead=others)}"
         elif dataclasses.is_dataclass(getattr(default, key)):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")

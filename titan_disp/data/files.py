@@ -53,7 +53,7 @@ def split_of(dataset: str, key: str) -> str:
 def held_out(dataset: str) -> str:
     """Return the name of the validation split that belongs to a training set."""
     if is_hub_name(dataset):
-        return str(parse_name(dataset, "training.dataset").of_split("validation"))
+        return str(replace(parse_name(dataset, "training.dataset"), split="validation"))
     return f"{dataset.removesuffix('_validation')}_validation"
 
 
@@ -78,7 +78,7 @@ def list_files(
         listing = resolve(name, where).files(split, where) if name else c4_files(split)
         found = [DataFile(file.path, file.url, file.size) for file in listing]
     elif name:
-        mirrored = mirrored_files(dataset_path, name.of_split(split), path_is)
+        mirrored = mirrored_files(dataset_path, replace(name, split=split), path_is)
         found = [DataFile(path, path, size) for path, size in mirrored]
     elif is_url(dataset_path):
         objects = list_objects(dataset_path, split, path_is, dataset.startswith("c4"))

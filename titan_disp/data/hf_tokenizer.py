@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_disp.data.tokenizer import find_tokenizer
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, reported
 
 SPACE = "▁"
 protobuf: Any = sentencepiece_model_pb2  # generated code without types
@@ -236,10 +236,9 @@ def write_tokenizer(
     else:
         unigram = False
         _copy(source, tokenizer, dest, seq_len)
-    try:
+    # Several libraries raise their own types, as does code that a folder names.
+    with reported(f"transformers cannot load the tokenizer in {str(source)!r}", Exception):
         written = AutoTokenizer.from_pretrained(dest)
-    except Exception as error:  # several libraries raise their own types, as does code that a folder names
-        raise ConfigError(f"transformers cannot load the tokenizer in {str(source)!r}: {error}") from error
     encode = plain_encoder(tokenizer)
     # Segmentations of a run of one character can be equally probable. Rounding decides their order: SentencePiece
     # computes in float32, tokenizers in float64.

@@ -108,9 +108,6 @@ class HubName:
         split = f":{self.split}" if self.split else ""
         return f"{PREFIX}{self.repository}{revision}{config}{split}"
 
-    def of_split(self, split: str) -> "HubName":
-        return replace(self, split=split)
-
 
 C4 = HubName(DATASET)
 
@@ -227,7 +224,7 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
 def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, where: str) -> list[str]:
     """Return the paths of a split's files, sorted, all in formats that are read."""
     if split not in splits:
-        example = name.of_split(next(iter(splits), "SPLIT"))
+        example = replace(name, split=next(iter(splits), "SPLIT"))
         raise ConfigError(f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as {str(example)!r}")
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not path.endswith(SUFFIXES)]:

@@ -97,9 +97,6 @@ class StreamLoader(BaseDataLoader):
         self.texts = [sum(one.size * one.density for one in files if group.owns(one)) for group in self.groups]
         self._running: Generator[Batch, None, None] | None = None
 
-    def _make(self) -> RankStreams:
-        return RankStreams(self.files, self.slots, self.positions.numpy(), self.assignment, self.encode, self.options)
-
     def __iter__(self) -> Iterator[Batch]:
         self.close()
         self._running = self._batches()
@@ -115,7 +112,8 @@ class StreamLoader(BaseDataLoader):
         batch, prefetch, mine = self.local_batch_size, self.options.prefetch, self.positions.numpy()
         # Microbatches are sent in groups: each transfer costs both processes as much as thousands of tokens.
         group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * self.options.seq_len))) if prefetch else 1
-        sequences = Sequences(self._make, batch, group)
+        streams = (self.files, self.slots, mine, self.assignment, self.encode, self.options)
+        sequences = Sequences(lambda: RankStreams(*streams), batch, group)
         # Fork, even where it is not the default (Python 3.14), so that the tokenizer need not be loaded again.
         worker: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "worker_init_fn": worker_signals}
         workers = worker | {"prefetch_factor": -(-prefetch // group)} if prefetch else {}

@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from titan_disp.errors import ConfigError, DataError
+from titan_disp.errors import ConfigError, DataError, reported
 
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
@@ -68,10 +68,8 @@ def find_tokenizer(folder: str | Path) -> Path:
 def load_tokenizer(folder: str | Path) -> BaseTokenizer:
     """Load the tokenizer of a folder. It treats text that spells a special token (</s>) as text."""
     file = find_tokenizer(folder)
-    try:
+    with reported(f"cannot load the tokenizer {str(file)!r}", Exception):  # the libraries raise bare RuntimeError
         return SentencePieceTokenizer(file) if file.suffix == ".model" else _hugging_face(folder)
-    except Exception as error:  # sentencepiece and tokenizers raise bare RuntimeError and Exception
-        raise ConfigError(f"cannot load the tokenizer {str(file)!r}: {error}") from error
 
 
 def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:

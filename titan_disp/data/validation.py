@@ -1,7 +1,7 @@
 """Validation runs on the first sequences of the validation split, which are the same in every run and on any mesh."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -57,9 +57,8 @@ def first_sequences(
     options = replace(stream_options(job_config, seq_len, tokenizer), shuffle_window=0)
     check_content(files, options, "validation")
     begin, assignment = np.zeros((1, len(Field)), dtype=np.int64), Assignment(files, slots=1, seed=0)
-    streams = RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)
-    slot, found = streams.slots[0], empty_rows(count, options, np.int32)
-    try:
+    with closing(RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)) as streams:
+        slot, found = streams.slots[0], empty_rows(count, options, np.int32)
         for done, row in enumerate(zip(*found, strict=True)):
             slot.fill(*row)
             if slot.position[Field.EPOCH] > 0:
@@ -67,8 +66,6 @@ def first_sequences(
                     f"the validation split ({counted(len(files), 'file')}, {files[0].url} to {files[-1].url}) holds "
                     f"{counted(done, 'sequence')} of {seq_len} tokens, expected {count}: {asked}, or take more text"
                 )
-    finally:
-        streams.close()
     check_documents(slot.position[Field.SKIPPED], slot.position[Field.DOCUMENTS], options.max_skipped_fraction)
     return found
 

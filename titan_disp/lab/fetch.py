@@ -3,6 +3,7 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from titan_disp.config.options import FetchOptions, check_least
@@ -61,7 +62,7 @@ def _listings(dataset: str, split: str, wanted: list[str]) -> list[tuple[HubName
         wanted = [name.split]
     elif split == "both" and "validation" not in found.splits:
         wanted = ["train"]
-    return [(name.of_split(one), found.files(one, where)) for one in wanted]
+    return [(replace(name, split=one), found.files(one, where)) for one in wanted]
 
 
 def _problem(file: HubFile, path: Path) -> str | None:

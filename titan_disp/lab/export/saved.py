@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
@@ -155,9 +156,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
             )
     try:
         safe_dcp.load(weights, saved.folder, no_dist=True)
-    except BaseException as error:  # DCP's CheckpointException is not an Exception
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
+    except (Exception, CheckpointException) as error:  # the second is no Exception
         reason = " ".join(str(error).split())[-400:]
         raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}") from error
     return weights

@@ -33,15 +33,14 @@ def state(run: Run, now: float) -> tuple[str, str]:
     last = found[-1]
     if run.steps is not None and (run.step if last.complete else last.first_step) >= run.steps:
         return "complete", f"all {run.steps:,} steps are done"
-    if last.end is not None and last.end["event"] != "save_failed":
-        return "stopped", f"{last.how()}, after step {run.step:,}"
+    if last.end is not None:
+        word = "interrupted" if last.end["event"] == "save_failed" else "stopped"
+        return word, f"{last.how()}, after step {run.step:,}"
     gaps = [b - a for a, b in pairwise(last.times)]
     silent = now - last.ended
-    if last.end is None and silent < max(ALIVE, 10 * median(gaps or [0])):
+    if silent < max(ALIVE, 10 * median(gaps or [0])):
         return "running", f"by its latest line, {duration(silent)} before this report"
-    if last.end is None:
-        return "interrupted", f"no end recorded, last activity at step {run.step:,}"
-    return "interrupted", f"{last.how()}, after step {run.step:,}"
+    return "interrupted", f"no end recorded, last activity at step {run.step:,}"
 
 
 def when(seconds: float) -> str:
