@@ -296,7 +296,7 @@ def test_what_the_tie_rule_costs():
     assert evidence_analysis.shift_of_ties(rows) == pytest.approx(slope)
 
 
-NOT_OF_THE_ROWS = r"evidence\.md\.j2|Qwen3|C4|GPT-2|H100|sha256|95 %|evidence_124m|42 hours|124 M parameters"
+NOT_OF_THE_ROWS = r"evidence\.md\.j2|Qwen3|C4|GPT-2|H100|sha256|95 %|evidence_124m|44 hours|124 M parameters"
 NOT_OF_THE_ROWS += r"|0\.6 B on 156 B tokens|-0\.6B after 156 B tokens|§5\.4|one seed, says a review|more than 0\.005"
 NOT_OF_THE_ROWS += r"|\+1\.17 points of task accuracy|\+1\.07|34\.95 → 35\.61|three seeds, says the review"
 NOT_OF_THE_ROWS += r"|one of four that|-0\.6B|all three intervals|α = 1|has 1\.|#question-1"

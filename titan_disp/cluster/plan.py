@@ -74,7 +74,9 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Time:
-    computing_seconds: float  # of a step's products, with dispersion, at the machine's ``mfu`` of the bf16 peak
+    computing_seconds: (
+        float  # of a step's products at the machine's ``mfu`` of the bf16 peak, dispersion's at half of it
+    )
     within_bytes: float  # that one GPU sends in a step to others of its node (see ``traffic``)
     between_bytes: float  # to other nodes
     within_seconds: float
@@ -244,6 +246,9 @@ def measured(
     return mesh, batch, model, memory, _time(job_config, module, machine, model, batch)
 
 
+SLOWER = 2.0  # so much slower are dispersion's FLOPs than the model's: our measurement on one H200 (docs/benchmarks.md)
+
+
 def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Model, batch: Batch) -> Time:
     assert machine.node_bandwidth is not None  # ``find_machine`` has filled it in
     assert machine.network_bandwidth is not None
@@ -255,7 +260,7 @@ def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Mod
     def days(computing: float) -> float:
         return batch.steps * (computing + sent.exposed(computing, within, between)) / 86400
 
-    computing = (model.flops + model.dispersion_flops) / bf16
+    computing = (model.flops + SLOWER * model.dispersion_flops) / bf16
     exposed = sent.exposed(computing, within, between)
     return Time(
         computing_seconds=computing,
@@ -334,7 +339,10 @@ def render(plan: Plan) -> str:
         ("checkpoint", _size(c.size)),
         ("  over the run", f"{c.saved} saved, {c.kept} kept; at most {_size(c.disk)} on disk"),
         ("  every", f"{took(c.interval_seconds)}; {written}" if c.saved else "never"),
-        ("FLOPs", f"{model.flops:.3e} per step, {total:.3e} in total; dispersion adds {dispersed} ({share:.1%})"),
+        (
+            "FLOPs",
+            f"{model.flops:.3e} per step, {total:.3e} in total; dispersion adds {dispersed} ({share:.1%}, at half the speed)",
+        ),
         ("step", f"{took(t.step_seconds)}: {took(t.computing_seconds)} of computing at {peak}, plus communication"),
         ("  within nodes", f"{_size(t.within_bytes)} sent per GPU, {took(t.within_seconds)} at {node}"),
         ("  between", f"{_size(t.between_bytes)}, {took(t.between_seconds)} at {network}"),
