@@ -65,7 +65,7 @@ def checks(options: Options, gpus: int) -> Iterator[Check]:
     pytest = ("-m", "pytest", "-p", "no:cacheprovider")
     meshes = (*pytest, "tests/test_sharded_loss.py", "tests/test_meshes.py", "tests/test_document_mask.py", *marks)
     yield Check("meshes", "NCCL or RCCL: gradients on every mesh that fits, with context parallelism", meshes)
-    yield Check("quiet", "a step that waits for nothing", (*pytest, "tests/test_quiet_step.py"))
+    yield Check("quiet", "a step that waits for nothing", (*pytest, "tests/test_quiet_step.py", "tests/test_guard.py"))
     yield from trained(options, gpus)
 
 

@@ -668,7 +668,7 @@ class Supervisor:
         self.used = self.used or self.nodes()[: self.needed()]
         self.environment["TITAN_DISP_ENDPOINT"] = f"{self._setting('HEAD', self.used[0])}:{self.port}"
         self.environment["TITAN_DISP_RUN"] = self.run
-        # torchrun gives ranks 30 s after a SIGTERM by default. Give them as long as SLURM's signal does.
+        # torchrun gives ranks 30 s after a SIGTERM by default (torch 2.11 always). Give them as long as SLURM's signal does.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
         self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
         self.looking = None  # the thread that reads the heartbeat

@@ -65,6 +65,7 @@ def check(config, ranks):
         (1, "optimizer.early_step_in_backward true", "early_step_in_backward"),
         (1, "checkpoint.keep_latest_k 1", "keep_latest_k is 1"),
         (1, "checkpoint.interval 0", "checkpoint.interval is 0"),
+        (1, "checkpoint.create_seed_checkpoint true checkpoint.load_only true", "needs enable = true, load_only and"),
         (1, "checkpoint.last_save_in_hf true", "last_save_in_hf needs last_save_model_only = true"),
         (1, "activation_checkpoint.mode selective activation_checkpoint.selective_ac_option x", "option is 'x'"),
         (1, "model.hf_assets_path /nowhere", "'/nowhere', which is not a folder"),

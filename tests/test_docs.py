@@ -378,7 +378,7 @@ def test_costs(monkeypatch):
 
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCES = [*sorted((ROOT / "titan_disp").rglob("*.py")), ROOT / "slurm" / "supervise.py"]
-ERRORS = {"ConfigError", "DataError", "InUseError", "NonFiniteError", "CheckpointError"}
+ERRORS = {"ConfigError", "RefusedError", "DataError", "InUseError", "NonFiniteError", "CheckpointError"}
 
 
 def text(node):

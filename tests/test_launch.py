@@ -121,6 +121,7 @@ AGAIN = "same command resumes from the newest checkpoint, or begins anew if ther
 LAST_LINES = {
     "complete": "the run is complete: step 4. Next: titan-disp report RUN --out report.html",
     "budget": f"stopped after step 4: a reason. Raise it: the {AGAIN}",
+    "seed": f"stopped after step 4: a reason. Without it, the {AGAIN}",
     "file": f"stopped after step 4: a reason. Remove RUN/stop: the {AGAIN}",
     "signal": f"stopped after step 4: a reason. The {AGAIN}",
     None: "all ranks have ended",  # TorchTitan's own trainer writes no events

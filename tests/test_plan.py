@@ -73,7 +73,7 @@ def test_flops_and_days_by_hand():
     model, dispersed = (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048, 1920 * 28 * 3 * 2048**2 * 1024
     assert (plan.model.flops, plan.model.dispersion_flops) == (model, dispersed)
     peak, fp32 = 640 * 191.5e12 * 0.5, 640 * 47.85e12 * 0.5
-    seconds = [(model + 2 * dispersed) / peak, model / peak, model / peak + dispersed / fp32]
+    seconds = [(model + 2 * dispersed) / peak, model / peak, model / peak + 2 * dispersed / fp32]
     found = [plan.time.days, plan.time.days_without_dispersion, plan.time.days_fp32_dispersion]
     assert found == pytest.approx([39_673 * (one + plan.time.exposed_seconds) / 86400 for one in seconds])
 

@@ -106,7 +106,11 @@ def all_ends(sample, folder):
     seed = folder / "seed"
     assert train(sample, seed, *steps, seed=True) == 0
     assert train(sample, seed, *steps) == 2
-    assert events(seed) == [("start", 0), ("stop", 0), ("start", 0), ("complete", 2)]
+    with pytest.raises(RefusedError, match="seed_checkpoint is true, but the run has a checkpoint of step 2"):
+        train(sample, seed, *steps, seed=True)
+    with pytest.raises(RefusedError, match="expected 80000"):
+        train(sample, seed, *steps, *lacking)
+    assert events(seed) == [("start", 0), ("stop", 0), ("start", 0), ("complete", 2), ("refused", 2), ("refused", 2)]
 
     # stop_at_tokens ends early, also while steps are skipped, and changes neither steps nor schedule.
     budget = (*ONE_RANK, "--training.steps", "-1", "--budget.tokens", str(256 * 5 - 7))

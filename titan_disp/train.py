@@ -41,7 +41,7 @@ from titan_disp.data.validation import StreamValidator, held_out_sequences
 from titan_disp.dispersion import DispersionObjective, kernels
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, RefusedError, UserError
-from titan_disp.run import identity
+from titan_disp.run import identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
@@ -90,10 +90,8 @@ class DispTrainer(Trainer):
         # TorchTitan's checkpoint manager is not part of the spec: it is disabled here, and ours is built afterwards.
         enable, job_config.checkpoint.enable = job_config.checkpoint.enable, False
         try:
-            super().__init__(job_config)
-        except RefusedError as error:  # on every rank; no checkpoint has been looked for
-            self.event("refused", 0, allocated=self.clock.began, reason=str(error))
-            raise
+            with self._refusals(job_config):
+                super().__init__(job_config)
         finally:
             job_config.checkpoint.enable = enable
         cast(DispersionObjective, self.loss_fn).defer = True
@@ -115,9 +113,7 @@ class DispTrainer(Trainer):
 
     def _build_checkpointer(self) -> DispCheckpointManager:
         adapter, job = self.train_spec.state_dict_adapter, self.job_config
-        self.identity = identity.of_model(job, self.model_args) | identity.of_budget(
-            job, self.metrics_processor.tokens_seen(1)
-        )
+        self.identity = identity.of_model(job, self.model_args) | {identity.STEP: self.metrics_processor.tokens_seen(1)}
         return DispCheckpointManager(
             hooks=self,
             save_seconds=self.job_config.guard.save_seconds,  # type: ignore[attr-defined]
@@ -130,6 +126,16 @@ class DispTrainer(Trainer):
             sd_adapter=adapter(self.model_args, self.job_config.model.hf_assets_path) if adapter else None,  # type: ignore[arg-type]
             base_folder=self.job_config.job.dump_folder,
         )
+
+    @contextmanager
+    def _refusals(self, job: JobConfig) -> Iterator[None]:
+        """Record why the run cannot continue: from this, a SLURM job knows that every start would fail alike."""
+        try:
+            yield
+        except RefusedError as error:  # on every rank
+            saved = integrity.checkpoints(os.path.join(job.job.dump_folder, job.checkpoint.folder), True)
+            self.event("refused", max(saved, default=0), allocated=self.clock.began, reason=str(error))
+            raise
 
     def event(self, name: str, step: int, **details: Any) -> None:
         if self.run_folder is not None:
@@ -175,8 +181,7 @@ class DispTrainer(Trainer):
         self._start_step = self.step
         if 0 < self.step < self.last_step:
             self._use_own_options()
-        elif self.step == 0:
-            _ = self.monitor  # refuses a text that is too short
+        _ = self.monitor  # refuses a text that is too short
         if self.run_folder is not None:
             if trains := self.step < self.last_step:  # otherwise the config is not what the run was trained with
                 self.run_folder.record_start()
@@ -218,7 +223,9 @@ class DispTrainer(Trainer):
         """
         folder, checkpoint = self.checkpointer._create_checkpoint_id(step), self.job_config.checkpoint
         other_loss = self.job_config.checkpoint.allow_other_loss  # type: ignore[attr-defined]
-        identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity, other_loss)
+        counts = step > 0 and any(vars(self.job_config.budget).values())  # type: ignore[attr-defined]
+        now = {key: value for key, value in self.identity.items() if counts or key != identity.STEP}
+        identity.check_identity(on_rank_0(identity.read_identity, folder), now, other_loss)
         if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
             return
         saved, epoch = on_rank_0(read_data_state, folder)
@@ -302,11 +309,8 @@ class DispTrainer(Trainer):
             logger.info(f"This run was already complete: step {ended} of {steps}. Nothing was trained")
             self.event("complete", ended, allocated=self.clock.began)
             return
-        try:
+        with self._refusals(self.job_config):
             super().train()
-        except RefusedError as error:  # on every rank
-            self.event("refused", self.checkpointer.newest(), allocated=self.clock.began, reason=str(error))
-            raise
         with self.busy("save", self.step):
             self.checkpointer.wait()
         trained, complete = self.step > self._start_step, self.step >= steps
@@ -328,6 +332,11 @@ class DispTrainer(Trainer):
 
     def save_seed(self) -> None:
         """Save the initial weights as step 0, from which starts of this run begin: checkpoint.create_seed_checkpoint."""
+        with self._refusals(self.job_config):
+            if saved := self.checkpointer.newest():
+                raise RefusedError(
+                    f"checkpoint.create_seed_checkpoint is true, but the run has a checkpoint of step {saved}: set it to false"
+                )
         if self.run_folder is not None:
             self.run_folder.record_start()
         self.event("start", 0, allocated=self.clock.began)

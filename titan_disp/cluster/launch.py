@@ -114,7 +114,7 @@ def _outcome(run: str, then: str) -> str:
         return f"the run is complete: step {last.get('step')}. Next: titan-disp report {shlex.quote(run)} --out report.html"
     if last.get("event") == "stop":
         remove = f"Remove {shlex.quote(os.path.join(run, STOP))}: the"
-        first = {"budget": "Raise it: the", "file": remove}.get(last.get("kind", ""), "The")
+        first = {"budget": "Raise it: the", "file": remove, "seed": "Without it, the"}.get(last.get("kind", ""), "The")
         return f"stopped after step {last.get('step')}: {last.get('reason')}. {first} same command {then}."
     return "all ranks have ended"
 

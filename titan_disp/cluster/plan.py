@@ -246,7 +246,7 @@ def measured(
     return mesh, batch, model, memory, _time(job_config, module, machine, model, batch)
 
 
-SLOWER = 2.0  # so much slower are dispersion's FLOPs than the model's: our measurement on one H200 (docs/benchmarks.md)
+SLOWER = 2.0  # dispersion's FLOPs than the model's, rounded from the exact estimator on one H200 (docs/benchmarks.md)
 
 
 def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Model, batch: Batch) -> Time:
@@ -273,7 +273,7 @@ def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Mod
         tokens_per_second_per_gpu=batch.tokens_per_step / (computing + exposed) / world,
         days=days(computing),
         days_without_dispersion=days(model.flops / bf16),
-        days_fp32_dispersion=days(model.flops / bf16 + model.dispersion_flops / fp32),
+        days_fp32_dispersion=days(model.flops / bf16 + SLOWER * model.dispersion_flops / fp32),
     )
 
 

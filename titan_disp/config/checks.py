@@ -300,8 +300,12 @@ def check_operations(job_config: JobConfig) -> None:
         )
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
         raise ConfigError("checkpoint.last_save_in_hf needs last_save_model_only = true: safetensors hold no optimizer")
-    if checkpoint.create_seed_checkpoint and not checkpoint.enable:
-        raise ConfigError("checkpoint.create_seed_checkpoint is true, but checkpoint.enable is false: set it to true")
+    if checkpoint.create_seed_checkpoint and (
+        not checkpoint.enable or checkpoint.load_only or checkpoint.last_save_in_hf
+    ):
+        raise ConfigError(
+            "checkpoint.create_seed_checkpoint needs enable = true, load_only and last_save_in_hf = false"
+        )
     if checkpoint.enable and checkpoint.interval < 1:
         raise ConfigError(f"checkpoint.interval is {checkpoint.interval}, expected at least 1")
     if checkpoint.enable and checkpoint.keep_latest_k == 1:

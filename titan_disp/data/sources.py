@@ -21,7 +21,7 @@ from titan_disp.data.files import DataFile, held_out, list_files, split_of, stre
 from titan_disp.data.index import content_sample, with_index
 from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
-from titan_disp.errors import ConfigError, DataError, counted
+from titan_disp.errors import ConfigError, DataError, RefusedError, counted
 from titan_disp.job_config import Source
 
 
@@ -142,7 +142,7 @@ def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[Data
 
 
 def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
-    """Raise ConfigError if two data sets have a file in common, under any name or link; warn if one has it twice."""
+    """Raise RefusedError if two data sets have a file in common, under any name or link; warn if one has it twice."""
     seen: dict[object, tuple[DataSet, DataFile]] = {}
     for data, files in listed:
         twice: dict[str, list[tuple[str, str]]] = {}
@@ -165,7 +165,7 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
             why = "a weight decides how often a document comes: leave it out of one source, and raise the weight of the other"
             if data.key == "validation":
                 why = "expected held-out documents in [validation]: leave the file out of one of the two"
-            raise ConfigError(f"{key} and {data.key} read {number} in common, such as {one!r} and {again!r}; {why}")
+            raise RefusedError(f"{key} and {data.key} read {number} in common, such as {one!r} and {again!r}; {why}")
 
 
 SAMPLE = 1 << 20  # stored bytes read of each file that is measured; more than buffers and decoders hold

@@ -18,7 +18,7 @@ from titan_disp.job_config import all_keys, fixed
 from titan_disp.models.arguments import architecture_of
 from titan_disp.run import safe_dcp
 
-STEP = "tokens of a step"  # named in an identity if budget.tokens ends the run
+STEP = "tokens of a step"  # compared if [budget] counts tokens, as steps of one size
 NAME = "identity"  # its name among the states of a checkpoint
 
 
@@ -33,11 +33,6 @@ def of_loss(job_config: JobConfig) -> dict[str, Any]:
     section = job_config.dispersion  # type: ignore[attr-defined]
     own = vars(section) if section.enabled else {"enabled": False}
     return {f"dispersion.{key}": value for key, value in own.items()}
-
-
-def of_budget(job_config: JobConfig, per_step: int) -> dict[str, Any]:
-    """Return the tokens of a step, which a budget must keep: its tokens are counted as steps times those of one."""
-    return {STEP: per_step} if job_config.budget.tokens else {}  # type: ignore[attr-defined]
 
 
 def to_state(content: dict[str, Any]) -> dict[str, str]:
@@ -82,8 +77,8 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], other_loss: bool 
         )
     if step := [one for one in found if one.startswith(STEP)]:
         raise RefusedError(
-            f"{step[0]}: with budget.tokens, all steps have as many. Set training.global_batch_size and training.seq_len "
-            "back, set training.steps instead of budget.tokens, or start a new run in another --job.dump_folder"
+            f"{step[0]}: [budget] counts tokens by steps of one size. Set training.global_batch_size (−1: the number of ranks) "
+            "and training.seq_len back, training.steps instead of [budget], or start a new run in another --job.dump_folder"
         )
     if found := [one for one in found if one not in loss]:
         raise RefusedError(
