@@ -181,7 +181,7 @@ def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor
         return torch.full(shape, initial.mean)
     generator = generator_of(seed, name)
     mean, std, cut = initial.mean, initial.std, initial.cut
-    # Before torch 2.13, trunc_normal_ inverts the distribution function, at 0 and 1 too, and so sets one in millions to the cut.
+    # In torch 2.11, trunc_normal_ inverts the distribution function, at 0 and 1 too, and so sets one in millions to the cut.
     if cut > 10 * std:
         return torch.empty(shape).normal_(mean, std, generator=generator)
     return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
