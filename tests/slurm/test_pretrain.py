@@ -200,7 +200,8 @@ def test_a_last_save_that_takes_too_long(jobs, whole, run):
     assert (end - begun).total_seconds() == 60 * lowered
     jobs.slurm.set_time_limit(job, 15)
     log = jobs.completed(job, restarts=1)
-    assert "asked to stop (USR1) but not saved in time; 30 s before the time limit, the last save had not ended" in log
+    late = r"asked to stop \(USR1\) but not saved in time; (\d+) s before the time limit, the last save had not ended"
+    assert 20 < int(re.search(late, log)[1]) <= 30  # a busy machine is some seconds late
     assert values(run) == values(whole)
 
 
