@@ -74,9 +74,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Time:
-    computing_seconds: (
-        float  # of a step's products at the machine's ``mfu`` of the bf16 peak, dispersion's at half of it
-    )
+    computing_seconds: float  # of a step's products at the machine's ``mfu`` of the bf16 peak (dispersion: half of it)
     within_bytes: float  # that one GPU sends in a step to others of its node (see ``traffic``)
     between_bytes: float  # to other nodes
     within_seconds: float

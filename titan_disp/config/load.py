@@ -114,10 +114,8 @@ def _option(argv: Sequence[str], *names: str) -> str | None:
 def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
-        with (
-            open(path, "rb") as file,
-            reported(f"the config {path!r} is not valid TOML", ValueError),
-        ):  # of UTF-8 as well
+        # UnicodeDecodeError is a ValueError as well.
+        with open(path, "rb") as file, reported(f"the config {path!r} is not valid TOML", ValueError):
             return tomli.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the config {path!r}: {error.strerror}{_near(path)}") from error

@@ -172,9 +172,8 @@ class Documents:
 
     def _start(self) -> None:
         self._in_block = False
-        if self.file.size == 0 and not self.file.name.endswith(
-            ".txt"
-        ):  # as a full disk leaves it; gzip would end regularly
+        # A full disk leaves an empty file, which gzip would take for a regular end. As text, it is an empty document.
+        if self.file.size == 0 and not self.file.name.endswith(".txt"):
             raise DamagedFile("the file is empty")
         self._raw = opened(self.file, self.options)
         buffer = BUFFER
