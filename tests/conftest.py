@@ -10,7 +10,7 @@ from pathlib import Path
 # The models are small: with several ranks on the same cores, threads cost more than they gain. This module imports
 # neither torch nor titan_disp, which take seconds that tests of pages need not spend.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What they expect is of a CPU, also on a machine with GPUs. benchmarks/gpu.py runs on those the tests that can.
+# The tests expect a CPU, also on a machine with GPUs. benchmarks/gpu.py shows the GPUs to those that can use them.
 if "TESTS_ON_GPU" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -248,8 +248,8 @@ class Stream:
 
     on_mismatch: Literal["fail", "restart"] = key("fail")
     """What to do if a checkpoint was written with other data, tokenizer, seq_len, seed or slots. fail: stop and name
-    the difference. restart: go on with streams that begin a new epoch; the steps are kept. With [budget], seq_len and the
-    batch may not change all the same.
+    the difference. restart: go on with streams that begin a new epoch; the steps are kept. With [budget],
+    seq_len and the batch must stay as they are even then.
     """
 
     def __post_init__(self) -> None:

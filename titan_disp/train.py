@@ -133,8 +133,9 @@ class DispTrainer(Trainer):
         try:
             yield
         except RefusedError as error:  # on every rank
-            saved = integrity.checkpoints(os.path.join(job.job.dump_folder, job.checkpoint.folder), True)
-            self.event("refused", max(saved, default=0), allocated=self.clock.began, reason=str(error))
+            if self.run_folder is not None:  # on rank 0, the only one that has to list the checkpoints
+                saved = integrity.checkpoints(self.run_folder.path / job.checkpoint.folder, True)
+                self.event("refused", max(saved, default=0), allocated=self.clock.began, reason=str(error))
             raise
 
     def event(self, name: str, step: int, **details: Any) -> None:
@@ -189,9 +190,8 @@ class DispTrainer(Trainer):
             if self.step:
                 self._say_changes()
             self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
-        interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
-        due = 0 < self.step < self.last_step and interval and self.step % interval == 0  # a stop there does not measure
-        if self.step == 0 or (due and not on_rank_0(self._measured)):
+        # A stop where a measurement is due does not take it.
+        if self.step == 0 or (self._due() and self.step < self.last_step and not on_rank_0(self._measured)):
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
 
@@ -262,8 +262,7 @@ class DispTrainer(Trainer):
         if ends or self.optimizers.agreed["stop"]:
             self._stopping = True
             self.checkpointer.force()
-        interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
-        if interval and self.step % interval == 0 and not self._stopping:
+        if self._due() and not self._stopping:
             self.measure_condensation()
 
     def _record_path(self) -> None:
@@ -342,6 +341,10 @@ class DispTrainer(Trainer):
         self.event("start", 0, allocated=self.clock.began)
         self.checkpointer.save(curr_step=0, last_step=True)
         self.event("stop", 0, kind="seed", reason="checkpoint.create_seed_checkpoint")
+
+    def _due(self) -> bool:
+        interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
+        return interval > 0 and self.step % interval == 0
 
     def _measured(self) -> bool:
         return self.run_folder is not None and self.step in read_condensation(self.run_folder.path)

@@ -112,7 +112,7 @@ def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
         token = tokenizer.tokenizer.get_added_tokens_decoder().get(of_model) if isinstance(of_model, int) else None
         if token is not None and token.special:
             tokenizer.eos_token, tokenizer.eos_id = token.content, of_model
-            tokenizer.hf_adds_eos = of_model in tokenizer.tokenizer.encode("").ids
+            tokenizer._infer_should_add_bos_eos()  # which knew no EOS before
 
 
 def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, advice: str) -> None:
