@@ -45,12 +45,13 @@ def of_random_vectors(tokens: int, features: int) -> np.ndarray:
     return np.diff(below)
 
 
-def heatmaps(rows: Sequence[Mapping[str, Condensation]], title: str = "") -> Figure:
+def heatmaps(rows: Sequence[Mapping[str, Condensation]], title: str = "", dashed: str = "step 0") -> Figure:
     """Draw measurements by title, in rows, with shared axes and one colour scale.
 
     Each layer is a column of 128 bins of the cosine, and the line is the mean. The scale is logarithmic from 10⁻³ to 1,
     so that one can read both a layer whose pairs fill a single bin and one whose pairs fill a hundred. Emptier bins are
-    blank. For comparison, there are a column of random vectors, if F is known, and a line of the means before training.
+    blank. For comparison, there are a column of random vectors, if F is known, and a ``dashed`` line of the means before
+    training: of a run that continues a published model, these are that model's.
     """
     figure = new_figure(max(7, 1.1 + 2.6 * max(map(len, rows))), 1.1 + 2.7 * len(rows))
     figure.suptitle(plain(fill(title, 80)))
@@ -86,7 +87,7 @@ def heatmaps(rows: Sequence[Mapping[str, Condensation]], title: str = "") -> Fig
             axes.set_ylim(-1.05, 1.05)  # a condensed layer fills only the last bin, which the frame would hide
     drawn = [found for row in rows for found in row.values()]
     figure.supxlabel(layer_label(drawn), fontsize=11)
-    dashed = ",\ndashed: before training" * any(found.untrained_mean_cosine is not None for found in drawn)
-    figure.supylabel(f"cosine of two tokens (line: mean{dashed})", fontsize=11)
+    other = f",\ndashed: {dashed}" * any(found.untrained_mean_cosine is not None for found in drawn)
+    figure.supylabel(f"cosine of two tokens (line: mean{other})", fontsize=11)
     figure.colorbar(image, ax=grid, label="fraction of pairs", fraction=0.05, aspect=30)
     return figure

@@ -38,7 +38,7 @@ def averaged(found: Condensation) -> Condensation:
 def side_by_side(found: Mapping[str, Condensation], title: str) -> Figure:
     """Draw heatmaps of several measurements by name. ``title`` says what all of them show."""
     items = iter(found.items())
-    return heatmaps(list(iter(lambda: dict(islice(items, COLUMNS)), {})), title)
+    return heatmaps(list(iter(lambda: dict(islice(items, COLUMNS)), {})), title, dashed="untrained")
 
 
 def styles() -> Iterator[dict[str, Any]]:

@@ -211,7 +211,7 @@ def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, 
 def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
     figure = new_figure(*SIZE)
     mesh = draw_layer_map(figure.subplots(), by_step, name, end)
-    figure.colorbar(mesh, label=MEAN_COSINE)
+    figure.colorbar(mesh, label=f"{MEAN_COSINE} (of random vectors: {1 / next(iter(by_step.values())).tokens:.2g})")
     return figure
 
 
