@@ -118,7 +118,8 @@ def hidden_states(folder, tokens, norm):
 @pytest.mark.parametrize(("name", "norm"), [("gpt2", "transformer.ln_f"), ("qwen3", "model.norm")])
 def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, capsys):
     folder = request.getfixturevalue(name)
-    command(folder, "--text", text, "--out", tmp_path, "--sequences", 5, "--max-length", N, "--batch-size", 2)
+    options = ("--sequences", 5, "--max-length", N, "--batch-size", 2, "--last-n", 2)
+    command(folder, "--text", text, "--out", tmp_path, *options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = cut_sequences(read_texts(text, None, 0), lambda t: tokenizer.encode(t, add_special_tokens=False), 5, N)
     expected = measured(*hidden_states(folder, tokens, norm))  # by the paper's formulas: test_condensation
@@ -142,12 +143,16 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
         assert (float(rows[0][f"spearman_{place}"]), float(rows[-1][f"kendall_{place}"])) == pytest.approx(by_depth)
         assert "{:.3g} {:.3g}".format(*by_depth) in table
         assert f"{mean[last]:.3g}" in table
+    states = [*mean[:-2], mean[-1]]
+    of_last = [np.mean(states[-n:]) for n in range(1, 1 + len(states))]
+    assert content["mean_cosine_of_last"] == pytest.approx(of_last, abs=1e-5)
+    assert re.search(rf"last 2 .*\n.*\n.*\b{of_last[1]:.3g}\b", table)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "run"])
-def test_the_last_tokens_and_the_logits(name, request, command, text, tmp_path):
+def test_the_logits(name, request, command, text, tmp_path):
     folder, options = request.getfixturevalue(name), ("--sequences", 4, "--max-length", N, "--batch-size", 2)
-    command(folder, "--text", text, "--out", tmp_path, "--logits", "--last-n", 7, *options)
+    command(folder, "--text", text, "--out", tmp_path, "--logits", *options)
     found = Condensation.load(next(tmp_path.glob("*.npz")))
     (target,) = find_targets([str(folder)], False, None).values()
     tokens = cut_sequences(read_texts(text, None, 0), target.encode, 4, N)
@@ -155,14 +160,14 @@ def test_the_last_tokens_and_the_logits(name, request, command, text, tmp_path):
         logits = load_model(find_saved(folder))(tokens)
     else:
         logits = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
-    logits = logits[:, -7:].detach()
+    logits = logits.detach()
     expected = measured(logits)
     assert found.mean_cosine[-1:] == pytest.approx(expected.mean_cosine, abs=1e-5)
     assert found.std_cosine[-1:] == pytest.approx(expected.std_cosine, abs=1e-5)
     v = np.linalg.eigvalsh(np.cov(logits.double().flatten(0, 1).numpy().T))
     expected = [(v.sum() ** 2 / (v**2).sum() - 1) / (len(v) - 1), v[-1] / v.sum()]
     np.testing.assert_allclose(found.covariance[[0, 2], -1], expected, rtol=1e-4)
-    assert (found.to_json()["layers"][-2:], found.tokens) == (["final norm", "logits"], 7)
+    assert (found.to_json()["layers"][-2:], found.tokens) == (["final norm", "logits"], N)
     assert len(found.untrained_mean_cosine) == len(found.mean_cosine)
 
 
@@ -396,7 +401,7 @@ def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
         ("GPT2 --sequences 0", "--sequences is 0"),
         ("GPT2 --max-length 1", "--max-length is 1, expected at least 2"),
         ("GPT2 --batch-size 0", "--batch-size is 0"),
-        ("GPT2 --last-n 1", "--last-n is 1, expected at least 2"),
+        ("GPT2 --last-n 0", "--last-n is 0, expected at least 1"),
         ("GPT2 --zeta 1", "--zeta is 1.0, expected at least 0, and less than 1"),
         ("GPT2 --device tpu", "--device 'tpu' cannot be used here"),
         ("GPT2 --out GPT2/config.json", "is not a writable folder"),

@@ -110,10 +110,19 @@ class Condensation:
     @cached_property
     def over_depth(self) -> dict[str, OverDepth]:
         """Return ρ and τ over each set of layers in ``PLACES``."""
-        before = self.mean_cosine[: self.last_block + 1]
-        after = np.append(before[:-1], self.mean_cosine[self.last_block + 1])
+        before, after = self.mean_cosine[: self.last_block + 1], self._hidden_states
         sets = (before, after, before[1:], after[1:])
         return {place: OverDepth.of(cosines) for place, cosines in zip(PLACES, sets, strict=True)}
+
+    @property
+    def _hidden_states(self) -> np.ndarray:
+        """Mean cosines of Hugging Face's hidden states, without the last block before the final norm."""
+        return np.append(self.mean_cosine[: self.last_block], self.mean_cosine[self.last_block + 1])
+
+    def of_last_layers(self) -> list[float]:
+        """Return the mean cosine over the last N layers up to the final norm, for N from 1 to all, as the authors' code."""
+        cosines = self._hidden_states[::-1]
+        return (cosines.cumsum() / np.arange(1, len(cosines) + 1)).tolist()
 
     def by_layer(self) -> dict[str, list[float]]:
         """Return the numbers by layer that were taken, without the histograms."""

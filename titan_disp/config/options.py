@@ -301,8 +301,8 @@ class CondensationOptions:
     skip_untrained: bool = False
     """do not measure each model before training, on one batch, for comparison. Without this option, a run's untrained
     weights are those of its checkpoint of step 0, or else drawn from its seed."""
-    last_n: OptionalInt = None
-    """number of tokens at the end of each sequence that are measured. The default is all of them."""
+    last_n: int = 5
+    """number of layers up to the final norm over which the table gives the mean cosine, as the authors' code does."""
     logits: bool = False
     """measure the logits as one more layer."""
     zeta: float = 0.0

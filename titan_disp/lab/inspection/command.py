@@ -45,7 +45,8 @@ def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[st
     for name, one in found.items():
         told, by_layer = one.condensation.to_json(), one.condensation.by_layer()
         target = {"name": name, "folder": str(one.target.folder), "step": one.target.step}
-        content.append({**target, "revision": one.target.revision, "parameters": one.parameters, **told})
+        target |= {"revision": one.target.revision, "parameters": one.parameters}
+        content.append({**target, **told, "mean_cosine_of_last": one.condensation.of_last_layers()})
         correlations = {f"{rank}_{place}": told[place][rank] for place in PLACES for rank in RANKS}
         for layer, layer_name in enumerate(told["layers"]):
             numbers = {key: values[layer] for key, values in by_layer.items()}
@@ -113,14 +114,15 @@ def step_of(target: targets.Target) -> int | None:
     return int(matched[1]) if matched else target.step
 
 
-def table(found: Mapping[str, Condensation]) -> str:
+def table(found: Mapping[str, Condensation], last_n: int) -> str:
     """Render a table of mean cosines, and one of their ρ and τ with depth and of the last block's covariance."""
-    cosines = [["mean cosine", "embedding", "mid block", "last block", "untrained", "final norm", "logits", "random"]]
+    headings = ["embedding", "mid block", "last block", "untrained", "final norm", f"last {last_n}", "logits", "random"]
+    cosines = [["mean cosine", *headings]]
     numbers = [["", *(f"ρ, τ: {place}" for place in PLACES), *OF_COVARIANCE]]
     for name, one in found.items():
         mean, last, before = one.mean_cosine, one.last_block, one.untrained_mean_cosine
         shown = [*mean[[0, (last + 1) // 2, last]], None if before is None else before[last], mean[last + 1]]
-        shown += [mean[-1] if one.logits else None, 1 / one.tokens]
+        shown += [one.of_last_layers()[:last_n][-1], mean[-1] if one.logits else None, 1 / one.tokens]
         cosines.append([name, *(number(cosine, 3) for cosine in shown)])
         ranks = [f"{number(at.spearman, 3)} {number(at.kendall, 3)}" for at in one.over_depth.values()]
         numbers.append([name, *ranks, *(number(one.by_layer()[key][last], 3) for key in OF_COVARIANCE)])
@@ -130,7 +132,7 @@ def table(found: Mapping[str, Condensation]) -> str:
 @torch.no_grad()
 def measure(name: str, layers: targets.Layers, tokens: Tensor, options: CondensationOptions) -> Condensation:
     """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar."""
-    logits, taken = options.logits, min(options.last_n or tokens.shape[1], tokens.shape[1])
+    logits = options.logits
     pooled, averaged = Accumulator(layers.count + logits, layers.device), AveragedCosines()
     covariance, root = Covariance(), targets.logits_root(layers.head) if logits else None
 
@@ -138,7 +140,7 @@ def measure(name: str, layers: targets.Layers, tokens: Tensor, options: Condensa
         if not z.isfinite().all():
             raise ConfigError(f"{name}: layer {layer} has values that are not finite: the model has diverged")
         for sums in (pooled, averaged, covariance):
-            sums.add(layer, z[:, -taken:])
+            sums.add(layer, z)
         if root is not None and layer == layers.count - 1:
             take_in(layers.count, pad(z.double(), (0, 1), value=1.0) @ root.to(z.device))
 
@@ -146,7 +148,7 @@ def measure(name: str, layers: targets.Layers, tokens: Tensor, options: Condensa
         for batch in tokens.split(options.batch_size):
             layers(batch, take_in)
             bar.update(len(batch))
-    found = pooled.result(taken)
+    found = pooled.result(tokens.shape[1])
     features = [*[found.features] * layers.count, *([layers.head.out_features] if logits else [])]
     numbers = np.array([covariance.result(layer, f, options.zeta) for layer, f in enumerate(features)]).T
     return replace(found, averaged_histogram=averaged.histogram(), covariance=numbers, logits=logits)
@@ -162,7 +164,7 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     Raises ConfigError, and CheckpointError if the weights of a run cannot be read. Errors of weights may come after the
     first measurement; all other errors come before it.
     """
-    check_least(options, sequences=1, max_length=2, batch_size=1, last_n=2)
+    check_least(options, sequences=1, max_length=2, batch_size=1, last_n=1)
     if not 0 <= options.zeta < 1:
         raise ConfigError(f"--zeta is {options.zeta}, expected at least 0, and less than 1")
     device: targets.Device = "auto"
@@ -198,11 +200,11 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
         del layers  # frees the memory before the next model is loaded
     families = {family: [targets.name_of(one, models) for one in members] for family, members in by_family.items()}
     pairs = [(targets.name_of(base, models), targets.name_of(other, models)) for base, other in by_pair]
-    kept = ("seed", "dtype", "contiguous", "special_tokens", "last_n", "zeta")
+    kept = ("seed", "dtype", "contiguous", "special_tokens", "zeta")
     settings = {"text": str(options.text or options.dataset), **{name: getattr(options, name) for name in kept}}
     files = [*write_metrics(out, found, settings), *write_figures(out, found, families, pairs)]
     measurements = {name: one.condensation for name, one in found.items()}
-    print(table(measurements))
+    print(table(measurements, options.last_n))
     print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")
     return measurements
 
