@@ -57,7 +57,10 @@ def test_costs_by_hand_and_in_the_report(tmp_path, monkeypatch):
     write_run(tmp_path / "cpu", [row(1, 1.0)])
     found = costs(gather([tmp_path / name for name in ("noisy", "off", "on", "empty", "cpu")]))
     hours = {"noisy": f"{4104 / 3600:.4g}", "off": f"{16 / 3600:.4g}", "on": f"{24 / 3600:.4g}", "empty": "–"}
-    assert found == {("cost", "GPU-hours"): hours, ("cost", "time per token"): {"noisy ÷ off": "256.5", "on ÷ off": "1.5"}}
+    assert found == {
+        ("cost", "GPU-hours"): hours,
+        ("cost", "time per token"): {"noisy ÷ off": "256.5", "on ÷ off": "1.5"},
+    }
 
     out = tmp_path / "report.html"
     (tmp_path / "results.json").write_text(json.dumps({"published": ours(["piqa"])}))

@@ -454,9 +454,10 @@ def test_a_truncated_measurement_costs_only_itself(tmp_path):
     run = write_run(tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)])
     path = run / "condensation" / "step-50.npz"
     path.write_bytes(path.read_bytes()[:300])
+    dataclasses.replace(measurement(0.2), std_cosine=np.zeros(2)).save(path.with_name("step-60.npz"))
     (run / "requeue.json").write_text(json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"}))
     (found,) = gather([run])
-    assert (list(found.condensation), len(found.problems)) == ([0, 100], 1)
+    assert (list(found.condensation), len(found.problems)) == ([0, 100], 2)
     page = render([found], T0)
     assert "cannot be read" in cells(page, "not readable")[0]
     assert "2 in a row; the last: node n3 <died>" in cells(page, "failures without a new checkpoint")
@@ -474,18 +475,22 @@ def test_a_truncated_measurement_costs_only_itself(tmp_path):
         ),
         ("events.jsonl", "ab", b'{"step": 9, "time": "2026-03-01T00:00:00+00:00"}'),
         ("events.jsonl", "ab", b'{"step": 9, "event": "start"}'),
+        # These can be read, but not shown.
+        ("metrics.jsonl", "ab", json.dumps(row(101, 1e20)).encode()),
+        ("metrics.jsonl", "ab", json.dumps(row(101, T0 + 1e4, data={"documents": {}})).encode()),
+        ("events.jsonl", "ab", json.dumps(event("resume", 9, T0 + 2e4, config_changes=5)).encode()),
+        ("events.jsonl", "ab", json.dumps(event("start", 9, T0 + 2e4, allocated="x")).encode()),
     ],
 )
-def test_one_broken_run_among_several(tmp_path, file, mode, content):
+def test_one_broken_run_among_several(tmp_path, file, mode, content, capsys):
     good, broken = (write_run(tmp_path / name, *whole()) for name in ("good", "broken"))
     with open(broken / file, mode) as damaged:
         damaged.write(content)
-    left_out = []
-    assert [run.name for run in gather([good, broken], left_out)] == ["good"]
-    (reason,) = left_out
-    assert re.fullmatch(f".*{broken}.*", reason)  # one line
+    page = write_report([good, broken], tmp_path / "report.html").read_text()
+    assert cells(page, "state") == ["complete: all 100 steps are done"]
+    assert re.fullmatch(f"left out: .*{broken}.*\n", capsys.readouterr().err)  # one line
     with pytest.raises(ConfigError, match="broken"):
-        gather([broken], [])
+        write_report([broken], tmp_path / "report.html")
 
 
 def test_details_of_events(tmp_path):
@@ -511,8 +516,10 @@ def test_many_runs(tmp_path):
     assert "those of r0, r1, r2, r3, r4, r5: the first run" in page
     assert page.count("<h3>r") == 13
     lines = [Line(f"r{i}", np.arange(1000.0), np.arange(1000.0), i) for i in range(13)]
-    figure = curves(lines, "step", "y", as_it_is)
-    assert (figure.legends, len(figure.axes[0].collections)) == ([], 0)
+    figure, long = (curves(some, "step", "y", as_it_is) for some in (lines, lines[:5]))
+    assert (figure.legends, len(figure.axes[0].collections), len(long.legends)) == ([], 0, 1)
+    assert not curves([dataclasses.replace(line, name="x" * 25) for line in lines[:5]], "step", "y", as_it_is).legends
+    assert len({tuple(dataclasses.replace(lines[0], place=i).style.items()) for i in range(50)}) == 50
     assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) <= 3000
     assert [text.get_text() for text in legend(["_a", "b"]).legends[0].texts] == [" _a", "b"]
 

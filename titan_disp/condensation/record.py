@@ -177,7 +177,11 @@ class Condensation:
         try:
             with np.load(path) as arrays:
                 content: dict[str, Any] = {name: arrays[name] for name in {*arrays.files} - {"edges", "final_norm"}}
-            return cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
+            found = cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
+            lengths = {len(found.histogram), *map(len, found.by_layer().values())}
+            if len(lengths) > 1 or min(lengths) < 3:
+                raise ValueError(f"its arrays have {sorted(lengths)} layers, expected one number, and at least 3")
+            return found
         except Exception as error:  # a damaged archive can raise any exception
             raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
 

@@ -71,7 +71,8 @@ class Line:
 
     @property
     def style(self) -> dict[str, Any]:
-        return {"color": OKABE_ITO[self.place % len(OKABE_ITO)], "linestyle": LINES[self.place % len(LINES)]}
+        dashes, width = LINES[self.place % len(LINES)], 1.5 * (1 + self.place // (len(OKABE_ITO) * len(LINES)) % 2)
+        return {"color": OKABE_ITO[self.place % len(OKABE_ITO)], "linestyle": dashes, "linewidth": width}
 
 
 def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
@@ -158,7 +159,7 @@ def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scal
         if (len(x) == count and len(lines) <= MANY) or line.low is not None:
             axes.fill_between(x, low, high, color=line.style["color"], alpha=0.2, linewidth=0)
         marker = "o" if len(x) <= 30 else None
-        axes.plot(x, y, label=plain(line.name), linewidth=1.5, marker=marker, markersize=3, **line.style)
+        axes.plot(x, y, label=plain(line.name), marker=marker, markersize=3, **line.style)
         heights, on_axis = [0.025] * len(line.resumes), axes.get_xaxis_transform()
         axes.plot(line.resumes, heights, "^", color=line.style["color"], markersize=5, transform=on_axis)
     axes.set(xlabel=xlabel, ylabel=fill(ylabel, 40))
@@ -168,11 +169,11 @@ def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scal
 
 
 def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
-    """Draw a chart of ``draw_lines`` with a legend above it. The legend of ``MANY`` lines is a picture of its own."""
+    """Draw a chart of ``draw_lines`` with a legend above it, unless it would be ``crowded``: then it is a picture of its own."""
     figure = new_figure(*SIZE)
     draw_lines(figure.subplots(), lines, xlabel, ylabel, scale)
-    if len(lines) <= MANY:
-        figure.legend(loc="outside upper center", ncols=_columns(line.name for line in lines))
+    if not crowded(names := [line.name for line in lines]):
+        figure.legend(loc="outside upper center", ncols=_columns(names))
     return figure
 
 
@@ -184,6 +185,11 @@ def legend(names: Sequence[str]) -> Figure:
     handles = [Line2D([], [], label=plain(line.name), **line.style) for line in lines]
     figure.legend(handles=handles, loc="center", ncols=columns, fontsize=8)
     return figure
+
+
+def crowded(names: Sequence[str]) -> bool:
+    """Return whether a legend of these names would take more rows of a chart than ``MANY`` short ones."""
+    return len(names) * 3 > MANY * _columns(names)
 
 
 def _columns(names: Iterable[str]) -> int:

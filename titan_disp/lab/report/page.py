@@ -62,15 +62,16 @@ def lines_of(runs: Sequence[Run], xlabel: str, points: Points) -> list[Line]:
 
 def _curves(runs: Sequence[Run], xlabel: str, charted: Iterable[tuple[str, Points, Scale]]) -> list[Picture]:
     """Draw a chart for each (label of axis y, points, scale) that has lines."""
-    pictures = []
+    pictures, crowded = [], False
     for ylabel, points, scale in charted:
         if lines := lines_of(runs, xlabel, points):
             drawn = by_condition(runs, lines)
+            crowded |= charts.crowded([line.name for line in drawn])
             ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
             uri = to_uri(charts.curves(drawn, xlabel, ylabel, scale))
             pictures.append(Picture(uri, f"{ylabel} against {xlabel}. {ends}"))
-    names = [name for name, _ in conditions(runs)]
-    if pictures and len(names) > MANY:
+    if crowded:
+        names = [name for name, _ in conditions(runs)]
         pictures.insert(0, Picture(to_uri(charts.legend(names)), "legend of the charts below", wide=True))
     return pictures
 
@@ -210,6 +211,20 @@ def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = (), scores
         )
 
 
+def _that_can_be_shown(runs: Sequence[Run], now: float, left_out: list[str]) -> list[Run]:
+    """Return the runs of which a page can be made. ``left_out`` receives the others; ConfigError is raised if none can."""
+    shown = []
+    for run in runs:
+        try:
+            render([run], now)
+            shown.append(run)
+        except Exception as error:
+            left_out.append(f"the run {str(run.path)!r} cannot be shown: {type(error).__name__}: {error}")
+    if not shown:
+        raise ConfigError(left_out[-1])
+    return shown
+
+
 def write_report(paths: Sequence[str | Path], out: str | Path, evaluation: Path | None = None) -> Path:
     """Write the page about the runs in these folders (see ``gather``) and their evaluation, and return its path."""
     out = Path(out)
@@ -220,7 +235,11 @@ def write_report(paths: Sequence[str | Path], out: str | Path, evaluation: Path 
     wrong = f"--evaluation {str(evaluation)!r} cannot be read, expected the --out folder of titan-disp evaluate"
     with reported(wrong, OSError, ValueError, KeyError):
         scores = [] if evaluation is None else json.loads((evaluation / "results.json").read_text())["published"]
-    html = render(gather(paths, left_out), time.time(), left_out, scores)
+    runs, now = gather(paths, left_out), time.time()
+    try:
+        html = render(runs, now, left_out, scores)
+    except Exception:  # numbers of a run that can be read, but not shown
+        html = render(_that_can_be_shown(runs, now, left_out), now, left_out, scores)
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     with reported(f"the report cannot be written to {str(out)!r}", OSError), atomic_write(out) as partial:
