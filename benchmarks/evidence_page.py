@@ -96,7 +96,7 @@ def tuning_cell(
     if not np.isfinite(losses[state]).all():
         return "failed"
     if width and state not in design.STATES:
-        return ", ".join(f"{one:+.3f}" for one in losses[state]) or NOTHING
+        return ", ".join(f"{one:+.4f}" for one in losses[state]) or NOTHING
     return mean(losses[state], sign="" if state in design.STATES else "+")
 
 

@@ -76,7 +76,7 @@ def _differences(found: Mapping[str, Paired], margin: float) -> Figure:
     """Draw the seeds' differences, and the mean in its 95 % interval."""
     figure = new_figure(8, 0.32 * len(found) + 1.2)
     axes = figure.subplots()
-    axes.axvspan(-margin, margin, color="black", alpha=0.08, linewidth=0, label=f"±{margin:g}: does not matter")
+    axes.axvspan(-margin, margin, color="black", alpha=0.08, linewidth=0, label=f"±{margin:g}: margin of the design")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.grid(alpha=0.3)
     for y, one in enumerate(found.values()):
@@ -88,7 +88,7 @@ def _differences(found: Mapping[str, Paired], margin: float) -> Figure:
     axes.set_yticks(range(len(found)), list(found), fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("test cross-entropy, condition − off (nats; right of 0 is worse)")
-    axes.legend(fontsize=7, loc="upper right")
+    figure.legend(fontsize=7, loc="outside upper right")
     return figure
 
 
