@@ -160,7 +160,6 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
         **{"names": design.NAMES, "texts": design.TEXTS, "coeffs": design.COEFFS},
         "largest": max(shares, key=lambda name: shares[name]),
         "conditions": [key for part in TRAINED for key in known if key[0] == part],
-        "scatter": lambda part: _scatter(analysis.compare(rows, part, "on", analysis.loss("test"))),
         "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
     }
 

@@ -24,7 +24,9 @@ def difference_over_tokens(rows: Sequence[Row]) -> Figure:
         _, tokens, d = analysis.curve_differences(rows, part)
         low, high = analysis.interval(d)
         axes.set_title(LABELS[part], fontsize=10)
-        axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: does not matter")
+        axes.axhspan(
+            -MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: margin of the design"
+        )
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(alpha=0.3)
         x = np.array(tokens) / 1e6

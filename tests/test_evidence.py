@@ -266,11 +266,11 @@ def test_the_second_experiment_is_on_the_pages_once_it_is_complete():
     page, tables = pages(rows).values()
     assert len(page.split()) <= 900
     assert "in two controlled experiments" in page
-    assert "with 16 other seeds, it is +0.013 (+0.006 … +0.020).**" in page
-    assert "changes by +0.040 (" in page
+    assert "with 16 other seeds, the difference is +0.0128 (+0.0058 … +0.0199), not within ±0.01.**" in page
+    assert "changes by +0.0400 (" in page
     assert "| 16 | on | 5.000 ± 0.000 |" in tables
     assert "| 0.008, at an edge | 0.0000 |" in tables
-    assert "| 16 | on − off | -1.000, -1.000 |" in tables
+    assert "| 16 | on − off | -1.0000, -1.0000 |" in tables
     assert "| 192, seeds 21 to 28 | 8 | 5.000 ± 0.000 | 5.000 ± 0.000 | +0.0000 |" in tables
     assert "Other losses" not in tables
     rows += [row("losses", job.condition, job.seed, 5.11 + job.seed / 50) for job in jobs("losses", rows)]
@@ -278,6 +278,7 @@ def test_the_second_experiment_is_on_the_pages_once_it_is_complete():
     _, tables = pages(rows).values()
     assert "| decorrelation@1 | +0.2200, +0.2300, +0.2400 | +0.2300 |" in tables  # off of seed 11 is 5.11
     assert "have a standard deviation of 0.0100 over the seeds" in tables
+    assert "the standard errors of the means are 0.0058 and 0.0059." in tables
     assert "on − off is +0.0000 (" in tables
     # A gain at one width would contradict the first line.
     gain = [one for one in widths(-0.2) if one["part"] == "widths"]
@@ -339,6 +340,7 @@ TURNED = [
     ("midtraining", "off", moved(-1)),
     ("midtraining", "on", moved(0.1, "new_test")),
     ("widths-tuning", "on-192_lr-0.032", moved(1, "development")),
+    ("widths-tuning", "on-16_lr-0.008", moved(1, "development")),
     ("corpus", "", lambda row: row["sizes"]["main"]["train"].update(tokens=10**6)),
     ("restored", "", moved(-0.1)),
     ("restored", "", lambda row: row["numbers"]["test"].update(mean_cosine=[0.1 * i for i in range(8)])),
