@@ -31,6 +31,7 @@ from titan_disp.lab.report.charts import (
     as_it_is,
     binned,
     by_condition,
+    crowded,
     curves,
     legend,
     without_the_beginning,
@@ -454,10 +455,13 @@ def test_a_truncated_measurement_costs_only_itself(tmp_path):
     run = write_run(tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)])
     path = run / "condensation" / "step-50.npz"
     path.write_bytes(path.read_bytes()[:300])
-    dataclasses.replace(measurement(0.2), std_cosine=np.zeros(2)).save(path.with_name("step-60.npz"))
+    whole_one = measurement(0.2)
+    for step, change in enumerate(({"std_cosine": np.zeros(2)}, {"histogram": whole_one.histogram[:, :64]}), 60):
+        dataclasses.replace(whole_one, **change).save(path.with_name(f"step-{step}.npz"))
+    measurement(0.2, layers=9).save(path.with_name("step-70.npz"))
     (run / "requeue.json").write_text(json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"}))
     (found,) = gather([run])
-    assert (list(found.condensation), len(found.problems)) == ([0, 100], 2)
+    assert (list(found.condensation), len(found.problems)) == ([0, 100], 4)
     page = render([found], T0)
     assert "cannot be read" in cells(page, "not readable")[0]
     assert "2 in a row; the last: node n3 <died>" in cells(page, "failures without a new checkpoint")
@@ -516,9 +520,9 @@ def test_many_runs(tmp_path):
     assert "those of r0, r1, r2, r3, r4, r5: the first run" in page
     assert page.count("<h3>r") == 13
     lines = [Line(f"r{i}", np.arange(1000.0), np.arange(1000.0), i) for i in range(13)]
-    figure, long = (curves(some, "step", "y", as_it_is) for some in (lines, lines[:5]))
-    assert (figure.legends, len(figure.axes[0].collections), len(long.legends)) == ([], 0, 1)
-    assert not curves([dataclasses.replace(line, name="x" * 25) for line in lines[:5]], "step", "y", as_it_is).legends
+    figure, few = curves(lines, "step", "y", as_it_is, False), curves(lines[:5], "step", "y", as_it_is)
+    assert (figure.legends, len(figure.axes[0].collections), len(few.legends)) == ([], 0, 1)
+    assert [crowded(names) for names in ("a" * 12, "a" * 13, 4 * ["x" * 25], 5 * ["x" * 25])] == [False, True] * 2
     assert len({tuple(dataclasses.replace(lines[0], place=i).style.items()) for i in range(50)}) == 50
     assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) <= 3000
     assert [text.get_text() for text in legend(["_a", "b"]).legends[0].texts] == [" _a", "b"]

@@ -178,9 +178,13 @@ class Condensation:
             with np.load(path) as arrays:
                 content: dict[str, Any] = {name: arrays[name] for name in {*arrays.files} - {"edges", "final_norm"}}
             found = cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
-            lengths = {len(found.histogram), *map(len, found.by_layer().values())}
-            if len(lengths) > 1 or min(lengths) < 3:
-                raise ValueError(f"its arrays have {sorted(lengths)} layers, expected one number, and at least 3")
+            lengths = set(map(len, found.by_layer().values()))
+            if len(lengths) > 1 or (layers := lengths.pop()) < 3 + found.logits:
+                raise ValueError("its arrays have too few layers, or differ in their number")
+            if any(
+                one is not None and one.shape != (layers, BINS) for one in (found.histogram, found.averaged_histogram)
+            ):
+                raise ValueError(f"a histogram is not [{layers}, {BINS}]")
             return found
         except Exception as error:  # a damaged archive can raise any exception
             raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
@@ -191,10 +195,16 @@ def load_steps(folder: str | Path, problems: list[str] | None = None) -> dict[in
 
     A message about each file that cannot be read is put into ``problems``; without it, the error is raised.
     """
-    steps, found = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.npz")}, {}
+    steps = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.npz")}
+    found: dict[int, Condensation] = {}
     for step in sorted(filter(str.isdecimal, steps), key=int):
         try:
-            found[int(step)] = Condensation.load(steps[step])
+            one = Condensation.load(steps[step])
+            if (first := next(iter(found.values()), one)).mean_cosine.shape != one.mean_cosine.shape:
+                raise ConfigError(
+                    f"{str(steps[step])!r} cannot be read: other files have {len(first.mean_cosine)} layers"
+                )
+            found[int(step)] = one
         except ConfigError as error:
             if problems is None:
                 raise

@@ -302,7 +302,8 @@ class CondensationOptions:
     """do not measure each model before training, on one batch, for comparison. Without this option, a run's untrained
     weights are those of its checkpoint of step 0, or else drawn from its seed."""
     last_n: int = 5
-    """number of layers up to the final norm over which the table gives the mean cosine, as the authors' code does."""
+    """number of layers up to the final norm, or all if a model has fewer, over which the table gives the mean cosine.
+    metrics.json has it for every number, which the authors' option of this name draws."""
     logits: bool = False
     """measure the logits as one more layer."""
     zeta: float = 0.0

@@ -168,12 +168,12 @@ def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scal
     axes.grid(alpha=0.3)
 
 
-def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
-    """Draw a chart of ``draw_lines`` with a legend above it, unless it would be ``crowded``: then it is a picture of its own."""
+def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale, with_legend: bool = True) -> Figure:
+    """Draw a chart of ``draw_lines`` with a legend above it, unless that is a picture of its own."""
     figure = new_figure(*SIZE)
     draw_lines(figure.subplots(), lines, xlabel, ylabel, scale)
-    if not crowded(names := [line.name for line in lines]):
-        figure.legend(loc="outside upper center", ncols=_columns(names))
+    if with_legend:
+        figure.legend(loc="outside upper center", ncols=_columns(line.name for line in lines))
     return figure
 
 

@@ -62,17 +62,17 @@ def lines_of(runs: Sequence[Run], xlabel: str, points: Points) -> list[Line]:
 
 def _curves(runs: Sequence[Run], xlabel: str, charted: Iterable[tuple[str, Points, Scale]]) -> list[Picture]:
     """Draw a chart for each (label of axis y, points, scale) that has lines."""
-    pictures, crowded = [], False
-    for ylabel, points, scale in charted:
-        if lines := lines_of(runs, xlabel, points):
-            drawn = by_condition(runs, lines)
-            crowded |= charts.crowded([line.name for line in drawn])
-            ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
-            uri = to_uri(charts.curves(drawn, xlabel, ylabel, scale))
-            pictures.append(Picture(uri, f"{ylabel} against {xlabel}. {ends}"))
-    if crowded:
-        names = [name for name, _ in conditions(runs)]
-        pictures.insert(0, Picture(to_uri(charts.legend(names)), "legend of the charts below", wide=True))
+    names = [name for name, _ in conditions(runs)]
+    every = [(ylabel, lines_of(runs, xlabel, points), scale) for ylabel, points, scale in charted]
+    found = [(ylabel, by_condition(runs, lines), scale) for ylabel, lines, scale in every if lines]
+    crowded = charts.crowded(names) or any(len(drawn) > MANY for _, drawn, _ in found)
+    pictures = []
+    if found and crowded:
+        pictures.append(Picture(to_uri(charts.legend(names)), "legend of the charts below", wide=True))
+    for ylabel, drawn, scale in found:
+        ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
+        uri = to_uri(charts.curves(drawn, xlabel, ylabel, scale, with_legend=not crowded))
+        pictures.append(Picture(uri, f"{ylabel} against {xlabel}. {ends}"))
     return pictures
 
 
@@ -171,7 +171,7 @@ def history(run: Run) -> Picture | None:
 def render(runs: Sequence[Run], now: float, left_out: Sequence[str] = (), scores: Sequence[Sequence[str]] = ()) -> str:
     """Render the HTML page. It needs no other file, and texts from a run's files are never markup in it.
 
-    ``now``, in seconds since the epoch, decides whether a run is alive. ``left_out`` says which runs could not be read.
+    ``now``, in seconds since the epoch, decides whether a run is alive. ``left_out`` says which runs could not be read or shown.
     ``scores`` are lines of an evaluation, as ``beside`` returns them.
     """
     here = FileSystemLoader(Path(__file__).parent)
@@ -221,7 +221,7 @@ def _that_can_be_shown(runs: Sequence[Run], now: float, left_out: list[str]) -> 
         except Exception as error:
             left_out.append(f"the run {str(run.path)!r} cannot be shown: {type(error).__name__}: {error}")
     if not shown:
-        raise ConfigError(left_out[-1])
+        raise ConfigError("; ".join(left_out))
     return shown
 
 
@@ -233,13 +233,17 @@ def write_report(paths: Sequence[str | Path], out: str | Path, evaluation: Path 
         raise ConfigError(f"--out {str(out)!r} {what}, expected a file such as report.html in an existing folder")
     left_out: list[str] = []
     wrong = f"--evaluation {str(evaluation)!r} cannot be read, expected the --out folder of titan-disp evaluate"
-    with reported(wrong, OSError, ValueError, KeyError):
-        scores = [] if evaluation is None else json.loads((evaluation / "results.json").read_text())["published"]
+    with reported(wrong, OSError, ValueError, KeyError, TypeError):
+        lines = [] if evaluation is None else json.loads((evaluation / "results.json").read_text())["published"]
+        scores = [list(map(str, line)) for line in lines]
     runs, now = gather(paths, left_out), time.time()
     try:
         html = render(runs, now, left_out, scores)
     except Exception:  # numbers of a run that can be read, but not shown
-        html = render(_that_can_be_shown(runs, now, left_out), now, left_out, scores)
+        shown = _that_can_be_shown(runs, now, left_out)
+        if len(shown) == len(runs):
+            raise
+        html = render(shown, now, left_out, scores)
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     with reported(f"the report cannot be written to {str(out)!r}", OSError), atomic_write(out) as partial:
