@@ -178,13 +178,11 @@ class Condensation:
             with np.load(path) as arrays:
                 content: dict[str, Any] = {name: arrays[name] for name in {*arrays.files} - {"edges", "final_norm"}}
             found = cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
-            lengths = set(map(len, found.by_layer().values()))
-            if len(lengths) > 1 or (layers := lengths.pop()) < 3 + found.logits:
-                raise ValueError("its arrays have too few layers, or differ in their number")
-            if any(
-                one is not None and one.shape != (layers, BINS) for one in (found.histogram, found.averaged_histogram)
-            ):
-                raise ValueError(f"a histogram is not [{layers}, {BINS}]")
+            layers = len(found.mean_cosine)
+            histograms = [one.shape for one in (found.histogram, found.averaged_histogram) if one is not None]
+            by_layer = {len(values) for values in found.by_layer().values()}
+            if layers < 3 + found.logits or by_layer != {layers} or {*histograms} != {(layers, BINS)}:
+                raise ValueError("its arrays have too few layers, or differ in shape")
             return found
         except Exception as error:  # a damaged archive can raise any exception
             raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
@@ -197,13 +195,13 @@ def load_steps(folder: str | Path, problems: list[str] | None = None) -> dict[in
     """
     steps = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.npz")}
     found: dict[int, Condensation] = {}
+    layers = 0  # of the first file
     for step in sorted(filter(str.isdecimal, steps), key=int):
         try:
             one = Condensation.load(steps[step])
-            if (first := next(iter(found.values()), one)).mean_cosine.shape != one.mean_cosine.shape:
-                raise ConfigError(
-                    f"{str(steps[step])!r} cannot be read: other files have {len(first.mean_cosine)} layers"
-                )
+            layers = layers or len(one.mean_cosine)
+            if len(one.mean_cosine) != layers:
+                raise ConfigError(f"{str(steps[step])!r} cannot be read: other files have {layers} layers")
             found[int(step)] = one
         except ConfigError as error:
             if problems is None:

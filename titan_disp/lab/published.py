@@ -32,9 +32,12 @@ def beside(ours: Ours, source: str) -> Lines:
 
 def costs(runs: Sequence[Run]) -> Ours:
     """Return what runs cost on GPUs, and those with a method relative to the first of the same model without any."""
-    plain = [run for run in runs if not run.disperses and run.settings.get("baseline.method", "none") == "none"]
-    off = {run.model: run.gpu_seconds[1] for run in reversed(plain)}
-    others = [run for run in runs if run not in plain and run.model in off]
+
+    def plain(run: Run) -> bool:
+        return not run.disperses and run.settings.get("baseline.method", "none") == "none"
+
+    off = {run.model: run.gpu_seconds[1] for run in reversed(runs) if plain(run)}
+    others = [run for run in runs if not plain(run) and run.model in off]
     relative = {f"{run.name} ÷ off": number(run.gpu_seconds[1] / off[run.model], 4) for run in others}
     hours = {run.name: number(run.gpu_seconds[0] / 3600, 4) for run in runs if run.environment.get("accelerators")}
     return {("cost", "GPU-hours"): hours, ("cost", "time per token"): relative}
