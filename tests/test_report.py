@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from datetime import datetime, timezone
 from types import SimpleNamespace
 
@@ -549,12 +550,18 @@ def test_bins_keep_extremes():
 
 
 @pytest.mark.slow
-def test_a_run_of_40000_rows_makes_a_small_page(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("count", "steps", "most"), [(1, 40000, 1.5e6), (50, 600, 3e6)])
+def test_long_and_many_runs_make_a_small_page(tmp_path, monkeypatch, count, steps, most):
     monkeypatch.undo()  # with its pictures
-    noise = np.random.default_rng(0).standard_normal(40000)
+    noise = np.random.default_rng(0).standard_normal(steps)
     rows = [row(s, T0 + s, ce=4 + e, grad_norm=float(np.exp(e)), tps=500 + e) for s, e in enumerate(noise, start=1)]
-    run = write_run(tmp_path / "run", rows, measured=[(s, s / 5e4) for s in range(0, 40001, 1000)], steps=40000)
-    assert write_report([run], tmp_path / "report.html").stat().st_size < 1.5e6
+    measured = [(s, s / steps / 2) for s in range(0, steps + 1, max(steps // 40, 100))]
+    runs = [
+        write_run(tmp_path / f"{i}", rows, measured=measured, steps=steps, optimizer={"lr": i}) for i in range(count)
+    ]
+    started = time.process_time()
+    assert write_report(runs, tmp_path / "report.html").stat().st_size < most
+    assert time.process_time() - started < 60  # 15 s on a slow core
 
 
 def test_nothing_is_markup_or_fetched(compared):
