@@ -59,17 +59,14 @@ LOADING = [{"event": e, "step": 20, "time": 1040} for e in ("checkpoint_damaged"
 HELD = {"event": "stop", "step": 20, "time": 86_430, "allocated": 86_400}
 COMPLETE = {"event": "complete", "step": 40, "time": 86_430}
 LAST = [FIRST, SECOND, Goodput(start_up=30)]
+TWO = [row(10, 110, start_up=20, steps=90), row(20, 210, start_up=20, steps=190), row(20, 290, start_up=250, steps=40)]
 CASES = {
     "killed and resumed": (ROWS, EVENTS, [FIRST, SECOND]),
     "nothing is said before the first row": ([], [begin(0, 0.0)], []),
     # The second start-up begins at the first start's end, not at the allocation. It repeats 5 of its steps: halfway between
     # the rows of steps 10 and 20.
     "two starts in one allocation": (
-        [
-            row(10, 110, start_up=20, steps=90),
-            row(20, 210, start_up=20, steps=190),
-            row(20, 290, start_up=250, steps=40),
-        ],
+        TWO,
         [begin(0, 10), begin(15, 240)],
         [Goodput(kept=140, repeated=50, start_up=20), Goodput(kept=40, start_up=40)],
     ),

@@ -21,8 +21,6 @@ from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.liveness import Clock
 from titan_disp.train import DispTrainer
 
-LR, MOMENTUM = 0.5, 0.5
-
 
 class Training:
     """Two parameters of one element, which begin at 1 and 2. The terms of a step's loss go through a real ledger."""
@@ -30,8 +28,8 @@ class Training:
     def __init__(self, max_skipped_steps=3, fused=False):
         self.model = nn.ParameterDict({name: nn.Parameter(torch.tensor([x])) for name, x in (("a", 1.0), ("b", 2.0))})
         self.ledger = LossLedger()
-        kind, options = (torch.optim.AdamW, {"fused": True}) if fused else (torch.optim.SGD, {"momentum": MOMENTUM})
-        inner = OptimizersContainer([self.model], kind, {"lr": LR, **options})
+        kind, options = (torch.optim.AdamW, {"fused": True}) if fused else (torch.optim.SGD, {"momentum": 0.5})
+        inner = OptimizersContainer([self.model], kind, {"lr": 0.5, **options})
         self.optimizers = GuardedOptimizers(inner, self.ledger.non_finite, max_skipped_steps)
 
     @property
@@ -222,7 +220,6 @@ def trainer(monkeypatch):
 
 
 def test_a_full_disk_does_not_hide_why_a_run_ends(trainer, monkeypatch):
-    """TensorBoard's writer raises when it is closed."""
     monkeypatch.setattr(Trainer, "close", Mock(side_effect=OSError(28, "No space left on device")))
     trainer.taken_by, trainer._start_step = lambda: None, 5
     for name in ("aside", "heartbeat", "stop_request", "dataloader", "run_folder"):
@@ -242,7 +239,6 @@ def test_a_full_disk_does_not_hide_why_a_run_ends(trainer, monkeypatch):
     ],
 )
 def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
-    """Time-outs become shorter after the first step of a start; TorchTitan does that after step 1 only."""
     trainer.step = step
     trainer.optimizers.agreed |= agreed
     trainer.train_step(iter(()))

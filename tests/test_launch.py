@@ -59,7 +59,6 @@ def test_ranks_get_sigterm_from_the_first_signal(rank, monkeypatch, capsys, numb
 
 
 def test_a_later_signal_kills_the_ranks(rank, monkeypatch):
-    """Not one within a second: timeout(1) signals a process and its group."""
     now = [50.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     one, stop = rank("true"), StopRanks()

@@ -50,8 +50,8 @@ def clock(monkeypatch):
 @pytest.fixture
 def heartbeat(clock, opened):
     comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
-    config = Section(comm=comm, guard=Section(save_seconds=1800, silence_seconds=60))
-    return lambda run: opened(Heartbeat(run, config))
+    usual = {"save_seconds": 1800, "silence_seconds": 60}
+    return lambda run, **limits: opened(Heartbeat(run, Section(comm=comm, guard=Section(**usual | limits))))
 
 
 def read(run, beat):
@@ -59,11 +59,9 @@ def read(run, beat):
     return json.loads((run / "heartbeat.json").read_text())
 
 
-@pytest.mark.parametrize("key", ["silence_seconds", "save_seconds"])
-def test_no_limit(tmp_path, opened, key):
-    comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
-    guard = Section(**({"silence_seconds": 60.0, "save_seconds": 1800.0} | {key: math.inf}))
-    beat = opened(Heartbeat(tmp_path, Section(comm=comm, guard=guard)))
+@pytest.mark.parametrize("limit", ["silence_seconds", "save_seconds"])
+def test_no_limit(tmp_path, heartbeat, limit):
+    beat = heartbeat(tmp_path, **{limit: math.inf})
     beat.begin("save", 1)
     assert read(tmp_path, beat)["allowed_seconds"] == 1e8
 
@@ -120,7 +118,6 @@ def aside(monkeypatch, opened):
 
 
 def test_the_heartbeat_is_that_of_the_main_thread(tmp_path, clock, heartbeat, aside):
-    """The thread alone is no sign of life: it goes on while the main thread hangs, and the file stays as it was."""
     beat, turns = heartbeat(tmp_path), []
     writer = aside(beat.write, lambda: turns.append(threading.current_thread()))
     file = tmp_path / "heartbeat.json"
@@ -289,7 +286,6 @@ def test_a_users_stop_file_holds(tmp_path, start, monkeypatch, text, job):
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
 def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, start, monkeypatch, number):
-    """``Path.exists`` raises errors other than "not found" and a few more."""
     (tmp_path / "stop").touch()
     request = start()
     with monkeypatch.context() as patch:

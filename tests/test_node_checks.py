@@ -141,9 +141,8 @@ def test_report(tmp_path, monkeypatch, capsys):
     paper = ["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")]
     report = node_reports.make_report(tmp_path, expected, "8", paper)
     assert report["problems"].keys() == {*expected, "bandwidth"}  # none of the config
-    assert "streamed from the Hugging Face hub by 40 ranks on 5 nodes" in "\n".join(
-        node_reports.render(report, expected)
-    )
+    text = "\n".join(node_reports.render(report, expected))
+    assert "streamed from the Hugging Face hub by 40 ranks on 5 nodes" in text
     with pytest.raises(SystemExit, match="2"):
         run("folder", *demo, "--job.dump_folder", "/dev/null/run")
     assert "job.dump_folder: /dev/null/run is not writable: Not a directory" in capsys.readouterr().err
@@ -197,7 +196,6 @@ HARDWARE_XIDS = [
     "GPU at PCI:0000:01:00: Xid 95 within a day: pid=7062, Uncontained: LTC TAG (0x2, 0x1). RST: Yes, D-RST: No",
     "GPU at PCI:0000:2b:00: Xid 79 within a day: GPU has fallen off the bus.",
 ]
-JOURNAL = "--dmesg --since=-24h --output=cat --no-pager --quiet"
 
 
 class TestGpuHealth:
@@ -250,16 +248,13 @@ class TestGpuHealth:
 
     @pytest.mark.parametrize("journal", [False, True])
     def test_xids(self, tool, monkeypatch, journal):
-        """Hardware Xids of the last day are reported once each. An application causes others, such as 31.
-
-        The node has been up for three and a half days. The journal is read if only root may run dmesg.
-        """
+        """The node has been up for three and a half days. The journal is read if only root may run dmesg."""
         monkeypatch.setattr(node_health, "time", SimpleNamespace(monotonic=lambda: 3.5 * 86400))
         xids = XIDS.format(now=f"{2.6 * 86400:12.6f}", old=f"{2.4 * 86400:12.6f}")
         self.nvidia(tool, "gpu_recovery_action", None)
         tool("dmesg", xids, status=int(journal))
         lines = [line.split("] ")[1] for line in xids.splitlines() if "10:1c): 79" not in line]
-        tool("journalctl", "\n".join(lines), JOURNAL)
+        tool("journalctl", "\n".join(lines), "--dmesg --since=-24h --output=cat --no-pager --quiet")
         assert node_health.gpu_problems() == HARDWARE_XIDS
         if journal:
             tool("journalctl", status=1)
@@ -270,7 +265,6 @@ class TestGpuHealth:
         [
             ("", "", []),
             (AMD_SMI.format(gpu=0, errors="N/A") + AMD_SMI.format(gpu=1, errors=4), ROCM_SMI, [4]),
-            # rocm-smi is asked if amd-smi is missing or has no counts.
             ("", ROCM_SMI, [3]),
             (AMD_SMI.format(gpu=0, errors="N/A"), ROCM_SMI, [3]),
         ],
@@ -282,16 +276,8 @@ class TestGpuHealth:
         assert node_health.gpu_problems() == [f"GPU 1: {count} uncorrectable errors" for count in problems]
 
 
-def check(monkeypatch, out, *arguments):
-    monkeypatch.setattr(sys, "argv", ["node_health", "--out", str(out), "--local", str(out), *map(str, arguments)])
-    node_health.main()
-    (file,) = out.glob("*.json")
-    return json.loads(file.read_text()) | {"file": file.name}
-
-
 @pytest.mark.parametrize("problem", ["GPU {}: CUDA error: uncorrectable ECC error", "GPU {}: \u2192" + 200 * "x"])
 def test_a_report_is_one_line_of_srun(problem):
-    """srun keeps lines of up to 1024 bytes whole. Lines of other nodes come between the parts of longer ones."""
     report = {"node": "n1"} | node_report(free=84920000000) | {"clock": 1.7e9}
     assert node_health.report_line(report) == node_health.REPORT + json.dumps(report)
     report["problems"] = [problem.format(i) for i in range(8)] + 8 * ["/scratch is not writable: Read-only file system"]
@@ -303,23 +289,29 @@ def test_a_report_is_one_line_of_srun(problem):
 
 
 def test_node_health_with_a_config(monkeypatch, sample, tmp_path):
-    options = ("--job.config_file", DEMO, "--model.hf_assets_path", sample / "tokenizer", "--job.dump_folder")
+    def check(name, *arguments):
+        words = ["--out", out, "--local", out, "--job.config_file", *arguments]
+        monkeypatch.setattr(sys, "argv", ["node_health", *map(str, words)])
+        node_health.main()
+        return json.loads((out / f"{name}.json").read_text())
+
     run, out = tmp_path / "run", tmp_path / "out"
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    report = check(monkeypatch, out, *options, run, "--training.dataset_path", sample)
-    assert (report["node"], report["file"], report["problems"]) == ("n7", "n7.json", [])
+    options = ("--model.hf_assets_path", sample / "tokenizer", "--training.dataset_path", sample)
+    report = check("n7", DEMO, *options, "--job.dump_folder", run)
+    assert (report["node"], report["problems"]) == ("n7", [])
     assert min(report["free_bytes"], report["run_free_bytes"]) > 0
     assert list(run.iterdir()) == []  # a checkpoint folder would change how the run starts
 
     file = tmp_path / "file"
     file.touch()
-    bad = ("--job.config_file", DEMO, "--model.hf_assets_path", tmp_path, "--training.dataset_path", tmp_path / "no")
-    problems = check(monkeypatch, out, *bad, "--job.dump_folder", file)["problems"]
+    options = ("--model.hf_assets_path", tmp_path, "--training.dataset_path", tmp_path / "no")
+    problems = check("n7", DEMO, *options, "--job.dump_folder", file)["problems"]
     assert [text.split(" ")[0] for text in problems] == [str(file), "model.hf_assets_path", "training.dataset_path"]
 
     monkeypatch.delenv("SLURMD_NODENAME")  # as in a container
     monkeypatch.setattr(node_health.socket, "gethostname", lambda: "gpu10.cluster.example")
-    report = check(monkeypatch, tmp_path / "other", "--job.config_file", tmp_path / "no.toml")
+    report = check("gpu10", tmp_path / "no.toml")
     assert report["node"] == "gpu10"
     assert "cannot read the config" in report["problems"][0]
 

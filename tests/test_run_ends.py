@@ -15,14 +15,8 @@ from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_condensation, read_config, read_events, read_metrics
 
 CREATE_STREAM = FileSystem.create_stream
-ONE_RANK = (
-    "--training.local_batch_size",
-    "8",
-    "--checkpoint.interval",
-    "100",
-    "--stream.prefetch",
-    "0",
-)  # 256 tokens a step
+# 256 tokens a step
+ONE_RANK = ("--training.local_batch_size", "8", "--checkpoint.interval", "100", "--stream.prefetch", "0")
 
 
 def events(run):

@@ -33,9 +33,10 @@ def command(monkeypatch, capsys, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("nodes", "spares"), [(80, ""), (82, "2")])
-def test_the_plan_and_the_command(command, monkeypatch, nodes, spares):
-    monkeypatch.setenv("TITAN_DISP_SPARES", spares)
+@pytest.mark.parametrize(("nodes", "name", "value"), [(80, "SPARES", ""), (82, "SPARES", "2"), (160, "NPROC", "4")])
+def test_the_plan_and_the_command(command, monkeypatch, nodes, name, value):
+    """With two nodes to spare, or four ranks on a node of eight GPUs, the mesh is that of 80 nodes."""
+    monkeypatch.setenv(f"TITAN_DISP_{name}", value)
     code, out, _ = command(nodes, "--sbatch", "time=24:00:00", "account=abc", "--training.dataset_path", "/data/c4")
     assert code == 0
     assert "39,673 of 3,932,160 tokens" in out
@@ -45,14 +46,6 @@ def test_the_plan_and_the_command(command, monkeypatch, nodes, spares):
         f"--export=ALL,TITAN_DISP_SITE=frontier,TITAN_DISP_PYTHON={sys.executable} "
         f"{ROOT}/slurm/pretrain.sbatch {CONFIG} --training.dataset_path /data/c4"
     )
-
-
-def test_ranks_per_node(command, monkeypatch):
-    monkeypatch.setenv("TITAN_DISP_NPROC", "4")
-    code, out, _ = command(160)
-    assert code == 0
-    assert "replicate 80 × shard 8" in out
-    assert "--gpus-per-node=8" in out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", launch.OTHER_PYTHON)
@@ -107,7 +100,7 @@ def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
 def test_the_file_of_a_site(tmp_path):
     (tmp_path / "mine").touch()
     assert launch.site_file(str(tmp_path / "mine")) == tmp_path / "mine"
-    with pytest.raises(launch.ConfigError, match="--site is 'mine', expected a file or one of aws_efa, frontier, "):
+    with pytest.raises(ConfigError, match="--site is 'mine', expected a file or one of aws_efa, frontier, "):
         launch.site_file("mine")
 
 

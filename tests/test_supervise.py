@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -71,12 +70,6 @@ esac"""
         file = self.commands / f"{name}.calls"
         return [line for line in file.read_text().splitlines() if line.startswith(begin)] if file.exists() else []
 
-    def requeues(self):
-        return self.calls("scontrol", "requeue")
-
-    def updates(self):
-        return self.calls("scontrol", "update")
-
     def environment(self, **more):
         """The variables of a job; titan-disp's own are given without TITAN_DISP_."""
         (self.commands / "scontrol.job").write_text("   ".join(f"{k}={v}\n" for k, v in self.job.items()))
@@ -84,22 +77,22 @@ esac"""
         given |= {"SITE_FILE": ROOT / "slurm" / "sites" / "local_cpu.sh", **more}  # set by common.sh
         return {name if OTHERS.match(name) else f"TITAN_DISP_{name}": str(value) for name, value in given.items()}
 
-    def supervisor(self, *overrides, restart=0, of_array=False, start=None, **environment):
+    def supervisor(self, *overrides, restart=0, of_array=False, **environment):
         given = {"SLURM_RESTART_COUNT": restart, "SLURM_NNODES": 4, "NPROC": 1, "MAX_RETRIES": 3}
         given |= {"PYTHON": self.commands / "python", "LOCAL": self.folder}
         argv = ["config.toml", "--job.dump_folder", str(self.run), *overrides]
         signals, given = str(self.signals), self.environment(**(given | environment))
         supervisor = supervise.Supervisor(argv, signals, given, of_array)
         supervisor.run, supervisor.launch = str(self.run), {"argv": argv}  # as ``freeze`` does
-        supervisor.start = start or f"7.{restart}"
+        supervisor.start = f"7.{restart}"
         supervisor.pause, supervisor.requeue_pauses = 0.02, (0, 0, 0)
         supervisor.kill_wait = supervisor.last_wait = 0.5
         supervisor.grace = 0.0
         return supervisor
 
-    def decide(self, status=1, **options):
+    def decide(self, **options):
         supervisor = self.supervisor(**options)
-        supervisor.status = status
+        supervisor.status = 1
         return supervisor.decide()
 
     def reports(self, reports, others="exit 0"):
@@ -143,16 +136,6 @@ esac"""
     def blamed(self):
         return list(supervise.read_json(str(self.run / "bad_nodes.json")))
 
-    @contextlib.contextmanager
-    def locked(self, lock, held=True, **_):
-        """Lock the run folder, as run/folder.py does."""
-        with open(self.run / ".lock", "w+") as file:
-            file.write(lock)
-            file.flush()
-            if held:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
     def transitions(self):
         return supervise.json_lines(str(self.run / "supervisor.jsonl"))
 
@@ -168,18 +151,21 @@ esac"""
         how = {"stdout": stdout, "stderr": subprocess.PIPE, "cwd": self.folder, "timeout": 60}
         return subprocess.run(command, env=self.environment(**environment), **how)
 
+    def node(self, script, *words, **variables):
+        """Run node.sh, with this script as its Python."""
+        self.write("a python", script)
+        python, local = str(self.commands / "a python"), str(self.folder)
+        given = {"PATH": os.environ["PATH"], "TITAN_DISP_PYTHON": python, "TITAN_DISP_LOCAL": local, **variables}
+        command = ["bash", ROOT / "slurm" / "node.sh", *words]
+        return subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+
     def batch(self, *words, script="pretrain", **environment):
-        """Run a batch script, and return its status and output. ``host`` stands in for the supervisor's Python."""
+        """Run a batch script until the last process that has its output ends. ``host`` stands in for the supervisor's Python."""
         self.write("sleep", "exec /bin/sleep 0.1")
         host = self.commands / "host"
         given = {"HOME": self.folder, "HOST_PYTHON": host if host.exists() else sys.executable, **environment}
         command = ["bash", ROOT / "slurm" / f"{script}.sbatch", *(words or ["config.toml"])]
-        how = {
-            "stdout": subprocess.PIPE,
-            "text": True,
-            "timeout": 60,
-        }  # until the last process that has the output ends
-        done = subprocess.run(command, env=self.environment(**given), **how)
+        done = subprocess.run(command, env=self.environment(**given), stdout=subprocess.PIPE, text=True, timeout=60)
         return done.returncode, done.stdout
 
 
@@ -206,22 +192,15 @@ def row(name, state, reason, **given):
     return name, state, reason, given
 
 
-def of(methods, *rows):
-    return [pytest.param(methods, *values, id=f"{methods}: {name}") for name, *values in rows]
-
-
 COMMANDS = {"python", "srun", "sbcast", "scancel", "scontrol", "sinfo", "squeue"}
 SLURM_ASKED = [("stop", 5, "the file RUN/stop", "7.0", "file")]  # through the stop file
 SAVED = "saved at step 5 and stopped: "
 DIED = "failure 1 of at most 3 retries without a new checkpoint (no checkpoint yet): a rank or a node died"
 COMPLETING = {"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "None"}
-PREEMPTED = {**COMPLETING, "PreemptTime": "2026-01-01T00:00"}
-AT_LIMIT = {**COMPLETING, "Reason": "TimeLimit"}
+PREEMPTED, AT_LIMIT = {**COMPLETING, "PreemptTime": "2026-01-01T00:00"}, {**COMPLETING, "Reason": "TimeLimit"}
 ODD_COUNTERS = (b"", b"[]", b'{"failures": ', b'{"other": 1}', b'{"failures": null, "step": null}')
 TAKEN = "by another job (host n9, SLURM job {}.0.abcdef)"
-LIMIT = {"TimeLimit": "00:05:00"}
 SEVEN = "the number of visible GPUs is 7, expected 8"
-SILENT = "it did not answer"
 MANY = "2 of 4 nodes fail their check, which counts as the job's failure and not as theirs: "
 LACK = dict.fromkeys(FOUR, (7, []))
 HALF, UNLIKE = {**LACK, "n3": (8, []), "n4": (8, [])}, {**FOUR, "n1": (), "n2": (9, [])}
@@ -233,7 +212,6 @@ DOWN, NOBODY = "echo 'n1 allocated'; echo 'n3 down*'", "failed as a whole (srun'
 TWO_DOWN = "printf 'n1 down*\\nn2 idle~\\nn3 failing\\n'"
 LATE = f'[ $(wc -l < "$0.calls") -gt 1 ] || exit 1; {Cluster.SHOW}'
 FIX = "the config could not be checked (status 1); the lines above say why. Not requeued: fix the config or the environment"
-AGAIN = "the config could not be checked (status 1); the lines above say why"
 GIVEN_UP = "GIVEN UP after 1 failure in a row without a new checkpoint (newest checkpoint: step 4). The last one: "
 FIX_IT = "the lines above say why. Not requeued: fix it, and submit again"
 ELSEWHERE = f'{supervise.LAUNCH}"/in/the/container/launch/7.0.abcdef"'
@@ -249,21 +227,19 @@ BLAMED = ". This counts against node n{}. Starting again in this job"
 USR1 = "echo USR1 > FOLDER/signals; sleep 0.2; exit 1"
 ENDS = f"{beat(60)}sleep 0.3; rm FOLDER/run/heartbeat.json; {SLEEP}"
 GARBAGE = "echo '{' > FOLDER/run/heartbeat.json; sleep 0.2"
-LONG_SAVE = {"srun": f"echo USR1 > FOLDER/signals; {SLEEP}", "SIGNAL_SECONDS": "1"}
-LONG_SAVE["squeue"] = 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
+SIGNALLED, LEFT = f"echo USR1 > FOLDER/signals; {SLEEP}", 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
+LONG_SAVE = {"srun": SIGNALLED, "squeue": LEFT, "SIGNAL_SECONDS": "1"}
 # Ranks that wait for a dead one write what they wait for; two ranks run on each node.
 DUMPS = "mkdir FOLDER/run/comm_traces; touch FOLDER/run/comm_traces/rank_"
 LOCKED = {"lock": "host n9, pid 77, SLURM job 6", "counters": b'{"failures": 2, "step": 4}', "checkpoints": [4]}
 TAKEN_BY_6 = "job 6 uses the run folder. Not requeued"
 SICK = {**FOUR, "n3": (8, ["GPU 3 returns wrong matrix products"])}
 
-SCENARIOS = [
-    *of(
-        "supervise",
+SCENARIOS = {
+    "supervise": [
         row("a stop file", "end", "stop exists, so nothing was trained. Remove the file to continue", stop=b"\xff"),
-        row("too short", "end", "is 300 s, and SLURM signals the job 300 s before", exit=2, job=LIMIT),
+        row("short", "end", "is 300 s, and SLURM signals the job 300 s before", exit=2, job={"TimeLimit": "00:05:00"}),
         row("a wrong config", "end", FIX, exit=2, python="exit 1", checkpoints=[0], job={"TimeLimit": "00:05:01"}),
-        row("cancelled", "end", "the job was cancelled", signals="TERM", job=COMPLETING, srun=SLEEP, ended=True),
         row("spares", "end", "SPARES is 4, and no node of the job is left to train", exit=2, SPARES="4"),
         row("requeued by SLURM", "end", supervise.REQUEUED, srun=Cluster.REPORTS + "exit 1", job={"Restarts": "1"}),
         # The counters and the stop file of a run belong to the job that holds the lock of its folder. A second job is not
@@ -274,25 +250,22 @@ SCENARIOS = [
         # The ranks find the run folder locked and fail, and the job gets a signal in the meantime.
         row("another's run, meanwhile", "end", TAKEN_BY_6, exit=2, srun=Cluster.REPORTS + USR1, **LOCKED),
         row("no retries", "give up", GIVEN_UP, exit=1, srun="exit 1", MAX_RETRIES="0", checkpoints=[4, "x"]),
-    ),
-    *of("check_time_limit", row("unknown", "unpack", "start 7.0 on n[1-4]", job={"TimeLimit": ""})),
-    *of(
-        "unpack",
+    ],
+    "check_time_limit": [row("unknown", "unpack", "start 7.0 on n[1-4]", job={"TimeLimit": ""})],
+    "unpack": [
         row("sbcast fails", "requeue", LOST, **{**ARCHIVE, "sbcast": "exit 1"}),
         row("signalled", "decide", "signalled while", signals="USR1", **ARCHIVE),
         # Neither is a step of the job, so they are ended without waiting.
         row("sbcast hangs", "requeue", LOST, **{**HANGS, **ARCHIVE, "sbcast": SLEEP}),
         row("srun gets no step", "requeue", LOST, srun=SLEEP, **HANGS, **ARCHIVE),
-    ),
-    *of(
-        "freeze",
+    ],
+    "freeze": [
         row("an unreadable config", "end", f"status 2); {FIX_IT}", exit=2, python="exit 2", fresh=True),
         row("a lost folder", "end", "on this node: [Errno 2]", exit=2, python=f"echo '{ELSEWHERE}'", fresh=True),
         row("at a restart", "requeue", "say why (not counted)", restart=1, python="exit 2", fresh=True),
-    ),
-    *of(
-        "check_nodes",
-        row("signalled", "decide", "signalled during the check", later="USR1", srun=SLEEP, ended=True),
+    ],
+    "check_nodes": [
+        row("signalled", "decide", "signalled during the check", srun=SIGNALLED, ended=True),
         # All nodes have the same number of GPUs, so only the job's request shows that one is missing.
         row("asked for", "requeue", f"n1: {SEVEN}", reports=LACK, SLURM_GPUS_PER_NODE="8", NPROC="gpu"),
         # SLURM knows on which node srun cannot start.
@@ -300,24 +273,18 @@ SCENARIOS = [
         # Of two halves the one with more GPUs is right, since they do not come from nowhere.
         row("half", "requeue", f"{MANY}{MOST.format(1, 7)}; {MOST.format(2, 7)}", reports=HALF),
         row("unlike the others", "requeue", f"{MANY}{MOST.format(1, 0)}; {MOST.format(2, 9)}", reports=UNLIKE),
-        row("one hangs", "requeue", f"cannot train: node n2: {SILENT}", blamed=["n2"], ended=True, **ONE_HANGS),
-    ),
-    # A failing check ends only what has never trained: a missing GPU or an import error is not the config's fault at a
-    # restart, or if there is a checkpoint. TorchTitan's seed checkpoint, of step 0 as above, does not count as training.
-    *of(
-        "prepare",
+        row("one hangs", "requeue", "cannot train: node n2: it did not answer", blamed=["n2"], ended=True, **ONE_HANGS),
+    ],
+    "prepare": [
         row("signalled", "decide", "signalled while the config was checked", signals="USR1", python="sleep 60 & wait"),
-        row("trained", "requeue", AGAIN, python="exit 1", checkpoints=[1]),
+        row("trained", "requeue", "checked (status 1); the lines above say why", python="exit 1", checkpoints=[1]),
         row("hangs", "requeue", "took more than 0 s", restart=1, python="sleep 60 & wait", CHECK_SECONDS="0.5"),
-        # A dead node may hold a lock of this job's own earlier start for a while. Nobody may hold one.
         row("own lock", "requeue", "failure 3 of", python="exit 3", restart=1, **{**LOCKED, "lock": "SLURM job 7"}),
         row("free lock", "requeue", "failure 3 of", python="exit 1", restart=1, **{**LOCKED, "held": False}),
-        # A start of a job writes its number into the stop file, and a user does not.
         row("a job's stop", "train", "the config can start on these nodes", stop=b"6.2\n"),
-    ),
-    *of("train", row("signalled", "decide", "signalled before training", signals="USR1", srun=SLEEP)),
-    *of(
-        "decide",
+    ],
+    "train": [row("signalled", "decide", "signalled before training", signals="USR1", srun=SLEEP)],
+    "decide": [
         row("complete", "end", "the run is complete: step 9", events=[("resume", 4), ("complete", 9)], signals="USR1"),
         row("USR1", "requeue", SAVED + "the file RUN/stop", signals="USR1", events=SLURM_ASKED),
         row("rank 1 was signalled", "requeue", SAVED + "another rank", events=[("stop", 5, "another rank was asked")]),
@@ -341,12 +308,10 @@ SCENARIOS = [
         row("preempted", "requeue", "(TERM)", signals="TERM", job=PREEMPTED),
         row("lost nodes", "requeue", DIED, job=COMPLETING),
         row("late answer", "end", "the job was cancelled", signals="TERM", job=COMPLETING, scontrol=LATE),
-        # A preemption is no failure. A time limit that leaves no time to train is.
         row("no time to train", "requeue", "failure 1 of", status=None, signals="USR1"),
         row("TERM before training", "requeue", "(TERM) before training began", status=None, signals="TERM"),
         row("preempted before", "requeue", "(USR1) before", status=None, signals="USR1", job=PREEMPTED),
-        # SLURM requeues a job if a node dies, or with PreemptMode=REQUEUE. SLURM_RESTART_COUNT alone does not show it,
-        # because a job that submitted this one may have set it.
+        # SLURM_RESTART_COUNT alone does not show a requeue: a job that submitted this one may have set it.
         row("requeued by SLURM", "end", "SLURM has requeued the job itself", restart=2, job={"Restarts": "3"}),
         row("as often as known", "requeue", DIED, restart=3, job={"Restarts": "3"}),
         row("fewer than known", "requeue", DIED, restart=4, job={"Restarts": "3"}),
@@ -356,22 +321,17 @@ SCENARIOS = [
         *[row(f"counters {text}", "requeue", DIED, counters=text) for text in ODD_COUNTERS],
         row("a good end", "requeue", SAVED, events=[("stop", 5, "SIGUSR1")], counters=b'{"failures": 1}'),  # forgets it
         row("odd config.json", "requeue", DIED, config={"checkpoint": None, "comm": None}),
-        # The lock of some file systems holds within one node only. The ranks say who it was.
         row("another job's folder", "end", "Not requeued", exit=2, error=TAKEN.format(6)),
         row("its own folder", "requeue", "failure 1 of", error=TAKEN.format(7)),
-    ),
-    # After the first failure in a row, a job trains again without being requeued, on the nodes that are well.
-    *of(
-        "train; decide",
+    ],
+    "train; decide": [
         row("the second in a row", "requeue", "failure 2 of", srun="exit 1", counters=b'{"failures": 1, "step": -1}'),
         row("the fifth", "requeue", "failure 5 of", srun="exit 1", counters=b'{"failures": 4}', MAX_RETRIES="9"),
         row("short of time", "requeue", DIED, srun="exit 1", squeue="echo 9:59"),  # twice the warning
         row("signalled", "requeue", "asked to stop (USR1)", srun=USR1),
         row("signalled, and a user's stop", "requeue", "asked to stop (USR1)", srun=USR1, stop=b""),
-        # An empty stop file would look like a user's, and the run would never train again.
         row("signalled on a full disk", "requeue", "asked to stop (USR1)", srun=USR1, full=True),
         row("long save", "requeue", "saved in time; 0 s before the time limit, the last", ended=True, **LONG_SAVE),
-        # Rank 0 is frozen and no collective is pending, so nothing else would notice before the time limit.
         row("silent", "check nodes", "at step 5 (save), and 0 s are", srun=beat(0.3) + SLEEP, ended=True),
         # Python hangs before rank 0 has written a heartbeat, or after rank 0 has removed it at the end.
         row("no heartbeat", "check nodes", "s at its start, and 1 s", srun=SLEEP, quiet=0.6, ended=True),
@@ -381,7 +341,6 @@ SCENARIOS = [
         row("a beat of another start", "check nodes", DIED, srun=f"{beat(0, '6.0')}sleep 0.5; exit 1"),
         row("no spares", "requeue", DIED, srun="exit 1", sinfo="echo n2 drained", dropped="n2"),
         row("too few spares", "requeue", DIED, srun="exit 1", sinfo=TWO_DOWN, dropped="n1 n3", **SPARE),
-        # The node that is to blame counts as failed, and a spare one takes its place.
         row("ECC", "check nodes", BLAMED.format(3), error=ECC, srun="exit 1", blamed=["n3"], dropped="n3", **SPARE),
         row("a bug", "check nodes", "a bug", error="a bug", srun=dies("n3"), **SPARE),
         row("a bug on a GPU", "check nodes", ASSERT, error=ASSERT, srun="exit 1", **SPARE),
@@ -392,12 +351,18 @@ SCENARIOS = [
         row("no node", "check nodes", "(node n9: Killed)", srun=dies("n9"), **SPARE),
         row("no records", "check nodes", BLAMED.format(2), srun=DUMPS + "{0,1,4,6,7}; exit 1", blamed=["n2"], **PAIRS),
         row("few records", "check nodes", DIED, srun=DUMPS + "{0,6,7}; exit 1", **PAIRS),
-    ),
-]
+    ],
+}
+
+
+def scenarios():
+    for methods, rows in SCENARIOS.items():
+        for name, *values in rows:
+            yield pytest.param(methods, *values, id=f"{methods}: {name}")
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(("methods", "state", "reason", "given"), SCENARIOS)
+@pytest.mark.parametrize(("methods", "state", "reason", "given"), scenarios())
 def test_scenarios(cluster, capsys, methods, state, reason, given):
     """What SLURM, its commands and the run folder hold decides the next state.
 
@@ -430,9 +395,11 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
         supervisor.run, supervisor.launch = "", {}
     for name, usual in (("status", 1), ("quiet", 1800.0), ("kill_wait", 0.5)):
         setattr(supervisor, name, given.get(name, usual))
-    if "later" in given:
-        threading.Timer(0.3, cluster.signals.write_text, [given["later"]]).start()
-    with cluster.locked(**given) if "lock" in given else contextlib.nullcontext():
+    with open(cluster.run / ".lock" if "lock" in given else os.devnull, "w") as lock:  # as run/folder.py locks it
+        lock.write(given.get("lock", ""))
+        lock.flush()
+        if given.get("held", "lock" in given):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         for method in methods.split("; "):
             outcome = getattr(supervisor, method)()
     if methods == "supervise":
@@ -448,7 +415,7 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
     if state == "requeue":
         assert outcome.pause == (120 if "fresh" in given else [0, 120, 600, 1800, 3600, 3600][failures])
     if methods == "supervise":
-        assert not cluster.requeues()
+        assert not cluster.calls("scontrol", "requeue")
         assert pointer.exists() is (reason == supervise.REQUEUED)  # the next start needs it
     assert cluster.blamed() == given.get("blamed", [])
     assert " ".join(sorted(supervisor.dropped)) == given.get("dropped", "")
@@ -459,7 +426,7 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
     expected = given.get("stop", b"7.0\n" if asked else None)
     assert (stop.read_bytes() if stop.exists() else None) == expected
     assert cluster.calls("scancel") == ended * ["--signal=KILL 7.0"]  # not 7.batch
-    assert ("is ended" in out) is (ended and not {"later", "signals"} & given.keys())
+    assert ("is ended" in out) is (ended and state != "decide")
 
 
 class TestFailures:
@@ -489,10 +456,7 @@ class TestFailures:
             assert expected is None or cluster.kept("requeue.json")["failures"] == expected
 
     def test_a_run_folder_that_cannot_be_written(self, cluster):
-        """Failures are then counted by SLURM's restarts since it could, and end at a limit if it never could.
-
-        The 30th start may fail as often as the first. None starts again in the job, because each would be the first.
-        """
+        """Failures are then counted by SLURM's restarts since it could, and end at a limit if it never could."""
         cluster.supervisor(restart=29).note(Outcome("train"))
         (cluster.run / "requeue.json.partial").mkdir()
         outcomes = [cluster.decide(restart=restart) for restart in (30, 31, 32)]
@@ -570,9 +534,8 @@ class TestNodes:
         nodes = cluster.run / "nodes" / "7.0"
         cluster.reports(FOUR)
         assert cluster.supervisor(NPROC="gpu", SLURM_GPUS_PER_NODE="h100:8").check_nodes() == self.CAN
-        assert {path.stem: json.loads(path.read_text()) for path in nodes.iterdir()} == {
-            n: report(n, 8, []) for n in FOUR
-        }
+        kept = {path.stem: json.loads(path.read_text()) for path in nodes.iterdir()}
+        assert kept == {n: report(n, 8, []) for n in FOUR}
         assert cluster.calls("srun") == [f"{STEP.format(0)} bash {ROOT}/slurm/node.sh check"]
         nodes.rename(cluster.run / "nodes" / "6.0")
         nodes.write_text("no folder")
@@ -592,17 +555,12 @@ class TestNodes:
         assert [o.state for o in outcomes] == ["requeue", "requeue", "requeue", "give up"]
         assert (cluster.blamed(), len(cluster.calls("srun"))) == ([], 1)
 
-    @pytest.mark.parametrize(
-        ("given", "asked"),
-        [
-            *(({"NPROC": "gpu", "PER": "8"}, 8), ({"NPROC": "gpu", "PER": "H100:4"}, 4), ({"NPROC": "gpu"}, None)),
-            *(({"NPROC": "gpu", "ON": "2"}, 2), ({"NPROC": "3", "ON": "4"}, 3), ({"NPROC": "3", "PER": "4"}, 3)),
-            *(({"NPROC": "2"}, None), ({"PER": "a100:2,v100:2"}, None)),  # 2: ranks on CPUs
-        ],
-    )
-    def test_gpus_asked_for(self, given, asked):
-        names = {"NPROC": "TITAN_DISP_NPROC", "PER": "SLURM_GPUS_PER_NODE", "ON": "SLURM_GPUS_ON_NODE"}
-        assert supervise.gpus_asked({names[name]: value for name, value in given.items()}) == asked
+    def test_gpus_asked_for(self):
+        """A node may have fewer ranks than GPUs."""
+        for name, value, gpus in (("PER", "H100:4", 4), ("PER", "a100:2,v100:2", None), ("ON", "2", 2)):
+            for nproc, expected in (("gpu", gpus), ("1", 1)):
+                given = {f"SLURM_GPUS_{name}_NODE": value, "TITAN_DISP_NPROC": nproc}
+                assert supervise.gpus_asked(given) == expected
 
     def test_a_node_that_fails_twice_is_excluded(self, cluster):
         problems = ["GPU 3 returns wrong matrix products", "/tmp is full"]
@@ -625,25 +583,17 @@ class TestNodes:
 
 
 class TestPrepare:
-    PYXIS = {"SRUN_ARGS": "--container-image='/my images/a.sqsh'"}
-    ON_N1 = "--nodes=1 --ntasks=1 --nodelist=n1 --mem=0 --cpu-bind=none --container-image=/my images/a.sqsh"
-
-    @pytest.mark.parametrize(
-        ("python", "given", "before"),
-        [
-            ("python", {}, "-m titan_disp.cluster.job_check"),
-            ("srun", PYXIS, f"{ON_N1} bash {ROOT}/slurm/node.sh prepare"),
-        ],
-    )
-    def test_how_titan_disp_is_asked(self, cluster, python, given, before):
-        """Its Python may be in a container that srun starts. The default is one rank per GPU on each node."""
-        supervisor, nproc = cluster.supervisor("--training.steps", "9", **given), "1"
-        if python == "python":
-            nproc = "gpu"
-            del supervisor.environment["TITAN_DISP_NPROC"], supervisor.environment["SLURM_NNODES"]
+    def test_how_titan_disp_is_asked(self, cluster):
+        """The default is one rank per GPU on each node. Its Python may be in a container that srun starts."""
+        words = f"--job.config_file config.toml --job.dump_folder {cluster.run} --training.steps 9"
+        supervisor = cluster.supervisor("--training.steps", "9")
+        del supervisor.environment["TITAN_DISP_NPROC"], supervisor.environment["SLURM_NNODES"]
         assert supervisor.prepare() == Outcome("train", "the config can start on these nodes")
-        words = f"--nodes 4 --nproc {nproc} --job.config_file config.toml --job.dump_folder {cluster.run} --training.steps 9"
-        assert cluster.calls(python) == [f"{before} {words}"]
+        assert cluster.calls("python") == [f"-m titan_disp.cluster.job_check --nodes 4 --nproc gpu {words}"]
+        supervisor = cluster.supervisor("--training.steps", "9", SRUN_ARGS="--container-image='/my images/a.sqsh'")
+        assert supervisor.prepare() == Outcome("train", "the config can start on these nodes")
+        on_n1 = "--nodes=1 --ntasks=1 --nodelist=n1 --mem=0 --cpu-bind=none --container-image=/my images/a.sqsh"
+        assert cluster.calls("srun") == [f"{on_n1} bash {ROOT}/slurm/node.sh prepare --nodes 4 --nproc 1 {words}"]
 
     def test_what_titan_disp_says_of_a_config(self, cluster, sample, monkeypatch, capsys):
         from titan_disp.cluster import job_check, node_health
@@ -672,60 +622,52 @@ class TestPrepare:
         assert (supervise.NODE_REPORT, supervise.IN_USE) == (node_health.REPORT, IN_USE_EXIT_CODE)
 
 
-class TestLaunch:
-    @pytest.fixture
-    def frozen(self, cluster, sample, monkeypatch):
-        from titan_disp.cluster import freeze
+def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
+    """Its first start writes the launch folder. A restart takes scripts and config from there, whatever has changed."""
+    from titan_disp.cluster import freeze
 
-        def run(run=cluster.run, name="7.0.abcdef"):
-            """Return the options of a start of this name, and what freeze says of it."""
-            config = cluster.folder / "config.toml"
-            config.write_text(DEMO.read_text())
-            options = ["--job.config_file", str(config), *command(DEMO, sample, run)[7:]]
-            monkeypatch.setattr("sys.argv", ["freeze", "--name", name, *options])
-            with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out:  # any bytes of a path
-                freeze.main()
-            return options, out.buffer.getvalue().strip()
+    config, run = cluster.folder / "config.toml", cluster.folder / "läufe" / os.fsdecode(b"\xff")
+    config.write_text(DEMO.read_text())
 
-        return run
+    def frozen(run, name):
+        """Return the options of a start of this name, and what freeze says of it."""
+        options = ["--job.config_file", str(config), *command(DEMO, sample, run)[7:]]
+        monkeypatch.setattr("sys.argv", ["freeze", "--name", name, *options])
+        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out:  # any bytes of a path
+            freeze.main()
+        return options, out.buffer.getvalue().strip()
 
-    def test_a_job_submitted_by_hand(self, cluster, frozen):
-        """Its first start writes the launch folder. A restart takes scripts and config from there, whatever has changed."""
-        from titan_disp.cluster import freeze
+    options, said = frozen(run, "7.0.abcdef")
+    launch, pointer = run / "launch" / "7.0.abcdef", cluster.folder / "home" / "7"
+    assert freeze.differences(launch / "config.toml") == []
+    (cluster.folder / "said").write_bytes(b"0: a banner\n0: %b\x1b[0m\n0: the container has ended\n" % said)
+    cluster.write("python", "cat FOLDER/said")
+    first = cluster.supervisor(LAUNCH_POINTER=pointer)
+    first.run, first.launch = "", {}
+    assert first.freeze() == Outcome("check nodes", f"this job runs {launch}")
+    assert cluster.calls("python", "-m titan_disp.cluster.freeze --name 7.0 --job.config_file config.toml")
+    assert first.run == str(run)
+    assert first.argv == [f"{launch}/config.toml", *options[2:], "--job.dump_folder", str(run)]
+    assert (launch / "slurm" / "site.sh").read_text().startswith("# shellcheck shell=bash\n# ")
+    assert first.script("node.sh") == ["bash", f"{launch}/slurm/node.sh"]
+    assert os.fsdecode(pointer.read_bytes()) == str(launch)
 
-        run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
-        options, said = frozen(run)
-        assert freeze.differences(run / "launch/7.0.abcdef/config.toml") == []
-        (cluster.folder / "said").write_bytes(b"0: a banner\n0: %b\x1b[0m\n0: the container has ended\n" % said)
-        pointer = cluster.folder / "home" / "7"
-        cluster.write("python", "cat FOLDER/said")
-        first = cluster.supervisor(LAUNCH_POINTER=pointer)
-        first.run, first.launch = "", {}
-        launch = run / "launch" / "7.0.abcdef"
-        assert first.freeze() == Outcome("check nodes", f"this job runs {launch}")
-        assert cluster.calls("python", "-m titan_disp.cluster.freeze --name 7.0 --job.config_file config.toml")
-        assert first.run == str(run)
-        assert first.argv == [f"{launch}/config.toml", *options[2:], "--job.dump_folder", str(run)]
-        assert (launch / "slurm" / "site.sh").read_text().startswith("# shellcheck shell=bash\n# ")
-        assert first.script("node.sh") == ["bash", f"{launch}/slurm/node.sh"]
-        assert os.fsdecode(pointer.read_bytes()) == str(launch)
-        (cluster.folder / "config.toml").write_text("edited")
-        again = supervise.Supervisor(["x"], "", cluster.environment(), here=f"{launch}/slurm")
-        assert (again.run, again.argv, again.freeze().state) == (first.run, first.argv, "check nodes")
-        assert Path(again.argv[0]).read_text() == DEMO.read_text()
-        scripts = cluster.folder / "launch" / "titan-disp" / "slurm"  # a checkout in a folder of this name
-        assert supervise.Supervisor(["c.toml"], "", cluster.environment(), here=str(scripts)).launch == {}
+    # A requeued job may lack the pointer: its newest launch counts. Of these, two are of an earlier job with its number,
+    # one is another job's, and the last one is unfinished.
+    for when, name in enumerate(("7.0.aaaaaa", "17.0.abcdef", "7.0.bbbbbb", "7.1.cccccc.partial-5")):
+        file = cluster.run / "launch" / name / "launch.json"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (when, when))
+    assert frozen(cluster.run, "7.1.dddddd")[1].endswith(b'/7.0.bbbbbb"')
+    assert frozen(cluster.run, "8.1.dddddd")[1].endswith(b'/8.1.dddddd"')
 
-    def test_a_requeued_job_without_the_file(self, cluster, frozen):
-        """Its home folder is another node's, or cannot be written. The newest launch of the job counts, and no other job's."""
-        # An earlier job had the number 7, too. The last one is unfinished.
-        for when, name in enumerate(("7.0.aaaaaa", "17.0.abcdef", "7.0.bbbbbb", "7.1.cccccc.partial-5")):
-            file = cluster.run / "launch" / name / "launch.json"
-            file.parent.mkdir(parents=True)
-            file.touch()
-            os.utime(file, (when, when))
-        assert frozen(name="7.1.dddddd")[1].endswith(b'/7.0.bbbbbb"')
-        assert frozen(name="8.1.dddddd")[1].endswith(b'/8.1.dddddd"')
+    config.write_text("edited")
+    again = supervise.Supervisor(["x"], "", cluster.environment(), here=f"{launch}/slurm")
+    assert (again.run, again.argv, again.freeze().state) == (first.run, first.argv, "check nodes")
+    assert Path(again.argv[0]).read_text() == DEMO.read_text()
+    scripts = cluster.folder / "launch" / "titan-disp" / "slurm"  # a checkout in a folder of this name
+    assert supervise.Supervisor(["c.toml"], "", cluster.environment(), here=str(scripts)).launch == {}
 
 
 def test_any_bytes_in_any_locale(cluster):
@@ -784,7 +726,7 @@ class TestTrain:
         supervisor = cluster.supervisor(CHECK_NODES=0, CHECK_SECONDS=2)
         supervisor.patience = 0.3
         assert supervisor.supervise() == 1
-        assert "requeue 7" in cluster.requeues()
+        assert "requeue 7" in cluster.calls("scontrol", "requeue")
         assert cluster.calls("scancel") == ["--signal=KILL 7.0"]
         assert "at step 5 (save), and 1 s are allowed" in supervisor.stalled
         told = f"requeue: decide: no answer within 2 s; does the file system of {cluster.run} hang? (not counted)"
@@ -818,8 +760,9 @@ class TestRequeue:
         supervisor = cluster.supervisor()
         supervisor.last_wait = 0
         assert supervisor.requeue() == 1
-        assert cluster.requeues() == ["requeue 7"]
-        assert cluster.updates() == ([] if update is None else [f"update JobId=7 ExcNodeList={update}"])
+        assert cluster.calls("scontrol", "requeue") == ["requeue 7"]
+        expected = [] if update is None else [f"update JobId=7 ExcNodeList={update}"]
+        assert cluster.calls("scontrol", "update") == expected
         if update is not None:
             added = [node for node in update.split(",") if hours.get(node, 99) < 24 and node != "n8"]  # the user's
             assert cluster.kept("excluded.json") == {"job": "7", "nodes": added}
@@ -848,7 +791,8 @@ class TestRequeue:
         cluster.write("sbatch", "echo Submitted batch job 8")
         cluster.bad(n2=0)
         assert cluster.supervisor(RESUBMIT=1).requeue() == 1
-        assert (cluster.requeues(), cluster.updates()) == (calls * ["requeue 7"], updates)
+        assert cluster.calls("scontrol", "requeue") == calls * ["requeue 7"]
+        assert cluster.calls("scontrol", "update") == updates
         assert not cluster.calls("sbatch")
         assert (cluster.run / "excluded.json").exists() is (updates == self.EXCLUDE)
         text = capsys.readouterr().out
@@ -888,7 +832,6 @@ class TestRequeue:
     TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 
     def test_only_this_task_of_an_array_is_asked_about_requeued_and_ended(self, cluster):
-        """Its job id is the array's, which SLURM's commands take for all tasks."""
         cluster.write("scontrol", 'case "$1" in show) cat "$0.job";; esac')
         cluster.write("squeue", "echo 7_2.0; echo 7_2.batch")
         cluster.bad(n2=0)
@@ -901,9 +844,8 @@ class TestRequeue:
         assert process.poll() == -signal.SIGTERM
         assert cluster.calls("squeue") == ["--noheader --steps --job=7_2 --format=%i"]
         assert cluster.calls("scancel") == ["--signal=KILL 7_2.0"]
-        # A job that a task has submitted is no task, but inherits the variables of the array.
         assert cluster.supervisor(**self.TASK).requeue() == 1
-        assert cluster.requeues() == ["requeue 7_2", "requeue 7"]
+        assert cluster.calls("scontrol", "requeue") == ["requeue 7_2", "requeue 7"]
 
 
 # What SLURM 22.05.8 says of a job of --nodes=2 --comment='a TimeLimit=b' --job-name='my run'.
@@ -1026,7 +968,7 @@ def test_a_batch_script_that_is_gone(cluster, monkeypatch, signals, restart, req
     cluster.write("scontrol", cluster.PERMITS)
     monkeypatch.setattr(os, "_exit", exit := mock.Mock())
     supervise.watch(-1, cluster.supervisor(restart=restart))
-    assert (exit.call_args_list[0], len(cluster.requeues())) == (mock.call(1), requeues)
+    assert (exit.call_args_list[0], len(cluster.calls("scontrol", "requeue"))) == (mock.call(1), requeues)
     assert re.match("titan-disp: the batch script was killed.* the job is (not )?requeued\\n", cluster.log.read_text())
 
 
@@ -1085,7 +1027,7 @@ class TestSupervise:
         monkeypatch.setattr(supervise.Supervisor, "check_nodes", lambda self: os.stat("/nowhere"))
         cluster.write("scontrol", cluster.PERMITS)
         assert cluster.supervisor().supervise() == 1
-        assert cluster.updates() == ["update JobId=7 StartTime=now+120"]  # after a pause
+        assert cluster.calls("scontrol", "update") == ["update JobId=7 StartTime=now+120"]  # after a pause
         last = cluster.transitions()[-1]
         assert last["state"] == "requeue"
         assert "check nodes: FileNotFoundError: [Errno 2]" in last["reason"]
@@ -1116,44 +1058,32 @@ class TestUnpack:
 
 
 class TestNode:
-    @pytest.fixture
-    def node(self, cluster, tmp_path):
-        def run(script, *words, **variables):
-            cluster.write("a python", script)
-            python = str(cluster.commands / "a python")
-            given = {"PATH": os.environ["PATH"], "TITAN_DISP_PYTHON": python, "TITAN_DISP_LOCAL": str(tmp_path)}
-            command = ["bash", ROOT / "slurm" / "node.sh", *words]
-            return subprocess.run(command, env=given | variables, capture_output=True, text=True, check=True).stdout
-
-        return run
-
     @pytest.mark.parametrize("what", ["check", "train"])
-    def test_a_container_that_cleans_the_environment(self, node, what):
+    def test_a_container_that_cleans_the_environment(self, cluster, what):
         passed = {"SLURMD_NODENAME": "n7", "SLURM_JOB_ID": "7", "NCCL_NET": "AWS Libfabric", "TITAN_DISP_RUN": "/a run"}
         others = {"LD_LIBRARY_PATH": "/of/the/host", "WANDB_API_KEY": "secret", "TITAN_DISP_NOTIFY": "https://secret"}
         needed = {"TITAN_DISP_NPROC": "1", "TITAN_DISP_START": "7.0", "TITAN_DISP_ENDPOINT": "n1:1"}
         needed |= {"SLURM_NODEID": "6", "SLURM_NNODES": "8", "TITAN_DISP_PREFIX_WORDS": "env\n-i\nIMAGE=my image.sif"}
         script = f'echo "{"|".join(f"${name}" for name in (*passed, "IMAGE", *others))}"; echo "$@"'
-        told = node(script, what, "--an", "argument", **passed, **others, **needed)
+        told = cluster.node(script, what, "--an", "argument", **passed, **others, **needed)
         assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a run|my image.sif|||"
         assert told.rstrip().endswith("--an argument")
 
-    def test_a_cache_of_somebody_else(self, node, tmp_path):
-        """Code is loaded from the cache of compiled kernels. A link could lead anywhere."""
+    def test_a_cache_of_somebody_else(self, cluster, tmp_path):
         cache = tmp_path / f"titan-disp-cache-{os.getuid()}"
         cache.mkdir(mode=0o777)
         script = 'echo "$TRITON_CACHE_DIR"'
-        assert node(script, "check").strip() == f"{cache}/triton"
+        assert cluster.node(script, "check").strip() == f"{cache}/triton"
         assert cache.stat().st_mode & 0o777 == 0o700
         cache.rename(tmp_path / "theirs")
         cache.symlink_to(tmp_path / "theirs")
-        said, used = node(script, "check").splitlines()
+        said, used = cluster.node(script, "check").splitlines()
         assert f"{cache} belongs to somebody else" in said
         assert used.startswith(f"{cache}-")
         assert Path(used).parent.stat().st_mode & 0o777 == 0o700
 
     @pytest.mark.parametrize("number", [0, 6])
-    def test_what_torchrun_is_asked_for(self, node, tmp_path, monkeypatch, number):
+    def test_what_torchrun_is_asked_for(self, cluster, tmp_path, monkeypatch, number):
         """torch parses it. Node 6 has rank 6, and waits for the other nodes at least as long as ranks do."""
         from torch.distributed.run import config_from_args, parse_args
         from torchtitan.config import JobConfig
@@ -1163,7 +1093,8 @@ class TestNode:
         given |= {"SLURM_NODEID": str(number), "SLURM_NNODES": "80"}
         if number:  # a step on fewer nodes than the job has
             given |= {"SLURM_NNODES": "99", "SLURM_STEP_NUM_NODES": "80"}
-        words = node('printf "%s\\0" "$@"', "train", "--job.config_file", "a config.toml", **given).split("\0")[:-1]
+        told = cluster.node('printf "%s\\0" "$@"', "train", "--job.config_file", "a config.toml", **given)
+        words = told.split("\0")[:-1]
         assert words[:2] == ["-m", "torch.distributed.run"]
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         config, _, arguments = config_from_args(parse_args(words[2:]))
@@ -1258,7 +1189,7 @@ class TestBatchScript:
         given = {"PYTHON": cluster.commands / "python", "NPROC": 1, "LOCAL": cluster.folder, "SLURM_NNODES": 4}
         status, out = cluster.batch(ENV_ARCHIVE="/a/env.tar" if state == "unpack" else "", **given)
         assert status == (1 if victim == "supervisor" else -signal.SIGKILL), out
-        assert cluster.requeues() == ["requeue 7"], out
+        assert cluster.calls("scontrol", "requeue") == ["requeue 7"], out
         assert (cluster.folder / "killed").exists()
         if victim == "script":
             assert cluster.log.read_text().startswith("titan-disp: the batch script was killed; the job is requeued\n")
@@ -1275,7 +1206,6 @@ class TestBatchScript:
             ({}, "CANCELLED", BROKEN, None, "NOT REQUEUED (state CANCELLED, restarts 0)"),
             ({}, "RUNNING", {"host": "exit 66", "scontrol": LATE}, 2, ""),
             ({"SITE": "nowhere"}, "RUNNING", {}, 2, "error: no site file"),
-            # A file system may be unavailable.
             ({"SITE": "nowhere", "SLURM_RESTART_COUNT": 1}, "RUNNING", {}, 1, "no site file"),
             ({"PREFIX": "env 'a"}, "RUNNING", {}, 2, "TITAN_DISP_PREFIX is env 'a, which cannot be split into words"),
             ({"PREFIX": "env"}, "RUNNING", BROKEN, 1, "the supervisor ended with status 1"),
@@ -1289,7 +1219,7 @@ class TestBatchScript:
         for name, script in {"scontrol": cluster.PERMITS, **commands}.items():
             cluster.write(name, script)
         found, log = cluster.batch(**given)
-        assert (found, len(cluster.requeues())) == (code or 1, int(code == 1))
+        assert (found, len(cluster.calls("scontrol", "requeue"))) == (code or 1, int(code == 1))
         assert said in log
 
     def test_the_launch_folder_of_a_requeued_job(self, cluster):

@@ -32,15 +32,12 @@ def draw(seed: int) -> list[int]:
 def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> tuple[float, float]:
     """Train a run; return the seconds from its beginning to its end, and its goodput."""
     given = {"TITAN_DISP_RESTART_IN_JOB": inside, "TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_MAX_RETRIES": "99"}
-    job = jobs.submit(
-        run, "--training.steps", str(STEPS), "--checkpoint.keep_latest_k", "2", sbatch=("--time=60",), **given
-    )
+    options = ("--training.steps", str(STEPS), "--checkpoint.keep_latest_k", "2")
+    job = jobs.submit(run, *options, sbatch=("--time=60",), **given)
     for step in kills:
         jobs.until_step(job, run, step, timeout=900)
-        ranks = [
-            pid for pid, command in local.processes_with(f"SLURM_JOB_ID={job}\0").items() if "faulty_train" in command
-        ]
-        os.kill(max(ranks), signal.SIGKILL)
+        commands = local.processes_with(f"SLURM_JOB_ID={job}\0")
+        os.kill(max(pid for pid, command in commands.items() if "faulty_train" in command), signal.SIGKILL)
     jobs.slurm.wait(job, "COMPLETED", timeout=900)
     events = read_events(run)
     return events[-1]["time"] - events[0]["allocated"], together(goodputs(read_rows(run), events)).fraction

@@ -1,10 +1,5 @@
 """A real SLURM cluster on this machine, for tests: munged, slurmctld and one slurmd per node, all in one folder.
 
-    with LocalSlurm(tmp_path, nodes=4) as slurm:
-        job = slurm.sbatch("--nodes=2", "train.sbatch")
-        slurm.wait(job, "COMPLETED")
-        print(slurm.log(job))
-
 ``python -m tests.slurm.local`` starts a cluster to try commands on. All nodes share this host's name and loopback
 interface, so that a rendezvous goes to 127.0.0.1. No system-wide SLURM or munge is read or changed.
 """
@@ -16,12 +11,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd")
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -68,10 +65,7 @@ def install() -> None:
     if not missing:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise RuntimeError(
-            f"{missing} not found; installing them needs Debian/Ubuntu and root; see {__file__}, or as root: "
-            f"apt-get install --no-install-recommends {' '.join(PACKAGES)}"
-        )
+        raise RuntimeError(f"{missing} not found: as root on Debian or Ubuntu, apt-get install {' '.join(PACKAGES)}")
     print(f"{missing} not found: installing {' '.join(PACKAGES)} with apt-get", flush=True)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": PATH}
     policy = Path("/usr/sbin/policy-rc.d")  # with exit 101, packages start no service; an existing file is kept
@@ -123,10 +117,7 @@ class LocalSlurm:
         return dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", line))
 
     def wait(self, id: int, states: Collection[str], timeout: float = 60, restarts: int = 0) -> dict[str, str]:
-        """Wait until the job is in one of the states and was requeued at least ``restarts`` times. Returns its fields.
-
-        RuntimeError: it has ended in another state.
-        """
+        """Wait until the job is in one of the states and was requeued at least ``restarts`` times. Returns its fields."""
         states = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout
         while True:
@@ -137,9 +128,8 @@ class LocalSlurm:
             if ended or time.monotonic() > deadline:
                 fields = "\n".join(f"  {key}={value}" for key, value in job.items())
                 raise (RuntimeError if ended else TimeoutError)(
-                    f"job {id} is {job['JobState']} after {job['Restarts']} restarts; expected within {timeout:g} s: "
-                    f"{' or '.join(sorted(states))} after {restarts} restarts or more\n{fields}\n"
-                    f"the end of {job['StdOut']}:\n{_tail(Path(job['StdOut']))}"
+                    f"expected within {timeout:g} s: {' or '.join(sorted(states))} after {restarts} restarts or more\n"
+                    f"{fields}\nthe end of {job['StdOut']}:\n{_tail(Path(job['StdOut']))}"
                 )
             time.sleep(0.5)
 
@@ -150,22 +140,17 @@ class LocalSlurm:
     def cancel(self, id: int) -> None:
         self._client("scancel", id)
 
-    def set_time_limit(self, id: int, minutes: int) -> None:
-        self._client("scontrol", "update", f"JobId={id}", f"TimeLimit={minutes}")
-
-    def set_node(self, name: str, state: str) -> None:
-        """Set a node's state. ``DOWN`` ends or requeues the node's jobs; ``RESUME`` brings it back."""
-        self._client("scontrol", "update", f"NodeName={name}", f"State={state}", "Reason=test")
+    def update(self, *settings: str) -> None:
+        """Change a job or a node. ``State=DOWN`` ends or requeues the node's jobs; ``State=RESUME`` brings it back."""
+        self._client("scontrol", "update", *settings)
 
     def log(self, id: int) -> str:
         """Return what the job has written to its StdOut, or an empty text before it has started."""
         path = Path(self.job(id)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def _client(
-        self, *command: object, env: Mapping[str, str] | None = None, cwd: str | Path | None = None, timeout: float = 60
-    ) -> str:
-        return _run(*command, env={**self.environment, **(env or {})}, cwd=cwd, timeout=timeout)
+    def _client(self, *command: object, env: Mapping[str, str] | None = None, **how: Any) -> str:
+        return _run(*command, env={**self.environment, **(env or {})}, **how)
 
     def _start(self) -> None:
         install()
@@ -178,8 +163,7 @@ class LocalSlurm:
         key.touch(0o600)
         key.write_bytes(os.urandom(1024))
         port, *ports = _free_ports(1 + len(self.nodes))
-        # The owner's pid and a port make the name unique among running clusters. Daemons and jobs have it in their
-        # environment.
+        # Unique among running clusters, because of the port. Daemons and jobs have it in their environment.
         self.name = f"titan{os.getpid()}x{port}"
         host = socket.gethostname().split(".")[0]
         user = pwd.getpwuid(os.geteuid()).pw_name
@@ -250,7 +234,7 @@ class LocalSlurm:
             self._daemons.clear()
 
 
-def _run(*command: object, env: Mapping[str, str], timeout: float, cwd: str | Path | None = None) -> str:
+def _run(*command: object, env: Mapping[str, str], timeout: float = 60, cwd: str | Path | None = None) -> str:
     args = [str(each) for each in command]
     done = subprocess.run(args, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True)
     if done.returncode:
@@ -271,6 +255,13 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def job_environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a job that trains on CPUs with the faults of tests/faulty_train.py, and waits for nothing."""
+    settings = {"SITE": "local_cpu", "PYTHON": sys.executable, "MODULE": "tests.faulty_train", "CHECK_NODES": "0"}
+    settings |= {"LOCAL": str(folder), "RESTART_IN_JOB": "0", "PAUSES": "0"}
+    return {f"TITAN_DISP_{name}": value for name, value in settings.items()}
 
 
 def processes_with(text: str) -> dict[int, str]:

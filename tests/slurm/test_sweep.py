@@ -1,14 +1,12 @@
 """This test runs a sweep as an array of jobs on a real local SLURM."""
 
 import os
-import sys
 
 import pytest
 
-from tests.command_line import ROOT
-from tests.slurm.local import LocalSlurm
+from tests.command_line import ROOT, typed
+from tests.slurm.local import LocalSlurm, job_environment
 from tests.test_sweeps import GRID, NAMES, nano, write
-from titan_disp.cli import main
 from titan_disp.lab.sweeps.folder import state
 from titan_disp.run.reader import read_events, read_json_lines
 
@@ -24,28 +22,16 @@ def slurm(tmp_path_factory):
 def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_path, monkeypatch, capfd):
     """Two of four points train at a time. Only the killed task is requeued, and only the cancelled one submitted again."""
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
-    for name, value in {
-        **slurm.environment,
-        "TITAN_DISP_RESTART_IN_JOB": "0",
-        "TITAN_DISP_PAUSES": "0",
-        "TITAN_DISP_PYTHON": sys.executable,
-        "TITAN_DISP_MODULE": "tests.faulty_train",
-        "TITAN_DISP_CHECK_NODES": "0",
-        "TITAN_DISP_LOCAL": str(tmp_path),
-        "FAULTS": "kill:3@0",
-        "FAULTS_ONCE": str(tmp_path / "once"),
-    }.items():
+    given = {**slurm.environment, "FAULTS": "kill:3@0", "FAULTS_ONCE": str(tmp_path / "once")}
+    for name, value in (given | job_environment(tmp_path)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
 
     def submit():
         """Return the array's id and the tasks that were requested."""
         sbatch = ("--sbatch", "time=15", f"output={tmp_path}/%A_%a.out")
-        words = ("sweep", str(file), "--submit", "--jobs", "2", "--gpus-per-node", "0", "--site", "local_cpu", *sbatch)
-        monkeypatch.setattr("sys.argv", ["titan-disp", *words])
-        with pytest.raises(SystemExit) as exit:
-            main()
-        assert exit.value.code == 0
+        words = ("sweep", file, "--submit", "--jobs", "2", "--gpus-per-node", "0", "--site", "local_cpu", *sbatch)
+        assert typed(monkeypatch, *words) == 0
         told = capfd.readouterr().out
         (line,) = (line for line in told.splitlines() if line.startswith("sbatch "))
         return told.split()[-1], next(word for word in line.split() if word.startswith("--array"))
