@@ -142,7 +142,6 @@ class FakeHub:
         self.send(request, status, content, headers, body, self.cut or self.stall or None)
 
     def tree(self, root, folder, recursive):
-        """List files and folders as the hub does."""
         found = sorted((root / folder).rglob("*") if recursive else (root / folder).glob("*"))
         folder = {"type": "directory", "oid": "0" * 40}
         names = [(path.relative_to(root).as_posix(), path.is_file()) for path in found]

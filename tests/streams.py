@@ -40,7 +40,6 @@ def words_of(number, words=lambda i: 1 + i % 5):
 
 
 def stored(content, name):
-    """Compress as the name says."""
     if name.endswith(".gz"):
         return gzip.compress(content, 1, mtime=0)
     return pyarrow.compress(content, "zstd", asbytes=True) if name.endswith(".zst") else content
@@ -131,7 +130,6 @@ def streams_of(files, slots, ranks, seq_len=7, positions=None, assignment=None, 
 
 
 def sequence(slot):
-    """A slot's next seq_len + 1 tokens, int64."""
     out = np.empty(slot.streams.options.seq_len + 1, dtype=np.int64)
     slot.fill(out)
     return out

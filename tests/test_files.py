@@ -9,11 +9,10 @@ import pytest
 from tests.command_line import DEMO
 from titan_disp.files import atomic_folder, atomic_write, cores
 from titan_disp.lab.plots import size
-from titan_disp.text import byte_size, csv_text, duration, estimated_duration, markdown_table, number, short
+from titan_disp.text import byte_size, duration, estimated_duration, markdown_table, number, short
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path):
-    """An empty folder is replaced, and a full one is kept."""
     (tmp_path / "empty").mkdir()
     for name in ("empty", "parent/new"):
         with atomic_folder(tmp_path / name) as partial:
@@ -77,7 +76,6 @@ def test_units():
 
 
 def test_tables():
-    assert csv_text([["a", "b"], [1, None], ["x,y", 0.5]]) == 'a,b\r\n1,\r\n"x,y",0.5\r\n'
     # `:` alone is not a ruler in Markdown.
     assert markdown_table([["a", "p"], ["b", "1"]], left=1) == "| a  |  p |\n| -- | -: |\n| b  |  1 |"
 

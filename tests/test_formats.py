@@ -57,7 +57,6 @@ class TestTextField:
         job = config(sample, "--stream.retry_seconds", "60", "--comm.train_timeout_seconds", "50")
         assert stream_options(job).retry_seconds == 30  # a rank that tries for longer looks like one that hangs
         job.stream.text_field, job.stream.text_split, job.stream.token_dtype = "body", "blank_lines", "uint32"
-        assert stream_options(job).format == Format("body", "blank_lines", "uint32")
         tokenizer = load_tokenizer(sample / "tokenizer")
         assert stream_options(job, tokenizer=tokenizer).format == Format("body", "blank_lines", "uint32", 1, 2048)
 
@@ -121,11 +120,6 @@ class TestPlainText:
         assert texts_of(tmp_path / f"a.{suffix}", start=1) == ["b"]
 
 
-def write_ids(path, ids, layout="raw", dtype="<u2"):
-    path.write_bytes(ids_as(ids, layout, dtype))
-    return path
-
-
 def documents_by_hand(ids, eos, longest):
     found, run = [], []
     for i in ids:
@@ -154,9 +148,8 @@ class TestTokenIds:
         ids = np.random.default_rng(0).integers(10, VOCABULARY, 3000)
         ids[::17] = EOS
         path, layout = tmp_path / file, file[:-4]
-        write_ids(path, ids, layout, dtype)
+        path.write_bytes(ids_as(ids, layout, dtype))
         expected = documents_by_hand(ids.tolist(), EOS, 1 << 16)
-        assert len(expected) > 150
         said = "uint16" if (dtype == "<u2") == (layout == "raw") else "uint32"
         for start in (0, 1, 77, len(expected)):
             assert ids_of(path, start=start, token_dtype=said, eos_id=EOS, vocab_size=VOCABULARY) == expected[start:]
@@ -178,7 +171,7 @@ class TestTokenIds:
         assert found == documents_by_hand(ids, EOS, longest)
 
     def test_a_long_run_is_cut(self, tmp_path):
-        write_ids(tmp_path / "a.bin", [11] * 150_000 + [EOS] + [12, EOS])
+        (tmp_path / "a.bin").write_bytes(ids_as([11] * 150_000 + [EOS] + [12, EOS]))
         records = records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
         assert [len(record) for record in records] == [65_536, 65_536, 150_001 - 2 * 65_536, 2]
         assert all(record.base is None for record in records), "a document holds its block in memory"
@@ -199,22 +192,25 @@ class TestTokenIds:
 
     def test_an_id_beyond_the_vocabulary(self, tmp_path):
         """In the first block, it stops the run; later, it is a bad document, because a flipped bit may be the cause."""
-        ids, how = np.tile([11, 12, EOS], 20_000), {"eos_id": EOS, "vocab_size": 20}
+        ids, how, path = np.tile([11, 12, EOS], 20_000), {"eos_id": EOS, "vocab_size": 20}, tmp_path / "a.bin"
         ids[50_001] = 20
-        found = ids_of(write_ids(tmp_path / "a.bin", ids), **how)
+        path.write_bytes(ids_as(ids))
+        found = ids_of(path, **how)
         assert found.index("id 20, but the tokenizer has 20 ids") == 50_001 // 3
         assert found.count([11, 12, EOS]) == 19_999
         ids[1] = 20
+        path.write_bytes(ids_as(ids))
         with pytest.raises(DataError, match="is read as uint16 and holds the id 20, but the tokenizer has 20 ids"):
-            records_of(write_ids(tmp_path / "a.bin", ids), **how)
+            records_of(path, **how)
 
     def test_halves_of_uint32(self, tmp_path):
         """Ids below 2¹⁶ · n have upper halves below n: these are every second id, where uint32 is read as uint16."""
+        path = tmp_path / "a.bin"
         for vocab_size, most in ((65_536, 0), (65_537, 1), (200_000, 3)):
             for high, pairs in ((most, 31), (most + 1, 32)):  # fewer than 32 are too few to judge by
-                path = write_ids(tmp_path / "a.bin", [5000, high] * pairs)
+                path.write_bytes(ids_as([5000, high] * pairs))
                 assert ids_of(path, eos_id=EOS, vocab_size=vocab_size) == [[5000, high] * pairs]
-            path = write_ids(tmp_path / "a.bin", [5000, most] * 32)
+            path.write_bytes(ids_as([5000, most] * 32))
             with pytest.raises(DataError, match=f"every second id is at most {most}, as in uint32"):
                 records_of(path, eos_id=EOS, vocab_size=vocab_size)
 
@@ -225,7 +221,7 @@ class TestTokenIds:
         of_text = Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json")
         eos = of_text.token_to_id("<|endoftext|>")
         ids = [i for text in texts_of(sample / VALIDATION_FILE) for i in (*of_text.encode(text).ids, eos)]
-        write_ids(tmp_path / "a.bin", ids)
+        (tmp_path / "a.bin").write_bytes(ids_as(ids))
         job = config(sample, "--model.hf_assets_path", str(hf_tokenizer), *["--stream.fast_tokenizer"] * fast)
         tokenizer = load_tokenizer(hf_tokenizer)
         job.stream.slots, job.stream.shuffle_window = 1, 0  # the bytes of documents decide where windows end

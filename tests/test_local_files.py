@@ -6,6 +6,7 @@ import os
 import pytest
 
 from tests.streams import config
+from titan_disp.data import local
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
 from titan_disp.data.sources import DataSet
@@ -15,13 +16,10 @@ from titan_disp.lab.sample import TRAIN_FILES
 
 
 def test_the_hubs_files_in_a_folder(sample, tmp_path):
-    assert len(DataSet("c4", str(sample), "training").check()) == TRAIN_FILES
-    assert DataSet("c4", None, "training").check() == []
     hub = [(f.name, f.size) for f in list_files("c4", str(sample))]
     assert [name for name, _ in hub] == [f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz" for i in range(TRAIN_FILES)]
     for path in (sample / "en", f"{sample}/en/c4-train*", f"{sample}/**/c4-train.*.json.gz"):
         assert [(f.name, f.size) for f in list_files("c4", str(path))] == hub
-    assert names_in("c4", f"{sample}/en/c4-train.00003-of-00008.json.gz") == ["c4-train.00003-of-00008.json.gz"]
     with pytest.raises(ConfigError, match=r"validation\.dataset_path .* no validation data, because .* such as en/c4-"):
         DataSet("c4_validation", str(tmp_path), "validation").check()
 
@@ -67,8 +65,6 @@ def names_in(dataset, path):
 
 @pytest.fixture
 def told(caplog):
-    from titan_disp.data import local
-
     local._warn.cache_clear()
     local._say.cache_clear()
     with caplog.at_level("INFO"):
@@ -95,8 +91,7 @@ def test_dangling_links_are_refused(tmp_path, name):
             list_files("text", str(path))
 
 
-# A folder that may be listed and not entered: its files seem not to exist. Python's own glob ignores a closed folder, so that
-# one file of two would be read.
+# A folder that may be listed and not entered seems to have no files, and Python's own glob ignores a closed one.
 @pytest.mark.parametrize(
     ("below", "function", "ends"),
     [
@@ -164,7 +159,6 @@ def test_plain_text_is_read_where_nothing_else_is(tmp_path, told):
     write(tmp_path, "c.jsonl")
     assert names_in("text", tmp_path) == ["c.jsonl"]
     assert "left out, because there are documents in other formats: 1 *.txt, 1 *.txt.gz" in told("INFO")[0]
-    assert names_in("text", tmp_path / "a.txt") == ["a.txt"]
     assert names_in("text", f"{tmp_path}/*.txt*") == ["a.txt", "b.txt.gz"]
 
 

@@ -96,7 +96,6 @@ def test_every_format_and_place(store, monkeypatch):
         for here, there in zip(local, remote, strict=True):
             for start in (0, 150):
                 expected = read_all(Documents(here, OPTIONS, start))
-                assert len(expected) > 200 or here.name == "b.txt"
                 np.testing.assert_equal(read_all(Documents(there, OPTIONS, start)), expected)
     assert [file.name for file in list_files("text_validation", "s3://bucket/ids")] == ["val.npy"]
     (store.root / "ids" / "train.idx").write_text("")
@@ -105,7 +104,6 @@ def test_every_format_and_place(store, monkeypatch):
 
 
 def test_batches_are_those_of_the_local_folder(store, sample):
-    """In one process and in prefetch processes, on two ranks, resumed on one, with faults of every kind of request."""
     shutil.copytree(sample / "en", store.root / "c4" / "en")
     hashes = []
     for path, ahead in (("s3://bucket/c4", "0"), ("s3://bucket/c4", "3"), (str(sample), "0")):

@@ -1,7 +1,4 @@
-"""Padded positions are no tokens: the loss of z with ``valid`` is that of every z[b, valid[b]] alone, by float64 oracles.
-
-On 2 and 4 ranks: ``test_sharded_loss``.
-"""
+"""Padded positions are no tokens: the loss of z with ``valid`` is that of each z[b, valid[b]] alone, by float64."""
 
 import math
 
@@ -17,16 +14,12 @@ CASES = [(v, e, options | drawn(e, 24)) for v, e, options in EVERY_LOSS]
 NARROW_AND_WIDE = [(6, case) for case in CASES] + [(70, case) for case in CASES if VARIANTS[case[0]].linear_in_tokens]
 
 TOKENS = (64, 61, 30, 21, 3, 2, 1, 0)
-# For the moments: number of tokens → stride of the tokens that all others are compared with, the largest power of two
-# that leaves 64 of them.
+# For the moments: number of tokens → stride of those that all are compared with, the largest 2ⁿ that leaves 64 of them.
 STRIDES = {600: 8, 512: 8, 511: 4, 256: 4, 255: 2, 127: 1, 2: 1, 1: 0, 0: 0}
 
 
 def padded(counts, features, garbage=math.nan):
-    """z [B, N, F] and valid [B, N] with ``counts`` tokens per sequence and ``garbage`` elsewhere.
-
-    The tokens of every second sequence are scattered; those of the others are contiguous.
-    """
+    """z [B, N, F] and valid [B, N]: ``counts`` tokens per sequence, scattered in every second one, and ``garbage``."""
     generator = torch.Generator().manual_seed(7)
     length = max(counts)
     z = torch.randn(len(counts), length, features, generator=generator, dtype=torch.float64) + 0.3
@@ -104,7 +97,6 @@ def test_padding_may_hold_anything(garbage, dtype):
 
 
 def test_one_padded_token_has_no_pair():
-    """A batch may be padded to a length of 1."""
     for variant, estimator, options in CASES:
         z = torch.randn(3, 1, 4).requires_grad_(True)
         valid = torch.tensor([[True], [False], [True]])

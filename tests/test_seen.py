@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torchtitan.train import Trainer
 
 from tests import ring_attention
 from tests.distributed import spawn
@@ -17,6 +18,7 @@ from titan_disp.job_config import Source
 from titan_disp.lab.digest import global_batch
 from titan_disp.run.reader import read_metrics
 from titan_disp.spec import cross_entropies
+from titan_disp.train import DispTrainer
 
 TP, CP = {"parallelism.tensor_parallel_degree": 2}, {"parallelism.context_parallel_degree": 2}
 HSDP, ONE_BY_ONE = {"parallelism.data_parallel_replicate_degree": 2}, {"training.local_batch_size": 1}
@@ -29,10 +31,6 @@ CASES = {
 
 def train(sample, folder, cases):
     """Three slots of eight are of code, whose documents are shorter."""
-    from torchtitan.train import Trainer
-
-    from titan_disp.train import DispTrainer
-
     ring_attention.install()
     common = ("--training.steps", "2", "--metrics.log_freq", "2", "--model.overrides", "n_layers=1")
     common += ("--stream.prefetch", "0")
