@@ -67,6 +67,13 @@ def test_extremes():
     z = tokens(1, 20, 6).double()
     np.testing.assert_allclose(measured(z * 1e-30).mean_cosine, measured(z).mean_cosine, rtol=1e-12)
     assert Accumulator(3, "meta").sums.is_meta  # on the model's device
+    # Tokens equal and opposite to each other, whose cosines round to 1 + 2e-16 in some pairs: arccos would be NaN.
+    one = tokens(1, 200, 7, mean=0.0)
+    found = measured(torch.cat([one, one, -one], 1), *(token.expand(1, 50, 7) for token in one[0]))
+    for values in (found.mean_angle, found.std_cosine):
+        assert np.isfinite(values).all()
+        np.testing.assert_allclose(values[1:], 0, atol=1e-7)
+    assert found.histogram[:, [0, -1]].sum() > 0
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
@@ -77,16 +84,6 @@ def test_effective_rank_of_two_directions(strength):
     singular = np.linalg.svd(torch.nn.functional.normalize(z[0], dim=-1).numpy(), compute_uv=False)[:2]
     expected = np.exp(stats.entropy(singular / singular.sum()))
     np.testing.assert_allclose(measured(z).effective_rank, [expected], rtol=1e-9)
-
-
-def test_rounding_never_leaves_the_range_of_a_cosine():
-    """Tokens equal and opposite to each other, whose cosines round to 1 + 2e-16 in some pairs: arccos would be NaN."""
-    one = tokens(1, 200, 7, mean=0.0)
-    found = measured(torch.cat([one, one, -one], 1), *(token.expand(1, 50, 7) for token in one[0]))
-    for values in (found.mean_angle, found.std_cosine):
-        assert np.isfinite(values).all()
-        np.testing.assert_allclose(values[1:], 0, atol=1e-7)
-    assert found.histogram[:, [0, -1]].sum() > 0
 
 
 def test_undefined_numbers_are_null_in_json():
@@ -164,9 +161,8 @@ def test_covariance_against_the_plain_formulas(zeta):
     expected = score, np.exp(stats.entropy(singular)), singular[0] ** 2 / (singular**2).sum()
     np.testing.assert_allclose(covariance_of(points, zeta=zeta), expected, rtol=1e-9)
     package = pytest.importorskip("IsoScore.IsoScore", reason="make test-authors")
-    assert package.IsoScore_star(x, torch.tensor(shrinkage), zeta).item() == pytest.approx(
-        score, rel=1e-6
-    )  # float32 √n
+    theirs = package.IsoScore_star(x, torch.tensor(shrinkage), zeta).item()
+    assert theirs == pytest.approx(score, rel=1e-6)  # float32 √n
 
 
 @pytest.mark.parametrize("averaged", [None, np.eye(3, BINS)])
@@ -334,15 +330,11 @@ def test_recorded_numbers_of_the_authors_package():
     assert found.over_depth["after_norm"].kendall == pytest.approx(stats.kendalltau(hidden, range(3)).statistic)
 
 
-@pytest.fixture
-def package(monkeypatch):
+def test_what_was_recorded_is_the_packages(monkeypatch):
     """``make test-authors`` installs it. It is no dependency: its licence is non-commercial, and its transformers is older."""
     nltk = pytest.importorskip("nltk", reason="make test-authors")
     monkeypatch.setattr(nltk, "download", lambda *_: None)  # of data that are only used to sample texts
-    return pytest.importorskip("embedding_condensation", reason="make test-authors")
-
-
-def test_what_was_recorded_is_the_packages(package):
+    package = pytest.importorskip("embedding_condensation", reason="make test-authors")
     model = torch.nn.Linear(1, 1)  # whose texts have their number as their first token
     model.forward = lambda input_ids, **_: SimpleNamespace(hidden_states=hidden_states(int(input_ids[0, 0])))
     found = package.measure_embedding_condensation(

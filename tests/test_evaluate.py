@@ -1,6 +1,5 @@
 """titan-disp evaluate against plain transformers on the same documents, and what it refuses before a model is loaded."""
 
-import csv
 import json
 import logging
 import re
@@ -56,10 +55,7 @@ def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[fl
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A Qwen3 as a/hf and a GPT-2 as b/hf. Their random weights are large: answers depend on the question.
-
-    Of the 4096 positions, the GPT-2 has trained 2048, and the Qwen3 says that it has trained more than there are.
-    """
+    """A Qwen3 as a/hf and a GPT-2 as b/hf. Their random weights are large: answers depend on the question."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -73,7 +69,7 @@ def models(tmp_path_factory):
     common = {"vocab_size": 257, "initializer_range": 0.5, "hidden_size": 16}
     common |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 4096}
     qwen3 = Qwen3Config(**common, intermediate_size=32, num_key_value_heads=1, head_dim=8, trained_seq_len=9999)
-    gpt2 = GPT2Config(**common, trained_seq_len=2048)
+    gpt2 = GPT2Config(**common, trained_seq_len=2048)  # of 4096 positions; the Qwen3 names more than there are
     root = tmp_path_factory.mktemp("models")
     for name, model in (("a", Qwen3ForCausalLM(qwen3)), ("b", GPT2LMHeadModel(gpt2))):
         model.save_pretrained(root / name / "hf")
@@ -204,8 +200,6 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
     markdown = (out / "table.md").read_text()
     assert markdown.strip() in capsys.readouterr().out
     assert table(markdown)[1][:6] == ["choice", "acc", "0", "20", *(f"{m['choice'].mean():.4f}" for m in (a, b))]
-    rows = list(csv.DictReader((out / "table.csv").read_text().splitlines()))
-    assert float(rows[0]["b-hf - a-hf"]) == b["choice"].mean() - a["choice"].mean()
     with pytest.raises(ConfigError, match="already holds an evaluation"):
         evaluate(EvaluateOptions(models, ["word"], include_path=own, out=out))
 
@@ -329,10 +323,8 @@ def test_arguments_and_models_are_refused(models, tmp_path, monkeypatch):
         ({"out": Path("file/inside")}, "is not a writable folder"),
         ({"models": []}, "no model is given"),
         ({"models": [a, "empty"]}, "'empty' is not a run's folder"),
-        ({"models": [a, a]}, "given twice"),
         ({"models": [f"off={a}", f"on={a}"]}, "given twice"),
         ({"models": [f"off={a}", f"off={b}"]}, "two conditions have the same name"),
-        ({"models": [f"off={a},"]}, "expected NAME=A,B,C"),
     ):
         with pytest.raises(ConfigError, match=message):
             evaluate(EvaluateOptions(**{"models": models, "tasks": ["word"], "out": Path("out")} | changed))

@@ -21,13 +21,9 @@ def rows_of(run):
 
 
 @pytest.fixture
-def save(tmp_path, sample):
-    return lambda *options: save_run(tmp_path / "run", random_model(), sample / "tokenizer", *options)
-
-
-@pytest.fixture
-def run(save, sample):
-    return save("--training.dataset_path", str(sample))
+def run(tmp_path, sample):
+    data = ("--training.dataset_path", str(sample))
+    return save_run(tmp_path / "run", random_model(), sample / "tokenizer", *data)
 
 
 def save_files(run, files):
@@ -36,9 +32,8 @@ def save_files(run, files):
 
 
 def test_files_of_the_checkpoint(run, sample):
-    assert re.match(
-        rf"{len([*(sample / 'en').glob('c4-train*')])} files, .* to `c4-train", rows_of(run)["data"]
-    )  # on disk
+    on_disk = len([*(sample / "en").glob("c4-train*")])
+    assert re.match(rf"{on_disk} files, .* to `c4-train", rows_of(run)["data"])
     save_files(run, [[f"c4-train.{i:05}-of-01024.json.gz", 319_400_000] for i in range(1024)])
     assert rows_of(run)["data"] == (
         "1,024 files, 327.1 GB: `c4-train.00000-of-01024.json.gz` to `c4-train.01023-of-01024.json.gz` "
@@ -50,20 +45,17 @@ def test_files_of_the_checkpoint(run, sample):
     assert rows_of(run)["data"] == "`web` (75%), `code` (25%); in total 2 files, 2 MB: `a.jsonl`, `b.jsonl`"
 
 
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [
-        ("/gone/mirror", "laid out as allenai/c4, from a local folder or file named `mirror`"),
-        (None, "allenai/c4, from the hub"),
-        ("docs", "1 file, 16 bytes: `a.jsonl` (documents, from a local folder or file named `docs`)"),
-    ],
-)
-def test_other_files(path, told, save, tmp_path):
+def test_other_files(run, tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.jsonl").write_text('{"text": "a b"}\n')
-    run = save("--training.dataset", "text" if path == "docs" else "c4")
-    change_config(run, "training", dataset_path=str(tmp_path / path) if path == "docs" else path)
-    assert rows_of(run)["data"] == told
+    docs = "1 file, 16 bytes: `a.jsonl` (documents, from a local folder or file named `docs`)"
+    for dataset, path, told in (
+        ("c4", "/gone/mirror", "laid out as allenai/c4, from a local folder or file named `mirror`"),
+        ("c4", None, "allenai/c4, from the hub"),
+        ("text", f"{tmp_path}/docs", docs),
+    ):
+        change_config(run, "training", dataset=dataset, dataset_path=path)
+        assert rows_of(run)["data"] == told
 
 
 def test_settings_of_dispersion_and_of_a_baseline(run):

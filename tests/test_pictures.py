@@ -24,6 +24,11 @@ def condensed(*mean_cosine, pairs=()):
     return Condensation(mean, mean / 3, mean / 2, 9 - 8 * mean, histogram, 8, 2)
 
 
+# ρ and τ by hand, without embedding and last block: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6.
+RISING, FALLING = condensed(0.1, 0.2, 0.05, 0.3), condensed(0.9, 0.5, 0.6, 0.1)
+SOME = condensed(0.3, 0.5, 0.1, 0.25, 0.8, 0.75)
+
+
 def shown_at(artist, x, y):
     """The number of an image or a mesh at a point of its axes, as matplotlib shows it at the mouse cursor."""
     x, y = artist.axes.transData.transform((x, y))
@@ -99,9 +104,7 @@ def test_mean_cosine_by_layer():
 
 
 def test_depth_bars():
-    """Without embedding and last block, the ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
-    some, falling = condensed(0.3, 0.5, 0.1, 0.25, 0.1, 0.75), condensed(0, 0.9, 0.8, 0.95, 0.1)
-    (axes,) = plots.depth_bars({"some": some, "_falling$1$": falling, "flat": condensed(0.7, 0.2, 0.9, 0.209)}).axes
+    (axes,) = plots.depth_bars({"some": SOME, "_falling$1$": FALLING, "flat": condensed(0.7, 0.2, 0.9, 0.209)}).axes
     assert axes.get_yticks().tolist() == [0, 1, 2]
     assert texts(axes.get_yticklabels()) == ["some", r" _falling\$1\$", "flat"]
     for container, name, value in zip(axes.containers, ("Spearman's ρ", "Kendall's τ"), (0.4, 1 / 3), strict=True):
@@ -180,11 +183,6 @@ def test_timeline():
     for axes in (above, below):
         (gap,) = axes.patches
         assert seconds([gap.get_x(), gap.get_x() + gap.get_width()]) == [30, 3630]
-
-
-# ρ and τ by hand, without embedding and last block: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6.
-RISING, FALLING = condensed(0.1, 0.2, 0.05, 0.3), condensed(0.9, 0.5, 0.6, 0.1)
-SOME = condensed(0.3, 0.5, 0.1, 0.25, 0.8, 0.75)
 
 
 def test_a_family_by_size():
