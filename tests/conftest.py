@@ -65,11 +65,8 @@ def _runs_keep_their_promises(request):
 @pytest.fixture
 def heard():
     """Handle SIGINT, SIGTERM and SIGHUP as in a terminal. Shells ignore SIGINT for background jobs, and nohup ignores SIGHUP."""
-    handlers = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGTERM: signal.SIG_DFL,
-        signal.SIGHUP: signal.SIG_DFL,
-    }
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+    handlers[signal.SIGINT] = signal.default_int_handler
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
     for number, handler in before.items():

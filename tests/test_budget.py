@@ -49,9 +49,7 @@ def test_steps_cover_the_budget_and_the_stop(run, tokens, fraction):
     batch.resolve_steps(job, run.ranks)
     last = batch.last_step(job, run.dp)
     assert (last - 1) * run.tokens < stop <= last * run.tokens
-    assert job.training.steps == build_coeff_schedule(job).total_steps == steps, (
-        "schedules are those of the whole budget"
-    )
+    assert job.training.steps == build_coeff_schedule(job).total_steps == steps  # of the whole budget
     job.budget.stop_at_tokens = steps * run.tokens + 1
     with pytest.raises(ConfigError, match="stop_at_tokens"):
         batch.resolve_steps(job, run.ranks)

@@ -49,15 +49,9 @@ def check(config, ranks):
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [
-        (1, "dispersion.variant decorrelation dispersion.tau 0.5", "^dispersion.tau is 0.5, but variant"),
-        (
-            1,
-            "dispersion.variant simctg dispersion.options margin=3",
-            "^dispersion.options.margin is 3.0, expected a num",
-        ),
+        (1, "dispersion.variant simctg dispersion.options margin=3", "^dispersion.options.margin is 3.0, expected"),
         (1, "dispersion.warmup_steps 1000", "dispersion.warmup_steps is 1000, expected 0 to 300"),
         (1, "dispersion.layers [0,6]", r"dispersion.layers is \[0, 6\], but the model has 6 blocks"),
-        (1, "dispersion.layers [2,2]", r"dispersion.layers is \[2, 2\].*none of them twice"),
         (1, "dispersion.layers [3] model.overrides n_layers=2", r"\[3\], but the model has 2 blocks"),
         (1, "dispersion.final_norm true dispersion.layers early_half", r"'early_half' leaves the last block \(5\) out"),
         (1, "budget.tokens 1000", "steps is 300, but budget.tokens 1,000 at 4,096 tokens per step makes 1 step:"),
@@ -69,16 +63,13 @@ def check(config, ranks):
         (1, "checkpoint.last_save_in_hf true", "last_save_in_hf needs last_save_model_only = true"),
         (1, "activation_checkpoint.mode selective activation_checkpoint.selective_ac_option x", "option is 'x'"),
         (1, "model.hf_assets_path /nowhere", "'/nowhere', which is not a folder"),
-        (1, "model.name llama3", "model.name is 'llama3', expected .qwen3_disp"),
-        (1, "model.name gpt2", r"model.name is 'gpt2', .* \(did you mean gpt2_disp\?\)"),
+        (1, "model.name gpt2", r"model.name is 'gpt2', expected .qwen3_disp.* \(did you mean gpt2_disp\?\)"),
         (1, "model.name gpt2_disp model.flavor 124M training.seq_len 1025", "positions for 1024 tokens: set"),
         (1, "model.flavor 9B", "'9B', expected one of nano, .*0.6B, 0.6B_untied, 1.7B, 4B, 8B, 14B, 32B"),
         (1, "model.overrides vocab_size=100", "2048 tokens, .*'nano with vocab_size = 100' has a vocabulary of 100"),
-        (1, "training.dataset_path /nowhere", "training.dataset_path is '/nowhere', which does not exist"),
         (1, f"{VALIDATION} validation.seq_len 0", "validation.seq_len is 0"),
         (1, "training.local_batch_size 0", "local_batch_size is 0"),
         (1, "training.seq_len 1", "seq_len is 1, expected at least 2"),
-        (2, f"{TP} 2 training.seq_len 129", "seq_len 129 is not divisible by 2"),
         (2, f"{CP} 2 training.seq_len 130", "seq_len 130 is not divisible by 4"),
         (2, f"{CP} 2", "context_parallel_degree is 2, expected 1 on a CPU"),
         (2, f"{CP} 2 stream.document_mask true", "context parallelism of Qwen3. Set context_parallel_deg"),
@@ -94,7 +85,6 @@ def check(config, ranks):
         (3, f"{TP} 3", "tensor_parallel_degree 3 does not divide the 4 attention heads"),
         (2, f"{TP} 2 model.overrides hidden_dim=15", "2 does not divide the 15 hidden units .* 'nano with hidden_dim"),
         (2, "training.enable_cpu_offload true", "enable_cpu_offload is true, but there is no accelerator"),
-        (1, "profiling.enable_profiling true", "enable_profiling is true, but there is no accelerator"),
         (1, "profiling.enable_memory_snapshot true", "enable_memory_snapshot is true, but there is no accelerator"),
         (2, f"{TP} 2 compile.enable true activation_checkpoint.mode full", "expected at most two of them on a CPU"),
         (2, f"training.enable_cpu_offload true {TP} 2", "only FSDP offloads, .* data_parallel_shard_degree 1"),
@@ -107,12 +97,14 @@ def check(config, ranks):
         (1, "comm.mode local_tensor", "local_tensor"),
         (1, "fault_tolerance.enable true", "fault_tolerance"),
         (1, "metrics.enable_wandb true", r"wandb is not installed: pip install 'titan-disp\[wandb\]'"),
-        (2, "stream.slots 1", "stream.slots is 1; .* multiple of the number of data-parallel ranks, 2"),
         (1, 'stream.text_field ""', 'stream.text_field is ""'),
         (1, f"{VALIDATION} validation.seq_len 257", "is 257, expected 1 to training.seq_len 256, .* Leave it out"),
         (2, f"{VALIDATION} validation.seq_len 33 {TP} 2", "validation.seq_len is 33, expected a multiple of"),
         (1, f"{VALIDATION} validation.dataset_path /nowhere", "validation.dataset_path is '/nowhere'"),
-        (1, "validation.enable true stream.validation_sequences 12", "validation_sequences is 12, expected a multiple"),
+        (1, f"{VALIDATION} validation.local_batch_size 0", "validation.local_batch_size is 0, expected at least 1"),
+        (1, f"{VALIDATION} validation.freq 0", "validation.freq is 0, expected at least 1"),
+        (1, "metrics.log_freq 0", "metrics.log_freq is 0, expected at least 1"),
+        (1, "training.gc_freq 0", "training.gc_freq is 0, expected at least 1"),
     ],
 )
 def test_refused(options, ranks, changes, message, monkeypatch):
@@ -122,15 +114,6 @@ def test_refused(options, ranks, changes, message, monkeypatch):
     config = changed(loaded(DEMO, *options), dict(zip(words[::2], map(value, words[1::2]), strict=True)))
     with pytest.raises(ConfigError, match=message):
         check(config, ranks)
-
-
-@pytest.mark.parametrize(
-    "key", ["metrics.log_freq", "training.gc_freq", "validation.freq", "validation.local_batch_size"]
-)
-def test_frequencies(key, options):
-    config = changed(loaded(DEMO, *options), {"validation.enable": True, "validation.steps": 1, key: 0})
-    with pytest.raises(ConfigError, match=f"{key} is 0, expected at least 1"):
-        check_config(config, 1)
 
 
 def test_a_refused_run_leaves_nothing_behind(options, tmp_path, monkeypatch):
@@ -168,12 +151,12 @@ def test_ranges():
     assert numbers - RANGES.keys() == {"stream.seed", "training.steps", "validation.seq_len"}
 
 
-@pytest.mark.parametrize(("seq_len", "said", "expected"), [(256, -1, 256), (256, 200, 200), (64, -1, 64)])
-def test_validation_sequences_are_as_long_as_the_trainings_unless_they_are_said_to_be_shorter(seq_len, said, expected):
-    keys = {"validation.enable": True, "validation.steps": 1, "training.seq_len": seq_len}
-    config = changed(loaded(DEMO), keys if said == -1 else keys | {"validation.seq_len": said})
-    check_config(config, 1)
-    assert config.validation.seq_len == expected
+def test_validation_sequences_are_as_long_as_the_trainings_unless_they_are_said_to_be_shorter():
+    keys = {"validation.enable": True, "validation.steps": 1, "training.seq_len": 64}
+    for said, expected in (({}, 64), ({"validation.seq_len": 20}, 20)):
+        config = changed(loaded(DEMO), keys | said)
+        check_config(config, 1)
+        assert config.validation.seq_len == expected
 
 
 def test_toml(tmp_path):
@@ -227,9 +210,7 @@ def test_options_written_as_in_toml(written, right):
 
 
 def test_an_entry_of_a_table_is_added_to_those_of_the_file(tmp_path):
-    (tmp_path / "c.toml").write_text(
-        DEMO.read_text().replace("[dispersion]", "[model.overrides]\nn_layers = 2\n\n[dispersion]")
-    )
+    (tmp_path / "c.toml").write_text(f"{DEMO.read_text()}\n[model.overrides]\nn_layers = 2\n")
     entries = ("--model.overrides.hidden_dim=16", "--model.overrides.n_layers", "3", "--dispersion.options.t=2")
     config = loaded(tmp_path / "c.toml", *entries)
     assert config.model.overrides == {"n_layers": 3, "hidden_dim": 16}

@@ -38,10 +38,7 @@ def test_every_key_of_titan_disp_with_its_default():
         expected = {f.name: repr(getattr(section.type(), f.name)) for f in dataclasses.fields(section.type)}
         found = {key: repr(of_toml(default)) for key, (_, default) in table(ours, f"[{section.name}]").items()}
         assert found == expected
-    sources = table(ours, "[[stream.sources]]")
-    assert sources["weight"] == ("number", "required")
-    assert sources["path"] == ("string", "unset")
-    assert set(sources) == {f.name for f in dataclasses.fields(job_config.Source)}
+    assert set(table(ours, "[[stream.sources]]")) == {f.name for f in dataclasses.fields(job_config.Source)}
 
 
 def test_the_keys_of_torchtitan_that_our_files_set():

