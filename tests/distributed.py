@@ -81,11 +81,8 @@ def _run(world_size, function, args) -> tuple[list[int | None], list[tuple[int, 
     if not on_gpus:
         context.set_forkserver_preload(["titan_disp.train", "tests.mesh"])
     told = context.SimpleQueue()
-    port = free_port()
-    ranks = [
-        context.Process(target=_worker, args=(rank, world_size, port, function, args, told))
-        for rank in range(world_size)
-    ]
+    given = (world_size, free_port(), function, args, told)
+    ranks = [context.Process(target=_worker, args=(rank, *given)) for rank in range(world_size)]
     with mock.patch.dict(os.environ, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}):
         for process in ranks:
             process.start()

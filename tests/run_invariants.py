@@ -64,7 +64,6 @@ def check_run(run: Path) -> None:
 
 
 def check_sources(row: dict) -> None:
-    """Each of several sources has its own numbers, which make those of the whole."""
     own = {name: {key: x for key, x in row["data"].items() if key.startswith(f"{name}/")} for name in ADDED_UP}
     assert {len(numbers) for numbers in own.values()} <= {0, len(own["tokens"])} != {1}
     if not own["tokens"]:

@@ -33,17 +33,14 @@ def save_run(folder, model, tokenizer, *options, step=30):
     environment = {"python": "3.1", "packages": {"torch": "2.99"}, "world_size": 7}
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     (folder / "environment.json").write_text(json.dumps(environment))
-    records = [
-        {"step": s, "time": s, "ce": 9 - s / 10, "dispersion": -s / 100, "tokens": s * 1024} for s in (10, 20, 50)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    rows = ({"step": s, "time": s, "ce": 9 - s / 10, "dispersion": -s / 100, "tokens": s * 1024} for s in (10, 20, 50))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     state = model.state_dict() | {"optimizer.state": torch.zeros(8)}
     dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
     return folder
 
 
 def change_config(run, section, **changes):
-    """Change keys of a section in a run's config.json, and return the whole."""
     file = run / "config.json"
     config = json.loads(file.read_text())
     config[section] |= changes

@@ -181,21 +181,13 @@ def test_one_process_that_is_told_of_more_ranks_reads_every_file(start, monkeypa
     assert run.manager._damage(str(folder)).startswith(f"{DISTCP} differs from its hash")
 
 
-# ---- titan-disp checkpoint
-
-
-@pytest.fixture
-def listed(monkeypatch, capsys):
+def test_checkpoints_are_listed(start, tmp_path, monkeypatch, capsys):
     def listed(*arguments):
         status = typed(monkeypatch, "checkpoint", *arguments)
         out, err = capsys.readouterr()
         lines = [line.split(maxsplit=5) for line in out.splitlines()]
         return status, {name: state for name, *_, state in lines} or err
 
-    return listed
-
-
-def test_checkpoints_are_listed(start, listed, tmp_path):
     folder = tmp_path / "run"
     assert listed(folder)[0] == 2
     run = start()
@@ -236,9 +228,6 @@ def test_checkpoints_are_listed(start, listed, tmp_path):
     (found,) = inventory(folder, 10)
     size = sum(file.stat().st_size for file in (run.folder / "step-10").iterdir())
     assert (found.step, found.size, found.modified) == (10, size, 1.6e9)
-
-
-# ---- what killed processes leave behind
 
 
 def wait_until(condition):

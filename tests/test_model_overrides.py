@@ -31,7 +31,6 @@ PARAMETERS = 2048 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 16 + 3 * 64 
 @pytest.mark.parametrize(
     ("toml", "words", "found"),
     [
-        ("{}", None, {}),
         ("{a = 16}", None, {"a": 16}),
         ('["a=16", "b=1e-5"]', None, {"a": 16, "b": 1e-5}),
         ("{c = 32}", " a = 16, b=wide,flag=false,", {"a": 16, "b": "wide", "flag": False}),  # replaces the table
@@ -56,7 +55,6 @@ def test_refused():
     for args, name, value, message in (
         (NANO, "hiden_dim", 1, r"hiden_dim is not known \(did you mean hidden_dim\?\); expected dim, n_layers"),
         (NANO, "attn_type", "flex", "attn_type is not known"),
-        (NANO, "activations", 1, "activations is not known"),
         (NANO, "max_seq_len", 64, "max_seq_len cannot be set: it is training.seq_len"),
         (NANO, "qk_norm", False, "qk_norm cannot be set: Hugging Face's"),
         (NANO, "hidden_dim", 16.0, "hidden_dim is 16.0, expected a whole number ≥ 1"),

@@ -23,13 +23,6 @@ SHORT = (
 )
 
 
-def python(*arguments, **variables):
-    how = {"cwd": ROOT, "env": rank_environment() | variables, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([sys.executable, *map(str, arguments)], **how)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def two_nodes(sample, run, start, *options):
     """A start of the run as SLURM makes it: a torchrun of one rank on each of two nodes, with steps of 0.2 s or more."""
     shared = environment() | {
@@ -152,13 +145,15 @@ def test_dispersion_off_is_stock_torchtitan(sample, hf_tokenizer, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("masks", [(), ("--stream.document_mask", "--stream.restart_positions")])
 def test_stock_trainer_loads_the_plugin(sample, tmp_path, masks):
-    said = python(
-        *("-m", "torchtitan.train", "--job.config_file", DEMO, "--training.dataset_path", sample, *SHORT),
-        *("--training.steps", "2", "--model.hf_assets_path", sample / "tokenizer", "--job.dump_folder", tmp_path),
+    command = [
+        *(sys.executable, "-m", "torchtitan.train", "--job.config_file", DEMO, "--job.dump_folder", tmp_path, *SHORT),
+        *("--training.steps", "2", "--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", sample),
         *masks,
-    )
-    assert "dispersion: -0." in said
-    assert "this is TorchTitan's own trainer" in said
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=rank_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "dispersion: -0." in done.stdout
+    assert "this is TorchTitan's own trainer" in done.stdout
     metrics = read_metrics(tmp_path)
     assert metrics[2]["loss"] == pytest.approx(metrics[2]["ce"] + 0.1 * metrics[2]["dispersion"], abs=1e-5)
     assert any((tmp_path / "tb").iterdir())
@@ -200,7 +195,6 @@ def test_elastic_resume(sample, tmp_path):
 
 @pytest.mark.night
 def test_bad_data_stops_all_ranks(sample, tmp_path):
-    """on_bad_data = "fail" on one rank's file: both ranks end, with the reason and without a hang."""
     broken = tmp_path / "broken"
     shutil.copytree(sample, broken)
     for shard in sorted((broken / "en").glob("c4-train*")):
