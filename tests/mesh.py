@@ -33,7 +33,7 @@ def of_loss(variant, estimator):
 
 # What the words of a case's name mean, as in "final_norm-fsdp-full-always".
 WORDS = {
-    **dict.fromkeys(("reference", "alone", "fsdp", "fsdp4"), ""),
+    **dict.fromkeys(("reference", "alone", "fsdp", "fsdp4", "batch2"), ""),
     "hsdp": "--parallelism.data_parallel_replicate_degree 2",
     "tp": "--parallelism.tensor_parallel_degree 2",
     "cp": "--parallelism.context_parallel_degree 2",  # by tests/ring_attention.py
@@ -41,13 +41,11 @@ WORDS = {
     "op": "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op",
     "full": "--activation_checkpoint.mode full",
     "batch8": "--training.local_batch_size 8",
-    "batch2": "",  # what job_config has
     "batch1": "--training.local_batch_size 1",  # on two replicas of two shards: two microbatches
     "logits": "--parallelism.disable_loss_parallel",
     "chunked": "--training.head_chunk_tokens 24",  # of 64 tokens, or of half of them: the last chunk is smaller
     "always": "--parallelism.fsdp_reshard_after_forward always",
     "final_norm": "--dispersion.final_norm",
-    "last": "--dispersion.layers last",
     "single": "--model.overrides n_layers=1",
     "untied": "--model.overrides n_layers=2,enable_weight_tying=false",
     "single_untied": "--model.overrides n_layers=1,enable_weight_tying=false",
@@ -128,7 +126,6 @@ def plain_model(before, overrides, name="qwen3_disp", activations=()):
 
 
 def errors(gradients, reference):
-    """The relative error of every gradient."""
     assert gradients.keys() == reference.keys()
     # A bias of the keys adds the same to all scores of a query: its gradient is 0 but for rounding; the scale is the queries'.
     scale = {n: reference[n.replace("wk.bias", "wq.bias")].norm() for n in reference}

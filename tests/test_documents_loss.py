@@ -1,7 +1,4 @@
-"""The loss of the pairs within documents is that of float64 oracles that leave out all others.
-
-On 2 and 4 ranks: ``test_sharded_loss``.
-"""
+"""The loss of the pairs within documents, against float64 oracles of no others. On ranks: ``test_sharded_loss``."""
 
 from unittest import mock
 

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.train import Trainer
 
 from tests.distributed import spawn
 from tests.mesh import VOCAB, build, canonical, dims, full, job_config, step
@@ -61,7 +62,6 @@ def test_float32_equals_float64(chunk):
 
 
 def test_bfloat16_is_added_up_in_float32():
-    """No worse than whole logits."""
     h, weight, labels = problem()
     expected = exact(h, weight, labels)
     stock = relative(differentiated(whole(labels), h, weight, torch.bfloat16), expected)
@@ -108,12 +108,7 @@ def test_numbers_that_are_not_finite_are_seen_and_tokens_that_do_not_count_are_n
 
 
 def real_trainers(sample, folder):
-    """Three runs that differ in the head, which one saves and is built anew, or in when layers are computed.
-
-    Then a step of the stock trainer with each head.
-    """
-    from torchtitan.train import Trainer
-
+    """Runs that differ in the head, or in when layers are computed. Then a step of the stock trainer with each head."""
     measures = (
         *("--validation.enable", "--validation.dataset", "c4_validation", "--validation.dataset_path", sample),
         *("--validation.freq", "2", "--validation.steps", "1", "--validation.local_batch_size", "2"),
@@ -125,18 +120,14 @@ def real_trainers(sample, folder):
         *("--parallelism.fsdp_reshard_after_forward", "always"),
     )
     found = {}
-    chunked = (*measures, *CHUNKED)
-    parts = [(*chunked, "--budget.stop_at_tokens", str(2 * 256)), chunked]
-    large = [("--condensation.interval", "0")]
-    for name, starts in {"whole": [measures], "chunked": [chunked], "parts": parts, "large": large}.items():
+    large = ("--condensation.interval", "0")
+    for name, own in {"whole": measures, "chunked": (*measures, *CHUNKED), "large": large}.items():
         losses = found[name] = []
-        for start in starts:
-            pack = 0 if name == "large" else 1 << 20
-            with mock.patch("titan_disp.dispersion.layers.PACK_ELEMENTS", pack):
-                trainer = build(sample, f"{folder}/{name}", *options, *start)
-                trainer.metrics_processor.log_validation = lambda loss, step, losses=losses: losses.append((step, loss))
-                trainer.train()
-            trainer.close()
+        with mock.patch("titan_disp.dispersion.layers.PACK_ELEMENTS", 0 if name == "large" else 1 << 20):
+            trainer = build(sample, f"{folder}/{name}", *options, *own)
+            trainer.metrics_processor.log_validation = lambda loss, step, losses=losses: losses.append((step, loss))
+            trainer.train()
+        trainer.close()
     validation, found = found, {}
     for name, start in (("whole", ()), ("chunked", CHUNKED)):
         low = ("--training.mixed_precision_param", "bfloat16")
@@ -155,22 +146,18 @@ def real_trainers(sample, folder):
 def folder(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("head")
     spawn(2, real_trainers, str(sample), str(folder))
-    for run in ("whole", "chunked", "parts", "large"):
+    for run in ("whole", "chunked", "large"):
         check_run(folder / run)
     return folder
 
 
 def test_a_run_is_the_same_with_a_chunked_head_or_large_layers(folder):
-    """Loss, gradient norm, validation loss, and cross-entropy on held-out text; and a resume is equal to the last bit.
-
-    Of large layers, the trainer adds what the backward pass has found to the loss that TorchTitan prints.
-    """
-    runs = {name: read_metrics(folder / name) for name in ("whole", "chunked", "parts", "large")}
+    """Of large layers, the trainer adds what the backward pass has found to the loss that TorchTitan prints."""
+    runs = {name: read_metrics(folder / name) for name in ("whole", "chunked", "large")}
     assert list(runs["whole"]) == [1, 2, 3, 4]
     for name in ("loss", "ce", "dispersion", "grad_norm"):
-        whole, chunked, parts, large = ([row[name] for row in run.values()] for run in runs.values())
+        whole, chunked, large = ([row[name] for row in run.values()] for run in runs.values())
         assert chunked == pytest.approx(whole, rel=1e-5), name
-        assert parts == chunked, name
         assert large == pytest.approx(whole, rel=1e-6), name
     validation, _ = torch.load(folder / "found_0.pt")
     read = {name: read_condensation(folder / name) for name in runs}
@@ -178,7 +165,6 @@ def test_a_run_is_the_same_with_a_chunked_head_or_large_layers(folder):
     for steps, found in (((1, 2, 4), validation), ((0, 2, 4), measured)):
         assert [step for step, _ in found["whole"]] == list(steps)
         assert [x for _, x in found["chunked"]] == pytest.approx([x for _, x in found["whole"]], rel=1e-5)
-        assert found["parts"] == found["chunked"]
 
 
 def test_the_logits_never_exist_in_full_under_the_stock_trainer(folder):

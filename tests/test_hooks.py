@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -28,8 +29,6 @@ COMPARED = {
 
 
 def model_of(name):
-    import transformers
-
     kind = getattr(transformers, name)
     torch.manual_seed(0)
     return kind(kind.config_class(**SIZES, **OTHERS, **dict.fromkeys(DROPOUT, 0.0))).double().train()
@@ -102,9 +101,8 @@ def test_the_same_in_a_model_that_is(change):
         model.model.layers = nn.ModuleList(layers)
     else:
         model.gradient_checkpointing_enable({"use_reentrant": change == "reentrant"})
-    if change == "reentrant" and "__call__" in vars(
-        GradientCheckpointingLayer
-    ):  # an older transformers: hooks see no gradient
+    old = "__call__" in vars(GradientCheckpointingLayer)  # of transformers: hooks see no gradient
+    if change == "reentrant" and old:
         with pytest.raises(RuntimeError, match="where blocks are checkpointed, set use_reentrant=False"):
             step(model, handle)
         return

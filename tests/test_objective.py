@@ -58,35 +58,25 @@ def test_sums_over_valid_tokens_whatever_the_accumulation(batch, size):
 @pytest.mark.parametrize("step", [0, 3])
 def test_coeff_and_sampled_tokens_follow_the_step(batch, step):
     logits, layers, labels = batch
-    ce = cross_entropy(logits, labels)
-    found = objective(coeff=float, step=lambda: step)((logits, layers), labels)
-    torch.testing.assert_close(found, ce + step * summed_dispersion(layers, labels))
     sampled = DispersionLoss(**PARAMETERS, estimator="sampled", max_tokens=4, seed=5)
-    found = objective(lambda step: 2.0, sampled, step=lambda: step)((logits, layers), labels)
+    found = objective(lambda step: step + 0.5, sampled, step=lambda: step)((logits, layers), labels)
     chosen = [z[:, drawing_order(10, 5, step, layer)[:4]] for layer, z in enumerate(layers)]
-    torch.testing.assert_close(found, ce + 2.0 * summed_dispersion(chosen, labels))
+    expected = cross_entropy(logits, labels) + (step + 0.5) * summed_dispersion(chosen, labels)
+    torch.testing.assert_close(found, expected)
 
 
 def test_plain_logits_give_cross_entropy(batch):
+    """The ledger knows which term is not finite, and has no mean where no token is valid."""
     logits, _, labels = batch
     ledger = LossLedger()
+    assert ledger.non_finite() is None
     ce = objective(ledger=ledger)(logits, labels)
     assert torch.equal(ce, cross_entropy(logits, labels))
     assert ledger.mean(None) == {"ce": pytest.approx(ce.item() / (labels != -100).sum().item()), "dispersion": 0.0}
-
-
-def test_ledger_sums_over_batches_of_different_sizes():
-    """It knows which term is not finite, and has no mean where no token is valid."""
-    ledger, none = LossLedger(), torch.zeros(())
-    assert ledger.non_finite() is None
-    for ce, dispersion, count in ((1.0, 2.0, 3), (5.0, -1.0, 1)):
-        ledger.add(torch.tensor(ce), torch.tensor(dispersion), torch.tensor(count))
-    assert ledger.mean(None) == {"ce": 1.5, "dispersion": 0.25}
-    for dispersion in (float("inf"), 2.0):
-        ledger.add(torch.tensor(1.0), torch.tensor(dispersion), torch.tensor(3))
+    ledger.add(torch.tensor(1.0), torch.tensor(math.inf), torch.tensor(3))
     assert ledger.non_finite().tolist() == [False, True]
     ledger.reset()
-    ledger.add(none, none, none)
+    objective(ledger=ledger)(logits, torch.full_like(labels, -100))
     assert all(math.isnan(mean) for mean in ledger.mean(None).values())
 
 

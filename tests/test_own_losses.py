@@ -1,10 +1,6 @@
-"""A loss from a package of its own: the file in docs/losses.md, found, checked, sharded, padded and trained.
-
-The losses that come with titan-disp, of the same kinds: the tests that ``tests/test_variants.py`` names.
-"""
+"""A loss from a package of its own: the file in docs/losses.md, found, checked, sharded, padded and trained."""
 
 import json
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -19,15 +15,18 @@ from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import trained
 from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens
-from tests.pages import blocks, both_ways
+from tests.pages import blocks, both_ways, loaded
 from titan_disp.config.checks import build_dispersion_losses
-from titan_disp.config.load import load_config
 from titan_disp.dispersion import AutogradVariant, CosineVariant, DispersionLoss, MomentsVariant, dispersion_loss
 from titan_disp.dispersion.vectors import Standardized
 from titan_disp.errors import ConfigError
+from titan_disp.lab.export.model_card import model_card
+from titan_disp.lab.export.saved import find_saved
+from titan_disp.lab.report.gather import gather
+from titan_disp.lab.report.tables import overview
+from titan_disp.run.reader import read_events, read_metrics
 
 (RECIPE,) = blocks((ROOT / "docs" / "losses.md").read_text(), "python")
-BAND = {"variant": "my_losses:Band", "options": {"margin": 0.2}}
 CASES = [
     (f"my_losses:{name}", estimator, ({"options": {"margin": 0.2}} if name == "Band" else {}) | drawn(estimator, 24))
     for name in ("Band", "Participation", "Entropy")
@@ -51,39 +50,20 @@ OWN = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where Python finds my_losses.py, and other modules that a test writes there."""
-    (tmp_path / "my_losses.py").write_text(RECIPE)
+    """Where Python finds my_losses.py, and other modules."""
+    for name, text in (("my_losses", RECIPE), ("various", MODULE), ("broken", "1 / 0")):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_losses", raising=False)
     return tmp_path
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_recipe(folder, monkeypatch, case):
-    """On one rank, with padding, against the formulas of its docstrings; for few features and for many."""
     for name, formula in OWN.items():
         monkeypatch.setitem(ORACLES, name, formula)
     for features in (6, 70):
         padding.check(features, case)
-
-
-def test_an_object_or_a_path(folder):
-    import my_losses
-
-    z = tokens(2, 12, 8).double()
-    expected = OWN["my_losses:Band"](z, 0.2)
-    for given in ({"variant": my_losses.Band(0.2)}, BAND):
-        torch.testing.assert_close(dispersion_loss(z, **given), expected)
-        torch.testing.assert_close(DispersionLoss(**given)([z])[0], expected)
-    for wrong, message in (
-        ({"variant": my_losses.Band}, "expected a name, or an object such as MyLoss"),
-        ({"variant": my_losses.Band(0.2), "options": {"margin": 0.3}}, "is an object, which has its own: leave them"),
-        ({"variant": my_losses.Band(0.2), "tau": 0.3}, r"tau is 0.3, but variant Band\(margin=0.2\) does not use it"),
-        (BAND | {"tau": 0.3}, "tau is 0.3, but variant 'my_losses:Band' does not use it: leave it at 1.0 "),
-        (BAND | {"estimator": "moments"}, "variant 'my_losses:Band' does not support: expected one of exact, sampled$"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DispersionLoss(**wrong)
 
 
 @dataclass(frozen=True)
@@ -142,7 +122,6 @@ class Recorded(AutogradVariant):
 
 
 def test_what_an_autograd_loss_is_given(monkeypatch):
-    """Of every layer by itself, also if tokens are drawn."""
     zs = [tokens(2, 10, 4, seed).bfloat16().requires_grad_(True) for seed in range(2)]
     valid = torch.arange(10) < torch.tensor([[10], [4]])
     for options in ({}, {"estimator": "sampled", "max_tokens": 6}):
@@ -161,7 +140,7 @@ def test_what_an_autograd_loss_is_given(monkeypatch):
             zs[layer].grad = None
 
 
-def test_a_loss_that_is_none():
+def test_a_loss_that_is_none_and_an_object_without_the_option():
     for loss, found in (
         (lambda z: z.mean(-1), r"shape \(2, 6\), expected shape \(2,\)"),
         (lambda z: z.detach().sum((1, 2)), r"shape \(2,\), .* that autograd has computed"),
@@ -169,6 +148,8 @@ def test_a_loss_that_is_none():
     ):
         with pytest.raises(ValueError, match=found):
             dispersion_loss(tokens(2, 6, 4), variant=of_tokens(loss))
+    with pytest.raises(ValueError, match=r"tau is 0.3, but variant Upper\(\) does not use it"):
+        DispersionLoss(Upper(), tau=0.3)
 
 
 MODULE = """
@@ -197,27 +178,19 @@ class OtherDefault(NotDecorated):
 """
 
 
-@pytest.fixture
-def various(folder, monkeypatch):
-    for name, text in (("various", MODULE), ("broken", "1 / 0")):
-        (folder / f"{name}.py").write_text(text)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-
 @pytest.mark.parametrize(
     ("variant", "options", "message"),
     [
-        ("band", {}, r"variant is 'band', expected one of angular, .*, or package.module:Class"),
+        (Upper, {}, "expected a name, or an object such as MyLoss"),
+        (Upper(), {"margin": 0.3}, "is an object, which has its own: leave them"),
         ("simctgg", {}, r"or package.module:Class \(did you mean simctg\?\)"),
         ("various.Options", {}, "write a colon before the class, various:Options"),
-        ("nowhere.at_all:Loss", {}, r"cannot be imported \(ModuleNotFoundError: .*PYTHONPATH=FOLDER titan"),
-        ("broken:Loss", {}, r"broken cannot be imported \(ZeroDivisionError: division by zero\)"),
+        ("broken:Loss", {}, r"broken cannot be imported \(ZeroDivisionError: division .*PYTHONPATH=FOLDER titan"),
         ("various:Option", {}, r"various has no Option \(did you mean Options\?\)"),
         ("various:number", {}, "which is 3, expected a class that extends CosineVariant, MomentsVariant or AutogradV"),
         ("various:NotDecorated", {}, r"and is decorated with @dataclass\(frozen=True\)"),
         ("various:Abstract", {}, "'various:Abstract' cannot be built: Can't instantiate abstract class Abstract"),
         ("various:Options", {}, "options.margin is not set"),
-        ("various:Options", {"margin": "wide"}, "options.margin is 'wide', expected a number"),
         ("various:Options", {"margin": 1, "count": 2.5}, "options.count is 2.5, expected a whole number"),
         ("various:Options", {"margin": 1, "count": True}, "options.count is True, expected a whole number"),
         ("various:Options", {"margin": 1, "signed": 1}, "options.signed is 1, expected true or false"),
@@ -228,12 +201,12 @@ def various(folder, monkeypatch):
         ("my_losses:Band", {"margin": 2}, "^options.margin is 2.0, expected a number in"),
     ],
 )
-def test_refused(various, variant, options, message):
+def test_refused(folder, variant, options, message):
     with pytest.raises(ValueError, match=message):
         DispersionLoss(variant, options=options)
 
 
-def test_options_of_every_type(various):
+def test_options_of_every_type(folder):
     """A whole number is a number; a key's value arrives; what is not checked is handed on."""
     options = {"margin": 2, "signed": True, "label": "b", "shape": [3]}
     found = DispersionLoss("various:Options", tau=0.3, options=options)._variant
@@ -264,16 +237,13 @@ def test_a_package_offers_a_loss_by_a_name(folder):
         DispersionLoss("band")
 
 
-def test_a_pair_function_that_is_new_every_time_is_compiled_once(folder):
+def test_a_pair_function_that_is_new_every_time_is_compiled_once():
     """Another object would be another compiled kernel, for every layer and step."""
-    import my_losses
 
-    class Anew(my_losses.Band):
-        @property
-        def pair(self):
-            return my_losses.band_pair.__wrapped__(self.margin)
+    class Anew(CosineVariant):
+        pair = property(lambda self: lambda c: (c, KEPT))
 
-    variant = Anew(0.2)
+    variant = Anew()
     assert variant.pair is not variant.pair
     assert variant._pair is variant._pair
 
@@ -300,8 +270,7 @@ def check_on_ranks_and_train(folder, sample):
         *("--job.config_file", str(folder / "own.toml"), "--parallelism.tensor_parallel_degree", "2"),
         *("--training.steps", "4", "--metrics.log_freq", "1", "--condensation.interval", "0", "--stream.prefetch", "0"),
         *("--checkpoint.enable", "--checkpoint.interval", "2", "--dispersion.coeff", "0.5"),
-        "--checkpoint.allow_other_loss",
-        *("--model.overrides", "n_layers=2"),
+        *("--checkpoint.allow_other_loss", "--model.overrides", "n_layers=2"),
     )
     for more in (("--budget.stop_at_tokens", "512"), ("--dispersion.options", "margin=-0.5")):
         trained(sample, folder / "run", *words, *more)
@@ -309,20 +278,12 @@ def check_on_ranks_and_train(folder, sample):
 
 @pytest.mark.slow
 def test_ranks_and_a_run(folder, sample):
-    from titan_disp.lab.export.model_card import model_card
-    from titan_disp.lab.export.saved import find_saved
-    from titan_disp.lab.report.gather import gather
-    from titan_disp.lab.report.tables import overview
-    from titan_disp.run.reader import read_config, read_events, read_metrics
-
     (folder / "own.toml").write_text(CONFIG)
     spawn(4, check_on_ranks_and_train, folder, sample)
     run = folder / "run"
     rows = read_metrics(run)
     assert list(rows) == [1, 2, 3, 4]
     for row in rows.values():
-        assert row["loss"] == pytest.approx(row["ce"] + 0.5 * row["dispersion"], abs=1e-5)
-        assert 0 < row["grad_norm"] < math.inf
         parts = row["dispersion_Band"] + 0.25 * row["dispersion_cosine"] + row["dispersion_Band_2"]
         assert row["dispersion"] == pytest.approx(parts, abs=1e-6)
     # A mean of squares of what is above the margin: at most 0.8² and then 1.5², and larger for the lower margin.
@@ -331,8 +292,6 @@ def test_ranks_and_a_run(folder, sample):
     assert all(rows[step]["dispersion_Band_2"] < 0.01 for step in rows)
     (resume,) = [event for event in read_events(run) if event["event"] == "resume"]
     assert resume["config_changes"]["dispersion.options.margin"] == [0.2, -0.5]
-    section = read_config(run)["dispersion"]
-    assert (section["variant"], section["options"]) == ("my_losses:Band", {"margin": -0.5})
     (told,) = overview(gather([run]), 0.0)["dispersion"]
     assert "my_losses:Band, estimator exact, margin=-0.5, and variant=cosine,weight=0.25,estimator=sampled" in told
     card = model_card(find_saved(run), "small", 1, "float32", {})
@@ -354,9 +313,7 @@ def test_several_losses(tmp_path, words):
 
 
 def of_words(losses):
-    return build_dispersion_losses(
-        load_config(["--job.config_file", "train_configs/debug.toml", "--dispersion.losses", losses])
-    )
+    return build_dispersion_losses(loaded("train_configs/debug.toml", "--dispersion.losses", losses))
 
 
 @pytest.mark.parametrize(
@@ -364,13 +321,11 @@ def of_words(losses):
     [
         ('[{"weight": 1}]', r"losses\[0\] is \{'weight': 1\}, expected a table with a variant, as variant = "),
         ('["cosine"]', r"losses is \['cosine'\], expected "),
-        ('{"variant": "cosin"}', r"losses\[0\]\.variant is 'cosin', expected one of .* \(did you mean cosine\?\)"),
         ('{"variant": "cosine", "weight": 0}', r"losses\[0\]\.weight is 0, expected a number > 0"),
         ('{"variant": "cosine", "wieght": 1}', r"losses\[0\]\.wieght is not known \(did you mean weight\?\)"),
         ('{"variant": "angular", "tau": "1"}', r"losses\[0\]\.tau is '1', expected a number"),
         ('[{"variant": "cosine"}, {"variant": "simctg", "tau": 2}]', r"losses\[1\]\.tau is 2\.0, but variant 'simctg'"),
         ('{"variant": "simctg", "options": "margin=0.7"}', r"losses\[0\]\.options is 'margin=0.7', expected a table"),
-        ('{"variant": "vicreg", "options": {"gama": 1}}', r"losses\[0\]\.options\.gama is not known"),
     ],
 )
 def test_several_losses_that_are_wrong(losses, message):

@@ -1,7 +1,4 @@
-"""A step that neither logs nor saves waits for nothing that TorchTitan's own does not wait for, and learns one step later.
-
-The parts: tests/test_guard.py, tests/test_liveness.py. The counts are those of benchmarks/quiet.py.
-"""
+"""A step that neither logs nor saves waits for nothing more than TorchTitan's own does, and learns one step later."""
 
 import json
 import os
@@ -18,6 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from tests.command_line import ROOT
 from tests.distributed import spawn
+from tests.mesh import build
 from titan_disp.errors import NonFiniteError
 from titan_disp.run import safe_dcp
 from titan_disp.run.guard import GuardedOptimizers
@@ -79,8 +77,6 @@ def test_a_gpu_is_not_waited_for():
 
 def quiet_run(sample, run, *options, at=lambda step: 1.0):
     """Train on every rank, with cross-entropies that ``at`` multiplies. Returns the last step, and weights before each."""
-    from tests.mesh import build
-
     usual = ("--model.overrides", "n_layers=1", "--training.steps", "9", "--checkpoint.enable", *QUIET)
     trainer = build(sample, run, *usual, "--checkpoint.interval", "100", *options)
     cross_entropy, weights = trainer.loss_fn.cross_entropy, {}

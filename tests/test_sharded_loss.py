@@ -81,10 +81,9 @@ def check_gathered_ahead(mesh):
 
 def check_unequal_shards(mesh):
     """As many as torch.chunk gives: every rank says so, before anything is sent. Equal ones are compared once."""
-    for estimator in ("exact", "moments", "sampled"):
-        own = tokens(2, 10, F).chunk(4, dim=1)[dist.get_rank()]  # 3, 3, 3, 1
-        with pytest.raises(ValueError, match=r"\(rank 0: \[\[2, 3, 16\]\]; .*; rank 3: \[\[2, 1, 16\]\]\), expected"):
-            dispersion_loss(own, group=mesh, estimator=estimator, **drawn(estimator, 4))
+    own = tokens(2, 10, F).chunk(4, dim=1)[dist.get_rank()]  # 3, 3, 3, 1
+    with pytest.raises(ValueError, match=r"\(rank 0: \[\[2, 3, 16\]\]; .*; rank 3: \[\[2, 1, 16\]\]\), expected"):
+        dispersion_loss(own, group=mesh)
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as compared:
         for _ in range(2):
             dispersion_loss(tokens(2, 7, F), group=mesh)
@@ -105,7 +104,6 @@ def check_objective(meshes):
     ce = cross_entropy(logits, labels)
 
     cp, both, ledger = meshes.get_mesh("cp"), sequence_mesh(meshes), LossLedger()
-    assert (both.ndim, both.size()) == (1, 4)
     labels_here = torch.arange(N).chunk(cp.size())[cp.get_local_rank()]
     tokens_here = labels_here.chunk(4 // cp.size())[dist.get_rank() % (4 // cp.size())]
     loss = DispersionLoss(**PARAMETERS)
@@ -147,8 +145,6 @@ def check_four_ranks():
     assert ledger.worst_fit(across["sequence"]) == (1.5, 2.0)[rank % 2]
     check_objective(dims(4, cp=4))
     check_objective(dims(4, cp=2, tp=2))
-    assert sequence_mesh(dims(4, dp_shard=2, tp=2)).size() == sequence_mesh(dims(4, dp_shard=2, cp=2)).size() == 2
-    assert sequence_mesh(dims(4, dp_shard=4)) is None
 
 
 def test_four_ranks():

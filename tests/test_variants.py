@@ -1,7 +1,4 @@
-"""What every variant promises: layers of any kind, options and their refusal, documentation; λ's schedule; and a config's loss.
-
-Values and gradients: exact in ``test_pairwise``, every estimator in ``test_padding``, on several ranks in ``test_sharded_loss``.
-"""
+"""What every variant promises: layers, options and their refusal, documentation; λ's schedule; and a config's loss."""
 
 import dataclasses
 import inspect
@@ -30,10 +27,7 @@ from titan_disp.job_config import Dispersion
 
 @pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)
 def test_a_second_derivative_is_an_error(variant, estimator, options):
-    """The saved gradient is no function of z: whoever differentiates it must not get a wrong number, nor a part of one.
-
-    It is there as often as it is asked for.
-    """
+    """The saved gradient is no function of z: its derivative must not be a wrong number, or a part of the right one."""
     loss = DispersionLoss(variant, estimator, **options, **drawn(estimator, 5))
     z = tokens(2, 12, 8).double().requires_grad_(True)
     weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
@@ -75,13 +69,11 @@ def test_layers_of_several_dtypes(estimator):
         ({"max_tokens": 10}, "max_tokens is 10, but estimator 'exact' does not use it: leave it at 256 .*sampled"),
         ({"max_tokens": 10, "estimator": "moments"}, "estimator 'moments' does not use it"),
         ({"variant": "l2_repel", "norm_coeff": -1.0}, "norm_coeff is -1.0, expected a number"),
-        ({"tau": 0.0}, "tau is 0.0"),
         ({"tau": 1e-3}, "tau is 0.001"),
         ({"tau": math.nan}, "tau is nan"),
         ({"tau": torch.tensor(1.0)}, "tau is a tensor, expected a number"),  # which would get no gradient
         ({"clamp": 1.0}, "clamp is 1.0"),
         ({"clamp": -0.1}, "clamp is -0.1"),
-        ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"norm_eps": 1e-300}, "norm_eps is 1e-300, expected a number"),  # 0 in float32
     ],
 )
@@ -186,10 +178,9 @@ def test_schedule_of_a_config():
 
 
 def test_edges_of_a_schedule():
-    assert {CoeffSchedule(0.1, total_steps=100)(s) for s in range(100)} == {0.1}
-    assert CoeffSchedule(1.0, 0, "linear", 0.0, 11)(50) == 0.0  # beyond the end
     assert CoeffSchedule(1.0, 0, "linear", 0.5, 2)(1) == 0.5
     assert CoeffSchedule(1.0, 3, "linear", 0.5, 3)(2) == 1.0  # nothing but warm-up
+    assert CoeffSchedule(1.0, 2, "linear", 0.5, 3)(2) == 1.0  # one step is left
     late = {"decay": "linear", "warmup_steps": 1, "decay_steps": 3}  # 2 steps are left
     for bad in ({"coeff": -1.0}, {"warmup_steps": 5}, {"decay": "step"}, {"decay_steps": 2}, late):
         with pytest.raises(ValueError, match="expected"):
@@ -198,12 +189,9 @@ def test_edges_of_a_schedule():
 
 def moments_during_training(sample, folder):
     """Gradients of moments against exact, on all layers' activations, at several moments of a run without dispersion."""
-    trainer = build(
-        sample,
-        Path(folder) / "run",
-        *("--dispersion.no-enabled", "--training.seq_len", "256", "--training.steps", "40", "--optimizer.lr", "4e-3"),
-        *("--training.max_norm", "1.0", "--lr_scheduler.warmup_steps", "5", "--stream.prefetch", "0"),
-    )
+    words = ("--dispersion.no-enabled", "--training.seq_len", "256", "--training.steps", "40", "--optimizer.lr", "4e-3")
+    words += ("--training.max_norm", "1.0", "--lr_scheduler.warmup_steps", "5", "--stream.prefetch", "0")
+    trainer = build(sample, Path(folder) / "run", *words)
     batches = trainer.batch_generator(trainer.dataloader)
     inputs, model, condensed = next(batches)[0]["input"], trainer.model_parts[0], []
     for step in range(41):
