@@ -379,10 +379,12 @@ def test_states(tmp_path):
     rows, events = faulty()
     late, failed = T0 + 1e6, event("save_failed", 40, T0 + 410, error="no space")
     trained_nothing = event("stop", 0, T0 + 420, allocated=T0 + 410, reason="RUN/stop")  # and knew of no step
+    after_the_end = event("stop", 0, T0 + 9000, allocated=T0 + 8990, reason="RUN/stop")
     nothing_to_do = event("resume", 100, T0 + 9000)
     cases = (
         (rows[:70], events[:10], late, ("stopped", "stop: SIGUSR1, after step 60")),
         (rows, [*events, nothing_to_do], late, ("complete", "all 100 steps are done")),
+        (rows, [*events, after_the_end], late, ("complete", "all 100 steps are done")),
         (rows[:40], [*events[:5], failed], T0 + 420, ("interrupted", "save failed: no space, after step 40")),
         (rows[:40], [*events[:5], trained_nothing], late, ("stopped", "stop: RUN/stop, after step 40")),
         (rows[:40], events[:5], late, ("interrupted", "no end recorded, last activity at step 40")),

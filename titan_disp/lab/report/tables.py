@@ -15,7 +15,7 @@ from titan_disp.condensation.record import PLACES, RANKS, Condensation, blocks_m
 from titan_disp.errors import counted
 from titan_disp.lab.report.gather import ABSENT, Run, conditions, defaults, side_by_side, unlike
 from titan_disp.models.arguments import written_out
-from titan_disp.run.history import Goodput, together
+from titan_disp.run.history import Goodput, together, trained_nothing
 from titan_disp.run.reader import flatten
 from titan_disp.text import NOTHING, duration, number
 
@@ -31,7 +31,9 @@ def state(run: Run, now: float) -> tuple[str, str]:
     if not found:
         return "empty", "nothing was logged yet"
     last = found[-1]
-    if run.steps is not None and (run.step if last.complete else last.first_step) >= run.steps:
+    trained = [one for one in found if one.end is None or not trained_nothing(one.end)]
+    done = run.step if trained and trained[-1].complete else last.first_step
+    if run.steps is not None and done >= run.steps:
         return "complete", f"all {run.steps:,} steps are done"
     if last.end is not None:
         word = "interrupted" if last.end["event"] == "save_failed" else "stopped"
