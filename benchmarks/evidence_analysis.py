@@ -384,13 +384,13 @@ def gains(rows: Sequence[Row]) -> list[str]:
     return [name for name, one in second_experiment(rows, loss("test")).items() if one.sign < 0]
 
 
-def other_losses(rows: Sequence[Row]) -> dict[str, tuple[Paired, Paired]]:
+def other_losses(rows: Sequence[Row], value: Value) -> dict[str, tuple[Paired, Paired]]:
     """Return the other losses against off and against on, with the same seeds, or nothing while runs are missing."""
     if not complete(rows, "losses"):
         return {}
-    ours = [by_seed(rows, "widths", f"{state}-{WIDTHS[1]}", loss("test")) for state in design.STATES]
+    ours = [by_seed(rows, "widths", f"{state}-{WIDTHS[1]}", value) for state in design.STATES]
     names = dict.fromkeys(job.condition for job in design.jobs("losses", rows))
-    found = {name: by_seed(rows, "losses", name, loss("test")) for name in names}
+    found = {name: by_seed(rows, "losses", name, value) for name in names}
     return {name: (paired(own, ours[0]), paired(own, ours[1])) for name, own in found.items()}
 
 
