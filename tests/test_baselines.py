@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, build, errors, global_batch, plain_model, step, weights
 from titan_disp.errors import ConfigError
-from titan_disp.models.baselines import NoisyEmbedding, draw, lr_factor
+from titan_disp.models.baselines import NoisyEmbedding, draw, lr_factor, uniform
 from titan_disp.models.qwen3 import Qwen3DispModel
 from titan_disp.models.registry import model_args
 
@@ -35,6 +35,12 @@ def numpy_noise(seed, step, sequences, positions, features):
     key = mixed(key + word(positions)[None])[..., None]
     words = mixed(key ^ mixed(word(np.arange(1, features + 1))))
     return (words >> np.uint32(8)).astype(np.float64) / 2**23 - 1
+
+
+def test_numbers_of_the_noise():
+    found = uniform(5_000_000_011, 17, torch.tensor([3, 900]), torch.tensor([[0, 1, 4095], [0, 1, 4095]]), features=50)
+    assert found.dtype == torch.float32
+    np.testing.assert_array_equal(found.numpy(), numpy_noise(5_000_000_011, 17, [3, 900], [0, 1, 4095], 50))
 
 
 def test_a_model_in_training():
@@ -70,6 +76,11 @@ def test_a_model_in_training():
     tokens, clean = tokens[:, own], clean[:, own]
     positions = torch.tensor([own], dtype=torch.int32).expand(3, 4)
     check(added([0, 1, 2], positions=positions), [0, 1, 2], own)
+    # The second rank of tensor parallelism among it has the second half of these.
+    noise.tp_rank, done[0] = 1, 7
+    noise._before_model(model, (tokens,), {"positions": positions})
+    half = noise._after_embedding(model.tok_embeddings, (), torch.zeros(3, 2, args.dim)).numpy() / bound
+    check(half, [0, 1, 2], own[2:])
 
 
 def test_nothing_comes_from_the_host():
