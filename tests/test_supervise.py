@@ -357,14 +357,11 @@ SCENARIOS = {
 }
 
 
-def scenarios():
-    for methods, rows in SCENARIOS.items():
-        for name, *values in rows:
-            yield pytest.param(methods, *values, id=f"{methods}: {name}")
-
-
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(("methods", "state", "reason", "given"), scenarios())
+@pytest.mark.parametrize(
+    ("methods", "state", "reason", "given"),
+    [pytest.param(kind, *values, id=f"{kind}: {name}") for kind, rows in SCENARIOS.items() for name, *values in rows],
+)
 def test_scenarios(cluster, capsys, methods, state, reason, given):
     """What SLURM, its commands and the run folder hold decides the next state.
 
