@@ -86,7 +86,8 @@ def test_plan(monkeypatch, capsys):
     assert typed(monkeypatch, "plan", DEMO, *among("--nodes 2 --gpus-per-node 1 --gpu A100 --mfu 0.5 --json")) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [plan["batch"][key] for key in ("seq_len", "global_batch_size", "steps")] == [64, 8, 300]
-    assert [plan["machine"][key] for key in ("nodes", "gpus_per_node", "gpu", "mfu")] == [2, 1, "A100", 0.5]
+    machine = ("nodes", "gpus_per_node", "gpu", "mfu", "gpu_memory", "gpu_flops")
+    assert [plan["machine"][key] for key in machine] == [2, 1, "A100", 0.5, 80, 312]
     missing = ("--gpus-per-node", "1", "--model.hf_assets_path", "nowhere")
     assert typed(monkeypatch, "plan", DEMO, *missing) == 0
     assert "warning: model.hf_assets_path is 'nowhere'" in capsys.readouterr().out

@@ -88,6 +88,7 @@ def check(config, ranks):
         (1, "profiling.enable_memory_snapshot true", "enable_memory_snapshot is true, but there is no accelerator"),
         (2, f"{TP} 2 compile.enable true activation_checkpoint.mode full", "expected at most two of them on a CPU"),
         (2, f"training.enable_cpu_offload true {TP} 2", "only FSDP offloads, .* data_parallel_shard_degree 1"),
+        (1, "dispersion.variant decorrelation dispersion.tau 0.5", "^dispersion.tau is 0.5, but variant"),
         (1, NOISE, "'noisy_embedding' and dispersion.enabled is true.*baseline.with_dispersion = true"),
         (1, "baseline.with_dispersion true", "with_dispersion is true, but baseline.method is 'none'"),
         (1, f"{NOISE} dispersion.enabled false baseline.with_dispersion true", "dispersion.enabled is false: leave it"),

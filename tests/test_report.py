@@ -132,6 +132,7 @@ def test_numbers(compared):
         ("tokens seen", f"{100 * 4096:,}", f"{90 * 4096:,}"),
         ("parameters", "427,008", "427,008"),  # the number for nano
         ("ranks", "2", "2"),
+        ("mean cosine of the last block, last", "0.3 (step 100)", "0.9 (step 90)"),
         ("skipped documents", "10", "9"),
         ("up to step", "100", "90"),
         ("packages.torch", '"2.13.0"', '"2.13.0"'),

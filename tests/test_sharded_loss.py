@@ -82,8 +82,9 @@ def check_gathered_ahead(mesh):
 def check_unequal_shards(mesh):
     """As many as torch.chunk gives: every rank says so, before anything is sent. Equal ones are compared once."""
     own = tokens(2, 10, F).chunk(4, dim=1)[dist.get_rank()]  # 3, 3, 3, 1
-    with pytest.raises(ValueError, match=r"\(rank 0: \[\[2, 3, 16\]\]; .*; rank 3: \[\[2, 1, 16\]\]\), expected"):
-        dispersion_loss(own, group=mesh)
+    for how in ({}, {"estimator": "sampled", "max_tokens": 3}):
+        with pytest.raises(ValueError, match=r"\(rank 0: \[\[2, 3, 16\]\]; .*; rank 3: \[\[2, 1, 16\]\]\), expected"):
+            dispersion_loss(own, group=mesh, **how)
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as compared:
         for _ in range(2):
             dispersion_loss(tokens(2, 7, F), group=mesh)

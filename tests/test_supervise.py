@@ -300,6 +300,7 @@ SCENARIOS = {
         row("nothing", "requeue", DIED + " without a message (srun's status 7)", status=7),
         # scancel, the time limit and PreemptMode=CANCEL all set COMPLETING and send TERM.
         row("scancel after USR1", "end", "the job was cancelled", signals="USR1 TERM", job=COMPLETING),
+        row("cancelled before training", "end", "the job was cancelled", status=None, signals="TERM", job=COMPLETING),
         # scancel sets CANCELLED before that.
         row("cancelled", "end", "the job was cancelled", signals="TERM", job={"JobState": "CANCELLED"}),
         *[
