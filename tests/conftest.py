@@ -49,6 +49,13 @@ def _no_handler_outlives_its_test():
 
 
 @pytest.fixture(autouse=True)
+def _same_draws():
+    """What a test draws does not depend on the tests before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _runs_keep_their_promises(request):
     """Checks every run folder that a trainer has left in the test's ``tmp_path``: a lock and events."""
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None

@@ -65,6 +65,8 @@ from types import SimpleNamespace as _SimpleNamespace
 
 from mutmut.state import state as _state
 
+import titan_disp.train  # as _run has it preloaded
+
 _run_ranks = _run
 _fork = mp.get_context("fork")  # a mutant's process has imported everything, and runs one thread
 mp = _SimpleNamespace(get_context=lambda name: _fork)

@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import re
 import shutil
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +30,14 @@ RECORDED = [json.loads(line) for line in (ROOT / "docs" / "evidence.jsonl").read
 TEMPLATE = "\n".join((FOLDER / f"{name}.j2").read_text() for name in PAGES)
 FAILED = {"status": "failed", "error": "not finite"}
 NO_DIFFERENCE = "no difference of 0.02 or more"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _pairs_are_compared_once():
+    """Most pairs are the same on every page, and scipy's permutation test takes a while."""
+    once = functools.cache(lambda own, other, paired=evidence_analysis.paired: paired(dict(own), dict(other)))
+    with mock.patch.object(evidence_analysis, "paired", lambda *both: once(*(tuple(one.items()) for one in both))):
+        yield
 
 
 def row(part, condition, seed, loss, text="test"):
