@@ -43,7 +43,7 @@ def test_checkpoint(printed):
         assert (0 < row["least"] <= row["seconds"], len(row["all"])) == (True, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_step():
     options = "--overrides=--model.overrides=n_layers=2 --seq-len 64 --steps 1 --rounds 1 --estimators off exact --json"
     argv = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *options.split()]

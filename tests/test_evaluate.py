@@ -249,7 +249,7 @@ def small_hub(path, name=None, **_):
     return datasets.DatasetDict(dict.fromkeys(splits, datasets.Dataset.from_list([HUB[path]] * 6)))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize(("protocol", "tasks", "few"), [("paper", PAPER, 4), ("authors-pretrain", PRETRAIN, 5)])
 def test_tasks_of_the_protocols(protocol, tasks, few, monkeypatch):
     """All are in the installed harness, with the numbers of examples of midtrain_qwen3.py or eval_hf.py, and its metrics."""
