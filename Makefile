@@ -62,7 +62,7 @@ test: setup
 test-fast: setup
 	$(PYTEST) -m "not slow and not night"
 
-# Tests of whole runs: NaN, full disks, damaged checkpoints and signals; also large meshes, sweeps and the figure.
+# Tests of whole runs: NaN, full disks, damaged checkpoints and signals; also large meshes, sweeps, benchmarks and the figure.
 test-night: setup
 	$(PYTEST) -m night
 
