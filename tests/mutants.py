@@ -128,7 +128,7 @@ def prepare(room: str) -> Path:
         # Inductor cannot trace mutmut's switches. The plugins that look for exceptions in destructors and threads are
         # off because they collect garbage five times, which takes seconds after many imports.
         "pytest_add_cli_args": [
-            *("-m", "not slow and not night", "-k", "not compile", "-p", "no:cacheprovider"),
+            *("-m", "not slow and not night", "-k", "not compil", "-p", "no:cacheprovider"),
             *("-p", "no:unraisableexception", "-p", "no:threadexception"),
         ],
         "process_isolation": "forkserver",  # torch must not be forked from a process that has run tests
