@@ -35,7 +35,7 @@ LAYOUTS = [
     # Of the text, nanoGPT's ids are made.
     ("train.bin val.bin input.txt", "text train.bin", "text_validation val.bin"),
     ("fineweb_train_000001.bin fineweb_val_000001.bin", "text fineweb_train_000001.bin"),
-    ("part-0-train.npy part-0-val.npy", "text part-0-train.npy", "text_validation part-0-val.npy"),
+    ("part-0-train.npy part-0-valid.npy", "text part-0-train.npy", "text_validation part-0-valid.npy"),
 ]
 
 
