@@ -145,7 +145,7 @@ def test_gradients_in_the_backward_pass(every_layer_alone, monkeypatch, request,
         found[defer] = (gradients, torch.stack(printed), ledger.mean(None), ledger.worst_fit(None))
     if retain:  # the second pass adds its terms again
         found = {defer: gradients for defer, (gradients, *_) in found.items()}
-    torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-6)  # also of the means, which are floats
+    torch.testing.assert_close(found[True], found[False], rtol=1.3e-6, atol=1e-5)  # float32's, also for the means
     assert sorted(seen) == [i for i in range(4) for _ in range(2 + 2 * (1 + retain))]
 
 
