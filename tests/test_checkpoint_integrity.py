@@ -209,6 +209,7 @@ def test_checkpoints_are_listed(start, tmp_path, monkeypatch, capsys):
     code, found = listed(folder)
     assert (code, list(found.items())) == (0, list(states.items()))  # sorted by step, not by name
     flip(run.folder / "step-20" / DISTCP, 1234)
+    assert listed(folder)[0] == 1  # although the last one is sound
     os.truncate(run.folder / "step-40" / "model.safetensors", 20)
     code, found = listed(folder)
     assert found.pop("step-40").startswith("damaged: SafetensorError")

@@ -110,6 +110,7 @@ def test_depth():
     for one, place, (spearman, kendall, span) in (
         (found, "before_norm", (0.5, 1 / 3, 0.2)),
         (found, "after_norm", (1, 1, 0.3)),
+        (dataclasses.replace(condensed(0.1, 0.3, 0.2, 0.4, 0.0), logits=True), "after_norm", (1, 1, 0.3)),
         (found, "blocks_before_norm", (-1, -1, 0.1)),
         (found, "blocks_after_norm", (1, 1, 0.1)),
         (flat, "before_norm", (None, None, 0.009)),

@@ -211,10 +211,10 @@ def test_options_written_as_in_toml(written, right):
 
 
 def test_an_entry_of_a_table_is_added_to_those_of_the_file(tmp_path):
-    (tmp_path / "c.toml").write_text(f"{DEMO.read_text()}\n[model.overrides]\nn_layers = 2\n")
+    (tmp_path / "c.toml").write_text(f"{DEMO.read_text()}\n[model.overrides]\nn_layers = 2\nn_heads = 2\n")
     entries = ("--model.overrides.hidden_dim=16", "--model.overrides.n_layers", "3", "--dispersion.options.t=2")
     config = loaded(tmp_path / "c.toml", *entries)
-    assert config.model.overrides == {"n_layers": 3, "hidden_dim": 16}
+    assert config.model.overrides == {"n_layers": 3, "n_heads": 2, "hidden_dim": 16}
     assert config.dispersion.options == {"t": 2}
     config = loaded(tmp_path / "c.toml", "--model.overrides", "dim=32", *entries[:1])
     assert config.model.overrides == {"dim": 32, "hidden_dim": 16}  # the word replaces the table

@@ -99,8 +99,9 @@ def test_files_of_megatrons_library(tmp_path):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_every_epoch_has_an_order_of_its_own(tmp_path):
-    files = measured(write_files(tmp_path, (2000,), kind="jsonl"), OPTIONS)
-    (cursor,) = [slot.cursor for slot in streams_of(files, 1, 1)[0].slots.values()]
+    words = lambda i: 1 + i % 5 + (i == 1000) * 250_000  # noqa: E731  # one is longer than a block that is read at once
+    files, how = measured(write_files(tmp_path, (2000,), words, "jsonl"), OPTIONS), {"max_document_bytes": 1 << 21}
+    (cursor,) = [slot.cursor for slot in streams_of(files, 1, 1, **how)[0].slots.values()]
     orders = [[int(cursor.next().content.split()[0]) for _ in range(2000)] for _ in range(3)]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) == list(range(1, 2001))
     assert abs(np.corrcoef([range(2000), *orders]) - np.eye(4)).max() < 0.5
@@ -231,6 +232,14 @@ class TestOnDisk:
             self.files(corpus)
         self.run(corpus)
         self.files(corpus)
+
+    @pytest.mark.parametrize("other", [{"eos_id": 1}, {"token_dtype": "uint32"}])
+    def test_ids_that_are_read_in_another_way(self, corpus, other):
+        (file,) = list_files("text", str(write_texts(corpus / "a.bin", ["1 2", "3 4"])))
+        index.index_file(corpus, OPTIONS, file)
+        assert index.current(corpus, OPTIONS, file).documents == 2
+        unknown = index.current(corpus, replace(OPTIONS, format=replace(FORMAT, **other)), file)
+        assert unknown.startswith("is not in it, or not with these options")
 
     def test_an_index_that_cannot_be_used(self, corpus):
         other = {"facts": '{"other": 1}', "hashes": np.zeros(1), "blocks": np.zeros(1)}  # of another version

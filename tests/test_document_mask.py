@@ -13,7 +13,7 @@ from torchtitan.models.attention import FlexAttentionWrapper
 import titan_disp.plugin  # noqa: F401
 from tests import streams
 from tests.distributed import spawn
-from tests.mesh import SEQ_LEN, alone, documents, global_batch, parts_of, plain_model, trained
+from tests.mesh import SEQ_LEN, alone, dims, documents, global_batch, parts_of, plain_model, trained
 from tests.pages import changed
 from tests.run_invariants import check_run
 from tests.test_assembly import OPTIONS
@@ -29,6 +29,7 @@ from titan_disp.models.decoder import document_mask
 from titan_disp.models.registry import MODELS, model_args
 from titan_disp.run.identity import check_identity
 from titan_disp.run.reader import read_condensation, read_metrics, read_validation
+from titan_disp.spec import train_spec
 from titan_disp.train import DispTrainer
 
 MASK = ("--stream.document_mask",)
@@ -108,7 +109,7 @@ def test_segments_are_the_documents(tmp_path, window):
     assert found[1, : len(rows)].tolist() == (rows[..., 1] - rows[:, :1, 1]).tolist()  # each row begins with 0
 
 
-def test_digest_and_held_out_sequences(sample):
+def test_digest_and_held_out_sequences(one_rank, sample):
     job, without, within = (
         streams.config(sample, "--training.seq_len", "200", *options)
         for options in (MASK, (), ("--dispersion.enabled", "--dispersion.within_documents"))
@@ -127,6 +128,8 @@ def test_digest_and_held_out_sequences(sample):
     for ids, found in ((tokens, segments), (inputs["input"], inputs["segments"])):
         ends = (ids == tokenizer.eos_id).long()  # no text of the sample holds EOS
         assert torch.equal(found.long(), ends.cumsum(1) - ends)
+    build_loss = train_spec(MODELS["qwen3_disp"]).build_loss_fn
+    assert [build_loss(job, dims(1)).within_documents for job in (job, without, within)] == [False, False, True]
 
 
 def test_what_cannot_keep_to_documents(sample):

@@ -168,6 +168,7 @@ def test_plain_texts_are_held_out_where_no_name_says_which(tmp_path, caplog):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
     train, held = (names_in(name, tmp_path) for name in ("text", "text_validation"))
     assert len(held) == 5
+    assert names_in("text_validation", f"{tmp_path}/../{tmp_path.name}") == held  # wherever the folder is
     assert sorted(train + held) == sorted(f"{i}.txt" for i in range(100))
     assert "5 of 100 *.txt are held out" in caplog.text
     assert len(names_in("text", f"{tmp_path}/*.txt")) == 100

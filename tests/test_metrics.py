@@ -5,6 +5,7 @@ Condensation is measured while the real trainer runs: the same numbers on every 
 
 import dataclasses
 import logging
+import math
 import time
 from types import SimpleNamespace
 
@@ -48,11 +49,11 @@ class DamagedFiles:
         return counts | {"seconds_waited": self.waited, "epochs_read": 0.375}
 
 
-def metrics(run, world_size=1, loader=None, tensorboard=False):
+def metrics(run, loader=None, tensorboard=False, **degrees):
     options = ("--training.seq_len", "32", "--training.global_batch_size", "16", "--training.steps", "100")
     config = load_config(["--job.config_file", str(DEMO), "--job.dump_folder", str(run), *options])
     config.metrics.enable_tensorboard = tensorboard
-    built = DispersionMetrics(config, dims(world_size, dp_shard=world_size), LossLedger(), loader)
+    built = DispersionMetrics(config, dims(math.prod(degrees.values()), **degrees), LossLedger(), loader)
     built.num_flops_per_token = 1
     return built
 
@@ -96,6 +97,12 @@ def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
     clock.now += 20
     log(resumed, 51)
     assert "tokens: 26,112 of 51,200 (51.0%, 0:01:38 left)" in caplog.text
+
+
+def test_tokens_are_those_of_all_replicas_once(one_rank, tmp_path):
+    built = metrics(tmp_path, dp_replicate=2, dp_shard=3, cp=5)
+    built.job_config.training.global_batch_size, built.job_config.training.local_batch_size = -1, 7
+    assert built.tokens_seen(11) == 11 * 2 * 3 * 7 * 32
 
 
 def test_data_since_the_last_log(one_rank, tmp_path, clock, caplog):

@@ -87,6 +87,7 @@ def test_a_resume_with_other_weights_is_refused(job):
     web, code = job.stream.sources
     doubled, equal = [Source(4.0, web.path), Source(2.0, code.path)], [Source(1.0, web.path), code]
     built(changed(job, {"stream.sources": doubled})).load_state_dict(saved)
+    assert built(changed(job, {"stream.max_document_mb": 0.5})).options.max_document_bytes == 1 << 19
     for keys, message in (
         ({"stream.sources": equal}, r"sources, .* code 2 then, web 3, code 3 now\. .*\"restart"),
         ({"stream.sources": [code, web]}, r"web 4, code 2 then, code 2, web 4 now"),
@@ -99,7 +100,7 @@ def test_a_resume_with_other_weights_is_refused(job):
 def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_path):
     """A thousand bad documents in a row are judged one by one, because their file is much of its source."""
     (web,) = list_files("text", str(write_texts(tmp_path / "web" / "0.json", ["x" * 200_000])))
-    (code,) = list_files("text", str(write_texts(tmp_path / "code" / "0.json", [" "] * 1000 + ["5"] * 60)))
+    (code,) = list_files("text", str(write_texts(tmp_path / "code" / "0.json", [777] * 1000 + ["5"] * 60)))
     files = [*prefixed("web", [web]), *prefixed("code", [code])]
     mixture = Mixture(files, shares({"web": 1, "code": 1}, 2), seed=0)
     (rank,) = streams_of(files, 2, 1, assignment=mixture, max_skipped_fraction=0.1)
@@ -127,6 +128,8 @@ def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
                 one.close()
             states = [one.state_dict() for one in loaders]
         found.append(together([one.counters() for one in loaders]))
+    of_ranks = [{"epoch/web": 2, "documents/web": 4}, {"epoch/web": 3, "documents/web": 5}]
+    assert together(of_ranks) == {"epoch/web": 3, "documents/web": 9}
     handed_out = found[0]["text_bytes"] / sum(len(words_of(i, lengths)) for i in range(1, 621))
     assert handed_out > 1.1
     assert found[0]["stored_bytes"] >= sum(file.size for file in files)

@@ -131,8 +131,9 @@ def test_a_budget_keeps_the_tokens_of_a_step(sample, tmp_path):
     states = {"dataloader": saved.dataloader.state_dict(), "identity": to_state(saved.identity)}
     dcp.save(states, checkpoint_id=tmp_path)
     larger = {"training.global_batch_size": 32}
-    with pytest.raises(RefusedError, match="^tokens of a step is 4096 in the checkpoint and 8192 in the config: "):
-        DispTrainer.check_resume(start(changed(job, larger), tokenizer, tmp_path), STEP)
+    for more in ({}, {"budget.tokens": 0, "budget.stop_at_tokens": 9}):
+        with pytest.raises(RefusedError, match="^tokens of a step is 4096 in the checkpoint and 8192 in the config: "):
+            DispTrainer.check_resume(start(changed(job, larger | more), tokenizer, tmp_path), STEP)
     for changes, step in ((larger | {"budget.tokens": 0}, STEP), (larger, 0), ({}, STEP)):
         DispTrainer.check_resume(start(changed(job, changes), tokenizer, tmp_path), step)
 

@@ -130,19 +130,24 @@ def left(folder, monkeypatch, **owner):
     write_json(folder / "heartbeat.json", {"allowed_seconds": 100, "step": 1})
 
 
-def test_a_run_that_lives_on_another_node_is_left_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("job", "theirs"), [("7", "6.0"), ("none", "")])
+def test_a_run_that_lives_on_another_node_is_left_alone(tmp_path, monkeypatch, job, theirs):
     """The lock of some file systems holds only within one node."""
-    left(tmp_path, monkeypatch)
+    left(tmp_path, monkeypatch, job=theirs)
+    if job == "none":
+        monkeypatch.delenv("SLURM_JOB_ID")
     beat = threading.Timer(0.1, write_json, (tmp_path / "heartbeat.json", {"allowed_seconds": 100, "step": 2}))
     beat.start()
     (tmp_path / ".lock").write_text("host far, pid 1, SLURM job 6")
     seen = []  # while the other one is watched, the lock says who holds it
     threading.Timer(0.05, lambda: seen.append((tmp_path / ".lock").read_text())).start()
     before = [(tmp_path / name).read_bytes() for name in ("owner.json", ".lock")]
-    with pytest.raises(InUseError, match=r"is in use by another job \(host far, SLURM job 6.0\), whose heartbeat"):
+    with pytest.raises(
+        InUseError, match=rf"by another job \(host far, SLURM job {theirs or 'none'}\), whose heartbeat"
+    ):
         RunFolder(job_config(tmp_path), 1)
     assert [(tmp_path / name).read_bytes() for name in ("owner.json", ".lock")] == before
-    assert seen[0].endswith("SLURM job 7")
+    assert seen[0].endswith(f"SLURM job {job}")
 
 
 @pytest.mark.parametrize("what", ["same job", "same node", "old", "dead", "ended"])

@@ -33,10 +33,11 @@ def command(monkeypatch, capsys, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("nodes", "name", "value"), [(80, "SPARES", ""), (82, "SPARES", "2"), (160, "NPROC", "4")])
-def test_the_plan_and_the_command(command, monkeypatch, nodes, name, value):
+@pytest.mark.parametrize(("nodes", "spares", "nproc"), [(80, "", ""), (82, "2", ""), (160, "", "4"), (162, "2", "4")])
+def test_the_plan_and_the_command(command, monkeypatch, nodes, spares, nproc):
     """With two nodes to spare, or four ranks on a node of eight GPUs, the mesh is that of 80 nodes."""
-    monkeypatch.setenv(f"TITAN_DISP_{name}", value)
+    monkeypatch.setenv("TITAN_DISP_SPARES", spares)
+    monkeypatch.setenv("TITAN_DISP_NPROC", nproc)
     code, out, _ = command(nodes, "--sbatch", "time=24:00:00", "account=abc", "--training.dataset_path", "/data/c4")
     assert code == 0
     assert "39,673 of 3,932,160 tokens" in out
