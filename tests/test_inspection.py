@@ -118,6 +118,8 @@ def test_layers_of_a_run(tmp_path, hf_tokenizer):
     dcp.save(model.state_dict(), checkpoint_id=run / "checkpoint" / "step-0", no_dist=True)
     layers.untrain(0)
     assert torch.equal(layers.head.weight, model.output.weight)
+    every = targets.find_targets([str(run)], True, None)
+    assert ([*every], targets.name_of(str(run), every)) == (["run-step-0", "run-step-30"], "run-step-30")
 
 
 def test_the_root_of_logits_with_a_bias():

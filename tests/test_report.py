@@ -265,7 +265,8 @@ def test_conditions():
     runs.append(one("on-seed-2-repeated", 2, **ON))
     of_seeds = [("off (2 seeds)", [0, 1]), ("on (3 seeds)", [2, 3, 4])]
     others = [("small-lambda", [5]), ("again-a", [6]), ("again-b", [7]), ("dataset_path", [8]), ("enable", [9])]
-    others.append(("on-seed-2-repeated", [10]))
+    runs.append(one("other-weights", 4, **{"checkpoint.initial_load_path": "elsewhere"}))
+    others += [("on-seed-2-repeated", [10]), ("other-weights", [11])]
     assert conditions(runs) == of_seeds + others
     # Of runs that were named together, configs, seeds and the runs between them do not matter.
     runs = [one("a", 1), one("b", 1, "x", **OTHER), one("c", 2), one("d", 1, "x"), one("e", 3, "y")]

@@ -136,6 +136,9 @@ def test_a_budget_keeps_the_tokens_of_a_step(sample, tmp_path):
             DispTrainer.check_resume(start(changed(job, larger | more), tokenizer, tmp_path), STEP)
     for changes, step in ((larger | {"budget.tokens": 0}, STEP), (larger, 0), ({}, STEP)):
         DispTrainer.check_resume(start(changed(job, changes), tokenizer, tmp_path), step)
+    other = start(changed(job, {"baseline.method": "noisy_embedding", "stream.seed": 5}), tokenizer, tmp_path)
+    with pytest.raises(ConfigError, match="baseline.method"):  # of a seed checkpoint, too, only the data may differ
+        DispTrainer.check_resume(other, 0)
 
 
 def test_other_data_begin_a_new_epoch_if_they_may(run):

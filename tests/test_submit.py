@@ -90,9 +90,9 @@ def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
     folder = freeze.freeze(config, argv, "7.0.abcdef") / "slurm"
     assert all(path.stat().st_mode & 0o200 for path in (folder, folder / "sites", folder / "node.sh"))
     shutil.rmtree(tmp_path / "run")
-    argv += ["--checkpoint.load_step", "7"]
-    with pytest.raises(ConfigError, match="^checkpoint.load_step is 7, expected -1 in a job"):
-        freeze.freeze(load_config(argv), argv, "7.0.abcdef")
+    for step in "07":
+        with pytest.raises(ConfigError, match=f"^checkpoint.load_step is {step}, expected -1 in a job"):
+            freeze.freeze(load_config([*argv, "--checkpoint.load_step", step]), argv, "7.0.abcdef")
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match="is not writable: "):
         freeze.freeze(config, argv, "7.0.abcdef")

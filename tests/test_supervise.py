@@ -437,6 +437,7 @@ class TestFailures:
             ([([], [4, 8]), ([8], [6]), ([], [8]), ([], [])], [1, 1, 1, 2]),
             # No start would get any further: twice it counts as progress, and then as a failure.
             ([([], [4, 8]), *4 * [([8], [8])]], [1, 1, 1, 2, None]),
+            ([([], [4, 8]), *3 * [([8], []), ([], [8])]], [1, 2, 1, 2, 1, 2, None]),
             # Each is damaged once.
             ([([], [8]), *[s for k in range(8, 40, 8) for s in (([k], [k]), ([], [k + 8]))]], 9 * [1]),
         ],

@@ -221,6 +221,8 @@ class TestPrepare:
         (run / "metrics.jsonl").unlink()
         prepare(made, 1)
         assert (run / "point.toml").read_bytes() == DEMO.read_bytes()
+        with pytest.raises(ConfigError, match="^the point seed-1: .*is not a positive multiple"):
+            prepare(made, 3)  # ranks
 
 
 def write_events(run, lines):
