@@ -128,8 +128,6 @@ def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
                 one.close()
             states = [one.state_dict() for one in loaders]
         found.append(together([one.counters() for one in loaders]))
-    of_ranks = [{"epoch/web": 2, "documents/web": 4}, {"epoch/web": 3, "documents/web": 5}]
-    assert together(of_ranks) == {"epoch/web": 3, "documents/web": 9}
     handed_out = found[0]["text_bytes"] / sum(len(words_of(i, lengths)) for i in range(1, 621))
     assert handed_out > 1.1
     assert found[0]["stored_bytes"] >= sum(file.size for file in files)

@@ -98,7 +98,7 @@ def check_data_metrics(folder):
     """
     rank = dist.get_rank()
     loader = Files(20 + rank)
-    logged = metrics(folder, 2, loader)
+    logged = metrics(folder, loader, dp_shard=2)
     loader.read, loader.waited = (1000, 3.0) if rank == 0 else (3000, 2.0)
     expected = {
         **{"documents": 0, "skipped_documents": 0, "skipped_bytes": 0, "skipped_files": 41, "epoch": 1, "epoch/web": 2},
