@@ -233,6 +233,13 @@ class TestOnDisk:
         self.run(corpus)
         self.files(corpus)
 
+    def test_a_change_that_the_sample_does_not_show(self, corpus, monkeypatch):
+        monkeypatch.setattr(index, "_SAMPLED", 8)
+        assert "0 of them (0.00%) repeat" in "".join(self.run(corpus))
+        content = (corpus / "0.jsonl").read_bytes()
+        (corpus / "0.jsonl").write_bytes(content.replace(b'"9 9 9 9 9"', b'"4 4 4 4 4"'))
+        assert "1 of them (0.56%) repeat" in "".join(self.run(corpus))
+
     @pytest.mark.parametrize("other", [{"eos_id": 1}, {"token_dtype": "uint32"}])
     def test_ids_that_are_read_in_another_way(self, corpus, other):
         (file,) = list_files("text", str(write_texts(corpus / "a.bin", ["1 2", "3 4"])))

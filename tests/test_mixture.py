@@ -7,6 +7,7 @@ import shutil
 from functools import partial
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 
@@ -62,7 +63,7 @@ def built(job):
     return build_dataloader(1, 0, load_tokenizer(job.model.hf_assets_path), job)
 
 
-def test_a_config_with_sources_from_listing_to_batches(job):
+def test_a_config_with_sources_from_listing_to_batches(job, tmp_path):
     """Each source gives what it gives alone. (Without shuffling, because the shuffled order depends on the slots' numbers.)"""
     names = [f"{name}/{i}.json.gz" for name in ("web", "code") for i in range(3)]
     assert [file.name for file in built(job).files] == names
@@ -80,6 +81,9 @@ def test_a_config_with_sources_from_listing_to_batches(job):
     assert digest(job, 8, [(0, 2), (3, 3), (5, 6)]).hashes == whole.hashes
     assert {"epoch", "epoch/web", "epochs_read/web", "epoch/code", "epochs_read/code"} <= whole.counters.keys()
     assert "epochs_read" not in whole.counters
+    empty = Source(1.0, str(write_texts(tmp_path / "empty.parquet", pyarrow.array([], pyarrow.string()))))
+    with pytest.raises(ConfigError, match=r"empty\.parquet has no rows"):  # although the others have some
+        built(changed(job, {"stream.sources": [*job.stream.sources, empty]}))
 
 
 def test_a_resume_with_other_weights_is_refused(job):

@@ -28,6 +28,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.command_line import ROOT
+from tests.pages import changed
 from tests.streams import (
     EOS,
     VALIDATION_FILE,
@@ -510,10 +511,10 @@ def test_a_file_that_changes_between_a_save_and_a_resume(sample, tmp_path):
     tokenizer = load_tokenizer(sample / "tokenizer")
     saved = build_dataloader(1, 0, tokenizer, job).state_dict()
     same = "content: 1 file of the same size with other documents, first b.jsonl"
-    for changed in (lines[::-1], lines[45:] + lines[:45], lines):
-        (tmp_path / "b.jsonl").write_text("".join(changed))
+    for text in (lines[::-1], lines[45:] + lines[:45], lines):
+        (tmp_path / "b.jsonl").write_text("".join(text))
         now = build_dataloader(1, 0, tokenizer, job)
-        with contextlib.nullcontext() if changed == lines else pytest.raises(RefusedError, match=same):
+        with contextlib.nullcontext() if text == lines else pytest.raises(RefusedError, match=same):
             now.load_state_dict(saved)
         assert differences(json.loads(saved["fingerprint"]), now.fingerprint | {"contents": {}}) == []
 
@@ -545,6 +546,9 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_pa
     section.seq_len = 64  # of validation; held-out sequences have training's
     (found,) = held_out_sequences(job, tokenizer, 5)
     assert torch.equal(found, first_sequences_by_hand(other, sample, 5, 33))
+    several = {"validation.dataset_path": f"{sample}/en/*.gz"}
+    every = [held_out_sequences(changed(job, several | {"stream.seed": seed}), tokenizer, 1)[0] for seed in range(4)]
+    assert all(torch.equal(found, every[0]) for found in every)
 
     section.enable, job.training.dataset_path = False, None
     beside = Source(1.0, other), Source(1.0, str(write_texts(tmp_path / "train" / "train.json", ["a"]).parent))

@@ -144,7 +144,10 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         found[token] = fingerprint(files, str(tmp_path), options, 4)
         assert found[token]["eos_token_id"] is None
-    assert [text.split(":")[0] for text in differences(found["<|one|>"], found["<|other|>"])] == ["tokenizer"]
+    (tmp_path / "merges.txt").write_text("a b")  # of a vocab.json
+    found["merges"] = fingerprint(files, str(tmp_path), options, 4)
+    for other in ("<|one|>", "merges"):
+        assert [text.split(":")[0] for text in differences(found["<|other|>"], found[other])] == ["tokenizer"]
 
 
 def test_which_file_is_the_tokenizer(hf_tokenizer, tmp_path):
