@@ -178,7 +178,7 @@ class TestOnDisk:
     @pytest.fixture
     def corpus(self, tmp_path):
         write_files(tmp_path / "data", [50, 60, 70], kind="jsonl")
-        write_texts(tmp_path / "data" / "validation.jsonl", [words_of(n) for n in (7, 200, 201)])
+        write_texts(tmp_path / "data" / "validation.jsonl", ["", *map(words_of, (7, 200, 201))])
         return tmp_path / "data"
 
     def run(self, corpus, **keys):

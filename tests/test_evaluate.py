@@ -9,6 +9,7 @@ import time
 import weakref
 from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -403,7 +404,8 @@ def test_warnings_of_the_harness_come_once(capsys):
 
 
 def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
-    given = []
+    given, build = [], mock.Mock(wraps=build_suite)
+    monkeypatch.setattr(harness, "build_suite", build)
     monkeypatch.setattr(harness, "run_model", lambda folder, suite, settings: given.append(settings) or 1 / 0)
     pretrain = {"protocol": "authors-pretrain"}
     for more in ({"protocol": "authors-gpt2"}, {"limit": 7} | pretrain, {"dtype": "float32"} | pretrain, {}):
@@ -411,6 +413,8 @@ def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
             evaluate(EvaluateOptions(models[:1], ["word"], include_path=own, out=tmp_path / "out", **more))
     assert [one.limit for one in given] == [500, 7, 200, None]
     assert [one.dtype for one in given] == ["auto", "float16", "float32", "auto"]
+    shots = [PROTOCOLS[name].shots for name in ("authors-gpt2", *["authors-pretrain"] * 2, "paper")]
+    assert [call.args[3] for call in build.call_args_list] == shots
 
 
 def test_a_model_that_fails_leaves_the_results_of_those_before(models, own, tmp_path):

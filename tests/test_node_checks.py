@@ -139,10 +139,11 @@ def test_report(tmp_path, monkeypatch, capsys):
 
     (tmp_path / "bandwidth.json").unlink()
     paper = ["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")]
-    report = node_reports.make_report(tmp_path, expected, "8", paper)
+    paper += ["--parallelism.data_parallel_shard_degree", "4"]
+    report = node_reports.make_report(tmp_path, expected, "4", paper)
     assert report["problems"].keys() == {*expected, "bandwidth"}  # none of the config
     text = "\n".join(node_reports.render(report, expected))
-    assert "streamed from the Hugging Face hub by 40 ranks on 5 nodes" in text
+    assert "streamed from the Hugging Face hub by 20 ranks on 5 nodes" in text
     with pytest.raises(SystemExit, match="2"):
         run("folder", *demo, "--job.dump_folder", "/dev/null/run")
     assert "job.dump_folder: /dev/null/run is not writable: Not a directory" in capsys.readouterr().err

@@ -453,12 +453,14 @@ def test_one_broken_run_among_several(tmp_path, capsys):
         ("events.jsonl", "ab", json.dumps(event("start", 9, T0 + 2e4, allocated="x")).encode()),
     )
     good = write_run(tmp_path / "good", *whole())
+    (tmp_path / "results.json").write_text(json.dumps({"published": [["piqa", "score", "on", "+25.00", "ours"]]}))
     for i, (file, mode, content) in enumerate(cases):
         broken = write_run(tmp_path / f"broken-{i}", *whole())
         with open(broken / file, mode) as damaged:
             damaged.write(content)
-        page = write_report([good, broken], tmp_path / "report.html").read_text()
+        page = write_report([good, broken], tmp_path / "report.html", tmp_path).read_text()
         assert (cells(page, "state"), "Left out" in page) == (["complete: all 100 steps are done"], True)
+        assert "<td>+25.00</td>" in page  # of the evaluation
         assert re.fullmatch(f"left out: .*{broken}\\b.*\n", capsys.readouterr().err)  # one line
         with pytest.raises(ConfigError, match=f"broken-{i}"):
             write_report([broken], tmp_path / "report.html")

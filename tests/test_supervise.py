@@ -230,6 +230,7 @@ ENDS = f"{beat(60)}sleep 0.3; rm FOLDER/run/heartbeat.json; {SLEEP}"
 GARBAGE = "echo '{' > FOLDER/run/heartbeat.json; sleep 0.2"
 SIGNALLED = f"echo USR1 > FOLDER/signals; {SLEEP}"
 LEFT = 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
+UNKNOWN = LEFT.replace("echo 0:01", "exit 1")
 LONG_SAVE = {"srun": SIGNALLED, "squeue": LEFT, "SIGNAL_SECONDS": "1"}
 # Ranks that wait for a dead one write what they wait for; two ranks run on each node.
 DUMPS = "mkdir FOLDER/run/comm_traces; touch FOLDER/run/comm_traces/rank_"
@@ -335,6 +336,9 @@ SCENARIOS = {
         row("signalled, and a user's stop", "requeue", "asked to stop (USR1)", srun=USR1, stop=b""),
         row("signalled on a full disk", "requeue", "asked to stop (USR1)", srun=USR1, full=True),
         row("long save", "requeue", "saved in time; 0 s before the time limit, the last", ended=True, **LONG_SAVE),
+        row(
+            "without squeue", "requeue", "saved in time; 0 s before the", ended=True, **LONG_SAVE | {"squeue": UNKNOWN}
+        ),
         row("silent", "check nodes", "at step 5 (save), and 0 s are", srun=beat(0.3) + SLEEP, ended=True),
         # Python hangs before rank 0 has written a heartbeat, or after rank 0 has removed it at the end.
         row("no heartbeat", "check nodes", "s at its start, and 1 s", srun=SLEEP, quiet=0.6, ended=True),
@@ -654,8 +658,8 @@ def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
     assert os.fsdecode(pointer.read_bytes()) == str(launch)
 
     # A requeued job may lack the pointer: its newest launch counts. Of these, two are of an earlier job with its number,
-    # one is another job's, and the last one is unfinished.
-    for when, name in enumerate(("7.0.aaaaaa", "17.0.abcdef", "7.0.bbbbbb", "7.1.cccccc.partial-5")):
+    # two are other jobs', and the last one is unfinished.
+    for when, name in enumerate(("7.0.aaaaaa", "7.0.bbbbbb", "17.0.abcdef", "71.0.abcdef", "7.1.cccccc.partial-5")):
         file = cluster.run / "launch" / name / "launch.json"
         file.parent.mkdir(parents=True)
         file.touch()
