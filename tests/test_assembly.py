@@ -66,7 +66,8 @@ def resume(sample, run, *options):
     with trainer_of(sample, run, *options) as trainer:
         saved, guard = trainer.checkpointer, trainer.optimizers
         assert saved.hooks is saved.states["train_state"] is trainer
-        assert json.loads(saved.states["identity"]["json"])["hidden_dim"] == 192
+        identity = json.loads(saved.states["identity"]["json"])
+        assert (identity["hidden_dim"], identity["tokens of a step"]) == (192, TOKENS)
         assert guard.max_skipped_steps == 7
         assert trainer.owns_folder()
         trainer.train()
@@ -110,6 +111,9 @@ def one_process(sample, tokenizer, folder):
     found["group"] = {key: value for key, value in group.items() if key != "params"}
     with trainer_of(sample, folder / "seed", "--debug.seed", "12") as trainer:
         found["seed"] = weights(trainer)
+        for name in ("owner.json", "heartbeat.json"):  # another start takes the folder
+            (folder / "seed" / name).write_text('{"id": "of the other"}')
+    assert (folder / "seed/heartbeat.json").exists()
     torch.save(found, folder / "found.pt")
 
 

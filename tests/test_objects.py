@@ -90,7 +90,15 @@ def test_every_format_and_place(store, monkeypatch):
     for name in ("train.bin", "val.npy"):
         write_texts(store.root / "ids" / name, tokens)
     (store.root / "b.txt").write_text("a whole text")
-    for place in ("texts/", "texts/**/*.jsonl", "texts/sub.*/a.*", "texts/sub.parquet/a.parquet", "ids", "b.txt"):
+    for place in (
+        "texts/",
+        "texts/**/*.jsonl",
+        "texts/sub.*/a.*",
+        "texts/sub.parquet/a.parquet",
+        "ids",
+        "ids/val.npy",
+        "b.txt",
+    ):
         local, remote = list_files("text", f"{store.root}/{place}"), list_files("text", f"s3://bucket/{place}")
         assert [(file.name, file.size) for file in remote] == [(file.name, file.size) for file in local]
         for here, there in zip(local, remote, strict=True):

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import get_args
 
@@ -14,6 +15,7 @@ from titan_disp.config.batch import tokens_per_step
 from titan_disp.config.checks import tokenizer_of
 from titan_disp.config.keys import facts_of
 from titan_disp.data.loader import open_stream
+from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.sources import training_sets
 from titan_disp.errors import ConfigError, RefusedError
@@ -101,6 +103,16 @@ def test_every_declared_key(run, sample):
                 values = f"{then.fingerprint[name]!r} then, {now.fingerprint[name]!r} now."
                 with pytest.raises(ConfigError, match=re.escape(f"data: {name}: {values}")):
                     now.load_state_dict(then.state_dict())
+
+
+def test_every_option_of_the_stream_is_that_of_its_key():
+    job = loaded(DEMO)
+    keys = {name: field for name, field in all_keys().items() if name.startswith("stream.")}
+    for option in {field.name for field in fields(StreamOptions)} & {name.removeprefix("stream.") for name in keys}:
+        value = another(name := f"stream.{option}", keys[name], getattr(job.stream, option))
+        assert (
+            getattr(stream_options(changed(job, {name: value, "comm.train_timeout_seconds": 999})), option) == value
+        ), option
 
 
 def test_keys_of_torchtitan(run, sample, tmp_path):

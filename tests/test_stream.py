@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -216,6 +217,18 @@ def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, window):
     most = max(one.queued for passes in rank.passes._open.values() for one in passes)
     # The part that a pass has read may have a larger mean.
     assert most <= 2000 + 9 * window * 1.1 * np.mean(lengths) + 9 * max(lengths)
+    # The first slot reads two epochs, far ahead of the others, then the next one.
+    (rank,) = streams_of(files, 9, 1, seq_len=15, queue_bytes=2000, shuffle_window=window)
+    assert epochs_of(rank.slots.values()) == [list(range(1, 901))] * 2
+
+
+def test_what_the_worker_reads_ahead_is_counted(sample, tmp_path):
+    write_texts(tmp_path / "a.jsonl", ["x " * 5000] * 100)  # of many reads
+    one = loader(list_files("text", str(tmp_path)), sample, prefetch=2, slots=2, seq_len=4096)
+    for _ in islice(iter(one), 20):
+        pass
+    one.close()
+    assert one.counters()["stored_bytes"] > one.counters()["text_bytes"] > 100_000
 
 
 def test_the_slot_that_waits_for_a_document_stays_in_its_pass(tmp_path):
@@ -491,10 +504,15 @@ def test_what_is_other_data(sample, tmp_path):
     changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
     with pytest.raises(ConfigError, match="8 now, with 1 difference; first c4-train.00000-of-00008.json.gz"):
         loader(changed, sample).load_state_dict(saved)
+    with pytest.raises(DataError, match="but had .* when the files were listed"):  # it has grown
+        Documents(dataclasses.replace(files[0], size=files[0].size - 1), StreamOptions()).read()
     loader(files, sample, shuffle_window=1).load_state_dict(saved)  # a window of 1 shuffles nothing either
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
     of_another_loader, epoch = read_data_state(str(tmp_path))
     assert epoch == -1
+    without = {key: value for key, value in one.fingerprint.items() if key != "tokenizer"}
+    for then, now in ((without, one.fingerprint), (one.fingerprint, without)):
+        assert [text.split(":")[0] for text in differences(then, now)] == ["tokenizer"]
     with pytest.raises(ConfigError, match=r'written by another loader.*stream.on_mismatch = "restart"'):
         check_fingerprint(of_another_loader, one.fingerprint)
     one.fingerprint["assignment"] = VERSION - 1
