@@ -125,7 +125,7 @@ def two_nodes(sample, folder):
     os.environ["LOCAL_RANK"] = "0"
     run = Path(folder) / "nodes"
     batch = ("--training.global_batch_size", "-1", "--training.local_batch_size")  # one microbatch of each rank
-    cp = ("--parallelism.context_parallel_degree", "2", "--condensation.interval", "9")
+    cp = ("--parallelism.context_parallel_degree", "2", "--condensation.interval", str(FIRST))
     start(sample, run, *FIRST_PART, *batch, "8", *cp, *HELD_OUT)
     start(sample, run, *batch, "4")
 

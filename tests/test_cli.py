@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import docstring_parser
 import pytest
 
-from tests.command_line import DEMO, typed
+from tests.command_line import DEMO, ROOT, typed
 from tests.pages import understood
 from titan_disp import cli
 from titan_disp.cluster import launch, preflight
@@ -115,7 +115,8 @@ def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     started, done = [], SimpleNamespace(returncode=3)
     monkeypatch.setattr(launch.subprocess, "run", lambda line, env: started.append(line) or done)
-    assert typed(monkeypatch, "submit", DEMO, *among("--nodes 2 --gpus-per-node 0 --sbatch time=1:00:00")) == 3
+    own = f"--nodes 2 --gpus-per-node 0 --site={ROOT}/slurm/sites/local_cpu.sh --sbatch time=1:00:00"
+    assert typed(monkeypatch, "submit", DEMO, *among(own)) == 3
     (line,) = started
     assert line[:3] == ["sbatch", "--nodes=2", "--time=1:00:00"]
     script = next(i for i, word in enumerate(line) if word.endswith("pretrain.sbatch"))
