@@ -174,6 +174,7 @@ def test_toml(tmp_path):
         ("[training]\nsteps = 'many'", r"training.steps is 'many', expected a whole number$"),
         ("[training]\nsteps = '10'", r"is '10', expected a whole number \(without quotes: steps = 10\)$"),
         ("[training]\nsteps = true", r"training.steps is True, expected a number"),
+        ("[dispersion]\ncoeff = true", r"dispersion.coeff is True, expected a number"),
         ("[dispersion]\nlayers = 'middle'", r"dispersion.layers is 'middle'"),
         ("[stream]\nsources = []", r"stream.sources is empty"),
         ("[dispersion", r"not valid TOML"),

@@ -111,7 +111,9 @@ def test_data_since_the_last_log(one_rank, tmp_path, clock, caplog):
     logged = metrics(tmp_path, loader=loader)
     for seconds, loader.read, loader.waited in ((8, 4000, 2.0), (3, 4600, 2.0)):
         clock.now += seconds
+        logged.ntokens_since_last_log = 1200
         log(logged, int(clock.now))
+    assert [row["tps"] for row in read_metrics(tmp_path).values()] == [150.0, 400.0]
     data = [row["data"] for row in read_metrics(tmp_path).values()]
     assert [(d["stored_bytes_per_second"], d["wait_fraction"]) for d in data] == [(500.0, 0.25), (200.0, 0.0)]
     assert "epochs: 0.375  waiting for data: 25%" in caplog.text

@@ -41,6 +41,7 @@ def test_the_plan_and_the_command(command, monkeypatch, nodes, spares, nproc):
     code, out, _ = command(nodes, "--sbatch", "time=24:00:00", "account=abc", "--training.dataset_path", "/data/c4")
     assert code == 0
     assert "39,673 of 3,932,160 tokens" in out
+    assert "MI250X-GCD = 640 GPUs" in out
     assert "replicate 80 × shard 8 × context 1 × tensor 1" in out  # the file has -1
     assert out.splitlines()[-1] == (
         f"sbatch --nodes={nodes} --gpus-per-node=8 --time=24:00:00 --account=abc "
