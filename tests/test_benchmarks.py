@@ -77,6 +77,7 @@ def test_cost_of_a_measurement(monkeypatch):
     assert max(one["part"] for one in found.values()) <= 0.002
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_checks_of_a_gpu(gpus, monkeypatch):
     from benchmarks.gpu import Options, checks
