@@ -143,7 +143,7 @@ def write_source(folder, kind, counts, first):
 COUNTS = st.lists(st.integers(1, 25), min_size=1, max_size=5)
 
 
-@settings(max_examples=30, deadline=None, phases=(Phase.reuse, Phase.generate))  # shrinking would take minutes
+@settings(max_examples=20, deadline=None, phases=(Phase.reuse, Phase.generate))  # shrinking would take minutes
 @given(
     corpus=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(KINDS), COUNTS), min_size=1, max_size=3),
     seq_len=st.integers(1, 40),
