@@ -171,6 +171,7 @@ def test_the_logits(name, request, command, text, tmp_path):
     assert len(found.untrained_mean_cosine) == len(found.mean_cosine)
 
 
+@pytest.mark.slow
 def test_pictures_of_a_run_and_a_model(run, gpt2, text, tmp_path, capsys, monkeypatch):
     few = ("--text", text, "--out", tmp_path, "--sequences", 2)
     typed(monkeypatch, "condensation", run, gpt2, "--all-steps", *few)

@@ -205,6 +205,7 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         evaluate(EvaluateOptions(models, ["word"], include_path=own, out=out))
 
 
+@pytest.mark.slow
 def test_group_whose_tasks_count_alike(models, own, tmp_path):
     a, of_one = by_hand(models[0], own), {"models": models[:1], "include_path": own}
     comparison = evaluate(EvaluateOptions(tasks=["both"], out=tmp_path / "all", **of_one))
