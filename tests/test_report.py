@@ -460,7 +460,7 @@ def test_broken_runs_beside_another(tmp_path, capsys):
         with open(every[i] / file, mode) as damaged:
             damaged.write(content)
         with pytest.raises(ConfigError, match=f"broken-{i}\\b"):
-            write_report(every[i:], tmp_path / "report.html")
+            write_report([every[i]], tmp_path / "report.html")
     capsys.readouterr()
     page = write_report([good, *every], tmp_path / "report.html", tmp_path).read_text()
     assert (cells(page, "state"), "Left out" in page) == (["complete: all 100 steps are done"], True)
