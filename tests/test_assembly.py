@@ -91,7 +91,7 @@ def console(file):
 def one_process(sample, tokenizer, folder):
     """One run of one start, and one of two starts, which also measures. Copies of it go on in other ways."""
     folder = Path(folder)
-    whole, parts, changed, stopped = (folder / name for name in ("whole", "parts", "changed", "stopped"))
+    whole, parts, changed = (folder / name for name in ("whole", "parts", "changed"))
     measures = (*MEASURES, "--validation.dataset", "c4_validation", "--validation.dataset_path", sample)
     found = {"whole": start(sample, whole), "refusals": {}}
     with console(folder / "parts.log"):
@@ -102,13 +102,14 @@ def one_process(sample, tokenizer, folder):
             start(sample, parts, *options)
         found["refusals"][name] = str(refused.value)
     shutil.copytree(parts, changed)
-    start(sample, shutil.copytree(parts, stopped), *FIRST_PART, "--optimizer.lr", "0.5")
+    start(sample, shutil.copytree(parts, folder / "stopped"), *FIRST_PART, "--optimizer.lr", "0.5")
     with console(folder / "parts.log"):
         found["last"] = resume(sample, parts, *measures)
     with console(folder / "changed.log"), trainer_of(sample, changed, *CHANGED) as trainer:
         trainer.train()
         (group,) = trainer.optimizers.optimizers[0].param_groups
     found["group"] = {key: value for key, value in group.items() if key != "params"}
+    start(sample, shutil.copytree(parts, folder / "complete"), "--optimizer.lr", "0.5")
     with trainer_of(sample, folder / "seed", "--debug.seed", "12") as trainer:
         found["seed"] = weights(trainer)
         for name in ("owner.json", "heartbeat.json"):  # another start takes the folder
@@ -200,7 +201,8 @@ def test_keys_of_the_optimizer_and_its_schedule_may_change(folder, found):
     assert "lr_scheduler.decay_type: 'linear' → 'sqrt', " in said
     assert "optimizer.lr: 0.0008 → 0.004, " in said
     assert "metrics." not in said
-    # A start that finds the run at its stop trains nothing, so that its config is not that of the run.
+    # A start that finds the run complete, or at its stop, trains nothing, so that its config is not that of the run.
+    assert (folder / "complete/config.json").read_bytes() == (folder / "parts/config.json").read_bytes()
     assert read_config(folder / "stopped")["optimizer"]["lr"] == 8e-4
 
 

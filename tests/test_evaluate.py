@@ -380,11 +380,12 @@ def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer")
     (run / "metrics.jsonl").write_text(json.dumps(RAN) + "\n")
     (run / "environment.json").write_text('{"accelerators": ["H100"]}')
-    (run / "checkpoint/step-40").mkdir()
-    (run / "checkpoint/step-40/.metadata").write_text("a newer one, which is damaged")
-    found = evaluate(EvaluateOptions([run / "30"], ["word"], include_path=own, out=tmp_path / "out"))
-    assert list(found.tasks[0].scores) == ["run-step-30"]
-    assert [folder.name for folder in answers] == ["model"]
+    for one, out in ((run, "out"), (run / "30", "again")):
+        found = evaluate(EvaluateOptions([one], ["word"], include_path=own, out=tmp_path / out))
+        assert list(found.tasks[0].scores) == ["run-step-30"]
+        (run / "checkpoint/step-40").mkdir(exist_ok=True)
+        (run / "checkpoint/step-40/.metadata").write_text("a newer one, which is damaged")
+    assert [folder.name for folder in answers] == ["model"] * 2
     shown = re.sub(" +", " ", (tmp_path / "out/table.md").read_text())
     assert "| GPU-hours | run | 1 | the run's folder |" in shown
     written = sorted(path.name for path in (tmp_path / "out").iterdir())

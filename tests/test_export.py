@@ -105,12 +105,13 @@ def test_shards_and_dtype(run, model, tmp_path):
     assert torch.equal(theirs.model.norm.weight, model.norm.weight.bfloat16())
 
 
-def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path):
+@pytest.mark.parametrize("given", [False, True])
+def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path, given):
     """transformers must not use Qwen's pre-tokenizer. On request it reads "<|endoftext|>" as text, as training does."""
     (tmp_path / "train.jsonl").write_text('{"body": "a<|endoftext|>b", "text": 1}\n')
     data = ("--training.dataset_path", str(tmp_path / "train.jsonl"), "--stream.text_field", "body")
-    run = save_run(tmp_path / "2026", model, tmp_path / "nowhere", *data)  # digits are no step here
-    export(ExportOptions(run, tmp_path / "out", tokenizer=hf_tokenizer))
+    run = save_run(tmp_path / "2026", model, tmp_path / "nowhere" if given else hf_tokenizer, *data)  # of no step 2026
+    export(ExportOptions(run, tmp_path / "out", tokenizer=hf_tokenizer if given else None))
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (hf_tokenizer / "tokenizer.json").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     eos = json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"]

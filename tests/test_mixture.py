@@ -91,7 +91,6 @@ def test_a_resume_with_other_weights_is_refused(job):
     web, code = job.stream.sources
     doubled, equal = [Source(4.0, web.path), Source(2.0, code.path)], [Source(1.0, web.path), code]
     built(changed(job, {"stream.sources": doubled})).load_state_dict(saved)
-    assert built(changed(job, {"stream.max_document_mb": 0.5})).options.max_document_bytes == 1 << 19
     for keys, message in (
         ({"stream.sources": equal}, r"sources, .* code 2 then, web 3, code 3 now\. .*\"restart"),
         ({"stream.sources": [code, web]}, r"web 4, code 2 then, code 2, web 4 now"),

@@ -462,12 +462,12 @@ def test_broken_runs_beside_another(tmp_path, capsys):
         with pytest.raises(ConfigError, match=f"broken-{i}\\b"):
             write_report([every[i]], tmp_path / "report.html")
     capsys.readouterr()
-    page = write_report([good, *every], tmp_path / "report.html", tmp_path).read_text()
-    assert (cells(page, "state"), "Left out" in page) == (["complete: all 100 steps are done"], True)
-    assert "<td>+25.00</td>" in page  # of the evaluation
-    told = capsys.readouterr().err.splitlines()
-    assert sorted(re.findall(r"broken-\d+\b", "".join(told))) == sorted(broken.name for broken in every)
-    assert len(told) == len(every)
+    for broken in (every[:-4], every):  # the last four can be read
+        page = write_report([good, *broken], tmp_path / "report.html", tmp_path).read_text()
+        assert (cells(page, "state"), "Left out" in page) == (["complete: all 100 steps are done"], True)
+        assert "<td>+25.00</td>" in page  # of the evaluation
+        told = [re.fullmatch(r"left out: .*(broken-\d+)\b.*", line)[1] for line in capsys.readouterr().err.splitlines()]
+        assert sorted(told) == sorted(run.name for run in broken)
 
 
 def test_details_of_events(tmp_path):

@@ -110,9 +110,9 @@ def test_every_option_of_the_stream_is_that_of_its_key():
     keys = {name: field for name, field in all_keys().items() if name.startswith("stream.")}
     for option in {field.name for field in fields(StreamOptions)} & {name.removeprefix("stream.") for name in keys}:
         value = another(name := f"stream.{option}", keys[name], getattr(job.stream, option))
-        assert (
-            getattr(stream_options(changed(job, {name: value, "comm.train_timeout_seconds": 999})), option) == value
-        ), option
+        found = stream_options(changed(job, {name: value, "comm.train_timeout_seconds": 999}))
+        assert getattr(found, option) == value, option
+    assert stream_options(changed(job, {"stream.max_document_mb": 0.5})).max_document_bytes == 1 << 19
 
 
 def test_keys_of_torchtitan(run, sample, tmp_path):

@@ -142,9 +142,8 @@ def test_a_run_that_lives_on_another_node_is_left_alone(tmp_path, monkeypatch, j
     seen = []  # while the other one is watched, the lock says who holds it
     threading.Timer(0.05, lambda: seen.append((tmp_path / ".lock").read_text())).start()
     before = [(tmp_path / name).read_bytes() for name in ("owner.json", ".lock")]
-    with pytest.raises(
-        InUseError, match=rf"by another job \(host far, SLURM job {theirs or 'none'}\), whose heartbeat"
-    ):
+    said = rf"is in use by another job \(host far, SLURM job {theirs or 'none'}\), whose heartbeat"
+    with pytest.raises(InUseError, match=said):
         RunFolder(job_config(tmp_path), 1)
     assert [(tmp_path / name).read_bytes() for name in ("owner.json", ".lock")] == before
     assert seen[0].endswith(f"SLURM job {job}")

@@ -501,9 +501,9 @@ def test_what_is_other_data(sample, tmp_path):
     files = list_files("c4", str(sample))
     one = loader(files, sample)
     saved = one.state_dict()
-    changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
+    longer = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
     with pytest.raises(ConfigError, match="8 now, with 1 difference; first c4-train.00000-of-00008.json.gz"):
-        loader(changed, sample).load_state_dict(saved)
+        loader(longer, sample).load_state_dict(saved)
     with pytest.raises(DataError, match="but had .* when the files were listed"):  # it has grown
         Documents(dataclasses.replace(files[0], size=files[0].size - 1), StreamOptions()).read()
     loader(files, sample, shuffle_window=1).load_state_dict(saved)  # a window of 1 shuffles nothing either
