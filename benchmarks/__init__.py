@@ -1,1 +1,3 @@
-"""Scripts for measurements and experiments, each with its own options (python -m benchmarks.NAME --help)."""
+"""Scripts for measurements and experiments, each with its own options (python -m
+benchmarks.NAME --help).
+"""

@@ -1,4 +1,5 @@
-"""Make a corpus for experiments on a CPU, in C4's layout, from Debian's documentation packages or any folder of text.
+"""Make a corpus for experiments on a CPU, in C4's layout, from Debian's documentation
+packages or any folder of text.
 
     python -m benchmarks.corpus data/evidence                        # the packages below: 70 MB to download
     python -m benchmarks.corpus data/mine --folder /data/c4/en       # HTML, pod, rst, man pages, text, C4's own files
@@ -8,10 +9,12 @@
     OUT/held_back/…                                              the same again for packages that are kept for mid-training
     OUT/tokenizer, OUT/corpus.json, OUT/README.md                the tokenizer of OUT/en, sizes and sources
 
-Markup is removed (corpus_text.py), and texts that are short, not English or mostly not words are left out. So are
-duplicates: equal texts, and documents of which more than half of the runs of eight words are in documents that were
-kept before (one run in eight is sampled; long documents come first). Documents are then sorted by the hash of their
-text: the first are development text, the next are test text, and the rest is training text.
+Markup is removed (corpus_text.py), and texts that are short, not English or mostly not
+words are left out. So are duplicates: equal texts, and documents of which more than
+half of the runs of eight words are in documents that were kept before (one run in eight
+is sampled; long documents come first). Documents are then sorted by the hash of their
+text: the first are development text, the next are test text, and the rest is training
+text.
 """
 
 import hashlib
@@ -35,9 +38,15 @@ from benchmarks.corpus_text import DICTIONARY, clean, dictionary_pages, document
 from benchmarks.templates import render
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.files import atomic_folder, progress
-from titan_disp.lab.sample import MIN_CHARACTERS, TIMESTAMP, train_tokenizer, write_shard
+from titan_disp.lab.sample import (
+    MIN_CHARACTERS,
+    TIMESTAMP,
+    train_tokenizer,
+    write_shard,
+)
 
-# NAME=VERSION of Debian 12's last point release, which the archive keeps. Security updates are replaced within weeks.
+# NAME=VERSION of Debian 12's last point release, which the archive keeps. Security
+# updates are replaced within weeks.
 PACKAGES = (
     "linux-doc-6.1=6.1.176-1",
     "dict-gcide=0.48.5+nmu2",
@@ -46,8 +55,9 @@ PACKAGES = (
     "anarchism=15.3-3",
 )
 HELD_BACK = ("dict-foldoc=20230119-1",)
-# Files that repeat others of a package: the kernel's pages in HTML beside their sources, pods as man pages, Markdown.
-# Translations and device tree bindings are not English prose.
+# Files that repeat others of a package: the kernel's pages in HTML beside their
+# sources, pods as man pages, Markdown. Translations and device tree bindings are not
+# English prose.
 SKIPPED = re.compile(
     r"linux-doc-[\d.]+/html/|Documentation/(translations|devicetree/bindings)/|anarchism/markdown/|/postgresql/\d+/man/|"
     r"(?<=man/)man1/perl|/doc-base/|/lintian/|/bug/|/(copyright|changelog|CREDITS|NEWS|MAINTAINERS|Makefile|Kconfig)[^/]*$"
@@ -75,7 +85,10 @@ class Document:
 @dataclass
 class Options:
     out: tyro.conf.Positional[Path]
-    """Folder to write. It must not exist, unless it has a corpus of the same sources, which is kept."""
+    """Folder to write.
+
+    It must not exist, unless it has a corpus of the same sources, which is kept.
+    """
     folder: Path | None = None
     """Use this folder's texts instead of Debian's packages, and hold none back."""
     packages: tuple[str, ...] = PACKAGES
@@ -83,9 +96,14 @@ class Options:
     downloads: Path = Path("data/packages")
     """Folder of the packages. apt-get downloads missing ones to it."""
     held_out: int = 1500
-    """Number of documents of the development text, and of the test text. For the held-back packages it is a tenth."""
+    """Number of documents of the development text, and of the test text.
+
+    For the held-back packages it is a tenth.
+    """
     characters: int = 300_000_000
-    """Stop reading after the file that reaches this number: the first files of a copy of C4 are enough."""
+    """Stop reading after the file that reaches this number: the first files of a copy
+    of C4 are enough.
+    """
     vocab_size: int = 2048
 
 
@@ -95,10 +113,14 @@ def download(package: str, folder: Path) -> Path:
     pattern = f"{name}_{version.replace(':', '%3a')}_*.deb"
     if not (found := sorted(folder.glob(pattern))):
         folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(["apt-get", "download", package], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(
+            ["apt-get", "download", package], cwd=folder, capture_output=True, text=True
+        )
         found = sorted(folder.glob(pattern))
         if done.returncode or not found:
-            offered = subprocess.run(["apt-cache", "policy", name], capture_output=True, text=True).stdout
+            offered = subprocess.run(
+                ["apt-cache", "policy", name], capture_output=True, text=True
+            ).stdout
             candidate = re.search(r"Candidate: (\S+)", offered)
             raise SystemExit(
                 f"{package} cannot be downloaded: {done.stderr.strip()[-500:]}\nDebian offers {name}="
@@ -110,8 +132,12 @@ def download(package: str, folder: Path) -> Path:
 
 
 def package_files(deb: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield path and content of a package's files, without those that repeat others or are not English."""
-    content = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(deb)], capture_output=True, check=True).stdout
+    """Yield path and content of a package's files, without those that repeat others or
+    are not English.
+    """
+    content = subprocess.run(
+        ["dpkg-deb", "--fsys-tarfile", str(deb)], capture_output=True, check=True
+    ).stdout
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
             if member.isfile() and not SKIPPED.search(member.name):
@@ -121,12 +147,18 @@ def package_files(deb: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")):
+    for path in sorted(
+        p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")
+    ):
         yield path.relative_to(folder).as_posix(), path.read_bytes()
 
 
-def read(source: str, files: Iterable[tuple[str, bytes]], characters: float = math.inf) -> Iterator[Document]:
-    """Yield the documents of all files of a known format, up to the file that reaches a number of characters."""
+def read(
+    source: str, files: Iterable[tuple[str, bytes]], characters: float = math.inf
+) -> Iterator[Document]:
+    """Yield the documents of all files of a known format, up to the file that reaches a
+    number of characters.
+    """
     dictionary: dict[str, bytes] = {}
     for name, content in files:
         if characters <= 0:
@@ -139,12 +171,16 @@ def read(source: str, files: Iterable[tuple[str, bytes]], characters: float = ma
             yield Document(source, path.lstrip("/"), text)
     for path in sorted(path for path in dictionary if path.endswith(DICTIONARY[0])):
         index = dictionary[path.removesuffix(DICTIONARY[0]) + DICTIONARY[1]].decode()
-        for word, text in dictionary_pages(zlib.decompress(dictionary[path], wbits=31), index):
+        for word, text in dictionary_pages(
+            zlib.decompress(dictionary[path], wbits=31), index
+        ):
             yield Document(source, f"{path}#{word}", clean(text))
 
 
 def is_prose(text: str) -> bool:
-    """Tell whether a text is long enough, mostly words, and English as far as its letters tell."""
+    """Tell whether a text is long enough, mostly words, and English as far as its
+    letters tell.
+    """
     if len(text) < MIN_CHARACTERS:
         return False
     solid = re.sub(r"\s+", "", text)
@@ -154,14 +190,23 @@ def is_prose(text: str) -> bool:
 
 
 def runs_of_words(text: str) -> set[int]:
-    """Return the hashes of one in ``SAMPLED`` of the runs of ``SHINGLE`` words; which ones depends only on the words."""
+    """Return the hashes of one in ``SAMPLED`` of the runs of ``SHINGLE`` words; which
+    ones depends only on the words.
+    """
     words = re.findall(r"[a-z0-9]+", text.lower())
-    hashes = (zlib.crc32(" ".join(words[i : i + SHINGLE]).encode()) for i in range(len(words) - SHINGLE + 1))
+    hashes = (
+        zlib.crc32(" ".join(words[i : i + SHINGLE]).encode())
+        for i in range(len(words) - SHINGLE + 1)
+    )
     return {value for value in hashes if value % SAMPLED == 0}
 
 
-def without_duplicates(documents: Iterable[Document]) -> tuple[list[Document], Counter[str]]:
-    """Return the documents to keep, sorted by hash, and the number left out by reason, for any order of ``documents``."""
+def without_duplicates(
+    documents: Iterable[Document],
+) -> tuple[list[Document], Counter[str]]:
+    """Return the documents to keep, sorted by hash, and the number left out by reason,
+    for any order of ``documents``.
+    """
     left_out: Counter[str] = Counter()
     by_hash: dict[str, Document] = {}
     for document in documents:
@@ -174,7 +219,9 @@ def without_duplicates(documents: Iterable[Document]) -> tuple[list[Document], C
             by_hash[key] = document
     kept: list[Document] = []
     seen: set[int] = set()
-    longest_first = sorted(by_hash.items(), key=lambda item: (-len(item[1].text), item[0]))
+    longest_first = sorted(
+        by_hash.items(), key=lambda item: (-len(item[1].text), item[0])
+    )
     for _, document in progress("comparing", "document", items=longest_first):
         runs = runs_of_words(document.text)
         if len(runs & seen) > MOST_SEEN * len(runs):
@@ -186,7 +233,9 @@ def without_duplicates(documents: Iterable[Document]) -> tuple[list[Document], C
 
 
 def split(documents: Sequence[Document], held_out: int) -> dict[str, list[Document]]:
-    """Split documents that are sorted by hash: first development text, then test text, then training text."""
+    """Split documents that are sorted by hash: first development text, then test text,
+    then training text.
+    """
     if len(documents) < 4 * held_out:
         raise SystemExit(
             f"the sources hold {len(documents)} documents, expected at least {4 * held_out} for a development and a test text "
@@ -200,13 +249,17 @@ def split(documents: Sequence[Document], held_out: int) -> dict[str, list[Docume
 
 
 def seen_in(train: set[int], documents: Iterable[Document]) -> float:
-    """Return the fraction of a held-out text's runs of words that are among the given runs of training text."""
+    """Return the fraction of a held-out text's runs of words that are among the given
+    runs of training text.
+    """
     runs = [run for document in documents for run in runs_of_words(document.text)]
     return sum(run in train for run in runs) / max(1, len(runs))
 
 
 def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
-    """Return training text without rare characters, which would replace words in a small vocabulary."""
+    """Return training text without rare characters, which would replace words in a
+    small vocabulary.
+    """
     texts, characters = list[str](), 0
     for document in documents:
         texts.append(document.text)
@@ -214,7 +267,9 @@ def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
         if characters >= TOKENIZER_CHARACTERS:
             break
     counts = Counter(chain.from_iterable(texts))
-    rare = str.maketrans(dict.fromkeys((c for c, count in counts.items() if count < RARE), None))
+    rare = str.maketrans(
+        dict.fromkeys((c for c, count in counts.items() if count < RARE), None)
+    )
     return [text.translate(rare) for text in texts]
 
 
@@ -223,59 +278,102 @@ def _write_split(splits: dict[str, list[Document]], folder: Path) -> None:
     (folder / "test").mkdir()
 
     def records(documents: Iterable[Document]) -> Iterator[dict[str, str]]:
-        return ({"text": d.text, "timestamp": TIMESTAMP, "url": f"{d.source}:{d.name}"} for d in documents)
+        return (
+            {"text": d.text, "timestamp": TIMESTAMP, "url": f"{d.source}:{d.name}"}
+            for d in documents
+        )
 
     for i in range(TRAIN_FILES):
         name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
         write_shard(folder / "en" / name, records(splits["train"][i::TRAIN_FILES]))
     for place, name in (("en", "development"), ("test", "test")):
-        write_shard(folder / place / "c4-validation.00000-of-00001.json.gz", records(splits[name]))
+        write_shard(
+            folder / place / "c4-validation.00000-of-00001.json.gz",
+            records(splits[name]),
+        )
 
 
 def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str, Any]]:
-    train: set[int] = set().union(*(runs_of_words(document.text) for document in splits["train"]))
+    train: set[int] = set().union(
+        *(runs_of_words(document.text) for document in splits["train"])
+    )
     return {
         name: {
             "documents": len(documents),
             "characters": sum(len(d.text) for d in documents),
-            "tokens": sum(len(encode(d.text)) + 1 for d in progress(f"tokenizing {name}", "document", items=documents)),
+            "tokens": sum(
+                len(encode(d.text)) + 1
+                for d in progress(f"tokenizing {name}", "document", items=documents)
+            ),
             "by_source": dict(sorted(Counter(d.source for d in documents).items())),
-            **({} if name == "train" else {"runs_of_words_in_training": round(seen_in(train, documents), 4)}),
+            **(
+                {}
+                if name == "train"
+                else {"runs_of_words_in_training": round(seen_in(train, documents), 4)}
+            ),
         }
         for name, documents in splits.items()
     }
 
 
 def build(options: Options, folder: Path) -> dict[str, Any]:
-    """Write the corpus into an empty folder; return sizes and sources, as in corpus.json."""
+    """Write the corpus into an empty folder; return sizes and sources, as in
+    corpus.json.
+    """
     parts: dict[str, Iterator[Document]] = {}
     sources: dict[str, str] = {}
     if options.folder is not None:
-        parts["main"] = read(options.folder.name, folder_files(options.folder), options.characters)
+        parts["main"] = read(
+            options.folder.name, folder_files(options.folder), options.characters
+        )
         sources[str(options.folder)] = "a folder"
     else:
-        for part, packages in (("main", options.packages), ("held_back", options.held_back)):
+        for part, packages in (
+            ("main", options.packages),
+            ("held_back", options.held_back),
+        ):
             bar = progress("downloading packages", "package", items=packages)
             files = {package: download(package, options.downloads) for package in bar}
-            sources |= {package: hashlib.sha256(deb.read_bytes()).hexdigest() for package, deb in files.items()}
+            sources |= {
+                package: hashlib.sha256(deb.read_bytes()).hexdigest()
+                for package, deb in files.items()
+            }
             debs = ((package.partition("=")[0], deb) for package, deb in files.items())
-            parts[part] = chain.from_iterable(read(name, package_files(deb)) for name, deb in debs)
-    facts: dict[str, Any] = {"sources": sources, "held_out": options.held_out, "left_out": {}, "sizes": {}}
+            parts[part] = chain.from_iterable(
+                read(name, package_files(deb)) for name, deb in debs
+            )
+    facts: dict[str, Any] = {
+        "sources": sources,
+        "held_out": options.held_out,
+        "left_out": {},
+        "sizes": {},
+    }
     encode, digest = None, hashlib.sha256()
     for part, documents in parts.items():
-        kept, left_out = without_duplicates(progress(f"reading {part}", "document", items=documents))
-        splits = split(kept, options.held_out if part == "main" else options.held_out // 10)
-        digest.update("".join(d.sha256 for documents in splits.values() for d in documents).encode())
+        kept, left_out = without_duplicates(
+            progress(f"reading {part}", "document", items=documents)
+        )
+        splits = split(
+            kept, options.held_out if part == "main" else options.held_out // 10
+        )
+        digest.update(
+            "".join(
+                d.sha256 for documents in splits.values() for d in documents
+            ).encode()
+        )
         _write_split(splits, folder if part == "main" else folder / part)
         if encode is None:
             (folder / "tokenizer").mkdir()
-            model = train_tokenizer(tokenizer_texts(splits["train"]), options.vocab_size)
+            model = train_tokenizer(
+                tokenizer_texts(splits["train"]), options.vocab_size
+            )
             digest.update(model)
             (folder / "tokenizer" / "corpus.model").write_bytes(model)
             encode = load_tokenizer(folder / "tokenizer").encode
         facts["left_out"][part] = dict(left_out)
         facts["sizes"][part] = _sizes(splits, encode)
-    facts["sha256"] = digest.hexdigest()  # of all texts that models are trained and measured on
+    # of all texts that models are trained and measured on
+    facts["sha256"] = digest.hexdigest()
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     (folder / "README.md").write_text(render("corpus.md.j2", facts))
     return facts
@@ -284,13 +382,21 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
 def main(options: Options) -> dict[str, Any]:
     if (options.out / "corpus.json").is_file():
         facts = json.loads((options.out / "corpus.json").read_text())
-        wanted = [str(options.folder)] if options.folder else [*options.packages, *options.held_back]
+        wanted = (
+            [str(options.folder)]
+            if options.folder
+            else [*options.packages, *options.held_back]
+        )
         if list(facts["sources"]) != wanted or facts["held_out"] != options.held_out:
-            raise SystemExit(f"{options.out} holds a corpus of {', '.join(facts['sources'])}: choose another folder")
+            raise SystemExit(
+                f"{options.out} holds a corpus of {', '.join(facts['sources'])}: choose another folder"
+            )
         print(f"{options.out}: complete already")
     else:
         if options.out.exists() and any(options.out.iterdir()):
-            raise SystemExit(f"{options.out} exists and is not a corpus: choose another folder or remove it")
+            raise SystemExit(
+                f"{options.out} exists and is not a corpus: choose another folder or remove it"
+            )
         with atomic_folder(options.out) as partial:
             facts = build(options, partial)
     print((options.out / "README.md").read_text())

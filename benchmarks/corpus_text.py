@@ -1,7 +1,9 @@
-"""Convert documentation to plain text: HTML, man pages, pod, reStructuredText and dictd's dictionaries.
+"""Convert documentation to plain text: HTML, man pages, pod, reStructuredText and
+dictd's dictionaries.
 
-Only the standard library is used. The converters are short on purpose. They remove the markup that a small model would
-otherwise mostly see; they do not render tables, images or mathematics.
+Only the standard library is used. The converters are short on purpose. They remove the
+markup that a small model would otherwise mostly see; they do not render tables, images
+or mathematics.
 """
 
 import gzip
@@ -15,8 +17,10 @@ from functools import reduce
 from html.parser import HTMLParser
 from pathlib import PurePosixPath
 
-DICTIONARY = (".dict.dz", ".index")  # dictd: the entries, and the index with their offsets
-PAGE = 6000  # characters of a dictionary per document, because its entries are only a line or two
+# dictd: the entries, and the index with their offsets
+DICTIONARY = (".dict.dz", ".index")
+# characters of a dictionary per document, because its entries are only a line or two
+PAGE = 6000
 
 
 def _names(text: str) -> frozenset[str]:
@@ -24,7 +28,9 @@ def _names(text: str) -> frozenset[str]:
 
 
 class _HtmlText(HTMLParser):
-    """Collects text outside scripts, navigation and tables of contents, with white space as in a browser."""
+    """Collects text outside scripts, navigation and tables of contents, with white
+    space as in a browser.
+    """
 
     BLOCKS = _names(
         "address article blockquote body caption center dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 "
@@ -37,12 +43,20 @@ class _HtmlText(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        self.skipped: list[str] = []  # open elements, from the outermost one that is left out
+        # Open elements, from the outermost one that is left out
+        self.skipped: list[str] = []
         self.preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        classes = {word for name, value in attrs if name == "class" for word in (value or "").split()}
-        if tag not in self.VOID and (self.skipped or tag in self.SKIPPED or classes & self.SKIPPED_CLASSES):
+        classes = {
+            word
+            for name, value in attrs
+            if name == "class"
+            for word in (value or "").split()
+        }
+        if tag not in self.VOID and (
+            self.skipped or tag in self.SKIPPED or classes & self.SKIPPED_CLASSES
+        ):
             self.skipped.append(tag)
         elif tag == "br":
             self.parts.append("\n")
@@ -56,7 +70,8 @@ class _HtmlText(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         if self.skipped:
-            if tag in self.skipped:  # also closes what was left open in it, such as a <p> without an end tag
+            # Also closes what was left open in it, such as a <p> without an end tag
+            if tag in self.skipped:
                 while self.skipped.pop() != tag:
                     pass
         elif tag in self.BLOCKS:
@@ -83,25 +98,43 @@ def from_html(source: str) -> str:
 
 _MAN_FONTS = _names("B I R BR RB BI IB RI IR SM SB")
 _MAN_BREAKS = _names("PP P LP TP TQ IP HP sp br Vb Ve nf fi RS RE EX EE")
-_MAN_NAMED = _names("aq' lq\" rq\" dq\" oq' cq' em-- en- hy- bu* mi- ti~ ha^")  # two letters, and what they stand for
+# Two letters, and what they stand for
+_MAN_NAMED = _names("aq' lq\" rq\" dq\" oq' cq' em-- en- hy- bu* mi- ti~ ha^")
 _MAN_ESCAPES = {
     **{f"\\{character}": character for character in "-\\ '`"},
     **{f"\\({word[:2]}": word[2:] for word in _MAN_NAMED},
-    **{r"\e": "\\", r"\~": " ", r"\*(Aq": "'", r"\*(L" + '"': '"', r"\*(R" + '"': '"', r"\*(--": "--"},
+    **{
+        r"\e": "\\",
+        r"\~": " ",
+        r"\*(Aq": "'",
+        r"\*(L" + '"': '"',
+        r"\*(R" + '"': '"',
+        r"\*(--": "--",
+    },
 }
-_MAN_ESCAPE = re.compile(r"""\\(?:f(?:\(..|\[[^]]*]|.)|s[-+]?\d|\*?\(..|\*?\[[^]]*]|\*.|.)""")
+_MAN_ESCAPE = re.compile(
+    r"""\\(?:f(?:\(..|\[[^]]*]|.)|s[-+]?\d|\*?\(..|\*?\[[^]]*]|\*.|.)"""
+)
 
 
 def _man_text(text: str) -> str:
-    return _MAN_ESCAPE.sub(lambda found: _MAN_ESCAPES.get(found.group(), ""), text.split('\\"')[0])
+    return _MAN_ESCAPE.sub(
+        lambda found: _MAN_ESCAPES.get(found.group(), ""), text.split('\\"')[0]
+    )
 
 
 def _man_arguments(text: str) -> list[str]:
-    return [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', text.replace('\\"', ""))]
+    return [
+        quoted or plain
+        for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', text.replace('\\"', ""))
+    ]
 
 
 def from_man(source: str) -> str:
-    """Convert a man page from its first section on. Before it are only macros, a hundred lines of them from Pod::Man."""
+    """Convert a man page from its first section on.
+
+    Before it are only macros, a hundred lines of them from Pod::Man.
+    """
     lines: list[str] = []
     end: str | None = None  # the end of a definition or a block that is left out
     begun = False
@@ -124,14 +157,25 @@ def from_man(source: str) -> str:
             lines += ["", _man_text(" ".join(_man_arguments(rest))), ""]
         elif macro in _MAN_FONTS:
             words = _man_arguments(rest)
-            lines.append(_man_text(("" if len(macro) == 2 and macro != "SM" else " ").join(words)))
+            lines.append(
+                _man_text(
+                    ("" if len(macro) == 2 and macro != "SM" else " ").join(words)
+                )
+            )
         elif macro in _MAN_BREAKS:
-            lines += ["", _man_text(_man_arguments(rest)[0])] if macro == "IP" and rest.strip() else [""]
+            lines += (
+                ["", _man_text(_man_arguments(rest)[0])]
+                if macro == "IP" and rest.strip()
+                else [""]
+            )
     return "\n".join(lines)
 
 
 def from_pod(source: str) -> str:
-    """Convert Perl's documentation without its program. Only in .pod files is text before the first command pod too."""
+    """Convert Perl's documentation without its program.
+
+    Only in .pod files is text before the first command pod too.
+    """
     lines: list[str] = []
     skipped = False
     for line in source.splitlines():
@@ -156,18 +200,28 @@ def _pod_code(found: re.Match[str]) -> str:
     if code in "XZ":
         return ""
     if code == "E":
-        named = {"lt": "\0lt", "gt": "\0gt", "verbar": "|", "sol": "/"}  # clean restores the brackets
-        return named.get(content, html.unescape(f"&{content};") if not content.isdigit() else chr(int(content)))
+        # clean restores the brackets
+        named = {"lt": "\0lt", "gt": "\0gt", "verbar": "|", "sol": "/"}
+        return named.get(
+            content,
+            html.unescape(f"&{content};")
+            if not content.isdigit()
+            else chr(int(content)),
+        )
     if code == "L":
         return content.split("|")[0]
     return content.replace("<", "\0lt").replace(">", "\0gt")
 
 
-_RST_KEPT = _names("note warning caution important tip hint attention code code-block parsed-literal")
+_RST_KEPT = _names(
+    "note warning caution important tip hint attention code code-block parsed-literal"
+)
 
 
 def from_rst(source: str) -> str:
-    """Convert reStructuredText; leave out comments, labels, tables of contents, underlines and roles."""
+    """Convert reStructuredText; leave out comments, labels, tables of contents,
+    underlines and roles.
+    """
     lines: list[str] = []
     skipped = False  # the indented block below a comment or a directive
     for line in source.splitlines():
@@ -180,7 +234,9 @@ def from_rst(source: str) -> str:
                 skipped = True
             elif not directive.group(1).startswith(("code", "parsed")):
                 lines.append(directive.group(2))
-        elif not re.match(r"\s*([-=~^\"'`#*+.:_])\1{2,}\s*$|\s*[-=+| ]{4,}$|\s+:[\w-]+:(\s|$)", line):
+        elif not re.match(
+            r"\s*([-=~^\"'`#*+.:_])\1{2,}\s*$|\s*[-=+| ]{4,}$|\s+:[\w-]+:(\s|$)", line
+        ):
             lines.append(line)
     text = re.sub(r":[\w:+-]+:`([^`<]*?)\s*(?:<[^`>]*>)?`", r"\1", "\n".join(lines))
     text = re.sub(r"(?<!`)`([^`<]+?)\s*(?:<[^`>]*>)?`__?", r"\1", text)
@@ -190,7 +246,8 @@ def from_rst(source: str) -> str:
 
 
 def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
-    """Yield (first headword, text) of pages, each of consecutive entries of a dictd dictionary.
+    """Yield (first headword, text) of pages, each of consecutive entries of a dictd
+    dictionary.
 
     Args:
         entries: the unpacked .dict file.
@@ -210,7 +267,8 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
     for (offset, length), word in sorted(places.items()):
         name = name or word
         entry = entries[offset : offset + length].decode("utf-8", "replace").strip()
-        page += re.sub(r"\n *\[[^]\n]*]$", "", entry, flags=re.M) + "\n\n"  # without lines that name an entry's source
+        # without lines that name an entry's source
+        page += re.sub(r"\n *\[[^]\n]*]$", "", entry, flags=re.M) + "\n\n"
         if len(page) >= PAGE:
             yield name, page
             name, page = "", ""
@@ -218,12 +276,18 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
         yield name, page
 
 
-_CONTROL = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\ufeff\ufffd]")
+_CONTROL = re.compile(
+    "[\0-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\ufeff\ufffd]"
+)
 
 
 def clean(text: str) -> str:
-    """Normalise Unicode; remove control characters, white space at line ends and repeated blank lines."""
-    text = unicodedata.normalize("NFC", text.replace("\0lt", "<").replace("\0gt", ">").replace("\xa0", " "))
+    """Normalise Unicode; remove control characters, white space at line ends and
+    repeated blank lines.
+    """
+    text = unicodedata.normalize(
+        "NFC", text.replace("\0lt", "<").replace("\0gt", ">").replace("\xa0", " ")
+    )
     text = re.sub(r"[^\S\n]+$", "", text.expandtabs(8).replace("\r", ""), flags=re.M)
     text = _CONTROL.sub("", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n ")
@@ -236,11 +300,17 @@ def _decode(data: bytes) -> str:
         return data.decode("latin-1")
 
 
-_CONVERTERS = {".pod": from_pod, ".rst": from_rst, **dict.fromkeys((".html", ".htm", ".xhtml"), from_html)}
+_CONVERTERS = {
+    ".pod": from_pod,
+    ".rst": from_rst,
+    **dict.fromkeys((".html", ".htm", ".xhtml"), from_html),
+}
 
 
 def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a file's documents: one, or one per line of JSON lines. Unknown formats have none.
+    """Yield (name, text) of a file's documents: one, or one per line of JSON lines.
+
+    Unknown formats have none.
 
     The path of the file decides its format; ``.gz`` is unpacked.
     """

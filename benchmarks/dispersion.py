@@ -1,14 +1,16 @@
-"""Measure time and extra peak memory of the dispersion loss, forward and backward, by estimator.
+"""Measure time and extra peak memory of the dispersion loss, forward and backward, by
+estimator.
 
     python benchmarks/dispersion.py                                   # a table
     python benchmarks/dispersion.py --n 4096 --f 1024 --b 1 --json    # only an object with "rows"
 
-"naive" is plain autograd in the same dtype: normalise, one N×N product, clamp, arccos, mask, logsumexp. "floor" is only
-the matrix products that all pairs need, with nothing between them: 3 N²F FLOPs, for each tile above the diagonal once
-for the cosines and twice for the gradient. Times are the least of --repeat rounds in one process, in which the
-estimators take turns; on a GPU also per call of ten, between which the host does not wait, and of the kernels alone.
-Memory is the peak of a fresh process, minus what it held before the call: resident pages on a
-CPU, and the allocator's count on a GPU.
+"naive" is plain autograd in the same dtype: normalise, one N×N product, clamp, arccos,
+mask, logsumexp. "floor" is only the matrix products that all pairs need, with nothing
+between them: 3 N²F FLOPs, for each tile above the diagonal once for the cosines and
+twice for the gradient. Times are the least of --repeat rounds in one process, in which
+the estimators take turns; on a GPU also per call of ten, between which the host does
+not wait, and of the kernels alone. Memory is the peak of a fresh process, minus what it
+held before the call: resident pages on a CPU, and the allocator's count on a GPU.
 """
 
 import math
@@ -49,7 +51,9 @@ class Options(Printed):
 
 
 def tokens(options: Options, n: int) -> Tensor:
-    """Return [B, N, F] with a common direction and a decaying spectrum, like the activations of a model in training."""
+    """Return [B, N, F] with a common direction and a decaying spectrum, like the
+    activations of a model in training.
+    """
     generator = torch.Generator().manual_seed(0)
     spectrum = torch.arange(1, options.f + 1) ** -0.5
     z = torch.randn(options.b, n, options.f, generator=generator) * spectrum
@@ -62,7 +66,9 @@ def naive(z: Tensor) -> Tensor:
     u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + 1e-2)
     d = torch.acos((u @ u.transpose(1, 2)).clamp(-0.75, 0.75)) / math.pi
     mask = torch.eye(n, dtype=torch.bool, device=z.device)
-    return torch.logsumexp((-d).masked_fill(mask, -math.inf).flatten(1), dim=1) - math.log(n * (n - 1))
+    return torch.logsumexp(
+        (-d).masked_fill(mask, -math.inf).flatten(1), dim=1
+    ) - math.log(n * (n - 1))
 
 
 def floor(z: Tensor) -> None:
@@ -97,9 +103,14 @@ def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
 
 
 def times(options: Options, n: int) -> dict[str, dict[str, float]]:
-    z, synchronize = tokens(options, n), torch.get_device_module(options.device).synchronize
+    z, synchronize = (
+        tokens(options, n),
+        torch.get_device_module(options.device).synchronize,
+    )
     calls = {name: call(name, options) for name in options.estimators}
-    in_a_row = {"seconds": 1} | ({"seconds_in_a_row": 10} if options.device == "cuda" else {})
+    in_a_row = {"seconds": 1} | (
+        {"seconds_in_a_row": 10} if options.device == "cuda" else {}
+    )
     best = {name: dict.fromkeys(in_a_row, math.inf) for name in calls}
     for round_ in range(options.repeat + 1):  # the first call warms up
         for (name, function), (what, count) in product(calls.items(), in_a_row.items()):
@@ -109,13 +120,17 @@ def times(options: Options, n: int) -> dict[str, dict[str, float]]:
                 function(z)
             synchronize()
             if round_:
-                best[name][what] = min(best[name][what], (time.perf_counter() - start) / count)
+                best[name][what] = min(
+                    best[name][what], (time.perf_counter() - start) / count
+                )
     if options.device == "cuda":
         for name, function in calls.items():
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 function(z)
                 synchronize()
-            best[name]["kernel_seconds"] = sum(e.self_device_time_total for e in profiler.key_averages()) / 1e6
+            best[name]["kernel_seconds"] = (
+                sum(e.self_device_time_total for e in profiler.key_averages()) / 1e6
+            )
     return best
 
 
@@ -127,14 +142,18 @@ def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
     for name in set(options.estimators) - {"floor", "exact"}:
         grad = call(name, options)(z).double().flatten()
         found[name] = {
-            "gradient_cosine": torch.nn.functional.cosine_similarity(grad, exact, dim=0).item(),
+            "gradient_cosine": torch.nn.functional.cosine_similarity(
+                grad, exact, dim=0
+            ).item(),
             "gradient_relative_error": ((grad - exact).norm() / exact.norm()).item(),
         }
     return found
 
 
 def peak_bytes(options: Options, n: int, estimator: str) -> int:
-    """Return the peak memory of one call in this process minus what was held before, after a call on little data."""
+    """Return the peak memory of one call in this process minus what was held before,
+    after a call on little data.
+    """
     function = call(estimator, options)
     function(tokens(options, 32))  # allocates thread pools and the kernels' workspaces
     z = tokens(options, n)
@@ -157,10 +176,24 @@ def rows(options: Options) -> list[dict[str, Any]]:
     for n in options.n:
         seconds, closeness = times(options, n), agreement(options, n)
         for name in options.estimators:
-            row = {"estimator": name, "n": n, "f": options.f, "b": options.b, "dtype": options.dtype}
-            row |= {"variant": options.variant, "device": options.device, **seconds[name]}
+            row = {
+                "estimator": name,
+                "n": n,
+                "f": options.f,
+                "b": options.b,
+                "dtype": options.dtype,
+            }
+            row |= {
+                "variant": options.variant,
+                "device": options.device,
+                **seconds[name],
+            }
             row["peak_bytes"] = in_a_fresh_process(peak_bytes, options, n, name)
-            row["ratio_to_exact"] = row["seconds"] / seconds["exact"]["seconds"] if "exact" in seconds else None
+            row["ratio_to_exact"] = (
+                row["seconds"] / seconds["exact"]["seconds"]
+                if "exact" in seconds
+                else None
+            )
             found.append({**row, **closeness.get(name, {})})
     return found
 

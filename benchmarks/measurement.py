@@ -1,11 +1,13 @@
-"""Predict what a measurement of condensation costs a run on GPUs: some parts are timed on a CPU, the rest is calculated.
+"""Predict what a measurement of condensation costs a run on GPUs: some parts are timed
+on a CPU, the rest is calculated.
 
     python benchmarks/measurement.py             # the numbers of docs/measurements.md, in seconds
     python benchmarks/measurement.py --config train_configs/debug.toml --nodes 1 2
 
-The eigenvalues of a layer's Gram matrix, a heatmap and the files are timed on one core. The forward pass and the
-cross-entropy of the held-out sequences, and the products of their tokens, are calculated from the peaks below. The
-monitor tells how the ranks divide the work, and ``titan-disp plan`` predicts the steps in between.
+The eigenvalues of a layer's Gram matrix, a heatmap and the files are timed on one core.
+The forward pass and the cross-entropy of the held-out sequences, and the products of
+their tokens, are calculated from the peaks below. The monitor tells how the ranks
+divide the work, and ``titan-disp plan`` predicts the steps in between.
 """
 
 import tempfile
@@ -31,9 +33,11 @@ from titan_disp.models.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
 
-# NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of which we expect 60; 3.35 TB/s.
+# NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of
+# which we expect 60; 3.35 TB/s.
 FLOAT64_FLOPS, MEMORY_BANDWIDTH = 60e12, 3.35e12
-# Logits are written and read in bf16, then converted to float32 for the logarithms, 512 tokens at a time: 20 bytes.
+# Logits are written and read in bf16, then converted to float32 for the logarithms, 512
+# tokens at a time: 20 bytes.
 BYTES_PER_LOGIT = 20
 
 
@@ -49,18 +53,27 @@ class Options(Printed):
 
 
 def least_seconds(rounds: int, function: Callable[[], object]) -> float:
-    """Return the least CPU time, which other work on the machine changes less; the first call warms up."""
-    return min(repeat(function, timer=time.process_time, number=1, repeat=rounds + 1)[1:])
+    """Return the least CPU time, which other work on the machine changes less; the
+    first call warms up.
+    """
+    return min(
+        repeat(function, timer=time.process_time, number=1, repeat=rounds + 1)[1:]
+    )
 
 
 def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
-    """Return CPU seconds of one core for a layer's eigenvalues, a heatmap in TensorBoard, and a measurement's files."""
+    """Return CPU seconds of one core for a layer's eigenvalues, a heatmap in
+    TensorBoard, and a measurement's files.
+    """
     torch.set_num_threads(1)
-    u = torch.nn.functional.normalize(torch.randn(tokens, dim, dtype=torch.float64), dim=-1)
+    u = torch.nn.functional.normalize(
+        torch.randn(tokens, dim, dtype=torch.float64), dim=-1
+    )
     gram = u @ u.T if tokens <= dim else u.T @ u
     sums = Accumulator(layers)
     for layer in range(layers):
-        sums.add(layer, torch.randn(1, 64, 16))  # any tokens do, because the pictures and files have the same size
+        # Any tokens do, because the pictures and files have the same size
+        sums.add(layer, torch.randn(1, 64, 16))
     found = sums.result(64)
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as board:
 
@@ -69,18 +82,35 @@ def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
             append_json(Path(folder) / "metrics.jsonl", found.to_json())
 
         return {
-            "eigenvalues": least_seconds(rounds, lambda: _effective_rank(torch.linalg.eigvalsh(gram))),
-            "heatmap": least_seconds(rounds, lambda: board.add_figure("heatmap", draw([{"step 0": found}]), 0)),
+            "eigenvalues": least_seconds(
+                rounds, lambda: _effective_rank(torch.linalg.eigvalsh(gram))
+            ),
+            "heatmap": least_seconds(
+                rounds,
+                lambda: board.add_figure("heatmap", draw([{"step 0": found}]), 0),
+            ),
             "files": least_seconds(rounds, write),
         }
 
 
-def busiest_rank(ranks: int, sequences: int, batch_size: int, layers: int) -> tuple[int, int]:
-    """Return the numbers of sequences through the model and of layers to measure, for the rank that has most to do."""
+def busiest_rank(
+    ranks: int, sequences: int, batch_size: int, layers: int
+) -> tuple[int, int]:
+    """Return the numbers of sequences through the model and of layers to measure, for
+    the rank that has most to do.
+    """
     most = 0
     for rank in range(ranks):
-        monitor = Monitor(torch.zeros(sequences, 3, dtype=torch.int64), batch_size, 2, (rank, ranks))
-        most = max(most, sum(int((monitor.copy == layer % monitor.copies).sum()) for layer in range(layers)))
+        monitor = Monitor(
+            torch.zeros(sequences, 3, dtype=torch.int64), batch_size, 2, (rank, ranks)
+        )
+        most = max(
+            most,
+            sum(
+                int((monitor.copy == layer % monitor.copies).sum())
+                for layer in range(layers)
+            ),
+        )
     return monitor.batches.shape[0] * monitor.batches.shape[1], most
 
 
@@ -93,23 +123,43 @@ def heatmaps(measurements: Sequence[int]) -> int:
     return drawn
 
 
-def cost(job_config: JobConfig, plan: Plan, taken: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds of each part, of all parts and of the steps between two measurements, and the fraction of the time."""
+def cost(
+    job_config: JobConfig, plan: Plan, taken: Mapping[str, float]
+) -> dict[str, float]:
+    """Return seconds of each part, of all parts and of the steps between two
+    measurements, and the fraction of the time.
+    """
     section, args = job_config.condensation, args_of(job_config)  # type: ignore[attr-defined]
     n, layers = min(section.max_tokens, plan.batch.seq_len), args.n_layers + 2
-    sequences, pairs = busiest_rank(plan.mesh.data_parallel, section.sequences, plan.batch.local_batch_size, layers)
+    sequences, pairs = busiest_rank(
+        plan.mesh.data_parallel, section.sequences, plan.batch.local_batch_size, layers
+    )
     flops = find_gpu(plan.machine).bf16_flops * plan.machine.mfu
     measurements = range(0, plan.batch.steps + 1, section.interval)
     parts = {
-        "forward": sequences * plan.model.flops / plan.batch.global_batch_size / 3 / flops,
-        "cross-entropy": sequences * plan.batch.seq_len * args.vocab_size * BYTES_PER_LOGIT / MEMORY_BANDWIDTH,
+        "forward": sequences
+        * plan.model.flops
+        / plan.batch.global_batch_size
+        / 3
+        / flops,
+        "cross-entropy": sequences
+        * plan.batch.seq_len
+        * args.vocab_size
+        * BYTES_PER_LOGIT
+        / MEMORY_BANDWIDTH,
         "products": pairs * 2 * 2 * n**2 * args.dim / FLOAT64_FLOPS,
         "eigenvalues": pairs * taken["eigenvalues"],
         "files": taken["files"],
         "heatmaps": taken["heatmap"] * heatmaps(measurements) / len(measurements),
     }
     everything, steps = sum(parts.values()), section.interval * plan.time.step_seconds
-    return {"layers": pairs, **parts, "sum": everything, "steps": steps, "part": everything / (everything + steps)}
+    return {
+        "layers": pairs,
+        **parts,
+        "sum": everything,
+        "steps": steps,
+        "part": everything / (everything + steps),
+    }
 
 
 def main() -> None:
@@ -121,7 +171,9 @@ def main() -> None:
     rows = []
     for nodes in options.nodes:
         plan = make_plan(job_config, Machine(nodes, options.gpus_per_node))
-        rows.append({"gpus": nodes * options.gpus_per_node, **cost(job_config, plan, taken)})
+        rows.append(
+            {"gpus": nodes * options.gpus_per_node, **cost(job_config, plan, taken)}
+        )
     show(options.json, timed=taken, rows=rows)
 
 

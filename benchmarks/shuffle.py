@@ -3,9 +3,11 @@
     python benchmarks/shuffle.py            # a table
     python benchmarks/shuffle.py --json     # only an object with "rows"
 
-Cost is measured on one rank in one process, with a tokenizer that takes no time, so only the stream's own work is left.
-Texts have C4's lengths (benchmarks/data.py), and there are two files for every three slots. Every case has a process of
-its own, and the cases take turns. Times are processor time, so that other work on the machine does not count.
+Cost is measured on one rank in one process, with a tokenizer that takes no time, so
+only the stream's own work is left. Texts have C4's lengths (benchmarks/data.py), and
+there are two files for every three slots. Every case has a process of its own, and the
+cases take turns. Times are processor time, so that other work on the machine does not
+count.
 """
 
 import tempfile
@@ -31,7 +33,9 @@ class Options(Printed):
     """Documents per file."""
     seq_len: int = 2048
     seconds: float = 8.0
-    """Seconds for which each case is measured in each round, after a sequence of every slot."""
+    """Seconds for which each case is measured in each round, after a sequence of every
+    slot.
+    """
     rounds: int = 3
     """How many times the cases take turns. The median counts."""
 
@@ -53,22 +57,35 @@ def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, f
         slowest = max(slowest, time.process_time() - now)
     seconds = time.process_time() - start
     loader.close()
-    found = {"slots": slots, "window": window, "files": len(loader.files), "first_seconds": first}
+    found = {
+        "slots": slots,
+        "window": window,
+        "files": len(loader.files),
+        "first_seconds": first,
+    }
     found |= {"sequences_per_second": count / seconds, "slowest_seconds": slowest}
     return {**found, "peak_bytes": high_water_mark() - before}
 
 
 def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
-    data.write_corpus(folder, data.Options(files=options.files, documents=options.documents))
+    data.write_corpus(
+        folder, data.Options(files=options.files, documents=options.documents)
+    )
     stored = sorted((folder / "en").glob("*.gz"))
     rows = []
     for slots in options.slots:
         names = folder / str(slots)
         data.link_many(stored, names, 2 * slots // 3)
-        measured: dict[int, list[dict[str, Any]]] = {window: [] for window in options.windows}
+        measured: dict[int, list[dict[str, Any]]] = {
+            window: [] for window in options.windows
+        }
         for window in options.windows * options.rounds:
-            measured[window].append(in_a_fresh_process(cost, names, slots, window, options))
-        group = [data.median(found, "sequences_per_second") for found in measured.values()]
+            measured[window].append(
+                in_a_fresh_process(cost, names, slots, window, options)
+            )
+        group = [
+            data.median(found, "sequences_per_second") for found in measured.values()
+        ]
         first = group[0]["sequences_per_second"]
         rows += [{**row, "ratio": row["sequences_per_second"] / first} for row in group]
     return rows

@@ -1,4 +1,7 @@
-"""Render a page from a template beside this file. Prose is written there by hand, and numbers are computed."""
+"""Render a page from a template beside this file.
+
+Prose is written there by hand, and numbers are computed.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +17,12 @@ class Refused(Exception):
 
 
 def render(name: str, context: Mapping[str, Any], **filters: Callable[..., str]) -> str:
-    """Return the text of a template. Its places can name what is in ``context``, and use filters.
+    """Return the text of a template.
 
-    ``value | number("+.3f")`` formats a number. ``words | holds(condition, …)`` marks words that are only true under
-    these conditions.
+    Its places can name what is in ``context``, and use filters.
+
+    ``value | number("+.3f")`` formats a number. ``words | holds(condition, …)`` marks
+    words that are only true under these conditions.
 
     Raises:
         Refused: Such a condition is false.
@@ -31,7 +36,11 @@ def render(name: str, context: Mapping[str, Any], **filters: Callable[..., str])
 
     folder = FileSystemLoader(FOLDER)
     templates = Environment(
-        loader=folder, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=folder,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     templates.filters |= {**filters, "holds": holds, "number": format}
     text = templates.get_template(name).render(context)

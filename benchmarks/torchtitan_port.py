@@ -1,9 +1,11 @@
-"""List which of the names that titan_disp imports from TorchTitan have moved or are gone in another version.
+"""List which of the names that titan_disp imports from TorchTitan have moved or are
+gone in another version.
 
     pip download --no-deps "torchtitan==0.3.*" --dest build
     python benchmarks/torchtitan_port.py build/torchtitan-0.3.0-py3-none-any.whl
 
-Both sides are read with ast; nothing is imported or installed. A name that is still there may take other arguments.
+Both sides are read with ast; nothing is imported or installed. A name that is still
+there may take other arguments.
 """
 
 import ast
@@ -22,30 +24,61 @@ class Imported(NamedTuple):
 
 
 def modules_of(wheel: Path) -> dict[str, str]:
-    """Return module → source of a wheel, or of a folder with the package, without the experiments."""
+    """Return module → source of a wheel, or of a folder with the package, without the
+    experiments.
+    """
     if wheel.is_dir():
-        files = {str(file.relative_to(wheel)): file.read_text() for file in wheel.glob("torchtitan/**/*.py")}
+        files = {
+            str(file.relative_to(wheel)): file.read_text()
+            for file in wheel.glob("torchtitan/**/*.py")
+        }
     else:
         with zipfile.ZipFile(wheel) as archive:
-            names = [n for n in archive.namelist() if n.startswith("torchtitan/") and n.endswith(".py")]
+            names = [
+                n
+                for n in archive.namelist()
+                if n.startswith("torchtitan/") and n.endswith(".py")
+            ]
             files = {name: archive.read(name).decode() for name in names}
-    found = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): text for name, text in files.items()}
-    return {name: text for name, text in found.items() if not name.startswith("torchtitan.experiments.")}
+    found = {
+        name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): text
+        for name, text in files.items()
+    }
+    return {
+        name: text
+        for name, text in found.items()
+        if not name.startswith("torchtitan.experiments.")
+    }
 
 
 def imported_by(package: Path) -> set[Imported]:
-    """Return the names in from-imports, and the attributes of modules that are imported under a name."""
+    """Return the names in from-imports, and the attributes of modules that are imported
+    under a name.
+    """
     found = set()
     for file in package.rglob("*.py"):
         tree = ast.parse(file.read_text())
         aliases = {}
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchtitan":
-                found |= {Imported(str(node.module), alias.name) for alias in node.names}
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "torchtitan"
+            ):
+                found |= {
+                    Imported(str(node.module), alias.name) for alias in node.names
+                }
             elif isinstance(node, ast.Import):
-                aliases |= {a.asname: a.name for a in node.names if a.asname and a.name.startswith("torchtitan.")}
+                aliases |= {
+                    a.asname: a.name
+                    for a in node.names
+                    if a.asname and a.name.startswith("torchtitan.")
+                }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in aliases
+            ):
                 found.add(Imported(aliases[node.value.id], node.attr))
     return found
 
@@ -64,13 +97,20 @@ def names_in(source: str) -> tuple[set[str], set[str]]:
     return defined, taken
 
 
-def compare(imports: set[Imported], modules: dict[str, str]) -> Iterator[tuple[Imported, str]]:
+def compare(
+    imports: set[Imported], modules: dict[str, str]
+) -> Iterator[tuple[Imported, str]]:
     """Yield each import with "there", "elsewhere: MODULE, …" or "gone"."""
     names = {module: names_in(source) for module, source in modules.items()}
     for wanted in sorted(imports):
         defined, taken = names.get(wanted.module, (set(), set()))
-        places = sorted(module for module, (own, _) in names.items() if wanted.name in own)
-        if wanted.name in defined | taken or f"{wanted.module}.{wanted.name}" in modules:
+        places = sorted(
+            module for module, (own, _) in names.items() if wanted.name in own
+        )
+        if (
+            wanted.name in defined | taken
+            or f"{wanted.module}.{wanted.name}" in modules
+        ):
             yield wanted, "there"
         elif places:
             yield wanted, f"elsewhere: {', '.join(places)}"
@@ -84,7 +124,10 @@ def main() -> None:
         rows = [(wanted, how) for wanted, how in found if how.startswith(kind)]
         print(f"{kind}: {len(rows)}")
         for wanted, how in rows:
-            print(f"  {wanted.module}.{wanted.name}" + (f" → {how.partition(': ')[2]}" if ":" in how else ""))
+            print(
+                f"  {wanted.module}.{wanted.name}"
+                + (f" → {how.partition(': ')[2]}" if ":" in how else "")
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Prepare the pages for mkdocs (make docs): add those outside of docs/, and the reference of the Python interface.
+"""Prepare the pages for mkdocs (make docs): add those outside of docs/, and the
+reference of the Python interface.
 
-Links between pages stay. Links to other files go to the repository, if ``Repository`` in pyproject.toml has its address.
+Links between pages stay. Links to other files go to the repository, if ``Repository``
+in pyproject.toml has its address.
 """
 
 import os
@@ -30,18 +32,30 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)
 
 
 def _moved(markdown: str, folder: str) -> str:
-    """Return a page of ``folder``, a path in the repository, with links that hold within the site."""
-    address = tomli.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Repository")
+    """Return a page of ``folder``, a path in the repository, with links that hold
+    within the site.
+    """
+    address = (
+        tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+        .get("urls", {})
+        .get("Repository")
+    )
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()
         path = os.path.normpath(os.path.join(folder, target))
         if path in PAGES or path.startswith("docs/"):
             return f"{image}[{text}]({PAGES.get(path, path.removeprefix('docs/'))}{anchor or ''})"
-        return f"[{text}]({address}/blob/main/{path}{anchor or ''})" if address else f"{text} (`{path}`)"
+        return (
+            f"[{text}]({address}/blob/main/{path}{anchor or ''})"
+            if address
+            else f"{text} (`{path}`)"
+        )
 
     blocks = re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S)
-    return "".join(block if block.startswith("```") else LINK.sub(link, block) for block in blocks)
+    return "".join(
+        block if block.startswith("```") else LINK.sub(link, block) for block in blocks
+    )
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -54,4 +68,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
-    return markdown if page.file.src_uri in {*OUTSIDE.values(), "api.md"} else _moved(markdown, "docs")
+    return (
+        markdown
+        if page.file.src_uri in {*OUTSIDE.values(), "api.md"}
+        else _moved(markdown, "docs")
+    )

@@ -1,4 +1,5 @@
-"""Train the models of hf_trainer.py with the dispersion loss in a plain loop with Hugging Face's Accelerate.
+"""Train the models of hf_trainer.py with the dispersion loss in a plain loop with
+Hugging Face's Accelerate.
 
 pip install 'titan-disp[examples]'
 python examples/accelerate_loop.py           # or accelerate launch, for several GPUs
@@ -18,19 +19,24 @@ def train(example: Example) -> None:
     model = build_model(example.model, example.seq_len).train()
     handle = attach(model, coeff=example.coeff)
     optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr)
-    loader = DataLoader(sequences(example.seq_len), example.batch_size, shuffle=True, collate_fn=collate)
+    loader = DataLoader(
+        sequences(example.seq_len), example.batch_size, shuffle=True, collate_fn=collate
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     microbatches = example.steps * example.accumulation
     for microbatch, batch in zip(range(1, microbatches + 1), loader, strict=False):
         with accelerator.accumulate(model):
             ce = model(**batch).loss
-            accelerator.backward(ce + handle.loss())  # which divides by the number of microbatches
+            # Which divides by the number of microbatches
+            accelerator.backward(ce + handle.loss())
             optimizer.step()
             optimizer.zero_grad()
         step, rest = divmod(microbatch, example.accumulation)
         if not rest and (step == 1 or step % example.every == 0):
             dispersion = torch.stack([*handle.losses.values()]).mean()
-            accelerator.print(f"step {step:4}  cross-entropy {ce.item():.3f}  dispersion {dispersion.item():.4f}")
+            accelerator.print(
+                f"step {step:4}  cross-entropy {ce.item():.3f}  dispersion {dispersion.item():.4f}"
+            )
 
 
 def main() -> None:

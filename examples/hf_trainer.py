@@ -1,11 +1,12 @@
-"""Train a tiny, randomly initialised Qwen3 or GPT-2 with the dispersion loss in Hugging Face's Trainer, on pydoc's texts.
+"""Train a tiny, randomly initialised Qwen3 or GPT-2 with the dispersion loss in Hugging
+Face's Trainer, on pydoc's texts.
 
     pip install 'titan-disp[examples]'           # accelerate, which Trainer needs
     python examples/hf_trainer.py                # Qwen3 with padded batches of unequal sequences, 2 microbatches per step
     python examples/hf_trainer.py --model gpt2 --coeff 0.2
 
-Copy ``DispersionTrainer`` into your own code. With several GPUs, start one process for each (torchrun or accelerate
-launch).
+Copy ``DispersionTrainer`` into your own code. With several GPUs, start one process for
+each (torchrun or accelerate launch).
 """
 
 import argparse
@@ -34,13 +35,17 @@ IGNORED = -100  # the label of positions that the cross-entropy ignores
 
 
 class DispersionTrainer(Trainer):
-    """A Trainer that minimises cross-entropy + λ · dispersion in training, and measures cross-entropy alone in evaluation.
+    """A Trainer that minimises cross-entropy + λ · dispersion in training, and measures
+    cross-entropy alone in evaluation.
 
     Args:
-        dispersion: arguments of ``titan_disp.dispersion.attach``, such as coeff (λ), layers or variant.
+        dispersion: arguments of ``titan_disp.dispersion.attach``, such as coeff (λ),
+            layers or variant.
     """
 
-    def __init__(self, *args: Any, dispersion: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, dispersion: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.handle = attach(self.model, **(dispersion or {}))
 
@@ -51,17 +56,24 @@ class DispersionTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        # num_items_in_batch is the number of labels of the whole step, over all microbatches and ranks. The
-        # cross-entropy is a sum over this microbatch, divided by that number, and Trainer adds up the microbatches.
-        # Dispersion needs the same scale, or it would be multiplied by the number of microbatches. So every sequence is
-        # weighted by its number of labels.
+        # num_items_in_batch is the number of labels of the whole step, over all
+        # microbatches and ranks. The cross-entropy is a sum over this microbatch,
+        # divided by that number, and Trainer adds up the microbatches. Dispersion needs
+        # the same scale, or it would be multiplied by the number of microbatches. So
+        # every sequence is weighted by its number of labels.
         labels = (inputs["labels"][:, 1:] != IGNORED).sum(1)
         if num_items_in_batch is None:
-            # The model's loss is a mean, which Trainer divides by the number of microbatches.
+            # The model's loss is a mean, which Trainer divides by the number of
+            # microbatches.
             weights = labels / labels.sum()
         else:
-            # Gradients are averaged over the ranks, so Trainer multiplies the cross-entropy by their number.
-            ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            # Gradients are averaged over the ranks, so Trainer multiplies the
+            # cross-entropy by their number.
+            ranks = (
+                self.accelerator.num_processes
+                if self.args.average_tokens_across_devices
+                else 1
+            )
             weights = labels * ranks / num_items_in_batch
         ce, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         self.handle.step = self.state.global_step
@@ -71,12 +83,16 @@ class DispersionTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Also log the dispersion of this rank's last sequences, without λ."""
         if "loss" in logs:
-            logs["dispersion"] = torch.stack([*self.handle.losses.values()]).mean().item()
+            logs["dispersion"] = (
+                torch.stack([*self.handle.losses.values()]).mean().item()
+            )
         super().log(logs, *args, **kwargs)
 
 
 class Example(NamedTuple):
-    """The settings of this example and of accelerate_loop.py, small enough to train in seconds on a CPU."""
+    """The settings of this example and of accelerate_loop.py, small enough to train in
+    seconds on a CPU.
+    """
 
     model: str = "qwen3"
     coeff: float = 0.1
@@ -90,17 +106,32 @@ class Example(NamedTuple):
 
 def build_model(name: str, seq_len: int) -> PreTrainedModel:
     if name == "gpt2":
-        shape: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": seq_len}
+        shape: dict[str, Any] = {
+            "n_embd": 64,
+            "n_layer": 4,
+            "n_head": 4,
+            "n_positions": seq_len,
+        }
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": PAD}
-        config = GPT2Config(vocab_size=VOCABULARY, use_cache=False, **shape, **dropout, **ids)
+        config = GPT2Config(
+            vocab_size=VOCABULARY, use_cache=False, **shape, **dropout, **ids
+        )
         model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"  # transformers expects these words in the name of the class
+        # transformers expects these words in the name of the class
+        model.loss_type = "ForCausalLM"
         return model
-    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "max_position_embeddings": seq_len}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": seq_len,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     ids = {"pad_token_id": PAD, "tie_word_embeddings": True}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, use_cache=False, **shape, **heads, **ids))
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=VOCABULARY, use_cache=False, **shape, **heads, **ids)
+    )
 
 
 def sequences(seq_len: int) -> list[list[int]]:
@@ -112,7 +143,9 @@ def sequences(seq_len: int) -> list[list[int]]:
 def collate(batch: Sequence[list[int]]) -> dict[str, Tensor]:
     """Pad sequences on the right to the longest one."""
     tokens = [torch.tensor(sequence) for sequence in batch]
-    input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=PAD)
+    input_ids = torch.nn.utils.rnn.pad_sequence(
+        tokens, batch_first=True, padding_value=PAD
+    )
     mask = input_ids != PAD
     return {
         "input_ids": input_ids,
@@ -147,10 +180,17 @@ def build_trainer(example: Example, folder: str) -> DispersionTrainer:
 
 
 def typed(description: str | None) -> Example:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in Example()._asdict().items():
         choices = ("qwen3", "gpt2") if name == "model" else None
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, choices=choices)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            choices=choices,
+        )
     return Example(**vars(parser.parse_args()))
 
 

@@ -1,4 +1,5 @@
-"""Write a column of Parquet files as plain text for titan-disp condensation --text: a line per row, without empty rows.
+"""Write a column of Parquet files as plain text for titan-disp condensation --text: a
+line per row, without empty rows.
 
 titan-disp data fetch data/squad --dataset hf:rajpurkar/squad:plain_text:train
 python examples/text_column.py data/squad context data/squad.txt
@@ -12,7 +13,9 @@ import pyarrow.parquet
 
 
 def rows(source: Path, column: str) -> Iterator[str]:
-    """Yield the rows of the train split below a folder, or of all its files if no name contains train."""
+    """Yield the rows of the train split below a folder, or of all its files if no name
+    contains train.
+    """
     files = sorted(source.rglob("*.parquet"))
     if not files:
         sys.exit(f"{source} has no *.parquet")

@@ -1,9 +1,10 @@
-"""Train a tokenizer on your own text: byte-level BPE, the kind that GPT-2 has, as a folder for model.hf_assets_path.
+"""Train a tokenizer on your own text: byte-level BPE, the kind that GPT-2 has, as a
+folder for model.hf_assets_path.
 
 python examples/train_tokenizer.py /data/corpus assets/own_tokenizer 16384
 
-The documents are read as with training.dataset = "text". The first 200 M characters are used. At the end, the script
-prints the keys of the config that belong to the tokenizer.
+The documents are read as with training.dataset = "text". The first 200 M characters are
+used. At the end, the script prints the keys of the config that belong to the tokenizer.
 """
 
 import argparse
@@ -28,7 +29,8 @@ LONGEST = 64 << 20  # bytes of a document
 
 
 class Corpus:
-    """These are the texts of a folder, file or glob, without documents that cannot be used.
+    """These are the texts of a folder, file or glob, without documents that cannot be
+    used.
 
     Attributes:
         used: documents that were used so far.
@@ -43,7 +45,12 @@ class Corpus:
 
     def __iter__(self) -> Iterator[str]:
         for file in self.files:
-            reader = Documents(file, StreamOptions(max_document_bytes=LONGEST, format=Format(self.text_field)))
+            reader = Documents(
+                file,
+                StreamOptions(
+                    max_document_bytes=LONGEST, format=Format(self.text_field)
+                ),
+            )
             try:
                 while (record := reader.read()) is not None:
                     try:
@@ -79,12 +86,19 @@ def train(source: str, dest: Path, vocab_size: int, text_field: str) -> Tokenize
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOS], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[EOS], initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator(first(corpus, CHARACTERS), trainer)
     if corpus.skipped:
-        print(f"documents that cannot be used: {len(corpus.skipped)}, the first: {corpus.skipped[0]}", file=sys.stderr)
+        print(
+            f"documents that cannot be used: {len(corpus.skipped)}, the first: {corpus.skipped[0]}",
+            file=sys.stderr,
+        )
     if not corpus.used:
-        sys.exit(f"{source} has no text in the field {text_field!r}: see --text-field. Nothing was written")
+        sys.exit(
+            f"{source} has no text in the field {text_field!r}: see --text-field. Nothing was written"
+        )
     tokenizer.save(str(dest / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
     (dest / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -92,14 +106,26 @@ def train(source: str, dest: Path, vocab_size: int, text_field: str) -> Tokenize
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", help="folder, file or glob of documents")
-    parser.add_argument("dest", type=Path, help="folder of the tokenizer, which is created")
-    parser.add_argument("vocab_size", type=int, help=f"number of tokens, at least {LEAST}")
-    parser.add_argument("--text-field", default="text", help="field or column of the text, as stream.text_field")
+    parser.add_argument(
+        "dest", type=Path, help="folder of the tokenizer, which is created"
+    )
+    parser.add_argument(
+        "vocab_size", type=int, help=f"number of tokens, at least {LEAST}"
+    )
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        help="field or column of the text, as stream.text_field",
+    )
     args = parser.parse_args()
     if args.vocab_size < LEAST:
-        parser.error(f"vocab_size is {args.vocab_size}, expected at least {LEAST}: 256 bytes and EOS")
+        parser.error(
+            f"vocab_size is {args.vocab_size}, expected at least {LEAST}: 256 bytes and EOS"
+        )
     try:
         tokenizer = train(args.source, args.dest, args.vocab_size, args.text_field)
     except (UserError, OSError) as error:

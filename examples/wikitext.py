@@ -1,10 +1,11 @@
-"""Write wikitext-103, whose rows are single lines and a third of them empty, as documents for titan-disp: articles.
+"""Write wikitext-103, whose rows are single lines and a third of them empty, as
+documents for titan-disp: articles.
 
 titan-disp data fetch data/wikitext --dataset hf:Salesforce/wikitext:wikitext-103-raw-v1
 python examples/wikitext.py data/wikitext/wikitext-103-raw-v1 data/wikitext-103
 
-The first folder may instead have the text files of the original archive, wiki.train.raw and wiki.valid.raw. The
-documents are the same.
+The first folder may instead have the text files of the original archive, wiki.train.raw
+and wiki.valid.raw. The documents are the same.
 """
 
 import json
@@ -14,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TITLE = re.compile(r" = [^=].* = \n")  # titles of sections have " = = "
-FILES = {"train": 64, "validation": 1}  # stream.seed shuffles the files, but documents only within a few hundred
+# stream.seed shuffles the files, but documents only within a few hundred
+FILES = {"train": 64, "validation": 1}
 TEXT = {"train": "wiki.train.*", "validation": "wiki.valid.*"}
 
 
@@ -24,18 +26,25 @@ def find(source: Path, split: str) -> list[Path]:
 
 
 def rows(file: Path) -> Iterator[str]:
-    """Yield lines with their line ends, without blank lines. Parquet files have "" for those."""
+    """Yield lines with their line ends, without blank lines.
+
+    Parquet files have "" for those.
+    """
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
-        yield from pyarrow.parquet.read_table(file, columns=["text"])["text"].to_pylist()
+        yield from pyarrow.parquet.read_table(file, columns=["text"])[
+            "text"
+        ].to_pylist()
         return
     with open(file, encoding="utf-8", newline="\n") as lines:
         yield from filter(str.strip, lines)
 
 
 def articles(files: list[Path]) -> Iterator[str]:
-    """Yield the texts of a split's articles, each from its title to the line before the next title."""
+    """Yield the texts of a split's articles, each from its title to the line before the
+    next title.
+    """
     lines: list[str] = []
     for file in files:
         for line in rows(file):

@@ -1,4 +1,6 @@
-"""These helpers run the command line like a user, most of them in separate processes."""
+"""These helpers run the command line like a user, most of them in separate
+processes.
+"""
 
 import os
 import signal
@@ -12,8 +14,21 @@ SECONDS = 900  # of a command, on a slow machine that also does other work
 
 
 def command(config, sample, run, *options, nproc=1):
-    argv = [sys.executable, "-m", "titan_disp.cli", "train", str(config), "--nproc", str(nproc)]
-    argv += ["--job.dump_folder", str(run), "--model.hf_assets_path", f"{sample}/tokenizer"]
+    argv = [
+        sys.executable,
+        "-m",
+        "titan_disp.cli",
+        "train",
+        str(config),
+        "--nproc",
+        str(nproc),
+    ]
+    argv += [
+        "--job.dump_folder",
+        str(run),
+        "--model.hf_assets_path",
+        f"{sample}/tokenizer",
+    ]
     return [*argv, "--training.dataset_path", str(sample), *options]
 
 
@@ -34,10 +49,20 @@ def environment():
 
 
 def rank_environment(rank=0, world_size=1):
-    from tests.distributed import free_port  # imports torch, which tests of pages do without
+    # Imports torch, which tests of pages do without
+    from tests.distributed import free_port
 
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": free_port()}
-    return environment() | {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_PORT": free_port(),
+    }
+    return (
+        environment()
+        | {"MASTER_ADDR": "127.0.0.1"}
+        | {name: str(number) for name, number in numbers.items()}
+    )
 
 
 def train(config, sample, run, *options, nproc=1, check=True):
@@ -50,8 +75,13 @@ def train(config, sample, run, *options, nproc=1, check=True):
 
 
 def children(pid):
-    """Return the children of a running process. torchrun starts its ranks in separate sessions."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Return the children of a running process. torchrun starts its ranks in separate
+    sessions.
+    """
+    return [
+        int(child)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
 
 
 def kill_tree(pid):

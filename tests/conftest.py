@@ -7,20 +7,42 @@ import signal
 import sys
 from pathlib import Path
 
-# The models are small: with several ranks on the same cores, threads cost more than they gain. This module imports
-# neither torch nor titan_disp, which take seconds that tests of pages need not spend.
+# The models are small: with several ranks on the same cores, threads cost more than
+# they gain. This module imports neither torch nor titan_disp, which take seconds that
+# tests of pages need not spend.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The tests expect a CPU, also on a machine with GPUs. benchmarks/gpu.py shows the GPUs to those that can use them.
+# The tests expect a CPU, also on a machine with GPUs. benchmarks/gpu.py shows the GPUs
+# to those that can use them.
 if "TESTS_ON_GPU" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest  # noqa: E402
 
-# The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
-# so that no worker begins one of them when the others have nothing left to do.
+# The longest files, longest first. `make test` gives whole files to its workers in this
+# order (--no-loadscope-reorder), so that no worker begins one of them when the others
+# have nothing left to do.
 LONGEST = (
-    *("meshes", "tutorial", "training", "run_ends", "stream", "supervise", "sweeps", "evidence", "evaluate"),
-    *("assembly", "head", "seen", "docs", "data_index", "condensation_command", "memory", "sharded_loss"),
+    *(
+        "meshes",
+        "tutorial",
+        "training",
+        "run_ends",
+        "stream",
+        "supervise",
+        "sweeps",
+        "evidence",
+        "evaluate",
+    ),
+    *(
+        "assembly",
+        "head",
+        "seen",
+        "docs",
+        "data_index",
+        "condensation_command",
+        "memory",
+        "sharded_loss",
+    ),
 )
 
 
@@ -33,15 +55,27 @@ def pytest_collection_modifyitems(items):
 
 
 def stream_handlers():
-    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    loggers = [
+        logging.root,
+        *(
+            x
+            for x in logging.root.manager.loggerDict.values()
+            if isinstance(x, logging.Logger)
+        ),
+    ]
     return {
-        (logger, handler) for logger in loggers for handler in logger.handlers if type(handler) is logging.StreamHandler
+        (logger, handler)
+        for logger in loggers
+        for handler in logger.handlers
+        if type(handler) is logging.StreamHandler
     }
 
 
 @pytest.fixture(autouse=True)
 def _no_handler_outlives_its_test():
-    """Removes handlers that a test added: pytest closes the stream that they write to, and the next message would fail."""
+    """Removes handlers that a test added: pytest closes the stream that they write to,
+    and the next message would fail.
+    """
     before = stream_handlers()
     yield
     for logger, handler in stream_handlers() - before:
@@ -57,8 +91,14 @@ def _same_draws():
 
 @pytest.fixture(autouse=True)
 def _runs_keep_their_promises(request):
-    """Checks every run folder that a trainer has left in the test's ``tmp_path``: a lock and events."""
-    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    """Checks every run folder that a trainer has left in the test's ``tmp_path``: a
+    lock and events.
+    """
+    folder = (
+        request.getfixturevalue("tmp_path")
+        if "tmp_path" in request.fixturenames
+        else None
+    )
     yield
     if folder is None or request.node.get_closest_marker("changes_runs"):
         return
@@ -71,10 +111,15 @@ def _runs_keep_their_promises(request):
 
 @pytest.fixture
 def heard():
-    """Handle SIGINT, SIGTERM and SIGHUP as in a terminal. Shells ignore SIGINT for background jobs, and nohup ignores SIGHUP."""
+    """Handle SIGINT, SIGTERM and SIGHUP as in a terminal.
+
+    Shells ignore SIGINT for background jobs, and nohup ignores SIGHUP.
+    """
     handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
     handlers[signal.SIGINT] = signal.default_int_handler
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {
+        number: signal.signal(number, handler) for number, handler in handlers.items()
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -82,7 +127,9 @@ def heard():
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """A process group of this process only, so that collective calls need no second process."""
+    """A process group of this process only, so that collective calls need no second
+    process.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -92,15 +139,23 @@ def one_rank():
 
 @pytest.fixture(scope="session")
 def sample():
-    """The sample corpus with its tokenizer, kept in build/. SAMPLE may name a folder that already holds them."""
+    """The sample corpus with its tokenizer, kept in build/.
+
+    SAMPLE may name a folder that already holds them.
+    """
     if written := os.environ.get("SAMPLE"):
         return Path(written)
     from filelock import FileLock  # which huggingface_hub needs
 
     from titan_disp.lab import sample
 
-    made_of = f"{sys.version} {Path(sample.__file__).read_text()}"  # its text is that of Python's library
-    folder = Path(__file__).parents[1] / "build" / f"sample-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
+    # its text is that of Python's library
+    made_of = f"{sys.version} {Path(sample.__file__).read_text()}"
+    folder = (
+        Path(__file__).parents[1]
+        / "build"
+        / f"sample-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
+    )
     folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not sample.is_complete(folder):
@@ -120,7 +175,9 @@ def text(sample, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hf_tokenizer(sample, tmp_path_factory):
-    """The folder of a Hugging Face tokenizer of 2048 tokens, trained on the sample's texts."""
+    """The folder of a Hugging Face tokenizer of 2048 tokens, trained on the sample's
+    texts.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from tests.streams import texts_of
@@ -130,7 +187,9 @@ def hf_tokenizer(sample, tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=2048, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=2048,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -141,7 +200,9 @@ def hf_tokenizer(sample, tmp_path_factory):
 
 @pytest.fixture
 def start(one_rank, tmp_path):
-    """start(name="run", **checkpoint) begins a run of one weight, or starts it again: tests/test_checkpoint.py."""
+    """start(name="run", **checkpoint) begins a run of one weight, or starts it again:
+    tests/test_checkpoint.py.
+    """
     from tests.test_checkpoint import Run
 
     runs = []

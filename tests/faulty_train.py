@@ -1,12 +1,15 @@
-"""``python -m tests.faulty_train``: the trainer with the faults that the environment variable FAULTS asks for.
+"""``python -m tests.faulty_train``: the trainer with the faults that the environment
+variable FAULTS asks for.
 
-FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN at step 3, and gives rank 0 an infinite
-gradient at steps 5 to 9. The others: crash (an exception), hang (the rank stops itself with SIGSTOP), freeze (it waits
-forever before the step, as for a file system), kill (it kills itself with SIGKILL), asked_to_stop (it gets SIGUSR1),
-nospace (the file system is full from this step on) and slow (the step takes SLOW seconds longer, by default 0.5).
+FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN at step
+3, and gives rank 0 an infinite gradient at steps 5 to 9. The others: crash (an
+exception), hang (the rank stops itself with SIGSTOP), freeze (it waits forever before
+the step, as for a file system), kill (it kills itself with SIGKILL), asked_to_stop (it
+gets SIGUSR1), nospace (the file system is full from this step on) and slow (the step
+takes SLOW seconds longer, by default 0.5).
 
-FAULTS_ONCE names a file that the first fault creates. Faults do not happen if it exists. (freeze uses one such file per
-rank, so that every named rank freezes once.)
+FAULTS_ONCE names a file that the first fault creates. Faults do not happen if it
+exists. (freeze uses one such file per rank, so that every named rank freezes once.)
 """
 
 import math
@@ -33,7 +36,9 @@ def faults():
 def active(name, step):
     """Whether a fault is due at this step on this rank."""
     rank, once = int(os.environ.get("RANK", "0")), os.environ.get("FAULTS_ONCE")
-    if not any(fault == name and step in steps and of == rank for fault, steps, of in faults()):
+    if not any(
+        fault == name and step in steps and of == rank for fault, steps, of in faults()
+    ):
         return False
     if once:
         file = Path(f"{once}.{rank}" if name == "freeze" else once)
@@ -57,7 +62,9 @@ class FaultyTrainer(DispTrainer):
     def forward_backward_step(self, **kwargs):
         loss = super().forward_backward_step(**kwargs)
         if active("inf_gradient", self.step):
-            gradient = next(p.grad for p in self.model_parts[0].parameters() if p.grad is not None)
+            gradient = next(
+                p.grad for p in self.model_parts[0].parameters() if p.grad is not None
+            )
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             local.view(-1)[0] = torch.inf
         return loss
@@ -65,7 +72,11 @@ class FaultyTrainer(DispTrainer):
     def train_step(self, data_iterator):
         if active("crash", self.step):
             raise RuntimeError(f"crashed on purpose at step {self.step}")
-        for fault, number in {"hang": signal.SIGSTOP, "kill": signal.SIGKILL, "asked_to_stop": signal.SIGUSR1}.items():
+        for fault, number in {
+            "hang": signal.SIGSTOP,
+            "kill": signal.SIGKILL,
+            "asked_to_stop": signal.SIGUSR1,
+        }.items():
             if active(fault, self.step):
                 os.kill(os.getpid(), number)
         if active("freeze", self.step):

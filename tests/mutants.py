@@ -1,7 +1,9 @@
-"""Find small wrong edits of the code that its fast tests do not notice: ``make mutants ROOM=measure``, CONTRIBUTING.md.
+"""Find small wrong edits of the code that its fast tests do not notice: ``make mutants
+ROOM=measure``, CONTRIBUTING.md.
 
-mutmut was chosen over cosmic-ray because it imports torch and TorchTitan (6 s) once and forks for every mutant, and
-because it runs only the tests that call the edited function, so that a mutant takes about a second.
+mutmut was chosen over cosmic-ray because it imports torch and TorchTitan (6 s) once and
+forks for every mutant, and because it runs only the tests that call the edited
+function, so that a mutant takes about a second.
 """
 
 import argparse
@@ -24,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 
-# For each room: the files to edit, and the names of the tests, of which only the fast ones run.
+# For each room: the files to edit, and the names of the tests, of which only the fast
+# ones run.
 ROOMS = {
     "dispersion": (
         "titan_disp/dispersion/*.py titan_disp/dispersion/variants/*.py",
@@ -47,15 +50,21 @@ ROOMS = {
     "supervise": ("slurm/supervise.py", "supervise"),
     "plan": ("titan_disp/cluster/plan.py", "plan"),
     "measure": ("titan_disp/condensation/measure.py", "condensation"),
-    "compare": ("titan_disp/lab/evaluate/compare.py titan_disp/lab/statistics.py", "compare evaluate sweep_table"),
+    "compare": (
+        "titan_disp/lab/evaluate/compare.py titan_disp/lab/statistics.py",
+        "compare evaluate sweep_table",
+    ),
 }
 SEMANTIC = "semantic"  # wrong edits made by hand: tests/semantic.py
-MESSAGES = r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
-SURVIVED = {0: "survived", 5: "no test", 33: "no test"}  # mutmut's exit codes; a mutant that hangs counts as noticed
+MESSAGES = (
+    r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
+)
+# mutmut's exit codes; a mutant that hangs counts as noticed
+SURVIVED = {0: "survived", 5: "no test", 33: "no test"}
 
 
-# Appended to tests/distributed.py. mutmut sees the calls of its own process only; this credits what ranks call to the
-# test that starts them.
+# Appended to tests/distributed.py. mutmut sees the calls of its own process only; this
+# credits what ranks call to the test that starts them.
 RANKS = """
 
 import os as _os
@@ -110,7 +119,9 @@ class Survivor(NamedTuple):
 
 
 def prepare(room: str) -> Path:
-    """Copy the files of the checkout, with mutmut's settings for the room, so that the checkout stays unchanged."""
+    """Copy the files of the checkout, with mutmut's settings for the room, so that the
+    checkout stays unchanged.
+    """
     files, tests = ROOMS[room]
     folder = BUILD / room
     semantic.copy(ROOT, folder)
@@ -121,18 +132,35 @@ def prepare(room: str) -> Path:
         "only_mutate": files.split(),
         "do_not_mutate_patterns": [MESSAGES],
         "also_copy": [
-            *("train_configs", "benchmarks", "docs", "README.md", "CHANGELOG.md", "Makefile"),
+            *(
+                "train_configs",
+                "benchmarks",
+                "docs",
+                "README.md",
+                "CHANGELOG.md",
+                "Makefile",
+            ),
             "titan_disp/cluster/slurm",  # a link, which mutmut does not follow
         ],
-        "pytest_add_cli_args_test_selection": [f"tests/test_{name}.py" for name in tests.split()],
-        # Inductor cannot trace mutmut's switches, and one test reads the source. The plugins that look for exceptions
-        # in destructors and threads are off because they collect garbage five times, which takes seconds after many
-        # imports.
+        "pytest_add_cli_args_test_selection": [
+            f"tests/test_{name}.py" for name in tests.split()
+        ],
+        # Inductor cannot trace mutmut's switches, and one test reads the source. The
+        # plugins that look for exceptions in destructors and threads are off because
+        # they collect garbage five times, which takes seconds after many imports.
         "pytest_add_cli_args": [
-            *("-m", "not slow and not night", "-k", "not compil and not python_3_10", "-p", "no:cacheprovider"),
+            *(
+                "-m",
+                "not slow and not night",
+                "-k",
+                "not compil and not python_3_10",
+                "-p",
+                "no:cacheprovider",
+            ),
             *("-p", "no:unraisableexception", "-p", "no:threadexception"),
         ],
-        "process_isolation": "forkserver",  # torch must not be forked from a process that has run tests
+        # torch must not be forked from a process that has run tests
+        "process_isolation": "forkserver",
         "timeout_multiplier": 4.0,  # times what the tests take without an edit
         "timeout_constant": 5.0,
         "use_git_change_detection": False,
@@ -144,7 +172,9 @@ def prepare(room: str) -> Path:
 
 
 def sample() -> Path:
-    """The corpus of the tests, written once: writing it takes seconds, for every mutant."""
+    """The corpus of the tests, written once: writing it takes seconds, for every
+    mutant.
+    """
     from titan_disp.lab.sample import is_complete, write_sample
 
     folder = BUILD / "sample"
@@ -154,20 +184,27 @@ def sample() -> Path:
 
 
 def verdicts(folder: Path) -> Iterator[tuple[Path, str, int | None]]:
-    """Yield (source file, mutant, mutmut's exit code) of the last run; the code is None if a mutant was not tried."""
+    """Yield (source file, mutant, mutmut's exit code) of the last run; the code is None
+    if a mutant was not tried.
+    """
     for meta in sorted((folder / "mutants").rglob("*.meta")):
         for name, code in json.loads(meta.read_text())["exit_code_by_key"].items():
             yield meta.relative_to(folder / "mutants").with_suffix(""), name, code
 
 
 def drawn(folder: Path, number: int, environment: dict[str, str]) -> list[str]:
-    """Make the mutants, and draw some of them at random, the same ones for the same code.
+    """Make the mutants, and draw some of them at random, the same ones for the same
+    code.
 
-    mutmut tries the mutants with the fastest tests first, so that a run that is stopped says little about the others.
+    mutmut tries the mutants with the fastest tests first, so that a run that is stopped
+    says little about the others.
     """
-    # mutmut stops at a name that it does not know after it has made the mutants and noted which tests reach them.
+    # mutmut stops at a name that it does not know after it has made the mutants and
+    # noted which tests reach them.
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", "none"]
-    made = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    made = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True
+    )
     names = [name for _, name, _ in verdicts(folder)]
     if "nothing matches" not in made.stdout + made.stderr or not names:
         raise SystemExit(f"mutmut made no mutants:\n{made.stdout}{made.stderr}")
@@ -184,20 +221,36 @@ def results(folder: Path) -> tuple[int, list[Survivor]]:
         total += code is not None
         if code in SURVIVED:
             _, _, _, *diff = get_diff_for_mutant(name).splitlines()
-            before, after = (" ".join(line[1:].strip() for line in diff if line[0] == sign) for sign in "-+")
+            before, after = (
+                " ".join(line[1:].strip() for line in diff if line[0] == sign)
+                for sign in "-+"
+            )
             function, _ = orig_function_and_class_names_from_key(name)
-            survivors.append(Survivor(str(source), function, before, after, SURVIVED[code]))
+            survivors.append(
+                Survivor(str(source), function, before, after, SURVIVED[code])
+            )
     return total, survivors
 
 
 def equivalent() -> Callable[[Survivor], bool]:
-    """Tell survivors that do the same as the code: those in the list, and edits of arguments that have no effect here."""
+    """Tell survivors that do the same as the code: those in the list, and edits of
+    arguments that have no effect here.
+    """
     content = tomli.loads(EQUIVALENT.read_text())
-    known = {(entry["file"], _plain(edit)) for entry in content["equivalent"] for edit in entry["edits"]}
-    arguments = re.compile(rf"\b({'|'.join(entry['argument'] for entry in content['argument'])})=\w+")
+    known = {
+        (entry["file"], _plain(edit))
+        for entry in content["equivalent"]
+        for edit in entry["edits"]
+    }
+    arguments = re.compile(
+        rf"\b({'|'.join(entry['argument'] for entry in content['argument'])})=\w+"
+    )
 
     def same(survivor: Survivor) -> bool:
-        before, after = (_plain(arguments.sub("", text)) for text in (survivor.before, survivor.after))
+        before, after = (
+            _plain(arguments.sub("", text))
+            for text in (survivor.before, survivor.after)
+        )
         return before == after or (survivor.file, _plain(survivor.after)) in known
 
     return same
@@ -213,15 +266,32 @@ def main() -> None:
     parser.add_argument("room", choices=[*ROOMS, SEMANTIC])
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--report", action="store_true", help="only print the results of the room's last run")
-    again.add_argument("--again", action="store_true", help="only those that survived the last run or were not tried")
-    again.add_argument("--draw", type=int, metavar="N", help="only N mutants, drawn at random")
-    again.add_argument("--only", default="", metavar="WORDS", help="in semantic: only edits of such files or reasons")
+    again.add_argument(
+        "--report",
+        action="store_true",
+        help="only print the results of the room's last run",
+    )
+    again.add_argument(
+        "--again",
+        action="store_true",
+        help="only those that survived the last run or were not tried",
+    )
+    again.add_argument(
+        "--draw", type=int, metavar="N", help="only N mutants, drawn at random"
+    )
+    again.add_argument(
+        "--only",
+        default="",
+        metavar="WORDS",
+        help="in semantic: only edits of such files or reasons",
+    )
     args = parser.parse_args()
     folder = BUILD / args.room
     of_mutmut = args.report or args.again or args.draw
     if of_mutmut if args.room == SEMANTIC else args.only:
-        parser.error(f"--only is for ROOM={SEMANTIC}, and the other options are for other rooms")
+        parser.error(
+            f"--only is for ROOM={SEMANTIC}, and the other options are for other rooms"
+        )
     if args.room == SEMANTIC:
         shutil.rmtree(folder, ignore_errors=True)
         copies = [folder / str(number) for number in range(args.processes)]
@@ -232,7 +302,11 @@ def main() -> None:
     if not args.report:
         names = []
         if args.again:
-            names = [name for _, name, code in verdicts(folder) if code in SURVIVED or code is None]
+            names = [
+                name
+                for _, name, code in verdicts(folder)
+                if code in SURVIVED or code is None
+            ]
         else:
             shutil.rmtree(folder, ignore_errors=True)
         prepare(args.room)
@@ -240,7 +314,15 @@ def main() -> None:
         if args.draw:
             names = drawn(folder, args.draw, environment)
         if names or not args.again:
-            command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(args.processes), *names]
+            command = [
+                sys.executable,
+                "-m",
+                "mutmut",
+                "run",
+                "--max-children",
+                str(args.processes),
+                *names,
+            ]
             subprocess.run(command, cwd=folder, env=environment, check=True)
     total, survivors = results(folder)
     if untried := sum(code is None for _, _, code in verdicts(folder)):

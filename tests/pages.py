@@ -1,4 +1,7 @@
-"""Read commands and code blocks from the documentation. This module imports neither torch nor TorchTitan."""
+"""Read commands and code blocks from the documentation.
+
+This module imports neither torch nor TorchTitan.
+"""
 
 import copy
 import functools
@@ -17,14 +20,17 @@ PLACEHOLDERS = {
     "CONFIG": str(DEMO.relative_to(ROOT)),
     "mine/config.toml": str(DEMO.relative_to(ROOT)),  # as titan-disp init writes it
     "SWEEP.toml": "train_configs/sweeps/table3.toml",
-    "mine/sweep.toml": "train_configs/sweeps/table3.toml",  # as docs/tutorial.md writes it
+    # as docs/tutorial.md writes it
+    "mine/sweep.toml": "train_configs/sweeps/table3.toml",
     "…": None,  # left out
     "...": None,
 }
 
 
 class Understood(Exception):
-    """Raised in place of a subcommand's work, with the subcommand's name and options."""
+    """Raised in place of a subcommand's work, with the subcommand's name and
+    options.
+    """
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -35,15 +41,20 @@ def blocks(text: str, language: str) -> list[str]:
 
 def split(lines: str) -> Iterator[list[str]]:
     """Yield the words of each command in shell lines, with placeholders filled in."""
-    for line in re.sub(r" > \S+", "", lines.replace("\\\n", " ")).splitlines():  # drops the file that is written
-        words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
+    # Drops the file that is written
+    for line in re.sub(r" > \S+", "", lines.replace("\\\n", " ")).splitlines():
+        words = [
+            PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)
+        ]
         for is_and, command in itertools.groupby(words, lambda word: word == "&&"):
             if not is_and:
                 yield [word for word in command if word is not None]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The commands in a page's shell blocks, or titan-disp commands in the comments of a script or config."""
+    """The commands in a page's shell blocks, or titan-disp commands in the comments of
+    a script or config.
+    """
     text = page.read_text()
     if page.suffix == ".md":
         return list(split("\n".join(blocks(text, "bash"))))
@@ -60,13 +71,17 @@ def _tells(members, prefix=""):
         return command[0], tell
 
     return {
-        name: _tells(one, f"{name} ") if isinstance(one, Mapping) else told(prefix + name, one)
+        name: _tells(one, f"{name} ")
+        if isinstance(one, Mapping)
+        else told(prefix + name, one)
         for name, one in members.items()
     }
 
 
 def understood(words):
-    """The subcommand and its options, as the command line reads the words of a valid command."""
+    """The subcommand and its options, as the command line reads the words of a valid
+    command.
+    """
     return _understood(tuple(words))
 
 
@@ -84,7 +99,8 @@ def _understood(words):
 @functools.cache  # tyro takes half a second to parse
 def loaded(*words):
     """A config that the caller may not change."""
-    from titan_disp.config.load import load_config  # imports torch, which other tests of pages do without
+    # imports torch, which other tests of pages do without
+    from titan_disp.config.load import load_config
 
     return load_config(["--job.config_file", *map(str, words)])
 
@@ -111,5 +127,10 @@ def both_ways(*words):
     """The config as titan-disp reads it, and as stock TorchTitan does."""
     from torchtitan.config import ConfigManager
 
-    stock = ["--job.config_file", *map(str, words), "--job.custom_config_module", "titan_disp.job_config"]
+    stock = [
+        "--job.config_file",
+        *map(str, words),
+        "--job.custom_config_module",
+        "titan_disp.job_config",
+    ]
     return changed(loaded(*words), {}), ConfigManager().parse_args(stock)

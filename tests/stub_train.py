@@ -1,8 +1,9 @@
-"""``python -m tests.stub_train``: what a sweep sees of a training run, without training or slow imports.
+"""``python -m tests.stub_train``: what a sweep sees of a training run, without training
+or slow imports.
 
-STUB holds JSON that maps names of run folders to what these runs do: complete (the default), fail (an error for the
-user), crash (an exception), wait (train until SIGTERM, then save and stop), stubborn (wait and ignore SIGTERM), die
-(SIGKILL of itself).
+STUB holds JSON that maps names of run folders to what these runs do: complete (the
+default), fail (an error for the user), crash (an exception), wait (train until SIGTERM,
+then save and stop), stubborn (wait and ignore SIGTERM), die (SIGKILL of itself).
 """
 
 import json
@@ -22,10 +23,15 @@ def main():
     def event(name, step, **details):
         now = datetime.now(timezone.utc).isoformat()
         with open(run / "events.jsonl", "a") as file:
-            file.write(json.dumps({"time": now, "event": name, "step": step, **details}) + "\n")
+            file.write(
+                json.dumps({"time": now, "event": name, "step": step, **details}) + "\n"
+            )
 
     if what == "fail":
-        print("a line before it\ntitan-disp: error: the data is not there\na line after it", file=sys.stderr)
+        print(
+            "a line before it\ntitan-disp: error: the data is not there\na line after it",
+            file=sys.stderr,
+        )
         sys.exit(2)
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))

@@ -1,4 +1,6 @@
-"""The real trainer, as a whole: it trains, saves, is built anew and resumes, in one process and in two."""
+"""The real trainer, as a whole: it trains, saves, is built anew and resumes, in one
+process and in two.
+"""
 
 import json
 import logging
@@ -21,32 +23,97 @@ from tests.run_invariants import EVENTS, FILES, check_run, pages_names
 from titan_disp.errors import ConfigError
 from titan_disp.run import reader
 from titan_disp.run.liveness import straggler
-from titan_disp.run.reader import read_config, read_events, read_json_lines, read_metrics
+from titan_disp.run.reader import (
+    read_config,
+    read_events,
+    read_json_lines,
+    read_metrics,
+)
 
 STEPS, FIRST = 5, 3  # all steps, and those of the first start
 TOKENS = GLOBAL_BATCH * SEQ_LEN  # of a step
-COEFF = (0.5, 1.0, 1.0, 0.625, 0.25)  # λ at each step: a warm-up of two steps, then linear to a quarter at the last one
+# λ at each step: a warm-up of two steps, then linear to a quarter at the last one
+COEFF = (0.5, 1.0, 1.0, 0.625, 0.25)
 OPTIONS = (
-    *("--training.steps", str(STEPS), "--metrics.log_freq", "1", "--checkpoint.enable", "--checkpoint.interval", "9"),
-    *("--metrics.enable_tensorboard", "--condensation.interval", "0", "--stream.prefetch", "0"),
+    *(
+        "--training.steps",
+        str(STEPS),
+        "--metrics.log_freq",
+        "1",
+        "--checkpoint.enable",
+        "--checkpoint.interval",
+        "9",
+    ),
+    *(
+        "--metrics.enable_tensorboard",
+        "--condensation.interval",
+        "0",
+        "--stream.prefetch",
+        "0",
+    ),
     *("--guard.max_skipped_steps", "7"),
     # Whatever depends on the step, which a resume must know.
     *("--dispersion.estimator", "sampled", "--dispersion.max_tokens", "8"),
-    *("--dispersion.warmup_steps", "2", "--dispersion.decay", "linear", "--dispersion.final_coeff", "0.25"),
-    *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.6", "--lr_scheduler.decay_type", "linear"),
+    *(
+        "--dispersion.warmup_steps",
+        "2",
+        "--dispersion.decay",
+        "linear",
+        "--dispersion.final_coeff",
+        "0.25",
+    ),
+    *(
+        "--lr_scheduler.warmup_steps",
+        "2",
+        "--lr_scheduler.decay_ratio",
+        "0.6",
+        "--lr_scheduler.decay_type",
+        "linear",
+    ),
 )
 # Of some positions: the mean over all of them does not depend on their order.
 HELD_OUT = ("--condensation.sequences", "2", "--condensation.max_tokens", "12")
 MEASURES = (
-    *(*HELD_OUT, "--condensation.interval", "2", "--validation.enable", "--validation.freq", "2"),
-    *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
+    *(
+        *HELD_OUT,
+        "--condensation.interval",
+        "2",
+        "--validation.enable",
+        "--validation.freq",
+        "2",
+    ),
+    *(
+        "--validation.steps",
+        "1",
+        "--validation.seq_len",
+        "32",
+        "--validation.local_batch_size",
+        "2",
+    ),
 )
 CHANGED = (
-    *("--optimizer.name", "Adam", "--optimizer.lr", "4e-3", "--optimizer.beta1", "0.8", "--optimizer.beta2", "0.9"),
-    *("--optimizer.eps", "1e-6", "--optimizer.weight_decay", "0.5", "--lr_scheduler.decay_type", "sqrt"),
+    *(
+        "--optimizer.name",
+        "Adam",
+        "--optimizer.lr",
+        "4e-3",
+        "--optimizer.beta1",
+        "0.8",
+        "--optimizer.beta2",
+        "0.9",
+    ),
+    *(
+        "--optimizer.eps",
+        "1e-6",
+        "--optimizer.weight_decay",
+        "0.5",
+        "--lr_scheduler.decay_type",
+        "sqrt",
+    ),
     *("--metrics.log_freq", "1", "--metrics.save_tb_folder", "tensorboard"),
 )
-# The last step that the first start begins: the number is between two steps, and the job trains at least so much.
+# The last step that the first start begins: the number is between two steps, and the
+# job trains at least so much.
 FIRST_PART = ("--budget.stop_at_tokens", str((FIRST - 1) * TOKENS + 1))
 
 
@@ -62,7 +129,10 @@ def start(sample, run, *options):
 
 
 def resume(sample, run, *options):
-    """The start that completes the run. What it is made of is joined as it should be. Its last heartbeat is kept."""
+    """The start that completes the run.
+
+    What it is made of is joined as it should be. Its last heartbeat is kept.
+    """
     with trainer_of(sample, run, *options) as trainer:
         saved, guard = trainer.checkpointer, trainer.optimizers
         assert saved.hooks is saved.states["train_state"] is trainer
@@ -89,23 +159,46 @@ def console(file):
 
 
 def one_process(sample, tokenizer, folder):
-    """One run of one start, and one of two starts, which also measures. Copies of it go on in other ways."""
+    """One run of one start, and one of two starts, which also measures.
+
+    Copies of it go on in other ways.
+    """
     folder = Path(folder)
     whole, parts, changed = (folder / name for name in ("whole", "parts", "changed"))
-    measures = (*MEASURES, "--validation.dataset", "c4_validation", "--validation.dataset_path", sample)
+    measures = (
+        *MEASURES,
+        "--validation.dataset",
+        "c4_validation",
+        "--validation.dataset_path",
+        sample,
+    )
     found = {"whole": start(sample, whole), "refusals": {}}
     with console(folder / "parts.log"):
         found["first"] = start(sample, parts, *measures, *FIRST_PART)
-    others = {"seq_len": ("--training.seq_len", "64"), "n_layers": ("--model.overrides", "n_layers=3")}
-    for name, options in (others | {"tokenizer": ("--model.hf_assets_path", tokenizer)}).items():
+    others = {
+        "seq_len": ("--training.seq_len", "64"),
+        "n_layers": ("--model.overrides", "n_layers=3"),
+    }
+    for name, options in (
+        others | {"tokenizer": ("--model.hf_assets_path", tokenizer)}
+    ).items():
         with pytest.raises(ConfigError) as refused:
             start(sample, parts, *options)
         found["refusals"][name] = str(refused.value)
     shutil.copytree(parts, changed)
-    start(sample, shutil.copytree(parts, folder / "stopped"), *FIRST_PART, "--optimizer.lr", "0.5")
+    start(
+        sample,
+        shutil.copytree(parts, folder / "stopped"),
+        *FIRST_PART,
+        "--optimizer.lr",
+        "0.5",
+    )
     with console(folder / "parts.log"):
         found["last"] = resume(sample, parts, *measures)
-    with console(folder / "changed.log"), trainer_of(sample, changed, *CHANGED) as trainer:
+    with (
+        console(folder / "changed.log"),
+        trainer_of(sample, changed, *CHANGED) as trainer,
+    ):
         trainer.train()
         (group,) = trainer.optimizers.optimizers[0].param_groups
     found["group"] = {key: value for key, value in group.items() if key != "params"}
@@ -119,14 +212,23 @@ def one_process(sample, tokenizer, folder):
 
 
 def two_nodes(sample, folder):
-    """Each rank is the first of its node. One start with context parallelism, and the next one with FSDP2."""
+    """Each rank is the first of its node.
+
+    One start with context parallelism, and the next one with FSDP2.
+    """
     from tests import ring_attention
 
     ring_attention.install()
     os.environ["LOCAL_RANK"] = "0"
     run = Path(folder) / "nodes"
-    batch = ("--training.global_batch_size", "-1", "--training.local_batch_size")  # one microbatch of each rank
-    cp = ("--parallelism.context_parallel_degree", "2", "--condensation.interval", str(FIRST))
+    # one microbatch of each rank
+    batch = ("--training.global_batch_size", "-1", "--training.local_batch_size")
+    cp = (
+        "--parallelism.context_parallel_degree",
+        "2",
+        "--condensation.interval",
+        str(FIRST),
+    )
     start(sample, run, *FIRST_PART, *batch, "8", *cp, *HELD_OUT)
     start(sample, run, *batch, "4")
 
@@ -154,30 +256,49 @@ def test_a_run_of_two_starts_equals_one_of_one_start(folder, found):
     whole, parts = read_metrics(folder / "whole"), read_metrics(folder / "parts")
     assert list(whole) == list(parts) == [1, 2, 3, 4, 5]
     for name in ("loss", "ce", "dispersion", "grad_norm", "lr", "tokens"):
-        assert [row[name] for row in whole.values()] == [row[name] for row in parts.values()], name
-    (_, weights, data), (_, resumed_weights, resumed_data) = found["whole"], found["last"]
+        assert [row[name] for row in whole.values()] == [
+            row[name] for row in parts.values()
+        ], name
+    (_, weights, data), (_, resumed_weights, resumed_data) = (
+        found["whole"],
+        found["last"],
+    )
     assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
     assert str(data) == str(resumed_data)
 
 
 def test_what_depends_on_the_step(folder):
     rows = read_metrics(folder / "whole").values()
-    assert [(row["loss"] - row["ce"]) / row["dispersion"] for row in rows] == pytest.approx(COEFF, rel=1e-5)
-    rates = [row["lr"] / 8e-4 for row in rows]  # TorchTitan's: a warm-up of two steps, then linear over three
+    assert [
+        (row["loss"] - row["ce"]) / row["dispersion"] for row in rows
+    ] == pytest.approx(COEFF, rel=1e-5)
+    # TorchTitan's: a warm-up of two steps, then linear over three
+    rates = [row["lr"] / 8e-4 for row in rows]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 2 / 3, 1 / 3], rel=1e-5)
-    assert [row["tokens"] for row in rows] == [step * TOKENS for step in range(1, STEPS + 1)]
+    assert [row["tokens"] for row in rows] == [
+        step * TOKENS for step in range(1, STEPS + 1)
+    ]
     assert len({row["dispersion"] for row in rows}) == STEPS
 
 
 def test_a_budget_between_two_steps_is_reached(folder, found):
     events = read_events(folder / "parts")
     assert [(e["event"], e["step"]) for e in events] == [
-        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 3),
+        *(
+            ("start", 0),
+            ("checkpoint", FIRST),
+            ("stop", FIRST),
+            *[("refused", FIRST)] * 3,
+        ),
         *(("resume", FIRST), ("checkpoint", STEPS), ("complete", STEPS)),
     ]
     assert read_config(folder / "parts")["budget"]["stop_at_tokens"] == 0
-    assert events[6]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
-    assert [event["reason"] for event in events[3:6]] == list(found["refusals"].values())
+    assert events[6]["config_changes"] == {
+        "budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]
+    }
+    assert [event["reason"] for event in events[3:6]] == list(
+        found["refusals"].values()
+    )
     assert all(name in reason for name, reason in found["refusals"].items())
 
 
@@ -190,19 +311,35 @@ def test_the_seed_draws_the_weights(found):
 
 
 def test_keys_of_the_optimizer_and_its_schedule_may_change(folder, found):
-    """They hold from the first step on. TorchTitan would take the former ones back from the checkpoint."""
+    """They hold from the first step on.
+
+    TorchTitan would take the former ones back from the checkpoint.
+    """
     rows = read_metrics(folder / "changed")
-    assert [rows[step]["lr"] for step in (4, 5)] == pytest.approx([4e-3 * (1 - (n / 3) ** 0.5) for n in (1, 2)])
+    assert [rows[step]["lr"] for step in (4, 5)] == pytest.approx(
+        [4e-3 * (1 - (n / 3) ** 0.5) for n in (1, 2)]
+    )
     adam = {"decoupled_weight_decay": False}  # which AdamW has
-    expected = {"initial_lr": 4e-3, "weight_decay": 0.5, "betas": (0.8, 0.9), "eps": 1e-6, **adam}
+    expected = {
+        "initial_lr": 4e-3,
+        "weight_decay": 0.5,
+        "betas": (0.8, 0.9),
+        "eps": 1e-6,
+        **adam,
+    }
     assert found["group"] | expected == found["group"]
     log = (folder / "changed.log").read_text()
-    said = log.split("The config differs from that of the last start: ")[1].splitlines()[0]
+    said = log.split("The config differs from that of the last start: ")[
+        1
+    ].splitlines()[0]
     assert "lr_scheduler.decay_type: 'linear' → 'sqrt', " in said
     assert "optimizer.lr: 0.0008 → 0.004, " in said
     assert "metrics." not in said
-    # A start that finds the run complete, or at its stop, trains nothing, so that its config is not that of the run.
-    assert (folder / "complete/config.json").read_bytes() == (folder / "parts/config.json").read_bytes()
+    # A start that finds the run complete, or at its stop, trains nothing, so that its
+    # config is not that of the run.
+    assert (folder / "complete/config.json").read_bytes() == (
+        folder / "parts/config.json"
+    ).read_bytes()
     assert read_config(folder / "stopped")["optimizer"]["lr"] == 8e-4
 
 
@@ -211,12 +348,20 @@ def test_two_nodes(folder, sample):
     run = folder / "nodes"
     check_run(run)
     steps = [row["step"] for row in read_json_lines(run / "metrics.jsonl")]
-    assert steps == [0, 1, 2, 3, 3, 4, 5]  # with condensation at the start and at the end of the first start
+    # with condensation at the start and at the end of the first start
+    assert steps == [0, 1, 2, 3, 3, 4, 5]
     assert len(list((run / "tb").iterdir())) == 2  # one writer in each start
     rows, expected = read_metrics(run), read_metrics(folder / "whole")
-    assert [row["tokens"] for row in rows.values()] == [row["tokens"] for row in expected.values()]
+    assert [row["tokens"] for row in rows.values()] == [
+        row["tokens"] for row in expected.values()
+    ]
     # Context parallelism permutes the tokens, and so draws others.
-    for name, tolerance in {"lr": 1e-6, "ce": 1e-3, "dispersion": 2e-2, "grad_norm": 1e-2}.items():
+    for name, tolerance in {
+        "lr": 1e-6,
+        "ce": 1e-3,
+        "dispersion": 2e-2,
+        "grad_norm": 1e-2,
+    }.items():
         values = [[row[name] for row in of.values()] for of in (rows, expected)]
         assert values[0] == pytest.approx(values[1], rel=tolerance), name
     # Each rank has half of a sequence's tokens, in the order of load balancing.
@@ -244,31 +389,56 @@ def test_the_page_names_every_field(run):
     assert config.keys() == loaded("train_configs/demo_cpu.toml").to_dict().keys()
     assert environment.keys() <= named("config.json and environment.json")
     events, rows = read_events(run), reader.read_rows(run)
-    assert {e["event"] for e in events} == {"start", "checkpoint", "stop", "refused", "resume", "complete"}
+    assert {e["event"] for e in events} == {
+        "start",
+        "checkpoint",
+        "stop",
+        "refused",
+        "resume",
+        "complete",
+    }
     assert {key for event in events for key in event} <= named("events.jsonl")
-    measured = [row for row in read_json_lines(run / "metrics.jsonl") if "condensation" in row]
+    measured = [
+        row for row in read_json_lines(run / "metrics.jsonl") if "condensation" in row
+    ]
     parts = [row["spent"] for row in rows] + [row["condensation"] for row in measured]
     assert {key for row in rows for key in row["data"]} <= named("Metrics", "data.md")
     fields = {key for part in (*rows, *measured, *parts) for key in part}
     assert fields | {"spearman", "kendall", "range"} <= named("metrics.jsonl")
-    assert {"rank", "host", "seconds", "median"} == straggler([1.0, 9.0], ["a", "b"]).keys() <= named("metrics.jsonl")
+    assert (
+        {"rank", "host", "seconds", "median"}
+        == straggler([1.0, 9.0], ["a", "b"]).keys()
+        <= named("metrics.jsonl")
+    )
     beat = reader.read_heartbeat(run.parent)
     assert beat["step"] == STEPS
     assert beat.keys() <= named("heartbeat.json")
-    hashes = json.loads((run / "checkpoint" / f"step-{STEPS}" / "hashes.json").read_text())
+    hashes = json.loads(
+        (run / "checkpoint" / f"step-{STEPS}" / "hashes.json").read_text()
+    )
     assert hashes.keys() <= named("Checkpoints")
 
 
 def test_the_page_names_every_event():
     sources = "".join(path.read_text() for path in (ROOT / "titan_disp").rglob("*.py"))
-    written = set(re.findall(r'\bevent\(\s*"(\w+)"(?: if [\w.]+ else "(\w+)")?', sources))
-    table = (ROOT / "docs" / "run_folder.md").read_text().split("| `event` |")[1].split("\n\n")[0]
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    written = set(
+        re.findall(r'\bevent\(\s*"(\w+)"(?: if [\w.]+ else "(\w+)")?', sources)
+    )
+    table = (
+        (ROOT / "docs" / "run_folder.md")
+        .read_text()
+        .split("| `event` |")[1]
+        .split("\n\n")[0]
+    )
+    cells = [
+        line.split("|")[1] for line in table.splitlines() if line.startswith("| `")
+    ]
     listed = set(re.findall(r"`(\w+)`", "".join(cells)))
     assert {name for names in written for name in names if name} == listed == EVENTS
 
 
-# (what check_run says; a key of the lines that count, the place of one of them, and what is changed in it, or it is repeated)
+# (what check_run says; a key of the lines that count, the place of one of them, and
+# what is changed in it, or it is repeated)
 SPOILED = (
     ("rows of two writers", "loss", -1, {"time": 0}),
     ("a row before the first start", "loss", 0, {"time": 0}),
@@ -290,7 +460,9 @@ SPOILED = (
 @pytest.mark.changes_runs
 @pytest.mark.parametrize(("said", "key", "place", "changes"), SPOILED)
 def test_what_spoils_a_run_folder_is_noticed(run, tmp_path, said, key, place, changes):
-    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint"))
+    copy = shutil.copytree(
+        run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint")
+    )
     file = copy / ("events.jsonl" if key == "event" else "metrics.jsonl")
     lines = read_json_lines(file)
     line = [line for line in lines if key in line][place]
@@ -303,27 +475,55 @@ def test_what_spoils_a_run_folder_is_noticed(run, tmp_path, said, key, place, ch
 
 def test_what_is_said_of_a_run(run):
     console = (run.parent / "parts.log").read_text()
-    assert re.search(r"goodput\) of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:.* start-up", console)
-    for said in ("(goodput) of all 5 starts: ", f"Checkpoints: {run}/checkpoint", f"--logdir {run}/tb"):
+    assert re.search(
+        r"goodput\) of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:.* start-up",
+        console,
+    )
+    for said in (
+        "(goodput) of all 5 starts: ",
+        f"Checkpoints: {run}/checkpoint",
+        f"--logdir {run}/tb",
+    ):
         assert said in console
     eager = dict.fromkeys(("epilogue", "normalize_backward"), "eager: on a CPU")
-    assert reader.read_environment(run)["dispersion"] == {"kernels": eager, "products": ["float32"]}
+    assert reader.read_environment(run)["dispersion"] == {
+        "kernels": eager,
+        "products": ["float32"],
+    }
     said = "Dispersion forms products of float32. Its kernels: epilogue eager: on a CPU; normalize_backward eager: on a CPU"
     assert console.count(said) == 2  # in both starts
-    found, rows, losses = reader.read_condensation(run), read_metrics(run), reader.read_validation(run)
-    assert (list(found), list(losses)) == ([0, 2, 3, 4, 5], [1, 2, 4])  # also where it stopped
+    found, rows, losses = (
+        reader.read_condensation(run),
+        read_metrics(run),
+        reader.read_validation(run),
+    )
+    # also where it stopped
+    assert (list(found), list(losses)) == ([0, 2, 3, 4, 5], [1, 2, 4])
     assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
     cosines = console.split("embedding → last block: ")[-1].split("  ")[0].split()
     assert cosines == [f"{c:.2f}" for c in found[STEPS]["mean_cosine"][:-1]]
     # The last lines: how condensation went.
-    numbers = (f"{found[STEPS]['cross_entropy']:.3f}", f"{np.mean(found[STEPS]['mean_cosine'][1:7]):.2f}")
-    assert re.search(rf" {STEPS} +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1])
+    numbers = (
+        f"{found[STEPS]['cross_entropy']:.3f}",
+        f"{np.mean(found[STEPS]['mean_cosine'][1:7]):.2f}",
+    )
+    assert re.search(
+        rf" {STEPS} +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1]
+    )
     board = EventAccumulator(str(run / "tb")).Reload()
-    tags = {"n_tokens_seen": "tokens", "loss_metrics/dispersion": "dispersion", "grad_norm": "grad_norm"}
+    tags = {
+        "n_tokens_seen": "tokens",
+        "loss_metrics/dispersion": "dispersion",
+        "grad_norm": "grad_norm",
+    }
     for tag, key in tags.items():
-        assert [(e.step, e.value) for e in board.Scalars(tag)] == [(s, pytest.approx(rows[s][key])) for s in rows]
-    events = {event["event"]: event for event in read_events(run)}  # of the second start
+        assert [(e.step, e.value) for e in board.Scalars(tag)] == [
+            (s, pytest.approx(rows[s][key])) for s in rows
+        ]
+    # of the second start
+    events = {event["event"]: event for event in read_events(run)}
     began, end = events["resume"], events["complete"]
     assert began["allocated"] < began["time"]
     assert sum(end["spent"].values()) <= end["time"] - began["allocated"] + 0.01
-    assert min(end["spent"].values()) > 0  # steps, checkpoints, condensation and validation
+    # steps, checkpoints, condensation and validation
+    assert min(end["spent"].values()) > 0

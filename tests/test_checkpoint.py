@@ -1,4 +1,7 @@
-"""What the real checkpoint manager saves, keeps, loads and refuses. Weights are the step at which they were saved."""
+"""What the real checkpoint manager saves, keeps, loads and refuses.
+
+Weights are the step at which they were saved.
+"""
 
 import os
 import threading
@@ -36,17 +39,25 @@ class State:
 
 
 class Run:
-    """A start of a run. Its weights are no step's until it loads; its trainer refuses nothing, and owns no folder."""
+    """A start of a run.
+
+    Its weights are no step's until it loads; its trainer refuses nothing, and owns no
+    folder.
+    """
 
     def __init__(self, folder, **config):
         self.model = nn.Linear(3, 2, bias=False)
         self.fill(-1)
-        self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
+        self.optimizers = OptimizersContainer(
+            [self.model], torch.optim.AdamW, {"lr": 0.1}
+        )
         self.trainer = State()
         self.folder = folder / "checkpoint"
         self.events = []
         self.reasons = {}
-        self.hooks = SimpleNamespace(healthy=lambda: True, owns_folder=lambda: False, taken_by=lambda: None)
+        self.hooks = SimpleNamespace(
+            healthy=lambda: True, owns_folder=lambda: False, taken_by=lambda: None
+        )
         self.hooks.check_resume, self.hooks.event = lambda step: None, self.note
         self.hooks.busy = lambda doing, step: nullcontext()
         self.manager = DispCheckpointManager(
@@ -56,7 +67,9 @@ class Run:
             optimizers=self.optimizers,
             lr_schedulers=State(),
             states={"train_state": self.trainer},
-            checkpoint_config=Checkpoint(**{"enable": True, "interval": 1, "keep_latest_k": 0, **config}),
+            checkpoint_config=Checkpoint(
+                **{"enable": True, "interval": 1, "keep_latest_k": 0, **config}
+            ),
             sd_adapter=SimpleNamespace(hf_assets_path=None, model_args=None),
             base_folder=str(folder),
             save_seconds=60.0,
@@ -112,17 +125,31 @@ full_disk = fails(28, "No space left on device")
 def test_only_complete_checkpoints_count(tmp_path):
     """A user's copy "step-010" must not make step 10 count twice."""
     assert checkpoints(tmp_path / "nowhere") == []
-    others = ("damaged-13", "step-9.old", "old-step-10", "step-010", "step-08", "step-٣", "step-+7")
+    others = (
+        "damaged-13",
+        "step-9.old",
+        "old-step-10",
+        "step-010",
+        "step-08",
+        "step-٣",
+        "step-+7",
+    )
     for name in ("step-10", "step-9", *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
     ended_in_hf(tmp_path / "step-11")
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-16").write_text("a file")
-    assert (checkpoints(tmp_path), checkpoints(tmp_path, hugging_face=True)) == ([9, 10], [9, 10, 11])
+    assert (checkpoints(tmp_path), checkpoints(tmp_path, hugging_face=True)) == (
+        [9, 10],
+        [9, 10, 11],
+    )
 
 
-@pytest.mark.parametrize(("keep", "rank", "kept"), [(0, 0, [1, 2, 3, 10]), (2, 0, [3, 10]), (2, 1, [1, 2, 3, 10])])
+@pytest.mark.parametrize(
+    ("keep", "rank", "kept"),
+    [(0, 0, [1, 2, 3, 10]), (2, 0, [3, 10]), (2, 1, [1, 2, 3, 10])],
+)
 def test_one_rank_keeps_the_newest_complete_ones(start, monkeypatch, keep, rank, kept):
     run = start()
     run.save(1, 2, 3, 10)
@@ -157,15 +184,21 @@ def test_a_save_is_due_forced_or_put_off(start):
 
 
 @pytest.mark.parametrize("with_tokenizer", [True, False])
-def test_the_last_save_for_hugging_face(start, sample, tmp_path, caplog, with_tokenizer):
+def test_the_last_save_for_hugging_face(
+    start, sample, tmp_path, caplog, with_tokenizer
+):
     run = start(last_save_model_only=True, last_save_in_hf=True)
-    run.manager.sd_adapter = Qwen3HfAdapter(flavors["nano"], str(sample / "tokenizer" if with_tokenizer else tmp_path))
+    run.manager.sd_adapter = Qwen3HfAdapter(
+        flavors["nano"], str(sample / "tokenizer" if with_tokenizer else tmp_path)
+    )
     run.manager.sd_adapter.to_hf = dict  # the adapter is another model's
     run.save(4)
     run.save(5, last_step=True)
     (weights,) = (run.folder / "step-5").glob("*.safetensors")
     assert load_file(weights)["weight"][0, 0] == 5
-    described = {"config.json", "tokenizer.json"} <= {path.name for path in (run.folder / "step-5").iterdir()}
+    described = {"config.json", "tokenizer.json"} <= {
+        path.name for path in (run.folder / "step-5").iterdir()
+    }
     assert described == with_tokenizer
     assert ("weights without config and tokenizer" in caplog.text) == (not described)
     assert not (run.folder / "step-4" / "config.json").exists()
@@ -182,8 +215,13 @@ def test_nothing_is_saved(start, config):
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start, monkeypatch, caplog):
-    """It may hold files of another number of ranks. One that may be more than that is kept under another name."""
+def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(
+    start, monkeypatch, caplog
+):
+    """It may hold files of another number of ranks.
+
+    One that may be more than that is kept under another name.
+    """
     run = start()
     unfinished(run.folder / "step-1", ".saving")
     unfinished(run.folder / "step-2", ".saving", ".metadata.bak")
@@ -195,9 +233,11 @@ def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start, monkeyp
     kept = run.folder / "step-1" / "kept"
     kept.touch()
     run.save(1)
-    assert kept.exists()  # a complete one is not deleted, because the new save may still fail
+    # a complete one is not deleted, because the new save may still fail
+    assert kept.exists()
     unfinished(run.folder / "step-3", ".saving")
-    monkeypatch.setattr(os, "rmdir", fails(39, "Directory not empty"))  # by NFS, if a file of it is open elsewhere
+    # By NFS, if a file of it is open elsewhere
+    monkeypatch.setattr(os, "rmdir", fails(39, "Directory not empty"))
     run.save(3)
     assert checkpoints(run.folder) == [1, 2, 3]
 
@@ -206,16 +246,24 @@ def test_a_failed_save(start, monkeypatch):
     run = start(keep_latest_k=2)
     run.save(2, 3)
     monkeypatch.setattr(FileSystem, "create_stream", full_disk)
-    with pytest.raises(CheckpointError, match=r"step 4 could not be saved.*No space.*The last good one is step 3\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 4 could not be saved.*No space.*The last good one is step 3\.",
+    ):
         run.save(4)
     assert run.events == [("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]
-    for error, reason in ((RuntimeError("y" * 600), f"RuntimeError: {'y' * 586}"), (MemoryError(), "MemoryError:")):
+    for error, reason in (
+        (RuntimeError("y" * 600), f"RuntimeError: {'y' * 586}"),
+        (MemoryError(), "MemoryError:"),
+    ):
         assert f"{run.folder}: {reason}. The" in str(run.manager._failed(5, error))
     with pytest.raises(CheckpointError) as first:
         start("new").save(1)
     run.hooks.event = fails(5, "Input/output error")
     monkeypatch.setattr(os, "listdir", fails(5, "Input/output error"))
-    with pytest.raises(CheckpointError, match=r"step 6 could not be saved.*No space left") as last:
+    with pytest.raises(
+        CheckpointError, match=r"step 6 could not be saved.*No space left"
+    ) as last:
         run.save(6)
     assert "last good one" not in str(first.value) + str(last.value)
 
@@ -225,8 +273,14 @@ def test_an_asynchronous_save(start, monkeypatch):
     for step in (1, 2):
         run.save(step)
         run.manager.wait()
-    gate, create, events = threading.Event(), FileSystem.create_stream, [("checkpoint", step) for step in (1, 2, 3, 4)]
-    monkeypatch.setattr(FileSystem, "create_stream", lambda *args: gate.wait(20) and create(*args))
+    gate, create, events = (
+        threading.Event(),
+        FileSystem.create_stream,
+        [("checkpoint", step) for step in (1, 2, 3, 4)],
+    )
+    monkeypatch.setattr(
+        FileSystem, "create_stream", lambda *args: gate.wait(20) and create(*args)
+    )
     run.save(3)
     assert not run.manager.save_has_failed()
     assert (run.events, checkpoints(run.folder)) == (events[:2], [1, 2])
@@ -248,7 +302,10 @@ def test_an_asynchronous_save_that_failed(start, monkeypatch):
         run.save(2)
         wait([run.manager.save_future], 20)
     assert run.manager.save_has_failed()
-    with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space left.*last good one is step 1"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 2 could not be saved.*No space left.*last good one is step 1",
+    ):
         run.save(3)
     assert run.events == [("checkpoint", 1), ("save_failed", 2)]
     assert checkpoints(run.folder) == [1]
@@ -260,7 +317,8 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     run = start()
     run.save(2, 4, 6, 8, 10)
     os.truncate(run.folder / "step-10" / "__0_0.distcp", 10)
-    (run.folder / "step-8" / "hashes.json").unlink()  # only loading notices what is wrong
+    # only loading notices what is wrong
+    (run.folder / "step-8" / "hashes.json").unlink()
     file = run.folder / "step-8" / "__0_0.distcp"
     file.write_bytes(b"\xff" * file.stat().st_size)
     unfinished(run.folder / "step-9")
@@ -281,9 +339,20 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     assert again.loaded == (4, 4)
     assert [step for step, _ in asked] == [8, 6, 4]
     assert asked[0][1] == (-1, 0)  # asked before anything was loaded
-    assert again.names == ["damaged-10", "damaged-6", "damaged-8", "damaged-8x", "step-2", "step-4", "step-9"]
+    assert again.names == [
+        "damaged-10",
+        "damaged-6",
+        "damaged-8",
+        "damaged-8x",
+        "step-2",
+        "step-4",
+        "step-9",
+    ]
     assert again.events == [("checkpoint_damaged", step) for step in (10, 8, 6)]
-    assert [again.reasons[step].split()[0] for step in (10, 8)] == ["__0_0.distcp", "rank"]
+    assert [again.reasons[step].split()[0] for step in (10, 8)] == [
+        "__0_0.distcp",
+        "rank",
+    ]
     assert "\n" not in again.reasons[8]
     assert "step-8 has no hashes.json" in caplog.text
     assert again.reasons[6] == "its data cannot be read"
@@ -293,18 +362,38 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
 @pytest.mark.parametrize(
     ("truncated", "load_only", "step", "found"),
     [
-        ((), False, 3, CheckpointError(r"load_step is 3, but .* holds the steps 2, 4$")),
-        ((), False, 2, RefusedError(r"load_step is 2, but .* holds newer checkpoints \(4\)")),
+        (
+            (),
+            False,
+            3,
+            CheckpointError(r"load_step is 3, but .* holds the steps 2, 4$"),
+        ),
+        (
+            (),
+            False,
+            2,
+            RefusedError(r"load_step is 2, but .* holds newer checkpoints \(4\)"),
+        ),
         ((), False, 4, 4),
         ((), True, 2, 2),  # this start overwrites nothing
         ((4,), False, 4, CheckpointError("step-4 cannot be loaded: __0_0.distcp has")),
-        ((4,), True, -1, 2),  # the folder may be that of another run, which is still training
+        # the folder may be that of another run, which is still training
+        ((4,), True, -1, 2),
         ((4,), "full disk", -1, 2),  # it cannot be moved
         # The config is more likely to be wrong than all of the checkpoints.
-        ((2, 4), False, -1, CheckpointError(r"can be loaded \(2 tried\); the newest: __0_0.distcp has 10 .*Nothing")),
+        (
+            (2, 4),
+            False,
+            -1,
+            CheckpointError(
+                r"can be loaded \(2 tried\); the newest: __0_0.distcp has 10 .*Nothing"
+            ),
+        ),
     ],
 )
-def test_which_is_loaded_where_nothing_is_moved(start, monkeypatch, caplog, truncated, load_only, step, found):
+def test_which_is_loaded_where_nothing_is_moved(
+    start, monkeypatch, caplog, truncated, load_only, step, found
+):
     run = start()
     run.save(2, 4)
     for damaged in truncated:
@@ -320,13 +409,19 @@ def test_which_is_loaded_where_nothing_is_moved(start, monkeypatch, caplog, trun
     else:
         assert again.manager.load(step)
         assert again.loaded == (found, found)
-        assert again.events == [("checkpoint_damaged", damaged) for damaged in truncated]
-        assert load_only == "full disk" or ("step-4 cannot be loaded" in caplog.text) == bool(truncated)
+        assert again.events == [
+            ("checkpoint_damaged", damaged) for damaged in truncated
+        ]
+        assert load_only == "full disk" or (
+            "step-4 cannot be loaded" in caplog.text
+        ) == bool(truncated)
     assert again.names == ["step-2", "step-4"]
 
 
 def test_a_run_that_kept_its_model_only_has_ended(start):
-    """Its last checkpoint is not loaded to find that out, but it is verified: a damaged one has not ended the run."""
+    """Its last checkpoint is not loaded to find that out, but it is verified: a damaged
+    one has not ended the run.
+    """
     run = start(last_save_model_only=True)
     assert run.manager.newest() == 0
     run.save(2, 4)
@@ -345,10 +440,13 @@ def test_a_run_that_kept_its_model_only_has_ended(start):
     assert again.loaded == (4, 4)
     ended_in_hf(run.folder / "step-50")
     assert (again.manager.newest(), again.manager.ended_at()) == (50, 50)
-    with pytest.raises(RefusedError, match="step-50 holds the model only, in Hugging Face's format"):
+    with pytest.raises(
+        RefusedError, match="step-50 holds the model only, in Hugging Face's format"
+    ):
         again.manager.load()
     assert start(enable=False).manager.newest() == 0
-    start("seed", last_save_model_only=True).save(0, last_step=True)  # a seed checkpoint, from which runs begin
+    # a seed checkpoint, from which runs begin
+    start("seed", last_save_model_only=True).save(0, last_step=True)
     begun = start("seed")
     begun.trainer.value = 7
     assert begun.manager.load()
@@ -356,12 +454,23 @@ def test_a_run_that_kept_its_model_only_has_ended(start):
 
 
 def test_hugging_faces_weights_to_begin_with(tmp_path):
-    """As in TorchTitan, they are those at the path, else those beside the tokenizer. tests/test_hf_import.py tries folders."""
+    """As in TorchTitan, they are those at the path, else those beside the tokenizer.
+    tests/test_hf_import.py tries folders.
+    """
     adapter = Qwen3HfAdapter(flavors["nano"], None)
     there, beside = str(tmp_path / "a"), str(tmp_path / "b")
-    for path, assets, where in ((there, beside, there), (None, beside, beside), (None, None, ".")):
-        config = Checkpoint(enable=True, initial_load_in_hf=True, initial_load_path=path)
-        with pytest.raises(ConfigError, match=f"initial_load_in_hf: '{where}' (is not a folder|holds no)"):
+    for path, assets, where in (
+        (there, beside, there),
+        (None, beside, beside),
+        (None, None, "."),
+    ):
+        config = Checkpoint(
+            enable=True, initial_load_in_hf=True, initial_load_path=path
+        )
+        with pytest.raises(
+            ConfigError,
+            match=f"initial_load_in_hf: '{where}' (is not a folder|holds no)",
+        ):
             check_initial_load(config, assets, adapter)
     config.initial_load_model_only = False
     with pytest.raises(ConfigError, match="needs checkpoint.initial_load_model_only"):

@@ -1,4 +1,6 @@
-"""Every file of a checkpoint has a hash, so that nothing is loaded that differs from what was saved."""
+"""Every file of a checkpoint has a hash, so that nothing is loaded that differs from
+what was saved.
+"""
 
 import json
 import os
@@ -27,7 +29,14 @@ from titan_disp.errors import CheckpointError, UserError
 from titan_disp.lab.export.inventory import inventory, verify
 from titan_disp.models.hf import INDEX
 from titan_disp.run import integrity
-from titan_disp.run.integrity import HashingWriter, clean_up, damage, is_model_only, problem, rename_step
+from titan_disp.run.integrity import (
+    HashingWriter,
+    clean_up,
+    damage,
+    is_model_only,
+    problem,
+    rename_step,
+)
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -36,8 +45,13 @@ def test_every_file_has_its_hash(start, async_mode):
     run.save(7)
     run.manager.wait()
     folder, names = run.folder / "step-7", {".metadata", "__0_0.distcp"}
-    files = {name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in names}
-    assert json.loads((folder / "hashes.json").read_text()) == {"algorithm": "xxh3_128", "files": files}
+    files = {
+        name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in names
+    }
+    assert json.loads((folder / "hashes.json").read_text()) == {
+        "algorithm": "xxh3_128",
+        "files": files,
+    }
     assert set(os.listdir(folder)) == names | {"hashes.json"}
     assert verify(folder) is None
     read = []
@@ -55,15 +69,19 @@ def test_a_writer_sent_to_another_process(tmp_path):
     """checkpoint.async_mode = "async_with_pinned_mem" pickles the writer."""
     writer = pickle.loads(pickle.dumps(HashingWriter(tmp_path)))
     torch_dcp.save({"a": torch.arange(5)}, storage_writer=writer, no_dist=True)
-    assert json.loads((tmp_path / "hashes.json").read_text())["files"].keys() == {".metadata", "__0_0.distcp"}
+    assert json.loads((tmp_path / "hashes.json").read_text())["files"].keys() == {
+        ".metadata",
+        "__0_0.distcp",
+    }
     assert verify(tmp_path) is None
 
 
 def test_every_flipped_bit_is_noticed(start):
-    """.metadata is verified before it is unpickled, because a damaged pickle can do anything.
+    """.metadata is verified before it is unpickled, because a damaged pickle can do
+    anything.
 
-    A flip in hashes.json is noticed, or changes nothing but white space. Without hashes, as TorchTitan's own trainer saves,
-    a flip in .metadata never raises.
+    A flip in hashes.json is noticed, or changes nothing but white space. Without
+    hashes, as TorchTitan's own trainer saves, a flip in .metadata never raises.
     """
     run = start()
     run.save(1)
@@ -79,19 +97,30 @@ def test_every_flipped_bit_is_noticed(start):
 
     for name in (".metadata", "__0_0.distcp"):
         for bit in flips(name, 200):
-            assert verify(folder) == f"{name} differs from its hash: its content is not what was saved", bit
+            assert (
+                verify(folder)
+                == f"{name} differs from its hash: its content is not what was saved"
+            ), bit
     meaning = json.loads(file.read_bytes())
     for _ in flips("hashes.json"):
         assert verify(folder) is not None or json.loads(file.read_bytes()) == meaning
     file.unlink()
-    assert sum(problem(folder) is not None or is_model_only(folder) for _ in flips(".metadata", 200)) > 50
+    assert (
+        sum(
+            problem(folder) is not None or is_model_only(folder)
+            for _ in flips(".metadata", 200)
+        )
+        > 50
+    )
 
 
 def flip_a_weight(folder):
     """Make the first weight 4.0 instead of 2.0. Stock DCP does not notice."""
     weights = pickle.loads((folder / ".metadata").read_bytes()).storage_data
     info = next(info for index, info in weights.items() if index.fqn == "weight")
-    content = (folder / "__0_0.distcp").read_bytes()[info.offset : info.offset + info.length]
+    content = (folder / "__0_0.distcp").read_bytes()[
+        info.offset : info.offset + info.length
+    ]
     position = content.index(torch.full((6,), 2.0).numpy().tobytes())
     flip(folder / "__0_0.distcp", 8 * (info.offset + position + 2) + 7)
     found = {"weight": torch.zeros(2, 3)}
@@ -111,13 +140,20 @@ def hashes(change):
 def unhashed(content):
     def spoil(folder):
         (folder / "hashes.json").unlink()
-        (folder / ".metadata").write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+        (folder / ".metadata").write_bytes(
+            content if isinstance(content, bytes) else pickle.dumps(content)
+        )
 
     return spoil
 
 
 def placed(*files):
-    return Metadata({}, storage_data={MetadataIndex(str(i)): _StorageInfo(*file) for i, file in enumerate(files)})
+    return Metadata(
+        {},
+        storage_data={
+            MetadataIndex(str(i)): _StorageInfo(*file) for i, file in enumerate(files)
+        },
+    )
 
 
 DISTCP = "__0_0.distcp"
@@ -138,18 +174,45 @@ DAMAGES = [  # what is done to a checkpoint, and what is said of it
     (hashes(lambda c: c["files"].pop(DISTCP)), f"{DISTCP} has no hash in hashes.json"),
     (hashes(lambda c: c["files"].pop(".metadata")), ".metadata differs from its hash"),
     (hashes(lambda c: c["files"].update(other="0")), "other: No such file, although"),
-    (hashes(lambda c: c["files"].update({"../x": "0"})), UNREADABLE + 'expected "files"'),
+    (
+        hashes(lambda c: c["files"].update({"../x": "0"})),
+        UNREADABLE + 'expected "files"',
+    ),
     (hashes(lambda c: c.update(algorithm="md5")), UNREADABLE + "expected"),
-    *((holds(b"[]"), UNREADABLE + "expected"), (holds(b"{"), UNREADABLE), (holds(b"\xff"), UNREADABLE)),
+    *(
+        (holds(b"[]"), UNREADABLE + "expected"),
+        (holds(b"{"), UNREADABLE),
+        (holds(b"\xff"), UNREADABLE),
+    ),
     (lambda folder: (folder / DISTCP).unlink(), f"{DISTCP}: No such file or directory"),
-    (lambda folder: os.truncate(folder / DISTCP, 10), f"{DISTCP} has 10 bytes, expected"),
-    (unhashed(placed(("/dev/../zero", 0, 1))), ".metadata names a file of another folder: '/dev/../zero'"),
+    (
+        lambda folder: os.truncate(folder / DISTCP, 10),
+        f"{DISTCP} has 10 bytes, expected",
+    ),
+    (
+        unhashed(placed(("/dev/../zero", 0, 1))),
+        ".metadata names a file of another folder: '/dev/../zero'",
+    ),
     (cut, f"{DISTCP} has 99 bytes, expected 100"),
 ]
 NONSENSE = [
-    *(b"no pickle", Metadata({3: None}, storage_data={}), Metadata(None, storage_data={}), object.__new__(Metadata)),
-    *(placed((7, 0, 1), (DISTCP, 0, 1)), placed((None, 0, 1)), placed((DISTCP, 0, "1")), placed((DISTCP, -5, 1))),
-    *(placed((DISTCP, 0, 10**9999)), placed(("__0\0_0.distcp", 0, 1)), placed(("__0\ud800_0.distcp", 0, 1))),
+    *(
+        b"no pickle",
+        Metadata({3: None}, storage_data={}),
+        Metadata(None, storage_data={}),
+        object.__new__(Metadata),
+    ),
+    *(
+        placed((7, 0, 1), (DISTCP, 0, 1)),
+        placed((None, 0, 1)),
+        placed((DISTCP, 0, "1")),
+        placed((DISTCP, -5, 1)),
+    ),
+    *(
+        placed((DISTCP, 0, 10**9999)),
+        placed(("__0\0_0.distcp", 0, 1)),
+        placed(("__0\ud800_0.distcp", 0, 1)),
+    ),
 ]
 DAMAGES += [(unhashed(content), ".metadata ") for content in NONSENSE]
 
@@ -160,7 +223,9 @@ def test_damage_is_named_and_not_loaded(start, spoil, reason):
     run.save(1, 2)
     spoil(run.folder / "step-2")
     assert verify(run.folder / "step-2").startswith(reason)
-    with pytest.raises(UserError, match=r"initial_load_path .* cannot be loaded: " + re.escape(reason)):
+    with pytest.raises(
+        UserError, match=r"initial_load_path .* cannot be loaded: " + re.escape(reason)
+    ):
         start("other", initial_load_path=str(run.folder / "step-2")).manager.load()
     again = start()
     assert again.manager.load()
@@ -169,7 +234,9 @@ def test_damage_is_named_and_not_loaded(start, spoil, reason):
 
 
 def test_one_process_that_is_told_of_more_ranks_reads_every_file(start, monkeypatch):
-    """With ``comm.mode = "fake_backend"`` there are no other ranks, which would read their share or answer."""
+    """With ``comm.mode = "fake_backend"`` there are no other ranks, which would read
+    their share or answer.
+    """
     run = start()
     run.save(1)
     folder = run.folder / "step-1"
@@ -178,7 +245,9 @@ def test_one_process_that_is_told_of_more_ranks_reads_every_file(start, monkeypa
     monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
     monkeypatch.setattr(dist, "all_gather_object", fails(0, "nobody answers"))
     assert damage(folder, 0, 2) is None
-    assert run.manager._damage(str(folder)).startswith(f"{DISTCP} differs from its hash")
+    assert run.manager._damage(str(folder)).startswith(
+        f"{DISTCP} differs from its hash"
+    )
 
 
 def test_checkpoints_are_listed(start, tmp_path, monkeypatch, capsys):
@@ -192,14 +261,18 @@ def test_checkpoints_are_listed(start, tmp_path, monkeypatch, capsys):
     assert listed(folder)[0] == 2
     run = start()
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"checkpoint": {"folder": "checkpoint"}}))
+    (folder / "config.json").write_text(
+        json.dumps({"checkpoint": {"folder": "checkpoint"}})
+    )
     assert listed(folder) == (0, "")
     run.save(2, 10, 20)
     (run.folder / "step-2" / "hashes.json").unlink()
     unfinished(run.folder / "step-30")
     (run.folder / "step-40").mkdir()
     save_file({"a": np.zeros(3)}, run.folder / "step-40" / "model.safetensors")
-    (run.folder / "step-40" / INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}')
+    (run.folder / "step-40" / INDEX).write_text(
+        '{"weight_map": {"a": "model.safetensors"}}'
+    )
     states = {
         "step-2": "complete, without hashes: not verified",
         **dict.fromkeys(("step-10", "step-20"), "complete, verified"),
@@ -207,23 +280,44 @@ def test_checkpoints_are_listed(start, tmp_path, monkeypatch, capsys):
         "step-40": "Hugging Face format, without hashes: not verified",
     }
     code, found = listed(folder)
-    assert (code, list(found.items())) == (0, list(states.items()))  # sorted by step, not by name
+    # sorted by step, not by name
+    assert (code, list(found.items())) == (0, list(states.items()))
     flip(run.folder / "step-20" / DISTCP, 1234)
     assert listed(folder)[0] == 1  # although the last one is sound
     os.truncate(run.folder / "step-40" / "model.safetensors", 20)
     code, found = listed(folder)
     assert found.pop("step-40").startswith("damaged: SafetensorError")
-    damaged = f"damaged: {DISTCP} differs from its hash: its content is not what was saved"
-    assert (code, found) == (1, {name: states[name] for name in found} | {"step-20": damaged})
+    damaged = (
+        f"damaged: {DISTCP} differs from its hash: its content is not what was saved"
+    )
+    assert (code, found) == (
+        1,
+        {name: states[name] for name in found} | {"step-20": damaged},
+    )
     assert listed(folder, "--step", "10") == (0, {"step-10": "complete, verified"})
     code, error = listed(folder, "--step", "11")
-    assert (code, "has no checkpoint of step 11; it has 2, 10, 20, 30, 40" in error) == (2, True)
+    assert (
+        code,
+        "has no checkpoint of step 11; it has 2, 10, 20, 30, 40" in error,
+    ) == (2, True)
 
     (run.folder / "step-20").rename(run.folder / "damaged-20")
-    event = {"time": "2026-01-01T00:00:00+00:00", "event": "checkpoint_damaged", "step": 20, "reason": "a flipped bit"}
-    for events, said in ((json.dumps(event) + "\n", " as damaged: a flipped bit"), ("", ": the run's log says why")):
-        (folder / "events.jsonl").write_text(events)  # none of what a save has moved aside because it does not know it
-        assert listed(folder, "--step", "20") == (0, {"damaged-20": f"moved aside{said}"})
+    event = {
+        "time": "2026-01-01T00:00:00+00:00",
+        "event": "checkpoint_damaged",
+        "step": 20,
+        "reason": "a flipped bit",
+    }
+    for events, said in (
+        (json.dumps(event) + "\n", " as damaged: a flipped bit"),
+        ("", ": the run's log says why"),
+    ):
+        # None of what a save has moved aside because it does not know it
+        (folder / "events.jsonl").write_text(events)
+        assert listed(folder, "--step", "20") == (
+            0,
+            {"damaged-20": f"moved aside{said}"},
+        )
 
     os.utime(run.folder / "step-10" / ".metadata", (1.6e9, 1.6e9))
     (found,) = inventory(folder, 10)
@@ -256,7 +350,9 @@ def killed(run, step, at):
 
 
 def test_unfinished_saves_and_deletions_are_deleted(start, caplog, monkeypatch):
-    """A deletion is one rename first, so that nothing looks like a checkpoint if it is killed before its end."""
+    """A deletion is one rename first, so that nothing looks like a checkpoint if it is
+    killed before its end.
+    """
     caplog.set_level("INFO")
     run = start(keep_latest_k=2)
     with monkeypatch.context() as patch:
@@ -274,13 +370,18 @@ def test_unfinished_saves_and_deletions_are_deleted(start, caplog, monkeypatch):
         assert again.manager.load()
         assert owns or run.names == before
     wait_until(lambda: again.names == ["step-20", "step-25"])
-    assert "deletions have left: purging-10, purging-30, purging-40, purging-50" in caplog.text
+    assert (
+        "deletions have left: purging-10, purging-30, purging-40, purging-50"
+        in caplog.text
+    )
     assert verify(run.folder / "step-20") is None
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_save_that_lacks_only_the_name_of_its_metadata(start, damaged, caplog):
-    """It is finished, and verified, as hashes.json is written before: every start would otherwise warn of it, and keep it."""
+    """It is finished, and verified, as hashes.json is written before: every start would
+    otherwise warn of it, and keep it.
+    """
     caplog.set_level("INFO")
     run = start()
     run.save(1)
@@ -307,14 +408,19 @@ def test_a_save_that_lacks_only_the_name_of_its_metadata(start, damaged, caplog)
 def test_what_may_be_somebodys_checkpoint_stays(start, caplog, tmp_path):
     run = start()
     run.save(10, 11, 12)
-    for step, name in ((10, ".metadata.bak"), (11, "../metadata-11")):  # hidden from the run, but not deleted
-        (run.folder / f"step-{step}" / ".metadata").rename(run.folder / f"step-{step}" / name)
-    for name in (".metadata", "hashes.json"):  # saved without hashes; its .metadata was deleted
+    # Hidden from the run, but not deleted
+    for step, name in ((10, ".metadata.bak"), (11, "../metadata-11")):
+        (run.folder / f"step-{step}" / ".metadata").rename(
+            run.folder / f"step-{step}" / name
+        )
+    # saved without hashes; its .metadata was deleted
+    for name in (".metadata", "hashes.json"):
         (run.folder / "step-12" / name).unlink()
     killed(run, 14, "rename")  # only the name of .metadata is missing
     killed(run, 15, ".distcp")
     (run.folder / "step-15" / "notes.txt").write_text("mine")
-    (run.folder / "step-16" / "sharded").mkdir(parents=True)  # an unfinished save in Hugging Face's format
+    # An unfinished save in Hugging Face's format
+    (run.folder / "step-16" / "sharded").mkdir(parents=True)
     ended_in_hf(run.folder / "step-17")
     for name in ("damaged-18", "purging"):
         (run.folder / name).mkdir()
@@ -322,8 +428,15 @@ def test_what_may_be_somebodys_checkpoint_stays(start, caplog, tmp_path):
     before = set(run.folder.rglob("*"))
     clean_up(run.folder)
     assert set(run.folder.rglob("*")) == before
-    warned = [message.split(",")[0] for message in caplog.messages if "so that no run resumes from it" in message]
-    assert warned == [f"{run.folder}/step-{step} has no .metadata" for step in (10, 11, 12, 14, 15, 16)]
+    warned = [
+        message.split(",")[0]
+        for message in caplog.messages
+        if "so that no run resumes from it" in message
+    ]
+    assert warned == [
+        f"{run.folder}/step-{step} has no .metadata"
+        for step in (10, 11, 12, 14, 15, 16)
+    ]
 
 
 def test_a_deletion_holds_up_nothing(tmp_path, monkeypatch):
@@ -332,10 +445,18 @@ def test_a_deletion_holds_up_nothing(tmp_path, monkeypatch):
         (tmp_path / "step-3").mkdir()
         assert rename_step(tmp_path / "step-3", "purging") == tmp_path / expected
     seen, delete = [], integrity._delete
-    monkeypatch.setattr(integrity, "_delete", lambda paths: seen.append((paths, threading.current_thread().daemon)))
+    monkeypatch.setattr(
+        integrity,
+        "_delete",
+        lambda paths: seen.append((paths, threading.current_thread().daemon)),
+    )
     clean_up(tmp_path)
     wait_until(lambda: seen)
     ((doomed, daemon),) = seen
-    assert ([path.name for path in doomed], daemon) == (["purging-3", "purging-3x", "purging-3xx"], True)
-    delete([tmp_path / "purging-2", *doomed])  # the first is gone: somebody else deleted it
+    assert ([path.name for path in doomed], daemon) == (
+        ["purging-3", "purging-3x", "purging-3xx"],
+        True,
+    )
+    # the first is gone: somebody else deleted it
+    delete([tmp_path / "purging-2", *doomed])
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,6 @@
-"""Every mistake of a user gives one message that says what was found and what to change, before any rank starts."""
+"""Every mistake of a user gives one message that says what was found and what to
+change, before any rank starts.
+"""
 
 import importlib.util
 import json
@@ -12,7 +14,12 @@ from tests.command_line import DEMO, ROOT
 from tests.pages import can_start, changed, loaded
 from titan_disp import train
 from titan_disp.cluster.launch import launch
-from titan_disp.config.checks import check_config, check_device, check_inputs, check_ranges
+from titan_disp.config.checks import (
+    check_config,
+    check_device,
+    check_inputs,
+    check_ranges,
+)
 from titan_disp.config.keys import facts_of
 from titan_disp.config.load import load_config
 from titan_disp.config.options import TrainOptions
@@ -20,16 +27,27 @@ from titan_disp.errors import EXIT_CODE, ConfigError
 from titan_disp.job_config import all_keys
 
 TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
-SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
+SHARDS, REPLICAS = (
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.data_parallel_replicate_degree",
+)
 VALIDATION = "validation.enable true validation.steps 1"
-SHIPPED = [*sorted((ROOT / "train_configs").glob("*.toml")), ROOT / "examples" / "own_text.toml"]
+SHIPPED = [
+    *sorted((ROOT / "train_configs").glob("*.toml")),
+    ROOT / "examples" / "own_text.toml",
+]
 NOISE = "baseline.method noisy_embedding"
 FORGET = "baseline.method active_forgetting dispersion.enabled false"
 
 
 @pytest.fixture
 def options(sample):
-    return "--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample)
+    return (
+        "--model.hf_assets_path",
+        f"{sample}/tokenizer",
+        "--training.dataset_path",
+        str(sample),
+    )
 
 
 def value(word):
@@ -45,92 +63,264 @@ def check(config, ranks):
     check_inputs(config)
 
 
-# The number of ranks, the keys that are changed with their values in JSON, and the message.
+# The number of ranks, the keys that are changed with their values in JSON, and the
+# message.
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [
-        (1, "dispersion.variant simctg dispersion.options margin=3", "^dispersion.options.margin is 3.0, expected"),
-        (1, "dispersion.warmup_steps 1000", "dispersion.warmup_steps is 1000, expected 0 to 300"),
-        (1, "dispersion.layers [0,6]", r"dispersion.layers is \[0, 6\], but the model has 6 blocks"),
-        (1, "dispersion.layers [3] model.overrides n_layers=2", r"\[3\], but the model has 2 blocks"),
-        (1, "dispersion.final_norm true dispersion.layers early_half", r"'early_half' leaves the last block \(5\) out"),
-        (1, "budget.tokens 1000", "steps is 300, but budget.tokens 1,000 at 4,096 tokens per step makes 1 step:"),
+        (
+            1,
+            "dispersion.variant simctg dispersion.options margin=3",
+            "^dispersion.options.margin is 3.0, expected",
+        ),
+        (
+            1,
+            "dispersion.warmup_steps 1000",
+            "dispersion.warmup_steps is 1000, expected 0 to 300",
+        ),
+        (
+            1,
+            "dispersion.layers [0,6]",
+            r"dispersion.layers is \[0, 6\], but the model has 6 blocks",
+        ),
+        (
+            1,
+            "dispersion.layers [3] model.overrides n_layers=2",
+            r"\[3\], but the model has 2 blocks",
+        ),
+        (
+            1,
+            "dispersion.final_norm true dispersion.layers early_half",
+            r"'early_half' leaves the last block \(5\) out",
+        ),
+        (
+            1,
+            "budget.tokens 1000",
+            "steps is 300, but budget.tokens 1,000 at 4,096 tokens per step makes 1 step:",
+        ),
         (1, "training.steps -1", "neither budget.tokens nor training.steps"),
         (1, "optimizer.early_step_in_backward true", "early_step_in_backward"),
         (1, "checkpoint.keep_latest_k 1", "keep_latest_k is 1"),
         (1, "checkpoint.interval 0", "checkpoint.interval is 0"),
-        (1, "checkpoint.create_seed_checkpoint true checkpoint.load_only true", "needs enable = true, load_only and"),
-        (1, "checkpoint.last_save_in_hf true", "last_save_in_hf needs last_save_model_only = true"),
-        (1, "activation_checkpoint.mode selective activation_checkpoint.selective_ac_option x", "option is 'x'"),
+        (
+            1,
+            "checkpoint.create_seed_checkpoint true checkpoint.load_only true",
+            "needs enable = true, load_only and",
+        ),
+        (
+            1,
+            "checkpoint.last_save_in_hf true",
+            "last_save_in_hf needs last_save_model_only = true",
+        ),
+        (
+            1,
+            "activation_checkpoint.mode selective activation_checkpoint.selective_ac_option x",
+            "option is 'x'",
+        ),
         (1, "model.hf_assets_path /nowhere", "'/nowhere', which is not a folder"),
-        (1, "model.name gpt2", r"model.name is 'gpt2', expected .qwen3_disp.* \(did you mean gpt2_disp\?\)"),
-        (1, "model.name gpt2_disp model.flavor 124M training.seq_len 1025", "positions for 1024 tokens: set"),
-        (1, "model.flavor 9B", "'9B', expected one of nano, .*0.6B, 0.6B_untied, 1.7B, 4B, 8B, 14B, 32B"),
-        (1, "model.overrides vocab_size=100", "2048 tokens, .*'nano with vocab_size = 100' has a vocabulary of 100"),
+        (
+            1,
+            "model.name gpt2",
+            r"model.name is 'gpt2', expected .qwen3_disp.* \(did you mean gpt2_disp\?\)",
+        ),
+        (
+            1,
+            "model.name gpt2_disp model.flavor 124M training.seq_len 1025",
+            "positions for 1024 tokens: set",
+        ),
+        (
+            1,
+            "model.flavor 9B",
+            "'9B', expected one of nano, .*0.6B, 0.6B_untied, 1.7B, 4B, 8B, 14B, 32B",
+        ),
+        (
+            1,
+            "model.overrides vocab_size=100",
+            "2048 tokens, .*'nano with vocab_size = 100' has a vocabulary of 100",
+        ),
         (1, f"{VALIDATION} validation.seq_len 0", "validation.seq_len is 0"),
         (1, "training.local_batch_size 0", "local_batch_size is 0"),
         (1, "training.seq_len 1", "seq_len is 1, expected at least 2"),
         (2, f"{CP} 2 training.seq_len 130", "seq_len 130 is not divisible by 4"),
         (2, f"{CP} 2", "context_parallel_degree is 2, expected 1 on a CPU"),
-        (2, f"{CP} 2 stream.document_mask true", "context parallelism of Qwen3. Set context_parallel_deg"),
+        (
+            2,
+            f"{CP} 2 stream.document_mask true",
+            "context parallelism of Qwen3. Set context_parallel_deg",
+        ),
         (2, f"{CP} 0", "context_parallel_degree is 0, expected at least 1"),
-        (2, "parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree is 2, expected 1"),
+        (
+            2,
+            "parallelism.pipeline_parallel_degree 2",
+            "pipeline_parallel_degree is 2, expected 1",
+        ),
         (2, "parallelism.expert_parallel_degree 2", "expert_parallel_degree"),
-        (1, "stream.restart_positions true", "restart_positions is true, but stream.document_mask is false: attention"),
-        (2, "parallelism.enable_async_tensor_parallel true", "needs compile.enable = true"),
+        (
+            1,
+            "stream.restart_positions true",
+            "restart_positions is true, but stream.document_mask is false: attention",
+        ),
+        (
+            2,
+            "parallelism.enable_async_tensor_parallel true",
+            "needs compile.enable = true",
+        ),
         (2, f"{REPLICAS} 2", "pure data parallelism .* is refused"),
-        (2, f"{REPLICAS} -1", "replicate_degree is -1, but data_parallel_shard_degree is -1: only one of them"),
-        (3, f"{REPLICAS} -1 {SHARDS} 8 {TP} 2", "2 = 2 does not divide the number of ranks, 3: set .* that does"),
-        (2, f"{SHARDS} 4", "= 4, but the number of ranks is 2: set data_parallel_replicate_degree = -1"),
-        (3, f"{TP} 3", "tensor_parallel_degree 3 does not divide the 4 attention heads"),
-        (2, f"{TP} 2 model.overrides hidden_dim=15", "2 does not divide the 15 hidden units .* 'nano with hidden_dim"),
-        (2, "training.enable_cpu_offload true", "enable_cpu_offload is true, but there is no accelerator"),
-        (1, "profiling.enable_memory_snapshot true", "enable_memory_snapshot is true, but there is no accelerator"),
-        (2, f"{TP} 2 compile.enable true activation_checkpoint.mode full", "expected at most two of them on a CPU"),
-        (2, f"training.enable_cpu_offload true {TP} 2", "only FSDP offloads, .* data_parallel_shard_degree 1"),
-        (1, "dispersion.variant decorrelation dispersion.tau 0.5", "^dispersion.tau is 0.5, but variant"),
-        (1, NOISE, "'noisy_embedding' and dispersion.enabled is true.*baseline.with_dispersion = true"),
-        (1, "baseline.with_dispersion true", "with_dispersion is true, but baseline.method is 'none'"),
-        (1, f"{NOISE} dispersion.enabled false baseline.with_dispersion true", "dispersion.enabled is false: leave it"),
-        (1, "baseline.noise_alpha 5.0", "noise_alpha is 5.0, but baseline.method 'none' does not use it"),
-        (1, f"{NOISE} baseline.forget_every 9", "forget_every is 9, but .*set the method to 'active_forgetting'"),
-        (1, f"{FORGET} baseline.forget_every 300", "forget_every is 300, expected .*fewer than the 300 of the run"),
+        (
+            2,
+            f"{REPLICAS} -1",
+            "replicate_degree is -1, but data_parallel_shard_degree is -1: only one of them",
+        ),
+        (
+            3,
+            f"{REPLICAS} -1 {SHARDS} 8 {TP} 2",
+            "2 = 2 does not divide the number of ranks, 3: set .* that does",
+        ),
+        (
+            2,
+            f"{SHARDS} 4",
+            "= 4, but the number of ranks is 2: set data_parallel_replicate_degree = -1",
+        ),
+        (
+            3,
+            f"{TP} 3",
+            "tensor_parallel_degree 3 does not divide the 4 attention heads",
+        ),
+        (
+            2,
+            f"{TP} 2 model.overrides hidden_dim=15",
+            "2 does not divide the 15 hidden units .* 'nano with hidden_dim",
+        ),
+        (
+            2,
+            "training.enable_cpu_offload true",
+            "enable_cpu_offload is true, but there is no accelerator",
+        ),
+        (
+            1,
+            "profiling.enable_memory_snapshot true",
+            "enable_memory_snapshot is true, but there is no accelerator",
+        ),
+        (
+            2,
+            f"{TP} 2 compile.enable true activation_checkpoint.mode full",
+            "expected at most two of them on a CPU",
+        ),
+        (
+            2,
+            f"training.enable_cpu_offload true {TP} 2",
+            "only FSDP offloads, .* data_parallel_shard_degree 1",
+        ),
+        (
+            1,
+            "dispersion.variant decorrelation dispersion.tau 0.5",
+            "^dispersion.tau is 0.5, but variant",
+        ),
+        (
+            1,
+            NOISE,
+            "'noisy_embedding' and dispersion.enabled is true.*baseline.with_dispersion = true",
+        ),
+        (
+            1,
+            "baseline.with_dispersion true",
+            "with_dispersion is true, but baseline.method is 'none'",
+        ),
+        (
+            1,
+            f"{NOISE} dispersion.enabled false baseline.with_dispersion true",
+            "dispersion.enabled is false: leave it",
+        ),
+        (
+            1,
+            "baseline.noise_alpha 5.0",
+            "noise_alpha is 5.0, but baseline.method 'none' does not use it",
+        ),
+        (
+            1,
+            f"{NOISE} baseline.forget_every 9",
+            "forget_every is 9, but .*set the method to 'active_forgetting'",
+        ),
+        (
+            1,
+            f"{FORGET} baseline.forget_every 300",
+            "forget_every is 300, expected .*fewer than the 300 of the run",
+        ),
         (1, "comm.mode local_tensor", "local_tensor"),
         (1, "fault_tolerance.enable true", "fault_tolerance"),
-        (1, "metrics.enable_wandb true", r"wandb is not installed: pip install 'titan-disp\[wandb\]'"),
+        (
+            1,
+            "metrics.enable_wandb true",
+            r"wandb is not installed: pip install 'titan-disp\[wandb\]'",
+        ),
         (1, 'stream.text_field ""', 'stream.text_field is ""'),
-        (1, f"{VALIDATION} validation.seq_len 257", "is 257, expected 1 to training.seq_len 256, .* Leave it out"),
-        (2, f"{VALIDATION} validation.seq_len 33 {TP} 2", "validation.seq_len is 33, expected a multiple of"),
-        (1, f"{VALIDATION} validation.dataset_path /nowhere", "validation.dataset_path is '/nowhere'"),
-        (1, f"{VALIDATION} validation.local_batch_size 0", "validation.local_batch_size is 0, expected at least 1"),
-        (1, f"{VALIDATION} validation.freq 0", "validation.freq is 0, expected at least 1"),
+        (
+            1,
+            f"{VALIDATION} validation.seq_len 257",
+            "is 257, expected 1 to training.seq_len 256, .* Leave it out",
+        ),
+        (
+            2,
+            f"{VALIDATION} validation.seq_len 33 {TP} 2",
+            "validation.seq_len is 33, expected a multiple of",
+        ),
+        (
+            1,
+            f"{VALIDATION} validation.dataset_path /nowhere",
+            "validation.dataset_path is '/nowhere'",
+        ),
+        (
+            1,
+            f"{VALIDATION} validation.local_batch_size 0",
+            "validation.local_batch_size is 0, expected at least 1",
+        ),
+        (
+            1,
+            f"{VALIDATION} validation.freq 0",
+            "validation.freq is 0, expected at least 1",
+        ),
         (1, "metrics.log_freq 0", "metrics.log_freq is 0, expected at least 1"),
         (1, "training.gc_freq 0", "training.gc_freq is 0, expected at least 1"),
     ],
 )
 def test_refused(options, ranks, changes, message, monkeypatch):
     installed = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else installed(name, *a))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "wandb" else installed(name, *a),
+    )
     words = changes.split()
-    config = changed(loaded(DEMO, *options), dict(zip(words[::2], map(value, words[1::2]), strict=True)))
+    config = changed(
+        loaded(DEMO, *options),
+        dict(zip(words[::2], map(value, words[1::2]), strict=True)),
+    )
     with pytest.raises(ConfigError, match=message):
         check(config, ranks)
 
 
 def test_a_refused_run_leaves_nothing_behind(options, tmp_path, monkeypatch):
     monkeypatch.setattr("titan_disp.cluster.launch.elastic_launch", None)
-    for change in ("--stream.slots=1", "--training.enable_cpu_offload", f"--model.hf_assets_path={tmp_path}"):
+    for change in (
+        "--stream.slots=1",
+        "--training.enable_cpu_offload",
+        f"--model.hf_assets_path={tmp_path}",
+    ):
         words = (*options, "--job.dump_folder", str(tmp_path / "run"), change)
         with pytest.raises(ConfigError):
             launch(TrainOptions(str(DEMO), words, 2))
     assert not (tmp_path / "run").exists()
 
 
-RANGES = {name: facts_of(field) for name, field in all_keys().items() if facts_of(field).range}
+RANGES = {
+    name: facts_of(field) for name, field in all_keys().items() if facts_of(field).range
+}
 
 
 def test_ranges():
-    """Every bound that a key declares is allowed or not, as it says; beside it, the message begins with the key."""
+    """Every bound that a key declares is allowed or not, as it says; beside it, the
+    message begins with the key.
+    """
     whole = loaded(DEMO)
     for name, facts in RANGES.items():
         step = 1 if all_keys()[name].type is int else 1e-9
@@ -140,16 +330,28 @@ def test_ranges():
         for bound, inwards in ((facts.above, step), (facts.below, -step)):
             if bound is not None:
                 check_ranges(changed(whole, {name: bound + inwards}))
-        beyond = [(facts.least, -step), (facts.most, step), (facts.above, 0), (facts.below, 0)]
+        beyond = [
+            (facts.least, -step),
+            (facts.most, step),
+            (facts.above, 0),
+            (facts.below, 0),
+        ]
         numbers = [bound + way for bound, way in beyond if bound is not None]
         for outside in (*numbers, math.nan, *([math.inf] if facts.finite else [])):
-            with pytest.raises(ConfigError, match=rf"^{name} is {outside}, expected .*\d"):
+            with pytest.raises(
+                ConfigError, match=rf"^{name} is {outside}, expected .*\d"
+            ):
                 check_ranges(changed(whole, {name: outside}))
         if not facts.finite:
             check_ranges(changed(whole, {name: math.inf}))
     numbers = {name for name, field in all_keys().items() if field.type in (int, float)}
-    # Other rules check these three: any seed is good, and -1 has a meaning for the others.
-    assert numbers - RANGES.keys() == {"stream.seed", "training.steps", "validation.seq_len"}
+    # Other rules check these three: any seed is good, and -1 has a meaning for the
+    # others.
+    assert numbers - RANGES.keys() == {
+        "stream.seed",
+        "training.steps",
+        "validation.seq_len",
+    }
 
 
 def test_validation_sequences_are_as_long_as_the_trainings_unless_they_are_said_to_be_shorter():
@@ -164,15 +366,26 @@ def test_toml(tmp_path):
     for layers in ("early_half", [0, 3]):
         (tmp_path / f"{layers}.toml").write_text(f"[dispersion]\nlayers = {layers!r}")
         assert loaded(tmp_path / f"{layers}.toml").dispersion.layers == layers
-        assert loaded(tmp_path / f"{layers}.toml", "--dispersion.layers", "1", "2").dispersion.layers == [1, 2]
+        assert loaded(
+            tmp_path / f"{layers}.toml", "--dispersion.layers", "1", "2"
+        ).dispersion.layers == [1, 2]
     for toml, message in (
-        ("[dispersion]\nlambda = 1.0", r"unknown key .*dispersion.lambda \(did you mean dispersion.coeff\?\)"),
+        (
+            "[dispersion]\nlambda = 1.0",
+            r"unknown key .*dispersion.lambda \(did you mean dispersion.coeff\?\)",
+        ),
         ("[trainig]\nsteps = 1", r"trainig \(did you mean training\?\)"),
         ("[training]\nstep = 1", r"training.step \(did you mean training.steps\?\)"),
         ("training = 3", r"training \(this is a section: write \[training\]\)"),
         ("[dispersion]\ncoeff = 'much'", r"dispersion.coeff is 'much'"),
-        ("[training]\nsteps = 'many'", r"training.steps is 'many', expected a whole number$"),
-        ("[training]\nsteps = '10'", r"is '10', expected a whole number \(without quotes: steps = 10\)$"),
+        (
+            "[training]\nsteps = 'many'",
+            r"training.steps is 'many', expected a whole number$",
+        ),
+        (
+            "[training]\nsteps = '10'",
+            r"is '10', expected a whole number \(without quotes: steps = 10\)$",
+        ),
         ("[training]\nsteps = true", r"training.steps is True, expected a number"),
         ("[dispersion]\ncoeff = true", r"dispersion.coeff is True, expected a number"),
         ("[dispersion]\nlayers = 'middle'", r"dispersion.layers is 'middle'"),
@@ -197,13 +410,18 @@ def test_toml(tmp_path):
         ("--dispersion.layers 1,2", "--dispersion.layers 1 2"),
         ("--dispersion.layers [1, 2]", "--dispersion.layers 1 2"),  # two words
         ('--dispersion.layers ["last"]', "--dispersion.layers last"),
-        ('--compile.components ["model","loss"]', "--compile.components model,loss"),  # was ["model" and "loss"]
+        # was ["model" and "loss"]
+        ('--compile.components ["model","loss"]', "--compile.components model,loss"),
         ("--compile.components model loss", "--compile.components model,loss"),
     ],
 )
 def test_options_written_as_in_toml(written, right):
     section, key = re.match(r"--(\w+)\.(?:no-)?(\w+)", right).groups()
-    expected = {"enabled": "no-" not in right, "enable": True, "components": ["model", "loss"]}
+    expected = {
+        "enabled": "no-" not in right,
+        "enable": True,
+        "components": ["model", "loss"],
+    }
     expected |= {"layers": "last" if right.endswith("last") else [1, 2]}
     for spelling in (written, right):
         config = loaded(DEMO, *spelling.split(" "), "--training.steps", "3")
@@ -212,23 +430,39 @@ def test_options_written_as_in_toml(written, right):
 
 
 def test_an_entry_of_a_table_is_added_to_those_of_the_file(tmp_path):
-    (tmp_path / "c.toml").write_text(f"{DEMO.read_text()}\n[model.overrides]\nn_layers = 2\nn_heads = 2\n")
-    entries = ("--model.overrides.hidden_dim=16", "--model.overrides.n_layers", "3", "--dispersion.options.t=2")
+    (tmp_path / "c.toml").write_text(
+        f"{DEMO.read_text()}\n[model.overrides]\nn_layers = 2\nn_heads = 2\n"
+    )
+    entries = (
+        "--model.overrides.hidden_dim=16",
+        "--model.overrides.n_layers",
+        "3",
+        "--dispersion.options.t=2",
+    )
     config = loaded(tmp_path / "c.toml", *entries)
     assert config.model.overrides == {"n_layers": 3, "n_heads": 2, "hidden_dim": 16}
     assert config.dispersion.options == {"t": 2}
     config = loaded(tmp_path / "c.toml", "--model.overrides", "dim=32", *entries[:1])
-    assert config.model.overrides == {"dim": 32, "hidden_dim": 16}  # the word replaces the table
+    # the word replaces the table
+    assert config.model.overrides == {"dim": 32, "hidden_dim": 16}
 
 
 def test_torchtitan_says_nothing_of_the_tokenizers_folder(sample, caplog):
-    """Our message about it says more. What else it warns of is said, also after a refused config."""
-    with pytest.raises(ConfigError, match=r"unknown key --dispersion.lambda \(did you mean --dispersion.coeff\?\)"):
+    """Our message about it says more.
+
+    What else it warns of is said, also after a refused config.
+    """
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown key --dispersion.lambda \(did you mean --dispersion.coeff\?\)",
+    ):
         load_config(["--job.config_file", str(DEMO), "--dispersion.lambda", "0.5"])
     load_config(["--job.config_file", str(DEMO), "--model.hf_assets_path", "nowhere"])
     assert "does not exist" not in caplog.text
     load_config(["--job.config_file", str(DEMO), "--model.tokenizer_path", "nowhere"])
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["tokenizer_path is deprecated"]
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "tokenizer_path is deprecated"
+    ]
     torchtitan_logger.warning("HF assets path . does not exist!")
     assert "does not exist" in caplog.text
 
@@ -237,8 +471,15 @@ def test_missing_config(tmp_path):
     (tmp_path / "demo_cpu.toml").touch()
     (tmp_path / "zz").mkdir()
     for name, message in (
-        (tmp_path / "zzz", "cannot read the config '.*zzz': No such file or directory$"),  # only a folder is near
-        (tmp_path / "demo_cpu.tml", r"No such file or directory \(did you mean /.*/demo_cpu\.toml\?\)$"),
+        # only a folder is near
+        (
+            tmp_path / "zzz",
+            "cannot read the config '.*zzz': No such file or directory$",
+        ),
+        (
+            tmp_path / "demo_cpu.tml",
+            r"No such file or directory \(did you mean /.*/demo_cpu\.toml\?\)$",
+        ),
         (tmp_path, "Is a directory$"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -247,17 +488,27 @@ def test_missing_config(tmp_path):
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configs_are_valid(config):
-    can_start({"qwen3_0.6b_c4.toml": 640, "gpt2_124m_c4.toml": 8}.get(config.name, 1), config)
+    can_start(
+        {"qwen3_0.6b_c4.toml": 640, "gpt2_124m_c4.toml": 8}.get(config.name, 1), config
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_started_by_torchrun_print_one_message_and_no_traceback(monkeypatch, capfd, rank):
-    """Without the launcher, rank 0 says it, and the others exit with the same status in silence."""
+def test_ranks_started_by_torchrun_print_one_message_and_no_traceback(
+    monkeypatch, capfd, rank
+):
+    """Without the launcher, rank 0 says it, and the others exit with the same status in
+    silence.
+    """
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as exit:
         train.main(["--job.config_file", str(DEMO), "--dispersion.tau", "0"])
     said = capfd.readouterr().err
     assert exit.value.code == EXIT_CODE
-    assert ("titan-disp: error: dispersion.tau is 0.0" in said) == ("titan-disp: error" in said) == (rank == 0)
+    assert (
+        ("titan-disp: error: dispersion.tau is 0.0" in said)
+        == ("titan-disp: error" in said)
+        == (rank == 0)
+    )
     assert "Traceback" not in said

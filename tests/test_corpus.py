@@ -1,4 +1,6 @@
-"""Corpora that are written here: from a folder of documentation, and the sample of ``titan-disp sample-data``."""
+"""Corpora that are written here: from a folder of documentation, and the sample of
+``titan-disp sample-data``.
+"""
 
 import gzip
 import json
@@ -7,7 +9,16 @@ from pydoc_data import topics
 
 import pytest
 
-from benchmarks.corpus import Document, Options, is_prose, main, runs_of_words, seen_in, split, without_duplicates
+from benchmarks.corpus import (
+    Document,
+    Options,
+    is_prose,
+    main,
+    runs_of_words,
+    seen_in,
+    split,
+    without_duplicates,
+)
 from benchmarks.corpus_text import documents_of
 from tests.command_line import typed
 from titan_disp.data.files import list_files
@@ -36,8 +47,13 @@ def test_markup_is_taken_away():
         ("a.txt", "caf\u0065\u0301 \r\n\n\n\n\tx\x07\n", "caf\u00e9\n\n        x"),
         ("a.png", "x", None),
     ):
-        for suffix, content in (("", source.encode()), (".gz", gzip.compress(source.encode()))):
-            assert [t for _, t in documents_of(f"/{name}{suffix}", content)] == ([] if text is None else [text])
+        for suffix, content in (
+            ("", source.encode()),
+            (".gz", gzip.compress(source.encode())),
+        ):
+            assert [t for _, t in documents_of(f"/{name}{suffix}", content)] == (
+                [] if text is None else [text]
+            )
 
 
 def words(*numbers):
@@ -46,24 +62,39 @@ def words(*numbers):
 
 
 def test_duplicates_whatever_the_order():
-    whole, half = words(*range(2000)), words(*range(1200), *range(5000, 5400))  # three quarters of it are in the other
+    # Three quarters of it are in the other
+    whole, half = words(*range(2000)), words(*range(1200), *range(5000, 5400))
     third = words(*range(600), *range(7000, 8200))
-    documents = [Document("a", str(i), text) for i, text in enumerate((third, half, whole, whole, "short"))]
+    documents = [
+        Document("a", str(i), text)
+        for i, text in enumerate((third, half, whole, whole, "short"))
+    ]
     kept, left_out = without_duplicates(documents)
     assert {document.text for document in kept} == {whole, third}
-    assert left_out == {"equal to another": 1, "near duplicates": 1, "short, not English or mostly no words": 1}
+    assert left_out == {
+        "equal to another": 1,
+        "near duplicates": 1,
+        "short, not English or mostly no words": 1,
+    }
     again, _ = without_duplicates(documents[::-1])
     assert again == kept == sorted(kept, key=lambda document: document.sha256)
     # About one run in eight is compared; which one does not depend on where it stands.
     assert 150 < len(runs_of_words(whole)) < 350
     assert runs_of_words(words(*range(100, 200))) <= runs_of_words(whole)
-    assert seen_in(runs_of_words(whole), [Document("a", "x", third)]) == pytest.approx(1 / 3, abs=0.1)
+    assert seen_in(runs_of_words(whole), [Document("a", "x", third)]) == pytest.approx(
+        1 / 3, abs=0.1
+    )
 
 
 def test_prose_and_too_few_documents():
     text = "An English sentence with some words in it. " * 10
     assert is_prose(text)
-    assert not any(map(is_prose, (text[:100], "0x1234 5678 | " * 40, "Предложение на другом языке. " * 20)))
+    assert not any(
+        map(
+            is_prose,
+            (text[:100], "0x1234 5678 | " * 40, "Предложение на другом языке. " * 20),
+        )
+    )
     documents = [Document("a", str(i), str(i)) for i in range(11)]
     with pytest.raises(SystemExit, match="hold 11 documents, expected at least 12"):
         split(documents, 3)
@@ -72,7 +103,11 @@ def test_prose_and_too_few_documents():
 
 
 def records_of(files):
-    return [json.loads(line) for file in sorted(files) for line in gzip.open(file, "rt", encoding="utf-8")]
+    return [
+        json.loads(line)
+        for file in sorted(files)
+        for line in gzip.open(file, "rt", encoding="utf-8")
+    ]
 
 
 def test_a_corpus_of_a_folder(tmp_path, capsys):
@@ -81,17 +116,31 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     (source / "deep").mkdir(parents=True)
     for i, text in enumerate(texts[:-10]):
         (source / f"{i:02}.txt").write_text(text)
-    (source / "deep" / "page.html").write_text(f"<nav>skipped-menu</nav><p>{'A page of words. ' * 30}</p>")
+    (source / "deep" / "page.html").write_text(
+        f"<nav>skipped-menu</nav><p>{'A page of words. ' * 30}</p>"
+    )
     (source / "again.txt").write_text(texts[0] + "\nOne line more.\n")
-    lines = "\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[-10:]))
+    lines = "\n".join(
+        json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[-10:])
+    )
     (source / "deep" / "c4.json.gz").write_bytes(gzip.compress(lines.encode()))
     options = {"folder": source, "held_out": 4, "vocab_size": 400}
     facts = main(Options(one, **options))
     urls, encode = {}, load_tokenizer(one / "tokenizer").encode
-    for name, dataset, path in (("train", "c4", one), ("development", "", one), ("test", "", one / "test")):
-        records = records_of([file.url for file in list_files(dataset or "c4_validation", str(path))])
+    for name, dataset, path in (
+        ("train", "c4", one),
+        ("development", "", one),
+        ("test", "", one / "test"),
+    ):
+        records = records_of(
+            [file.url for file in list_files(dataset or "c4_validation", str(path))]
+        )
         tokens = sum(len(encode(record["text"])) for record in records) + len(records)
-        expected = {"documents": len(records), "characters": sum(len(r["text"]) for r in records), "tokens": tokens}
+        expected = {
+            "documents": len(records),
+            "characters": sum(len(r["text"]) for r in records),
+            "tokens": tokens,
+        }
         assert expected.items() <= facts["sizes"]["main"][name].items()
         assert all("skipped-menu" not in record["text"] for record in records)
         urls[name] = [record["url"] for record in records]
@@ -99,11 +148,15 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     every = [url for some in urls.values() for url in some]
     assert len(set(every)) == len(every) > 8
     assert len(every) + sum(facts["left_out"]["main"].values()) == len(texts) + 2
-    assert len({"source:again.txt", "source:00.txt"} & set(every)) == 1  # one of two that say the same
+    # one of two that say the same
+    assert len({"source:again.txt", "source:00.txt"} & set(every)) == 1
     assert "source:deep/page.html" in every
     assert any(url.startswith("source:http://") for url in every)
     main(Options(two, **options))
-    written = [{p.relative_to(path): p.read_bytes() for p in path.rglob("*.*")} for path in (one, two)]
+    written = [
+        {p.relative_to(path): p.read_bytes() for p in path.rglob("*.*")}
+        for path in (one, two)
+    ]
     assert written[0] == written[1]
     main(Options(one, **options))
     assert "complete already" in capsys.readouterr().out
@@ -114,12 +167,23 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
 def test_every_document_once_in_an_order_that_hashes_fix(tmp_path, monkeypatch):
     texts, written = [f"Text {i} of some words. " * 20 for i in range(90)], []
     for order in (texts, [*texts[::-1], *texts[:9], "too short"]):
-        monkeypatch.setattr(module, "prose", lambda order=order: ((f"url:{text}", text) for text in order))
+        monkeypatch.setattr(
+            module,
+            "prose",
+            lambda order=order: ((f"url:{text}", text) for text in order),
+        )
         folder = tmp_path / str(len(order))
         counts = write_sample(folder, 400)
-        assert sorted(r["text"] for r in records_of((folder / "en").glob("*.json.gz"))) == sorted(texts)
+        assert sorted(
+            r["text"] for r in records_of((folder / "en").glob("*.json.gz"))
+        ) == sorted(texts)
         assert (counts["train"], counts["validation"]) == (87, 3)
-        written.append({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")})
+        written.append(
+            {
+                path.relative_to(folder): path.read_bytes()
+                for path in folder.rglob("*.*")
+            }
+        )
     assert written[0] == written[1]
 
 
@@ -134,12 +198,28 @@ def test_an_existing_folder_is_kept(sample, tmp_path):
 
 
 def test_sizes_that_a_tokenizer_cannot_have(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "prose", lambda: ((str(i), f"Text {i} of some words. " * 20) for i in range(90)))
-    for size, expected in ((5, "at least"), (1, "a few hundred"), (10**6, "at most"), (10**10, "a few hundred")):
-        assert typed(monkeypatch, "sample-data", tmp_path / "data", "--vocab-size", size) == 2
+    monkeypatch.setattr(
+        module,
+        "prose",
+        lambda: ((str(i), f"Text {i} of some words. " * 20) for i in range(90)),
+    )
+    for size, expected in (
+        (5, "at least"),
+        (1, "a few hundred"),
+        (10**6, "at most"),
+        (10**10, "a few hundred"),
+    ):
+        assert (
+            typed(monkeypatch, "sample-data", tmp_path / "data", "--vocab-size", size)
+            == 2
+        )
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"titan-disp: error: --vocab-size is {size}, expected {expected}")
+        assert line.startswith(
+            f"titan-disp: error: --vocab-size is {size}, expected {expected}"
+        )
         assert not list(tmp_path.iterdir())
         if number := re.search(rf"{expected} (\d+):", line):
             assert write_sample(tmp_path / number[1], int(number[1]))
-            (tmp_path / number[1]).rename(tmp_path.parent / f"{tmp_path.name}-{number[1]}")
+            (tmp_path / number[1]).rename(
+                tmp_path.parent / f"{tmp_path.name}-{number[1]}"
+            )

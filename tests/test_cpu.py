@@ -1,4 +1,6 @@
-"""What TorchTitan needs on a machine without an accelerator, and tests/distributed.py: a test whose ranks fail or die fails."""
+"""What TorchTitan needs on a machine without an accelerator, and tests/distributed.py:
+a test whose ranks fail or die fails.
+"""
 
 import logging
 import os
@@ -25,7 +27,9 @@ on_cpus = pytest.mark.skipif(not cpu.active(), reason="this machine has an accel
 @on_cpus
 @pytest.mark.parametrize("colours", [Color(), NoColor()], ids=["colour", "no colour"])
 def test_no_unknown_mfu_in_the_log(one_rank, colours, caplog):
-    """TorchTitan's own line of a step, which ends in "mfu: nan%" where the peak is unknown."""
+    """TorchTitan's own line of a step, which ends in "mfu: nan%" where the peak is
+    unknown.
+    """
     cpu.install()
     metrics = MetricsProcessor(load_config([]), dims(1))
     metrics.color, metrics.num_flops_per_token = colours, 1
@@ -33,7 +37,11 @@ def test_no_unknown_mfu_in_the_log(one_rank, colours, caplog):
     metrics.data_loading_times.append(0.0)
     with caplog.at_level(logging.INFO, logger.name):
         metrics.log(3, 2.0, 2.0, 1.0)
-    (line,) = (record.getMessage() for record in caplog.records if "grad_norm" in record.getMessage())
+    (line,) = (
+        record.getMessage()
+        for record in caplog.records
+        if "grad_norm" in record.getMessage()
+    )
     assert "tflops: 0.00" in line
     assert "mfu" not in line
 
@@ -76,15 +84,22 @@ def count_threads():
         assert both == 2
         assert group._get_backend(both.device).options._threads == 1
     # Each has named itself by now: it has done a collective.
-    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    names = [
+        file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")
+    ]
     assert names.count("pt_gloo_runloop") == len(groups)
     os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"
     with pytest.raises(RuntimeError, match="no_such_interface"):
         dist.new_group([0, 1])
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc"
+)
 @on_cpus
 def test_a_gloo_group_has_one_thread():
-    """Two of them corrupt the heap: titan_disp/cpu.py says how. The user still chooses the network's interface."""
+    """Two of them corrupt the heap: titan_disp/cpu.py says how.
+
+    The user still chooses the network's interface.
+    """
     spawn(2, count_threads)

@@ -1,4 +1,6 @@
-"""Whose the numbers are: the defaults of the loss, and the authors' recipes in train_configs/authors."""
+"""Whose the numbers are: the defaults of the loss, and the authors' recipes in
+train_configs/authors.
+"""
 
 import dataclasses
 import math
@@ -19,37 +21,79 @@ from titan_disp.dispersion.variants.base import MIN_TAU
 from titan_disp.job_config import all_keys
 
 AUTHORS = ROOT / "train_configs" / "authors"
-FINEWEB, C4, WHOLE_C4 = (AUTHORS / f"pretrain_0.6b_{data}.toml" for data in ("fineweb_edu", "c4", "c4_156b"))
-MIDTRAIN, GPT2 = AUTHORS / "midtrain_qwen3_0.6b_wikitext.toml", AUTHORS / "midtrain_gpt2_wikitext.toml"
+FINEWEB, C4, WHOLE_C4 = (
+    AUTHORS / f"pretrain_0.6b_{data}.toml" for data in ("fineweb_edu", "c4", "c4_156b")
+)
+MIDTRAIN, GPT2 = (
+    AUTHORS / "midtrain_qwen3_0.6b_wikitext.toml",
+    AUTHORS / "midtrain_gpt2_wikitext.toml",
+)
 # Whose the numbers of the loss are, by hand. The rest of [dispersion] is our choice.
 PAPER = {"coeff", "tau", "variant"}
-RELEASED = {"layers", "final_norm", "clamp", "norm_eps", "max_tokens", "norm_coeff", "include_diagonal"}
+RELEASED = {
+    "layers",
+    "final_norm",
+    "clamp",
+    "norm_eps",
+    "max_tokens",
+    "norm_coeff",
+    "include_diagonal",
+}
 RELEASED |= {"warmup_steps", "decay"}
 
 
 def test_whose_the_defaults_are():
-    """Those of the loss as known by hand; the others as docs/configuration.md says, which a test compares."""
-    loss = {name: facts_of(field).source for name, field in all_keys().items() if name.startswith("dispersion.")}
+    """Those of the loss as known by hand; the others as docs/configuration.md says,
+    which a test compares.
+    """
+    loss = {
+        name: facts_of(field).source
+        for name, field in all_keys().items()
+        if name.startswith("dispersion.")
+    }
     for source, known in (("paper", PAPER), ("authors", RELEASED)):
-        assert {name.removeprefix("dispersion.") for name in loss if loss[name] == source} == known
+        assert {
+            name.removeprefix("dispersion.") for name in loss if loss[name] == source
+        } == known
     assert {facts_of(field).source for field in all_keys().values()} <= set(SOURCES)
-    _, _, page = (ROOT / "docs" / "loss.md").read_text().partition("## Where the defaults come from")
-    assert re.findall(r"^- \*\*(.*?)\*\*", page, flags=re.M)[: len(SOURCES)] == list(SOURCES.values())
+    _, _, page = (
+        (ROOT / "docs" / "loss.md")
+        .read_text()
+        .partition("## Where the defaults come from")
+    )
+    assert re.findall(r"^- \*\*(.*?)\*\*", page, flags=re.M)[: len(SOURCES)] == list(
+        SOURCES.values()
+    )
 
 
 def test_every_key_of_the_loss_is_used():
     """checks.py passes a key on as the option of the same name, if there is one."""
-    options = {field.name for kind in (DispersionLoss, CoeffSchedule) for field in dataclasses.fields(kind)}
-    own = {name.removeprefix("dispersion.") for name in all_keys() if name.startswith("dispersion.")}
+    options = {
+        field.name
+        for kind in (DispersionLoss, CoeffSchedule)
+        for field in dataclasses.fields(kind)
+    }
+    own = {
+        name.removeprefix("dispersion.")
+        for name in all_keys()
+        if name.startswith("dispersion.")
+    }
     assert facts_of(all_keys()["dispersion.tau"]).least == MIN_TAU
     # The spec and the models read these.
-    assert own - options == {"enabled", "layers", "final_norm", "losses", "within_documents"}
+    assert own - options == {
+        "enabled",
+        "layers",
+        "final_norm",
+        "losses",
+        "within_documents",
+    }
     seeds = {"debug.seed": 5, "stream.seed": 7, "dispersion.enabled": True}
     ((_, loss),) = build_dispersion_losses(changed(loaded(MIDTRAIN), seeds)).values()
     assert loss.seed == 5
 
 
-# What is known of the recipes, by hand: the authors' released code and its fork of TorchTitan, as docs/loss.md cites them.
+# What is known of the recipes, by hand: the authors' released code and its fork of
+# TorchTitan, as docs/loss.md cites them.
 COMMON = """
 optimizer = {name = "AdamW", weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8}
 training = {max_norm = 1.0, seq_len = 4096, mixed_precision_param = "bfloat16"}
@@ -111,14 +155,23 @@ dispersion = {clamp = 0.1, max_tokens = 256}
 
 
 def test_recipes():
-    """All are listed above, pass the checks of a start on one GPU and on more, and have the values that are known."""
+    """All are listed above, pass the checks of a start on one GPU and on more, and have
+    the values that are known.
+    """
     assert set(AUTHORS.glob("*.toml")) == set(RECIPES) == set(BOUNDS)
     for file, own in RECIPES.items():
         can_start(8, file)
         config, known = can_start(1, file), {}
         for table in map(tomli.loads, (*SHARED[file], own)):
-            known |= {(section, key): table[section][key] for section in table for key in table[section]}
-        found = {(section, key): getattr(getattr(config, section), key) for section, key in known}
+            known |= {
+                (section, key): table[section][key]
+                for section in table
+                for key in table[section]
+            }
+        found = {
+            (section, key): getattr(getattr(config, section), key)
+            for section, key in known
+        }
         assert found == known, file.name
 
 
@@ -135,8 +188,8 @@ def test_every_line_of_a_recipe_names_its_source():
                 assert set(named) <= sources, line
 
 
-# The bounds of the dispersion loss, which is a mean of exp(−D/τ) with D from arccos(1−κ)/π to 1 − that, or of squared
-# correlations.
+# The bounds of the dispersion loss, which is a mean of exp(−D/τ) with D from
+# arccos(1−κ)/π to 1 − that, or of squared correlations.
 BOUNDS = {FINEWEB: (-0.955, -0.045), WHOLE_C4: (-0.955, -0.045), C4: (0, 1)}
 BOUNDS |= {MIDTRAIN: (-0.77, -0.23), GPT2: (-0.86, -0.14)}
 
@@ -147,13 +200,44 @@ def three_steps_of_each(sample, folder):
 
     for file, (least, most) in BOUNDS.items():
         arguments = [
-            *("--job.config_file", str(file), "--model.flavor=nano", f"--model.hf_assets_path={sample}/tokenizer"),
-            *(f"--training.dataset_path={sample}", f"--job.dump_folder={folder}/{file.stem}", "--stream.prefetch=0"),
-            *("--training.local_batch_size=1", "--training.global_batch_size=2", "--training.seq_len=32"),
-            *("--training.steps", "3", "--budget.tokens", "0", "--lr_scheduler.warmup_steps", "0"),
-            *("--metrics.log_freq", "1", "--condensation.interval", "0", "--optimizer.implementation", "foreach"),
+            *(
+                "--job.config_file",
+                str(file),
+                "--model.flavor=nano",
+                f"--model.hf_assets_path={sample}/tokenizer",
+            ),
+            *(
+                f"--training.dataset_path={sample}",
+                f"--job.dump_folder={folder}/{file.stem}",
+                "--stream.prefetch=0",
+            ),
+            *(
+                "--training.local_batch_size=1",
+                "--training.global_batch_size=2",
+                "--training.seq_len=32",
+            ),
+            *(
+                "--training.steps",
+                "3",
+                "--budget.tokens",
+                "0",
+                "--lr_scheduler.warmup_steps",
+                "0",
+            ),
+            *(
+                "--metrics.log_freq",
+                "1",
+                "--condensation.interval",
+                "0",
+                "--optimizer.implementation",
+                "foreach",
+            ),
             *("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf"),
-            *(("--dispersion.max_tokens", "16") if 'estimator = "sampled"' in file.read_text() else ()),
+            *(
+                ("--dispersion.max_tokens", "16")
+                if 'estimator = "sampled"' in file.read_text()
+                else ()
+            ),
         ]
         job = load_config(arguments)
         trainer = DispTrainer(job)
@@ -165,7 +249,9 @@ def three_steps_of_each(sample, folder):
         assert list(rows) == [1, 2, 3]
         for step, row in rows.items():
             assert row["tokens"] == step * 2 * 32
-            assert row["loss"] == pytest.approx(row["ce"] + job.dispersion.coeff * row["dispersion"], abs=1e-5)
+            assert row["loss"] == pytest.approx(
+                row["ce"] + job.dispersion.coeff * row["dispersion"], abs=1e-5
+            )
             assert least <= row["dispersion"] <= most
             assert 0 < row["grad_norm"] < math.inf
 

@@ -1,4 +1,6 @@
-"""README.md, docs/ and the other pages: commands are valid, links resolve, keys exist, Python code runs, messages are known."""
+"""README.md, docs/ and the other pages: commands are valid, links resolve, keys exist,
+Python code runs, messages are known.
+"""
 
 import argparse
 import ast
@@ -20,7 +22,15 @@ import tyro
 from benchmarks.torchtitan_port import Imported, compare, imported_by, modules_of
 from tests.command_line import ROOT
 from tests.oracle import oracle
-from tests.pages import PLACEHOLDERS, blocks, can_start, commands, loaded, split, understood
+from tests.pages import (
+    PLACEHOLDERS,
+    blocks,
+    can_start,
+    commands,
+    loaded,
+    split,
+    understood,
+)
 from titan_disp import cli
 from titan_disp.cluster import plan as plans
 from titan_disp.config.options import Machine
@@ -29,12 +39,37 @@ from titan_disp.lab.inspection.targets import parse_group, parse_id
 from titan_disp.lab.sweeps.definition import points, read_sweep
 
 README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "train_configs").rglob("*.md")]
-PAGES += [ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", ROOT / "examples" / "README.md"]
-SCRIPTS = [*sorted((ROOT / "examples").glob("*.[pt]*")), *sorted((ROOT / "train_configs").rglob("*.toml"))]
-# Commands of the shell, of SLURM, of sites and of other projects, which are not checked.
-OTHERS = {"git", "cd", "source", "module", "export", "tar", "tail", "tensorboard", "apptainer", "podman", "enroot"}
-FILES = {"csv", "json", "jsonl", "toml", "safetensors", "py", "npz", "png"}  # metrics.jsonl is no key
+PAGES = [
+    README,
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / "train_configs").rglob("*.md"),
+]
+PAGES += [
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "slurm" / "README.md",
+    ROOT / "examples" / "README.md",
+]
+SCRIPTS = [
+    *sorted((ROOT / "examples").glob("*.[pt]*")),
+    *sorted((ROOT / "train_configs").rglob("*.toml")),
+]
+# Commands of the shell, of SLURM, of sites and of other projects, which are not
+# checked.
+OTHERS = {
+    "git",
+    "cd",
+    "source",
+    "module",
+    "export",
+    "tar",
+    "tail",
+    "tensorboard",
+    "apptainer",
+    "podman",
+    "enroot",
+}
+# metrics.jsonl is no key
+FILES = {"csv", "json", "jsonl", "toml", "safetensors", "py", "npz", "png"}
 FOLDERS = "train_configs|benchmarks|slurm|docs|examples|tests|titan_disp"
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
 VARIABLES = set(re.findall(r"\$\((\w+)\)", (ROOT / "Makefile").read_text()))
@@ -77,20 +112,32 @@ def check_script(script, arguments):
     text = script.read_text()
     if "tyro.cli(" in text or "argparse" in text:
         with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(script.parent)  # as Python does for a script: one imports another by its name
+            # as Python does for a script: one imports another by its name
+            patch.syspath_prepend(script.parent)
             patch.setattr("sys.argv", [script.name, *arguments])
             patch.setattr(tyro, "cli", parsed_only(tyro.cli))
-            patch.setattr(argparse.ArgumentParser, "parse_args", parsed_only(argparse.ArgumentParser.parse_args))
+            patch.setattr(
+                argparse.ArgumentParser,
+                "parse_args",
+                parsed_only(argparse.ArgumentParser.parse_args),
+            )
             with pytest.raises(SystemExit) as ended:
                 runpy.run_path(str(script), run_name="__main__")
         assert ended.value.code == 0, (script, arguments)
     elif arguments or "sys.argv" in text:
-        assert len(arguments) == len(set(re.findall(r"sys\.argv\[(\d)\]", text))) > 0, (script, arguments)
+        assert len(arguments) == len(set(re.findall(r"sys\.argv\[(\d)\]", text))) > 0, (
+            script,
+            arguments,
+        )
 
 
 def check_pytest(arguments):
-    texts = " ".join((ROOT / word).read_text() for word in arguments if word.endswith(".py"))
-    names = arguments[arguments.index("-k") + 1].split(" or ") if "-k" in arguments else []
+    texts = " ".join(
+        (ROOT / word).read_text() for word in arguments if word.endswith(".py")
+    )
+    names = (
+        arguments[arguments.index("-k") + 1].split(" or ") if "-k" in arguments else []
+    )
     assert texts, arguments
     assert all(name in texts for name in names), arguments
 
@@ -101,9 +148,16 @@ def check_command(words):
         check_titan_disp(rest)
     elif command == "make":
         assert {word for word in rest if "=" not in word} <= TARGETS, words
-        assert {word.partition("=")[0] for word in rest if "=" in word} <= VARIABLES, words
+        assert {word.partition("=")[0] for word in rest if "=" in word} <= VARIABLES, (
+            words
+        )
     elif command == "pip":
-        asked = {extra for word in rest for extra in "".join(re.findall(r"\[(.*)\]", word)).split(",") if extra}
+        asked = {
+            extra
+            for word in rest
+            for extra in "".join(re.findall(r"\[(.*)\]", word)).split(",")
+            if extra
+        }
         assert asked <= PROJECT["optional-dependencies"].keys(), words
     elif command == "python" and rest[:2] == ["-m", "pytest"]:
         check_pytest(rest[2:])
@@ -123,7 +177,12 @@ def check_command(words):
     elif command == "sbatch":
         script = next(i for i, word in enumerate(rest) if word.endswith(".sbatch"))
         assert (ROOT / rest[script]).is_file(), words
-        loaded(rest[script + 1], *itertools.dropwhile(lambda word: not re.match(r"--\w+\.", word), rest[script:]))
+        loaded(
+            rest[script + 1],
+            *itertools.dropwhile(
+                lambda word: not re.match(r"--\w+\.", word), rest[script:]
+            ),
+        )
     elif command == "torchrun":
         from torch.distributed.run import get_args_parser
 
@@ -142,7 +201,8 @@ def check_span(span):
     if span.startswith("titan-disp ") and words:
         found = cli.COMMANDS[words[0]]
         if isinstance(found, dict):
-            found = found.get("".join(words[1:2]), found.get("run"))  # sweep FILE is sweep run FILE
+            # sweep FILE is sweep run FILE
+            found = found.get("".join(words[1:2]), found.get("run"))
         known = {field.name for field in dataclasses.fields(found[0])} if found else ()
         for option in re.findall(r"--([a-z-]+)(?![\w.-])", span):
             assert option == "help" or option.replace("-", "_") in known, span
@@ -159,13 +219,23 @@ def check_span(span):
 
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
-    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in target]
+    targets = [
+        target
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page))
+        if "://" not in target
+    ]
     parts = [target.partition("#") for target in targets]
-    return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]
+    return [
+        ((page.parent / path).resolve() if path else page, anchor)
+        for path, _, anchor in parts
+    ]
 
 
 def check_toml(block, page, folder):
@@ -173,7 +243,9 @@ def check_toml(block, page, folder):
     table = tomli.loads(block)
     (folder / "block.toml").write_text(block)
     if "sweep" in table:
-        assert f"`{points(read_sweep(folder / 'block.toml'))[0].name}`" in page.read_text()
+        assert (
+            f"`{points(read_sweep(folder / 'block.toml'))[0].name}`" in page.read_text()
+        )
     else:
         loaded(folder / "block.toml")
 
@@ -182,7 +254,9 @@ def check_imports(block):
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module)
-            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+            assert all(hasattr(module, alias.name) for alias in node.names), (
+                ast.unparse(node)
+            )
 
 
 @pytest.mark.parametrize("page", [*PAGES, CHANGELOG, *SCRIPTS], ids=name)
@@ -203,19 +277,33 @@ def test_page(page, tmp_path):
         check_toml(block, page, tmp_path)
     for block in blocks(page.read_text(), "python"):
         check_imports(block)
-    commands_elsewhere = re.findall(r"^ {4,}(?:\$ )?(?:titan-disp|python|make|sbatch|pip) .*", prose(page), flags=re.M)
-    assert commands_elsewhere == [], "commands belong into blocks, which this test reads"
+    commands_elsewhere = re.findall(
+        r"^ {4,}(?:\$ )?(?:titan-disp|python|make|sbatch|pip) .*",
+        prose(page),
+        flags=re.M,
+    )
+    assert commands_elsewhere == [], (
+        "commands belong into blocks, which this test reads"
+    )
 
 
 def test_a_newcomer_finds_every_page():
     found, new = set(), {README}
     while new:
         found |= new
-        new = {linked for page in new for linked, _ in links(page) if linked.suffix == ".md"} - found
+        new = {
+            linked
+            for page in new
+            for linked, _ in links(page)
+            if linked.suffix == ".md"
+        } - found
     assert {*PAGES, CHANGELOG} <= found
     index = ROOT / "docs" / "README.md"
     assert {*PAGES} - {index} <= {linked for linked, _ in links(index)}
-    assert (len(README.read_text().splitlines()) <= 140, len(README.read_text().split()) <= 1300) == (True, True)
+    assert (
+        len(README.read_text().splitlines()) <= 140,
+        len(README.read_text().split()) <= 1300,
+    ) == (True, True)
 
 
 def test_requirements():
@@ -223,22 +311,37 @@ def test_requirements():
     readme, page = README.read_text(), (ROOT / "docs" / "compatibility.md").read_text()
     assert f"`{asked['torch']}`" in readme
     assert f"Python {PROJECT['requires-python'].replace('>=', '≥ ')}" in readme
-    for wanted in (asked["torch"], asked["torchtitan"], asked["transformers"], f"python{PROJECT['requires-python']}"):
+    for wanted in (
+        asked["torch"],
+        asked["torchtitan"],
+        asked["transformers"],
+        f"python{PROJECT['requires-python']}",
+    ):
         assert f"`{wanted}`" in page
-    assert importlib.metadata.version("torchtitan") == asked["torchtitan"].partition("==")[2]
+    assert (
+        importlib.metadata.version("torchtitan")
+        == asked["torchtitan"].partition("==")[2]
+    )
 
 
 def test_imports_from_torchtitan():
-    """The port's script, by reading, against Python's own answer; and the page of the port, which is made by hand."""
+    """The port's script, by reading, against Python's own answer; and the page of the
+    port, which is made by hand.
+    """
     imports = imported_by(ROOT / "titan_disp")
     assert Imported("torchtitan.train", "Trainer") in imports
-    assert Imported("torchtitan.protocols.train_spec", "register_train_spec") in imports  # as titan.register_train_spec
-    installed = modules_of(Path(importlib.util.find_spec("torchtitan").origin).parent.parent)
+    # as titan.register_train_spec
+    assert Imported("torchtitan.protocols.train_spec", "register_train_spec") in imports
+    installed = modules_of(
+        Path(importlib.util.find_spec("torchtitan").origin).parent.parent
+    )
     for wanted, how in compare(imports, installed):
         assert how == "there", wanted
         assert hasattr(importlib.import_module(wanted.module), wanted.name), wanted
     text = (ROOT / "docs" / "port.md").read_text()
-    counts = re.search(r"(\d+) names are in their place, (\d+) moved, and (\d+) are gone", text).groups()
+    counts = re.search(
+        r"(\d+) names are in their place, (\d+) moved, and (\d+) are gone", text
+    ).groups()
     there, elsewhere, gone = map(int, counts)
     assert there + elsewhere + gone == len(imports)
     assert len(re.findall(r"^\| `torchtitan\.", text, flags=re.M)) == elsewhere + gone
@@ -248,7 +351,11 @@ def test_the_config_of_the_readme_can_start(tmp_path):
     (block,) = blocks(README.read_text(), "toml")
     (tmp_path / "first.toml").write_text(block)
     config = can_start(8, tmp_path / "first.toml")
-    assert (config.model.flavor, config.dispersion.enabled, config.training.dataset) == ("0.6B", True, "text")
+    assert (
+        config.model.flavor,
+        config.dispersion.enabled,
+        config.training.dataset,
+    ) == ("0.6B", True, "text")
 
 
 def test_the_loss_alone():
@@ -259,28 +366,54 @@ def test_the_loss_alone():
             return SimpleNamespace(loss=super().forward(z).mean())
 
     torch.manual_seed(0)
-    model, z, outputs = Model(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.randn(2, 6, 4), []
+    model, z, outputs = (
+        Model(*(torch.nn.Linear(4, 4) for _ in range(3))),
+        torch.randn(2, 6, 4),
+        [],
+    )
     names = {"model": model, "batch": {"z": z}}
     (block,) = blocks(README.read_text(), "python")
     exec(block, names)
     for layer in model:
         z = layer(z)
         outputs.append(z)
-    dispersion = torch.stack([oracle("angular", layer.detach()) for layer in outputs]).mean()
-    assert names["loss"].item() == pytest.approx(z.mean().item() + 0.1 * dispersion.item(), rel=1e-5)
+    dispersion = torch.stack(
+        [oracle("angular", layer.detach()) for layer in outputs]
+    ).mean()
+    assert names["loss"].item() == pytest.approx(
+        z.mean().item() + 0.1 * dispersion.item(), rel=1e-5
+    )
     _, block = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
     z, mask = outputs[0], torch.ones(2, 6, dtype=torch.int64)
-    given = {"hidden_states": outputs, "z": z, "z_local": z, "attention_mask": mask, "g": None}
+    given = {
+        "hidden_states": outputs,
+        "z": z,
+        "z_local": z,
+        "attention_mask": mask,
+        "g": None,
+    }
     exec(block, given | {"cross_entropy": torch.tensor(1.0)})
 
 
 def test_results_in_python(tmp_path, monkeypatch):
-    """The lines of docs/export-evaluate.md, on a run with a measurement and a step that was repeated."""
+    """The lines of docs/export-evaluate.md, on a run with a measurement and a step that
+    was repeated.
+    """
     from tests.test_report import T0, faulty, write_run
 
-    measured = {"step": 0, "time": T0, "seconds": 1.0, "condensation": {"cross_entropy": 8.5}}
+    measured = {
+        "step": 0,
+        "time": T0,
+        "seconds": 1.0,
+        "condensation": {"cross_entropy": 8.5},
+    }
     rows, events = faulty()
-    write_run(tmp_path / "outputs" / "demo_cpu", [measured, *rows], events, optimizer={"lr": 0.008})
+    write_run(
+        tmp_path / "outputs" / "demo_cpu",
+        [measured, *rows],
+        events,
+        optimizer={"lr": 0.008},
+    )
     monkeypatch.chdir(tmp_path)
     names = {}
     (block,) = blocks((ROOT / "docs" / "export-evaluate.md").read_text(), "python")
@@ -294,17 +427,28 @@ def test_results_in_python(tmp_path, monkeypatch):
 # ---- docs/reproduce.md: its configs and sweeps can start, its models and runs have names, and its costs are the plan's
 
 REPRODUCE = ROOT / "docs" / "reproduce.md"
-SWEEPS = {path.stem: path for path in (ROOT / "train_configs" / "sweeps" / "paper").glob("*.toml")}
+SWEEPS = {
+    path.stem: path
+    for path in (ROOT / "train_configs" / "sweeps" / "paper").glob("*.toml")
+}
 
 
 @pytest.fixture(scope="module")
 def options():
-    return [understood(words[1:]) for words in commands(REPRODUCE) if words[0] == "titan-disp"]
+    return [
+        understood(words[1:])
+        for words in commands(REPRODUCE)
+        if words[0] == "titan-disp"
+    ]
 
 
 @pytest.fixture(scope="module")
 def sweeps(options):
-    return {str(one.file): read_sweep(ROOT / one.file) for name, one in options if name == "sweep run"}
+    return {
+        str(one.file): read_sweep(ROOT / one.file)
+        for name, one in options
+        if name == "sweep run"
+    }
 
 
 def test_runs_can_start_and_data_sets_have_names(options):
@@ -318,7 +462,11 @@ def test_runs_can_start_and_data_sets_have_names(options):
 
 
 def test_models_and_runs(options, sweeps):
-    runs = {loaded(*one.argv[1:]).job.dump_folder for name, one in options if name in ("train", "submit")}
+    runs = {
+        loaded(*one.argv[1:]).job.dump_folder
+        for name, one in options
+        if name in ("train", "submit")
+    }
     runs |= {str(point.folder) for sweep in sweeps.values() for point in points(sweep)}
     found = []
     for name, one in options:
@@ -326,12 +474,27 @@ def test_models_and_runs(options, sweeps):
             continue
         pairs = [pair.split(",") for pair in getattr(one, "pair", ())]
         assert all(len(pair) == 2 for pair in pairs)
-        targets = getattr(one, {"condensation": "targets", "evaluate": "models", "report": "runs"}[name])
-        groups = [parse_group(target) or (None, [target]) for target in (*targets, *getattr(one, "family", ()))]
-        found += [model for models in (*pairs, *(models for _, models in groups)) for model in models]
+        targets = getattr(
+            one,
+            {"condensation": "targets", "evaluate": "models", "report": "runs"}[name],
+        )
+        groups = [
+            parse_group(target) or (None, [target])
+            for target in (*targets, *getattr(one, "family", ()))
+        ]
+        found += [
+            model
+            for models in (*pairs, *(models for _, models in groups))
+            for model in models
+        ]
     assert len(found) > 40
     for name in found:
-        assert name in runs or name == "assets/hf/gpt2" or not name.startswith("outputs/") and parse_id(name), name
+        assert (
+            name in runs
+            or name == "assets/hf/gpt2"
+            or not name.startswith("outputs/")
+            and parse_id(name)
+        ), name
 
 
 @pytest.mark.slow
@@ -341,17 +504,30 @@ def test_sweeps_at_the_papers_size(name, sweeps):
     sweep = sweeps[str(SWEEPS[name].relative_to(ROOT))]
     conditions = {point.condition: point for point in points(sweep)}
     assert sweep.against in conditions
-    for point in {condition.partition("_")[0]: point for condition, point in conditions.items()}.values():
+    for point in {
+        condition.partition("_")[0]: point for condition, point in conditions.items()
+    }.values():
         config = can_start(1, *point.argv())
-        assert config.lr_scheduler.warmup_steps == -(-config.training.steps // 5)  # 20 %, as in the authors' scripts
+        # 20 %, as in the authors' scripts
+        assert config.lr_scheduler.warmup_steps == -(-config.training.steps // 5)
 
 
 def test_the_sweeps_of_both_models_are_the_same(sweeps):
     """But for κ, of which Qwen3's recipe has the default."""
-    gpt2, qwen3 = (sweeps[str(SWEEPS[f"{model}_methods"].relative_to(ROOT))] for model in ("gpt2", "qwen3"))
-    without = [(one.name, tuple(o for o in one.overrides if "clamp" not in o), one.axes) for one in gpt2.listed]
+    gpt2, qwen3 = (
+        sweeps[str(SWEEPS[f"{model}_methods"].relative_to(ROOT))]
+        for model in ("gpt2", "qwen3")
+    )
+    without = [
+        (one.name, tuple(o for o in one.overrides if "clamp" not in o), one.axes)
+        for one in gpt2.listed
+    ]
     assert without == [(one.name, one.overrides, one.axes) for one in qwen3.listed]
-    assert (gpt2.axes, gpt2.overrides, gpt2.against) == (qwen3.axes, qwen3.overrides, qwen3.against)
+    assert (gpt2.axes, gpt2.overrides, gpt2.against) == (
+        qwen3.axes,
+        qwen3.overrides,
+        qwen3.against,
+    )
 
 
 def test_costs(monkeypatch):
@@ -361,7 +537,9 @@ def test_costs(monkeypatch):
     rows = re.findall(row, section, flags=re.M)
     assert len(rows) == 4
     for words, *numbers in rows:
-        steps, gigabytes, on_eight, on_one = (float(number.replace(",", "")) for number in numbers)
+        steps, gigabytes, on_eight, on_one = (
+            float(number.replace(",", "")) for number in numbers
+        )
         config = loaded(*words.split())
         eight, one = (plans.make_plan(config, Machine(1, gpus)) for gpus in (8, 1))
         assert eight.batch.steps == one.batch.steps == steps
@@ -373,8 +551,18 @@ def test_costs(monkeypatch):
 # ---- docs/troubleshooting.md against the messages in the source code, both ways
 
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
-SOURCES = [*sorted((ROOT / "titan_disp").rglob("*.py")), ROOT / "slurm" / "supervise.py"]
-ERRORS = {"ConfigError", "RefusedError", "DataError", "InUseError", "NonFiniteError", "CheckpointError"}
+SOURCES = [
+    *sorted((ROOT / "titan_disp").rglob("*.py")),
+    ROOT / "slurm" / "supervise.py",
+]
+ERRORS = {
+    "ConfigError",
+    "RefusedError",
+    "DataError",
+    "InUseError",
+    "NonFiniteError",
+    "CheckpointError",
+}
 
 
 def text(node):
@@ -382,7 +570,10 @@ def text(node):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else "…"
+            for part in node.values
+        )
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return text(node.left) + text(node.right)
     return "…"
@@ -397,27 +588,50 @@ def literals(path):
 def raised(path):
     for node in ast.walk(ast.parse(path.read_text())):
         call = node.exc if isinstance(node, ast.Raise) else None
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS and call.args:
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id in ERRORS
+            and call.args
+        ):
             message = text(call.args[0])
             if len(re.findall(r"\w\w+", message)) > 2:
                 yield node.lineno, message
 
 
 def fragments():
-    rows = [line for line in TROUBLESHOOTING.partition("## Config")[2].splitlines() if line.startswith("| ")]
-    return [fragment for row in rows for fragment in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    rows = [
+        line
+        for line in TROUBLESHOOTING.partition("## Config")[2].splitlines()
+        if line.startswith("| ")
+    ]
+    return [
+        fragment
+        for row in rows
+        for fragment in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    ]
 
 
 def test_fragments_are_of_messages():
     """A fragment of placeholders and colons would be found in every message."""
-    known, found = "\n".join(literal for path in SOURCES for literal in literals(path)), fragments()
+    known, found = (
+        "\n".join(literal for path in SOURCES for literal in literals(path)),
+        fragments(),
+    )
     assert [fragment for fragment in found if fragment not in known] == []
-    assert [fragment for fragment in found if len(re.findall("[A-Za-z]", fragment)) < 8] == []
+    assert [
+        fragment for fragment in found if len(re.findall("[A-Za-z]", fragment)) < 8
+    ] == []
     assert len(found) == len(set(found))
 
 
 def test_every_message_is_found_by_a_fragment():
     """Where this fails, add a piece of the message to the row of its subject."""
-    found, messages = fragments(), [(path.name, *one) for path in SOURCES[:-1] for one in raised(path)]
+    found, messages = (
+        fragments(),
+        [(path.name, *one) for path in SOURCES[:-1] for one in raised(path)],
+    )
     assert len(messages) > 150
-    assert [one for one in messages if not any(fragment in one[2] for fragment in found)] == []
+    assert [
+        one for one in messages if not any(fragment in one[2] for fragment in found)
+    ] == []

@@ -1,4 +1,7 @@
-"""The loss of the pairs within documents, against float64 oracles of no others. On ranks: ``test_sharded_loss``."""
+"""The loss of the pairs within documents, against float64 oracles of no others.
+
+On ranks: ``test_sharded_loss``.
+"""
 
 from unittest import mock
 
@@ -6,14 +9,22 @@ import pytest
 import torch
 
 from tests.oracle import EVERY_LOSS, drawing_order, drawn, tokens, within
-from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses, layers, pairwise
+from titan_disp.dispersion import (
+    DispersionLoss,
+    dispersion_loss,
+    dispersion_losses,
+    layers,
+    pairwise,
+)
 from titan_disp.dispersion.variants import VARIANTS
 
 CASES = [(v, e, o) for v, e, o in EVERY_LOSS if e != "moments" and VARIANTS[v].of_pairs]
 
 
 def ids(n, batch=3):
-    """Documents of 1 to about N/3 tokens, others in every sequence; the last sequence has padding and lone tokens only."""
+    """Documents of 1 to about N/3 tokens, others in every sequence; the last sequence
+    has padding and lone tokens only.
+    """
     generator = torch.Generator().manual_seed(n)
     found = torch.full((batch, n), -1)
     for b in range(batch - 1):
@@ -33,21 +44,32 @@ def ids(n, batch=3):
 def test_documents(monkeypatch, variant, estimator, more, features, wide):
     monkeypatch.setattr(pairwise, "CPU_TILE", 16)
     monkeypatch.setattr("titan_disp.dispersion.masks.BLOCK", 16)
-    monkeypatch.setattr(layers, "BATCH_ELEMENTS", 2 * 80 * features)  # two of the six sequences of two layers at a time
+    # Two of the six sequences of two layers at a time
+    monkeypatch.setattr(layers, "BATCH_ELEMENTS", 2 * 80 * features)
     if wide:
         init = pairwise.Tiles.__init__
-        monkeypatch.setattr(pairwise.Tiles, "__init__", lambda *a, **k: init(*a, **{**k, "wide": True}))
+        monkeypatch.setattr(
+            pairwise.Tiles, "__init__", lambda *a, **k: init(*a, **{**k, "wide": True})
+        )
     check(variant, estimator, more, features)
 
 
 def check(variant, estimator, more, features, group=None, rank=0, ranks=1):
     """Of this rank's tokens, if ``group`` shares the sequences."""
-    n, options = 80, {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 50)}
+    n, options = (
+        80,
+        {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 50)},
+    )
     segments, weights = ids(n), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     own = torch.arange(n).chunk(ranks)[rank]
     clean = [tokens(3, n, features, seed=seed).double() for seed in (1, 2)]
-    zs = [z.masked_fill((segments < 0)[..., None], torch.nan)[:, own].requires_grad_() for z in clean]
-    found = DispersionLoss(**options, seed=3)(zs, group, step=5, segments=segments[:, own])
+    zs = [
+        z.masked_fill((segments < 0)[..., None], torch.nan)[:, own].requires_grad_()
+        for z in clean
+    ]
+    found = DispersionLoss(**options, seed=3)(
+        zs, group, step=5, segments=segments[:, own]
+    )
     (found * weights).sum().backward()
     assert found[0, 2] == 0
     for layer, (z, value) in enumerate(zip(clean, found, strict=True)):
@@ -68,7 +90,9 @@ def test_lone_tokens_have_no_gradient():
     segments = torch.stack([torch.arange(8), torch.zeros(8, dtype=torch.int64)])
     for variant, estimator, _ in CASES:
         z = tokens(2, 8, 4).requires_grad_()
-        found = dispersion_loss(z, variant=variant, estimator=estimator, segments=segments)
+        found = dispersion_loss(
+            z, variant=variant, estimator=estimator, segments=segments
+        )
         found.sum().backward()
         assert found[0] == 0
         assert z.grad[0].eq(0).all(), variant
@@ -78,9 +102,19 @@ def test_lone_tokens_have_no_gradient():
 def test_tiles_without_pairs_are_left_out(monkeypatch):
     monkeypatch.setattr(pairwise, "CPU_TILE", 128)
     places = torch.arange(1024)
-    for segments, tiles in ((None, 8 * 9 / 2), (places // 128, 8), (places % 2, 8 * 9 / 2)):  # the last are scattered
-        with mock.patch.object(pairwise.Tiles, "pairs", autospec=True, side_effect=pairwise.Tiles.pairs) as pairs:
-            dispersion_loss(tokens(2, 1024, 4), segments=None if segments is None else segments.expand(2, 1024))
+    # the last are scattered
+    for segments, tiles in (
+        (None, 8 * 9 / 2),
+        (places // 128, 8),
+        (places % 2, 8 * 9 / 2),
+    ):
+        with mock.patch.object(
+            pairwise.Tiles, "pairs", autospec=True, side_effect=pairwise.Tiles.pairs
+        ) as pairs:
+            dispersion_loss(
+                tokens(2, 1024, 4),
+                segments=None if segments is None else segments.expand(2, 1024),
+            )
         assert pairs.call_count == tiles
 
 
@@ -90,12 +124,26 @@ NUMBERS = torch.zeros(2, 8, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("options", "given", "message"),
     [
-        ({}, {"valid": torch.ones(2, 8, dtype=torch.bool)}, "segments and valid are both given"),
-        ({"variant": "vicreg"}, {}, "is 'vicreg', which is no loss of pairs.*expected one of angular, .*simctg"),
-        ({}, {"segments": NUMBERS.float()}, r"\(2, 8\) and dtype torch.float32, expected int32 or int64"),
+        (
+            {},
+            {"valid": torch.ones(2, 8, dtype=torch.bool)},
+            "segments and valid are both given",
+        ),
+        (
+            {"variant": "vicreg"},
+            {},
+            "is 'vicreg', which is no loss of pairs.*expected one of angular, .*simctg",
+        ),
+        (
+            {},
+            {"segments": NUMBERS.float()},
+            r"\(2, 8\) and dtype torch.float32, expected int32 or int64",
+        ),
         ({}, {"segments": NUMBERS[:, :7]}, r"segments has shape \(2, 7\) .*\(2, 8\)"),
     ],
 )
 def test_refused(options, given, message):
     with pytest.raises(ValueError, match=message):
-        dispersion_losses([tokens(2, 8, 4)], **options, **({"segments": NUMBERS} | given))
+        dispersion_losses(
+            [tokens(2, 8, 4)], **options, **({"segments": NUMBERS} | given)
+        )

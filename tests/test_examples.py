@@ -18,7 +18,9 @@ from titan_disp.run.reader import read_metrics
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "examples" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -42,21 +44,29 @@ def test_loops(name, monkeypatch, capsys):
     example, found = load(name), {}
     for coeff in ("0", "1"):
         typed(monkeypatch, example, *LOOPS[name].split(), "--coeff", coeff)
-        numbers = re.findall(r"(?:cross-entropy|dispersion|mean cosine) (\S+)", capsys.readouterr().out)
+        numbers = re.findall(
+            r"(?:cross-entropy|dispersion|mean cosine) (\S+)", capsys.readouterr().out
+        )
         found[coeff] = np.array(numbers, dtype=float).reshape(2, -1)
     assert (found["0"][0] == found["1"][0]).all()  # nothing has been trained
     assert max(rows[1, 0] - rows[0, 0] for rows in found.values()) < -1
-    assert (found["1"][1, 1:] < found["0"][1, 1:] - 0.02).all()  # dispersion and mean cosine
+    # dispersion and mean cosine
+    assert (found["1"][1, 1:] < found["0"][1, 1:] - 0.02).all()
 
 
 @pytest.fixture(scope="module")
 def hf():
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'titan-disp[examples]'")
+    pytest.importorskip(
+        "accelerate",
+        reason="Trainer needs accelerate: pip install 'titan-disp[examples]'",
+    )
     return load("hf_trainer")
 
 
 def by_hand(model, batches, coeff):
-    """Loss and gradient norm of a step, summed over tokens, and each dispersion: its sequences one by one, not padded."""
+    """Loss and gradient norm of a step, summed over tokens, and each dispersion: its
+    sequences one by one, not padded.
+    """
     outputs, total, dispersions = [], 0.0, []
     for block in getattr(model.base_model, "h", None) or model.base_model.layers:
         block.register_forward_hook(lambda module, args, output: outputs.append(output))
@@ -65,7 +75,9 @@ def by_hand(model, batches, coeff):
             ids = ids[mask.bool()][None]
             outputs.clear()
             ce = cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
-            dispersions.append(torch.stack([oracle("angular", z) for z in outputs]).mean())
+            dispersions.append(
+                torch.stack([oracle("angular", z) for z in outputs]).mean()
+            )
             total = total + (ids.shape[1] - 1) * (ce + coeff * dispersions[-1])
     total.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
@@ -73,8 +85,18 @@ def by_hand(model, batches, coeff):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(hf, name, tmp_path, monkeypatch):
-    small = hf.Example(model=name, batch_size=2, accumulation=3, seq_len=160, coeff=2.0, steps=1, every=1)
+def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(
+    hf, name, tmp_path, monkeypatch
+):
+    small = hf.Example(
+        model=name,
+        batch_size=2,
+        accumulation=3,
+        seq_len=160,
+        coeff=2.0,
+        steps=1,
+        every=1,
+    )
     trainer = hf.build_trainer(small, str(tmp_path))
     before, batches, items = copy.deepcopy(trainer.model), [], []
     compute_loss = trainer.compute_loss
@@ -90,11 +112,15 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(hf, name, tmp_path, m
     assert (len(padded), len(set(padded)) > 1, min(padded) > 0) == (3, True, True)
     total, norm, dispersions = by_hand(before, batches, coeff=2.0)
     logged = trainer.state.log_history[0]
-    assert logged["loss"] * items[0] == pytest.approx(total, rel=1e-4)  # float32 against float64
+    # float32 against float64
+    assert logged["loss"] * items[0] == pytest.approx(total, rel=1e-4)
     assert logged["grad_norm"] * items[0] == pytest.approx(norm, rel=1e-4)
-    assert logged["dispersion"] == pytest.approx(np.mean(dispersions[-2:]), rel=1e-4)  # of the last microbatch
+    # of the last microbatch
+    assert logged["dispersion"] == pytest.approx(np.mean(dispersions[-2:]), rel=1e-4)
     batch, model = hf.collate(trainer.train_dataset[:3]), trainer.model.eval()
-    assert not torch.equal(model.get_input_embeddings().weight, before.get_input_embeddings().weight)
+    assert not torch.equal(
+        model.get_input_embeddings().weight, before.get_input_embeddings().weight
+    )
     with torch.no_grad():
         assert torch.equal(compute_loss(model, batch), model(**batch).loss)
 
@@ -103,7 +129,9 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(hf, name, tmp_path, m
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     lines = [json.dumps({"text": text}) for text in topics.values()]
-    (folder / "train.jsonl").write_text("\n".join([*lines[:40], "no JSON", *lines[40:]]) + "\n")
+    (folder / "train.jsonl").write_text(
+        "\n".join([*lines[:40], "no JSON", *lines[40:]]) + "\n"
+    )
     return folder
 
 
@@ -114,7 +142,10 @@ def test_own_text(corpus, tmp_path, monkeypatch, capsys):
     own = tmp_path / "own_tokenizer"
     typed(monkeypatch, load("train_tokenizer"), corpus, own, 2049)
     printed = capsys.readouterr()
-    assert f'hf_assets_path = "{own}"\noverrides = {{ vocab_size = 2049 }}\n' in printed.out
+    assert (
+        f'hf_assets_path = "{own}"\noverrides = {{ vocab_size = 2049 }}\n'
+        in printed.out
+    )
     assert "documents that cannot be used: 1, the first: " in printed.err
     tokenizer = transformers.AutoTokenizer.from_pretrained(own)
     for text in (*list(topics.values())[:1], " naïve 🙂\n\ttabs"):
@@ -124,8 +155,18 @@ def test_own_text(corpus, tmp_path, monkeypatch, capsys):
     file = ROOT / "examples" / "own_text.toml"
     (words,) = (words for words in commands(file) if "nano" in words)
     changes = {"--training.steps": "5", "--job.dump_folder": str(tmp_path / "run")}
-    given = [changes.get(before, word) for before, word in zip(words[2:], words[3:], strict=False)]
-    given += ["--model.hf_assets_path", str(own), "--model.overrides", "vocab_size=2049", "--metrics.log_freq", "1"]
+    given = [
+        changes.get(before, word)
+        for before, word in zip(words[2:], words[3:], strict=False)
+    ]
+    given += [
+        "--model.hf_assets_path",
+        str(own),
+        "--model.overrides",
+        "vocab_size=2049",
+        "--metrics.log_freq",
+        "1",
+    ]
     train(file, corpus, tmp_path / "run", *given)
     metrics = read_metrics(tmp_path / "run")
     assert metrics[5]["ce"] < metrics[1]["ce"]
@@ -140,10 +181,16 @@ def test_own_text(corpus, tmp_path, monkeypatch, capsys):
         ("CORPUS x 300 --text-field body", "has no text in the field 'body'"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_trained(corpus, tmp_path, monkeypatch, capsys, words, message):
+def test_a_tokenizer_that_cannot_be_trained(
+    corpus, tmp_path, monkeypatch, capsys, words, message
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit:
-        typed(monkeypatch, load("train_tokenizer"), *words.replace("CORPUS", str(corpus)).split())
+        typed(
+            monkeypatch,
+            load("train_tokenizer"),
+            *words.replace("CORPUS", str(corpus)).split(),
+        )
     assert message in f"{exit.value.code} {capsys.readouterr().err}"
 
 
@@ -152,7 +199,11 @@ def test_a_column_as_text(tmp_path):
     import pyarrow.parquet
 
     (tmp_path / "plain_text").mkdir()
-    files = {"train-00001-of-2": ["c\n"], "train-00000-of-2": ["a", "", None, "b é"], "validation-0": ["no"]}
+    files = {
+        "train-00001-of-2": ["c\n"],
+        "train-00000-of-2": ["a", "", None, "b é"],
+        "validation-0": ["no"],
+    }
     for name, texts in files.items():
         table = pyarrow.table({"context": texts, "id": texts})
         pyarrow.parquet.write_table(table, tmp_path / "plain_text" / f"{name}.parquet")

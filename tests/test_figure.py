@@ -1,4 +1,6 @@
-"""make figure: what its page says and its picture shows, against numbers made by hand; and the whole of it on short runs."""
+"""make figure: what its page says and its picture shows, against numbers made by hand;
+and the whole of it on short runs.
+"""
 
 import json
 import subprocess
@@ -24,46 +26,88 @@ DOCS = ROOT / "docs"
 
 def test_the_page_is_made_of_the_numbers_beside_it():
     """Means, ranges and Student's t intervals are computed in another way here."""
-    content, page = json.loads((DOCS / "condensation.json").read_text()), figure.PAGE.read_text()
+    content, page = (
+        json.loads((DOCS / "condensation.json").read_text()),
+        figure.PAGE.read_text(),
+    )
     assert page == figure.markdown(content)
     lines, said = page.splitlines(), " ".join(page.split())
     during, after = content["while_training"], content["after_training"]
-    cosine, loss = (np.array([[r[key] for r in during[s]] for s in STATES]) for key in ("mean_cosine", "cross_entropy"))
+    cosine, loss = (
+        np.array([[r[key] for r in during[s]] for s in STATES])
+        for key in ("mean_cosine", "cross_entropy")
+    )
     cosine = cosine[..., 1:-1].mean(-1)  # of all blocks: [states, seeds, steps]
     for step in (0, 20, 300):
         i = during["steps"].index(step)
-        cells = [f"{x.mean():.2f} ({x.min():.2f} to {x.max():.2f})" for x in (*cosine[..., i], *loss[..., i])]
+        cells = [
+            f"{x.mean():.2f} ({x.min():.2f} to {x.max():.2f})"
+            for x in (*cosine[..., i], *loss[..., i])
+        ]
         assert f"| {step} | {' | '.join(cells)} |" in lines
     for name, read in (
-        ("mean cosine of all blocks", lambda found: np.mean(found["mean_cosine"][1:-1])),
+        (
+            "mean cosine of all blocks",
+            lambda found: np.mean(found["mean_cosine"][1:-1]),
+        ),
         ("mean cosine of the last block", lambda found: found["mean_cosine"][-2]),
         ("held-out cross-entropy", lambda found: found["cross_entropy"]),
     ):
-        off, on = (np.array([read(found) for found in after[state]]) for state in STATES)
+        off, on = (
+            np.array([read(found) for found in after[state]]) for state in STATES
+        )
         d = on - off
         low, high = d.mean() + stats.t.ppf([0.025, 0.975], len(d) - 1) * stats.sem(d)
         numbers = f"{off.mean():.3f} | {on.mean():.3f} | {d.mean():+.3f} | {low:+.3f} to {high:+.3f}"
         assert f"| {name} | {numbers} | {(d < 0).sum()} of 3 seeds |" in lines
     layers = after["on"][1]["mean_cosine"]
-    assert f"| on, seed 2 | {np.mean(layers[1:-1]):.3f} | 1.000 | 1.000 | 1.000 | 1.000 |" in lines
+    assert (
+        f"| on, seed 2 | {np.mean(layers[1:-1]):.3f} | 1.000 | 1.000 | 1.000 | 1.000 |"
+        in lines
+    )
     of_seeds = cosine.mean(1)
-    (off, at_off), (on, at_on) = ((mean.max(), during["steps"][mean.argmax()]) for mean in of_seeds)
-    assert f"is {off:.2f} at step {at_off} (off) and {on:.2f} at step {at_on} (on)." in said
+    (off, at_off), (on, at_on) = (
+        (mean.max(), during["steps"][mean.argmax()]) for mean in of_seeds
+    )
+    assert (
+        f"is {off:.2f} at step {at_off} (off) and {on:.2f} at step {at_on} (on)."
+        in said
+    )
     apart = (of_seeds[0] - of_seeds[1]).argmax()
     off, on = of_seeds[:, apart]
-    assert f"largest at step {during['steps'][apart]}: {off:.2f} off and {on:.2f} on" in said
+    assert (
+        f"largest at step {during['steps'][apart]}: {off:.2f} off and {on:.2f} on"
+        in said
+    )
 
 
 def test_the_picture(tmp_path, monkeypatch):
     levels = {"off": (0.4, 0.6), "on": (0.1, 0.3)}
-    folders = {state: [tmp_path / f"{state}-{seed}" for seed in (1, 2)] for state in levels}
+    folders = {
+        state: [tmp_path / f"{state}-{seed}" for seed in (1, 2)] for state in levels
+    }
     for state, of_state in folders.items():
-        for seed, (folder, level) in enumerate(zip(of_state, levels[state], strict=True), start=1):
-            write_run(folder, *whole(20), steps=20, debug={"seed": seed}, dispersion={"enabled": state == "on"})
+        for seed, (folder, level) in enumerate(
+            zip(of_state, levels[state], strict=True), start=1
+        ):
+            write_run(
+                folder,
+                *whole(20),
+                steps=20,
+                debug={"seed": seed},
+                dispersion={"enabled": state == "on"},
+            )
             for step in (0, 10, 20):
                 one = condensed(0.05, level, level + step / 100, 0.5)
-                replace(one, cross_entropy=7 - level).save(folder / "condensation" / f"step-{step}.npz")
-    every = gather([f"dispersion {state}={','.join(map(str, of_state))}" for state, of_state in folders.items()])
+                replace(one, cross_entropy=7 - level).save(
+                    folder / "condensation" / f"step-{step}.npz"
+                )
+    every = gather(
+        [
+            f"dispersion {state}={','.join(map(str, of_state))}"
+            for state, of_state in folders.items()
+        ]
+    )
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.append(self))
     figure.draw({"off": every[:2], "on": every[2:]}, tmp_path / "figure.png")
@@ -72,9 +116,14 @@ def test_the_picture(tmp_path, monkeypatch):
     for axes, state, mean in ((off, "off", 0.5), (on, "on", 0.2)):
         assert axes.get_title() == f"dispersion {state}, mean of 2 seeds"
         (mesh,) = axes.collections
-        assert [shown_at(mesh, 11, layer) for layer in range(4)] == pytest.approx([0.05, mean, mean + 0.1, 0.5])
+        assert [shown_at(mesh, 11, layer) for layer in range(4)] == pytest.approx(
+            [0.05, mean, mean + 0.1, 0.5]
+        )
         assert axes.get_xlim() == (0, 20)
-    lines = {line.get_label(): line.get_xydata().round(6).tolist() for line in blocks.lines[::2]}
+    lines = {
+        line.get_label(): line.get_xydata().round(6).tolist()
+        for line in blocks.lines[::2]
+    }
     assert lines == {
         "dispersion off (2 seeds)": [[0, 0.5], [10, 0.55], [20, 0.6]],
         "dispersion on (2 seeds)": [[0, 0.2], [10, 0.25], [20, 0.3]],
@@ -84,22 +133,54 @@ def test_the_picture(tmp_path, monkeypatch):
 
 @pytest.mark.night
 def test_figure(sample, tmp_path):
-    argv = [sys.executable, "-m", "benchmarks.figure", "--seeds", "5", "--steps", "2", "--nproc", "1"]
-    argv += ["--data", str(sample), "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path), "--sequences", "2"]
+    argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.figure",
+        "--seeds",
+        "5",
+        "--steps",
+        "2",
+        "--nproc",
+        "1",
+    ]
+    argv += [
+        "--data",
+        str(sample),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--docs",
+        str(tmp_path),
+        "--sequences",
+        "2",
+    ]
     for _ in range(2):
-        done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=SECONDS)
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            env=environment(),
+            cwd=ROOT,
+            timeout=SECONDS,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
     content = json.loads((tmp_path / "condensation.json").read_text())
     assert content["while_training"]["steps"] == [0, 2]
     (found,) = content["after_training"]["off"]
-    assert found["cross_entropy"] == pytest.approx(np.log(2048), abs=1)  # hardly trained
+    # Hardly trained
+    assert found["cross_entropy"] == pytest.approx(np.log(2048), abs=1)
     # Other sequences of the same split: at two steps' age all are much alike.
     (run,) = content["while_training"]["off"]
     assert run["cross_entropy"][-1] == pytest.approx(found["cross_entropy"], abs=0.3)
     assert run["mean_cosine"][-1] == pytest.approx(found["mean_cosine"], abs=0.1)
-    assert f"| off, seed 5 | {np.mean(found['mean_cosine'][1:-1]):.3f} |" in (tmp_path / "measurements.md").read_text()
+    assert (
+        f"| off, seed 5 | {np.mean(found['mean_cosine'][1:-1]):.3f} |"
+        in (tmp_path / "measurements.md").read_text()
+    )
     assert imread(tmp_path / "condensation.png").shape[1] >= 800
     runs = [path.parent for path in (tmp_path / "runs").glob("*/*/events.jsonl")]
     assert {run.name for run in runs} == {"off_seed-5", "on_seed-5"}
     for run in runs:
-        assert [e["event"] for e in read_json_lines(run / "events.jsonl")].count("complete") == 1
+        assert [e["event"] for e in read_json_lines(run / "events.jsonl")].count(
+            "complete"
+        ) == 1

@@ -1,4 +1,7 @@
-"""The formats of files: JSON lines, Parquet, plain text, token ids. Each is compared with a plain reading of the same bytes."""
+"""The formats of files: JSON lines, Parquet, plain text, token ids.
+
+Each is compared with a plain reading of the same bytes.
+"""
 
 import codecs
 import io
@@ -14,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.streams import VALIDATION_FILE, config, ids_as, parquet, records_of, stored, texts_of
+from tests.streams import (
+    VALIDATION_FILE,
+    config,
+    ids_as,
+    parquet,
+    records_of,
+    stored,
+    texts_of,
+)
 from titan_disp.data import formats, token_ids
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
@@ -30,14 +41,30 @@ EOS, VOCABULARY = 7, 5000
 class TestTextField:
     def test_of_json(self, tmp_path):
         path = tmp_path / "a.jsonl"
-        path.write_text(json.dumps({"body": "a", "meta": {"lang": {"text": "b"}}, "x.y": "c"}) + "\n")
-        assert [texts_of(path, field) for field in ("body", "meta.lang.text", "x.y")] == [["a"], ["b"], ["c"]]
+        path.write_text(
+            json.dumps({"body": "a", "meta": {"lang": {"text": "b"}}, "x.y": "c"})
+            + "\n"
+        )
+        assert [
+            texts_of(path, field) for field in ("body", "meta.lang.text", "x.y")
+        ] == [["a"], ["b"], ["c"]]
 
     def test_of_parquet(self, tmp_path):
-        """A field whose own name contains the dot comes first, wherever it is. A struct that is null has no text."""
-        column, coded = [f"b {i}" for i in range(700)], [f"c {i % 5}" for i in range(700)]
+        """A field whose own name contains the dot comes first, wherever it is.
+
+        A struct that is null has no text.
+        """
+        column, coded = (
+            [f"b {i}" for i in range(700)],
+            [f"c {i % 5}" for i in range(700)],
+        )
         columns = {
-            "meta": pyarrow.array([{"n": i, "lang": {"text": text}, "x": "in it"} for i, text in enumerate(column)]),
+            "meta": pyarrow.array(
+                [
+                    {"n": i, "lang": {"text": text}, "x": "in it"}
+                    for i, text in enumerate(column)
+                ]
+            ),
             "coded": pyarrow.array(coded).dictionary_encode(),
             "large": pyarrow.array(column, pyarrow.large_string()),
             "view": pyarrow.array(column, pyarrow.string_view()),
@@ -54,11 +81,20 @@ class TestTextField:
         assert records_of(path, text_field="meta.text") == ["in it", "text is null"]
 
     def test_options_of_a_config(self, sample):
-        job = config(sample, "--stream.retry_seconds", "60", "--comm.train_timeout_seconds", "50")
-        assert stream_options(job).retry_seconds == 30  # a rank that tries for longer looks like one that hangs
-        job.stream.text_field, job.stream.text_split, job.stream.token_dtype = "body", "blank_lines", "uint32"
+        job = config(
+            sample, "--stream.retry_seconds", "60", "--comm.train_timeout_seconds", "50"
+        )
+        # a rank that tries for longer looks like one that hangs
+        assert stream_options(job).retry_seconds == 30
+        job.stream.text_field, job.stream.text_split, job.stream.token_dtype = (
+            "body",
+            "blank_lines",
+            "uint32",
+        )
         tokenizer = load_tokenizer(sample / "tokenizer")
-        assert stream_options(job, tokenizer=tokenizer).format == Format("body", "blank_lines", "uint32", 1, 2048)
+        assert stream_options(job, tokenizer=tokenizer).format == Format(
+            "body", "blank_lines", "uint32", 1, 2048
+        )
 
 
 TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
@@ -66,18 +102,30 @@ TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
 
 @pytest.mark.parametrize(("length", "count"), [(8000, 3000), (400_000, 60)])
 def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
-    text, path = np.random.default_rng(0).bytes(length * 6).hex(), tmp_path / "a.parquet"
-    table = pyarrow.table({"text": [f"{i} {text[i % 10 * length :][:length]}" for i in range(count)]})
-    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False, write_batch_size=4)
+    text, path = (
+        np.random.default_rng(0).bytes(length * 6).hex(),
+        tmp_path / "a.parquet",
+    )
+    table = pyarrow.table(
+        {"text": [f"{i} {text[i % 10 * length :][:length]}" for i in range(count)]}
+    )
+    pyarrow.parquet.write_table(
+        table, path, compression="none", use_dictionary=False, write_batch_size=4
+    )
     del table
     tracemalloc.start()
     before, held = pyarrow.total_allocated_bytes(), 0
-    documents = Documents(DataFile(path.name, str(path), path.stat().st_size), StreamOptions())
+    documents = Documents(
+        DataFile(path.name, str(path), path.stat().st_size), StreamOptions()
+    )
     for number in range(count):
         assert documents.read().startswith(f"{number} ")
         held = max(held, pyarrow.total_allocated_bytes() - before)
-        assert number or documents.bytes_read < 8 << 20 < 24_000_000 < path.stat().st_size
-    _, peak = tracemalloc.get_traced_memory()  # what Python's file has handed to pyarrow
+        assert (
+            number or documents.bytes_read < 8 << 20 < 24_000_000 < path.stat().st_size
+        )
+    # What Python's file has handed to pyarrow
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (held < 12 << 20, peak < 8 << 20) == (True, True)
 
@@ -92,7 +140,9 @@ class TestPlainText:
         assert texts_of(path) == [TEXT + end]
         blocks = ["one\n two ", "three\r\nfour", "five é", "six"]
         for start in range(5):
-            assert texts_of(path, text_split="blank_lines", start=start) == blocks[start:]
+            assert (
+                texts_of(path, text_split="blank_lines", start=start) == blocks[start:]
+            )
 
     def test_a_longer_one_is_passed_over_and_does_not_fill_memory(self, tmp_path):
         for name, split, first, last, end in (
@@ -108,9 +158,14 @@ class TestPlainText:
             tracemalloc.stop()
             assert peak < 8 << 20
             if first:
-                assert [formats.text_of(found.pop(i)) for i in (0, -1)] == ["one", "two"]
+                assert [formats.text_of(found.pop(i)) for i in (0, -1)] == [
+                    "one",
+                    "two",
+                ]
                 assert found[0].startswith("20,000,00")
-            assert ["more than stream.max_document_mb" in said for said in found] == [True]
+            assert ["more than stream.max_document_mb" in said for said in found] == [
+                True
+            ]
 
     @pytest.mark.parametrize("suffix", ["json", "jsonl.gz"])
     def test_blank_lines_of_json_lines_are_no_documents(self, tmp_path, suffix):
@@ -137,7 +192,9 @@ def documents_by_hand(ids, eos, longest):
 
 
 def ids_of(path, **options):
-    return [r if isinstance(r, str) else r.tolist() for r in records_of(path, **options)]
+    return [
+        r if isinstance(r, str) else r.tolist() for r in records_of(path, **options)
+    ]
 
 
 class TestTokenIds:
@@ -152,11 +209,22 @@ class TestTokenIds:
         expected = documents_by_hand(ids.tolist(), EOS, 1 << 16)
         said = "uint16" if (dtype == "<u2") == (layout == "raw") else "uint32"
         for start in (0, 1, 77, len(expected)):
-            assert ids_of(path, start=start, token_dtype=said, eos_id=EOS, vocab_size=VOCABULARY) == expected[start:]
+            assert (
+                ids_of(
+                    path,
+                    start=start,
+                    token_dtype=said,
+                    eos_id=EOS,
+                    vocab_size=VOCABULARY,
+                )
+                == expected[start:]
+            )
 
     @settings(max_examples=200, deadline=None)
     @given(
-        ids=st.lists(st.sampled_from([EOS, EOS, 11, 12, 13, 14]), min_size=1, max_size=70),
+        ids=st.lists(
+            st.sampled_from([EOS, EOS, 11, 12, 13, 14]), min_size=1, max_size=70
+        ),
         block=st.sampled_from([1, 2, 3, 7, 64, 1 << 15]),
         longest=st.sampled_from([2, 3, 5, 1 << 16]),
     )
@@ -165,16 +233,29 @@ class TestTokenIds:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_ids, "_BLOCK", block)
             patch.setattr(token_ids, "LONGEST", longest)
-            file, how = DataFile("a.bin", "a.bin", len(content)), Format(eos_id=EOS, vocab_size=20)
+            file, how = (
+                DataFile("a.bin", "a.bin", len(content)),
+                Format(eos_id=EOS, vocab_size=20),
+            )
             layout = token_ids.layout_of(io.BytesIO(content), file, how)
-            found = [record.tolist() for _, record in token_ids.located(io.BytesIO(content), layout)]
+            found = [
+                record.tolist()
+                for _, record in token_ids.located(io.BytesIO(content), layout)
+            ]
         assert found == documents_by_hand(ids, EOS, longest)
 
     def test_a_long_run_is_cut(self, tmp_path):
         (tmp_path / "a.bin").write_bytes(ids_as([11] * 150_000 + [EOS] + [12, EOS]))
         records = records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
-        assert [len(record) for record in records] == [65_536, 65_536, 150_001 - 2 * 65_536, 2]
-        assert all(record.base is None for record in records), "a document holds its block in memory"
+        assert [len(record) for record in records] == [
+            65_536,
+            65_536,
+            150_001 - 2 * 65_536,
+            2,
+        ]
+        assert all(record.base is None for record in records), (
+            "a document holds its block in memory"
+        )
 
     def test_damaged_ends(self, tmp_path):
         header = "its header says 60 ids of uint16, but the file holds"
@@ -191,8 +272,14 @@ class TestTokenIds:
             assert last.startswith(f"damaged: {damage}")
 
     def test_an_id_beyond_the_vocabulary(self, tmp_path):
-        """In the first block, it stops the run; later, it is a bad document, because a flipped bit may be the cause."""
-        ids, how, path = np.tile([11, 12, EOS], 20_000), {"eos_id": EOS, "vocab_size": 20}, tmp_path / "a.bin"
+        """In the first block, it stops the run; later, it is a bad document, because a
+        flipped bit may be the cause.
+        """
+        ids, how, path = (
+            np.tile([11, 12, EOS], 20_000),
+            {"eos_id": EOS, "vocab_size": 20},
+            tmp_path / "a.bin",
+        )
         ids[50_001] = 20
         path.write_bytes(ids_as(ids))
         found = ids_of(path, **how)
@@ -200,35 +287,61 @@ class TestTokenIds:
         assert found.count([11, 12, EOS]) == 19_999
         ids[1] = 20
         path.write_bytes(ids_as(ids))
-        with pytest.raises(DataError, match="is read as uint16 and holds the id 20, but the tokenizer has 20 ids"):
+        with pytest.raises(
+            DataError,
+            match="is read as uint16 and holds the id 20, but the tokenizer has 20 ids",
+        ):
             records_of(path, **how)
 
     def test_halves_of_uint32(self, tmp_path):
-        """Ids below 2¹⁶ · n have upper halves below n: these are every second id, where uint32 is read as uint16."""
+        """Ids below 2¹⁶ · n have upper halves below n: these are every second id, where
+        uint32 is read as uint16.
+        """
         path = tmp_path / "a.bin"
         for vocab_size, most in ((65_536, 0), (65_537, 1), (200_000, 3)):
-            for high, pairs in ((most, 31), (most + 1, 32)):  # fewer than 32 are too few to judge by
+            # Fewer than 32 are too few to judge by
+            for high, pairs in ((most, 31), (most + 1, 32)):
                 path.write_bytes(ids_as([5000, high] * pairs))
-                assert ids_of(path, eos_id=EOS, vocab_size=vocab_size) == [[5000, high] * pairs]
+                assert ids_of(path, eos_id=EOS, vocab_size=vocab_size) == [
+                    [5000, high] * pairs
+                ]
             path.write_bytes(ids_as([5000, most] * 32))
-            with pytest.raises(DataError, match=f"every second id is at most {most}, as in uint32"):
+            with pytest.raises(
+                DataError, match=f"every second id is at most {most}, as in uint32"
+            ):
                 records_of(path, eos_id=EOS, vocab_size=vocab_size)
 
     @pytest.mark.parametrize("fast", [False, True])
-    def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, fast):
+    def test_the_same_batches_as_of_the_text(
+        self, sample, hf_tokenizer, tmp_path, fast
+    ):
         if fast:
             pytest.importorskip("gigatoken")
         of_text = Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json")
         eos = of_text.token_to_id("<|endoftext|>")
-        ids = [i for text in texts_of(sample / VALIDATION_FILE) for i in (*of_text.encode(text).ids, eos)]
+        ids = [
+            i
+            for text in texts_of(sample / VALIDATION_FILE)
+            for i in (*of_text.encode(text).ids, eos)
+        ]
         (tmp_path / "a.bin").write_bytes(ids_as(ids))
-        job = config(sample, "--model.hf_assets_path", str(hf_tokenizer), *["--stream.fast_tokenizer"] * fast)
+        job = config(
+            sample,
+            "--model.hf_assets_path",
+            str(hf_tokenizer),
+            *["--stream.fast_tokenizer"] * fast,
+        )
         tokenizer = load_tokenizer(hf_tokenizer)
-        job.stream.slots, job.stream.shuffle_window = 1, 0  # the bytes of documents decide where windows end
+        # the bytes of documents decide where windows end
+        job.stream.slots, job.stream.shuffle_window = 1, 0
         stored = open_stream(job, list_files("text", str(tmp_path)), tokenizer, 1, 0)
-        text = open_stream(job, list_files("c4_validation", str(sample)), tokenizer, 1, 0)
+        text = open_stream(
+            job, list_files("c4_validation", str(sample)), tokenizer, 1, 0
+        )
         a, b = iter(stored), iter(text)
-        assert all(torch.equal(next(a)[0]["input"], next(b)[0]["input"]) for _ in range(20))
+        assert all(
+            torch.equal(next(a)[0]["input"], next(b)[0]["input"]) for _ in range(20)
+        )
         documents = stored.counters()["documents"]
         assert documents == text.counters()["documents"] > 5
         end = np.flatnonzero(np.array(ids) == tokenizer.eos_id)[int(documents) - 1]

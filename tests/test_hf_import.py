@@ -1,4 +1,6 @@
-"""Training begins with the weights of a Hugging Face folder (checkpoint.initial_load_in_hf), and ends with such a folder."""
+"""Training begins with the weights of a Hugging Face folder
+(checkpoint.initial_load_in_hf), and ends with such a folder.
+"""
 
 import json
 import runpy
@@ -36,47 +38,76 @@ def adapter_of(name):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, hf_tokenizer):
-    """By model, a folder of nano's shape as transformers saves it; the EOS is named in config.json alone, as GPT-2's is."""
+    """By model, a folder of nano's shape as transformers saves it; the EOS is named in
+    config.json alone, as GPT-2's is.
+    """
     folders = {}
     for name in MODELS:
         torch.manual_seed(0)
         adapter = adapter_of(name)
-        config = transformers.AutoConfig.for_model(**adapter.architecture(), **adapter.extras(), initializer_range=0.2)
+        config = transformers.AutoConfig.for_model(
+            **adapter.architecture(), **adapter.extras(), initializer_range=0.2
+        )
         config.eos_token_id = config.bos_token_id = load_tokenizer(hf_tokenizer).eos_id
         folders[name] = tmp_path_factory.mktemp(name)
-        getattr(transformers, adapter.transformers_class)(config).save_pretrained(folders[name])
+        getattr(transformers, adapter.transformers_class)(config).save_pretrained(
+            folders[name]
+        )
         shutil.copy(hf_tokenizer / "tokenizer.json", folders[name])
-        (folders[name] / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+        (folders[name] / "tokenizer_config.json").write_text(
+            '{"model_max_length": 1024}'
+        )
     return folders
 
 
 def edit_config(folder, remove=(), **changes):
     file = folder / "config.json"
     config = json.loads(file.read_text()) | changes
-    kept = {key: value for key, value in config.items() if value is not None and key not in remove}
+    kept = {
+        key: value
+        for key, value in config.items()
+        if value is not None and key not in remove
+    }
     file.write_text(json.dumps(kept))
 
 
 def as_on_the_hub(name, folder):
-    """Qwen's folders have several bfloat16 files, a copy of the embedding as lm_head, and rope_theta in config.json.
+    """Qwen's folders have several bfloat16 files, a copy of the embedding as lm_head,
+    and rope_theta in config.json.
 
-    openai-community/gpt2 has no prefix, the causal mask beside the weights, and no n_inner in config.json.
+    openai-community/gpt2 has no prefix, the causal mask beside the weights, and no
+    n_inner in config.json.
     """
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     if name == "gpt2_disp":
         weights = {name.removeprefix("transformer."): w for name, w in weights.items()}
-        weights |= {f"h.{i}.attn.bias": torch.ones(1024, 1024).tril().bool()[None, None] for i in range(6)}
+        weights |= {
+            f"h.{i}.attn.bias": torch.ones(1024, 1024).tril().bool()[None, None]
+            for i in range(6)
+        }
         save_file(weights, folder / "model.safetensors")
-        edit_config(folder, remove=("n_inner", "tie_word_embeddings", "scale_attn_weights"))
+        edit_config(
+            folder, remove=("n_inner", "tie_word_embeddings", "scale_attn_weights")
+        )
         return folder
     weights = {name: w.bfloat16() for name, w in weights.items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(weights))}
+    files = {
+        name: f"model-0000{1 + i % 2}-of-00002.safetensors"
+        for i, name in enumerate(sorted(weights))
+    }
     for file in set(files.values()):
-        save_file({name: w for name, w in weights.items() if files[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
+        save_file(
+            {name: w for name, w in weights.items() if files[name] == file},
+            folder / file,
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": files})
+    )
+    theta = json.loads((folder / "config.json").read_text())["rope_parameters"][
+        "rope_theta"
+    ]
     edit_config(folder, remove=("rope_parameters",), rope_theta=theta)
     return folder
 
@@ -84,29 +115,50 @@ def as_on_the_hub(name, folder):
 @pytest.fixture(scope="module")
 def hub(published, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
-    return {name: as_on_the_hub(name, shutil.copytree(published[name], folder / name)) for name in MODELS}
+    return {
+        name: as_on_the_hub(name, shutil.copytree(published[name], folder / name))
+        for name in MODELS
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_folders_that_fit(published, hub, name):
     for folder in (published[name], hub[name]):
         check_hf_folder(folder, adapter_of(name))
-        assert encoder(load_tokenizer(folder))("A text.")[-1] == load_tokenizer(folder).eos_id
+        assert (
+            encoder(load_tokenizer(folder))("A text.")[-1]
+            == load_tokenizer(folder).eos_id
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 9, "hidden_size": 8}, "is 9 in config.json and 2048 in this model; hidden_size is 8 .*Change"),
-        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 10000.0 in config.json and 1000000"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling is {'rope_type': 'yarn'"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False in config.json and True"),
+        (
+            {"vocab_size": 9, "hidden_size": 8},
+            "is 9 in config.json and 2048 in this model; hidden_size is 8 .*Change",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "rope_theta is 10000.0 in config.json and 1000000",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope_scaling is {'rope_type': 'yarn'",
+        ),
+        (
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings is False in config.json and True",
+        ),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 in config.json and 1e-06"),
         ({"attention_bias": True}, "attention_bias is True in config.json and False"),
         ({"n_positions": 512}, "describe: n_positions is 512 in config.json"),
         ({"n_head": None}, "describe: n_head is None in config.json"),
         ({"n_inner": 200}, "describe: n_inner is 200 in config.json"),
-        ({"activation_function": "relu"}, "describe: activation_function is 'relu' in config.json"),
+        (
+            {"activation_function": "relu"},
+            "describe: activation_function is 'relu' in config.json",
+        ),
     ],
 )
 def test_another_network(published, tmp_path, changes, message):
@@ -119,13 +171,26 @@ def test_another_network(published, tmp_path, changes, message):
 
 def test_damaged_folders(published, tmp_path):
     folder = shutil.copytree(published["qwen3_disp"], tmp_path / "folder")
-    file, config, norm = folder / "model.safetensors", folder / "config.json", "model.norm.weight"
+    file, config, norm = (
+        folder / "model.safetensors",
+        folder / "config.json",
+        "model.norm.weight",
+    )
     weights, whole = load_file(file), file.read_bytes()
     without = {k: v for k, v in weights.items() if k != norm}
     for damage, message in (
-        (lambda: save_file(without | {norm: torch.ones(32)}, file), r"of shape \(32,\), expected \(64,\)"),
-        (lambda: save_file(without, file), r"lacks 1 of the 68 weights, 'model\.norm\.weight' first: is the download"),
-        (lambda: file.write_bytes(whole[: len(whole) // 2]), r"model\.safetensors is damaged: .*Download it again"),
+        (
+            lambda: save_file(without | {norm: torch.ones(32)}, file),
+            r"of shape \(32,\), expected \(64,\)",
+        ),
+        (
+            lambda: save_file(without, file),
+            r"lacks 1 of the 68 weights, 'model\.norm\.weight' first: is the download",
+        ),
+        (
+            lambda: file.write_bytes(whole[: len(whole) // 2]),
+            r"model\.safetensors is damaged: .*Download it again",
+        ),
         (lambda: config.write_text("{"), "config.json is not valid JSON"),
         (config.unlink, "config.json: No such file"),
         (file.unlink, r"holds no \*\.safetensors; expected a folder with"),
@@ -137,11 +202,20 @@ def test_damaged_folders(published, tmp_path):
 
 def test_checked_before_training(sample, published, tmp_path):
     """A run with a checkpoint resumes from it, even if the folder is gone."""
-    in_hf = ("--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path")
+    in_hf = (
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        "--checkpoint.initial_load_path",
+    )
     places = (published["qwen3_disp"], tmp_path / "nowhere")
-    fits, missing = (job_config(sample, tmp_path / "run", *in_hf, str(folder)) for folder in places)
+    fits, missing = (
+        job_config(sample, tmp_path / "run", *in_hf, str(folder)) for folder in places
+    )
     check_inputs(fits)
-    with pytest.raises(ConfigError, match=r"checkpoint\.initial_load_in_hf: '.*nowhere' is not a folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoint\.initial_load_in_hf: '.*nowhere' is not a folder",
+    ):
         check_inputs(missing)
     (tmp_path / "run/checkpoint/step-5").mkdir(parents=True)
     (tmp_path / "run/checkpoint/step-5/.metadata").touch()
@@ -149,11 +223,25 @@ def test_checked_before_training(sample, published, tmp_path):
 
 
 def step_from_weights(sample, folders, dest):
-    """The real trainer on FSDP2 × TP: Hugging Face's weights in, a step at learning rate 0, a checkpoint and such weights out."""
+    """The real trainer on FSDP2 × TP: Hugging Face's weights in, a step at learning
+    rate 0, a checkpoint and such weights out.
+    """
     for name, folder in folders.items():
         options = (
-            *("--model.name", name, "--model.hf_assets_path", str(folder), "--optimizer.lr", "0"),
-            *("--parallelism.tensor_parallel_degree", "2", "--checkpoint.enable", "--checkpoint.initial_load_in_hf"),
+            *(
+                "--model.name",
+                name,
+                "--model.hf_assets_path",
+                str(folder),
+                "--optimizer.lr",
+                "0",
+            ),
+            *(
+                "--parallelism.tensor_parallel_degree",
+                "2",
+                "--checkpoint.enable",
+                "--checkpoint.initial_load_in_hf",
+            ),
             *("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"),
         )
         trainer = build(sample, dest / name, *options)
@@ -178,7 +266,9 @@ def stepped(sample, hub, tmp_path_factory):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_import_and_export_are_inverse_on_a_mesh(published, stepped, tmp_path, name):
-    """Bit for bit, from a folder of the hub, through FSDP2 × TP 2×2 and a step at learning rate 0."""
+    """Bit for bit, from a folder of the hub, through FSDP2 × TP 2×2 and a step at
+    learning rate 0.
+    """
     before, saved = load_file(published[name] / "model.safetensors"), {}
     if name == "qwen3_disp":
         before = {name: w.bfloat16().float() for name, w in before.items()}
@@ -190,29 +280,41 @@ def test_import_and_export_are_inverse_on_a_mesh(published, stepped, tmp_path, n
     assert all(torch.equal(saved[name], w) for name, w in before.items())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(files[0].parent).eval()
     for target in ("1", "2"):  # shards of four ranks, and safetensors
-        ours = load_model(export(ExportOptions(stepped / name / target, tmp_path / target)))
-        exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / target).eval()
+        ours = load_model(
+            export(ExportOptions(stepped / name / target, tmp_path / target))
+        )
+        exported = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / target
+        ).eval()
         for logits in (ours(TOKENS), exported(TOKENS).logits):
             torch.testing.assert_close(logits, theirs(TOKENS).logits, atol=1e-4, rtol=0)
 
 
 def test_wikitext_as_articles(tmp_path, monkeypatch):
-    """Rows are single lines as on the hub, many of them empty, and an article spans two files. The data set is "text".
+    """Rows are single lines as on the hub, many of them empty, and an article spans two
+    files. The data set is "text".
 
-    The text of the original archive, which has lines of white space for empty rows, gives the same documents.
+    The text of the original archive, which has lines of white space for empty rows,
+    gives the same documents.
     """
 
     def write(*folders):
         monkeypatch.setattr(sys, "argv", ["wikitext.py", *map(str, folders)])
         runpy.run_path(str(ROOT / "examples" / "wikitext.py"), run_name="__main__")
 
-    raw, out, archive, same = (tmp_path / name for name in ("raw", "wikitext", "archive", "same"))
+    raw, out, archive, same = (
+        tmp_path / name for name in ("raw", "wikitext", "archive", "same")
+    )
     one = ["", " = One = \n", "", " a = b \n", " = = Section = = \n", " body \n", ""]
     two = [" = Two : A tale = \n", " text \n"]
     more, three = [" more \n"], [" = Three = \n", " end \n"]
     raw.mkdir()
     archive.mkdir()
-    for name, rows in {"train-00": one + two, "train-01": more + three, "validation-00": one + two}.items():
+    for name, rows in {
+        "train-00": one + two,
+        "train-01": more + three,
+        "validation-00": one + two,
+    }.items():
         (raw / f"{name}.parquet").write_bytes(parquet(text=rows))
     for name, rows in {"train": one + two + more + three, "valid": one + two}.items():
         (archive / f"wiki.{name}.raw").write_text("".join(row or " \n" for row in rows))
@@ -220,10 +322,21 @@ def test_wikitext_as_articles(tmp_path, monkeypatch):
     write(archive, same)
     files = list_files("text", str(out))
     assert len(files) == 64
-    found = [json.loads(line)["text"] for file in files for line in Path(file.url).read_text().splitlines()]
+    found = [
+        json.loads(line)["text"]
+        for file in files
+        for line in Path(file.url).read_text().splitlines()
+    ]
     assert found == ["".join(article) for article in (one, two + more, three)]
-    assert [file.name for file in list_files("text_validation", str(out))] == ["validation-00.jsonl"]
-    written = [{path.name: path.read_text() for path in folder.iterdir()} for folder in (out, same)]
+    assert [file.name for file in list_files("text_validation", str(out))] == [
+        "validation-00.jsonl"
+    ]
+    written = [
+        {path.name: path.read_text() for path in folder.iterdir()}
+        for folder in (out, same)
+    ]
     assert written[0] == written[1]
-    with pytest.raises(SystemExit, match=r"neither train-\*\.parquet nor wiki\.train\.\*"):
+    with pytest.raises(
+        SystemExit, match=r"neither train-\*\.parquet nor wiki\.train\.\*"
+    ):
         write(same, same / "x")

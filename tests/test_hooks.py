@@ -1,4 +1,6 @@
-"""attach() against the plain loss of hidden states, in models of transformers and torch: alone, on ranks, checkpointed."""
+"""attach() against the plain loss of hidden states, in models of transformers and
+torch: alone, on ranks, checkpointed.
+"""
 
 import functools
 import re
@@ -8,7 +10,9 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -16,11 +20,31 @@ from tests.distributed import spawn
 from tests.mesh import full
 from titan_disp.dispersion import attach, dispersion_losses
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32, "d_head": 8}
-OTHERS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "use_cache": False}
-DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
-TOKENS = torch.arange(12) < torch.tensor([12, 9, 8, 11])[:, None]  # two ranks get equal numbers
-# Which blocks are compared, and where their outputs are in hidden_states: in two models, the last one is after the final norm.
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "d_head": 8,
+}
+OTHERS = {
+    "vocab_size": 50,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+DROPOUT = (
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+)
+# two ranks get equal numbers
+TOKENS = torch.arange(12) < torch.tensor([12, 9, 8, 11])[:, None]
+# Which blocks are compared, and where their outputs are in hidden_states: in two
+# models, the last one is after the final norm.
 COMPARED = {
     "GPT2LMHeadModel": ([f"transformer.h.{i}" for i in range(3)], slice(1, -1)),
     "LlamaForCausalLM": ([f"model.layers.{i}" for i in range(3)], slice(1, -1)),
@@ -31,11 +55,18 @@ COMPARED = {
 def model_of(name):
     kind = getattr(transformers, name)
     torch.manual_seed(0)
-    return kind(kind.config_class(**SIZES, **OTHERS, **dict.fromkeys(DROPOUT, 0.0))).double().train()
+    return (
+        kind(kind.config_class(**SIZES, **OTHERS, **dict.fromkeys(DROPOUT, 0.0)))
+        .double()
+        .train()
+    )
 
 
 def encoder(**options):
-    """Torch's own. A list inside of blocks is no list of blocks, although it is longer."""
+    """Torch's own.
+
+    A list inside of blocks is no list of blocks, although it is longer.
+    """
     block = nn.TransformerEncoderLayer(16, 2, 32, 0.0, **options)
     block.experts = nn.ModuleList(nn.Identity() for _ in range(8))
     return nn.TransformerEncoder(block, 2, enable_nested_tensor=False).double()
@@ -43,7 +74,11 @@ def encoder(**options):
 
 def batch(part=slice(None)):
     ids = torch.randint(2, 50, (4, 12), generator=torch.Generator().manual_seed(0))
-    every = {"labels": ids.masked_fill(~TOKENS, -100), "attention_mask": TOKENS.long(), "input_ids": ids}
+    every = {
+        "labels": ids.masked_fill(~TOKENS, -100),
+        "attention_mask": TOKENS.long(),
+        "input_ids": ids,
+    }
     return {name: x[part] for name, x in every.items()}
 
 
@@ -72,7 +107,9 @@ def test_against_hidden_states(name):
         close(torch.stack([*handle.losses.values()]), losses.detach().mean(1))
         handle.mask, weights = TOKENS.flip(0), torch.arange(4.0).double()
         model(**batch())
-        losses = dispersion_losses(out.hidden_states[of_blocks], valid=TOKENS.flip(0), tau=0.5)
+        losses = dispersion_losses(
+            out.hidden_states[of_blocks], valid=TOKENS.flip(0), tau=0.5
+        )
         close(handle.loss(weights), 2 * (weights * losses.mean(0)).sum())
         close(step(model, handle), by_hand)  # without the mask, which was for one loss
     model(**batch())
@@ -80,16 +117,34 @@ def test_against_hidden_states(name):
 
 
 def test_torchs_own_encoder():
-    model, z, padding, zs = encoder(batch_first=True), torch.randn(4, 12, 16).double(), ~TOKENS, []
+    model, z, padding, zs = (
+        encoder(batch_first=True),
+        torch.randn(4, 12, 16).double(),
+        ~TOKENS,
+        [],
+    )
     handle = attach(model, coeff=2)
-    found = backward(model, model(z, src_key_padding_mask=padding).square().mean() + handle.loss())
+    found = backward(
+        model, model(z, src_key_padding_mask=padding).square().mean() + handle.loss()
+    )
     for layer in model.layers:
         zs.append(z := layer(z, src_key_padding_mask=padding))
-    close(found, backward(model, z.square().mean() + 2 * dispersion_losses(zs, valid=TOKENS).mean()))
+    close(
+        found,
+        backward(
+            model, z.square().mean() + 2 * dispersion_losses(zs, valid=TOKENS).mean()
+        ),
+    )
 
 
 @pytest.mark.parametrize(
-    "change", ["checkpointed", "reentrant", "hooks checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
+    "change",
+    [
+        "checkpointed",
+        "reentrant",
+        "hooks checkpointed",
+        pytest.param("compiled", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_in_a_model_that_is(change):
     model = model_of("LlamaForCausalLM")
@@ -98,13 +153,18 @@ def test_the_same_in_a_model_that_is(change):
     if change == "compiled":  # with its hooks, it is still one graph
         model.compile(backend="aot_eager", fullgraph=True)
     elif change == "hooks checkpointed":  # an early stop would be before the hooks
-        layers = [checkpoint_wrapper(layer, early_stop=False) for layer in model.model.layers]
+        layers = [
+            checkpoint_wrapper(layer, early_stop=False) for layer in model.model.layers
+        ]
         model.model.layers = nn.ModuleList(layers)
     else:
         model.gradient_checkpointing_enable({"use_reentrant": change == "reentrant"})
-    old = "__call__" in vars(GradientCheckpointingLayer)  # of transformers: hooks see no gradient
+    # of transformers: hooks see no gradient
+    old = "__call__" in vars(GradientCheckpointingLayer)
     if change == "reentrant" and old:
-        with pytest.raises(RuntimeError, match="where blocks are checkpointed, set use_reentrant=False"):
+        with pytest.raises(
+            RuntimeError, match="where blocks are checkpointed, set use_reentrant=False"
+        ):
             step(model, handle)
         return
     close(step(model, handle), expected)
@@ -112,7 +172,9 @@ def test_the_same_in_a_model_that_is(change):
 
 
 def test_a_positional_mask_of_a_wrapped_model():
-    """torch.compile's wrapper, like DDP's, takes any arguments; their names are those of the model within."""
+    """torch.compile's wrapper, like DDP's, takes any arguments; their names are those
+    of the model within.
+    """
     model, given = model_of("LlamaForCausalLM"), batch()
     with attach(model) as handle:
         expected = step(model, handle)
@@ -122,10 +184,18 @@ def test_a_positional_mask_of_a_wrapped_model():
 
 
 def test_accumulation_with_others_in_between():
-    """Each forward has its own loss. What was generated, evaluated or forgotten in between counts for nothing."""
+    """Each forward has its own loss.
+
+    What was generated, evaluated or forgotten in between counts for nothing.
+    """
     model = model_of("GPT2LMHeadModel")
     parts, handle = [batch(slice(0, 2)), batch(slice(2, 4))], attach(model)
-    expected = [sum(both) for both in zip(*(step(model, handle, **part)[1] for part in parts), strict=True)]
+    expected = [
+        sum(both)
+        for both in zip(
+            *(step(model, handle, **part)[1] for part in parts), strict=True
+        )
+    ]
     model(**parts[0])
     forgotten = weakref.ref(handle._outputs[0][1])
     for part in parts:
@@ -148,7 +218,9 @@ def on_ranks():
         for part in (*model.model.layers, model) if wrap is fully_shard else [model]:
             wrapped = wrap(part)
         for _ in range(2):
-            loss, gradients = step(wrapped, handle, **batch(slice(torch.distributed.get_rank(), None, 2)))
+            loss, gradients = step(
+                wrapped, handle, **batch(slice(torch.distributed.get_rank(), None, 2))
+            )
             torch.distributed.all_reduce(loss)
             close((loss / 2, gradients), expected)
             handle.detach()
@@ -167,16 +239,30 @@ def losses(name="BertForMaskedLM", change=nn.Module.train, mask=None, times=1):
 
 
 WRONG = {
-    "Linear has no list of modules of one class, expected one": lambda: attach(nn.Linear(2, 2)),
-    "has 0.layers (2 modules) and 2.layers (2": lambda: attach(nn.ModuleList([encoder(), nn.ReLU(), encoder()])),
-    "two sequences: attach to a part of it, as": lambda: attach(model_of("T5ForConditionalGeneration")),
-    "did you mean bert.encoder.layer": lambda: attach(model_of("BertForMaskedLM"), ["bert.encoder.layr"]),
+    "Linear has no list of modules of one class, expected one": lambda: attach(
+        nn.Linear(2, 2)
+    ),
+    "has 0.layers (2 modules) and 2.layers (2": lambda: attach(
+        nn.ModuleList([encoder(), nn.ReLU(), encoder()])
+    ),
+    "two sequences: attach to a part of it, as": lambda: attach(
+        model_of("T5ForConditionalGeneration")
+    ),
+    "did you mean bert.encoder.layer": lambda: attach(
+        model_of("BertForMaskedLM"), ["bert.encoder.layr"]
+    ),
     "layers.0 has tokens as [N, B, F], expected [B, N, F]": lambda: attach(encoder()),
-    "layer.0 is [12, 4, 16], expected [B, N, F] for an input that begins with [4": lambda: losses("XLNetLMHeadModel"),
-    "handle.mask has shape [4, 11], expected [4, 12]": lambda: losses(mask=TOKENS[:, 1:]),
+    "layer.0 is [12, 4, 16], expected [B, N, F] for an input that begins with [4": lambda: (
+        losses("XLNetLMHeadModel")
+    ),
+    "handle.mask has shape [4, 11], expected [4, 12]": lambda: losses(
+        mask=TOKENS[:, 1:]
+    ),
     "in training mode (model.train())": lambda: losses(change=nn.Module.eval),
     "no outputs of blocks since the last loss()": lambda: losses(times=2),
-    "start one process per GPU": lambda: losses(change=nn.Module._replicate_for_data_parallel),
+    "start one process per GPU": lambda: losses(
+        change=nn.Module._replicate_for_data_parallel
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""The hub, by a local stand-in: which files a data set has there and in a mirror, and reading the same from both."""
+"""The hub, by a local stand-in: which files a data set has there and in a mirror, and
+reading the same from both.
+"""
 
 from pathlib import Path
 
@@ -22,7 +24,8 @@ from titan_disp.lab.digest import digest
 from titan_disp.lab.fetch import fetch
 from titan_disp.lab.inspection.texts import read_texts
 
-# As FineWeb-Edu's: the default configuration is everything, samples lie elsewhere; and a configuration with three splits.
+# As FineWeb-Edu's: the default configuration is everything, samples lie elsewhere; and
+# a configuration with three splits.
 CARD = """---
 configs:
 - {config_name: default, data_files: [{split: train, path: data/*/*}]}
@@ -37,8 +40,19 @@ configs:
 ---
 Prose.
 """
-PARQUET = ("data/x/1.parquet", "data/y/1.parquet", "sample/2/1.parquet", "sample/2/2.parquet")
-LINES = ("split/a1.jsonl", "split/a2.jsonl", "split/b.jsonl", "split/c.jsonl", "mixed/1.jsonl")
+PARQUET = (
+    "data/x/1.parquet",
+    "data/y/1.parquet",
+    "sample/2/1.parquet",
+    "sample/2/2.parquet",
+)
+LINES = (
+    "split/a1.jsonl",
+    "split/a2.jsonl",
+    "split/b.jsonl",
+    "split/c.jsonl",
+    "mixed/1.jsonl",
+)
 OTHER = ("table/1.csv", "mixed/2.csv")
 
 
@@ -46,10 +60,15 @@ OTHER = ("table/1.csv", "mixed/2.csv")
 def hub(tmp_path, monkeypatch):
     folder = tmp_path / "some"
     for index, name in enumerate((*PARQUET, *LINES, *OTHER)):
-        write_texts(folder / name, [f"{index} {word} " * 30 for word in ("a", "b", "c", "d")])
-    (folder / "split" / "a1.jsonl").rename(folder / "split" / "a1.jsonl.gz")  # by its name only; nobody reads it here
+        write_texts(
+            folder / name, [f"{index} {word} " * 30 for word in ("a", "b", "c", "d")]
+        )
+    # by its name only; nobody reads it here
+    (folder / "split" / "a1.jsonl").rename(folder / "split" / "a1.jsonl.gz")
     (folder / "README.md").write_text(CARD)
-    with serving(tmp_path / "some", "some/prose", monkeypatch, tmp_path / "cache") as hub:
+    with serving(
+        tmp_path / "some", "some/prose", monkeypatch, tmp_path / "cache"
+    ) as hub:
         yield hub
 
 
@@ -80,27 +99,53 @@ FILES = {
 
 def test_files_of_a_configuration_and_a_split(hub, tmp_path):
     for dataset, paths in FILES.items():
-        names = [path.removeprefix("data/") if path.startswith("data/") else Path(path).name for path in paths]
+        names = [
+            path.removeprefix("data/") if path.startswith("data/") else Path(path).name
+            for path in paths
+        ]
         found = [(file.url, file.size, file.name) for file in list_files(dataset, None)]
         assert found == [
-            (f"hf://datasets/some/prose@{COMMIT}/{path}", (tmp_path / "some" / path).stat().st_size, name)
+            (
+                f"hf://datasets/some/prose@{COMMIT}/{path}",
+                (tmp_path / "some" / path).stat().st_size,
+                name,
+            )
             for path, name in zip(paths, names, strict=True)
         ]
         # The same in a copy of the whole repository.
         if "@" not in dataset:
-            assert names_of(list_files(dataset, str(tmp_path / "some"))) == names_of(list_files(dataset, None))
-    with pytest.raises(ConfigError, match=r"path is '.*some': it has no configuration 'other', only default, sam"):
+            assert names_of(list_files(dataset, str(tmp_path / "some"))) == names_of(
+                list_files(dataset, None)
+            )
+    with pytest.raises(
+        ConfigError,
+        match=r"path is '.*some': it has no configuration 'other', only default, sam",
+    ):
         list_files("hf:some/prose:other", str(tmp_path / "some"))
-    assert not any(path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges)
+    assert not any(
+        path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges
+    )
 
 
 def test_what_only_a_start_finds(hub, tmp_path, monkeypatch):
-    """It lists validation data on the hub, too, and looks for Parquet files without rows, as it does locally."""
-    training, held = (DataSet("hf:some/prose:split:validation", None, key) for key in ("training", "validation"))
-    with pytest.raises(ConfigError, match="training and validation read 2 files in common"):
+    """It lists validation data on the hub, too, and looks for Parquet files without
+    rows, as it does locally.
+    """
+    training, held = (
+        DataSet("hf:some/prose:split:validation", None, key)
+        for key in ("training", "validation")
+    )
+    with pytest.raises(
+        ConfigError, match="training and validation read 2 files in common"
+    ):
         list_and_check([training, held], StreamOptions())
-    write_texts(tmp_path / "some" / "data" / "y" / "1.parquet", pyarrow.array([], pyarrow.string()))
-    files = list_and_check([DataSet("hf:some/prose", None, "training")], StreamOptions())
+    write_texts(
+        tmp_path / "some" / "data" / "y" / "1.parquet",
+        pyarrow.array([], pyarrow.string()),
+    )
+    files = list_and_check(
+        [DataSet("hf:some/prose", None, "training")], StreamOptions()
+    )
     assert [file.density > 0 for file in files] == [True, False]
 
 
@@ -111,16 +156,33 @@ def test_files_of_a_url(hub):
         "@main/split/c.jsonl": ["split/c.jsonl"],
     }.items():
         files = list_files("text", f"hf://datasets/some/prose{place}")
-        assert [file.url for file in files] == [f"hf://datasets/some/prose@{COMMIT}/{name}" for name in names]
-        assert all(text_of(Documents(file, StreamOptions()).read()).endswith(" a ") for file in files)
-    refused = {"prose/none": "holds no train data", "none": "no such data set", "prose@v9/": "no revision 'v9'"}
+        assert [file.url for file in files] == [
+            f"hf://datasets/some/prose@{COMMIT}/{name}" for name in names
+        ]
+        assert all(
+            text_of(Documents(file, StreamOptions()).read()).endswith(" a ")
+            for file in files
+        )
+    refused = {
+        "prose/none": "holds no train data",
+        "none": "no such data set",
+        "prose@v9/": "no revision 'v9'",
+    }
     for place, words in refused.items():
-        with pytest.raises(ConfigError, match=f"dataset_path is 'hf://datasets/some/{place}'.*{words}"):
+        with pytest.raises(
+            ConfigError, match=f"dataset_path is 'hf://datasets/some/{place}'.*{words}"
+        ):
             list_files("text", f"hf://datasets/some/{place}")
 
 
 def test_a_revision(hub, tmp_path):
-    add(hub, tmp_path, "older", "then.jsonl", card="- config_name: one\n  data_files: then.jsonl\n")
+    add(
+        hub,
+        tmp_path,
+        "older",
+        "then.jsonl",
+        card="- config_name: one\n  data_files: then.jsonl\n",
+    )
     hub.tagged["some/prose"] = hub.datasets.pop("some/older")
     (file,) = list_files("hf:some/prose@v1.0", None)
     assert file.url == f"hf://datasets/some/prose@{OLDER}/then.jsonl"
@@ -130,26 +192,63 @@ def test_a_revision(hub, tmp_path):
 def test_names():
     for name, section, split, validation in (
         ("hf:some/prose", "training", "train", "hf:some/prose::validation"),
-        ("hf:some/prose:split", "validation", "validation", "hf:some/prose:split:validation"),
-        ("hf:a/b@v1.0:split:tiny", "validation", "tiny", "hf:a/b@v1.0:split:validation"),
+        (
+            "hf:some/prose:split",
+            "validation",
+            "validation",
+            "hf:some/prose:split:validation",
+        ),
+        (
+            "hf:a/b@v1.0:split:tiny",
+            "validation",
+            "tiny",
+            "hf:a/b@v1.0:split:validation",
+        ),
     ):
         assert (split_of(name, section), held_out(name)) == (split, validation)
-    names = {"c4": "c4_validation", "text": "text_validation", "c4_validation": "c4_validation"}
+    names = {
+        "c4": "c4_validation",
+        "text": "text_validation",
+        "c4_validation": "c4_validation",
+    }
     assert {name: held_out(name) for name in names} == names
-    assert parse_name("hf:a/b@refs/pr/1:c.d-e:f", "x") == HubName("a/b", "refs/pr/1", "c.d-e", "f")
+    assert parse_name("hf:a/b@refs/pr/1:c.d-e:f", "x") == HubName(
+        "a/b", "refs/pr/1", "c.d-e", "f"
+    )
     for name in ("hf:a/b", "hf:a/b@c", "hf:a/b:c", "hf:a/b:c:d", "hf:a/b@r::d"):
         assert str(parse_name(name, "x")) == name
-    wrong = ["hf:", "hf:b", "hf:a/b/c", "hf:a/b:", "hf:a/b:c:", "hf:a/b:c:d:e", "hf:a/b@", "hf:a/b@:c", "hf:/b"]
+    wrong = [
+        "hf:",
+        "hf:b",
+        "hf:a/b/c",
+        "hf:a/b:",
+        "hf:a/b:c:",
+        "hf:a/b:c:d:e",
+        "hf:a/b@",
+        "hf:a/b@:c",
+        "hf:/b",
+    ]
     for name in (*wrong, "hf:a b/c"):
-        with pytest.raises(ConfigError, match=r"training.dataset is '.*', expected hf:OWNER/NAME, "):
+        with pytest.raises(
+            ConfigError, match=r"training.dataset is '.*', expected hf:OWNER/NAME, "
+        ):
             DataSet(name, None, "training").check()
 
 
 def test_without_a_card_names_decide(hub, tmp_path):
-    add(hub, tmp_path, "bare", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl")
+    add(
+        hub,
+        tmp_path,
+        "bare",
+        "data/train-00000-of-00002.jsonl",
+        "data/train-00001-of-00002.jsonl",
+        "data/test.jsonl",
+    )
     add(hub, tmp_path, "folders", "en/train/1.json", "en/validation/2.json")
     assert len(list_files("hf:some/bare", None)) == 2
-    assert [file.url[-20:] for file in list_files("hf:some/folders", None, "validation")] == ["en/validation/2.json"]
+    assert [
+        file.url[-20:] for file in list_files("hf:some/folders", None, "validation")
+    ] == ["en/validation/2.json"]
 
 
 BAD = {
@@ -169,28 +268,46 @@ BAD = {
 def test_what_cannot_be_had_is_one_message(hub, tmp_path):
     add(hub, tmp_path, "gated", "train.jsonl")
     hub.gated.add("some/gated")
-    two = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("one", "two"))
+    two = "".join(
+        f"- config_name: {name}\n  data_files: {name}.jsonl\n"
+        for name in ("one", "two")
+    )
     add(hub, tmp_path, "two", "one.jsonl", "two.jsonl", card=two)
     add(hub, tmp_path, "binary", "train.bin", "notes.docx")
     add(hub, tmp_path, "script", "script.py", "train.jsonl")
-    add(hub, tmp_path, "lost", "a.jsonl", card="- config_name: x\n  data_files: gone.jsonl\n")
+    add(
+        hub,
+        tmp_path,
+        "lost",
+        "a.jsonl",
+        card="- config_name: x\n  data_files: gone.jsonl\n",
+    )
     for dataset, message in BAD.items():
-        with pytest.raises(ConfigError, match=f"^training.dataset is '{dataset}.*{message}"):
+        with pytest.raises(
+            ConfigError, match=f"^training.dataset is '{dataset}.*{message}"
+        ):
             list_files(dataset, None)
 
 
 def test_a_hub_that_does_not_answer(hub):
     hub.close()
     for ask in (list_files, lambda dataset, _: check_hub(dataset)):
-        with pytest.raises(ConfigError, match=r"cannot list .* fetch DIR --dataset 'hf:some/prose:split'"):
+        with pytest.raises(
+            ConfigError,
+            match=r"cannot list .* fetch DIR --dataset 'hf:some/prose:split'",
+        ):
             ask("hf:some/prose:split", None)
-    with pytest.raises(ConfigError, match=r"cannot list hf:allenai/c4 on the .* fetch DIR makes one"):
+    with pytest.raises(
+        ConfigError, match=r"cannot list hf:allenai/c4 on the .* fetch DIR makes one"
+    ):
         check_hub("c4")
 
 
 @pytest.mark.parametrize("dataset", ["hf:some/prose", "hf:some/prose:split", "c4"])
 def test_a_hub_that_is_busy_is_asked_again(hub, sample, dataset):
-    """At every request while files are listed: otherwise one answer of many would end a job of many nodes."""
+    """At every request while files are listed: otherwise one answer of many would end a
+    job of many nodes.
+    """
     hub.datasets["allenai/c4"] = sample
     quiet = names_of(list_files(dataset, None))
     for place in range(3):
@@ -227,11 +344,18 @@ def test_mirror(hub, tmp_path, monkeypatch, capsys):
     mirror, split = tmp_path / "mirror", "hf:some/prose:split"
     assert typed(monkeypatch, "data", "fetch", mirror, "--dataset", split) == 0
     said = capsys.readouterr().out
-    assert f"{mirror} is complete: training.dataset = '{split}', training.dataset_path = " in said
+    assert (
+        f"{mirror} is complete: training.dataset = '{split}', training.dataset_path = "
+        in said
+    )
     found = sorted(p.relative_to(mirror).as_posix() for p in mirror.glob("[!.]*/*"))
     assert found == sorted([*FILES[split], *FILES[f"{split}:validation"]])
     assert fetch(FetchOptions(mirror, "hf:some/prose:sample-2")) == []
-    sections = ((split, "training"), (split, "validation"), (f"{split}:validation", "training"))
+    sections = (
+        (split, "training"),
+        (split, "validation"),
+        (f"{split}:validation", "training"),
+    )
     for dataset, key in (*sections, ("hf:some/prose:sample-2", "training")):
         hub.requests.clear()
         local = list_files(dataset, str(mirror), key)
@@ -241,9 +365,24 @@ def test_mirror(hub, tmp_path, monkeypatch, capsys):
     held = "hf:some/prose:sample-2:train, hf:some/prose:split:train, hf:some/prose:split:validation"
     (mirror / "split" / "b.jsonl").unlink()
     for dataset, path, key, message in (
-        ("hf:some/prose", mirror, "training", f"holds {held}, but not hf:some/prose::train: titan-disp data fetch"),
-        (split, mirror, "validation", r"missing or have another size .*\(1 of 2, such as .*b.jsonl\): titan"),
-        ("hf:some/prose", tmp_path / "a.jsonl", "training", "is not a folder. Expected a mirror, as titan-disp data"),
+        (
+            "hf:some/prose",
+            mirror,
+            "training",
+            f"holds {held}, but not hf:some/prose::train: titan-disp data fetch",
+        ),
+        (
+            split,
+            mirror,
+            "validation",
+            r"missing or have another size .*\(1 of 2, such as .*b.jsonl\): titan",
+        ),
+        (
+            "hf:some/prose",
+            tmp_path / "a.jsonl",
+            "training",
+            "is not a folder. Expected a mirror, as titan-disp data",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             list_files(dataset, str(path), key)
@@ -252,16 +391,38 @@ def test_mirror(hub, tmp_path, monkeypatch, capsys):
 def test_a_mirror_of_some_files(hub, tmp_path, monkeypatch, capsys):
     mirror = tmp_path / "mirror"
     hub.damaged = {"split/a2.jsonl"}  # every time
-    assert typed(monkeypatch, "data", "fetch", mirror, "--dataset", "hf:some/prose:split", "--split", "train") == 2
+    assert (
+        typed(
+            monkeypatch,
+            "data",
+            "fetch",
+            mirror,
+            "--dataset",
+            "hf:some/prose:split",
+            "--split",
+            "train",
+        )
+        == 2
+    )
     said = capsys.readouterr().err
-    assert ("1 file could not be" in said, "split/a2.jsonl: its sha256 differs from the hub's" in said) == (True, True)
+    assert (
+        "1 file could not be" in said,
+        "split/a2.jsonl: its sha256 differs from the hub's" in said,
+    ) == (True, True)
     assert not (mirror / RECORDS).exists()
     hub.damaged = set()
     for number in (1, 0):
-        assert fetch(FetchOptions(mirror, "hf:some/prose:split", str(number), "train")) == []
+        assert (
+            fetch(FetchOptions(mirror, "hf:some/prose:split", str(number), "train"))
+            == []
+        )
         assert len(list_files("hf:some/prose:split", str(mirror))) == 2 - number
     for name, shards, message in (
-        ("split", "2", "--shards names none of the files, which have the numbers 0 to 1, such as "),
+        (
+            "split",
+            "2",
+            "--shards names none of the files, which have the numbers 0 to 1, such as ",
+        ),
         ("split", "0..3", "ascending ranges"),
         ("split", "0-3,63-60", "ascending ranges"),
         ("split:tiny", "0", "but --split is 'train': name the split in one of them"),
@@ -278,7 +439,8 @@ def test_stream_from_the_hub_is_the_local_copys(c4, sample):
     job.training.dataset_path = ahead.training.dataset_path = None
     streamed = digest(job, 12, [(0, 1)])
     assert c4.requests["content"] > 8
-    # The files were listed once. No rank and no thread has requested anything but content.
+    # The files were listed once. No rank and no thread has requested anything but
+    # content.
     assert (c4.requests["info"], c4.requests["tree"]) == (1, 1)
     assert digest(ahead, 12, [(0, 2)]).hashes == streamed.hashes
     job.training.dataset_path = str(sample)
@@ -289,14 +451,20 @@ def test_fetch(c4, sample, tmp_path):
     mirror = tmp_path / "mirror"
     assert fetch(FetchOptions(mirror, shards="1-2,5")) == []
     files = {path.name: path for path in sorted((mirror / "en").iterdir())}
-    assert [*files] == [f"c4-train.{i:05d}-of-00008.json.gz" for i in (1, 2, 5)] + [Path(VALIDATION_FILE).name]
-    # Again, with a truncated file and one of the right size with wrong content: only these two are fetched.
+    assert [*files] == [f"c4-train.{i:05d}-of-00008.json.gz" for i in (1, 2, 5)] + [
+        Path(VALIDATION_FILE).name
+    ]
+    # Again, with a truncated file and one of the right size with wrong content: only
+    # these two are fetched.
     cut, wrong, *_ = files.values()
     cut.write_bytes(cut.read_bytes()[:1000])
     wrong.write_bytes(b"x" * wrong.stat().st_size)
     c4.requests.clear()
     assert fetch(FetchOptions(mirror, shards="1-2,5")) == []
-    assert all(path.read_bytes() == (sample / "en" / name).read_bytes() for name, path in files.items())
+    assert all(
+        path.read_bytes() == (sample / "en" / name).read_bytes()
+        for name, path in files.items()
+    )
     assert c4.requests["content"] <= 6
 
 
@@ -304,5 +472,8 @@ def test_text_to_measure_on(hub):
     texts = read_texts(None, "hf:some/prose:split", seed=0)
     assert len(texts) == 8
     assert {text.split()[0] for text in texts} == {"6", "7"}
-    with pytest.raises(ConfigError, match=r"--dataset is 'hf:some/prose': it has no split 'validation', only train"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--dataset is 'hf:some/prose': it has no split 'validation', only train",
+    ):
         read_texts(None, "hf:some/prose", seed=0)

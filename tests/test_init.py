@@ -1,4 +1,6 @@
-"""``titan-disp init``: a folder, JSON lines and a long .txt become runs that the checks of a start accept."""
+"""``titan-disp init``: a folder, JSON lines and a long .txt become runs that the checks
+of a start accept.
+"""
 
 import json
 from pydoc_data.topics import topics
@@ -29,12 +31,16 @@ def folder_of_texts(where):
 
 
 def json_lines(where):
-    (where / "own.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in [*TEXTS, *TEXTS[:20]]))
+    (where / "own.jsonl").write_text(
+        "".join(json.dumps({"body": text}) + "\n" for text in [*TEXTS, *TEXTS[:20]])
+    )
     return where / "own.jsonl"
 
 
 def long_text(where):
-    (where / "own.txt").write_text("\n\n".join(" \n".join(text.split("\n\n")) for text in TEXTS))
+    (where / "own.txt").write_text(
+        "\n\n".join(" \n".join(text.split("\n\n")) for text in TEXTS)
+    )
     return where / "own.txt"
 
 
@@ -45,28 +51,44 @@ def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     text, run = write(tmp_path), tmp_path / "my run [*]"
     assert typed(monkeypatch, "init", run, "--text", text, "--text-field", "body") == 0
     _, held, *_, train, _, off = capsys.readouterr().out.splitlines()
-    assert (held == "held out   7 files, by a hash of their names") == (write is folder_of_texts)
+    assert (held == "held out   7 files, by a hash of their names") == (
+        write is folder_of_texts
+    )
     ranks = _ranks(0)
     assert train == f"titan-disp train '{run}'/config.toml --nproc {ranks}"
     assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
     config = load_config(["--job.config_file", str(run / "config.toml")])
     options = StreamOptions(format=Format(text_split=config.stream.text_split))
-    paths = {"text": config.training.dataset_path, "text_validation": config.validation.dataset_path}
-    kept, held_out = ([*_read(list_files(*one, "validation"), options, 1e9).values()] for one in paths.items())
+    paths = {
+        "text": config.training.dataset_path,
+        "text_validation": config.validation.dataset_path,
+    }
+    kept, held_out = (
+        [*_read(list_files(*one, "validation"), options, 1e9).values()]
+        for one in paths.items()
+    )
     assert len(kept) + len(held_out) == len({*kept, *held_out}) >= len(TEXTS)
     assert 0.01 < sum(map(len, held_out)) / len(PROSE) <= 0.05
     assert config.condensation.interval == max(5, config.training.steps // 20)
     tokenizer = load_tokenizer(config.model.hf_assets_path)
-    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in [*kept, *held_out, "\t–  ᚠ\n"])
+    assert all(
+        tokenizer.decode(tokenizer.encode(text)) == text
+        for text in [*kept, *held_out, "\t–  ᚠ\n"]
+    )
     assert typed(monkeypatch, "init", run, "--text", text) == 2
     assert "is not an empty folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 9999"])
 def test_a_gpu(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)  # else it tries a thousand
+    # Else it tries a thousand
+    monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
     device = SimpleNamespace(name=name, total_memory=24e9, multi_processor_count=128)
-    for function, value in (("is_available", True), ("device_count", 1), ("get_device_name", name)):
+    for function, value in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("get_device_name", name),
+    ):
         monkeypatch.setattr(torch.cuda, function, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     init(InitOptions(tmp_path / "run", str(json_lines(tmp_path)), "body"))
@@ -81,36 +103,62 @@ def test_sizes_follow_text_and_time(monkeypatch):
     assert (rows["model.overrides"][0]["dim"], rows["optimizer.lr"][0]) == (768, 6e-4)
     assert _sized(1e12, 16384, 2048, *h100s, 2400)["model.flavor"][0] == "0.6B"
     little = _sized(1e6, 2048, 256, *h100s, None)
-    assert (little["model.overrides"][0], little["optimizer.lr"][0]) == ({"vocab_size": 2048}, 1.6e-2)
-    assert little["training.steps"][0] * little["training.global_batch_size"][0] * 256 == pytest.approx(4e6, rel=0.01)
+    assert (little["model.overrides"][0], little["optimizer.lr"][0]) == (
+        {"vocab_size": 2048},
+        1.6e-2,
+    )
+    assert little["training.steps"][0] * little["training.global_batch_size"][
+        0
+    ] * 256 == pytest.approx(4e6, rel=0.01)
     for text in (1e6, 1e12):  # a rank's share of six can be halved
         six = _sized(text, 16384, 1024, 6, Machine(1, 6, "H100"), None)
         assert six["training.local_batch_size"][0] in (4, 64)
-        assert 16 <= six["training.global_batch_size"][0] == 6 * six["training.local_batch_size"][0] <= 512
+        assert (
+            16
+            <= six["training.global_batch_size"][0]
+            == 6 * six["training.local_batch_size"][0]
+            <= 512
+        )
     steps = []
     monkeypatch.setattr("titan_disp.lab.init.cores", lambda: 2)
     for speed, minutes in ((2e10, 5), (2e10, 10), (1e10, 20)):
-        monkeypatch.setattr("titan_disp.lab.init._cpu_flops", lambda *_, speed=speed: speed)
+        monkeypatch.setattr(
+            "titan_disp.lab.init._cpu_flops", lambda *_, speed=speed: speed
+        )
         steps.append(_sized(1e9, 2048, 256, *cpu, minutes)["training.steps"][0])
     assert steps == pytest.approx([steps[0], 2 * steps[0], 2 * steps[0]], rel=0.01)
 
 
 def test_bad_input(tmp_path):
     text = json_lines(tmp_path)
-    for name, content in (("ids.bin", b"\0" * 9), ("short.txt", b"word " * 99), ("long.txt", b"a line\n" * 50_000)):
+    for name, content in (
+        ("ids.bin", b"\0" * 9),
+        ("short.txt", b"word " * 99),
+        ("long.txt", b"a line\n" * 50_000),
+    ):
         (tmp_path / name).write_bytes(content)
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": TEXTS}), tmp_path / "table.parquet"
+    )
     for path, options, message in (
         (tmp_path / "none", {}, "which does not exist; expected a folder"),
         (tmp_path / "ids.bin", {}, "which holds token ids; expected text"),
         (tmp_path / "short.txt", {}, "495 characters; expected at least 200,000"),
         (tmp_path / "long.txt", {}, "In a .txt file, blank lines divide them"),
         (text, {"text_field": "no"}, 'no field "no", only body; set --text-field to'),
-        (tmp_path / "table.parquet", {}, 'has no column "body", only text .*: set --text-field to'),
+        (
+            tmp_path / "table.parquet",
+            {},
+            'has no column "body", only text .*: set --text-field to',
+        ),
         (tmp_path, {}, "is in the folder of --text"),
         (text, {"minutes": 0.0}, "--minutes is 0.0, expected a number > 0"),
         (text, {"tokenizer": tmp_path}, "holds no tokenizer file"),
     ):
         with pytest.raises(ConfigError, match=message):
-            init(InitOptions(tmp_path / "run", str(path), **{"text_field": "body"} | options))
+            init(
+                InitOptions(
+                    tmp_path / "run", str(path), **{"text_field": "body"} | options
+                )
+            )
         assert not (tmp_path / "run").exists()

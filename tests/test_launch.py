@@ -31,7 +31,11 @@ def rank():
 
     def start(at_sigterm="exit"):
         words = ["bash", "-c", RANK.format(at_sigterm)]
-        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        started.append(
+            subprocess.Popen(
+                words, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        )
         assert started[-1].stdout.readline() == "ready\n"
         return started[-1]
 
@@ -42,8 +46,13 @@ def rank():
         process.stdout.close()
 
 
-@pytest.mark.parametrize(("number", "closed"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, False)])
-def test_ranks_get_sigterm_from_the_first_signal(rank, monkeypatch, capsys, number, closed):
+@pytest.mark.parametrize(
+    ("number", "closed"),
+    [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, False)],
+)
+def test_ranks_get_sigterm_from_the_first_signal(
+    rank, monkeypatch, capsys, number, closed
+):
     """Also if Ctrl-C has ended tee, so that stderr is closed."""
     ranks, stop = [rank(), rank()], StopRanks()
     before = signal.getsignal(number)
@@ -86,21 +95,31 @@ def test_without_ranks():
 
 @pytest.fixture
 def launched(sample, tmp_path, monkeypatch, capsys):
-    """Launch a run with this in place of its ranks, and return the exit status and the last line."""
+    """Launch a run with this in place of its ranks, and return the exit status and the
+    last line.
+    """
 
     def launched(ranks):
-        config = changed(loaded(DEMO, *command(DEMO, sample, "")[9:]), {"job.dump_folder": str(tmp_path)})
+        config = changed(
+            loaded(DEMO, *command(DEMO, sample, "")[9:]),
+            {"job.dump_folder": str(tmp_path)},
+        )
         monkeypatch.setattr(launch, "load_config", lambda argv: config)
         monkeypatch.setattr(launch, "elastic_launch", lambda settings, program: ranks)
-        return launch.launch(TrainOptions(str(DEMO), (), 2)), capsys.readouterr().err.splitlines()[-1]
+        return launch.launch(
+            TrainOptions(str(DEMO), (), 2)
+        ), capsys.readouterr().err.splitlines()[-1]
 
     return launched
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "status", "line"), [(-15, 130, "not every rank ended by itself"), (1, 1, "rank 1 failed")]
+    ("exitcode", "status", "line"),
+    [(-15, 130, "not every rank ended by itself"), (1, 1, "rank 1 failed")],
 )
-def test_a_failure_is_told_from_the_signal(launched, monkeypatch, exitcode, status, line):
+def test_a_failure_is_told_from_the_signal(
+    launched, monkeypatch, exitcode, status, line
+):
     monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
     failure = SimpleNamespace(exitcode=exitcode, local_rank=1, timestamp=0)
     error = ChildFailedError("titan_disp.train", {1: failure})
@@ -110,13 +129,16 @@ def test_a_failure_is_told_from_the_signal(launched, monkeypatch, exitcode, stat
         signal.raise_signal(signal.SIGINT)
         raise error
 
-    monkeypatch.setattr(launch, "_ranks", lambda: [0x7FFFFFFF])  # no process has this number
+    # No process has this number
+    monkeypatch.setattr(launch, "_ranks", lambda: [0x7FFFFFFF])
     found, said = launched(ranks)
     assert found == status
     assert line in said
 
 
-AGAIN = "same command resumes from the newest checkpoint, or begins anew if there is none."
+AGAIN = (
+    "same command resumes from the newest checkpoint, or begins anew if there is none."
+)
 LAST_LINES = {
     "complete": "the run is complete: step 4. Next: titan-disp report RUN --out report.html",
     "budget": f"stopped after step 4: a reason. Raise it: the {AGAIN}",
@@ -128,19 +150,53 @@ LAST_LINES = {
 
 
 @pytest.mark.parametrize("kind", LAST_LINES)
-def test_the_last_line_says_how_the_run_ended_and_what_is_next(launched, tmp_path, kind):
-    end = {"event": "complete" if kind == "complete" else "stop", "step": 4, "kind": kind, "reason": "a reason"}
+def test_the_last_line_says_how_the_run_ended_and_what_is_next(
+    launched, tmp_path, kind
+):
+    end = {
+        "event": "complete" if kind == "complete" else "stop",
+        "step": 4,
+        "kind": kind,
+        "reason": "a reason",
+    }
     rows = [{"event": "start", "step": 0}, *([end] if kind else [])]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert launched(lambda *argv: None) == (0, f"titan-disp: {LAST_LINES[kind].replace('RUN', str(tmp_path))}")
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    assert launched(lambda *argv: None) == (
+        0,
+        f"titan-disp: {LAST_LINES[kind].replace('RUN', str(tmp_path))}",
+    )
 
 
 @pytest.mark.night
 def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
     run = tmp_path / "run"
-    options = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--condensation.interval", "0")
-    words = command(DEMO, sample, run, *options, "--checkpoint.interval", "1000", "--training.steps", nproc=2)
-    where = {"cwd": ROOT, "env": environment(), "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options = (
+        "--training.seq_len",
+        "32",
+        "--metrics.log_freq",
+        "1",
+        "--condensation.interval",
+        "0",
+    )
+    words = command(
+        DEMO,
+        sample,
+        run,
+        *options,
+        "--checkpoint.interval",
+        "1000",
+        "--training.steps",
+        nproc=2,
+    )
+    where = {
+        "cwd": ROOT,
+        "env": environment(),
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
     first = subprocess.Popen([*words, "1000"], start_new_session=True, **where)
     while not (run / "metrics.jsonl").exists() or not read_metrics(run):
         assert first.poll() is None
@@ -150,11 +206,16 @@ def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
     output, _ = first.communicate(timeout=SECONDS)
     assert first.returncode == 130, output[-4000:]
     assert "Traceback" not in output
-    assert "SIGINT ended the run. The same command resumes from the newest checkpoint" in output.splitlines()[-1]
+    assert (
+        "SIGINT ended the run. The same command resumes from the newest checkpoint"
+        in output.splitlines()[-1]
+    )
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
     stop = read_events(run)[-1]
     assert (stop["event"], stop["reason"]) == ("stop", "SIGTERM")
     assert (run / "checkpoint" / f"step-{stop['step']}").is_dir()
     again = subprocess.run([*words, str(stop["step"] + 1)], timeout=SECONDS, **where)
     assert again.returncode == 0, again.stdout[-4000:]
-    assert [e["step"] for e in read_events(run) if e["event"] == "resume"] == [stop["step"]]
+    assert [e["step"] for e in read_events(run) if e["event"] == "resume"] == [
+        stop["step"]
+    ]

@@ -1,5 +1,6 @@
-"""Signs of life in RUN/heartbeat.json, where a rank stands when there is none, which rank is waited for, and what asks
-a run to stop. With real ranks: tests/test_run_ends.py and tests/slurm.
+"""Signs of life in RUN/heartbeat.json, where a rank stands when there is none, which
+rank is waited for, and what asks a run to stop. With real ranks: tests/test_run_ends.py
+and tests/slurm.
 """
 
 import errno
@@ -23,11 +24,17 @@ ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 @pytest.fixture(autouse=True)
 def heard(monkeypatch):
-    """Make this the third start of job 7. Record signals, whose default handlers would end these tests."""
+    """Make this the third start of job 7.
+
+    Record signals, whose default handlers would end these tests.
+    """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     numbers = []
-    original = {n: signal.signal(n, lambda number, frame: numbers.append(number)) for n in ASKS_TO_STOP}
+    original = {
+        n: signal.signal(n, lambda number, frame: numbers.append(number))
+        for n in ASKS_TO_STOP
+    }
     yield numbers
     for number, handler in original.items():
         signal.signal(number, handler)
@@ -41,7 +48,9 @@ def opened():
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Section(now=1000.0, time=lambda: 1.7e9 + clock.now, monotonic=lambda: clock.now)
+    clock = Section(
+        now=1000.0, time=lambda: 1.7e9 + clock.now, monotonic=lambda: clock.now
+    )
     clock.perf_counter = clock.monotonic
     monkeypatch.setattr(liveness, "time", clock)
     return clock
@@ -51,7 +60,9 @@ def clock(monkeypatch):
 def heartbeat(clock, opened):
     comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
     usual = {"save_seconds": 1800, "silence_seconds": 60}
-    return lambda run, **limits: opened(Heartbeat(run, Section(comm=comm, guard=Section(**usual | limits))))
+    return lambda run, **limits: opened(
+        Heartbeat(run, Section(comm=comm, guard=Section(**usual | limits)))
+    )
 
 
 def read(run, beat):
@@ -67,10 +78,18 @@ def test_no_limit(tmp_path, heartbeat, limit):
 
 
 def test_what_is_allowed(tmp_path, clock, heartbeat):
-    """Twice the run's own time-outs, or twice the slowest step, and `silence`; the first step and a save by their own."""
+    """Twice the run's own time-outs, or twice the slowest step, and `silence`; the
+    first step and a save by their own.
+    """
     beat = heartbeat(tmp_path)
     beat.begin("start", 0)
-    first = {"start": "7.2", "step": 0, "doing": "start", "allowed_seconds": 660, "time": 1.7e9 + 1000}
+    first = {
+        "start": "7.2",
+        "step": 0,
+        "doing": "start",
+        "allowed_seconds": 660,
+        "time": 1.7e9 + 1000,
+    }
     assert read(tmp_path, beat) == first
     for seconds, call, doing, step, allowed in (
         (0, beat.begin, "step", 1, 660),  # the first step compiles
@@ -84,7 +103,11 @@ def test_what_is_allowed(tmp_path, clock, heartbeat):
         clock.now += seconds
         call(*[doing] * (call == beat.begin), step)
         said = read(tmp_path, beat)
-        assert (said["doing"], said["step"], said["allowed_seconds"]) == (doing, step, allowed)
+        assert (said["doing"], said["step"], said["allowed_seconds"]) == (
+            doing,
+            step,
+            allowed,
+        )
     beat.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -99,7 +122,8 @@ def test_short_steps_write_once_a_second(tmp_path, clock, heartbeat):
     assert len(written) == 3
     beat.begin("save", 30)  # another kind is always written
     assert read(tmp_path, beat)["doing"] == "save"
-    full = heartbeat(tmp_path / "gone")  # a full disk ends neither a step nor the thread
+    # a full disk ends neither a step nor the thread
+    full = heartbeat(tmp_path / "gone")
     full.begin("step", 1)
     full.write()
 
@@ -163,17 +187,28 @@ def test_a_thread_that_dies_is_noticed_and_replaced(aside, caplog, monkeypatch):
     until(lambda: turns and not turns[0].is_alive())
     assert "has died" not in caplog.text
     with monkeypatch.context() as patch:  # without threads left, the run goes on
-        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        patch.setattr(
+            threading.Thread,
+            "start",
+            Mock(side_effect=RuntimeError("can't start new thread")),
+        )
         writer.wake()
     for _ in range(2):
         writer.wake()
         until(lambda: len(turns) > 1 and turns[1].is_alive())
-    assert caplog.text.count("the thread that writes heartbeat.json and looks for the file stop has died") == 2
+    assert (
+        caplog.text.count(
+            "the thread that writes heartbeat.json and looks for the file stop has died"
+        )
+        == 2
+    )
 
 
 def test_other_ranks_write_nothing_but_where_they_stand(capfd):
     comm = Section(init_timeout_seconds=1e9, train_timeout_seconds=0.1)
-    beat = Heartbeat(None, Section(comm=comm, guard=Section(save_seconds=1e9, silence_seconds=0.2)))
+    beat = Heartbeat(
+        None, Section(comm=comm, guard=Section(save_seconds=1e9, silence_seconds=0.2))
+    )
 
     def quick():
         beat.step(1)
@@ -188,7 +223,11 @@ def test_other_ranks_write_nothing_but_where_they_stand(capfd):
     beat.close()
     time.sleep(0.6)
     text = capfd.readouterr().err
-    assert [text.count(said) for said in ("Timeout (", "in hangs", "in quick")] == [1, 1, 0]
+    assert [text.count(said) for said in ("Timeout (", "in hangs", "in quick")] == [
+        1,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,25 +241,34 @@ def test_other_ranks_write_nothing_but_where_they_stand(capfd):
     ],
 )
 def test_the_slowest_rank_is_named(own, slowest):
-    named = {"rank": slowest, "host": "aabb"[slowest or 0], "seconds": own[slowest or 0], "median": 1.0}
+    named = {
+        "rank": slowest,
+        "host": "aabb"[slowest or 0],
+        "seconds": own[slowest or 0],
+        "median": 1.0,
+    }
     assert straggler(own, ["a", "a", "b", "b"]) == (named if slowest else None)
 
 
 def test_waiting_for_others_is_not_a_ranks_own_time(clock):
-    """Steps of 10 s wall time with two microbatches; this rank waits 4 s in the first and 6 s in the second."""
+    """Steps of 10 s wall time with two microbatches; this rank waits 4 s in the first
+    and 6 s in the second.
+    """
     timer = Stragglers()
 
     def step(loading, waiting, computing):
         for seconds in (loading, loading):
             clock.now += seconds
             timer.arrived()
-        for seconds in (waiting, computing / 2):  # the second microbatch's forward; nobody is waited for before it
+        # the second microbatch's forward; nobody is waited for before it
+        for seconds in (waiting, computing / 2):
             clock.now += seconds
             timer.met()
         clock.now += computing / 2
 
     step(100, 50, 100)
-    assert timer.own_seconds() == 0.0  # a start, with its compilation, is compared with nothing
+    # a start, with its compilation, is compared with nothing
+    assert timer.own_seconds() == 0.0
     step(1, 4, 4)
     step(0.5, 6, 3)
     assert timer.own_seconds() == pytest.approx((6 + 4) / 2)
@@ -256,13 +304,21 @@ def test_the_stop_file_of_an_earlier_start_is_removed(tmp_path, start, text):
 
 
 def test_the_stop_file_of_this_start_stops_it(tmp_path, start):
-    """The batch script may write the file before the ranks start. It is removed after the run has stopped."""
+    """The batch script may write the file before the ranks start.
+
+    It is removed after the run has stopped.
+    """
     file = tmp_path / "stop"
     file.write_text("7.2\n")
     request = start()
-    assert not request.held()  # a step is trained and saved first, so that the run makes progress
+    # a step is trained and saved first, so that the run makes progress
+    assert not request.held()
     assert not request.asked()  # which only tells what the thread has found
-    assert (request(), request.asked(), request.reason) == (True, True, f"the file {file}")
+    assert (request(), request.asked(), request.reason) == (
+        True,
+        True,
+        f"the file {file}",
+    )
     assert request.signalled()  # the supervisor passes a signal on by this file
     for _ in range(2):  # a user may have removed the file
         request.done()
@@ -285,10 +341,14 @@ def test_a_users_stop_file_holds(tmp_path, start, monkeypatch, text, job):
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
-def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, start, monkeypatch, number):
+def test_a_file_system_that_fails_for_a_moment_ends_no_step(
+    tmp_path, start, monkeypatch, number
+):
     (tmp_path / "stop").touch()
     request = start()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", Mock(side_effect=OSError(number, os.strerror(number))))
+        patch.setattr(
+            os, "stat", Mock(side_effect=OSError(number, os.strerror(number)))
+        )
         asked = request()
     assert (asked, request()) == (False, True)

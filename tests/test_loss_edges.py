@@ -1,4 +1,6 @@
-"""The estimators that do not take all pairs: which tokens they take, and how close moments are to exact (docs/loss.md)."""
+"""The estimators that do not take all pairs: which tokens they take, and how close
+moments are to exact (docs/loss.md).
+"""
 
 import dataclasses
 import inspect
@@ -10,40 +12,71 @@ import pytest
 import torch
 
 from tests.command_line import ROOT
-from tests.oracle import EVERY_ESTIMATOR, drawing_order, drawn, loss_and_gradient, tokens
+from tests.oracle import (
+    EVERY_ESTIMATOR,
+    drawing_order,
+    drawn,
+    loss_and_gradient,
+    tokens,
+)
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.moments import sample
 from titan_disp.dispersion.sampled import order
 
-pytestmark = pytest.mark.filterwarnings("ignore:the moments estimator fits some tokens badly")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the moments estimator fits some tokens badly"
+)
 
 
 def compared(z, **options):
-    """Of each sequence, the relative error of the moments' gradient to exact's, and that which is logged; both values."""
+    """Of each sequence, the relative error of the moments' gradient to exact's, and
+    that which is logged; both values.
+    """
     (exact, grad), (value, found) = (
-        loss_and_gradient(dispersion_loss, z, estimator=estimator, **options) for estimator in ("exact", "moments")
+        loss_and_gradient(dispersion_loss, z, estimator=estimator, **options)
+        for estimator in ("exact", "moments")
     )
     logged = []
     DispersionLoss(estimator="moments", **options)([z], fit_errors=logged)
-    return (found - grad).flatten(1).norm(dim=1) / grad.flatten(1).norm(dim=1), logged[0], exact, value
+    return (
+        (found - grad).flatten(1).norm(dim=1) / grad.flatten(1).norm(dim=1),
+        logged[0],
+        exact,
+        value,
+    )
 
 
 def centres(count, n=1024, f=256):
     """Tokens that repeat but for noise, as in a list or a table."""
     torch.manual_seed(0)
-    return (torch.randn(count, f)[torch.randint(count, (n,))] + 0.1 * torch.randn(n, f))[None].double()
+    return (
+        torch.randn(count, f)[torch.randint(count, (n,))] + 0.1 * torch.randn(n, f)
+    )[None].double()
 
 
 def test_errors_of_tokens_that_repeat():
-    """The table of docs/loss.md. The logged error is that of the gradient, so nobody needs to compute exact to see it."""
+    """The table of docs/loss.md.
+
+    The logged error is that of the gradient, so nobody needs to compute exact to see
+    it.
+    """
     text = (ROOT / "docs" / "loss.md").read_text()
-    rows = re.findall(r"(?m)^  \| τ = ([\d.]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", text)
+    rows = re.findall(
+        r"(?m)^  \| τ = ([\d.]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", text
+    )
     assert len(rows) == 5
     for tau, *percents in rows:
         for clamp, percent in zip((0.25, 0.1, 0.01), map(float, percents), strict=True):
-            found = [compared(centres(count), tau=float(tau), clamp=clamp) for count in (10, 100)]
-            assert max(error.item() for error, *_ in found) == pytest.approx(percent / 100, rel=0.05, abs=0.005)
-            assert all(0.45 * error < logged < 1.6 * error for error, logged, *_ in found)
+            found = [
+                compared(centres(count), tau=float(tau), clamp=clamp)
+                for count in (10, 100)
+            ]
+            assert max(error.item() for error, *_ in found) == pytest.approx(
+                percent / 100, rel=0.05, abs=0.005
+            )
+            assert all(
+                0.45 * error < logged < 1.6 * error for error, logged, *_ in found
+            )
 
 
 def test_errors_of_uniformity():
@@ -51,7 +84,9 @@ def test_errors_of_uniformity():
     cases = {"no common direction": torch.randn(1, 512, 64), "10 vectors": centres(10)}
     text = (ROOT / "docs" / "losses.md").read_text()
     for case, z in cases.items():
-        (percents,) = re.findall(rf"(?m)^  \| {case}.* \| (\d+) % \| (\d+) % \| (\d+) % \|$", text)
+        (percents,) = re.findall(
+            rf"(?m)^  \| {case}.* \| (\d+) % \| (\d+) % \| (\d+) % \|$", text
+        )
         for t, percent in zip((0.5, 1.0, 2.0), map(int, percents), strict=True):
             error, logged, *_ = compared(z, variant="uniformity", options={"t": t})
             assert error.item() == pytest.approx(percent / 100, abs=0.006)
@@ -59,11 +94,15 @@ def test_errors_of_uniformity():
 
 
 def test_fit_error_is_reported():
-    """Per layer and sequence; against numpy's own least squares without each pair, where all are compared with all."""
+    """Per layer and sequence; against numpy's own least squares without each pair,
+    where all are compared with all.
+    """
     layers = [tokens(2, 24, 16, seed).double() for seed in range(2)]
     errors = []
     DispersionLoss(estimator="moments", tau=0.5)(layers, fit_errors=errors)
-    for z, error in zip(torch.cat(layers).numpy(), torch.cat(errors).tolist(), strict=True):
+    for z, error in zip(
+        torch.cat(layers).numpy(), torch.cat(errors).tolist(), strict=True
+    ):
         length = np.linalg.norm(z, axis=-1, keepdims=True) + 1e-2
         u = z / length
         residuals, slopes = [], []
@@ -73,34 +112,51 @@ def test_fit_error_is_reported():
             angle = np.arccos(c.clip(-0.75, 0.75))
             slope = np.exp(-angle / (0.5 * np.pi)) / (0.5 * np.pi * np.sin(angle))
             # What is left of a token without its part along u_i.
-            across = np.linalg.norm(others - np.outer(c, u[i]) / (u[i] @ u[i]), axis=-1) * np.linalg.norm(u[i])
+            across = np.linalg.norm(
+                others - np.outer(c, u[i]) / (u[i] @ u[i]), axis=-1
+            ) * np.linalg.norm(u[i])
             residual = slope.copy()
             for j in range(23):
                 rest = np.delete(np.arange(23), j)
-                residual[j] -= np.polyval(np.polyfit(c[rest], slope[rest], 1, w=np.sqrt(across[rest])), c[j])
+                residual[j] -= np.polyval(
+                    np.polyfit(c[rest], slope[rest], 1, w=np.sqrt(across[rest])), c[j]
+                )
             residuals.append(across * residual / length[i])
             slopes.append(across * slope / length[i])
-        assert error == pytest.approx(np.linalg.norm(residuals) / np.linalg.norm(slopes), rel=1e-3)  # ridge, floor
+        # Ridge, floor
+        assert error == pytest.approx(
+            np.linalg.norm(residuals) / np.linalg.norm(slopes), rel=1e-3
+        )
 
 
 def test_a_fitted_sum_that_cannot_be_is_nan():
-    """Tokens are compared with some that lie in a narrow cone, where a line through w is below 0 for the others."""
+    """Tokens are compared with some that lie in a narrow cone, where a line through w
+    is below 0 for the others.
+    """
     z = tokens(1, 256, 16, mean=0.0).double()
     (fitted,) = sample(z, 256, None).rows
     z[:, fitted] *= 0.01
     z[:, fitted, 0] += 1.0
     value, grad = loss_and_gradient(dispersion_loss, z, estimator="moments", tau=0.05)
     assert value.isnan()
-    with pytest.warns(UserWarning, match='may be 1\\d\\d%. Use estimator "exact", or larger tau and'):
+    with pytest.warns(
+        UserWarning, match='may be 1\\d\\d%. Use estimator "exact", or larger tau and'
+    ):
         compared(centres(100), tau=0.1, clamp=0.01)
 
 
 def test_options_are_shown_and_checked():
-    """The functions show the options that they pass on. A mask has another name here."""
+    """The functions show the options that they pass on.
+
+    A mask has another name here.
+    """
     for function, first in ((dispersion_losses, "zs"), (dispersion_loss, "z")):
         shown = inspect.signature(function).parameters
         own = [first, "group", "step", "valid", "segments"]
-        assert list(shown) == [*own, *(f.name for f in dataclasses.fields(DispersionLoss))]
+        assert list(shown) == [
+            *own,
+            *(f.name for f in dataclasses.fields(DispersionLoss)),
+        ]
         assert shown["tau"].default == 1.0
     for unknown, hint in (("attention_mask", r"pass valid=\[B, N\]"), ("taau", "tau")):
         with pytest.raises(TypeError, match=rf"unknown option '{unknown}'.* {hint}"):
@@ -118,14 +174,19 @@ def test_positions_are_drawn_from_seed_step_and_layer():
 
 def test_all_tokens_where_there_are_no_more():
     z = tokens(1, 20, 8)
-    assert torch.equal(dispersion_loss(z, estimator="sampled", max_tokens=21), dispersion_loss(z))
+    assert torch.equal(
+        dispersion_loss(z, estimator="sampled", max_tokens=21), dispersion_loss(z)
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize(("variant", "estimator"), EVERY_ESTIMATOR)
 @pytest.mark.parametrize("features", [16, 80])  # decorrelation has a form for either
 def test_what_is_not_finite_shows(variant, estimator, value, features):
-    """Even 1e30, when squared. Its sign alternates: what is equal for all tokens has no part in losses of features."""
+    """Even 1e30, when squared.
+
+    Its sign alternates: what is equal for all tokens has no part in losses of features.
+    """
     z = tokens(2, 64, features)
     options = {"variant": variant, "estimator": estimator, **drawn(estimator, 40)}
     expected, _ = loss_and_gradient(dispersion_loss, z, **options)

@@ -1,4 +1,6 @@
-"""The plan's memory equals the live storages of a step on fake tensors, at its peak, and dispersion adds nothing to it."""
+"""The plan's memory equals the live storages of a step on fake tensors, at its peak,
+and dispersion adds nothing to it.
+"""
 
 import gc
 import weakref
@@ -22,12 +24,18 @@ from titan_disp.models.head import chunked, chunked_cross_entropy, loss_and_grad
 from titan_disp.models.registry import MODELS
 
 LAYERS, TOKENS = 4, 1024
-# Of each model, the smallest flavor of a size that is trained: logits and norms would be most of a nano's memory.
-SMALLEST = [(e.name, next(f for f in e.flavors if e.flavors[f].dim > 512)) for e in MODELS.values()]
+# Of each model, the smallest flavor of a size that is trained: logits and norms would
+# be most of a nano's memory.
+SMALLEST = [
+    (e.name, next(f for f in e.flavors if e.flavors[f].dim > 512))
+    for e in MODELS.values()
+]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that are created under this mode: the live ones, and their maximum."""
+    """Counts the bytes of storages that are created under this mode: the live ones, and
+    their maximum.
+    """
 
     def __init__(self):
         super().__init__()
@@ -36,7 +44,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         def storages(tree):
-            return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+            return [
+                x.untyped_storage()
+                for x in tree_leaves(tree)
+                if isinstance(x, torch.Tensor)
+            ]
 
         inputs = {s._cdata for s in storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
@@ -53,7 +65,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FusedNorm(torch.autograd.Function):
-    """Saves what the GPU's RMSNorm saves. On a CPU, it consists of small operations that save much more."""
+    """Saves what the GPU's RMSNorm saves.
+
+    On a CPU, it consists of small operations that save much more.
+    """
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -68,16 +83,28 @@ class FusedNorm(torch.autograd.Function):
 
 @pytest.fixture
 def live(monkeypatch):
-    monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
+    monkeypatch.setattr(
+        torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight)
+    )
 
     def live(model, mode, chunk=0, estimator="exact", in_backward=False, layers=LAYERS):
-        """Measure a bf16 step, after the loss and at its peak. The estimator "" means no dispersion."""
+        """Measure a bf16 step, after the loss and at its peak.
+
+        The estimator "" means no dispersion.
+        """
         for limit in ("PACK_ELEMENTS", "GPU_BATCH_ELEMENTS"):
-            monkeypatch.setattr(f"titan_disp.dispersion.layers.{limit}", 0 if in_backward else 1 << 40)
+            monkeypatch.setattr(
+                f"titan_disp.dispersion.layers.{limit}", 0 if in_backward else 1 << 40
+            )
         entry = MODELS[model[0]]
         args = entry.flavors[model[1]]
-        args.n_layers, args.activations = layers, tuple(range(1, layers + 1)) if estimator else ()
-        flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        args.n_layers, args.activations = (
+            layers,
+            tuple(range(1, layers + 1)) if estimator else (),
+        )
+        flash_on_cpu = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        )
         with FakeTensorMode():
             torch.set_default_dtype(torch.bfloat16)
             try:
@@ -85,18 +112,24 @@ def live(monkeypatch):
             finally:
                 torch.set_default_dtype(torch.float32)
             if mode != "none":
-                ac = ActivationCheckpoint(mode="selective" if mode == "op" else mode, selective_ac_option="op")
+                ac = ActivationCheckpoint(
+                    mode="selective" if mode == "op" else mode, selective_ac_option="op"
+                )
                 apply_ac(module, ac, op_sac_save_list={*entry.saved_ops, flash_on_cpu})
             ce = cross_entropy_loss
             if chunk:
                 module.output = chunked(module.output, None, loss_parallel=False)
                 module.tie_weights()
-                ce = partial(chunked_cross_entropy, chunk=chunk, of_chunk=loss_and_gradient)
+                ce = partial(
+                    chunked_cross_entropy, chunk=chunk, of_chunk=loss_and_gradient
+                )
             for p in module.parameters():
                 p.grad = torch.zeros_like(p)
             inputs = torch.zeros(1, TOKENS, dtype=torch.long)
             loss = DispersionLoss(estimator=estimator or "exact")
-            objective = DispersionObjective(ce, loss, lambda step: 0.1, defer=in_backward)
+            objective = DispersionObjective(
+                ce, loss, lambda step: 0.1, defer=in_backward
+            )
             with LiveBytes() as live:
                 predictions = module(inputs)
                 total = objective(predictions, inputs)
@@ -129,17 +162,24 @@ def config(model, mode, chunk):
 def test_the_plan(live, model, mode, chunk):
     _, peak = live(model, mode, chunk, in_backward=chunk == 600)
     job_config = config(model, mode, chunk)
-    # The step has gradients already, as after a first microbatch, and the model's weights are not counted.
+    # The step has gradients already, as after a first microbatch, and the model's
+    # weights are not counted.
     plan = estimate(job_config, meta_model(job_config), 1, accumulating=True)
-    assert plan.activations + plan.dispersion + plan.logits == pytest.approx(peak, rel=0.05)
+    assert plan.activations + plan.dispersion + plan.logits == pytest.approx(
+        peak, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_plan_of_sampled_losses(live, monkeypatch, mode):
     """Backward spreads the gradients of all layers out before it comes to the head."""
     # Fake tensors cannot tell how many of the drawn positions are this rank's: all.
-    monkeypatch.setattr(torch.Tensor, "nonzero", lambda positions: torch.arange(256)[:, None])
-    (_, off), (_, peak) = (live(SMALLEST[0], mode, estimator=estimator) for estimator in ("", "sampled"))
+    monkeypatch.setattr(
+        torch.Tensor, "nonzero", lambda positions: torch.arange(256)[:, None]
+    )
+    (_, off), (_, peak) = (
+        live(SMALLEST[0], mode, estimator=estimator) for estimator in ("", "sampled")
+    )
     job_config = config(SMALLEST[0], mode, 0)
     job_config.dispersion.estimator = "sampled"
     plan = estimate(job_config, meta_model(job_config), 8, accumulating=True)
@@ -149,18 +189,27 @@ def test_the_plan_of_sampled_losses(live, monkeypatch, mode):
 @pytest.mark.parametrize("mode", ["none", "op", "full"])
 @pytest.mark.parametrize("model", SMALLEST, ids=lambda model: model[0])
 def test_what_a_layer_saves(live, model, mode):
-    """The estimate leaves out the row statistics of norms and attention, and the rotations' cosines and sines in bf16."""
+    """The estimate leaves out the row statistics of norms and attention, and the
+    rotations' cosines and sines in bf16.
+    """
     (one, _), (three, _) = (live(model, mode, layers=layers) for layers in (1, 3))
     args = meta_model(config(model, mode, 0)).model_args
     block = block_elements(config(model, mode, 0), args) / LAYERS
-    assert (three - one) / 2 == pytest.approx((block + args.dim) * TOKENS * 2, rel=0.015)
+    assert (three - one) / 2 == pytest.approx(
+        (block + args.dim) * TOKENS * 2, rel=0.015
+    )
 
 
 @pytest.mark.parametrize(
-    ("mode", "chunk", "estimator"), [("none", 0, "exact"), ("full", 0, "moments"), ("full", 128, "exact")]
+    ("mode", "chunk", "estimator"),
+    [("none", 0, "exact"), ("full", 0, "moments"), ("full", 128, "exact")],
 )
-def test_dispersion_adds_nothing_to_a_peak_in_the_backward_pass(live, mode, chunk, estimator):
-    """In the forward pass, it adds its saved gradients to a peak that comes later, and no more."""
+def test_dispersion_adds_nothing_to_a_peak_in_the_backward_pass(
+    live, mode, chunk, estimator
+):
+    """In the forward pass, it adds its saved gradients to a peak that comes later, and
+    no more.
+    """
     (_, off), (_, saved), (_, late) = (
         live(SMALLEST[0], mode, chunk, name, in_backward)
         for name, in_backward in (("", False), (estimator, False), (estimator, True))

@@ -1,4 +1,6 @@
-"""Parameter gradients of one real training step agree with one process's, on every mesh and with every memory option."""
+"""Parameter gradients of one real training step agree with one process's, on every mesh
+and with every memory option.
+"""
 
 import functools
 
@@ -17,10 +19,18 @@ from titan_disp.config.checks import check_config
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.models.registry import MODELS
 
-# By number of ranks, the cases in the words of tests/mesh.py; "*" is each other model, with its nano flavor. Gradients are
-# compared with those of the one of REFERENCES that the name begins with, else with "reference"'s.
+# By number of ranks, the cases in the words of tests/mesh.py; "*" is each other model,
+# with its nano flavor. Gradients are compared with those of the one of REFERENCES that
+# the name begins with, else with "reference"'s.
 OTHER_MODELS = [name.removesuffix("_disp") for name in MODELS if name != "qwen3_disp"]
-REFERENCES = ("reference", "untied", "final_norm", "noise", "gpt2_untied", *OTHER_MODELS)
+REFERENCES = (
+    "reference",
+    "untied",
+    "final_norm",
+    "noise",
+    "gpt2_untied",
+    *OTHER_MODELS,
+)
 SLOW = {
     1: "reference batch2 untied final_norm noise *",
     # The norm is gathered once more in the backward pass of the fifth.
@@ -38,14 +48,22 @@ NIGHT = {
 }
 # On four ranks in a few seconds, against plain PyTorch.
 FAST = (
-    *("hsdp-batch1", "fsdp-tp", "single_untied-fsdp-tp", "gpt2-single-fsdp-tp", "chunked-hsdp-batch1-full-single"),
+    *(
+        "hsdp-batch1",
+        "fsdp-tp",
+        "single_untied-fsdp-tp",
+        "gpt2-single-fsdp-tp",
+        "chunked-hsdp-batch1-full-single",
+    ),
     *("chunked-fsdp-always-single_untied", "chunked-gpt2-fsdp-tp-single"),
 )
-# Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP. The losses of other papers: exact, and FSDP2 × TP only.
+# Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP. The losses of
+# other papers: exact, and FSDP2 × TP only.
 FAMILY = [
     f"{variant}_{estimator}"
     for variant, estimator in EVERY_ESTIMATOR
-    if (variant, estimator) != ("angular", "exact") and (variant in PAPERS or estimator == "exact")
+    if (variant, estimator) != ("angular", "exact")
+    and (variant in PAPERS or estimator == "exact")
 ]
 OF_PAPERS = [name for name in FAMILY if name.startswith(tuple(PAPERS))]
 TABLES = {
@@ -58,7 +76,9 @@ TABLES = {
         4: "mask-hsdp mask-fsdp-tp-single restart-fsdp-tp-op-single gpt2-restart-fsdp-tp-full-single within-hsdp within-fsdp-tp",
     },
     "family": {
-        1: " ".join(["reference", *(f"{name}-batch8" for name in ["without", *FAMILY])]),
+        1: " ".join(
+            ["reference", *(f"{name}-batch8" for name in ["without", *FAMILY])]
+        ),
         2: " ".join(f"{name}-{mesh}" for name in OF_PAPERS for mesh in ("fsdp", "tp")),
         4: " ".join(f"{name}-fsdp-tp" for name in FAMILY),
     },
@@ -67,33 +87,45 @@ TABLES = {
 
 def names(kind, ranks):
     return [
-        name.replace("*", m) for name in TABLES[kind][ranks].split() for m in (OTHER_MODELS if "*" in name else "-")
+        name.replace("*", m)
+        for name in TABLES[kind][ranks].split()
+        for m in (OTHER_MODELS if "*" in name else "-")
     ]
 
 
 def cases(kind, ranks):
     whole = dict.fromkeys(REFERENCES, ("--training.local_batch_size", "8"))
-    return {name: (*options_of(name), *whole.get(name, ())) for name in names(kind, ranks)}
+    return {
+        name: (*options_of(name), *whole.get(name, ())) for name in names(kind, ranks)
+    }
 
 
-# fp32 sums in another order over ranks and microbatches: about 1e-6 seen; ten times that is still far below any wrong scale.
+# fp32 sums in another order over ranks and microbatches: about 1e-6 seen; ten times
+# that is still far below any wrong scale.
 TOLERANCE = 1e-5
 
 
 def run_fast(sample, folder):
-    """TP replaces both parameters. ``init_weights`` would tie them again, but FSDP groups them before."""
+    """TP replaces both parameters.
+
+    ``init_weights`` would tie them again, but FSDP groups them before.
+    """
     for entry in MODELS.values():
         with torch.device("meta"):
             model = entry.model_cls(entry.flavors["nano"])
         config = job_config(sample, folder / "unused", "--model.name", entry.name)
         entry.parallelize(model, mesh.dims(4, dp_shard=2, tp=2), config)
         mesh.assert_tied(model)
-    mesh.run_cases(sample, folder, {name: options_of(name) for name in FAST}, checkpoint=False)
+    mesh.run_cases(
+        sample, folder, {name: options_of(name) for name in FAST}, checkpoint=False
+    )
 
 
 @pytest.fixture(scope="module")
 def of(sample, tmp_path_factory):
-    """of(kind): what the cases of one table gave; they run when they are asked for first, and once, if they fail, too."""
+    """of(kind): what the cases of one table gave; they run when they are asked for
+    first, and once, if they fail, too.
+    """
 
     @functools.cache
     def of(kind):
@@ -104,7 +136,14 @@ def of(sample, tmp_path_factory):
                 spawn(4, run_fast, sample, folder)
             for ranks in TABLES.get(kind, ()):
                 checkpoint = kind in ("slow", "night") and ranks > 1
-                spawn(ranks, mesh.run_cases, sample, folder, cases(kind, ranks), checkpoint)
+                spawn(
+                    ranks,
+                    mesh.run_cases,
+                    sample,
+                    folder,
+                    cases(kind, ranks),
+                    checkpoint,
+                )
         return {file.stem: torch.load(file) for file in folder.glob("*.pt")}
 
     return of
@@ -117,17 +156,28 @@ def assert_equal_gradients(found, reference):
 
 
 def plain_gradients(model, case, coeff=1.0):
-    """Of the whole batch at once, without TorchTitan; without masks, one document at a time."""
+    """Of the whole batch at once, without TorchTitan; without masks, one document at a
+    time.
+    """
     inputs, labels = mesh.global_batch()
     weights, masked = (labels != -100).sum(1), "mask" in case or "restart" in case
     segments = mesh.documents()
-    logits, layers = mesh.alone(model, inputs, segments, "restart" in case) if masked else model(inputs)
+    logits, layers = (
+        mesh.alone(model, inputs, segments, "restart" in case)
+        if masked
+        else model(inputs)
+    )
     if case.startswith("within"):
-        losses = torch.stack([within(z.double(), segments, "angular", {}) for z in layers])
+        losses = torch.stack(
+            [within(z.double(), segments, "angular", {}) for z in layers]
+        )
     else:
         losses = DispersionLoss()(layers)
     model.zero_grad()
-    ((cross_entropy_loss(logits, labels) + coeff * (weights * losses.mean(0)).sum()) / weights.sum()).backward()
+    (
+        (cross_entropy_loss(logits, labels) + coeff * (weights * losses.mean(0)).sum())
+        / weights.sum()
+    ).backward()
     return {n: p.grad for n, p in model.named_parameters()}
 
 
@@ -141,18 +191,36 @@ def plain_gradients(model, case, coeff=1.0):
     ],
 )
 def test_gradients_equal_plain_pytorch(of, kind, name):
-    """A dispersion that is dropped or scaled wrongly would be seen, and so would pairs across documents."""
+    """A dispersion that is dropped or scaled wrongly would be seen, and so would pairs
+    across documents.
+    """
     found = of(kind)[name]
     model = mesh.plain_model_of(name, found["before"])
     assert_equal_gradients(found["gradients"], plain_gradients(model, name))
-    for case, coeff in ((name, 0.0), (name, 2.0), *([("alone", 1.0)] if kind == "documents" else [])):
-        assert max(errors(found["gradients"], plain_gradients(model, case, coeff)).values()) > 100 * TOLERANCE
+    for case, coeff in (
+        (name, 0.0),
+        (name, 2.0),
+        *([("alone", 1.0)] if kind == "documents" else []),
+    ):
+        assert (
+            max(
+                errors(found["gradients"], plain_gradients(model, case, coeff)).values()
+            )
+            > 100 * TOLERANCE
+        )
 
 
 def test_gradients_cross_replicas_once_a_step(of):
-    """Two blocks and the embedding's group, with two microbatches. Of two shards, one's."""
+    """Two blocks and the embedding's group, with two microbatches.
+
+    Of two shards, one's.
+    """
     found = of("fast")["hsdp-batch1"]
-    sent = [size for kind, ranks, size in found["collectives"] if (kind, ranks) == ("all_reduce", (0, 2))]
+    sent = [
+        size
+        for kind, ranks, size in found["collectives"]
+        if (kind, ranks) == ("all_reduce", (0, 2))
+    ]
     assert len(sent) == 2 + 1
     assert sum(sent) >= 4 * sum(g.numel() for g in found["gradients"].values()) / 2
 
@@ -169,7 +237,9 @@ def test_gradients_cross_replicas_once_a_step(of):
     ],
 )
 def test_bytes_of_the_plan(of, sample, ranks, name, gpus_per_node):
-    """What PyTorch was called to send, by rings, against what the plan counts from the shapes."""
+    """What PyTorch was called to send, by rings, against what the plan counts from the
+    shapes.
+    """
     config = job_config(sample, "unused", *options_of(name))
     check_config(config, ranks)
     within = between = 0.0
@@ -181,8 +251,11 @@ def test_bytes_of_the_plan(of, sample, ranks, name, gpus_per_node):
         if nodes > 1:
             between += sent * nodes / len(group)
     planned = traffic(config, meta_model(config), gpus_per_node, ranks).total
-    # Not planned: the sums of losses, counts and norms, and of the norms' gradients under TP.
-    assert (planned.within, planned.between) == pytest.approx((within, between), rel=0.01)
+    # Not planned: the sums of losses, counts and norms, and of the norms' gradients
+    # under TP.
+    assert (planned.within, planned.between) == pytest.approx(
+        (within, between), rel=0.01
+    )
     assert within + between > 1e5
 
 
@@ -199,8 +272,13 @@ def test_bytes_of_the_plan(of, sample, ranks, name, gpus_per_node):
 )
 def test_gradients_equal_one_process(of, kind, name):
     """Initial weights too, which do not depend on the mesh."""
-    found, reference = of(kind)[name], of(kind)[next((r for r in REFERENCES if name.startswith(r)), "reference")]
-    assert all(torch.equal(found["before"][n], w) for n, w in reference["before"].items())
+    found, reference = (
+        of(kind)[name],
+        of(kind)[next((r for r in REFERENCES if name.startswith(r)), "reference")],
+    )
+    assert all(
+        torch.equal(found["before"][n], w) for n, w in reference["before"].items()
+    )
     assert_equal_gradients(found["gradients"], reference["gradients"])
 
 
@@ -208,10 +286,13 @@ def test_gradients_equal_one_process(of, kind, name):
 @pytest.mark.night
 @pytest.mark.parametrize("name", FAMILY)
 def test_gradients_of_every_variant_and_estimator(of, name):
-    """On every mesh with accumulation as in one process; and the term is there, and another than angular exact's."""
+    """On every mesh with accumulation as in one process; and the term is there, and
+    another than angular exact's.
+    """
     gradients = {name: found["gradients"] for name, found in of("family").items()}
     alone = gradients[f"{name}-batch8"]
     for parallel in ("fsdp", "tp", "fsdp-tp") if name in OF_PAPERS else ("fsdp-tp",):
         assert_equal_gradients(gradients[f"{name}-{parallel}"], alone)
     assert max(errors(alone, gradients["without-batch8"]).values()) > 100 * TOLERANCE
-    assert max(errors(alone, gradients["reference"]).values()) > 10 * TOLERANCE  # moments are close to exact
+    # Moments are close to exact
+    assert max(errors(alone, gradients["reference"]).values()) > 10 * TOLERANCE

@@ -1,6 +1,8 @@
-"""What is logged beside TorchTitan's metrics: time left, counters of the data, condensation, one TensorBoard folder.
+"""What is logged beside TorchTitan's metrics: time left, counters of the data,
+condensation, one TensorBoard folder.
 
-Condensation is measured while the real trainer runs: the same numbers on every mesh, and no effect on training.
+Condensation is measured while the real trainer runs: the same numbers on every mesh,
+and no effect on training.
 """
 
 import dataclasses
@@ -39,21 +41,42 @@ class DamagedFiles:
     check_counters = StreamLoader.check_counters
 
     def __init__(self, skipped):
-        self.groups, self.options = [Share("", 0, 8, 8, 1.0)], SimpleNamespace(max_skipped_fraction=0.2)
-        self.files, self.skipped, self.read, self.waited = [DataFile("", "", 1)] * 100, skipped, 0, 0.5
+        self.groups, self.options = (
+            [Share("", 0, 8, 8, 1.0)],
+            SimpleNamespace(max_skipped_fraction=0.2),
+        )
+        self.files, self.skipped, self.read, self.waited = (
+            [DataFile("", "", 1)] * 100,
+            skipped,
+            0,
+            0.5,
+        )
         self.texts = [1.0]
 
     def counters(self):
-        counts = dict.fromkeys(("documents", "skipped_documents", "skipped_bytes", "epoch"), 0)
+        counts = dict.fromkeys(
+            ("documents", "skipped_documents", "skipped_bytes", "epoch"), 0
+        )
         counts |= {"skipped_files": self.skipped, "stored_bytes": self.read}
         return counts | {"seconds_waited": self.waited, "epochs_read": 0.375}
 
 
 def metrics(run, loader=None, tensorboard=False, **degrees):
-    options = ("--training.seq_len", "32", "--training.global_batch_size", "16", "--training.steps", "100")
-    config = load_config(["--job.config_file", str(DEMO), "--job.dump_folder", str(run), *options])
+    options = (
+        "--training.seq_len",
+        "32",
+        "--training.global_batch_size",
+        "16",
+        "--training.steps",
+        "100",
+    )
+    config = load_config(
+        ["--job.config_file", str(DEMO), "--job.dump_folder", str(run), *options]
+    )
     config.metrics.enable_tensorboard = tensorboard
-    built = DispersionMetrics(config, dims(math.prod(degrees.values()), **degrees), LossLedger(), loader)
+    built = DispersionMetrics(
+        config, dims(math.prod(degrees.values()), **degrees), LossLedger(), loader
+    )
     built.num_flops_per_token = 1
     return built
 
@@ -75,7 +98,9 @@ def log(metrics, step):
 def test_terms_are_those_of_the_logged_step(one_rank, tmp_path, caplog):
     logged = metrics(tmp_path)
     for step in (9, 10, 11, 20, 30, 40):
-        logged.ledger.add(torch.tensor(step * 2.0), torch.tensor(step * -1.0), torch.tensor(2))
+        logged.ledger.add(
+            torch.tensor(step * 2.0), torch.tensor(step * -1.0), torch.tensor(2)
+        )
         logged.ledger.add_fit_errors(torch.tensor([0.5 / step if step < 30 else 0.2]))
         if logged.should_log(step):
             log(logged, step)
@@ -90,7 +115,9 @@ def test_terms_are_those_of_the_logged_step(one_rank, tmp_path, caplog):
 
 
 def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
-    """The pace is that of this start, which first logs at step 41: 10 steps of 512 tokens in 20 s. 25 088 tokens are left."""
+    """The pace is that of this start, which first logs at step 41: 10 steps of 512
+    tokens in 20 s. 25 088 tokens are left.
+    """
     resumed = metrics(tmp_path)
     clock.now += 300  # compilation
     log(resumed, 41)
@@ -101,12 +128,17 @@ def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
 
 def test_tokens_are_those_of_all_replicas_once(one_rank, tmp_path):
     built = metrics(tmp_path, dp_replicate=2, dp_shard=3, cp=5)
-    built.job_config.training.global_batch_size, built.job_config.training.local_batch_size = -1, 7
+    (
+        built.job_config.training.global_batch_size,
+        built.job_config.training.local_batch_size,
+    ) = -1, 7
     assert built.tokens_seen(11) == 11 * 2 * 3 * 7 * 32
 
 
 def test_data_since_the_last_log(one_rank, tmp_path, clock, caplog):
-    """4000 bytes in 8 s, 2 s of them spent waiting; then 600 bytes in 3 s without waiting. More damaged files end the run."""
+    """4000 bytes in 8 s, 2 s of them spent waiting; then 600 bytes in 3 s without
+    waiting. More damaged files end the run.
+    """
     loader = DamagedFiles(20)
     logged = metrics(tmp_path, loader=loader)
     for seconds, loader.read, loader.waited in ((8, 4000, 2.0), (3, 4600, 2.0)):
@@ -115,25 +147,40 @@ def test_data_since_the_last_log(one_rank, tmp_path, clock, caplog):
         log(logged, int(clock.now))
     assert [row["tps"] for row in read_metrics(tmp_path).values()] == [150.0, 400.0]
     data = [row["data"] for row in read_metrics(tmp_path).values()]
-    assert [(d["stored_bytes_per_second"], d["wait_fraction"]) for d in data] == [(500.0, 0.25), (200.0, 0.0)]
+    assert [(d["stored_bytes_per_second"], d["wait_fraction"]) for d in data] == [
+        (500.0, 0.25),
+        (200.0, 0.0),
+    ]
     assert "epochs: 0.375  waiting for data: 25%" in caplog.text
     loader.skipped, clock.now = 21, 5020.0
     with pytest.raises(DataError, match="21 of 100 files are damaged"):
         log(logged, 5020)
-    assert list(read_metrics(tmp_path)) == [5008, 5011, 5020]  # the step that ends the run is on disk too
+    # the step that ends the run is on disk too
+    assert list(read_metrics(tmp_path)) == [5008, 5011, 5020]
 
 
 def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
-    monkeypatch.setattr(TensorBoardFolder, "log_heatmap", lambda self, found, step: None)
+    monkeypatch.setattr(
+        TensorBoardFolder, "log_heatmap", lambda self, found, step: None
+    )
     for per_layer in (False, True):
         logged = metrics(tmp_path / str(per_layer), tensorboard=True)
         logged.job_config.condensation.per_layer = per_layer
-        for step, ce, found in ((0, 3.25, condensed(0.1, 0.1, 0.101, 0.102)), (7, 3.5, condensed(0.1, 0.3, 0.6, 0.2))):
-            logged.log_condensation(step, dataclasses.replace(found, cross_entropy=ce), 0.5)
+        for step, ce, found in (
+            (0, 3.25, condensed(0.1, 0.1, 0.101, 0.102)),
+            (7, 3.5, condensed(0.1, 0.3, 0.6, 0.2)),
+        ):
+            logged.log_condensation(
+                step, dataclasses.replace(found, cross_entropy=ce), 0.5
+            )
         logged.close()
         board = EventAccumulator(str(tmp_path / str(per_layer) / "tb")).Reload()
-        found = {tag: [(e.step, round(e.value, 4)) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
-        parts = {"blocks", "early_blocks", "middle_blocks", "last_block", "final_norm"}  # two blocks have no late third
+        found = {
+            tag: [(e.step, round(e.value, 4)) for e in board.Scalars(tag)]
+            for tag in board.Tags()["scalars"]
+        }
+        # Two blocks have no late third
+        parts = {"blocks", "early_blocks", "middle_blocks", "last_block", "final_norm"}
         layers = {"layer_00", "layer_01", "layer_02"} if per_layer else set()
         numbers = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
         assert {tag for tag in found if tag.startswith("condensation_")} == {
@@ -149,14 +196,27 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
         "condensation_mean_cosine/layer_02": [(0, 0.101), (7, 0.6)],
     }
     assert found | expected == found
-    assert read_condensation(tmp_path / "True")[7]["mean_cosine"] == [0.1, 0.3, 0.6, 0.2]
+    assert read_condensation(tmp_path / "True")[7]["mean_cosine"] == [
+        0.1,
+        0.3,
+        0.6,
+        0.2,
+    ]
 
 
 def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
-    """Each shows the model before training, also after a resume, which reads it in the run folder."""
-    monkeypatch.setattr("titan_disp.condensation.heatmap.heatmaps", lambda rows: [*rows[0].values()][0])
+    """Each shows the model before training, also after a resume, which reads it in the
+    run folder.
+    """
+    monkeypatch.setattr(
+        "titan_disp.condensation.heatmap.heatmaps", lambda rows: [*rows[0].values()][0]
+    )
     drawn, before = {}, condensed(0.1, 0.2, 0.3)
-    writer = SimpleNamespace(add_figure=lambda tag, shown, at: drawn.update({at: shown.untrained_mean_cosine}))
+    writer = SimpleNamespace(
+        add_figure=lambda tag, shown, at: drawn.update(
+            {at: shown.untrained_mean_cosine}
+        )
+    )
     monkeypatch.setattr(TensorBoardFolder, "_open", lambda self, step: writer)
     before.save(tmp_path / "condensation" / "step-0.npz")
     for begin, end in ((0, 100), (100, 310)):
@@ -170,29 +230,45 @@ def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
     assert drawn[400] is None
 
 
-def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, clock, monkeypatch):
+def test_a_measurement_does_not_count_in_the_throughput(
+    one_rank, tmp_path, clock, monkeypatch
+):
     logged = metrics(tmp_path, tensorboard=True)
     began = logged.time_last_log
-    monkeypatch.setattr(logged._tensorboard, "log_heatmap", lambda *_: setattr(clock, "now", clock.now + 3))
+    monkeypatch.setattr(
+        logged._tensorboard,
+        "log_heatmap",
+        lambda *_: setattr(clock, "now", clock.now + 3),
+    )
     logged.log_condensation(0, condensed(0.1, 0.2, 0.3), 5.0)
     assert logged.time_last_log == began + 8
     assert read_json_lines(tmp_path / "metrics.jsonl")[-1]["seconds"] == 8
 
 
-def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(tmp_path, monkeypatch):
+def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(
+    tmp_path, monkeypatch
+):
     now = time.time()
     for seconds, steps, factor in ((0, (1, 2, 3, 4, 5, 6), 1.0), (60, (4, 5), 10.0)):
-        monkeypatch.setattr(time, "time", lambda seconds=seconds: now + seconds)  # which files are named by
+        # which files are named by
+        monkeypatch.setattr(time, "time", lambda seconds=seconds: now + seconds)
         folder = TensorBoardFolder(str(tmp_path), str(tmp_path))
         for step in steps:
             folder.log({"loss": step * factor, f"norm_{seconds}": 1.0}, step)
         folder.close()
     board = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)]
+    assert [(e.step, e.value) for e in board.Scalars("loss")] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 40),
+        (5, 50),
+    ]
     assert [e.step for e in board.Scalars("norm_0")] == [1, 2, 3]
 
 
-# 5 sequences divide among no number of ranks here, and 10 of 32 positions are not the first ones.
+# 5 sequences divide among no number of ranks here, and 10 of 32 positions are not the
+# first ones.
 SECTION = ("--condensation.sequences", "5", "--condensation.max_tokens", "10")
 TP = ("--parallelism.tensor_parallel_degree", "2")
 MESHES = {
@@ -221,7 +297,9 @@ def change_final_norm(model):
     weight = model.norm.weight
     values = torch.linspace(0.1, 3, len(weight))
     weight.copy_(
-        distribute_tensor(values, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else values
+        distribute_tensor(values, weight.device_mesh, weight.placements)
+        if isinstance(weight, DTensor)
+        else values
     )
 
 
@@ -231,8 +309,12 @@ def save_by_hand(trainer, sample, path):
     model = trainer.model_parts[0].double().eval()
     logits, (block, normed) = model(tokens[:, :-1], return_activations=(6, 7))
     assert logits.dtype == torch.float64
-    log_probabilities = logits.numpy() - np.logaddexp.reduce(logits.numpy(), axis=-1, keepdims=True)
-    ce = -np.take_along_axis(log_probabilities, tokens[:, 1:, None].numpy(), axis=-1).mean()
+    log_probabilities = logits.numpy() - np.logaddexp.reduce(
+        logits.numpy(), axis=-1, keepdims=True
+    )
+    ce = -np.take_along_axis(
+        log_probabilities, tokens[:, 1:, None].numpy(), axis=-1
+    ).mean()
     cosines = []
     for z in (block, normed):
         u = z[:, np.linspace(0, SEQ_LEN - 1, 10).round().astype(int)].numpy()
@@ -244,10 +326,29 @@ def save_by_hand(trainer, sample, path):
 def train_with_and_without(sample, folder):
     random = {}
     for interval in (0, 2):
-        options = ("--training.steps", "5", "--metrics.log_freq", "1", "--condensation.interval", str(interval))
+        options = (
+            "--training.steps",
+            "5",
+            "--metrics.log_freq",
+            "1",
+            "--condensation.interval",
+            str(interval),
+        )
         # Steps that are saved are measured, too.
-        options += ("--checkpoint.enable", "--checkpoint.interval", "2", "--optimizer.lr", "1e-2")
-        trainer = build(sample, folder / str(interval), *SECTION, *options, "--metrics.enable_tensorboard")
+        options += (
+            "--checkpoint.enable",
+            "--checkpoint.interval",
+            "2",
+            "--optimizer.lr",
+            "1e-2",
+        )
+        trainer = build(
+            sample,
+            folder / str(interval),
+            *SECTION,
+            *options,
+            "--metrics.enable_tensorboard",
+        )
         trainer.train()
         random[interval] = torch.get_rng_state()
         trainer.close()
@@ -263,14 +364,22 @@ def test_same_numbers_on_every_mesh(sample, tmp_path):
     assert (expected.sequences, expected.tokens) == (5, 10)
     by_hand = np.load(tmp_path / "by_hand.npz")
     # float32 against float64.
-    assert expected.cross_entropy == pytest.approx(by_hand["cross_entropy"].item(), abs=2e-6)
+    assert expected.cross_entropy == pytest.approx(
+        by_hand["cross_entropy"].item(), abs=2e-6
+    )
     np.testing.assert_allclose(expected.mean_cosine[-2:], by_hand["cosines"], atol=1e-6)
     assert abs(np.diff(by_hand["cosines"])) > 1e-3
     for name in MESHES:
         found = load_steps(tmp_path / name / "condensation")[0]
         for key, values in expected.by_layer().items():
             # Activations in float32, whose sums TP orders otherwise.
-            np.testing.assert_allclose(found.by_layer()[key], values, rtol=0, atol=1e-5, err_msg=f"{name} {key}")
+            np.testing.assert_allclose(
+                found.by_layer()[key],
+                values,
+                rtol=0,
+                atol=1e-5,
+                err_msg=f"{name} {key}",
+            )
         # A cosine near the edge of a bin may fall on its other side: few of 5 × 100.
         assert np.abs(found.histogram - expected.histogram).sum() < 0.05
         assert (found.sequences, found.tokens) == (5, 10)

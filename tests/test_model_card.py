@@ -1,4 +1,6 @@
-"""README.md of an exported model describes the data, losses on other text, condensation, and dispersion's settings."""
+"""README.md of an exported model describes the data, losses on other text,
+condensation, and dispersion's settings.
+"""
 
 import json
 import re
@@ -27,22 +29,38 @@ def run(tmp_path, sample):
 
 
 def save_files(run, files):
-    state = {"fingerprint": json.dumps({"files": files}), "positions": torch.zeros(1, len(Field), dtype=torch.int64)}
-    dcp.save({"dataloader": state}, checkpoint_id=run / "checkpoint" / "step-40", no_dist=True)
+    state = {
+        "fingerprint": json.dumps({"files": files}),
+        "positions": torch.zeros(1, len(Field), dtype=torch.int64),
+    }
+    dcp.save(
+        {"dataloader": state},
+        checkpoint_id=run / "checkpoint" / "step-40",
+        no_dist=True,
+    )
 
 
 def test_files_of_the_checkpoint(run, sample):
     on_disk = len([*(sample / "en").glob("c4-train*")])
     assert re.match(rf"{on_disk} files, .* to `c4-train", rows_of(run)["data"])
-    save_files(run, [[f"c4-train.{i:05}-of-01024.json.gz", 319_400_000] for i in range(1024)])
+    save_files(
+        run, [[f"c4-train.{i:05}-of-01024.json.gz", 319_400_000] for i in range(1024)]
+    )
     assert rows_of(run)["data"] == (
         "1,024 files, 327.1 GB: `c4-train.00000-of-01024.json.gz` to `c4-train.01023-of-01024.json.gz` "
         f"(laid out as allenai/c4, from a local folder or file named `{sample.name}`)"
     )
     web = {"name": "", "path": "/data/web", "dataset": "text", "weight": 3.0}
-    change_config(run, "stream", sources=[web, web | {"name": "code", "path": "/data/c", "weight": 1.0}])
+    change_config(
+        run,
+        "stream",
+        sources=[web, web | {"name": "code", "path": "/data/c", "weight": 1.0}],
+    )
     save_files(run, [["a.jsonl", 1_500_000], ["b.jsonl", 500_000]])
-    assert rows_of(run)["data"] == "`web` (75%), `code` (25%); in total 2 files, 2 MB: `a.jsonl`, `b.jsonl`"
+    assert (
+        rows_of(run)["data"]
+        == "`web` (75%), `code` (25%); in total 2 files, 2 MB: `a.jsonl`, `b.jsonl`"
+    )
 
 
 def test_other_files(run, tmp_path):
@@ -50,7 +68,11 @@ def test_other_files(run, tmp_path):
     (tmp_path / "docs" / "a.jsonl").write_text('{"text": "a b"}\n')
     docs = "1 file, 16 bytes: `a.jsonl` (documents, from a local folder or file named `docs`)"
     for dataset, path, told in (
-        ("c4", "/gone/mirror", "laid out as allenai/c4, from a local folder or file named `mirror`"),
+        (
+            "c4",
+            "/gone/mirror",
+            "laid out as allenai/c4, from a local folder or file named `mirror`",
+        ),
         ("c4", None, "allenai/c4, from the hub"),
         ("text", f"{tmp_path}/docs", docs),
     ):
@@ -61,43 +83,89 @@ def test_other_files(run, tmp_path):
 def test_settings_of_dispersion_and_of_a_baseline(run):
     told = rows_of(run)
     assert re.fullmatch(r"\d+ sequences", told["batch"])
-    assert re.fullmatch(r"[\d,]+ steps of warm-up, then \w+ decay to [\d.]+ of the peak", told["schedule"])
+    assert re.fullmatch(
+        r"[\d,]+ steps of warm-up, then \w+ decay to [\d.]+ of the peak",
+        told["schedule"],
+    )
     assert re.fullmatch(r"\w+ \(weights\), 0 \(order of the data\)", told["seeds"])
-    for setting in ("coeff = 0.1", "norm_coeff = 0.1", "include_diagonal = True", "max_tokens = 256"):
+    for setting in (
+        "coeff = 0.1",
+        "norm_coeff = 0.1",
+        "include_diagonal = True",
+        "max_tokens = 256",
+    ):
         assert setting in told["dispersion"]
     assert not {"baseline", "attention in training"} & told.keys()
     change_config(run, "stream", document_mask=True, restart_positions=True)
-    assert rows_of(run)["attention in training"] == "within documents, whose positions begin at 0"
+    assert (
+        rows_of(run)["attention in training"]
+        == "within documents, whose positions begin at 0"
+    )
     change_config(run, "baseline", method="active_forgetting", forget_every=100)
-    expected = "active_forgetting, forget_every = 100, forget_lr = 0.0, forget_warmup = 0.08"
+    expected = (
+        "active_forgetting, forget_every = 100, forget_lr = 0.0, forget_warmup = 0.08"
+    )
     assert rows_of(run)["baseline"] == expected
 
 
 def measured(step, level):
     mean = np.array([0.1, 0.2, 0.4, 0.9 * level, 0.3])
-    found = Condensation(mean, mean, mean, mean, np.zeros((5, 128)), 64, 8, cross_entropy=5 * level)
-    return json.dumps({"step": step, "time": 1.0, "condensation": found.to_json(), "seconds": 1.0}) + "\n"
+    found = Condensation(
+        mean, mean, mean, mean, np.zeros((5, 128)), 64, 8, cross_entropy=5 * level
+    )
+    return (
+        json.dumps(
+            {"step": step, "time": 1.0, "condensation": found.to_json(), "seconds": 1.0}
+        )
+        + "\n"
+    )
 
 
 def test_losses_and_condensation_up_to_the_step(run):
-    """The card of step 30 has the measurement of step 20, and the last loss of the repeated step 30."""
+    """The card of step 30 has the measurement of step 20, and the last loss of the
+    repeated step 30.
+    """
     absent = {"cross-entropy, validation", "condensation, held-out text"}
     assert not absent & rows_of(run).keys()
-    validated = [{"step": s, "time": 1.0, "validation": x} for s, x in ((10, 8.0), (30, 7.5), (30, 7.25), (50, 6.0))]
+    validated = [
+        {"step": s, "time": 1.0, "validation": x}
+        for s, x in ((10, 8.0), (30, 7.5), (30, 7.25), (50, 6.0))
+    ]
     with open(run / "metrics.jsonl", "a") as file:
         file.write(measured(10, 2.0) + measured(20, 1.0) + measured(40, 0.0))
         file.writelines(json.dumps(row) + "\n" for row in validated)
     rows = rows_of(run)
     assert rows["cross-entropy, validation"] == "7.2500 at step 30"
-    assert rows["cross-entropy, held-out text"] == f"5.0000 at step 20 (8 sequences of {SEQ_LEN} tokens)"
+    assert (
+        rows["cross-entropy, held-out text"]
+        == f"5.0000 at step 20 (8 sequences of {SEQ_LEN} tokens)"
+    )
     told = rows["condensation, held-out text"]
-    # In the embedding, over the blocks, after the last block, after the final norm; ρ and τ; step, sequences and tokens.
-    assert re.findall(r"\d+\.?\d*", told) == ["0.100", "0.500", "0.900", "0.300", "0.50", "0.33", "20", "8", "64"]
-    found = json.loads(measured(30, 1.0))  # ρ and τ are left out if the mean cosines hardly differ
+    # In the embedding, over the blocks, after the last block, after the final norm; ρ
+    # and τ; step, sequences and tokens.
+    assert re.findall(r"\d+\.?\d*", told) == [
+        "0.100",
+        "0.500",
+        "0.900",
+        "0.300",
+        "0.50",
+        "0.33",
+        "20",
+        "8",
+        "64",
+    ]
+    # ρ and τ are left out if the mean cosines hardly differ
+    found = json.loads(measured(30, 1.0))
     found["condensation"]["blocks_after_norm"] |= {"spearman": None, "kendall": None}
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(found) + "\n")
-    assert "0.300 after the final norm; at step 30" in rows_of(run)["condensation, held-out text"]
+    assert (
+        "0.300 after the final norm; at step 30"
+        in rows_of(run)["condensation, held-out text"]
+    )
     found["condensation"].pop("blocks_after_norm")  # as a run of an earlier version
     (run / "metrics.jsonl").write_text(json.dumps(found) + "\n")
-    assert "0.300 after the final norm; at step 30" in rows_of(run)["condensation, held-out text"]
+    assert (
+        "0.300 after the final norm; at step 30"
+        in rows_of(run)["condensation, held-out text"]
+    )

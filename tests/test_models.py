@@ -1,4 +1,5 @@
-"""What every model promises: published sizes, transformers' logits, gradients and files, and its documentation.
+"""What every model promises: published sizes, transformers' logits, gradients and
+files, and its documentation.
 
 The ways to write a model's files: ``test_hf_import``. On meshes: ``test_meshes``.
 """
@@ -9,7 +10,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
@@ -33,7 +36,8 @@ from titan_disp.models.decoder import canonical_name, draw
 from titan_disp.models.registry import MODELS
 
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2048
-LAST = 6 + 1  # after the final norm of nano's six blocks: transformers' last hidden state
+# After the final norm of nano's six blocks: transformers' last hidden state
+LAST = 6 + 1
 
 
 @pytest.fixture(params=MODELS.values(), ids=lambda entry: entry.name)
@@ -42,11 +46,15 @@ def entry(request):
 
 
 def pair(entry, tied=True):
-    """Theirs and ours of nano's shape, with the same weights, so large that logits depend on every one of them."""
+    """Theirs and ours of nano's shape, with the same weights, so large that logits
+    depend on every one of them.
+    """
     args = entry.flavors["nano"]
     args.enable_weight_tying, args.max_seq_len = tied, 48
     adapter = entry.adapter(args, None)
-    config = transformers.AutoConfig.for_model(**adapter.architecture(), **adapter.extras())
+    config = transformers.AutoConfig.for_model(
+        **adapter.architecture(), **adapter.extras()
+    )
     torch.manual_seed(5)
     theirs = getattr(transformers, entry.adapter.transformers_class)(config).eval()
     with torch.no_grad():
@@ -74,34 +82,57 @@ def test_flavors_come_in_ascending_order(entry):
 def test_logits_activations_and_weights_are_transformers(entry, tied):
     theirs, ours = pair(entry, tied)
     assert_tied(ours, tied)
-    logits, activations = ours.eval()(TOKENS, return_activations=(*range(LAST - 1), LAST))
+    logits, activations = ours.eval()(
+        TOKENS, return_activations=(*range(LAST - 1), LAST)
+    )
     out = theirs(TOKENS, output_hidden_states=True)
     torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-5)
-    for mine, hidden in zip(activations, out.hidden_states, strict=True):  # whose last is after the final norm
+    # Whose last is after the final norm
+    for mine, hidden in zip(activations, out.hidden_states, strict=True):
         torch.testing.assert_close(mine, hidden, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="expected indices from 0 to 7"):
         ours(TOKENS, return_activations=[8])
     again = entry.adapter(ours.model_args, None).to_hf(ours.state_dict())
-    weights = {name: w for name, w in theirs.state_dict().items() if name != "lm_head.weight" or not tied}
+    weights = {
+        name: w
+        for name, w in theirs.state_dict().items()
+        if name != "lm_head.weight" or not tied
+    }
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], w) for name, w in weights.items())
 
 
 def test_final_norm_is_the_authors_mid_training(entry):
-    """Cross-entropy + λ · dispersion of transformers' hidden_states[1:]: loss, and the gradient of every weight."""
+    """Cross-entropy + λ · dispersion of transformers' hidden_states[1:]: loss, and the
+    gradient of every weight.
+    """
     (theirs, ours), labels = pair(entry), TOKENS.roll(-1, 1)
-    options = ["--dispersion.enabled", "--dispersion.final_norm", "--training.seq_len", "48"]
+    options = [
+        "--dispersion.enabled",
+        "--dispersion.final_norm",
+        "--training.seq_len",
+        "48",
+    ]
     ours.model_args.update_from_config(load_config(options))
     assert ours.model_args.activations == (*range(1, LAST - 1), LAST)
-    loss = DispersionObjective(cross_entropy_loss, DispersionLoss(clamp=0.1), lambda step: 1.0)(ours(TOKENS), labels)
+    loss = DispersionObjective(
+        cross_entropy_loss, DispersionLoss(clamp=0.1), lambda step: 1.0
+    )(ours(TOKENS), labels)
     out = theirs(TOKENS, output_hidden_states=True)
-    per_layer = [angular(z.double(), tau=1.0, clamp=0.1, norm_eps=1e-2) for z in out.hidden_states[1:]]
-    ce = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    per_layer = [
+        angular(z.double(), tau=1.0, clamp=0.1, norm_eps=1e-2)
+        for z in out.hidden_states[1:]
+    ]
+    ce = torch.nn.functional.cross_entropy(
+        out.logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     expected = ce + 48 * torch.stack(per_layer).mean(0).sum()  # 48 tokens a sequence
     torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
     loss.backward()
     expected.backward()
-    gradients = {name: p.grad for name, p in ours.named_parameters()} | {"output.weight": ours.output.weight.grad}
+    gradients = {name: p.grad for name, p in ours.named_parameters()} | {
+        "output.weight": ours.output.weight.grad
+    }
     gradients = entry.adapter(ours.model_args, None).to_hf(gradients)
     worst = errors(gradients, {name: p.grad for name, p in theirs.named_parameters()})
     assert max(worst.values()) < 1e-4, worst
@@ -109,14 +140,24 @@ def test_final_norm_is_the_authors_mid_training(entry):
 
 def test_every_model_is_documented(entry):
     row = f"| `{entry.name}` |"
-    rows = [line for line in (ROOT / "docs" / "training.md").read_text().splitlines() if line.startswith(row)]
-    assert len(rows) == 1, f"add a row for {entry.name!r} to the table of models in docs/training.md: name, flavors"
-    assert all(f"`{flavor}`" in rows[0] or flavor.endswith("_untied") for flavor in entry.flavors)
+    rows = [
+        line
+        for line in (ROOT / "docs" / "training.md").read_text().splitlines()
+        if line.startswith(row)
+    ]
+    assert len(rows) == 1, (
+        f"add a row for {entry.name!r} to the table of models in docs/training.md: name, flavors"
+    )
+    assert all(
+        f"`{flavor}`" in rows[0] or flavor.endswith("_untied")
+        for flavor in entry.flavors
+    )
 
 
-# Blocks, heads of queries and of keys, and whether the embedding is tied: Table 1 of the Qwen3 technical report (arXiv
-# 2505.09388). Width and feed-forward: config.json of Qwen/Qwen3-*. Parameters: of its safetensors, less the second copy of
-# the embedding that some of them have as lm_head.
+# Blocks, heads of queries and of keys, and whether the embedding is tied: Table 1 of
+# the Qwen3 technical report (arXiv 2505.09388). Width and feed-forward: config.json of
+# Qwen/Qwen3-*. Parameters: of its safetensors, less the second copy of the embedding
+# that some of them have as lm_head.
 QWEN3 = {
     # flavor: (blocks, heads, key/value heads, width, feed-forward, tied, parameters)
     "0.6B": (28, 16, 8, 1024, 3072, True, 596_049_920),
@@ -136,27 +177,49 @@ def test_flavors_are_qwens(tmp_path, flavor):
     attention = (2 * heads + 2 * kv_heads) * 128 * width + 2 * 128
     block = attention + 3 * width * feed_forward + 2 * width
     assert parameters == layers * block + width + (1 if tied else 2) * 151936 * width
-    sizes = {"vocab_size": 151936, "hidden_size": width, "intermediate_size": feed_forward, "head_dim": 128}
-    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    config = transformers.Qwen3Config(**sizes, rope_theta=1000000, tie_word_embeddings=tied)
-    stated = transformers.Qwen3Config(**qwen3.Qwen3HfAdapter(qwen3.flavors[flavor], None).architecture())
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": width,
+        "intermediate_size": feed_forward,
+        "head_dim": 128,
+    }
+    sizes |= {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+    config = transformers.Qwen3Config(
+        **sizes, rope_theta=1000000, tie_word_embeddings=tied
+    )
+    stated = transformers.Qwen3Config(
+        **qwen3.Qwen3HfAdapter(qwen3.flavors[flavor], None).architecture()
+    )
     assert stated.to_dict() == config.to_dict()
     # A tied matrix multiplies, as the output layer.
     multiplying = parameters - (0 if tied else 151936 * width)
-    check_published("qwen3_disp", flavor, config, parameters, multiplying, QWEN3, tmp_path)
+    check_published(
+        "qwen3_disp", flavor, config, parameters, multiplying, QWEN3, tmp_path
+    )
 
 
 def drawn(model, args):
-    return {name: draw(name, p.shape, args, seed=0) for name, p in model.named_parameters()}
+    return {
+        name: draw(name, p.shape, args, seed=0) for name, p in model.named_parameters()
+    }
 
 
 def assert_drawn_alike(ours, theirs):
-    """Constants are equal. The standard error of a standard deviation over n draws is 1/√(2n), about 1 % here."""
+    """Constants are equal.
+
+    The standard error of a standard deviation over n draws is 1/√(2n), about 1 % here.
+    """
     for name, w in ours.items():
         if w.ndim == 1:
             assert torch.equal(w, theirs[name]), name
         else:
-            assert w.std().item() == pytest.approx(theirs[name].std().item(), rel=0.05), name
+            assert w.std().item() == pytest.approx(
+                theirs[name].std().item(), rel=0.05
+            ), name
             assert w.abs().max() <= theirs[name].abs().max() * 1.3, name
 
 
@@ -175,7 +238,10 @@ def test_seed_and_name_decide_the_weights():
     """Activation checkpointing and torch.compile do not."""
     args, shape = qwen3.flavors["nano"], torch.Size([8, 8])
     drawn = [(0, 1), (0, 1), (1, 1), (0, 2)]
-    one, *others = (draw(f"layers.{layer}.attention.wq.weight", shape, args, seed) for layer, seed in drawn)
+    one, *others = (
+        draw(f"layers.{layer}.attention.wq.weight", shape, args, seed)
+        for layer, seed in drawn
+    )
     assert [torch.equal(one, other) for other in others] == [True, False, False]
     model = random_model(overrides="n_layers=1")
     model.init_weights()
@@ -187,7 +253,10 @@ def test_seed_and_name_decide_the_weights():
 
 
 def test_activations_of_a_config():
-    """Those of a block are its output, 1 more than its index: 0 is the embedding's. The final norm's replaces the last's."""
+    """Those of a block are its output, 1 more than its index: 0 is the embedding's.
+
+    The final norm's replaces the last's.
+    """
     config, args = load_config([]), qwen3.flavors["nano"]
     config.dispersion.enabled = False
     args.update_from_config(config)
@@ -205,19 +274,27 @@ def test_activations_of_a_config():
         args.update_from_config(config)
         assert args.activations == expected
         config.dispersion.final_norm = True
-        with nullcontext() if with_final_norm else pytest.raises(ConfigError, match="leaves the last block .* out"):
+        with (
+            nullcontext()
+            if with_final_norm
+            else pytest.raises(ConfigError, match="leaves the last block .* out")
+        ):
             args.update_from_config(config)
             assert args.activations == with_final_norm
 
 
 def test_block_indices_of_five():
-    assert (block_indices("early_half", 5), block_indices("late_half", 5)) == ((0, 1), (2, 3, 4))
+    assert (block_indices("early_half", 5), block_indices("late_half", 5)) == (
+        (0, 1),
+        (2, 3, 4),
+    )
     for bad in ("first", [5], [-1], [], [1, 1], [True]):
         with pytest.raises(ConfigError, match=r"dispersion\.layers is"):
             block_indices(bad, 5)
 
 
-# Blocks, heads and width: config.json of openai-community/gpt2, -medium, -large and -xl. Parameters: with the embedding once.
+# Blocks, heads and width: config.json of openai-community/gpt2, -medium, -large and
+# -xl. Parameters: with the embedding once.
 GPT2 = {
     "124M": (12, 12, 768, 124_439_808),
     "355M": (24, 16, 1024, 354_823_168),
@@ -230,24 +307,46 @@ GPT2 = {
 def test_flavors_are_gpt2s(flavor, tmp_path):
     """Parameters counted by hand; config.json as an export writes it."""
     layers, heads, width, parameters = GPT2[flavor]
-    block = 4 * (width * width + width) + 2 * 4 * width * width + 4 * width + width + 4 * width
+    block = (
+        4 * (width * width + width)
+        + 2 * 4 * width * width
+        + 4 * width
+        + width
+        + 4 * width
+    )
     assert parameters == layers * block + 2 * width + (50257 + 1024) * width
     config = transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
     adapter = gpt2.GPT2HfAdapter(gpt2.flavors[flavor], None)
     stated = transformers.GPT2Config(**adapter.architecture(), **adapter.extras())
-    differ = {key for key, value in config.to_dict().items() if stated.to_dict()[key] != value}
-    assert differ == {"n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop"}  # None: 4 × n_embd; and no dropout here
+    differ = {
+        key for key, value in config.to_dict().items() if stated.to_dict()[key] != value
+    }
+    # None: 4 × n_embd; and no dropout here
+    assert differ == {"n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop"}
     assert stated.n_inner == 4 * width
     # The tied matrix multiplies, and positions do not.
-    check_published("gpt2_disp", flavor, config, parameters, parameters - 1024 * width, GPT2, tmp_path)
+    check_published(
+        "gpt2_disp",
+        flavor,
+        config,
+        parameters,
+        parameters - 1024 * width,
+        GPT2,
+        tmp_path,
+    )
 
 
 @torch.no_grad()
 def test_positions_of_permuted_tokens():
-    """Context parallelism shares out and permutes tokens, and says which positions they have."""
+    """Context parallelism shares out and permutes tokens, and says which positions they
+    have.
+    """
     model = random_model(name="gpt2_disp")
     order = torch.arange(48).flip(0)
-    assert torch.equal(model.embed(TOKENS[:, order], order.expand(2, 48)), model.embed(TOKENS, None)[:, order])
+    assert torch.equal(
+        model.embed(TOKENS[:, order], order.expand(2, 48)),
+        model.embed(TOKENS, None)[:, order],
+    )
 
 
 def test_initial_weights_are_transformers():
@@ -262,20 +361,45 @@ def test_initial_weights_are_transformers():
 
 def test_odd_rows_of_gpt2_under_tensor_parallelism():
     """It has 2,049 rows and 64 columns, and positions for 1,024 tokens."""
-    for ranks, told in ((16, None), (12, "2049 rows of .* 'nano', so that FSDP shards its 64 columns, which 6")):
-        words = ("--training.seq_len", "1024", "--parallelism.tensor_parallel_degree", "2")
-        config = job_config("", "", "--model.name", "gpt2_disp", *words, "--training.global_batch_size", str(ranks))
+    for ranks, told in (
+        (16, None),
+        (12, "2049 rows of .* 'nano', so that FSDP shards its 64 columns, which 6"),
+    ):
+        words = (
+            "--training.seq_len",
+            "1024",
+            "--parallelism.tensor_parallel_degree",
+            "2",
+        )
+        config = job_config(
+            "",
+            "",
+            "--model.name",
+            "gpt2_disp",
+            *words,
+            "--training.global_batch_size",
+            str(ranks),
+        )
         with pytest.raises(ConfigError, match=told) if told else nullcontext():
             check_config(config, ranks)
 
 
 def test_text_and_card_of_an_exported_gpt2(hf_tokenizer, tmp_path):
-    words, dest = ("--model.name", "gpt2_disp", "--model.flavor", "nano"), tmp_path / "exported"
-    run = save_run(tmp_path / "run", random_model(name="gpt2_disp"), hf_tokenizer, *words)
+    words, dest = (
+        ("--model.name", "gpt2_disp", "--model.flavor", "nano"),
+        tmp_path / "exported",
+    )
+    run = save_run(
+        tmp_path / "run", random_model(name="gpt2_disp"), hf_tokenizer, *words
+    )
     export(ExportOptions(run, dest))
     assert "GPT-2, 496,704 parameters" in (dest / "README.md").read_text()
-    # Up to the 64 tokens of training's sequences: the other rows of the table of positions were never trained.
-    texts = [generate(GenerateOptions(folder, "A text", 100, temperature=0)) for folder in (run, dest)]
+    # Up to the 64 tokens of training's sequences: the other rows of the table of
+    # positions were never trained.
+    texts = [
+        generate(GenerateOptions(folder, "A text", 100, temperature=0))
+        for folder in (run, dest)
+    ]
     assert texts[0] == texts[1]
     config = transformers.AutoConfig.from_pretrained(dest)
     assert longest_sequence(config) == SEQ_LEN < config.n_positions

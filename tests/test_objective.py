@@ -1,4 +1,6 @@
-"""The training objective, cross-entropy + λ · dispersion, and the ledger of its terms, against the formula."""
+"""The training objective, cross-entropy + λ · dispersion, and the ledger of its terms,
+against the formula.
+"""
 
 import gc
 import math
@@ -9,13 +11,21 @@ import pytest
 import torch
 
 from tests.oracle import angular, cross_entropy, drawing_order
-from titan_disp.dispersion import AutogradVariant, DispersionLoss, DispersionObjective, LossLedger, masks
+from titan_disp.dispersion import (
+    AutogradVariant,
+    DispersionLoss,
+    DispersionObjective,
+    LossLedger,
+    masks,
+)
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
 
 
 def objective(coeff=lambda step: 0.5, loss=None, **others):
-    return DispersionObjective(cross_entropy, loss or DispersionLoss(**PARAMETERS), coeff, **others)
+    return DispersionObjective(
+        cross_entropy, loss or DispersionLoss(**PARAMETERS), coeff, **others
+    )
 
 
 @pytest.fixture
@@ -30,27 +40,46 @@ def batch():
 
 def summed_dispersion(layers, labels, **options):
     """The oracle's mean over layers, summed over the valid labels of every sequence."""
-    per_sequence = torch.stack([angular(z, **PARAMETERS | options) for z in layers]).mean(0)
+    per_sequence = torch.stack(
+        [angular(z, **PARAMETERS | options) for z in layers]
+    ).mean(0)
     return ((labels != -100).sum(1) * per_sequence).sum()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_sums_over_valid_tokens_whatever_the_accumulation(batch, size):
-    """Of several losses, each with its weight. The ledger has the means without weights, and nothing of validation."""
+    """Of several losses, each with its weight.
+
+    The ledger has the means without weights, and nothing of validation.
+    """
     logits, layers, labels = batch
     ledger, valid = LossLedger(), (labels != -100).sum().item()
-    losses = {"angular": (1.0, DispersionLoss(**PARAMETERS)), "other": (3.0, DispersionLoss(tau=0.5))}
+    losses = {
+        "angular": (1.0, DispersionLoss(**PARAMETERS)),
+        "other": (3.0, DispersionLoss(tau=0.5)),
+    }
     loss = objective(loss=losses, ledger=ledger)
     with torch.no_grad():
         loss((logits, layers), labels)
     assert ledger.mean(None) is None
-    found = sum(loss((logits[i], [z[i] for z in layers]), labels[i]) for i in torch.arange(4).split(size))
+    found = sum(
+        loss((logits[i], [z[i] for z in layers]), labels[i])
+        for i in torch.arange(4).split(size)
+    )
     ce, first = cross_entropy(logits, labels), summed_dispersion(layers, labels)
     second = summed_dispersion(layers, labels, tau=0.5)
     torch.testing.assert_close(found, ce + 0.5 * (first + 3 * second))
-    assert not ledger._sums.requires_grad  # or it would keep the graph of every step until the next log
-    terms = {"ce": ce, "dispersion": first + 3 * second, "dispersion_angular": first, "dispersion_other": second}
-    assert ledger.mean(None) == pytest.approx({name: term.item() / valid for name, term in terms.items()}, rel=1e-6)
+    # or it would keep the graph of every step until the next log
+    assert not ledger._sums.requires_grad
+    terms = {
+        "ce": ce,
+        "dispersion": first + 3 * second,
+        "dispersion_angular": first,
+        "dispersion_other": second,
+    }
+    assert ledger.mean(None) == pytest.approx(
+        {name: term.item() / valid for name, term in terms.items()}, rel=1e-6
+    )
     ledger.reset()
     assert ledger.mean(None) is None
 
@@ -59,20 +88,31 @@ def test_sums_over_valid_tokens_whatever_the_accumulation(batch, size):
 def test_coeff_and_sampled_tokens_follow_the_step(batch, step):
     logits, layers, labels = batch
     sampled = DispersionLoss(**PARAMETERS, estimator="sampled", max_tokens=4, seed=5)
-    found = objective(lambda step: step + 0.5, sampled, step=lambda: step)((logits, layers), labels)
-    chosen = [z[:, drawing_order(10, 5, step, layer)[:4]] for layer, z in enumerate(layers)]
-    expected = cross_entropy(logits, labels) + (step + 0.5) * summed_dispersion(chosen, labels)
+    found = objective(lambda step: step + 0.5, sampled, step=lambda: step)(
+        (logits, layers), labels
+    )
+    chosen = [
+        z[:, drawing_order(10, 5, step, layer)[:4]] for layer, z in enumerate(layers)
+    ]
+    expected = cross_entropy(logits, labels) + (step + 0.5) * summed_dispersion(
+        chosen, labels
+    )
     torch.testing.assert_close(found, expected)
 
 
 def test_plain_logits_give_cross_entropy(batch):
-    """The ledger knows which term is not finite, and has no mean where no token is valid."""
+    """The ledger knows which term is not finite, and has no mean where no token is
+    valid.
+    """
     logits, _, labels = batch
     ledger = LossLedger()
     assert ledger.non_finite() is None
     ce = objective(ledger=ledger)(logits, labels)
     assert torch.equal(ce, cross_entropy(logits, labels))
-    assert ledger.mean(None) == {"ce": pytest.approx(ce.item() / (labels != -100).sum().item()), "dispersion": 0.0}
+    assert ledger.mean(None) == {
+        "ce": pytest.approx(ce.item() / (labels != -100).sum().item()),
+        "dispersion": 0.0,
+    }
     ledger.add(torch.tensor(1.0), torch.tensor(math.inf), torch.tensor(3))
     assert ledger.non_finite().tolist() == [False, True]
     ledger.reset()
@@ -91,7 +131,11 @@ def test_ledger_receives_the_worst_fit_of_training(batch):
     objective(loss=moments, ledger=ledger)((logits, layers), labels)
     worst = max(error.max().item() for error in errors)
     assert ledger.worst_fit(None) == worst
-    for more, kept in ((worst / 2, worst), (worst + 0.25, worst + 0.25), (worst, worst + 0.25)):
+    for more, kept in (
+        (worst / 2, worst),
+        (worst + 0.25, worst + 0.25),
+        (worst, worst + 0.25),
+    ):
         ledger.add_fit_errors(torch.tensor([[more, 0.0]], dtype=torch.float64))
         assert ledger.worst_fit(None) == pytest.approx(kept)
     ledger.reset()
@@ -117,14 +161,22 @@ class Blocks(torch.nn.ModuleList):
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_gradients_in_the_backward_pass(every_layer_alone, monkeypatch, request, retain):
-    """They are those of the forward pass, with every factor; the terms are known afterwards, and nothing holds a layer."""
+def test_gradients_in_the_backward_pass(
+    every_layer_alone, monkeypatch, request, retain
+):
+    """They are those of the forward pass, with every factor; the terms are known
+    afterwards, and nothing holds a layer.
+    """
     tokens, labels = torch.randn(2, 2, 9, 6), torch.randint(6, (2, 9))
     labels[0, 3:] = -100
     monkeypatch.setattr(OfLayer, "seen", seen := [])
     gc.disable()
     request.addfinalizer(gc.enable)
-    every = DispersionLoss(estimator="moments"), DispersionLoss("l2_repel"), DispersionLoss(OfLayer())
+    every = (
+        DispersionLoss(estimator="moments"),
+        DispersionLoss("l2_repel"),
+        DispersionLoss(OfLayer()),
+    )
     losses = dict(zip("abc", zip((1.0, 3.0, 0.5), every, strict=True), strict=True))
     found = {}
     for defer in (False, True):
@@ -140,12 +192,20 @@ def test_gradients_in_the_backward_pass(every_layer_alone, monkeypatch, request,
             late = loss.take_late()
             assert (late is None) != defer
             printed.append(value.detach() + (late / 7 if defer else 0))
-        assert not any(layer() is not None for layer in layers), "something holds the graph that it belongs to"
+        assert not any(layer() is not None for layer in layers), (
+            "something holds the graph that it belongs to"
+        )
         gradients = [p.grad for p in model.parameters()]
-        found[defer] = (gradients, torch.stack(printed), ledger.mean(None), ledger.worst_fit(None))
+        found[defer] = (
+            gradients,
+            torch.stack(printed),
+            ledger.mean(None),
+            ledger.worst_fit(None),
+        )
     if retain:  # the second pass adds its terms again
         found = {defer: gradients for defer, (gradients, *_) in found.items()}
-    torch.testing.assert_close(found[True], found[False], rtol=1.3e-6, atol=1e-5)  # float32's, also for the means
+    # float32's, also for the means
+    torch.testing.assert_close(found[True], found[False], rtol=1.3e-6, atol=1e-5)
     assert sorted(seen) == [i for i in range(4) for _ in range(2 + 2 * (1 + retain))]
 
 
@@ -160,7 +220,10 @@ class OfLayer(AutogradVariant):
 @pytest.mark.parametrize("defer", [False, True])
 def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer):
     losses = {"a": (1.0, DispersionLoss()), "b": (2.0, DispersionLoss("l2_repel"))}
-    segments, labels = torch.arange(9).div(3).int().expand(3, 9), torch.zeros(3, 9, dtype=torch.long)
+    segments, labels = (
+        torch.arange(9).div(3).int().expand(3, 9),
+        torch.zeros(3, 9, dtype=torch.long),
+    )
     loss = objective(loss=losses, defer=defer, within_documents=True)
     with mock.patch.object(masks, "_ranges", wraps=masks._ranges) as ranges:
         loss((*Blocks()(torch.randn(3, 9, 6)), segments), labels).backward()
@@ -168,10 +231,16 @@ def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer
 
 
 def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
-    model, tokens, labels = Blocks(), torch.randn(3, 9, 6), torch.zeros(3, 9, dtype=torch.long)
+    model, tokens, labels = (
+        Blocks(),
+        torch.randn(3, 9, 6),
+        torch.zeros(3, 9, dtype=torch.long),
+    )
     h, activations = model(tokens)
     value = objective(defer=True)((h, (model[0](tokens), *activations)), labels)
-    with pytest.raises(RuntimeError, match="activation 0 gets a gradient from dispersion only"):
+    with pytest.raises(
+        RuntimeError, match="activation 0 gets a gradient from dispersion only"
+    ):
         value.backward()
     value = objective(defer=True)(model(tokens), labels)
     (grad,) = torch.autograd.grad(value, model[3].weight, create_graph=True)

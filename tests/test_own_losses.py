@@ -1,4 +1,6 @@
-"""A loss from a package of its own: the file in docs/losses.md, found, checked, sharded, padded and trained."""
+"""A loss from a package of its own: the file in docs/losses.md, found, checked,
+sharded, padded and trained.
+"""
 
 import json
 import re
@@ -14,10 +16,23 @@ from tests import test_padding as padding
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import trained
-from tests.oracle import ORACLES, cosines, drawing_order, drawn, loss_and_gradient, tokens
+from tests.oracle import (
+    ORACLES,
+    cosines,
+    drawing_order,
+    drawn,
+    loss_and_gradient,
+    tokens,
+)
 from tests.pages import blocks, both_ways, loaded
 from titan_disp.config.checks import build_dispersion_losses
-from titan_disp.dispersion import AutogradVariant, CosineVariant, DispersionLoss, MomentsVariant, dispersion_loss
+from titan_disp.dispersion import (
+    AutogradVariant,
+    CosineVariant,
+    DispersionLoss,
+    MomentsVariant,
+    dispersion_loss,
+)
 from titan_disp.dispersion.vectors import Standardized
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.model_card import model_card
@@ -28,23 +43,33 @@ from titan_disp.run.reader import read_events, read_metrics
 
 (RECIPE,) = blocks((ROOT / "docs" / "losses.md").read_text(), "python")
 CASES = [
-    (f"my_losses:{name}", estimator, ({"options": {"margin": 0.2}} if name == "Band" else {}) | drawn(estimator, 24))
+    (
+        f"my_losses:{name}",
+        estimator,
+        ({"options": {"margin": 0.2}} if name == "Band" else {}) | drawn(estimator, 24),
+    )
     for name in ("Band", "Participation", "Entropy")
     for estimator in ("exact", "sampled")
 ]
 
 
 def eigenvalues(z):
-    """Of Σ z_i z_iᵀ, or of the matrix of inner products, whichever is smaller; each as a part of their sum."""
+    """Of Σ z_i z_iᵀ, or of the matrix of inner products, whichever is smaller; each as
+    a part of their sum.
+    """
     gram = z @ z.transpose(1, 2) if z.shape[1] < z.shape[2] else z.transpose(1, 2) @ z
     found = torch.linalg.eigvalsh(gram)
     return found / found.sum(-1, keepdim=True)
 
 
 OWN = {
-    "my_losses:Band": lambda z, margin=0.5: (cosines(z) - margin).clamp_min(0).square().mean(1),
+    "my_losses:Band": lambda z, margin=0.5: (
+        (cosines(z) - margin).clamp_min(0).square().mean(1)
+    ),
     "my_losses:Participation": lambda z: eigenvalues(z).square().sum(-1),
-    "my_losses:Entropy": lambda z: (eigenvalues(z) * (eigenvalues(z) + 1e-12).log()).sum(-1),
+    "my_losses:Entropy": lambda z: (
+        eigenvalues(z) * (eigenvalues(z) + 1e-12).log()
+    ).sum(-1),
 }
 
 
@@ -68,7 +93,9 @@ def test_the_recipe(folder, monkeypatch, case):
 
 @dataclass(frozen=True)
 class Upper(MomentsVariant):
-    """Reads one of two equal entries of M, and s; of standardized tokens, whose gradient is no sum of such tokens."""
+    """Reads one of two equal entries of M, and s; of standardized tokens, whose
+    gradient is no sum of such tokens.
+    """
 
     def units(self, z):
         return Standardized(z)
@@ -78,8 +105,12 @@ class Upper(MomentsVariant):
 
 
 def upper(z):
-    u = (z - z.mean(-1, keepdim=True)) / (z.std(-1, keepdim=True) * (z.shape[-1] - 1) ** 0.5)
-    return ((u.transpose(1, 2) @ u).triu().square().sum((1, 2)) + u.sum(1).pow(3).sum(1)) / z.shape[1]
+    u = (z - z.mean(-1, keepdim=True)) / (
+        z.std(-1, keepdim=True) * (z.shape[-1] - 1) ** 0.5
+    )
+    return (
+        (u.transpose(1, 2) @ u).triu().square().sum((1, 2)) + u.sum(1).pow(3).sum(1)
+    ) / z.shape[1]
 
 
 def of_pairs(pair):
@@ -87,7 +118,11 @@ def of_pairs(pair):
 
 
 def of_tokens(loss):
-    return type("OfTokens", (AutogradVariant,), {"loss": lambda self, z, valid, context: loss(z)})()
+    return type(
+        "OfTokens",
+        (AutogradVariant,),
+        {"loss": lambda self, z, valid, context: loss(z)},
+    )()
 
 
 KEPT = torch.ones(12, 12, dtype=torch.float64)
@@ -99,17 +134,31 @@ KEPT = torch.ones(12, 12, dtype=torch.float64)
         (Upper(), upper),
         (of_pairs(lambda c: (e := c.exp(), e)), lambda z: cosines(z).exp().mean(1)),
         (of_pairs(lambda c: (c, KEPT)), lambda z: cosines(z).mean(1)),
-        (of_pairs(lambda c: (c, torch.ones((), dtype=c.dtype).expand_as(c))), lambda z: cosines(z).mean(1)),
+        (
+            of_pairs(lambda c: (c, torch.ones((), dtype=c.dtype).expand_as(c))),
+            lambda z: cosines(z).mean(1),
+        ),
         (of_tokens(lambda z: z.sum((1, 2))), lambda z: z.sum((1, 2))),
     ],
-    ids=["half of M", "w and r are one tensor", "r is kept", "r is expanded", "the gradient is expanded"],
+    ids=[
+        "half of M",
+        "w and r are one tensor",
+        "r is kept",
+        "r is expanded",
+        "the gradient is expanded",
+    ],
 )
 def test_what_a_loss_returns_is_differentiated_and_not_overwritten(variant, formula):
     z = 3 * tokens(2, 12, 8).double()
     for valid in (None, torch.arange(12) < torch.tensor([[12], [7]])) * 2:
         found = loss_and_gradient(dispersion_loss, z, variant=variant, valid=valid)
         lengths = (12, 12) if valid is None else (12, 7)
-        expected = loss_and_gradient(lambda z, n=lengths: torch.cat([formula(z[b : b + 1, : n[b]]) for b in (0, 1)]), z)
+        expected = loss_and_gradient(
+            lambda z, n=lengths: torch.cat(
+                [formula(z[b : b + 1, : n[b]]) for b in (0, 1)]
+            ),
+            z,
+        )
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -127,28 +176,45 @@ def test_what_an_autograd_loss_is_given(monkeypatch):
     for options in ({}, {"estimator": "sampled", "max_tokens": 6}):
         monkeypatch.setattr(Recorded, "seen", [])
         DispersionLoss(Recorded(), **options)(zs, step=7, valid=valid).sum().backward()
-        assert [(c.step, c.layer, c.group) for _, _, c in Recorded.seen] == [(7, 0, None), (7, 1, None)]
+        assert [(c.step, c.layer, c.group) for _, _, c in Recorded.seen] == [
+            (7, 0, None),
+            (7, 1, None),
+        ]
         for layer, (z, found, _) in enumerate(Recorded.seen):
-            order, expected = drawing_order(10, 0, 7, layer).tolist(), torch.zeros(2, 10, 4)
+            order, expected = (
+                drawing_order(10, 0, 7, layer).tolist(),
+                torch.zeros(2, 10, 4),
+            )
             assert z.dtype == torch.float32
             for b in (0, 1):
-                chosen = sorted([i for i in order if valid[b, i]][: options.get("max_tokens", 10)])
+                chosen = sorted(
+                    [i for i in order if valid[b, i]][: options.get("max_tokens", 10)]
+                )
                 assert torch.equal(z[b, found[b]], zs[layer][b, chosen].float())
                 assert not z[b, ~found[b]].any()
-                expected[b, chosen] = 2 * (1 + layer) * zs[layer][b, chosen].detach().float()
-            torch.testing.assert_close(zs[layer].grad.float(), expected, rtol=2**-7, atol=0)
+                expected[b, chosen] = (
+                    2 * (1 + layer) * zs[layer][b, chosen].detach().float()
+                )
+            torch.testing.assert_close(
+                zs[layer].grad.float(), expected, rtol=2**-7, atol=0
+            )
             zs[layer].grad = None
 
 
 def test_a_loss_that_is_none_and_an_object_without_the_option():
     for loss, found in (
         (lambda z: z.mean(-1), r"shape \(2, 6\), expected shape \(2,\)"),
-        (lambda z: z.detach().sum((1, 2)), r"shape \(2,\), .* that autograd has computed"),
+        (
+            lambda z: z.detach().sum((1, 2)),
+            r"shape \(2,\), .* that autograd has computed",
+        ),
         (lambda z: 3.0, "OfTokens.loss returned 3.0, expected"),
     ):
         with pytest.raises(ValueError, match=found):
             dispersion_loss(tokens(2, 6, 4), variant=of_tokens(loss))
-    with pytest.raises(ValueError, match=r"tau is 0.3, but variant Upper\(\) does not use it"):
+    with pytest.raises(
+        ValueError, match=r"tau is 0.3, but variant Upper\(\) does not use it"
+    ):
         DispersionLoss(Upper(), tau=0.3)
 
 
@@ -185,20 +251,68 @@ class OtherDefault(NotDecorated):
         (Upper(), {"margin": 0.3}, "is an object, which has its own: leave them"),
         ("simctgg", {}, r"or package.module:Class \(did you mean simctg\?\)"),
         ("various.Options", {}, "write a colon before the class, various:Options"),
-        ("broken:Loss", {}, r"broken cannot be imported \(ZeroDivisionError: division .*PYTHONPATH=FOLDER titan"),
+        (
+            "broken:Loss",
+            {},
+            r"broken cannot be imported \(ZeroDivisionError: division .*PYTHONPATH=FOLDER titan",
+        ),
         ("various:Option", {}, r"various has no Option \(did you mean Options\?\)"),
-        ("various:number", {}, "which is 3, expected a class that extends CosineVariant, MomentsVariant or AutogradV"),
-        ("various:NotDecorated", {}, r"and is decorated with @dataclass\(frozen=True\)"),
-        ("various:Abstract", {}, "'various:Abstract' cannot be built: Can't instantiate abstract class Abstract"),
+        (
+            "various:number",
+            {},
+            "which is 3, expected a class that extends CosineVariant, MomentsVariant or AutogradV",
+        ),
+        (
+            "various:NotDecorated",
+            {},
+            r"and is decorated with @dataclass\(frozen=True\)",
+        ),
+        (
+            "various:Abstract",
+            {},
+            "'various:Abstract' cannot be built: Can't instantiate abstract class Abstract",
+        ),
         ("various:Options", {}, "options.margin is not set"),
-        ("various:Options", {"margin": 1, "count": 2.5}, "options.count is 2.5, expected a whole number"),
-        ("various:Options", {"margin": 1, "count": True}, "options.count is True, expected a whole number"),
-        ("various:Options", {"margin": 1, "signed": 1}, "options.signed is 1, expected true or false"),
-        ("various:Options", {"margin": 1, "label": 1}, "options.label is 1, expected a text"),
-        ("various:Options", {"margin": 1, "count": 6}, "variant 'various:Options': too many"),
-        ("various:Options", {"magin": 1}, r"magin is not known \(did you mean margin\?\); expected margin, count"),
-        ("various:OtherDefault", {}, "has the default tau = 0.05, but that of the key is 1.0: leave"),
-        ("my_losses:Band", {"margin": 2}, "^options.margin is 2.0, expected a number in"),
+        (
+            "various:Options",
+            {"margin": 1, "count": 2.5},
+            "options.count is 2.5, expected a whole number",
+        ),
+        (
+            "various:Options",
+            {"margin": 1, "count": True},
+            "options.count is True, expected a whole number",
+        ),
+        (
+            "various:Options",
+            {"margin": 1, "signed": 1},
+            "options.signed is 1, expected true or false",
+        ),
+        (
+            "various:Options",
+            {"margin": 1, "label": 1},
+            "options.label is 1, expected a text",
+        ),
+        (
+            "various:Options",
+            {"margin": 1, "count": 6},
+            "variant 'various:Options': too many",
+        ),
+        (
+            "various:Options",
+            {"magin": 1},
+            r"magin is not known \(did you mean margin\?\); expected margin, count",
+        ),
+        (
+            "various:OtherDefault",
+            {},
+            "has the default tau = 0.05, but that of the key is 1.0: leave",
+        ),
+        (
+            "my_losses:Band",
+            {"margin": 2},
+            "^options.margin is 2.0, expected a number in",
+        ),
     ],
 )
 def test_refused(folder, variant, options, message):
@@ -207,7 +321,9 @@ def test_refused(folder, variant, options, message):
 
 
 def test_options_of_every_type(folder):
-    """A whole number is a number; a key's value arrives; what is not checked is handed on."""
+    """A whole number is a number; a key's value arrives; what is not checked is handed
+    on.
+    """
     options = {"margin": 2, "signed": True, "label": "b", "shape": [3]}
     found = DispersionLoss("various:Options", tau=0.3, options=options)._variant
     assert vars(found) == options | {"count": 3, "tau": 0.3}
@@ -215,25 +331,45 @@ def test_options_of_every_type(folder):
 
 
 def test_a_package_offers_a_loss_by_a_name(folder):
-    """As pip leaves it beside the package. Our own names are not replaced, and two packages' same name is refused."""
+    """As pip leaves it beside the package.
+
+    Our own names are not replaced, and two packages' same name is refused.
+    """
 
     def install(package, *lines):
         metadata = folder / f"{package}-1.0.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text("\n".join(["[titan_disp.losses]", *lines]) + "\n")
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        )
+        (metadata / "entry_points.txt").write_text(
+            "\n".join(["[titan_disp.losses]", *lines]) + "\n"
+        )
 
-    install("one", "band = my_losses:Band", "angular = my_losses:Band", "gone = nowhere:Loss")
+    install(
+        "one",
+        "band = my_losses:Band",
+        "angular = my_losses:Band",
+        "gone = nowhere:Loss",
+    )
     z = tokens(2, 12, 8).double()
     found = dispersion_loss(z, variant="band", options={"margin": 0.2})
     torch.testing.assert_close(found, OWN["my_losses:Band"](z, 0.2))
     assert torch.equal(dispersion_loss(z, variant="angular"), dispersion_loss(z))
-    with pytest.raises(ValueError, match="variant is 'gone', but nowhere cannot be imported"):
+    with pytest.raises(
+        ValueError, match="variant is 'gone', but nowhere cannot be imported"
+    ):
         DispersionLoss("gone")
-    with pytest.raises(ValueError, match=r"variant is 'bund', .*, vicreg, angular, band, gone.*band\?\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"variant is 'bund', .*, vicreg, angular, band, gone.*band\?\)",
+    ):
         DispersionLoss("bund")
     install("two", "band = my_losses:Participation")
-    with pytest.raises(ValueError, match="several packages offer: write one of my_losses:Band, my_losses:Part"):
+    with pytest.raises(
+        ValueError,
+        match="several packages offer: write one of my_losses:Band, my_losses:Part",
+    ):
         DispersionLoss("band")
 
 
@@ -259,20 +395,52 @@ dispersion.losses = [
 
 
 def check_on_ranks_and_train(folder, sample):
-    """Then on FSDP2 × TP. The second start has another margin, which is logged as another variant is."""
+    """Then on FSDP2 × TP.
+
+    The second start has another margin, which is logged as another variant is.
+    """
     sys.path.insert(0, str(folder))
     ORACLES.update(OWN)
     across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
     for case in CASES:
         padding.check(6, case, dist.group.WORLD, dist.get_rank(), 4)
-        padding.check(70, case, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
+        padding.check(
+            70,
+            case,
+            across["sequence"].get_group(),
+            across.get_local_rank("sequence"),
+            2,
+        )
     words = (
-        *("--job.config_file", str(folder / "own.toml"), "--parallelism.tensor_parallel_degree", "2"),
-        *("--training.steps", "4", "--metrics.log_freq", "1", "--condensation.interval", "0", "--stream.prefetch", "0"),
-        *("--checkpoint.enable", "--checkpoint.interval", "2", "--dispersion.coeff", "0.5"),
+        *(
+            "--job.config_file",
+            str(folder / "own.toml"),
+            "--parallelism.tensor_parallel_degree",
+            "2",
+        ),
+        *(
+            "--training.steps",
+            "4",
+            "--metrics.log_freq",
+            "1",
+            "--condensation.interval",
+            "0",
+            "--stream.prefetch",
+            "0",
+        ),
+        *(
+            "--checkpoint.enable",
+            "--checkpoint.interval",
+            "2",
+            "--dispersion.coeff",
+            "0.5",
+        ),
         *("--checkpoint.allow_other_loss", "--model.overrides", "n_layers=2"),
     )
-    for more in (("--budget.stop_at_tokens", "512"), ("--dispersion.options", "margin=-0.5")):
+    for more in (
+        ("--budget.stop_at_tokens", "512"),
+        ("--dispersion.options", "margin=-0.5"),
+    ):
         trained(sample, folder / "run", *words, *more)
 
 
@@ -284,48 +452,90 @@ def test_ranks_and_a_run(folder, sample):
     rows = read_metrics(run)
     assert list(rows) == [1, 2, 3, 4]
     for row in rows.values():
-        parts = row["dispersion_Band"] + 0.25 * row["dispersion_cosine"] + row["dispersion_Band_2"]
+        parts = (
+            row["dispersion_Band"]
+            + 0.25 * row["dispersion_cosine"]
+            + row["dispersion_Band_2"]
+        )
         assert row["dispersion"] == pytest.approx(parts, abs=1e-6)
-    # A mean of squares of what is above the margin: at most 0.8² and then 1.5², and larger for the lower margin.
+    # A mean of squares of what is above the margin: at most 0.8² and then 1.5², and
+    # larger for the lower margin.
     assert all(0 < rows[step]["dispersion_Band"] < 0.64 for step in (1, 2))
     assert all(0.1 < rows[step]["dispersion_Band"] < 2.25 for step in (3, 4))
     assert all(rows[step]["dispersion_Band_2"] < 0.01 for step in rows)
     (resume,) = [event for event in read_events(run) if event["event"] == "resume"]
     assert resume["config_changes"]["dispersion.options.margin"] == [0.2, -0.5]
     (told,) = overview(gather([run]), 0.0)["dispersion"]
-    assert "my_losses:Band, estimator exact, margin=-0.5, and variant=cosine,weight=0.25,estimator=sampled" in told
+    assert (
+        "my_losses:Band, estimator exact, margin=-0.5, and variant=cosine,weight=0.25,estimator=sampled"
+        in told
+    )
     card = model_card(find_saved(run), "small", 1, "float32", {})
     assert "variant = my_losses:Band, " in card
-    assert "margin = -0.5, and variant=cosine,weight=0.25,estimator=sampled,max_tokens=16" in card
+    assert (
+        "margin = -0.5, and variant=cosine,weight=0.25,estimator=sampled,max_tokens=16"
+        in card
+    )
 
 
-LOSSES = [{"variant": "vicreg", "weight": 0.1, "options": {"gamma": 2}}, {"variant": "angular", "tau": 0.5}]
+LOSSES = [
+    {"variant": "vicreg", "weight": 0.1, "options": {"gamma": 2}},
+    {"variant": "angular", "tau": 0.5},
+]
 
 
 @pytest.mark.parametrize("words", [(), ("--dispersion.losses", json.dumps(LOSSES))])
 def test_several_losses(tmp_path, words):
-    (tmp_path / "c.toml").write_text("" if words else "dispersion.losses = " + re.sub(r'": ', '"=', json.dumps(LOSSES)))
+    (tmp_path / "c.toml").write_text(
+        ""
+        if words
+        else "dispersion.losses = " + re.sub(r'": ', '"=', json.dumps(LOSSES))
+    )
     for config in both_ways(tmp_path / "c.toml", *words, "--debug.seed", "7"):
         found = build_dispersion_losses(config)
-        assert [(n, weight) for n, (weight, _) in found.items()] == [("angular", 1), ("vicreg", 0.1), ("angular_2", 1)]
+        assert [(n, weight) for n, (weight, _) in found.items()] == [
+            ("angular", 1),
+            ("vicreg", 0.1),
+            ("angular_2", 1),
+        ]
         assert found["vicreg"][1]._variant.gamma == 2.0
         assert (found["angular_2"][1].tau, found["angular_2"][1].seed) == (0.5, 7)
 
 
 def of_words(losses):
-    return build_dispersion_losses(loaded("train_configs/debug.toml", "--dispersion.losses", losses))
+    return build_dispersion_losses(
+        loaded("train_configs/debug.toml", "--dispersion.losses", losses)
+    )
 
 
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        ('[{"weight": 1}]', r"losses\[0\] is \{'weight': 1\}, expected a table with a variant, as variant = "),
+        (
+            '[{"weight": 1}]',
+            r"losses\[0\] is \{'weight': 1\}, expected a table with a variant, as variant = ",
+        ),
         ('["cosine"]', r"losses is \['cosine'\], expected "),
-        ('{"variant": "cosine", "weight": 0}', r"losses\[0\]\.weight is 0, expected a number > 0"),
-        ('{"variant": "cosine", "wieght": 1}', r"losses\[0\]\.wieght is not known \(did you mean weight\?\)"),
-        ('{"variant": "angular", "tau": "1"}', r"losses\[0\]\.tau is '1', expected a number"),
-        ('[{"variant": "cosine"}, {"variant": "simctg", "tau": 2}]', r"losses\[1\]\.tau is 2\.0, but variant 'simctg'"),
-        ('{"variant": "simctg", "options": "margin=0.7"}', r"losses\[0\]\.options is 'margin=0.7', expected a table"),
+        (
+            '{"variant": "cosine", "weight": 0}',
+            r"losses\[0\]\.weight is 0, expected a number > 0",
+        ),
+        (
+            '{"variant": "cosine", "wieght": 1}',
+            r"losses\[0\]\.wieght is not known \(did you mean weight\?\)",
+        ),
+        (
+            '{"variant": "angular", "tau": "1"}',
+            r"losses\[0\]\.tau is '1', expected a number",
+        ),
+        (
+            '[{"variant": "cosine"}, {"variant": "simctg", "tau": 2}]',
+            r"losses\[1\]\.tau is 2\.0, but variant 'simctg'",
+        ),
+        (
+            '{"variant": "simctg", "options": "margin=0.7"}',
+            r"losses\[0\]\.options is 'margin=0.7', expected a table",
+        ),
     ],
 )
 def test_several_losses_that_are_wrong(losses, message):
@@ -334,7 +544,9 @@ def test_several_losses_that_are_wrong(losses, message):
 
 
 def test_names_that_collide(folder):
-    """A class that is named as another one's second loss, and the name of another number."""
+    """A class that is named as another one's second loss, and the name of another
+    number.
+    """
     variants = ("odd_losses:cosine_2", "cosine", "cosine", "odd_losses:fit_error")
     (folder / "odd_losses.py").write_text(
         "from titan_disp.dispersion.variants.cosine import Cosine\nfrom dataclasses import dataclass\n"

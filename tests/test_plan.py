@@ -1,4 +1,6 @@
-"""These tests compare the plan's numbers with hand computations and with the real model, optimizer and autograd."""
+"""These tests compare the plan's numbers with hand computations and with the real
+model, optimizer and autograd.
+"""
 
 import json
 import re
@@ -23,7 +25,10 @@ from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 
 PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
 TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
-SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
+SHARDS, REPLICAS = (
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.data_parallel_replicate_degree",
+)
 RESHARD, MODE = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode"
 MOST = 250  # nodes
 
@@ -37,7 +42,10 @@ def paper(replicas=80, changes=()):
 
 
 def demo(sample, changes=()):
-    inputs = {"model.hf_assets_path": f"{sample}/tokenizer", "training.dataset_path": str(sample)}
+    inputs = {
+        "model.hf_assets_path": f"{sample}/tokenizer",
+        "training.dataset_path": str(sample),
+    }
     return changed(loaded(DEMO), inputs | dict(changes))
 
 
@@ -55,48 +63,108 @@ def test_the_papers_run():
     plan = make_plan(config(), Machine(80, 8))
     batch, memory, shard = plan.batch, plan.memory, 596_049_920 // 8 * 4
     assert plan.model.parameters == 596_049_920
-    assert (plan.mesh.replicate, plan.mesh.shard, plan.mesh.context, plan.mesh.tensor) == (80, 8, 1, 1)
-    assert (batch.global_batch_size, batch.accumulation_steps, batch.tokens_per_step) == (1920, 3, 1920 * 2048)
+    assert (
+        plan.mesh.replicate,
+        plan.mesh.shard,
+        plan.mesh.context,
+        plan.mesh.tensor,
+    ) == (80, 8, 1, 1)
+    assert (
+        batch.global_batch_size,
+        batch.accumulation_steps,
+        batch.tokens_per_step,
+    ) == (1920, 3, 1920 * 2048)
     assert 156e9 <= batch.total_tokens < 156e9 + batch.tokens_per_step
-    assert (batch.steps, plan.checkpoints.saved, plan.checkpoints.kept) == (39_673, 40, 5)
+    assert (batch.steps, plan.checkpoints.saved, plan.checkpoints.kept) == (
+        39_673,
+        40,
+        5,
+    )
     assert plan.checkpoints.disk == 6 * plan.checkpoints.size
-    assert (memory.weights, memory.gradients, memory.optimizer) == (shard, shard, 2 * shard)
-    assert memory.total == 4 * shard + memory.unsharded + memory.activations + memory.dispersion + memory.logits
-    assert (memory.dispersion, memory.logits) == (28 * 2048 * 1024 * 2, 2048 * 151_936 * 4)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (
+        shard,
+        shard,
+        2 * shard,
+    )
+    assert (
+        memory.total
+        == 4 * shard
+        + memory.unsharded
+        + memory.activations
+        + memory.dispersion
+        + memory.logits
+    )
+    assert (memory.dispersion, memory.logits) == (
+        28 * 2048 * 1024 * 2,
+        2048 * 151_936 * 4,
+    )
 
 
 def test_flops_and_days_by_hand():
     plan = make_plan(config(), Machine(80, 8, "MI250X-GCD", mfu=0.5))
-    # Forward and backward: 6 per weight that multiplies (the tied embedding does, as output), and attention's two products.
-    model, dispersed = (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048, 1920 * 28 * 3 * 2048**2 * 1024
+    # Forward and backward: 6 per weight that multiplies (the tied embedding does, as
+    # output), and attention's two products.
+    model, dispersed = (
+        (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048,
+        1920 * 28 * 3 * 2048**2 * 1024,
+    )
     assert (plan.model.flops, plan.model.dispersion_flops) == (model, dispersed)
     peak, fp32 = 640 * 191.5e12 * 0.5, 640 * 47.85e12 * 0.5
-    seconds = [(model + 2 * dispersed) / peak, model / peak, model / peak + 2 * dispersed / fp32]
-    found = [plan.time.days, plan.time.days_without_dispersion, plan.time.days_fp32_dispersion]
-    assert found == pytest.approx([39_673 * (one + plan.time.exposed_seconds) / 86400 for one in seconds])
+    seconds = [
+        (model + 2 * dispersed) / peak,
+        model / peak,
+        model / peak + 2 * dispersed / fp32,
+    ]
+    found = [
+        plan.time.days,
+        plan.time.days_without_dispersion,
+        plan.time.days_fp32_dispersion,
+    ]
+    assert found == pytest.approx(
+        [39_673 * (one + plan.time.exposed_seconds) / 86400 for one in seconds]
+    )
 
 
-# The 0.6B model's parameters: the embedding and the final norm, and 28 blocks of attention (16 and 8 heads of 128, two
-# norms of heads), feed-forward (3072) and two norms. FSDP gathers bf16 and reduces fp32.
+# The 0.6B model's parameters: the embedding and the final norm, and 28 blocks of
+# attention (16 and 8 heads of 128, two norms of heads), feed-forward (3072) and two
+# norms. FSDP gathers bf16 and reduces fp32.
 ROOT_GROUP = 151_936 * 1024 + 1024
-BLOCKS = 28 * (2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1024 + 2 * 1024)
+BLOCKS = 28 * (
+    2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1024 + 2 * 1024
+)
 
 
 def test_bytes_and_seconds_of_hsdp_by_hand():
-    """An all-gather over n ranks sends (n−1)/n of the bytes. A step has 3 microbatches."""
+    """An all-gather over n ranks sends (n−1)/n of the bytes.
+
+    A step has 3 microbatches.
+    """
     plan = make_plan(config(), Machine(80, 8))
     time = plan.time
     assert ROOT_GROUP + BLOCKS == 596_049_920
-    gathered_once, gathered_twice, reduced = 2 * ROOT_GROUP, 2 * 2 * BLOCKS, 4 * (ROOT_GROUP + BLOCKS)
-    assert time.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
-    # Each step sums a shard's gradients over 80 replicas once, whatever the number of microbatches.
+    gathered_once, gathered_twice, reduced = (
+        2 * ROOT_GROUP,
+        2 * 2 * BLOCKS,
+        4 * (ROOT_GROUP + BLOCKS),
+    )
+    assert time.within_bytes == pytest.approx(
+        3 * 7 / 8 * (gathered_once + gathered_twice + reduced)
+    )
+    # Each step sums a shard's gradients over 80 replicas once, whatever the number of
+    # microbatches.
     assert time.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
     seconds = (time.within_bytes / 450e9, time.between_bytes / 50e9)
     assert (time.within_seconds, time.between_seconds) == pytest.approx(seconds)
-    # A microbatch begins with the embedding's all-gather and ends with its reduce-scatter. Its all-reduce ends the step.
-    ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 50e9
+    # A microbatch begins with the embedding's all-gather and ends with its
+    # reduce-scatter. Its all-reduce ends the step.
+    ends = (
+        3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9
+        + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 50e9
+    )
     assert time.exposed_seconds == pytest.approx(ends)
-    assert (time.computing_seconds, time.step_seconds) == pytest.approx((0.0829, 0.0829 + ends), abs=5e-5)
+    assert (time.computing_seconds, time.step_seconds) == pytest.approx(
+        (0.0829, 0.0829 + ends), abs=5e-5
+    )
     assert time.tokens_per_second_per_gpu == pytest.approx(3 * 2048 / time.step_seconds)
     assert plan.checkpoints.interval_seconds == pytest.approx(1000 * time.step_seconds)
     assert plan.checkpoints.seconds == pytest.approx(plan.checkpoints.size / 2e9)
@@ -104,122 +172,242 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
 
 
 def test_bytes_of_an_untied_model_by_hand():
-    """The embedding is its own FSDP group, gathered again for backward like the blocks. Output and norm stay gathered."""
-    hows, matrix, norm, sent = ("default", "never", "always"), 151_936 * 4096, 4096, 120 * 7 / 8
-    plans = {how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8)) for how in hows}
+    """The embedding is its own FSDP group, gathered again for backward like the blocks.
+
+    Output and norm stay gathered.
+    """
+    hows, matrix, norm, sent = (
+        ("default", "never", "always"),
+        151_936 * 4096,
+        4096,
+        120 * 7 / 8,
+    )
+    plans = {
+        how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8))
+        for how in hows
+    }
     parameters = plans["default"].model.parameters
-    again = {"default": parameters - matrix - norm, "never": 0, "always": parameters}  # gathered for backward
+    # gathered for backward
+    again = {"default": parameters - matrix - norm, "never": 0, "always": parameters}
     for how, plan in plans.items():
-        assert plan.time.within_bytes == pytest.approx(sent * ((2 + 4) * parameters + 2 * again[how]))
-    assert plans["default"].time.between_bytes == pytest.approx(2 * 1 / 2 * 4 * parameters / 8, rel=1e-9)
+        assert plan.time.within_bytes == pytest.approx(
+            sent * ((2 + 4) * parameters + 2 * again[how])
+        )
+    assert plans["default"].time.between_bytes == pytest.approx(
+        2 * 1 / 2 * 4 * parameters / 8, rel=1e-9
+    )
     assert plans["never"].memory.unsharded == 2 * 2 * parameters
-    # A microbatch begins with the embedding's first gather and ends with its reduce-scatter. Its all-reduce ends the step.
+    # A microbatch begins with the embedding's first gather and ends with its
+    # reduce-scatter. Its all-reduce ends the step.
     ends = sent * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
     assert plans["default"].time.exposed_seconds == pytest.approx(ends)
     # Backward begins by gathering the output.
-    assert plans["always"].time.exposed_seconds == pytest.approx(ends + sent * 2 * (matrix + norm) / 450e9)
+    assert plans["always"].time.exposed_seconds == pytest.approx(
+        ends + sent * 2 * (matrix + norm) / 450e9
+    )
 
 
 # Billions of parameters without embedding and output, from Qwen's model cards.
-NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B": 6.95, "14B": 13.2, "32B": 31.2}
+NON_EMBEDDING = {
+    "0.6B": 0.44,
+    "0.6B_untied": 0.44,
+    "1.7B": 1.4,
+    "4B": 3.6,
+    "8B": 6.95,
+    "14B": 13.2,
+    "32B": 31.2,
+}
 
 
 @pytest.mark.parametrize("flavor", NON_EMBEDDING)
 def test_every_size(flavor):
-    """A checkpoint has every weight and Adam's two moments. A tied matrix has two names."""
-    plan, args = make_plan(config({"model.flavor": flavor}), Machine(2, 8)), flavors[flavor]
-    own, parameters, tied = plan.model.parameters_non_embedding, plan.model.parameters, args.enable_weight_tying
+    """A checkpoint has every weight and Adam's two moments.
+
+    A tied matrix has two names.
+    """
+    plan, args = (
+        make_plan(config({"model.flavor": flavor}), Machine(2, 8)),
+        flavors[flavor],
+    )
+    own, parameters, tied = (
+        plan.model.parameters_non_embedding,
+        plan.model.parameters,
+        args.enable_weight_tying,
+    )
     assert own / 1e9 == pytest.approx(NON_EMBEDDING[flavor], rel=0.015)
     vocabulary = 151_936 * args.dim
     assert parameters == own + (1 if tied else 2) * vocabulary
     assert plan.checkpoints.size == 4 * (3 * parameters + (vocabulary if tied else 0))
-    # Two blocks and the output are gathered at the same time, and also the embedding if it is tied to the output.
-    assert plan.memory.unsharded == 2 * 2 * (vocabulary + args.dim + 2 * (own - args.dim) // args.n_layers)
+    # Two blocks and the output are gathered at the same time, and also the embedding if
+    # it is tied to the output.
+    assert plan.memory.unsharded == 2 * 2 * (
+        vocabulary + args.dim + 2 * (own - args.dim) // args.n_layers
+    )
 
 
 def test_bytes_of_shards_that_span_nodes():
-    """A ring over 4 nodes of 8 leaves each node once, for all of its 8 GPUs. The blocks stay gathered here."""
+    """A ring over 4 nodes of 8 leaves each node once, for all of its 8 GPUs.
+
+    The blocks stay gathered here.
+    """
     plan = make_plan(paper(1, {RESHARD: "never"}), Machine(4, 8))
     sent = 60 * 31 / 32 * (ROOT_GROUP + BLOCKS) * (2 + 4)
-    assert (plan.time.within_bytes, plan.time.between_bytes) == pytest.approx((sent, sent / 8))
+    assert (plan.time.within_bytes, plan.time.between_bytes) == pytest.approx(
+        (sent, sent / 8)
+    )
 
 
-FOUR_MICROBATCHES = {"training.global_batch_size": 8, "training.local_batch_size": 2, "training.seq_len": 32}
+FOUR_MICROBATCHES = {
+    "training.global_batch_size": 8,
+    "training.local_batch_size": 2,
+    "training.seq_len": 32,
+}
 
 
 def test_bytes_of_tensor_parallel(sample):
-    """Each block's forward has 4 collectives of [2, 32, 64], embedding and output have 2, and backward has as many."""
-    time = make_plan(demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2)).time
+    """Each block's forward has 4 collectives of [2, 32, 64], embedding and output have
+    2, and backward has as many.
+    """
+    time = make_plan(
+        demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2)
+    ).time
     activation = 2 * 32 * 64 * 4
     tensor = 4 * (2 * (4 * 6 + 2)) * activation / 2
     dispersion = 4 * 6 * activation / 2  # gathers the outputs of 6 blocks
-    assert (time.within_bytes, time.between_bytes) == (pytest.approx(tensor + dispersion), 0)
+    assert (time.within_bytes, time.between_bytes) == (
+        pytest.approx(tensor + dispersion),
+        0,
+    )
     assert time.exposed_seconds >= tensor / 450e9
 
 
 @pytest.mark.parametrize(("mode", "gathers"), [("none", 2), ("full", 3)])
 def test_bytes_of_context_parallel(sample, mode, gathers):
-    """torch gathers keys and values, [2, 32, 2 heads of 16], in forward, its recomputation and backward; then gradients."""
-    plan = make_plan(demo(sample, {CP: 2, MODE: mode} | FOUR_MICROBATCHES), Machine(1, 2))
+    """torch gathers keys and values, [2, 32, 2 heads of 16], in forward, its
+    recomputation and backward; then gradients.
+    """
+    plan = make_plan(
+        demo(sample, {CP: 2, MODE: mode} | FOUR_MICROBATCHES), Machine(1, 2)
+    )
     root, blocks = 2048 * 64 + 64, 427_008 - (2048 * 64 + 64)
     fsdp = root * (4 + 4) + blocks * (2 * 4 + 4)
     keys_and_values = 2 * (2 * 32 * 2 * 16) * 4
     ring = 6 * (gathers * keys_and_values / 2 + 2 * keys_and_values / 2)
     dispersion = 6 * (2 * 32 * 64) * 4
-    assert plan.time.within_bytes == pytest.approx(4 * (fsdp / 2 + ring + dispersion / 2))
+    assert plan.time.within_bytes == pytest.approx(
+        4 * (fsdp / 2 + ring + dispersion / 2)
+    )
 
 
 def test_one_gpu_sends_nothing():
     one = config({"checkpoint.enable": False, "training.local_batch_size": 2})
     plan = make_plan(one, Machine(1, 1, mfu=1.0, node_bandwidth=0.5))
-    assert (plan.time.within_bytes, plan.time.between_bytes, plan.time.exposed_seconds) == (0, 0, 0)
+    assert (
+        plan.time.within_bytes,
+        plan.time.between_bytes,
+        plan.time.exposed_seconds,
+    ) == (0, 0, 0)
     assert (plan.checkpoints.saved, plan.checkpoints.interval_seconds) == (0, 0.0)
-    assert (plan.config, plan.batch.local_batch_size, plan.batch.accumulation_steps) == (str(PAPER), 2, 960)
+    assert (
+        plan.config,
+        plan.batch.local_batch_size,
+        plan.batch.accumulation_steps,
+    ) == (str(PAPER), 2, 960)
     assert plan.time.step_seconds == plan.time.computing_seconds
 
 
 def test_warnings_of_communication_and_checkpoints():
-    plan = make_plan(config(), Machine(80, 8, network_bandwidth=5.0, storage_bandwidth=0.5))
-    # The last microbatch's backward no longer hides the whole all-reduce of the blocks' gradients.
-    ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 5e9
+    plan = make_plan(
+        config(), Machine(80, 8, network_bandwidth=5.0, storage_bandwidth=0.5)
+    )
+    # The last microbatch's backward no longer hides the whole all-reduce of the blocks'
+    # gradients.
+    ends = (
+        3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9
+        + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 5e9
+    )
     hidden = plan.time.computing_seconds * 2 / 3 / 3
-    assert plan.time.exposed_seconds == pytest.approx(ends + 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9 - hidden)
-    communication = next(w for w in plan.warnings if "communication that computing cannot hide" in w)
-    assert f"{plan.time.exposed_seconds / plan.time.step_seconds:.0%} of a step" in communication
+    assert plan.time.exposed_seconds == pytest.approx(
+        ends + 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9 - hidden
+    )
+    communication = next(
+        w for w in plan.warnings if "communication that computing cannot hide" in w
+    )
+    assert (
+        f"{plan.time.exposed_seconds / plan.time.step_seconds:.0%} of a step"
+        in communication
+    )
     for enabled in (True, False):
-        often = make_plan(config({"checkpoint.interval": 400, "checkpoint.enable": enabled}), Machine(80, 8))
-        assert any("is saved every 36.6 s and takes about 3.9 s to write" in w for w in often.warnings) == enabled
+        often = make_plan(
+            config({"checkpoint.interval": 400, "checkpoint.enable": enabled}),
+            Machine(80, 8),
+        )
+        assert (
+            any(
+                "is saved every 36.6 s and takes about 3.9 s to write" in w
+                for w in often.warnings
+            )
+            == enabled
+        )
 
 
 def test_dispersion_flops(sample):
     for changes, factor in (
         ({"dispersion.layers": [1, 5]}, 3 * 2),
         ({"dispersion.layers": "last", TP: 2}, 4),
-        # From here, 6 blocks. 16 of 32 tokens are a quarter of the pairs; with TP, both ranks take them all.
+        # From here, 6 blocks. 16 of 32 tokens are a quarter of the pairs; with TP, both
+        # ranks take them all.
         ({"dispersion.estimator": "sampled", "dispersion.max_tokens": 16}, 6 * 3 / 4),
-        ({"dispersion.estimator": "sampled", "dispersion.max_tokens": 16, TP: 2}, 6 * 3 / 4 * 2),
+        (
+            {"dispersion.estimator": "sampled", "dispersion.max_tokens": 16, TP: 2},
+            6 * 3 / 4 * 2,
+        ),
         ({"dispersion.estimator": "moments"}, 6 * 4 * 2),  # 4 N F², where F is 2 N
         ({"dispersion.variant": "decorrelation"}, 6 * 3),  # of pairs, as F > N
         ({"dispersion.variant": "vicreg"}, 6 * 4 * 2),
         ({"dispersion.variant": "koleo"}, 6 * 3),
         ({"dispersion.variant": "koleo", TP: 2}, 6 * 3 * 2),
-        ({"dispersion.losses": [{"variant": "cosine"}, {"variant": "angular", "estimator": "moments"}]}, 6 * 14),
+        (
+            {
+                "dispersion.losses": [
+                    {"variant": "cosine"},
+                    {"variant": "angular", "estimator": "moments"},
+                ]
+            },
+            6 * 14,
+        ),
         ({"dispersion.enabled": False}, 0),
         # F is N / 2: by moments in a whole sequence, by pairs in documents.
         ({"training.seq_len": 128, "dispersion.variant": "cosine"}, 6 * 4 / 2),
-        ({"training.seq_len": 128, "dispersion.variant": "cosine", "dispersion.within_documents": True}, 6 * 3),
+        (
+            {
+                "training.seq_len": 128,
+                "dispersion.variant": "cosine",
+                "dispersion.within_documents": True,
+            },
+            6 * 3,
+        ),
     ):
-        plan = make_plan(demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2))
-        assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * plan.batch.seq_len**2 * 64
+        plan = make_plan(
+            demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2)
+        )
+        assert (
+            plan.model.dispersion_flops
+            == plan.batch.global_batch_size * factor * plan.batch.seq_len**2 * 64
+        )
         assert (plan.memory.dispersion > 0) == (factor > 0)
 
 
 def test_dispersion_traffic(sample):
-    """With TP 2, per layer and sequence: half of the tokens gathered, or F² + F numbers or the sampled tokens reduced."""
+    """With TP 2, per layer and sequence: half of the tokens gathered, or F² + F numbers
+    or the sampled tokens reduced.
+    """
 
     def sent(**changes):
         changes = {f"dispersion.{key}": value for key, value in changes.items()}
-        return make_plan(demo(sample, {"training.seq_len": 512, TP: 2} | changes), Machine(1, 2)).time.within_bytes
+        return make_plan(
+            demo(sample, {"training.seq_len": 512, TP: 2} | changes), Machine(1, 2)
+        ).time.within_bytes
 
     off, sequences, n, f = sent(enabled=False), 16, 512, 64
     for changes, elements in (
@@ -240,12 +428,25 @@ def test_checkpoint_and_memory_of_the_real_model_and_optimizer(sample):
     optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 1e-3})
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     optimizers.step()
-    plan, moments = make_plan(demo(sample), Machine(1, 1)), optimizers.optimizers[0].state.values()
-    sizes = [sum(w.nbytes for w in model.parameters()), sum(w.grad.nbytes for w in model.parameters())]
-    sizes.append(sum(state[name].nbytes for state in moments for name in ("exp_avg", "exp_avg_sq")))
+    plan, moments = (
+        make_plan(demo(sample), Machine(1, 1)),
+        optimizers.optimizers[0].state.values(),
+    )
+    sizes = [
+        sum(w.nbytes for w in model.parameters()),
+        sum(w.grad.nbytes for w in model.parameters()),
+    ]
+    sizes.append(
+        sum(
+            state[name].nbytes
+            for state in moments
+            for name in ("exp_avg", "exp_avg_sq")
+        )
+    )
     assert [plan.memory.weights, plan.memory.gradients, plan.memory.optimizer] == sizes
     states = {**get_model_state_dict(model), **optimizers.state_dict()}
-    tensors = [v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim]  # counters of steps are scalars
+    # Counters of steps are scalars
+    tensors = [v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim]
     assert plan.checkpoints.size == sum(v.nbytes for v in tensors)
 
 
@@ -259,7 +460,11 @@ def test_checkpoint_counts():
         ({"enable": False}, (0, 0, 0)),
     ):
         changes = {"enable": True, "interval": 30, "keep_latest_k": 9} | changes
-        job = changed(loaded(DEMO), {"training.steps": 100} | {f"checkpoint.{key}": changes[key] for key in changes})
+        job = changed(
+            loaded(DEMO),
+            {"training.steps": 100}
+            | {f"checkpoint.{key}": changes[key] for key in changes},
+        )
         assert cost.checkpoint_counts(job) == expected
 
 
@@ -269,7 +474,10 @@ def test_checkpoint_counts():
         ({"nodes": 0}, "at least 1"),
         ({"mfu": 0.0}, "mfu is 0.0"),
         ({"mfu": 1.5}, "mfu is 1.5, expected a number in"),
-        *(({f"{what}_bandwidth": 0.0}, f"{what} bandwidth is 0 GB/s") for what in ("node", "network", "storage")),
+        *(
+            ({f"{what}_bandwidth": 0.0}, f"{what} bandwidth is 0 GB/s")
+            for what in ("node", "network", "storage")
+        ),
     ],
 )
 def test_refused(machine, message):
@@ -278,63 +486,100 @@ def test_refused(machine, message):
 
 
 def test_missing_inputs_are_warned_about_one_by_one(sample):
-    complete = demo(sample, {"checkpoint.enable": False})  # so small a model's steps take microseconds on a GPU
+    # So small a model's steps take microseconds on a GPU
+    complete = demo(sample, {"checkpoint.enable": False})
     assert make_plan(complete, Machine(1, 1), strict=True).warnings == []
-    complete.model.hf_assets_path, complete.training.dataset_path = "/nowhere/tokenizer", "/nowhere/data"
+    complete.model.hf_assets_path, complete.training.dataset_path = (
+        "/nowhere/tokenizer",
+        "/nowhere/data",
+    )
     hub = {"training.dataset_path": None}  # which is not asked
-    names = {"validation.enable": True, "validation.steps": 1, "validation.dataset_path": "/nowhere/validation"}
+    names = {
+        "validation.enable": True,
+        "validation.steps": 1,
+        "validation.dataset_path": "/nowhere/validation",
+    }
     for changes, more in (
         ({}, ["training.dataset_path is '/nowhere/data'"]),
         (hub, []),
         (hub | names, ["validation.dataset_path is '/nowhere/validation'"]),
     ):
-        found = [said.split(",")[0] for said in make_plan(changed(complete, changes), Machine(1, 1)).warnings]
+        found = [
+            said.split(",")[0]
+            for said in make_plan(changed(complete, changes), Machine(1, 1)).warnings
+        ]
         assert found == ["model.hf_assets_path is '/nowhere/tokenizer'", *more]
 
 
 def test_sources_and_their_parts_of_the_tokens(sample):
     mixed = demo(sample, {"checkpoint.enable": False, "training.dataset_path": None})
-    mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
+    mixed.stream.sources = [
+        Source(0.9, f"{sample}/en", "c4", "web"),
+        Source(0.1, "/nowhere/code"),
+    ]
     plan = make_plan(mixed, Machine(1, 1))
-    assert [(one.name, one.slots, one.tokens) for one in plan.sources] == [("web", 14, 0.875), ("code", 2, 0.125)]
+    assert [(one.name, one.slots, one.tokens) for one in plan.sources] == [
+        ("web", 14, 0.875),
+        ("code", 2, 0.125),
+    ]
     missing, coarse = plan.warnings  # of a share more than 10 % off
     assert missing.startswith("stream.sources.code.path is '/nowhere/code'")
     assert "code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots" in coarse
-    assert "web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
+    assert "web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(
+        plan
+    )
 
 
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
-    """An epoch of C4 takes at most 1024 files + 640 ranks = 1,664 reads, with one request each."""
+    """An epoch of C4 takes at most 1024 files + 640 ranks = 1,664 reads, with one
+    request each.
+    """
     job = paper()
     (warning,) = hub_warnings(job, 640, 80)
     assert warning in make_plan(job, Machine(80, 8)).warnings
     assert "by 640 ranks on 80 nodes. Every epoch takes 1,664 requests" in warning
     assert "titan-disp data fetch DIR, and training.dataset_path = DIR" in warning
-    job.parallelism.tensor_parallel_degree = 2  # both ranks of a pair read the pair's data
+    # both ranks of a pair read the pair's data
+    job.parallelism.tensor_parallel_degree = 2
     assert "2,688 requests" in hub_warnings(job, 640, 80)[0]
     job.training.dataset = "hf:a/b:c"
     (warning,) = hub_warnings(job, 640)  # the number of its files is not known
     assert "on 80 nodes. Every epoch takes at least 1,280 requests" in warning
     assert "titan-disp data fetch DIR --dataset 'hf:a/b:c'" in warning
-    assert (len(hub_warnings(job, 33)), hub_warnings(job, 32), hub_warnings(job, 32, 4)) == (1, [], [])
+    assert (
+        len(hub_warnings(job, 33)),
+        hub_warnings(job, 32),
+        hub_warnings(job, 32, 4),
+    ) == (1, [], [])
     job.training.dataset_path = "/data"
     assert hub_warnings(job, 640, 80) == []
     for name, expected in (("hf:a", "hf:OWNER/NAME, "), ("pile", "c4 or")):
-        with pytest.raises(ConfigError, match=f"training.dataset is '{name}', expected {expected}"):
+        with pytest.raises(
+            ConfigError, match=f"training.dataset is '{name}', expected {expected}"
+        ):
             make_plan(demo(sample, {"training.dataset": name}), Machine(1, 1))
 
 
 def test_node_counts(every_node_count):
-    """32 shards need four nodes of 8. With -1, other numbers work with the unchanged config, whose degrees adapt."""
+    """32 shards need four nodes of 8.
+
+    With -1, other numbers work with the unchanged config, whose degrees adapt.
+    """
     counts = [n for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
     plan = make_plan(config(), Machine(80, 8))
     assert plan.node_counts == [NodeCount(n, -1) for n in counts]
     assert "data_parallel_replicate_degree = -1 (tried" in render(plan)
     for nodes in (1, 80, 240):
-        assert make_plan(paper(nodes), Machine(nodes, 8)).node_counts == [NodeCount(n, n) for n in counts]
+        assert make_plan(paper(nodes), Machine(nodes, 8)).node_counts == [
+            NodeCount(n, n) for n in counts
+        ]
     slots = make_plan(paper(80, {"stream.slots": 640}), Machine(80, 8)).node_counts
-    assert [c.nodes for c in slots] == [n for n in range(1, MOST + 1) if 640 % (8 * n) == 0]
-    assert make_plan(paper(1), Machine(4, 8)).node_counts == [NodeCount(n, 1) for n in counts]
+    assert [c.nodes for c in slots] == [
+        n for n in range(1, MOST + 1) if 640 % (8 * n) == 0
+    ]
+    assert make_plan(paper(1), Machine(4, 8)).node_counts == [
+        NodeCount(n, 1) for n in counts
+    ]
     fixed = make_plan(paper(1, {SHARDS: 32}), Machine(4, 8))
     assert fixed.node_counts == [NodeCount(n, n // 4) for n in counts if n % 4 == 0]
     assert "4 (1), 8 (2), 12 (3)" in render(fixed)
@@ -342,33 +587,57 @@ def test_node_counts(every_node_count):
 
 def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
     batch = {"training.global_batch_size": -1, "training.local_batch_size": 2}
-    job_config = demo(sample, batch | {"training.steps": -1, "budget.tokens": 10_000_000})
+    job_config = demo(
+        sample, batch | {"training.steps": -1, "budget.tokens": 10_000_000}
+    )
     plan = make_plan(job_config, Machine(3, 4))
     assert plan.batch.global_batch_size == 24
     assert [c.nodes for c in plan.node_counts] == list(range(1, MOST + 1))
     assert job_config.training.steps == -1, "make_plan changed the config it was given"
-    assert len(next(line for line in render(plan).splitlines() if line.startswith("also runs on"))) < 250
+    assert (
+        len(
+            next(
+                line
+                for line in render(plan).splitlines()
+                if line.startswith("also runs on")
+            )
+        )
+        < 250
+    )
 
 
 def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     monkeypatch.setattr(cpu, "active", lambda: False)
     both = {CP: 2, TP: 2}
-    mesh = make_plan(config(both | {SHARDS: 4}), Machine(10, 8)).mesh  # the replicas follow
+    # the replicas follow
+    mesh = make_plan(config(both | {SHARDS: 4}), Machine(10, 8)).mesh
     assert (mesh.replicate, mesh.shard, mesh.context, mesh.tensor) == (5, 4, 2, 2)
-    whole, parts = make_plan(paper(10), Machine(10, 8)), make_plan(paper(10, both), Machine(10, 8))
-    assert (parts.mesh.shard, parts.mesh.data_parallel, parts.batch.accumulation_steps) == (2, 20, 96)
-    for shards in (parts, make_plan(paper(40, {CP: 2}), Machine(40, 8))):  # CP with TP, and CP alone
+    whole, parts = (
+        make_plan(paper(10), Machine(10, 8)),
+        make_plan(paper(10, both), Machine(10, 8)),
+    )
+    assert (
+        parts.mesh.shard,
+        parts.mesh.data_parallel,
+        parts.batch.accumulation_steps,
+    ) == (2, 20, 96)
+    # CP with TP, and CP alone
+    for shards in (parts, make_plan(paper(40, {CP: 2}), Machine(40, 8))):
         assert shards.model.dispersion_flops == whole.model.dispersion_flops * 4 / 3
     assert parts.memory.dispersion == whole.memory.dispersion // 4
-    # FSDP also shards over CP: 4 × TP 2 = 8 parts as before, except for the norms, which TP does not shard.
+    # FSDP also shards over CP: 4 × TP 2 = 8 parts as before, except for the norms,
+    # which TP does not shard.
     assert whole.memory.weights <= parts.memory.weights < 1.001 * whole.memory.weights
-    # A rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes), not compiled (4).
+    # A rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes),
+    # not compiled (4).
     assert parts.memory.logits == whole.memory.logits * 3 // 4
     assert all(c.replicate == c.nodes for c in parts.node_counts)
 
 
 def test_memory_that_does_not_fit():
-    plan = make_plan(paper(1, {"training.local_batch_size": 240}), Machine(1, 8, "MI250X-GCD"))
+    plan = make_plan(
+        paper(1, {"training.local_batch_size": 240}), Machine(1, 8, "MI250X-GCD")
+    )
     said = f"would need about {sum(vars(plan.memory).values()) / 1e9:.1f} GB, but MI250X-GCD has 64 GB"
     assert any(said in warning for warning in plan.warnings)
 
@@ -376,7 +645,9 @@ def test_memory_that_does_not_fit():
 def test_text(every_node_count):
     plan = make_plan(config(), Machine(80, 8))
     text = render(plan)
-    assert ", ".join(line[:16].strip() for line in text.splitlines() if "warning" not in line) == (
+    assert ", ".join(
+        line[:16].strip() for line in text.splitlines() if "warning" not in line
+    ) == (
         "plan, machine, mesh, batch, steps, parameters, memory, weights, gradients, optimizer, unsharded, activations, "
         "dispersion, logits, checkpoint, over the run, every, FLOPs, step, within nodes, between, not hidden, throughput, "
         "time, without, fp32, also runs on"
@@ -385,28 +656,52 @@ def test_text(every_node_count):
         "every         91.4 s; written in 3.9 s at 2 GB/s",
         "91.4 ms: 82.9 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU",
         "11.70 GB sent per GPU, 26.0 ms at 450 GB/s",
-        *("0.59 GB, 11.8 ms at 50 GB/s", "8.5 ms, 9.3% of a step", "67,231 tokens/s per GPU"),
-        *("4.49 GB of 80 GB per GPU", "gradients     0.30 GB", "dispersion    0.12 GB", "596,049,920"),
+        *(
+            "0.59 GB, 11.8 ms at 50 GB/s",
+            "8.5 ms, 9.3% of a step",
+            "67,231 tokens/s per GPU",
+        ),
+        *(
+            "4.49 GB of 80 GB per GPU",
+            "gradients     0.30 GB",
+            "dispersion    0.12 GB",
+            "596,049,920",
+        ),
         *("1, 2, 3, 4, 5, 6, 8,", "120, 240 nodes;"),
     ):
         assert said in text
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
-    days = {0.0327: "47 minutes", 1 / 12: "2.0 hours", 0.95: "22.8 hours", 3.06: "3.1 days"}
+    days = {
+        0.0327: "47 minutes",
+        1 / 12: "2.0 hours",
+        0.95: "22.8 hours",
+        3.06: "3.1 days",
+    }
     assert {one: plans._days(one) for one in days} == days
 
 
 def test_a_gpu_is_the_named_one_this_computers_or_has_given_sizes(monkeypatch):
     assert gpu_name("") == "H100"
-    named = find_gpu(Machine(gpu="RTX4090", gpu_memory=48))  # with more memory than the table's
+    # with more memory than the table's
+    named = find_gpu(Machine(gpu="RTX4090", gpu_memory=48))
     assert (named.memory, named.bf16_flops) == (48e9, 165.2e12)
     other = find_gpu(Machine(gpu="T4", gpu_memory=16, gpu_flops=65))
     assert (other.memory, other.bf16_flops) == (16e9, 65e12)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for here, name in (("NVIDIA GeForce RTX 3090 Ti", "RTX3090"), ("NVIDIA A100-SXM4-80GB", "A100")):
+    for here, name in (
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX3090"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+    ):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda here=here: here)
-        assert (gpu_name(""), find_gpu(Machine())) == (name, find_gpu(Machine(gpu=name)))
+        assert (gpu_name(""), find_gpu(Machine())) == (
+            name,
+            find_gpu(Machine(gpu=name)),
+        )
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
-    with pytest.raises(ConfigError, match="gpu is 'Tesla T4', expected one of A100, .*--gpu-memory .*--gpu-flops"):
+    with pytest.raises(
+        ConfigError,
+        match="gpu is 'Tesla T4', expected one of A100, .*--gpu-memory .*--gpu-flops",
+    ):
         find_gpu(Machine())
 
 
@@ -433,18 +728,31 @@ def test_suggestions_for_the_paper_on_one_node():
     now, *others = suggest(loaded(PAPER), MACHINE)
     assert now.options == []
     assert others[0].step_seconds < 0.9 * now.step_seconds
-    assert [one.step_seconds for one in others] == sorted(one.step_seconds for one in others)
+    assert [one.step_seconds for one in others] == sorted(
+        one.step_seconds for one in others
+    )
     batches = []
     for one in [now, *others]:
-        job = loaded(PAPER, *(word for option in one.options for word in option.split("=")))
+        job = loaded(
+            PAPER, *(word for option in one.options for word in option.split("="))
+        )
         plan = make_plan(job, MACHINE)
         assert plan.memory.total == one.memory <= 0.9 * GPUS[MACHINE.gpu].memory
         assert plan.batch.global_batch_size == 1920
         again = {"none": 0, "selective": 0.5, "full": 1}[job.activation_checkpoint.mode]
-        assert one.step_seconds == pytest.approx(plan.time.step_seconds + again * plan.time.computing_seconds / 3)
+        assert one.step_seconds == pytest.approx(
+            plan.time.step_seconds + again * plan.time.computing_seconds / 3
+        )
         batches.append(job.training.local_batch_size)
-    largest = loaded(PAPER, "--activation_checkpoint.mode", "full", "--training.head_chunk_tokens", "2048")
-    for size in (n for n in range(max(batches) + 1, 241) if 240 % n == 0):  # no larger one fits
+    largest = loaded(
+        PAPER,
+        "--activation_checkpoint.mode",
+        "full",
+        "--training.head_chunk_tokens",
+        "2048",
+    )
+    # no larger one fits
+    for size in (n for n in range(max(batches) + 1, 241) if 240 % n == 0):
         largest.training.local_batch_size = size
         assert make_plan(largest, MACHINE).memory.total > 0.9 * GPUS[MACHINE.gpu].memory
 
@@ -452,23 +760,40 @@ def test_suggestions_for_the_paper_on_one_node():
 @pytest.mark.parametrize(("global_batch", "local"), [(-1, 8), (64, 4), (-1, 1)])
 def test_suggestions_keep_the_global_batch(global_batch, local):
     """Also where it follows from the local batch (−1)."""
-    given = changed(loaded(PAPER), {"training.global_batch_size": global_batch, "training.local_batch_size": local})
+    given = changed(
+        loaded(PAPER),
+        {
+            "training.global_batch_size": global_batch,
+            "training.local_batch_size": local,
+        },
+    )
     same = make_plan(given, Machine(1, 8, "H100")).batch.global_batch_size
     for one in suggest(given, Machine(1, 8, "H100")):
         chosen = dict(option.removeprefix("--").split("=") for option in one.options)
-        job = changed(given, {key: int(x) if re.fullmatch(r"-?\d+", x) else x for key, x in chosen.items()})
+        job = changed(
+            given,
+            {
+                key: int(x) if re.fullmatch(r"-?\d+", x) else x
+                for key, x in chosen.items()
+            },
+        )
         assert make_plan(job, Machine(1, 8, "H100")).batch.global_batch_size == same
         assert one.options != ["--training.global_batch_size=64"]
 
 
 def test_the_command_that_suggests(monkeypatch, capsys):
     words = f"plan {DEMO} --gpus-per-node 2 --training.global_batch_size 4 --suggest --training.local_batch_size 2"
-    words += " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0"  # of all blocks
+    # of all blocks
+    words += " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0"
     assert typed(monkeypatch, *words.split(), "--json") == 0
     first = json.loads(capsys.readouterr().out)["suggestions"][0]
     assert (first["options"], first["memory"] > 1e6) == ([], True)
     assert typed(monkeypatch, *words.split()) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("now", "suggested"))]
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("now", "suggested"))
+    ]
     assert lines[0].endswith(" GB: the config as it is")
     assert all(" --" in line for line in lines[1:])
     monkeypatch.setattr("titan_disp.cluster.suggest.FILLED", 0)

@@ -1,4 +1,6 @@
-"""What importing parts of titan_disp loads, registers and changes, and which part imports which."""
+"""What importing parts of titan_disp loads, registers and changes, and which part
+imports which.
+"""
 
 import ast
 import importlib
@@ -28,22 +30,34 @@ from titan_disp.run import checkpoint, liveness, metrics
 
 def fresh(script, folder=ROOT):
     how = {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment(), **how)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, env=environment(), **how
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_the_version_is_in_one_place():
-    metadata, version = tomli.loads((ROOT / "pyproject.toml").read_text()), titan_disp.__version__
+    metadata, version = (
+        tomli.loads((ROOT / "pyproject.toml").read_text()),
+        titan_disp.__version__,
+    )
     assert metadata["project"]["dynamic"] == ["version"]
-    assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "titan_disp.__version__"}
+    assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "titan_disp.__version__"
+    }
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"**Status:** {version}; " in (ROOT / "README.md").read_text()
 
 
 def test_the_package_the_help_and_the_reference_of_keys_load_no_torch():
-    """Half a second rather than half a minute on a cluster's file system, for what one looks up while one types."""
-    words = [[*words, "--help"] for words in ((), ("data",), ("sweep",), *ALL)] + [["config"], ["config", "tau"]]
+    """Half a second rather than half a minute on a cluster's file system, for what one
+    looks up while one types.
+    """
+    words = [[*words, "--help"] for words in ((), ("data",), ("sweep",), *ALL)] + [
+        ["config"],
+        ["config", "tau"],
+    ]
     printed = fresh(f"""
 import sys, time
 import titan_disp
@@ -63,7 +77,8 @@ print("all of them")
     assert printed.endswith("all of them\n")
 
 
-# Run without the packages that titan-disp asks for, but for torch and what it imports itself.
+# Run without the packages that titan-disp asks for, but for torch and what it imports
+# itself.
 TORCH_ALONE = """
 import sys, time
 start = time.process_time()
@@ -89,34 +104,55 @@ import titan_disp.condensation.measure, titan_disp.lab.plots
 
 def torch_alone():
     metadata = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
-    others = [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in metadata["dependencies"]]
-    return TORCH_ALONE.replace("OTHERS", str([name for name in others if name not in ("torch", "numpy", "jinja2")]))
+    others = [
+        re.match(r"[\w-]+", line)[0].replace("-", "_")
+        for line in metadata["dependencies"]
+    ]
+    return TORCH_ALONE.replace(
+        "OTHERS",
+        str([name for name in others if name not in ("torch", "numpy", "jinja2")]),
+    )
 
 
 def test_the_loss_needs_torch_alone():
-    """It is imported in less time than torch. Measuring condensation needs scipy and matplotlib, too."""
+    """It is imported in less time than torch.
+
+    Measuring condensation needs scipy and matplotlib, too.
+    """
     assert float(fresh(torch_alone())) < 1 or float(fresh(torch_alone())) < 1
 
 
 @pytest.mark.slow
 def test_the_wheel_of_the_loss_has_all_it_imports(tmp_path):
     copy, site = tmp_path / "packages" / "loss", tmp_path / "site"
-    shutil.copytree(ROOT / "packages" / "loss", copy, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    shutil.copytree(
+        ROOT / "packages" / "loss",
+        copy,
+        ignore=shutil.ignore_patterns("build", "*.egg-info"),
+    )
     build = "from setuptools import build_meta; print(build_meta.build_{}('.'))"
     source = fresh(build.format("sdist"), copy).split()[-1]
     shutil.unpack_archive(copy / source, tmp_path)
     unpacked = tmp_path / source.removesuffix(".tar.gz")
-    zipfile.ZipFile(unpacked / fresh(build.format("wheel"), unpacked).split()[-1]).extractall(site)
+    zipfile.ZipFile(
+        unpacked / fresh(build.format("wheel"), unpacked).split()[-1]
+    ).extractall(site)
     fresh(
-        torch_alone().partition("del sys")[0] + f"assert sys.modules['titan_disp'].__path__ == ['{site}/titan_disp']",
+        torch_alone().partition("del sys")[0]
+        + f"assert sys.modules['titan_disp'].__path__ == ['{site}/titan_disp']",
         site,
     )
-    assert all(path.read_bytes() == (ROOT / path.relative_to(site)).read_bytes() for path in site.rglob("*.py"))
+    assert all(
+        path.read_bytes() == (ROOT / path.relative_to(site)).read_bytes()
+        for path in site.rglob("*.py")
+    )
     assert [*site.rglob("LICENSE")]
 
 
 def test_every_config_names_the_plugin():
-    for config in {*(ROOT / "train_configs").rglob("*.toml")} - {*(ROOT / "train_configs" / "sweeps").rglob("*.toml")}:
+    for config in {*(ROOT / "train_configs").rglob("*.toml")} - {
+        *(ROOT / "train_configs" / "sweeps").rglob("*.toml")
+    }:
         toml = tomli.loads(config.read_text())
         assert toml["job"]["custom_config_module"] == "titan_disp.job_config", config
         assert toml["experimental"]["custom_import"] == "titan_disp.plugin", config
@@ -130,7 +166,11 @@ def test_the_plugin_registers_once(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ValueError, match="not registered"):
         titan.get_train_spec("qwen3_disp")
-    for again in (importlib.import_module, lambda name: importlib.reload(sys.modules[name])):  # which is no error
+    # which is no error
+    for again in (
+        importlib.import_module,
+        lambda name: importlib.reload(sys.modules[name]),
+    ):
         again("titan_disp.plugin")
         assert {name: titan.get_train_spec(name).model_cls for name in MODELS} == {
             n: e.model_cls for n, e in MODELS.items()
@@ -138,7 +178,9 @@ def test_the_plugin_registers_once(monkeypatch):
 
 
 def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch):
-    """TorchTitan's own trainer imports most of TorchTitan first, with the device type that it falls back to."""
+    """TorchTitan's own trainer imports most of TorchTitan first, with the device type
+    that it falls back to.
+    """
     if not cpu.active():
         pytest.skip("TorchTitan knows the accelerator by itself")
     for module in (titan_utils, titan_metrics):
@@ -152,7 +194,9 @@ def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch)
     assert {module.device_module.get_device_name() for module in modules} == {"CPU"}
     assert math.isnan(titan_utils.get_peak_flops("CPU"))  # no A100's
     # Ours take no copy: they may be imported before the plugin.
-    assert not any(hasattr(module, "device_type") for module in (checkpoint, metrics, liveness))
+    assert not any(
+        hasattr(module, "device_type") for module in (checkpoint, metrics, liveness)
+    )
 
 
 # ---- imports run one way: CONTRIBUTING.md's picture of the packages, held against every import
@@ -160,7 +204,9 @@ def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch)
 PACKAGE = ROOT / "titan_disp"
 ABOVE_BOTH = "cli"  # the table of commands
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-PICTURE = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", TEXT, flags=re.DOTALL)[1].splitlines()
+PICTURE = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", TEXT, flags=re.DOTALL)[
+    1
+].splitlines()
 # Package or module → its line in the picture, from the top.
 LAYERS = {
     name.strip(): at
@@ -170,7 +216,9 @@ LAYERS = {
 
 
 def place(module):
-    """Return the longest name in the picture that a module without ``titan_disp.`` has or is inside of, or its own name."""
+    """Return the longest name in the picture that a module without ``titan_disp.`` has
+    or is inside of, or its own name.
+    """
     parts = module.split(".")
     names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((name for name in names if name in LAYERS), module)
@@ -186,33 +234,63 @@ def modules():
 
 
 def imported(path):
-    """Yield what a module imports of titan_disp, anywhere in it, without ``titan_disp.``."""
+    """Yield what a module imports of titan_disp, anywhere in it, without
+    ``titan_disp.``.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
-        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: a relative import"
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "titan_disp":
+        assert not (isinstance(node, ast.ImportFrom) and node.level), (
+            f"{path}: a relative import"
+        )
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "titan_disp"
+        ):
             base = str(node.module).removeprefix("titan_disp").lstrip(".")
             packages = (PACKAGE / base.replace(".", "/")).is_dir()
-            yield from (f"{base}.{a.name}".lstrip(".") for a in node.names) if packages else (base,)
+            yield from (
+                (f"{base}.{a.name}".lstrip(".") for a in node.names)
+                if packages
+                else (base,)
+            )
         elif isinstance(node, ast.Import):
-            yield from (a.name.removeprefix("titan_disp.") for a in node.names if a.name.startswith("titan_disp."))
+            yield from (
+                a.name.removeprefix("titan_disp.")
+                for a in node.names
+                if a.name.startswith("titan_disp.")
+            )
 
 
 def test_imports_run_one_way():
-    """Downwards in the picture, which has every module; and nothing but the commands imports the lab."""
+    """Downwards in the picture, which has every module; and nothing but the commands
+    imports the lab.
+    """
     assert {place(module) for module in modules()} == LAYERS.keys()
-    pairs = [(module, other) for module, path in modules().items() for other in imported(path)]
+    pairs = [
+        (module, other)
+        for module, path in modules().items()
+        for other in imported(path)
+    ]
     assert len(pairs) > 300
-    assert [pair for pair in pairs if LAYERS[place(pair[1])] > LAYERS[place(pair[0])]] == []
+    assert [
+        pair for pair in pairs if LAYERS[place(pair[1])] > LAYERS[place(pair[0])]
+    ] == []
     lab = [module for module, other in pairs if other.split(".")[0] == "lab"]
     assert {module.split(".")[0] for module in lab} == {"lab", ABOVE_BOTH}
 
 
 def test_nothing_imports_in_a_circle():
-    """Neither packages of the picture, even on one line of it, nor modules of one package."""
+    """Neither packages of the picture, even on one line of it, nor modules of one
+    package.
+    """
     by_place, by_module, own = {}, {}, modules()
     for module, path in own.items():
-        others = {other if other in own else other.rpartition(".")[0] for other in imported(path)}
-        by_place.setdefault(place(module), set()).update({place(other) for other in others} - {place(module)})
+        others = {
+            other if other in own else other.rpartition(".")[0]
+            for other in imported(path)
+        }
+        by_place.setdefault(place(module), set()).update(
+            {place(other) for other in others} - {place(module)}
+        )
         by_module[module] = others - {module}
     TopologicalSorter(by_place).prepare()  # raises CycleError
     TopologicalSorter(by_module).prepare()

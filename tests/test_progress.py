@@ -15,7 +15,9 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_bars_are_shown_on_terminals_alone(monkeypatch, kind):
-    """Not even bars of libraries that are enabled explicitly, or of subclasses; afterwards they are as before."""
+    """Not even bars of libraries that are enabled explicitly, or of subclasses;
+    afterwards they are as before.
+    """
     import tqdm.auto
 
     stderr = kind()
@@ -28,8 +30,11 @@ def test_bars_are_shown_on_terminals_alone(monkeypatch, kind):
         bar.update(1_000_000)
         bar.refresh()
     shown = stderr.getvalue()
-    assert [text in shown for text in ("2/2", "reading:   0%", "1.00M/4.00M")] == [kind is Terminal] * 3
-    assert not shown or shown.split("\r")[-2].strip() == ""  # the line is cleared at the end
+    assert [text in shown for text in ("2/2", "reading:   0%", "1.00M/4.00M")] == [
+        kind is Terminal
+    ] * 3
+    # The line is cleared at the end
+    assert not shown or shown.split("\r")[-2].strip() == ""
     assert bool(shown) is (kind is Terminal)
     list(tqdm.tqdm([1, 2], disable=False))
     assert "2/2" in stderr.getvalue()

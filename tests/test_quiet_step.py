@@ -1,4 +1,6 @@
-"""A step that neither logs nor saves waits for nothing more than TorchTitan's own does, and learns one step later."""
+"""A step that neither logs nor saves waits for nothing more than TorchTitan's own does,
+and learns one step later.
+"""
 
 import json
 import os
@@ -23,7 +25,14 @@ from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_events, read_metrics
 
 LAYERS = 2
-QUIET = ("--metrics.log_freq", "1000", "--optimizer.implementation", "fused", "--condensation.interval", "0")
+QUIET = (
+    "--metrics.log_freq",
+    "1000",
+    "--optimizer.implementation",
+    "fused",
+    "--condensation.interval",
+    "0",
+)
 
 
 def counts(sample, folder):
@@ -32,7 +41,13 @@ def counts(sample, folder):
 
     found = {}
     for case in quiet.CASES:
-        found[case] = quiet.count(case, quiet.options_of(Path(sample), Path(folder) / case), LAYERS, warmup=2, steps=3)
+        found[case] = quiet.count(
+            case,
+            quiet.options_of(Path(sample), Path(folder) / case),
+            LAYERS,
+            warmup=2,
+            steps=3,
+        )
         dist.barrier()
     if dist.get_rank() == 0:
         (Path(folder) / "counts.json").write_text(json.dumps(found))
@@ -42,7 +57,8 @@ def counts(sample, folder):
 def test_counts_of_a_quiet_step(sample, tmp_path):
     spawn(2, counts, str(sample), str(tmp_path))
     stock, off, exact = json.loads((tmp_path / "counts.json").read_text()).values()
-    assert stock["all_reduces"] == 4  # valid tokens, gradient norm, and two more of TorchTitan
+    # Valid tokens, gradient norm, and two more of TorchTitan
+    assert stock["all_reduces"] == 4
     for ours in (off, exact):
         assert ours["all_reduces"] == stock["all_reduces"] + 1  # the guard's message
         assert ours["others"] == stock["others"]  # gathers and scatters of FSDP2
@@ -50,15 +66,21 @@ def test_counts_of_a_quiet_step(sample, tmp_path):
         assert (ours["late_reads"], stock["late_reads"]) == (1, 0)
         assert ours["files"] == stock["files"] == 0  # of the main thread
     parameters = 11 * LAYERS + 3
-    # On a CPU: norms of the gradients (4), and the optimizer's steps, which do not advance if the step is skipped (3).
+    # On a CPU: norms of the gradients (4), and the optimizer's steps, which do not
+    # advance if the step is skipped (3).
     assert 0 < off["aten_operations"] - stock["aten_operations"] < 8 * parameters + 60
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_not_waited_for():
-    """torch raises where the host would wait. (A step reads the message of the one before, which has arrived.)"""
+    """torch raises where the host would wait.
+
+    (A step reads the message of the one before, which has arrived.)
+    """
     weight = nn.Parameter(torch.ones(3, device="cuda"))
-    inner = OptimizersContainer([nn.ParameterList([weight])], torch.optim.AdamW, {"lr": 0.1, "fused": True})
+    inner = OptimizersContainer(
+        [nn.ParameterList([weight])], torch.optim.AdamW, {"lr": 0.1, "fused": True}
+    )
     optimizers = GuardedOptimizers(inner, lambda: None, 3)
     optimizers.flags["stop"] = lambda: True
     weight.grad = torch.ones(3, device="cuda")
@@ -76,14 +98,26 @@ def test_a_gpu_is_not_waited_for():
 
 
 def quiet_run(sample, run, *options, at=lambda step: 1.0):
-    """Train on every rank, with cross-entropies that ``at`` multiplies. Returns the last step, and weights before each."""
-    usual = ("--model.overrides", "n_layers=1", "--training.steps", "9", "--checkpoint.enable", *QUIET)
+    """Train on every rank, with cross-entropies that ``at`` multiplies.
+
+    Returns the last step, and weights before each.
+    """
+    usual = (
+        "--model.overrides",
+        "n_layers=1",
+        "--training.steps",
+        "9",
+        "--checkpoint.enable",
+        *QUIET,
+    )
     trainer = build(sample, run, *usual, "--checkpoint.interval", "100", *options)
     cross_entropy, weights = trainer.loss_fn.cross_entropy, {}
 
     def faulty(logits, labels):
         if trainer.step not in weights:
-            weights[trainer.step] = [p.detach().clone() for p in trainer.model_parts[0].parameters()]
+            weights[trainer.step] = [
+                p.detach().clone() for p in trainer.model_parts[0].parameters()
+            ]
         return cross_entropy(logits, labels) * at(trainer.step)
 
     trainer.loss_fn.cross_entropy = faulty
@@ -105,7 +139,9 @@ def events(run):
 
 def counted(run, step):
     guard = torch.zeros(3, dtype=torch.int64)
-    safe_dcp.load({"optimizer.guard": guard}, run / "checkpoint" / f"step-{step}", no_dist=True)
+    safe_dcp.load(
+        {"optimizer.guard": guard}, run / "checkpoint" / f"step-{step}", no_dist=True
+    )
     return guard.tolist()
 
 
@@ -115,27 +151,45 @@ def two_ranks(sample, folder):
     def nan_on_rank_1(*steps):
         return lambda step: float("nan") if rank == 1 and step in steps else 1.0
 
-    # One rank's NaN in steps 3, 4 and 8: no rank changes its weights. At step 4 a save is due, which is put off.
+    # One rank's NaN in steps 3, 4 and 8: no rank changes its weights. At step 4 a save
+    # is due, which is put off.
     run, bad = folder / "skips", (3, 4, 8)
-    _, weights = quiet_run(sample, run, "--checkpoint.interval", "4", at=nan_on_rank_1(*bad))
-    assert [step for step in range(1, 9) if same(weights[step], weights[step + 1])] == [*bad]
-    said = [("start", 0), ("skip", 3), ("skip", 4), ("checkpoint", 5), ("skip", 8), ("checkpoint", 9), ("complete", 9)]
+    _, weights = quiet_run(
+        sample, run, "--checkpoint.interval", "4", at=nan_on_rank_1(*bad)
+    )
+    assert [step for step in range(1, 9) if same(weights[step], weights[step + 1])] == [
+        *bad
+    ]
+    said = [
+        ("start", 0),
+        ("skip", 3),
+        ("skip", 4),
+        ("checkpoint", 5),
+        ("skip", 8),
+        ("checkpoint", 9),
+        ("complete", 9),
+    ]
     if rank == 0:
         assert events(run) == said
-        skips = [(event["terms"], event["in_a_row"]) for event in read_events(run) if event["event"] == "skip"]
+        skips = [
+            (event["terms"], event["in_a_row"])
+            for event in read_events(run)
+            if event["event"] == "skip"
+        ]
         assert skips == [(["cross-entropy", "gradient norm"], n) for n in (1, 2, 1)]
         assert (counted(run, 5), counted(run, 9)) == ([5, 2, 0], [9, 3, 0])
     dist.barrier()
 
-    # Too many in a row: all ranks end, before the next step changes a weight. No save in between hides it, and no step
-    # would tell of the last one.
+    # Too many in a row: all ranks end, before the next step changes a weight. No save
+    # in between hides it, and no step would tell of the last one.
     few = ("--guard.max_skipped_steps", "2")
     for name, bad in (("ends", (3, 4)), ("last", (8, 9))):
         reason = f"step {bad[1]}: cross-entropy and gradient norm not finite, 2 steps in a row"
         with pytest.raises(NonFiniteError, match=reason):
             quiet_run(sample, folder / name, *few, at=nan_on_rank_1(*bad))
 
-    # A signal during step 5 is heard one step later by all ranks, which save that step; its own NaN is counted, too.
+    # A signal during step 5 is heard one step later by all ranks, which save that step;
+    # its own NaN is counted, too.
     run = folder / "signalled"
 
     def signalled(step):
@@ -145,16 +199,27 @@ def two_ranks(sample, folder):
 
     assert quiet_run(sample, run, at=signalled)[0] == 6
     if rank == 0:
-        assert events(run) == [("start", 0), ("skip", 6), ("checkpoint", 6), ("stop", 6)]
+        assert events(run) == [
+            ("start", 0),
+            ("skip", 6),
+            ("checkpoint", 6),
+            ("stop", 6),
+        ]
         assert read_events(run)[-1]["kind"] == "signal"
         assert counted(run, 6) == [6, 1, 1]
     dist.barrier()
-    assert quiet_run(sample, run)[0] == 9  # it goes on, and the first step of this start does not log
+    # It goes on, and the first step of this start does not log
+    assert quiet_run(sample, run)[0] == 9
     if rank == 0:
-        assert (checkpoints(run / "checkpoint"), counted(run, 9), list(read_metrics(run))) == ([6, 9], [9, 1, 0], [1])
+        assert (
+            checkpoints(run / "checkpoint"),
+            counted(run, 9),
+            list(read_metrics(run)),
+        ) == ([6, 9], [9, 1, 0], [1])
     dist.barrier()
 
-    # A file that appears during step 2 is found by rank 0's thread. The steps are long enough for it.
+    # A file that appears during step 2 is found by rank 0's thread. The steps are long
+    # enough for it.
     run = folder / "stopped"
 
     def stopped(step):
@@ -169,10 +234,20 @@ def two_ranks(sample, folder):
         assert events(run)[-1] == ("stop", last)
         assert read_events(run)[-1]["kind"] == "file"
 
-    # Messages are read one step late, and nothing else differs from a run that reads each at once, because it logs.
-    keys = ("--baseline.method", "active_forgetting", "--baseline.forget_every", "3", "--dispersion.no-enabled")
+    # Messages are read one step late, and nothing else differs from a run that reads
+    # each at once, because it logs.
+    keys = (
+        "--baseline.method",
+        "active_forgetting",
+        "--baseline.forget_every",
+        "3",
+        "--dispersion.no-enabled",
+    )
     keys += ("--parallelism.tensor_parallel_degree", "2", "--metrics.log_freq")
-    late, at_once = (quiet_run(sample, folder / f, *keys, f, at=nan_on_rank_1(2, 3, 5))[1] for f in ("1000", "1"))
+    late, at_once = (
+        quiet_run(sample, folder / f, *keys, f, at=nan_on_rank_1(2, 3, 5))[1]
+        for f in ("1000", "1")
+    )
     assert all(same(late[step], at_once[step]) for step in range(1, 10))
     assert same(late[2], late[3])
 

@@ -1,4 +1,6 @@
-"""Files of the hub as they are read: by how many requests, and through which faults of the server."""
+"""Files of the hub as they are read: by how many requests, and through which faults of
+the server.
+"""
 
 import os
 import random
@@ -24,7 +26,9 @@ MIB = 1 << 20
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
-    with serving(tmp_path / "data", "some/data", monkeypatch, tmp_path / "cache") as hub:
+    with serving(
+        tmp_path / "data", "some/data", monkeypatch, tmp_path / "cache"
+    ) as hub:
         yield hub
 
 
@@ -49,7 +53,9 @@ def begins(hub):
 
 
 def test_seeks(hub):
-    """Small gaps are read through, as between the columns of a Parquet file; others are asked for anew, when they are read."""
+    """Small gaps are read through, as between the columns of a Parquet file; others are
+    asked for anew, when they are read.
+    """
     content, file = random_file(hub, 12 * MIB)
     for place in (0, 3 * MIB, 6 * MIB, 11 * MIB, 11 * MIB + 50, 10):
         file.seek(12 * MIB)
@@ -69,11 +75,18 @@ def test_an_answer_that_ends_early_is_continued(hub, monkeypatch, fault):
     assert read_all(file) == content
     asked = begins(hub)
     # A machine that is busy may take as long to answer as a time-out.
-    assert (sorted(set(asked)) if fault == "stall" else asked) == [0, 150_000, 300_000, 450_000]
+    assert (sorted(set(asked)) if fault == "stall" else asked) == [
+        0,
+        150_000,
+        300_000,
+        450_000,
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["json.gz", "json.zst", "parquet", "json"])
-def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(hub, monkeypatch, suffix):
+def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(
+    hub, monkeypatch, suffix
+):
     """A single byte of gzip's two would be no gzip, and the file damaged."""
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.0001)
     path = write_texts(hub.datasets["some/data"] / f"a.{suffix}", ["7"])
@@ -82,7 +95,9 @@ def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(hub, monk
 
 
 def test_a_server_that_knows_no_ranges(hub):
-    """It sends whole files: the beginning is read and dropped, and nothing is taken for what it is not."""
+    """It sends whole files: the beginning is read and dropped, and nothing is taken for
+    what it is not.
+    """
     hub.ignore_range = True
     content, file = random_file(hub)
     file.seek(300_000)
@@ -100,28 +115,44 @@ def test_another_file_than_listed_is_not_read(hub):
     random_file(hub)
     for ignored in (False, True):
         hub.ignore_range = ignored
-        file = RemoteFile(replace(on_hub(hub, "random.bin"), size=SIZE + 1), StreamOptions(retry_seconds=0.05))
-        with pytest.raises(OSError, match=rf"asked for bytes 0- of {SIZE + 1}, the hub answered 20[06], .*{SIZE}"):
+        file = RemoteFile(
+            replace(on_hub(hub, "random.bin"), size=SIZE + 1),
+            StreamOptions(retry_seconds=0.05),
+        )
+        with pytest.raises(
+            OSError,
+            match=rf"asked for bytes 0- of {SIZE + 1}, the hub answered 20[06], .*{SIZE}",
+        ):
             file.read(1)
 
 
 def limited(left, seconds):
     policy = '"fixed window";"resolvers";q=3000;w=300'
-    return 429, {"RateLimit": f'"resolvers";r={left};t={seconds}', "RateLimit-Policy": policy}
+    return 429, {
+        "RateLimit": f'"resolvers";r={left};t={seconds}',
+        "RateLimit-Policy": policy,
+    }
 
 
 def test_the_hubs_own_pauses(hub, monkeypatch):
-    """RateLimit where it is the reason, Retry-After, else growing pauses; each spread, so that ranks do not ask together."""
+    """RateLimit where it is the reason, Retry-After, else growing pauses; each spread,
+    so that ranks do not ask together.
+    """
     pauses = [
         (limited(0, 48), (48.0, 60.0)),
         ((503, {"Retry-After": "2"}), (2.0, 3.0)),
-        (limited(77, 48), (2.0, 6.0)),  # requests are left: something else is the reason
+        # requests are left: something else is the reason
+        (limited(77, 48), (2.0, 6.0)),
         ((500, {"Retry-After": "soon"}), (4.0, 12.0)),
         ((503, {"Retry-After": "Sun, 09 Sep 2001 01:47:20 GMT"}), (40.0, 50.0)),
         ((503, {"Retry-After": "Sun, 09 Sep 2001 01:40:00 GMT"}), (0.0, 1.0)),
     ]
     asked, waited = [], []
-    monkeypatch.setattr(retry, "uniform", lambda shortest, longest: asked.append((shortest, longest)) or shortest)
+    monkeypatch.setattr(
+        retry,
+        "uniform",
+        lambda shortest, longest: asked.append((shortest, longest)) or shortest,
+    )
     monkeypatch.setattr(retry, "sleep", waited.append)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 1.0)
     monkeypatch.setattr(retry.time, "time", lambda: 1e9)  # on the same day, at 01:46:40
@@ -135,12 +166,20 @@ def test_the_hubs_own_pauses(hub, monkeypatch):
 
 def test_what_is_not_tried_again(hub):
     random_file(hub)
-    documents = Documents(replace(on_hub(hub, "random.bin"), name="random.json"), StreamOptions())
+    documents = Documents(
+        replace(on_hub(hub, "random.bin"), name="random.json"), StreamOptions()
+    )
     for answer, message in (
         (limited(0, 200), r"within 60 s \(stream.retry_seconds\): .*429 Too Many"),
-        ((503, {"Retry-After": "200"}), r"within 60 s \(stream.retry_seconds\): .*503 Service"),
+        (
+            (503, {"Retry-After": "200"}),
+            r"within 60 s \(stream.retry_seconds\): .*503 Service",
+        ),
         ((401, {}), r"cannot read hf://.*random.bin: .*401"),
-        ((404, {"X-Error-Code": "EntryNotFound"}), r"cannot read hf://.*random.bin: .*404"),
+        (
+            (404, {"X-Error-Code": "EntryNotFound"}),
+            r"cannot read hf://.*random.bin: .*404",
+        ),
     ):
         hub.faults["resolve"] = [answer] * 9
         hub.ranges.clear()
@@ -150,25 +189,34 @@ def test_what_is_not_tried_again(hub):
 
 
 def test_a_server_that_is_too_slow(hub, monkeypatch):
-    """Ten bytes every 10 ms never run into the time-out without a byte. The read is tried again, until it is too long."""
+    """Ten bytes every 10 ms never run into the time-out without a byte.
+
+    The read is tried again, until it is too long.
+    """
     monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.2)
     hub.trickle = 0.01
     content, file = random_file(hub, 10_000)
     file._retry_seconds = 0.5
     assert file.read(10) == content[:10]
-    with pytest.raises(OSError, match=r"bytes per second for 0\.[67]\d* s, expected at least 4096|per second for 1 s"):
+    with pytest.raises(
+        OSError,
+        match=r"bytes per second for 0\.[67]\d* s, expected at least 4096|per second for 1 s",
+    ):
         read_all(file)
     assert 3 <= len(hub.ranges) <= 4
 
 
 def test_a_proxy_that_packs_what_it_passes_on(hub):
-    """It sends whole files by gzip: they are unpacked, also from the middle on after a broken connection."""
+    """It sends whole files by gzip: they are unpacked, also from the middle on after a
+    broken connection.
+    """
     content = "".join(f"{i} " for i in range(9000)).encode()
     (hub.datasets["some/data"] / "text.bin").write_bytes(content)
     hub.packed, hub.cut = True, 8000
     file = RemoteFile(on_hub(hub, "text.bin"), StreamOptions(retry_seconds=0.05))
     file.seek(7000)
-    with pytest.raises(Exception, match="incomplete|without sending"):  # it can never get further
+    # it can never get further
+    with pytest.raises(Exception, match="incomplete|without sending"):
         read_all(file)
     hub.cut, at = 0, file.tell()
     assert 7000 <= at < len(content)
@@ -186,7 +234,10 @@ def test_pauses_of_ranks_with_the_same_seed_differ():
 
 def test_many_files_are_open_at_once(hub):
     content, file = random_file(hub, 10_000)
-    files = [RemoteFile(DataFile("", file._name, 10_000), StreamOptions(retry_seconds=1.0)) for _ in range(110)]
+    files = [
+        RemoteFile(DataFile("", file._name, 10_000), StreamOptions(retry_seconds=1.0))
+        for _ in range(110)
+    ]
     for part in (content[:10], content[10:20]):
         assert {one.read(10) for one in files} == {part}
     assert len(hub.ranges) == 110
@@ -207,13 +258,27 @@ def numbers_of(documents):
 
 @pytest.mark.parametrize(("kind", "requests"), [("json.gz", 1), ("parquet", 2)])
 def test_requests_for_a_file(hub, kind, requests):
-    """Of 200 documents of 100,000 characters: twice as many as their stored bytes in gzip."""
-    generator, path = np.random.default_rng(0), hub.datasets["some/data"] / f"train.{kind}"
+    """Of 200 documents of 100,000 characters: twice as many as their stored bytes in
+    gzip.
+    """
+    generator, path = (
+        np.random.default_rng(0),
+        hub.datasets["some/data"] / f"train.{kind}",
+    )
     texts = [f"{number} {generator.bytes(50_000).hex()}" for number in range(200)]
     write_texts(path, texts)
     if kind == "parquet":
-        path.write_bytes(parquet(20, id=[t[:50] * 20 for t in texts], text=texts, url=[t[-999:] for t in texts]))
+        path.write_bytes(
+            parquet(
+                20,
+                id=[t[:50] * 20 for t in texts],
+                text=texts,
+                url=[t[-999:] for t in texts],
+            )
+        )
     for begin in (0, 100):
         hub.ranges.clear()
-        assert numbers_of(Documents(on_hub(hub, path.name), StreamOptions(), begin)) == [*range(begin, 200)]
+        assert numbers_of(
+            Documents(on_hub(hub, path.name), StreamOptions(), begin)
+        ) == [*range(begin, 200)]
         assert len(hub.ranges) == requests, hub.ranges

@@ -1,4 +1,6 @@
-"""The report of synthetic runs, seeds of one condition in it, and how a real browser shows it."""
+"""The report of synthetic runs, seeds of one condition in it, and how a real browser
+shows it.
+"""
 
 import base64
 import dataclasses
@@ -26,19 +28,54 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.lab.report import charts
 from titan_disp.lab.report import page as picture_makers
-from titan_disp.lab.report.charts import BINS, MANY, Line, as_it_is, binned, by_condition, crowded, curves
+from titan_disp.lab.report.charts import (
+    BINS,
+    MANY,
+    Line,
+    as_it_is,
+    binned,
+    by_condition,
+    crowded,
+    curves,
+)
 from titan_disp.lab.report.gather import conditions, defaults, gather
 from titan_disp.lab.report.page import render, write_report
-from titan_disp.lab.report.tables import SEEN, data_counters, events, final_numbers, seen, starts, state
+from titan_disp.lab.report.tables import (
+    SEEN,
+    data_counters,
+    events,
+    final_numbers,
+    seen,
+    starts,
+    state,
+)
 
 DEFAULTS = functools.cache(defaults)  # parsing them takes half a second
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
 
 
 def row(step, time, **changes):
-    data = {"documents": 3.0 * step, "skipped_documents": float(step // 10), "epoch": 0.0}
-    numbers = {"loss": 5.0, "ce": 9 - step / 100, "dispersion": -0.3, "grad_norm": 1.0, "lr": 1e-3, "tps": 500.0}
-    return {"step": step, "time": time, **numbers, "tokens": step * 4096, "data": data, **changes}
+    data = {
+        "documents": 3.0 * step,
+        "skipped_documents": float(step // 10),
+        "epoch": 0.0,
+    }
+    numbers = {
+        "loss": 5.0,
+        "ce": 9 - step / 100,
+        "dispersion": -0.3,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tps": 500.0,
+    }
+    return {
+        "step": step,
+        "time": time,
+        **numbers,
+        "tokens": step * 4096,
+        "data": data,
+        **changes,
+    }
 
 
 def event(name, step, time, **details):
@@ -47,25 +84,41 @@ def event(name, step, time, **details):
 
 
 def measurement(level, layers=7):
-    return condensed(*level * np.linspace(0.1, 1, layers - 1), level / 2)  # the last one is after the final norm
+    # the last one is after the final norm
+    return condensed(*level * np.linspace(0.1, 1, layers - 1), level / 2)
 
 
 def write_run(folder, rows=(), events=(), measured=(), steps=100, gpus=0, **sections):
-    """Write a run's folder. ``sections`` change the default config. ``measured``: (step, last block's mean cosine)."""
+    """Write a run's folder.
+
+    ``sections`` change the default config. ``measured``: (step, last block's mean
+    cosine).
+    """
     folder.mkdir(parents=True)
     config = {}
     for key, value in DEFAULTS().items():
         *path, name = key.split(".")
-        functools.reduce(lambda section, part: section.setdefault(part, {}), path, config)[name] = value
-    own = {"model": {"name": "qwen3_disp", "flavor": "nano"}, "training": {"steps": steps}}
+        functools.reduce(
+            lambda section, part: section.setdefault(part, {}), path, config
+        )[name] = value
+    own = {
+        "model": {"name": "qwen3_disp", "flavor": "nano"},
+        "training": {"steps": steps},
+    }
     for section, changes in (*own.items(), *sections.items()):
         config[section] |= changes
     (folder / "config.json").write_text(json.dumps(config))
-    environment = {"packages": {"torch": "2.13.0"}, "world_size": 2, "accelerators": ["H100"] * gpus}
+    environment = {
+        "packages": {"torch": "2.13.0"},
+        "world_size": 2,
+        "accelerators": ["H100"] * gpus,
+    }
     (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     if events:
-        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+        (folder / "events.jsonl").write_text(
+            "".join(json.dumps(e) + "\n" for e in events)
+        )
     for step, level in measured:
         measurement(level).save(folder / "condensation" / f"step-{step}.npz")
     return folder
@@ -77,7 +130,9 @@ def whole(steps=100):
 
 
 def faulty():
-    """Killed after step 40, the run resumed from 30 with a damaged checkpoint, stopped at 60, and completed at 100."""
+    """Killed after step 40, the run resumed from 30 with a damaged checkpoint, stopped
+    at 60, and completed at 100.
+    """
     rows = [row(s, T0 + 10 * s) for s in range(1, 41)]
     rows += [row(s, T0 + 1000 + 10 * (s - 30), ce=2.0) for s in range(31, 61)]
     rows += [row(s, T0 + 2000 + 10 * (s - 60)) for s in range(61, 101)]
@@ -85,7 +140,13 @@ def faulty():
         event("start", 0, T0, job="7.0"),
         *(event("checkpoint", s, T0 + 10 * s, job="7.0") for s in (10, 20, 30, 40)),
         event("checkpoint_damaged", 40, T0 + 995, reason="too short", job="7.1"),
-        event("resume", 30, T0 + 1000, config_changes={"training.local_batch_size": [8, 4]}, job="7.1"),
+        event(
+            "resume",
+            30,
+            T0 + 1000,
+            config_changes={"training.local_batch_size": [8, 4]},
+            job="7.1",
+        ),
         event("skip", 35, T0 + 1050, terms=["grad_norm"], in_a_row=1, job="7.1"),
         event("checkpoint", 60, T0 + 1300, job="7.1"),
         event("stop", 60, T0 + 1301, reason="SIGUSR1", job="7.1"),
@@ -96,10 +157,17 @@ def faulty():
 
 
 def cells(page, heading):
-    """Return the texts of a table's row, without the non-breaking spaces that keep a number's note on one line."""
-    found = re.search(rf'<th scope="row">{re.escape(escape(heading))}</th>(.*?)</tr>', page)
+    """Return the texts of a table's row, without the non-breaking spaces that keep a
+    number's note on one line.
+    """
+    found = re.search(
+        rf'<th scope="row">{re.escape(escape(heading))}</th>(.*?)</tr>', page
+    )
     assert found, f"no row {heading!r}"
-    return [html.unescape(cell).replace("\N{NO-BREAK SPACE}", " ") for cell in re.findall(r"<td>(.*?)</td>", found[1])]
+    return [
+        html.unescape(cell).replace("\N{NO-BREAK SPACE}", " ")
+        for cell in re.findall(r"<td>(.*?)</td>", found[1])
+    ]
 
 
 def page_of(*folders, now=T0):
@@ -107,22 +175,44 @@ def page_of(*folders, now=T0):
 
 
 def pictures(page):
-    return [base64.b64decode(uri).decode() for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
+    return [
+        base64.b64decode(uri).decode()
+        for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
+    ]
 
 
 @pytest.fixture(autouse=True)
 def _not_drawn(monkeypatch):
-    """Pages have empty pictures, because drawing takes seconds. Those of ``compared`` are made before."""
-    monkeypatch.setattr(picture_makers, "to_uri", lambda figure: "data:image/svg+xml;base64,AAAA")
+    """Pages have empty pictures, because drawing takes seconds.
+
+    Those of ``compared`` are made before.
+    """
+    monkeypatch.setattr(
+        picture_makers, "to_uri", lambda figure: "data:image/svg+xml;base64,AAAA"
+    )
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The page shows a run with faults and dispersion, and one without either. Their names and texts are hostile."""
-    folder, hostile = tmp_path_factory.mktemp("runs"), {"description": "<script>document.title = 'broken'</script>"}
+    """The page shows a run with faults and dispersion, and one without either.
+
+    Their names and texts are hostile.
+    """
+    folder, hostile = (
+        tmp_path_factory.mktemp("runs"),
+        {"description": "<script>document.title = 'broken'</script>"},
+    )
     cosines = [(0, 0.1), (50, 0.2), (100, 0.3)]
-    on = write_run(folder / "_on$1$2", *faulty(), cosines, dispersion={"enabled": True}, job=hostile)
-    off = write_run(folder / "off", *whole(90), [(0, 0.1), (90, 0.9)], steps=90, job=hostile)
+    on = write_run(
+        folder / "_on$1$2",
+        *faulty(),
+        cosines,
+        dispersion={"enabled": True},
+        job=hostile,
+    )
+    off = write_run(
+        folder / "off", *whole(90), [(0, 0.1), (90, 0.9)], steps=90, job=hostile
+    )
     return write_report([on, off], folder / "report.html")
 
 
@@ -142,22 +232,50 @@ def test_numbers(compared):
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory):
-    """Twelve steps with dispersion, and eight without, although their rows have it. A row has six different numbers."""
+    """Twelve steps with dispersion, and eight without, although their rows have it.
+
+    A row has six different numbers.
+    """
     on = [
-        row(s, T0 + s, ce=13.0 - s, loss=63.0 - s, dispersion=-s / 4, grad_norm=1.5 / s, lr=s / 1000, tps=tps)
+        row(
+            s,
+            T0 + s,
+            ce=13.0 - s,
+            loss=63.0 - s,
+            dispersion=-s / 4,
+            grad_norm=1.5 / s,
+            lr=s / 1000,
+            tps=tps,
+        )
         for s, tps in enumerate([100.0] * 5 + [300.0] * 6 + [None], start=1)
     ]
-    off = [row(s, T0 + s, ce=24.5 - s / 2, loss=90.0, dispersion=7.0, grad_norm=3.0, tps=40.0) for s in range(1, 9)]
+    off = [
+        row(
+            s,
+            T0 + s,
+            ce=24.5 - s / 2,
+            loss=90.0,
+            dispersion=7.0,
+            grad_norm=3.0,
+            tps=40.0,
+        )
+        for s in range(1, 9)
+    ]
     folder = tmp_path_factory.mktemp("by_hand")
     resume = [event("start", 0, T0), event("resume", 5, T0 + 5)]
     on = write_run(folder / "on", on, resume, steps=12, dispersion={"enabled": True})
     runs = gather([on, write_run(folder / "off", off, steps=8)])
 
     def measured(*mean, rank, ce):
-        return dataclasses.replace(condensed(*mean), effective_rank=np.array([8, 7, 6, rank, 1]), cross_entropy=ce)
+        return dataclasses.replace(
+            condensed(*mean),
+            effective_rank=np.array([8, 7, 6, rank, 1]),
+            cross_entropy=ce,
+        )
 
     first = measured(0.1, 0.2, 0.3, 0.9, 0.25, rank=5.5, ce=9.5)
-    last = measured(0.5, 0.1, 0.25, 0.75, 0.2, rank=4.5, ce=6.5)  # its mean cosines have the ranks 3, 1, 2, 4
+    # its mean cosines have the ranks 3, 1, 2, 4
+    last = measured(0.5, 0.1, 0.25, 0.75, 0.2, rank=4.5, ce=6.5)
     more = {"condensation": {4: first, 12: last}, "validation": {6: 7.5, 12: 6.25}}
     return [dataclasses.replace(runs[0], **more), runs[1]]
 
@@ -165,7 +283,11 @@ def by_hand(tmp_path_factory):
 def test_final_numbers_by_hand(by_hand):
     of_both = {
         "cross-entropy, last row": ["1 (step 12)", "20.5 (step 8)"],
-        "cross-entropy, mean of the last 10 rows": ["5.5 (step 12)", "22.25 (of 8 rows, step 8)"],  # 10, 9, … 1
+        # 10, 9, … 1
+        "cross-entropy, mean of the last 10 rows": [
+            "5.5 (step 12)",
+            "22.25 (of 8 rows, step 8)",
+        ],
         "cross-entropy at step 8, the latest shared step": ["5", "20.5"],
         "gradient norm, last row": ["0.125 (step 12)", "3 (step 8)"],
         "tokens/s of one rank, median": ["300", "40"],
@@ -178,34 +300,58 @@ def test_final_numbers_by_hand(by_hand):
         "mean cosine of the last block, first": "0.9",
         "mean cosine of the last block, last": "0.75",
         "mean cosine after the final norm, last": "0.2",
-        "Spearman's ρ up to the last block, with the embedding, last": "0.4",  # 1 − 6 · 6 / (4 · 15)
-        "Spearman's ρ up to the final norm, with the embedding, last": "-0.4",  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
+        # 1 − 6 · 6 / (4 · 15)
+        "Spearman's ρ up to the last block, with the embedding, last": "0.4",
+        # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
+        "Spearman's ρ up to the final norm, with the embedding, last": "-0.4",
         "Spearman's ρ up to the last block, without the embedding, last": "1",
-        "Spearman's ρ up to the final norm, without the embedding, last": "0.5",  # of 0.1, 0.25, 0.2
+        # of 0.1, 0.25, 0.2
+        "Spearman's ρ up to the final norm, without the embedding, last": "0.5",
         "Kendall's τ up to the last block, without the embedding, last": "1",
         "Kendall's τ up to the final norm, without the embedding, last": "0.33333",
-        "Kendall's τ up to the last block, with the embedding, last": "0.33333",  # (4 − 2) / 6
-        "Kendall's τ up to the final norm, with the embedding, last": "-0.33333",  # (2 − 4) / 6
+        # (4 − 2) / 6
+        "Kendall's τ up to the last block, with the embedding, last": "0.33333",
+        # (2 − 4) / 6
+        "Kendall's τ up to the final norm, with the embedding, last": "-0.33333",
         "effective rank of the last block, last": "4.5",
     }
-    found = {h: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for h, row in final_numbers(by_hand).items()}
-    assert found == of_both | {heading: [number, "–"] for heading, number in of_one.items()}
+    found = {
+        h: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row]
+        for h, row in final_numbers(by_hand).items()
+    }
+    assert found == of_both | {
+        heading: [number, "–"] for heading, number in of_one.items()
+    }
 
 
 def test_what_was_seen(tmp_path):
-    """Of each of several sources: counters of the last row, and the mean of its ten last cross-entropies."""
+    """Of each of several sources: counters of the last row, and the mean of its ten
+    last cross-entropies.
+    """
     counters = {
         f"{name}/{source}": 3.5 * s
         for s, source in enumerate(("<web>", "code"), 1)
         for name in (*SEEN.values(), "epoch")
     }
     rows = [
-        row(s, T0 + s, **{"ce/<web>": float(s), "ce/code": 3.0}, data=counters | {"documents": 9.0})
+        row(
+            s,
+            T0 + s,
+            **{"ce/<web>": float(s), "ce/code": 3.0},
+            data=counters | {"documents": 9.0},
+        )
         for s in range(1, 13)
     ]
-    mixed, plain = write_run(tmp_path / "mixed", rows), write_run(tmp_path / "plain", *whole(12))
+    mixed, plain = (
+        write_run(tmp_path / "mixed", rows),
+        write_run(tmp_path / "plain", *whole(12)),
+    )
     expected = [*["3.5"] * 4, "7.5"]
-    assert cells(page_of(mixed), "<web>") == cells(page_of(plain, mixed), "mixed: <web>") == expected
+    assert (
+        cells(page_of(mixed), "<web>")
+        == cells(page_of(plain, mixed), "mixed: <web>")
+        == expected
+    )
     assert seen(gather([mixed]))["code"] == [*["7"] * 4, "3"]
     assert data_counters(gather([mixed])) == {"documents": ["9"]}
     assert "What was seen" not in page_of(plain)
@@ -213,8 +359,14 @@ def test_what_was_seen(tmp_path):
 
 def test_curves_by_hand(by_hand, monkeypatch):
     drawn = []
-    monkeypatch.setattr(picture_makers, "to_uri", lambda figure: drawn.append(figure.axes[0]) or "")
-    for make in (picture_makers.losses, picture_makers.optimization, picture_makers.condensation_by_step):
+    monkeypatch.setattr(
+        picture_makers, "to_uri", lambda figure: drawn.append(figure.axes[0]) or ""
+    )
+    for make in (
+        picture_makers.losses,
+        picture_makers.optimization,
+        picture_makers.condensation_by_step,
+    ):
         make(by_hand)
     found = {}
     for axes in drawn:
@@ -222,21 +374,48 @@ def test_curves_by_hand(by_hand, monkeypatch):
         low, high = label.get_window_extent().intervaly
         assert 0 <= low < high <= axes.figure.bbox.height
         lines = axes.lines[::2]  # the other lines mark where a run resumed
-        ends = {line.get_label(): line.get_xydata()[[0, -1]].round(6).tolist() for line in lines}
+        ends = {
+            line.get_label(): line.get_xydata()[[0, -1]].round(6).tolist()
+            for line in lines
+        }
         found[label.get_text().replace("\n", " ")] = (axes.get_xlabel(), ends)
     assert found == {
-        "cross-entropy (training)": ("tokens", {"on": [[4096, 12], [49152, 1]], "off": [[4096, 24], [32768, 20.5]]}),
+        "cross-entropy (training)": (
+            "tokens",
+            {"on": [[4096, 12], [49152, 1]], "off": [[4096, 24], [32768, 20.5]]},
+        ),
         "dispersion loss, without λ": ("tokens", {"on": [[4096, -0.25], [49152, -3]]}),
         "cross-entropy (validation)": ("tokens", {"on": [[24576, 7.5], [49152, 6.25]]}),
-        "learning rate": ("step", {"on": [[1, 0.001], [12, 0.012]], "off": [[1, 0.001], [8, 0.001]]}),
-        "gradient norm, before clipping": ("step", {"on": [[1, 1.5], [12, 0.125]], "off": [[1, 3], [8, 3]]}),
-        "tokens/s of one rank": ("step", {"on": [[1, 100], [11, 300]], "off": [[1, 40], [8, 40]]}),
-        "cross-entropy (held-out text)": ("tokens", {"on": [[16384, 9.5], [49152, 6.5]]}),
+        "learning rate": (
+            "step",
+            {"on": [[1, 0.001], [12, 0.012]], "off": [[1, 0.001], [8, 0.001]]},
+        ),
+        "gradient norm, before clipping": (
+            "step",
+            {"on": [[1, 1.5], [12, 0.125]], "off": [[1, 3], [8, 3]]},
+        ),
+        "tokens/s of one rank": (
+            "step",
+            {"on": [[1, 100], [11, 300]], "off": [[1, 40], [8, 40]]},
+        ),
+        "cross-entropy (held-out text)": (
+            "tokens",
+            {"on": [[16384, 9.5], [49152, 6.5]]},
+        ),
         "mean cosine, last block": ("step", {"on": [[4, 0.9], [12, 0.75]]}),
         "mean cosine, after the final norm": ("step", {"on": [[4, 0.25], [12, 0.2]]}),
-        "mean cosine, average of all blocks": ("step", {"on": [[4, 0.466667], [12, 0.366667]]}),
-        "Spearman's ρ, up to the final norm, without the embedding": ("step", {"on": [[4, 0.5], [12, 0.5]]}),
-        "Kendall's τ, up to the final norm, without the embedding": ("step", {"on": [[4, 0.333333], [12, 0.333333]]}),
+        "mean cosine, average of all blocks": (
+            "step",
+            {"on": [[4, 0.466667], [12, 0.366667]]},
+        ),
+        "Spearman's ρ, up to the final norm, without the embedding": (
+            "step",
+            {"on": [[4, 0.5], [12, 0.5]]},
+        ),
+        "Kendall's τ, up to the final norm, without the embedding": (
+            "step",
+            {"on": [[4, 0.333333], [12, 0.333333]]},
+        ),
         "effective rank, last block": ("step", {"on": [[4, 5.5], [12, 4.5]]}),
     }
     for axes, resumed in ((drawn[0], 5 * 4096), (drawn[4], 5)):
@@ -244,12 +423,27 @@ def test_curves_by_hand(by_hand, monkeypatch):
         assert (at.get_xdata().tolist(), len(never.get_xdata())) == ([resumed], 0)
         assert on.get_color() == at.get_color() == OKABE_ITO[0] != off.get_color()
     ticks = drawn[0].xaxis.get_major_formatter()
-    assert [ticks(x) for x in (5, 4096, 2e6, 1.5e9, 3e12)] == ["5", "4.096 k", "2 M", "1.5 B", "3 T"]
+    assert [ticks(x) for x in (5, 4096, 2e6, 1.5e9, 3e12)] == [
+        "5",
+        "4.096 k",
+        "2 M",
+        "1.5 B",
+        "3 T",
+    ]
 
 
 def one(name, seed, group=None, **settings):
-    seeds = {"debug.seed": seed, "stream.seed": seed, "job.dump_folder": name, "validation.freq": seed}
-    return SimpleNamespace(name=name, group=group, settings={"dispersion.enabled": False, **seeds, **settings})
+    seeds = {
+        "debug.seed": seed,
+        "stream.seed": seed,
+        "job.dump_folder": name,
+        "validation.freq": seed,
+    }
+    return SimpleNamespace(
+        name=name,
+        group=group,
+        settings={"dispersion.enabled": False, **seeds, **settings},
+    )
 
 
 ON = {"dispersion.enabled": True}
@@ -257,20 +451,50 @@ OTHER = {"optimizer.lr": 1.0}
 
 
 def test_conditions():
-    """Different seeds are one condition. A different λ, other held-out text, or the same seed again is another one."""
+    """Different seeds are one condition.
+
+    A different λ, other held-out text, or the same seed again is another one.
+    """
     runs = [one(f"off-seed-{i}", i) for i in (1, 2)]
-    runs += [one(f"on-seed-{i}", i, **ON, **{"checkpoint.interval": i}) for i in (1, 2, 3)]
-    runs += [one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}), *(one(f"again-{i}", 7, **OTHER) for i in "ab")]
-    runs += [one(key, 3, **{f"validation.{key}": "other"}) for key in ("dataset_path", "enable")]
+    runs += [
+        one(f"on-seed-{i}", i, **ON, **{"checkpoint.interval": i}) for i in (1, 2, 3)
+    ]
+    runs += [
+        one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}),
+        *(one(f"again-{i}", 7, **OTHER) for i in "ab"),
+    ]
+    runs += [
+        one(key, 3, **{f"validation.{key}": "other"})
+        for key in ("dataset_path", "enable")
+    ]
     runs.append(one("on-seed-2-repeated", 2, **ON))
     of_seeds = [("off (2 seeds)", [0, 1]), ("on (3 seeds)", [2, 3, 4])]
-    others = [("small-lambda", [5]), ("again-a", [6]), ("again-b", [7]), ("dataset_path", [8]), ("enable", [9])]
-    runs.append(one("other-weights", 4, **{"checkpoint.initial_load_path": "elsewhere"}))
+    others = [
+        ("small-lambda", [5]),
+        ("again-a", [6]),
+        ("again-b", [7]),
+        ("dataset_path", [8]),
+        ("enable", [9]),
+    ]
+    runs.append(
+        one("other-weights", 4, **{"checkpoint.initial_load_path": "elsewhere"})
+    )
     others += [("on-seed-2-repeated", [10]), ("other-weights", [11])]
     assert conditions(runs) == of_seeds + others
-    # Of runs that were named together, configs, seeds and the runs between them do not matter.
-    runs = [one("a", 1), one("b", 1, "x", **OTHER), one("c", 2), one("d", 1, "x"), one("e", 3, "y")]
-    assert conditions(runs) == [("a (2 seeds)", [0, 2]), ("x (2 seeds)", [1, 3]), ("y", [4])]
+    # Of runs that were named together, configs, seeds and the runs between them do not
+    # matter.
+    runs = [
+        one("a", 1),
+        one("b", 1, "x", **OTHER),
+        one("c", 2),
+        one("d", 1, "x"),
+        one("e", 3, "y"),
+    ]
+    assert conditions(runs) == [
+        ("a (2 seeds)", [0, 2]),
+        ("x (2 seeds)", [1, 3]),
+        ("y", [4]),
+    ]
     for names, common in (
         (("off-1", "off-12"), "off"),
         (("on_seed_1_long", "on_seed_2_long"), "on"),
@@ -278,45 +502,86 @@ def test_conditions():
         (("lr0.1-a", "lr0.1-b"), "lr0.1"),
         (("a", "b"), "a"),
     ):
-        assert conditions([one(name, i) for i, name in enumerate(names)]) == [(f"{common} (2 seeds)", [0, 1])]
+        assert conditions([one(name, i) for i, name in enumerate(names)]) == [
+            (f"{common} (2 seeds)", [0, 1])
+        ]
 
 
 def test_runs_given_under_one_name(tmp_path):
     a, b, c = (write_run(tmp_path / name, whole(30)[0]) for name in "abc")
     runs = gather([str(a), f"both={c},{b}"])
-    assert [(run.name, run.group) for run in runs] == [("a", None), ("c", "both"), ("b", "both")]
+    assert [(run.name, run.group) for run in runs] == [
+        ("a", None),
+        ("c", "both"),
+        ("b", "both"),
+    ]
     page = render(runs, T0)
     assert cells(page, "condition") == ["–", "both (2 seeds)", "both (2 seeds)"]
     alts = re.findall(r'alt="(cross-entropy \(training\)[^"]*)"', page)
-    assert alts == ["cross-entropy (training) against tokens. a: 8.99 → 8.7; both (2 seeds): 8.99 → 8.7"]
+    assert alts == [
+        "cross-entropy (training) against tokens. a: 8.99 → 8.7; both (2 seeds): 8.99 → 8.7"
+    ]
     with pytest.raises(ConfigError, match="given twice"):
         gather([str(a), f"x={a},{b}"])
 
 
 def test_bands_by_hand():
-    """10 + s and 13 + s have steps 2, 4 and 6 in common. Seeds without a shared step keep their own lines."""
+    """10 + s and 13 + s have steps 2, 4 and 6 in common.
+
+    Seeds without a shared step keep their own lines.
+    """
     steps = np.arange(2.0, 12, 2)
-    lines = [Line("off-1", steps[:3], 10 + steps[:3], 0), Line("off-2", steps, 13 + steps, 1)]
+    lines = [
+        Line("off-1", steps[:3], 10 + steps[:3], 0),
+        Line("off-2", steps, 13 + steps, 1),
+    ]
     lines.append(Line("on", np.arange(1.0, 4), np.full(3, 4.0), 2))
-    off, on = by_condition([one("off-1", 1), one("off-2", 2), one("on", 1, **ON)], lines)
+    off, on = by_condition(
+        [one("off-1", 1), one("off-2", 2), one("on", 1, **ON)], lines
+    )
     assert (off.name, off.place, on.name, on.place) == ("off (2 seeds)", 0, "on", 1)
     assert off.x.tolist() == [2, 4, 6]
-    assert [y.tolist() for y in (off.low, off.y, off.high)] == [[12, 14, 16], [13.5, 15.5, 17.5], [15, 17, 19]]
-    assert (on.low, on.high, on.x.tolist(), on.y.tolist()) == (None, None, [1, 2, 3], [4, 4, 4])
+    assert [y.tolist() for y in (off.low, off.y, off.high)] == [
+        [12, 14, 16],
+        [13.5, 15.5, 17.5],
+        [15, 17, 19],
+    ]
+    assert (on.low, on.high, on.x.tolist(), on.y.tolist()) == (
+        None,
+        None,
+        [1, 2, 3],
+        [4, 4, 4],
+    )
     (axes,) = curves([off, on], "step", "loss", as_it_is).axes
     (band,) = axes.collections
     corners = band.get_paths()[0].vertices
-    assert {tuple(corner) for corner in corners} == {(2, 12), (4, 14), (6, 16), (2, 15), (4, 17), (6, 19)}
+    assert {tuple(corner) for corner in corners} == {
+        (2, 12),
+        (4, 14),
+        (6, 16),
+        (2, 15),
+        (4, 17),
+        (6, 19),
+    }
     assert [line.get_label() for line in axes.lines[::2]] == ["off (2 seeds)", "on"]
-    assert band.get_facecolor()[0][:3] == pytest.approx(matplotlib.colors.to_rgb(off.style["color"]))
+    assert band.get_facecolor()[0][:3] == pytest.approx(
+        matplotlib.colors.to_rgb(off.style["color"])
+    )
 
     runs = [one(f"off-{i}", i) for i in range(3)]  # the third one has only begun
-    a, b = Line("a", np.array([1.0, 3]), np.ones(2), 0), Line("b", np.array([2.0, 4]), np.ones(2), 1)
+    a, b = (
+        Line("a", np.array([1.0, 3]), np.ones(2), 0),
+        Line("b", np.array([2.0, 4]), np.ones(2), 1),
+    )
     found = [(line.name, line.place, line.low) for line in by_condition(runs, [a, b])]
     assert found == [("a", 0, None), ("b", 0, None)]
     a_hole = Line("a", np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]), 0)
     (line,) = by_condition(runs, [a_hole, Line("b", np.arange(1.0, 4), np.ones(3), 1)])
-    assert (line.name, line.x.tolist(), line.high.tolist()) == ("off (3 seeds), 2 of them drawn", [1, 3], [5, 7])
+    assert (line.name, line.x.tolist(), line.high.tolist()) == (
+        "off (3 seeds), 2 of them drawn",
+        [1, 3],
+        [5, 7],
+    )
 
 
 def test_many_points_keep_their_extremes():
@@ -335,14 +600,17 @@ def test_many_points_keep_their_extremes():
     finite = np.isfinite(y)
     assert len(a) == len(mean) == len(low) == len(high) == BINS
     assert (low.min(), high.max()) == (y[finite].min(), 99)
-    assert np.average(mean, weights=np.histogram(x[finite], BINS)[0]) == pytest.approx(y[finite].mean())
+    assert np.average(mean, weights=np.histogram(x[finite], BINS)[0]) == pytest.approx(
+        y[finite].mean()
+    )
     few = binned(x[:9], y[:9])
     assert (len(few[0]), few[1] is few[2] is few[3]) == (7, True)
 
 
 def test_configs_are_compared(compared, tmp_path):
     differing, shared = compared.read_text().split("Common values")
-    assert cells(differing, "dispersion.enabled") == ["false", "true", "false"]  # the default, then the runs
+    # the default, then the runs
+    assert cells(differing, "dispersion.enabled") == ["false", "true", "false"]
     assert cells(shared, "model.flavor") == ['"debugmodel"', '"nano"', '"nano"']
     assert "model.flavor" not in differing.split('id="config"')[1]
     one = page_of(write_run(tmp_path / "one", training={"seq_len": 77}))
@@ -360,36 +628,70 @@ def test_history(compared):
     ]
     lost_and_gaps = [(line[7], line[9]) for line in starts(run, T0)]
     assert lost_and_gaps == [("10", "10 min 0 s"), ("0", "11 min 39 s"), ("–", "–")]
-    for told in ("checkpoint × 4", "training.local_batch_size 8 → 4", "checkpoint damaged"):
+    for told in (
+        "checkpoint × 4",
+        "training.local_batch_size 8 → 4",
+        "checkpoint damaged",
+    ):
         assert told in compared.read_text()
-    assert (run.series("ce")[34], len(run.rows)) == (2.0, 100)  # repeated steps count once, with their last values
+    # repeated steps count once, with their last values
+    assert (run.series("ce")[34], len(run.rows)) == (2.0, 100)
 
 
 def test_only_what_counts_after_a_resume(tmp_path):
     rows, events = faulty()
-    condensed = {"step": 0, "time": T0 + 1, "condensation": {"mean_cosine": [0.1]}, "seconds": 1.0}
-    run = write_run(tmp_path / "run", [condensed, *rows[:43]], events[:7], [(0, 0.1), (32, 0.2), (40, 0.3)])
+    condensed = {
+        "step": 0,
+        "time": T0 + 1,
+        "condensation": {"mean_cosine": [0.1]},
+        "seconds": 1.0,
+    }
+    run = write_run(
+        tmp_path / "run",
+        [condensed, *rows[:43]],
+        events[:7],
+        [(0, 0.1), (32, 0.2), (40, 0.3)],
+    )
     (found,) = gather([run])
     assert (found.step, len(found.written)) == (33, 43)
     assert [r["step"] for r in found.rows] == list(range(1, 34))
     assert list(found.condensation) == [0, 32]
-    assert [state(found, T0 + after)[0] for after in (1040, 5000)] == ["running", "interrupted"]
+    assert [state(found, T0 + after)[0] for after in (1040, 5000)] == [
+        "running",
+        "interrupted",
+    ]
     assert cells(render([found], T0 + 1040), "step") == ["33 of 100"]
 
 
 def test_states(tmp_path):
     rows, events = faulty()
     late, failed = T0 + 1e6, event("save_failed", 40, T0 + 410, error="no space")
-    trained_nothing = event("stop", 0, T0 + 420, allocated=T0 + 410, reason="RUN/stop")  # and knew of no step
+    # and knew of no step
+    trained_nothing = event("stop", 0, T0 + 420, allocated=T0 + 410, reason="RUN/stop")
     after_the_end = event("stop", 0, T0 + 9000, allocated=T0 + 8990, reason="RUN/stop")
     nothing_to_do = event("resume", 100, T0 + 9000)
     cases = (
         (rows[:70], events[:10], late, ("stopped", "stop: SIGUSR1, after step 60")),
         (rows, [*events, nothing_to_do], late, ("complete", "all 100 steps are done")),
         (rows, [*events, after_the_end], late, ("complete", "all 100 steps are done")),
-        (rows[:40], [*events[:5], failed], T0 + 420, ("interrupted", "save failed: no space, after step 40")),
-        (rows[:40], [*events[:5], trained_nothing], late, ("stopped", "stop: RUN/stop, after step 40")),
-        (rows[:40], events[:5], late, ("interrupted", "no end recorded, last activity at step 40")),
+        (
+            rows[:40],
+            [*events[:5], failed],
+            T0 + 420,
+            ("interrupted", "save failed: no space, after step 40"),
+        ),
+        (
+            rows[:40],
+            [*events[:5], trained_nothing],
+            late,
+            ("stopped", "stop: RUN/stop, after step 40"),
+        ),
+        (
+            rows[:40],
+            events[:5],
+            late,
+            ("interrupted", "no end recorded, last activity at step 40"),
+        ),
     )
     for i, (logged, told, now, expected) in enumerate(cases):
         (run,) = gather([write_run(tmp_path / str(i), logged, told)])
@@ -397,63 +699,116 @@ def test_states(tmp_path):
 
 
 def test_a_run_that_validates_more_often_than_it_logs(tmp_path):
-    validated = [{"step": step, "time": T0 + 10 * step + 1, "validation": 9.0 - step / 10} for step in (1, 5, 10)]
+    validated = [
+        {"step": step, "time": T0 + 10 * step + 1, "validation": 9.0 - step / 10}
+        for step in (1, 5, 10)
+    ]
     for logged in ([row(1, T0 + 10)], []):
-        folder = write_run(tmp_path / str(len(logged)), [*logged, *validated], [event("start", 0, T0)])
+        folder = write_run(
+            tmp_path / str(len(logged)), [*logged, *validated], [event("start", 0, T0)]
+        )
         (run,) = gather([folder])
         assert (run.step, run.validation) == (10, {1: 8.9, 5: 8.5, 10: 8.0})
     assert "8.9 → 8" not in page_of(folder)  # the tokens of its steps are not known
 
 
 def test_bare_runs(tmp_path):
-    rows = [row(s, T0 + s, ce=None if s == 3 else float("nan") if s == 4 else 5.0, grad_norm=None) for s in range(1, 9)]
+    rows = [
+        row(
+            s,
+            T0 + s,
+            ce=None if s == 3 else float("nan") if s == 4 else 5.0,
+            grad_norm=None,
+        )
+        for s in range(1, 9)
+    ]
     del rows[5]["lr"], rows[5]["data"]
     bare, empty = write_run(tmp_path / "bare", rows), write_run(tmp_path / "empty")
     (bare / "environment.json").unlink()
     page = page_of(bare)
-    assert len(pictures(page)) == 4  # CE, learning rate, throughput, history; no gradient norm
-    for said in ("Condensation was not measured", "There is no events.jsonl", "There is no environment.json"):
+    # CE, learning rate, throughput, history; no gradient norm
+    assert len(pictures(page)) == 4
+    for said in (
+        "Condensation was not measured",
+        "There is no events.jsonl",
+        "There is no environment.json",
+    ):
         assert said in page
     assert cells(page_of(empty, bare), "cross-entropy, last row") == ["–", "5"]
     page = page_of(empty)
-    assert (pictures(page), cells(page, "state")) == ([], ["empty: nothing was logged yet"])
+    assert (pictures(page), cells(page, "state")) == (
+        [],
+        ["empty: nothing was logged yet"],
+    )
 
 
 def test_a_truncated_measurement_costs_only_itself(tmp_path):
-    run = write_run(tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)])
+    run = write_run(
+        tmp_path / "run", *whole(), measured=[(0, 0.1), (50, 0.2), (100, 0.3)]
+    )
     path = run / "condensation" / "step-50.npz"
     path.write_bytes(path.read_bytes()[:300])
     whole_one = measurement(0.2)
-    for step, change in enumerate(({"std_cosine": np.zeros(2)}, {"histogram": whole_one.histogram[:, :64]}), 60):
-        dataclasses.replace(whole_one, **change).save(path.with_name(f"step-{step}.npz"))
+    for step, change in enumerate(
+        ({"std_cosine": np.zeros(2)}, {"histogram": whole_one.histogram[:, :64]}), 60
+    ):
+        dataclasses.replace(whole_one, **change).save(
+            path.with_name(f"step-{step}.npz")
+        )
     measurement(0.2, layers=9).save(path.with_name("step-70.npz"))
-    (run / "requeue.json").write_text(json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"}))
+    (run / "requeue.json").write_text(
+        json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"})
+    )
     (found,) = gather([run])
     assert (list(found.condensation), len(found.problems)) == ([0, 100], 4)
     page = render([found], T0)
     assert "cannot be read" in cells(page, "not readable")[0]
-    assert "2 in a row; the last: node n3 <died>" in cells(page, "failures without a new checkpoint")
+    assert "2 in a row; the last: node n3 <died>" in cells(
+        page, "failures without a new checkpoint"
+    )
 
 
 def test_broken_runs_beside_another(tmp_path, capsys):
     cases = (
         ("config.json", "wb", b'{"model": 5}'),
         ("config.json", "wb", b"\xff\xfe"),
-        ("metrics.jsonl", "wb", b'{"iteration": 1, "loss": 3.0}\n'),  # of another program
+        # of another program
+        ("metrics.jsonl", "wb", b'{"iteration": 1, "loss": 3.0}\n'),
         *(
             ("metrics.jsonl", "ab", json.dumps({"step": 9, "time": 1e9} | row).encode())
-            for row in ({"step": "abc"}, {"step": None}, {"step": -3}, {"time": "now"}, {"ce": "low"}, {"data": 5})
+            for row in (
+                {"step": "abc"},
+                {"step": None},
+                {"step": -3},
+                {"time": "now"},
+                {"ce": "low"},
+                {"data": 5},
+            )
         ),
         ("events.jsonl", "ab", b'{"step": 9, "time": "2026-03-01T00:00:00+00:00"}'),
         ("events.jsonl", "ab", b'{"step": 9, "event": "start"}'),
         # These can be read, but not shown.
         ("metrics.jsonl", "ab", json.dumps(row(101, 1e20)).encode()),
-        ("metrics.jsonl", "ab", json.dumps(row(101, T0 + 1e4, data={"documents": {}})).encode()),
-        ("events.jsonl", "ab", json.dumps(event("resume", 9, T0 + 2e4, config_changes=5)).encode()),
-        ("events.jsonl", "ab", json.dumps(event("start", 9, T0 + 2e4, allocated="x")).encode()),
+        (
+            "metrics.jsonl",
+            "ab",
+            json.dumps(row(101, T0 + 1e4, data={"documents": {}})).encode(),
+        ),
+        (
+            "events.jsonl",
+            "ab",
+            json.dumps(event("resume", 9, T0 + 2e4, config_changes=5)).encode(),
+        ),
+        (
+            "events.jsonl",
+            "ab",
+            json.dumps(event("start", 9, T0 + 2e4, allocated="x")).encode(),
+        ),
     )
     good = write_run(tmp_path / "good", *whole())
-    (tmp_path / "results.json").write_text(json.dumps({"published": [["piqa", "score", "on", "+25.00", "ours"]]}))
+    (tmp_path / "results.json").write_text(
+        json.dumps({"published": [["piqa", "score", "on", "+25.00", "ours"]]})
+    )
     every = []
     for i, (file, mode, content) in enumerate(cases):
         every.append(write_run(tmp_path / f"broken-{i}", *whole()))
@@ -463,60 +818,117 @@ def test_broken_runs_beside_another(tmp_path, capsys):
             write_report([every[i]], tmp_path / "report.html")
     capsys.readouterr()
     for broken in (every[:-4], every):  # the last four can be read
-        page = write_report([good, *broken], tmp_path / "report.html", tmp_path).read_text()
-        assert (cells(page, "state"), "Left out" in page) == (["complete: all 100 steps are done"], True)
+        page = write_report(
+            [good, *broken], tmp_path / "report.html", tmp_path
+        ).read_text()
+        assert (cells(page, "state"), "Left out" in page) == (
+            ["complete: all 100 steps are done"],
+            True,
+        )
         assert "<td>+25.00</td>" in page  # of the evaluation
-        told = [re.fullmatch(r"left out: .*(broken-\d+)\b.*", line)[1] for line in capsys.readouterr().err.splitlines()]
+        told = [
+            re.fullmatch(r"left out: .*(broken-\d+)\b.*", line)[1]
+            for line in capsys.readouterr().err.splitlines()
+        ]
         assert sorted(told) == sorted(run.name for run in broken)
 
 
 def test_details_of_events(tmp_path):
     rows = [row(1, T0 + 1e-6)]
     spent = {"start_up": 85.4, "steps": 0.0, "checkpoints": 3700.0}
-    ends = [event("start", 0, T0, allocated=T0 - 30.5), event("complete", 1, T0 + 1e-6, spent=spent)]
+    ends = [
+        event("start", 0, T0, allocated=T0 - 30.5),
+        event("complete", 1, T0 + 1e-6, spent=spent),
+    ]
     (run,) = gather([write_run(tmp_path / "run", rows, ends, steps=1)])
     told = [line[3] for line in events(run)]
-    assert told == ["allocated: 2026-02-28 23:59:29 UTC", "spent: start-up 1 min 25 s, checkpoints 1 h 1 min"]
+    assert told == [
+        "allocated: 2026-02-28 23:59:29 UTC",
+        "spent: start-up 1 min 25 s, checkpoints 1 h 1 min",
+    ]
     assert starts(run, T0)[0][6] == "–"  # no tokens/s of a millisecond
-    assert picture_makers.losses([run]) == picture_makers.optimization([run]) == []  # of a single row
+    # of a single row
+    assert picture_makers.losses([run]) == picture_makers.optimization([run]) == []
 
 
 def test_many_runs(tmp_path):
-    """They share a legend, which would cover their charts. Pictures of single runs are of the first conditions."""
+    """They share a legend, which would cover their charts.
+
+    Pictures of single runs are of the first conditions.
+    """
     measured = [(0, 0.1), (30, 0.5)]
-    runs = [write_run(tmp_path / f"r{i}", *whole(30), measured, optimizer={"lr": float(i)}) for i in range(13)]
-    runs = gather([*runs, write_run(tmp_path / "seed", debug={"seed": 9}, optimizer={"lr": 0.0})])
+    runs = [
+        write_run(tmp_path / f"r{i}", *whole(30), measured, optimizer={"lr": float(i)})
+        for i in range(13)
+    ]
+    runs = gather(
+        [*runs, write_run(tmp_path / "seed", debug={"seed": 9}, optimizer={"lr": 0.0})]
+    )
     page = render(runs, T0)
     alts = re.findall('alt="([^"]*)"', page)
     assert sum(alt == "legend of the charts below" for alt in alts) == 3
-    assert sum(alt.startswith("mean cosine by layer and step") for alt in alts) == MANY // 2
+    assert (
+        sum(alt.startswith("mean cosine by layer and step") for alt in alts)
+        == MANY // 2
+    )
     assert "those of r0, r1, r2, r3, r4, r5: the first run" in page
     assert page.count("<h3>r") == 13
     lines = [Line(f"r{i}", np.arange(1000.0), np.arange(1000.0), i) for i in range(13)]
-    figure, few = curves(lines, "step", "y", as_it_is, False), curves(lines[:5], "step", "y", as_it_is)
-    assert (figure.legends, len(figure.axes[0].collections), len(few.legends)) == ([], 0, 1)
-    assert [crowded(names) for names in ("a" * 12, "a" * 13, 4 * ["x" * 25], 5 * ["x" * 25])] == [False, True] * 2
-    assert len({tuple(dataclasses.replace(lines[0], place=i).style.items()) for i in range(50)}) == 50
+    figure, few = (
+        curves(lines, "step", "y", as_it_is, False),
+        curves(lines[:5], "step", "y", as_it_is),
+    )
+    assert (figure.legends, len(figure.axes[0].collections), len(few.legends)) == (
+        [],
+        0,
+        1,
+    )
+    assert [
+        crowded(names) for names in ("a" * 12, "a" * 13, 4 * ["x" * 25], 5 * ["x" * 25])
+    ] == [False, True] * 2
+    assert (
+        len(
+            {
+                tuple(dataclasses.replace(lines[0], place=i).style.items())
+                for i in range(50)
+            }
+        )
+        == 50
+    )
     assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) <= 3000
-    assert [text.get_text() for text in charts.legend(["_a", "b"]).legends[0].texts] == [" _a", "b"]
+    assert [
+        text.get_text() for text in charts.legend(["_a", "b"]).legends[0].texts
+    ] == [" _a", "b"]
 
 
 def test_models_of_different_depth_and_one_measurement(tmp_path):
-    deep = write_run(tmp_path / "deep", *whole(), model={"flavor": "of another version"})
+    deep = write_run(
+        tmp_path / "deep", *whole(), model={"flavor": "of another version"}
+    )
     measurement(0.5, layers=29).save(deep / "condensation" / "step-0.npz")
     page = page_of(deep, write_run(tmp_path / "once", *whole(), measured=[(100, 0.2)]))
     assert cells(page, "parameters") == ["–", "427,008"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "steps", "most"), [(1, 40000, 1.5e6), (50, 600, 3e6)])
-def test_long_and_many_runs_make_a_small_page(tmp_path, monkeypatch, count, steps, most):
+@pytest.mark.parametrize(
+    ("count", "steps", "most"), [(1, 40000, 1.5e6), (50, 600, 3e6)]
+)
+def test_long_and_many_runs_make_a_small_page(
+    tmp_path, monkeypatch, count, steps, most
+):
     monkeypatch.undo()  # with its pictures
     noise = np.random.default_rng(0).standard_normal(steps)
-    rows = [row(s, T0 + s, ce=4 + e, grad_norm=float(np.exp(e)), tps=500 + e) for s, e in enumerate(noise, start=1)]
+    rows = [
+        row(s, T0 + s, ce=4 + e, grad_norm=float(np.exp(e)), tps=500 + e)
+        for s, e in enumerate(noise, start=1)
+    ]
     measured = [(s, s / steps / 2) for s in range(0, steps + 1, max(steps // 40, 100))]
     runs = [
-        write_run(tmp_path / f"{i}", rows, measured=measured, steps=steps, optimizer={"lr": i}) for i in range(count)
+        write_run(
+            tmp_path / f"{i}", rows, measured=measured, steps=steps, optimizer={"lr": i}
+        )
+        for i in range(count)
     ]
     started = time.process_time()
     assert write_report(runs, tmp_path / "report.html").stat().st_size < most
@@ -526,9 +938,19 @@ def test_long_and_many_runs_make_a_small_page(tmp_path, monkeypatch, count, step
 def test_nothing_is_markup_or_fetched(compared):
     page = compared.read_text()
     svgs = pictures(page)
-    assert (page.count("<script"), page.count("&lt;script&gt;") >= 2, "@import" in page) == (0, True, False)
-    addresses = re.findall(r'(?:src|href)\s*=\s*"([^"]*)"|url\(([^)]*)\)', "".join([page, *svgs]))
-    outside = {"".join(address) for address in addresses if not "".join(address).startswith(("#", "data:"))}
+    assert (
+        page.count("<script"),
+        page.count("&lt;script&gt;") >= 2,
+        "@import" in page,
+    ) == (0, True, False)
+    addresses = re.findall(
+        r'(?:src|href)\s*=\s*"([^"]*)"|url\(([^)]*)\)', "".join([page, *svgs])
+    )
+    outside = {
+        "".join(address)
+        for address in addresses
+        if not "".join(address).startswith(("#", "data:"))
+    }
     assert outside == {"https://arxiv.org/abs/2602.00217"}
     assert "default-src 'none'" in html.unescape(page)
     assert "_on$1$2" in svgs[0]  # in the legend, and not as mathematics
@@ -562,14 +984,23 @@ def test_errors(tmp_path, monkeypatch, capsys):
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OPTIONS = (
-    *("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--headless",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
-    *(("--no-sandbox",) if os.geteuid() == 0 else ()),  # with its sandbox, Chromium refuses to start as root
+    # with its sandbox, Chromium refuses to start as root
+    *(("--no-sandbox",) if os.geteuid() == 0 else ()),
 )
 
 
 def run_command(*command):
-    return subprocess.run(command, timeout=120, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(
+        command, timeout=120, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 MEASURE = """<script>addEventListener("load", () => {
@@ -589,24 +1020,42 @@ FRAME = """<!doctype html><title></title><script>addEventListener("message", e =
 
 @pytest.mark.slow
 def test_in_a_browser(compared, tmp_path):
-    """Everything is drawn, nothing is wider than the window, and no text of a run is executed, even with scripts on."""
-    browser, page = next(filter(None, map(shutil.which, CHROMIUM)), None), compared.read_text()
+    """Everything is drawn, nothing is wider than the window, and no text of a run is
+    executed, even with scripts on.
+    """
+    browser, page = (
+        next(filter(None, map(shutil.which, CHROMIUM)), None),
+        compared.read_text(),
+    )
     try:
-        run_command(browser or "chromium", "--version")  # Ubuntu's may be a stub that asks for a snap
+        # Ubuntu's may be a stub that asks for a snap
+        run_command(browser or "chromium", "--version")
     except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"no browser (install chromium and fonts-dejavu-core, as .ci/run does): {error}")
+        pytest.skip(
+            f"no browser (install chromium and fonts-dejavu-core, as .ci/run does): {error}"
+        )
 
     def load(path, width, height, action):
         profile = tempfile.mkdtemp(dir=tmp_path)
-        command = [browser, *OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},{height}", action]
+        command = [
+            browser,
+            *OPTIONS,
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            action,
+        ]
         return run_command(*command, path.resolve().as_uri())
 
-    copy = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", MEASURE + "</body>")
+    copy = re.sub(r"<meta http-equiv[^>]*>", "", page).replace(
+        "</body>", MEASURE + "</body>"
+    )
     (tmp_path / "copy.html").write_text(copy)
     for width in (390, 1200):
         (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
         dom = load(tmp_path / "frame.html", 1300, 900, "--dump-dom")
-        found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom).group(1)))
+        found = json.loads(
+            html.unescape(re.search(r"<title>(.*?)</title>", dom).group(1))
+        )
         assert found.pop("width") <= width
         assert found == {"cut": 0, "scripts": 1, "drawn": len(pictures(page))}
 
@@ -614,33 +1063,59 @@ def test_in_a_browser(compared, tmp_path):
     load(compared, 1200, 2500, f"--screenshot={tmp_path}/page.png")
     image = np.asarray(Image.open(tmp_path / "page.png").convert("RGB"))
     assert 0.05 < (image < 250).any(-1).mean() < 0.6
-    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 500  # antialiased text and curves in colours
+    # Antialiased text and curves in colours
+    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 500
 
 
 def test_slow_ranks(tmp_path):
     def slow(step, rank, host, seconds):
-        return row(step, T0 + step, straggler={"rank": rank, "host": host, "seconds": seconds, "median": 0.5})
+        return row(
+            step,
+            T0 + step,
+            straggler={"rank": rank, "host": host, "seconds": seconds, "median": 0.5},
+        )
 
-    rows = [slow(1, 3, "n1", 9.0), row(2, T0 + 2), slow(3, 3, "n1", 1.25), slow(4, 7, "n2", 0.8)]
+    rows = [
+        slow(1, 3, "n1", 9.0),
+        row(2, T0 + 2),
+        slow(3, 3, "n1", 1.25),
+        slow(4, 7, "n2", 0.8),
+    ]
     rows += [slow(step, step, "n3", 0.9) for step in (5, 6)]
-    page = page_of(write_run(tmp_path / "slow", rows), write_run(tmp_path / "even", *whole()))
+    page = page_of(
+        write_run(tmp_path / "slow", rows), write_run(tmp_path / "even", *whole())
+    )
     first, none = cells(page, "slow ranks")
-    assert re.match(r"rank 3 on n1 in 2 of 6 .* step 3: 1.25 s, .*; rank 7 on n2 in 1 of 6 .* step 4: 0.8 s", first)
+    assert re.match(
+        r"rank 3 on n1 in 2 of 6 .* step 3: 1.25 s, .*; rank 7 on n2 in 1 of 6 .* step 4: 0.8 s",
+        first,
+    )
     assert (first.endswith("; and 1 more"), none) == (True, "–")
 
 
 def test_a_collapse_is_in_the_pictures_by_layer(tmp_path, monkeypatch):
-    """One of the measurements every 10 steps is high. Steps at equal distances missed it."""
+    """One of the measurements every 10 steps is high.
+
+    Steps at equal distances missed it.
+    """
     high, runs, figures = {"one": 30, "other": 60}, [], []
     for name, step in high.items():
         measured = [(s, 0.9 if s == step else 0.2) for s in range(0, 310, 10)]
         runs.append(write_run(tmp_path / name, *whole(300), measured, steps=300))
-    monkeypatch.setattr(picture_makers, "to_uri", lambda figure: figures.append(figure) or "")
+    monkeypatch.setattr(
+        picture_makers, "to_uri", lambda figure: figures.append(figure) or ""
+    )
     picture_makers.condensation_by_layer(gather(runs))
     by_layer, heatmaps = figures
     steps = [int(text.get_text()) for text in by_layer.legends[0].texts]
     assert steps == [0, 10, 20, 30, 40, 60, 80, 150, 300]
     assert [len(axes.lines) for axes in by_layer.axes] == [len(steps)] * 2
-    assert heatmaps.axes[1].lines[1].get_ydata().tolist() == heatmaps.axes[0].lines[0].get_ydata().tolist()  # step 0
+    # step 0
+    assert (
+        heatmaps.axes[1].lines[1].get_ydata().tolist()
+        == heatmaps.axes[0].lines[0].get_ydata().tolist()
+    )
     titles = [axes.get_title() for axes in heatmaps.axes[:6]]
-    assert titles == [f"{name}, step {s}" for name in high for s in (0, high[name], 300)]
+    assert titles == [
+        f"{name}, step {s}" for name in high for s in (0, high[name], 300)
+    ]

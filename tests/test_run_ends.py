@@ -1,4 +1,6 @@
-"""How a run ends, and what is said of it: `complete` and "saved" only after a save that succeeded."""
+"""How a run ends, and what is said of it: `complete` and "saved" only after a save that
+succeeded.
+"""
 
 import os
 from pathlib import Path
@@ -12,26 +14,51 @@ from tests.distributed import spawn
 from titan_disp.errors import CheckpointError, RefusedError
 from titan_disp.run import safe_dcp
 from titan_disp.run.integrity import checkpoints
-from titan_disp.run.reader import read_condensation, read_config, read_events, read_metrics
+from titan_disp.run.reader import (
+    read_condensation,
+    read_config,
+    read_events,
+    read_metrics,
+)
 
 CREATE_STREAM = FileSystem.create_stream
 # 256 tokens a step
-ONE_RANK = ("--training.local_batch_size", "8", "--checkpoint.interval", "100", "--stream.prefetch", "0")
+ONE_RANK = (
+    "--training.local_batch_size",
+    "8",
+    "--checkpoint.interval",
+    "100",
+    "--stream.prefetch",
+    "0",
+)
 
 
 def events(run):
-    return [(e["event"], e["step"]) for e in read_events(run) if e["event"] != "checkpoint"]
+    return [
+        (e["event"], e["step"]) for e in read_events(run) if e["event"] != "checkpoint"
+    ]
 
 
 def train(sample, run, *options, faults="", seed=False):
-    """Train in the processes that call this, with the faults of tests/faulty_train.py, and return the last step."""
+    """Train in the processes that call this, with the faults of tests/faulty_train.py,
+    and return the last step.
+    """
     from tests.faulty_train import FaultyTrainer
     from tests.mesh import job_config
 
     os.environ["FAULTS"] = faults
-    usual = ("--checkpoint.enable", "--condensation.interval", "0", "--metrics.log_freq", "1")
+    usual = (
+        "--checkpoint.enable",
+        "--condensation.interval",
+        "0",
+        "--metrics.log_freq",
+        "1",
+    )
     usual += ("--model.overrides", "n_layers=1")
-    trainer, heartbeat = FaultyTrainer(job_config(sample, run, *usual, *options)), run / "heartbeat.json"
+    trainer, heartbeat = (
+        FaultyTrainer(job_config(sample, run, *usual, *options)),
+        run / "heartbeat.json",
+    )
     try:
         trainer.save_seed() if seed else trainer.train()
         assert heartbeat.exists() or dist.get_rank() > 0
@@ -47,17 +74,27 @@ def all_ends(sample, folder):
     run = folder / "run"
     steps = (*ONE_RANK, "--training.steps", "2")
 
-    # Step 2 of 2 is skipped: it changed no weights, so that they are saved. Saying "complete" without would lose step 1.
+    # Step 2 of 2 is skipped: it changed no weights, so that they are saved. Saying
+    # "complete" without would lose step 1.
     assert train(sample, run, *steps, faults="nan_loss:2@0") == 2
     assert events(run) == [("start", 0), ("skip", 2), ("complete", 2)]
     assert checkpoints(run / "checkpoint") == [2]
 
-    # Complete, and started again: it says so again, for whoever decides by the events of this start.
+    # Complete, and started again: it says so again, for whoever decides by the events
+    # of this start.
     assert train(sample, run, *steps) == 2
     assert events(run)[3:] == [("resume", 2), ("complete", 2)]
 
     # With other data and the switch for it, the streams begin a new epoch.
-    other = (*ONE_RANK, "--training.steps", "3", "--training.seq_len", "16", "--stream.on_mismatch", "restart")
+    other = (
+        *ONE_RANK,
+        "--training.steps",
+        "3",
+        "--training.seq_len",
+        "16",
+        "--stream.on_mismatch",
+        "restart",
+    )
     assert train(sample, run, *other) == 3
     assert events(run)[5:] == [("streams_restarted", 2), ("resume", 2), ("complete", 3)]
     assert [row["data"]["epoch"] for row in read_metrics(run).values()] == [0, 0, 1]
@@ -68,7 +105,8 @@ def all_ends(sample, folder):
         train(sample, model, *steps, "--checkpoint.last_save_model_only")
     assert events(model) == [("start", 0), ("complete", 2), ("complete", 2)]
 
-    # A signal in the last step: the run is complete, and has its last measurement, which a start adds if it is missing.
+    # A signal in the last step: the run is complete, and has its last measurement,
+    # which a start adds if it is missing.
     measure = (*steps, "--condensation.interval", "9", "--condensation.sequences", "2")
     last = folder / "last"
     assert train(sample, last, *measure, faults="asked_to_stop:2@0") == 2
@@ -89,10 +127,22 @@ def all_ends(sample, folder):
     assert train(sample, stopped, *often) == 3
     assert list(read_condensation(stopped)) == [0, 2, 3]
 
-    # A held-out text that is too short refuses the run: another start would find it no longer.
-    lacking = ("--validation.enable", "--validation.dataset_path", sample, "--stream.validation_sequences", "80000")
-    for name, more in (("v", lacking), ("c", ("--condensation.interval", "9", "--condensation.sequences", "80000"))):
-        with pytest.raises(RefusedError, match="holds .* sequences of 32 tokens, expected 80000"):
+    # A held-out text that is too short refuses the run: another start would find it no
+    # longer.
+    lacking = (
+        "--validation.enable",
+        "--validation.dataset_path",
+        sample,
+        "--stream.validation_sequences",
+        "80000",
+    )
+    for name, more in (
+        ("v", lacking),
+        ("c", ("--condensation.interval", "9", "--condensation.sequences", "80000")),
+    ):
+        with pytest.raises(
+            RefusedError, match="holds .* sequences of 32 tokens, expected 80000"
+        ):
             train(sample, folder / name, *steps, *more)
         assert events(folder / name) == [("refused", 0)]
 
@@ -100,24 +150,43 @@ def all_ends(sample, folder):
     seed = folder / "seed"
     assert train(sample, seed, *steps, seed=True) == 0
     assert train(sample, seed, *steps) == 2
-    with pytest.raises(RefusedError, match="seed_checkpoint is true, but the run has a checkpoint of step 2"):
+    with pytest.raises(
+        RefusedError,
+        match="seed_checkpoint is true, but the run has a checkpoint of step 2",
+    ):
         train(sample, seed, *steps, seed=True)
     with pytest.raises(RefusedError, match="expected 80000"):
         train(sample, seed, *steps, *lacking)
-    assert events(seed) == [("start", 0), ("stop", 0), ("start", 0), ("complete", 2), ("refused", 2), ("refused", 2)]
+    assert events(seed) == [
+        ("start", 0),
+        ("stop", 0),
+        ("start", 0),
+        ("complete", 2),
+        ("refused", 2),
+        ("refused", 2),
+    ]
 
-    # stop_at_tokens ends early, also while steps are skipped, and changes neither steps nor schedule.
+    # stop_at_tokens ends early, also while steps are skipped, and changes neither steps
+    # nor schedule.
     budget = (*ONE_RANK, "--training.steps", "-1", "--budget.tokens", str(256 * 5 - 7))
     stop = ("--budget.stop_at_tokens", str(256 * 3))
     skipping = folder / "skipping"
     assert train(sample, skipping, *budget, *stop, faults="nan_loss:2-3@0") == 3
     assert train(sample, skipping, *budget, *stop) == 3  # nothing is left to train
-    assert events(skipping) == [("start", 0), ("skip", 2), ("skip", 3), ("stop", 3), ("resume", 3), ("stop", 3)]
+    assert events(skipping) == [
+        ("start", 0),
+        ("skip", 2),
+        ("skip", 3),
+        ("stop", 3),
+        ("resume", 3),
+        ("stop", 3),
+    ]
     for end in (event for event in read_events(skipping) if event["event"] == "stop"):
         assert (end["kind"], end["reason"]) == ("budget", "budget.stop_at_tokens")
     assert checkpoints(skipping / "checkpoint") == [3]
 
-    # A user's stop file from before the start holds until the user removes it. Where the run stands is said, not where it began.
+    # A user's stop file from before the start holds until the user removes it. Where
+    # the run stands is said, not where it began.
     (skipping / "stop").touch()
     for _ in range(2):
         assert train(sample, skipping, *budget) == 0
@@ -127,7 +196,9 @@ def all_ends(sample, folder):
     assert train(sample, skipping, *budget) == 5
     assert read_config(skipping)["training"]["steps"] == 5
     guard = torch.zeros(3, dtype=torch.int64)
-    safe_dcp.load({"optimizer.guard": guard}, skipping / "checkpoint" / "step-5", no_dist=True)
+    safe_dcp.load(
+        {"optimizer.guard": guard}, skipping / "checkpoint" / "step-5", no_dist=True
+    )
     assert guard.tolist() == [5, 2, 0]  # the guard's counts went on after the resume
 
 
@@ -137,7 +208,9 @@ def test_ends(sample, tmp_path):
 
 
 def two_ranks_end(sample, folder):
-    """All ranks end at the same step, whichever of them was asked to stop or met a full disk."""
+    """All ranks end at the same step, whichever of them was asked to stop or met a full
+    disk.
+    """
     run = Path(folder) / "stopped"
     if dist.get_rank() == 0:
         run.mkdir()
@@ -149,15 +222,31 @@ def two_ranks_end(sample, folder):
     assert checkpoints(run / "checkpoint") == [5]
     end = read_events(run)[-1]
     assert (end["kind"], end["reason"]) == ("signal", "another rank was asked to stop")
-    slow = [row["straggler"] for step, row in read_metrics(run).items() if 2 <= step <= 4]
+    slow = [
+        row["straggler"] for step, row in read_metrics(run).items() if 2 <= step <= 4
+    ]
     assert [found["rank"] for found in slow] == [0, 0, 0]
     # Half a second slower a step: SLOW of tests/faulty_train.py.
-    assert all(found["seconds"] - found["median"] == pytest.approx(0.5, abs=0.25) for found in slow)
+    assert all(
+        found["seconds"] - found["median"] == pytest.approx(0.5, abs=0.25)
+        for found in slow
+    )
 
-    # An asynchronous save fails on one rank: all end within a step or two, not only at the next save.
-    saving = (*batch, "--checkpoint.interval", "4", "--checkpoint.async_mode", "async", "--training.steps")
+    # An asynchronous save fails on one rank: all end within a step or two, not only at
+    # the next save.
+    saving = (
+        *batch,
+        "--checkpoint.interval",
+        "4",
+        "--checkpoint.async_mode",
+        "async",
+        "--training.steps",
+    )
     run = Path(folder) / "full"
-    with pytest.raises(CheckpointError, match="the checkpoint of step 8 could not be saved.*last good one is step 4"):
+    with pytest.raises(
+        CheckpointError,
+        match="the checkpoint of step 8 could not be saved.*last good one is step 4",
+    ):
         train(sample, run, *saving, "30", faults="nospace:8-30@1,slow:9-30@0")
     assert max(read_metrics(run)) < 12
     assert checkpoints(run / "checkpoint") == [4]

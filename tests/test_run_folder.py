@@ -1,4 +1,6 @@
-"""The files of a run's folder survive kills and broken nodes; a second job is refused; changes of the config are named."""
+"""The files of a run's folder survive kills and broken nodes; a second job is refused;
+changes of the config are named.
+"""
 
 import json
 import math
@@ -42,48 +44,80 @@ def started(config):
 
 def test_lines_that_a_kill_or_a_dead_node_cut(tmp_path):
     assert not reader.is_run(tmp_path)
-    assert [*reader.read_rows(tmp_path), *reader.read_events(tmp_path), *reader.read_environment(tmp_path)] == []
+    assert [
+        *reader.read_rows(tmp_path),
+        *reader.read_events(tmp_path),
+        *reader.read_environment(tmp_path),
+    ] == []
     file = tmp_path / "metrics.jsonl"
     append_json(file, {"step": 1, "time": 1, "loss": 3.0})
     append_json(file, {"step": 2, "time": 2, "loss": 2.5})
     with open(file, "ab+") as f:
         f.truncate(f.tell() - 6)
     append_json(file, {"step": 2, "time": 3, "loss": 2.25})
-    with open(file, "ab") as f:  # pages that never reached the disk are zeros or what was there before
+    # Pages that never reached the disk are zeros or what was there before
+    with open(file, "ab") as f:
         f.write(b"\0" * 40 + b"\xff\xfe\x80 12\n7\n[1]\n")
     append_json(file, {"step": 3, "time": 4, "loss": 2.0})
     append_json(file, {"step": 2, "time": 5, "loss": 4.5})
     append_json(file, {"step": 2, "time": 6, "condensation": {}})  # no training step
     assert [r["step"] for r in reader.read_json_lines(file)] == [1, 2, 3, 2, 2]
     found = [(step, row["loss"]) for step, row in reader.read_metrics(tmp_path).items()]
-    assert found == [(1, 3.0), (2, 4.5), (3, 2.0)]  # of a repeated step, the last line counts
-    assert [reader.last_row(tmp_path, last).get("loss") for last in (0, 2, math.inf)] == [None, 4.5, 2.0]
+    # of a repeated step, the last line counts
+    assert found == [(1, 3.0), (2, 4.5), (3, 2.0)]
+    assert [
+        reader.last_row(tmp_path, last).get("loss") for last in (0, 2, math.inf)
+    ] == [None, 4.5, 2.0]
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     """NaN is no JSON for other readers. Files of older runs have it."""
     file = tmp_path / "metrics.jsonl"
-    append_json(file, {"step": 1, "time": 1.5, "ce": math.nan, "data": {"epoch": math.inf}})
-    assert file.read_text() == '{"step": 1, "time": 1.5, "ce": null, "data": {"epoch": null}}\n'
+    append_json(
+        file, {"step": 1, "time": 1.5, "ce": math.nan, "data": {"epoch": math.inf}}
+    )
+    assert (
+        file.read_text()
+        == '{"step": 1, "time": 1.5, "ce": null, "data": {"epoch": null}}\n'
+    )
     file.write_text('{"step": 1, "time": 1.5, "ce": NaN}\n')
     assert math.isnan(reader.last_row(tmp_path)["ce"])
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     row = {"step": 1, "time": 1, "condensation": {}}
-    rows = [row, *({"step": step, "time": 1, "data": {"documents": 1.5}} for step in range(20000))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        row,
+        *(
+            {"step": step, "time": 1, "data": {"documents": 1.5}}
+            for step in range(20000)
+        ),
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     tracemalloc.start()
-    assert (reader.read_condensation(tmp_path), reader.last_row(tmp_path)["step"]) == ({1: {}}, 19999)
+    assert (reader.read_condensation(tmp_path), reader.last_row(tmp_path)["step"]) == (
+        {1: {}},
+        19999,
+    )
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Else a node that dies may leave an empty config.json, and no start of the run would get past it."""
+    """Else a node that dies may leave an empty config.json, and no start of the run
+    would get past it.
+    """
     done, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda *names: (done.extend(map(str, names)), replace(*names)))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)),
+    )
+    monkeypatch.setattr(
+        os, "replace", lambda *names: (done.extend(map(str, names)), replace(*names))
+    )
     write_json(tmp_path / "config.json", {"a": 1})
     partial = str(tmp_path / ".config.json.partial")
     assert done == [partial, partial, str(tmp_path / "config.json")]
@@ -115,7 +149,9 @@ def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
     first.close()
     RunFolder(job_config(tmp_path), world_size=1).close()
     # Some network file systems have no locks. The folder may be another job's there.
-    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(38, "Function not implemented")))
+    monkeypatch.setattr(
+        "fcntl.flock", mock.Mock(side_effect=OSError(38, "Function not implemented"))
+    )
     without = RunFolder(job_config(tmp_path), 1)
     assert not first.locked
     assert not without.locked
@@ -123,20 +159,32 @@ def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
 
 
 def left(folder, monkeypatch, **owner):
-    """A heartbeat that looks young, and its start's owner.json. Whether that start lives is watched for 0.3 s."""
+    """A heartbeat that looks young, and its start's owner.json.
+
+    Whether that start lives is watched for 0.3 s.
+    """
     monkeypatch.setattr("titan_disp.run.folder.WATCH", (0.3, 0.02))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    write_json(folder / "owner.json", {"id": "x", "host": "far", "job": "6.0", "time": 1.7e9, **owner})
+    write_json(
+        folder / "owner.json",
+        {"id": "x", "host": "far", "job": "6.0", "time": 1.7e9, **owner},
+    )
     write_json(folder / "heartbeat.json", {"allowed_seconds": 100, "step": 1})
 
 
 @pytest.mark.parametrize(("job", "theirs"), [("7", "6.0"), ("none", "")])
-def test_a_run_that_lives_on_another_node_is_left_alone(tmp_path, monkeypatch, job, theirs):
+def test_a_run_that_lives_on_another_node_is_left_alone(
+    tmp_path, monkeypatch, job, theirs
+):
     """The lock of some file systems holds only within one node."""
     left(tmp_path, monkeypatch, job=theirs)
     if job == "none":
         monkeypatch.delenv("SLURM_JOB_ID")
-    beat = threading.Timer(0.1, write_json, (tmp_path / "heartbeat.json", {"allowed_seconds": 100, "step": 2}))
+    beat = threading.Timer(
+        0.1,
+        write_json,
+        (tmp_path / "heartbeat.json", {"allowed_seconds": 100, "step": 2}),
+    )
     beat.start()
     (tmp_path / ".lock").write_text("host far, pid 1, SLURM job 6")
     seen = []  # while the other one is watched, the lock says who holds it
@@ -145,13 +193,18 @@ def test_a_run_that_lives_on_another_node_is_left_alone(tmp_path, monkeypatch, j
     said = rf"is in use by another job \(host far, SLURM job {theirs or 'none'}\), whose heartbeat"
     with pytest.raises(InUseError, match=said):
         RunFolder(job_config(tmp_path), 1)
-    assert [(tmp_path / name).read_bytes() for name in ("owner.json", ".lock")] == before
+    assert [
+        (tmp_path / name).read_bytes() for name in ("owner.json", ".lock")
+    ] == before
     assert seen[0].endswith(f"SLURM job {job}")
 
 
 @pytest.mark.parametrize("what", ["same job", "same node", "old", "dead", "ended"])
 def test_a_start_that_has_died_holds_nobody_up(tmp_path, monkeypatch, what):
-    """Only a young heartbeat of another job on another node is watched. Which clock is right is not asked."""
+    """Only a young heartbeat of another job on another node is watched.
+
+    Which clock is right is not asked.
+    """
     of = {"same job": {"job": "7.0"}, "same node": {"host": socket.gethostname()}}
     left(tmp_path, monkeypatch, **of.get(what, {}))
     if what == "old":
@@ -163,22 +216,46 @@ def test_a_start_that_has_died_holds_nobody_up(tmp_path, monkeypatch, what):
     assert (time.monotonic() - began > 0.3) == (what == "dead")
     assert folder.taken_by() is None
     owner = json.loads((tmp_path / "owner.json").read_text())
-    assert (owner["host"], owner["job"], owner["id"] != "x") == (socket.gethostname(), "7.0", True)
+    assert (owner["host"], owner["job"], owner["id"] != "x") == (
+        socket.gethostname(),
+        "7.0",
+        True,
+    )
     folder.close()
 
 
 def two_jobs(sample, folder):
-    """A second start takes the folder, as with locks that hold only within a node, while the first one trains."""
+    """A second start takes the folder, as with locks that hold only within a node,
+    while the first one trains.
+    """
     import fcntl
 
     fcntl.flock = lambda *args: None
-    options = ("--training.steps", "9", "--checkpoint.enable", "--checkpoint.interval", "1", "--stream.prefetch", "0")
-    first = build(sample, folder, *options, "--checkpoint.keep_latest_k", "2", "--condensation.interval", "0")
+    options = (
+        "--training.steps",
+        "9",
+        "--checkpoint.enable",
+        "--checkpoint.interval",
+        "1",
+        "--stream.prefetch",
+        "0",
+    )
+    first = build(
+        sample,
+        folder,
+        *options,
+        "--checkpoint.keep_latest_k",
+        "2",
+        "--condensation.interval",
+        "0",
+    )
     first.checkpointer.hooks.train_step = lambda data: (
         DispTrainer.train_step(first, data),
         RunFolder(first.job_config, 1) if first.step == 4 else None,
     )
-    with pytest.raises(InUseError, match=r"was taken by another job \(host .*\) while this one trained"):
+    with pytest.raises(
+        InUseError, match=r"was taken by another job \(host .*\) while this one trained"
+    ):
         first.train()
     write_json(Path(folder) / "heartbeat.json", {"of": "the second"})
     first.close()
@@ -186,20 +263,42 @@ def two_jobs(sample, folder):
 
 def test_a_start_whose_folder_is_taken_ends_and_deletes_nothing(sample, tmp_path):
     spawn(1, two_jobs, str(sample), str(tmp_path))
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-3"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
+        "step-2",
+        "step-3",
+    ]
     assert (tmp_path / "heartbeat.json").exists()
-    assert [event["event"] for event in reader.read_events(tmp_path)] == ["start", *["checkpoint"] * 3]
+    assert [event["event"] for event in reader.read_events(tmp_path)] == [
+        "start",
+        *["checkpoint"] * 3,
+    ]
 
 
 def test_no_secret_of_the_environment_is_recorded(tmp_path, monkeypatch):
-    recorded = {"SLURM_JOB_ID", "SLURM_NNODES", "TITAN_DISP_SITE", "NCCL_SOCKET_IFNAME", "TORCH_TRACE", "CUDA_HOME"}
-    secret = {"SLURM_JOB_SECRET", "SLURM_JWT", "TITAN_DISP_NOTIFY", "NCCL_API_KEY", "TORCH_TOKEN", "CUDA_PASSWORD"}
+    recorded = {
+        "SLURM_JOB_ID",
+        "SLURM_NNODES",
+        "TITAN_DISP_SITE",
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_TRACE",
+        "CUDA_HOME",
+    }
+    secret = {
+        "SLURM_JOB_SECRET",
+        "SLURM_JWT",
+        "TITAN_DISP_NOTIFY",
+        "NCCL_API_KEY",
+        "TORCH_TOKEN",
+        "CUDA_PASSWORD",
+    }
     others = {"HF_TOKEN", "AWS_REGION", "SLURM_JOB_COMMENT", "MY_NCCL_DEBUG", "PATH"}
     for name in recorded | secret | others:
         monkeypatch.setenv(name, f"of {name}")
     started(job_config(tmp_path)).close()
     found = reader.read_environment(tmp_path)
-    assert {name for name, value in found["variables"].items() if value == f"of {name}"} == recorded
+    assert {
+        name for name, value in found["variables"].items() if value == f"of {name}"
+    } == recorded
     assert found["world_size"] == 3
 
 
@@ -220,20 +319,27 @@ def test_a_requeue_continues_the_run(tmp_path, monkeypatch):
     """A requeued job has the environment that it was submitted with."""
     inits = []
     stub = SimpleNamespace(__spec__=ModuleSpec("wandb", None), run=None)
-    stub.init = lambda **settings: inits.append((settings["id"], os.environ["WANDB_RESUME"]))
+    stub.init = lambda **settings: inits.append(
+        (settings["id"], os.environ["WANDB_RESUME"])
+    )
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "wandb_run_id").write_text("\n")  # it never reached the disk: W&B would begin another run
+    # it never reached the disk: W&B would begin another run
+    (tmp_path / "other" / "wandb_run_id").write_text("\n")
     for folder in ("run", "run", "other"):
         for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
-            monkeypatch.setenv(name, "")  # so that what is set here is undone after the test
+            # So that what is set here is undone after the test
+            monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
         config = job_config(tmp_path / folder)
         config.metrics.enable_wandb = True
         check_device(config)
         DispersionMetrics(config, dims(1), LossLedger()).close()
-    ids = [(tmp_path / folder / "wandb_run_id").read_text().strip() for folder in ("run", "run", "other")]
+    ids = [
+        (tmp_path / folder / "wandb_run_id").read_text().strip()
+        for folder in ("run", "run", "other")
+    ]
     assert inits == [(each, "allow") for each in ids]
     assert [len(each) for each in {*ids}] == [32, 32]
 

@@ -1,4 +1,6 @@
-"""What a run has seen of each of several sources, in the real trainer, against float64 by hand."""
+"""What a run has seen of each of several sources, in the real trainer, against float64
+by hand.
+"""
 
 import math
 
@@ -20,28 +22,52 @@ from titan_disp.run.reader import read_metrics
 from titan_disp.spec import cross_entropies
 from titan_disp.train import DispTrainer
 
-TP, CP = {"parallelism.tensor_parallel_degree": 2}, {"parallelism.context_parallel_degree": 2}
-HSDP, ONE_BY_ONE = {"parallelism.data_parallel_replicate_degree": 2}, {"training.local_batch_size": 1}
+TP, CP = (
+    {"parallelism.tensor_parallel_degree": 2},
+    {"parallelism.context_parallel_degree": 2},
+)
+HSDP, ONE_BY_ONE = (
+    {"parallelism.data_parallel_replicate_degree": 2},
+    {"training.local_batch_size": 1},
+)
 CHUNKED = {"training.head_chunk_tokens": 24}
 CASES = {
     1: {"alone": {}, "off": {"dispersion.enabled": False}, "chunked": CHUNKED},
-    4: {"hsdp": HSDP | ONE_BY_ONE, "fsdp_tp": TP, "fsdp_tp_chunked": TP | CHUNKED, "fsdp_cp": CP, "stock": ONE_BY_ONE},
+    4: {
+        "hsdp": HSDP | ONE_BY_ONE,
+        "fsdp_tp": TP,
+        "fsdp_tp_chunked": TP | CHUNKED,
+        "fsdp_cp": CP,
+        "stock": ONE_BY_ONE,
+    },
 }
 
 
 def train(sample, folder, cases):
     """Three slots of eight are of code, whose documents are shorter."""
     ring_attention.install()
-    common = ("--training.steps", "2", "--metrics.log_freq", "2", "--model.overrides", "n_layers=1")
+    common = (
+        "--training.steps",
+        "2",
+        "--metrics.log_freq",
+        "2",
+        "--model.overrides",
+        "n_layers=1",
+    )
     common += ("--stream.prefetch", "0")
     whole = job_config(sample, folder, *common)
     whole.training.dataset_path = None
-    whole.stream.sources = [Source(w, str(folder / f"{n}.json"), name=n) for n, w in (("web", 5.0), ("code", 3.0))]
+    whole.stream.sources = [
+        Source(w, str(folder / f"{n}.json"), name=n)
+        for n, w in (("web", 5.0), ("code", 3.0))
+    ]
     for name, keys in cases.items():
         job = changed(whole, keys | {"job.dump_folder": str(folder / name)})
         trainer = (Trainer if name == "stock" else DispTrainer)(job)
         if name == "alone":
-            tokens = global_batch([iter(trainer.dataloader)], job, GLOBAL_BATCH, GLOBAL_BATCH)
+            tokens = global_batch(
+                [iter(trainer.dataloader)], job, GLOBAL_BATCH, GLOBAL_BATCH
+            )
             torch.save((weights(trainer), tokens), folder / "first.pt")
             trainer.dataloader.restart(0)
         trainer.train()
@@ -51,7 +77,10 @@ def train(sample, folder, cases):
 @pytest.fixture(scope="module")
 def folder(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("seen")
-    write_texts(folder / "web.json", [f"Page {i} has some words about the weather." * 2 for i in range(99)])
+    write_texts(
+        folder / "web.json",
+        [f"Page {i} has some words about the weather." * 2 for i in range(99)],
+    )
     write_texts(folder / "code.json", [f"x = {i} + y" for i in range(99)])
     for ranks, cases in CASES.items():
         spawn(ranks, train, sample, folder, cases)
@@ -70,7 +99,9 @@ def test_cross_entropy_of_each_source(folder, name):
         assert rows[1][key] == pytest.approx(of_source.mean().item(), rel=2e-6)
         if name != "off":  # whose gradients are others
             assert rows[2][key] == pytest.approx(alone[2][key], rel=1e-5)
-            assert rows[2]["grad_norm"] == pytest.approx(alone[2]["grad_norm"], rel=1e-4)
+            assert rows[2]["grad_norm"] == pytest.approx(
+                alone[2]["grad_norm"], rel=1e-4
+            )
     for step, row in rows.items():
         check_sources(row)
         assert row["data"]["tokens/code"] == step * 3 * SEQ_LEN
@@ -78,14 +109,21 @@ def test_cross_entropy_of_each_source(folder, name):
 
 
 def test_rows_are_told_apart_by_their_place():
-    """Two rounds of three slots, in microbatches of two rows with padding. What is not finite stays with its source."""
+    """Two rounds of three slots, in microbatches of two rows with padding.
+
+    What is not finite stays with its source.
+    """
     logits, labels = torch.randn(6, 5, 9, dtype=torch.float64), torch.randint(9, (6, 5))
     labels[:, 0], labels[:, 1:][torch.rand(6, 4) < 0.4] = 1, -100
-    losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none").unflatten(0, (2, 3))
+    losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none").unflatten(
+        0, (2, 3)
+    )
     counts = (labels != -100).unflatten(0, (2, 3))
     ledger = LossLedger()
     ledger.sources = {"web": 2, "none here": 0, "code": 1}
-    objective = DispersionObjective(cross_entropies, DispersionLoss(), lambda step: 1.0, ledger=ledger)
+    objective = DispersionObjective(
+        cross_entropies, DispersionLoss(), lambda step: 1.0, ledger=ledger
+    )
 
     def found(name):
         ledger.reset()
@@ -97,7 +135,9 @@ def test_rows_are_told_apart_by_their_place():
 
     web = pytest.approx((losses[:, :2].sum() / counts[:, :2].sum()).item(), rel=1e-6)
     assert found("web") == web
-    assert found("code") == pytest.approx((losses[:, 2].sum() / counts[:, 2].sum()).item(), rel=1e-6)
+    assert found("code") == pytest.approx(
+        (losses[:, 2].sum() / counts[:, 2].sum()).item(), rel=1e-6
+    )
     logits[5] = math.nan
     assert found("web") == web
     assert all(math.isnan(found(name)) for name in ("code", "none here"))

@@ -1,4 +1,6 @@
-"""titan-disp selftest: it passes here, on one rank and on two, and says what is wrong where something is."""
+"""titan-disp selftest: it passes here, on one rank and on two, and says what is wrong
+where something is.
+"""
 
 import itertools
 import json
@@ -32,8 +34,12 @@ def only(patch, *names):
 
 
 def train(argv):
-    """As the command does, in a process that need not import everything first and does not sleep at the end."""
-    torchtitan.train.time = SimpleNamespace(sleep=lambda seconds: None, perf_counter=torchtitan.train.time.perf_counter)
+    """As the command does, in a process that need not import everything first and does
+    not sleep at the end.
+    """
+    torchtitan.train.time = SimpleNamespace(
+        sleep=lambda seconds: None, perf_counter=torchtitan.train.time.perf_counter
+    )
     trainer = DispTrainer(load_config(argv))
     trainer.train()
     trainer.close()
@@ -49,20 +55,29 @@ def new_record(monkeypatch):
 def trains_quickly(monkeypatch, sample):
     def run(command, env, **options):
         python, dash_m, module, *argv = command
-        assert (python, dash_m, module, options["timeout"]) == (sys.executable, "-m", "titan_disp.train", 500)
+        assert (python, dash_m, module, options["timeout"]) == (
+            sys.executable,
+            "-m",
+            "titan_disp.train",
+            500,
+        )
         assert not [name for name in env if name.startswith("TORCHELASTIC_")]
         assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_PORT"]) == ("0", "1", "0")
         spawn(1, train, argv)
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of the selftest")
-    monkeypatch.setattr(selftest, "write_sample", lambda folder: shutil.copytree(sample, folder))
+    monkeypatch.setattr(
+        selftest, "write_sample", lambda folder: shutil.copytree(sample, folder)
+    )
     monkeypatch.setattr(selftest.subprocess, "run", run)
 
 
 @pytest.mark.slow
 def test_one_rank(trains_quickly, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(selftest.Timer, "blocked_autorange", lambda timer: timer.timeit(1))
+    monkeypatch.setattr(
+        selftest.Timer, "blocked_autorange", lambda timer: timer.timeit(1)
+    )
     assert typed(monkeypatch, "selftest", "--json", tmp_path / "found.json") == 0
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "found.json").read_text())
@@ -70,22 +85,37 @@ def test_one_rank(trains_quickly, monkeypatch, capsys, tmp_path):
     assert printed.endswith("\n\neverything is as expected\n")
     rows = {(row["section"], row["check"]): row for row in result["rows"]}
     assert len(rows) == len(result["rows"]) == printed.count("\n| ok | ")
-    for case in itertools.product(("exact", "moments", "sampled"), ("float32", "bfloat16"), ("random", "collapsed")):
+    for case in itertools.product(
+        ("exact", "moments", "sampled"),
+        ("float32", "bfloat16"),
+        ("random", "collapsed"),
+    ):
         row = rows["accuracy", ", ".join((*case, "clamp 0.25"))]
         assert 0 < row["found"]["gradient"] <= row["expected"]["gradient"] <= 0.01
-    kernels_run = {f"kernel {name}" for name in ("epilogue", "normalize_backward", "fit", "combine")}
-    assert {check for section, check in rows if section == "path" and "kernel" in check} == kernels_run
+    kernels_run = {
+        f"kernel {name}"
+        for name in ("epilogue", "normalize_backward", "fit", "combine")
+    }
+    assert {
+        check for section, check in rows if section == "path" and "kernel" in check
+    } == kernels_run
     assert ("meshes", "sharded sequences") in rows
     assert rows["resume", "steps"]["found"] == {"trained": [1, 2, 3, 2, 3]}
-    losses = [rows["resume", f"step {step}, resumed"]["found"]["loss"] for step in (2, 3)]
+    losses = [
+        rows["resume", f"step {step}, resumed"]["found"]["loss"] for step in (2, 3)
+    ]
     assert 9 > float(losses[0]) > float(losses[1]) > 7
-    costs = [row["found"]["ms"] for (section, _), row in rows.items() if section == "cost"]
+    costs = [
+        row["found"]["ms"] for (section, _), row in rows.items() if section == "cost"
+    ]
     assert (len(costs), min(costs) > 0) == (4 + 4, True)
 
 
 def wrong_gradient(patch):
     right = pairwise.add_product_
-    patch.setattr(pairwise, "add_product_", lambda out, a, b, **to: right(out, a, 1.001 * b, **to))
+    patch.setattr(
+        pairwise, "add_product_", lambda out, a, b, **to: right(out, a, 1.001 * b, **to)
+    )
 
 
 def another_loss(patch, status=0):
@@ -94,7 +124,11 @@ def another_loss(patch, status=0):
     patch.setattr(selftest, "write_sample", lambda folder: None)
     patch.setattr(selftest.shutil, "rmtree", lambda path, **options: None)
     patch.setattr(selftest.subprocess, "run", lambda *args, **options: done)
-    patch.setattr(selftest, "read_rows", lambda run: [{"step": step, "loss": loss} for step, loss in losses])
+    patch.setattr(
+        selftest,
+        "read_rows",
+        lambda run: [{"step": step, "loss": loss} for step, loss in losses],
+    )
 
 
 def replaced(where, name, value):
@@ -102,31 +136,67 @@ def replaced(where, name, value):
 
 
 def not_compiled(patch):
-    patch.setattr(kernels, "_functions", {"fit": "eager: RuntimeError: no C++ compiler"})
+    patch.setattr(
+        kernels, "_functions", {"fit": "eager: RuntimeError: no C++ compiler"}
+    )
     if not torch.accelerator.is_available():
         patch.setattr(kernels, "EAGER_ON_CPU", "compiled")
 
 
 def rounded(patch):
     right = kernels.product
-    patch.setattr(kernels, "product", lambda a, b: right(a, b).bfloat16().to(right(a, b).dtype))
+    patch.setattr(
+        kernels, "product", lambda a, b: right(a, b).bfloat16().to(right(a, b).dtype)
+    )
 
 
 def not_a_number(patch):
-    patch.setattr(DispersionLoss, "__call__", lambda loss, zs, *others, **options: zs[0].sum((1, 2))[None] * math.nan)
+    patch.setattr(
+        DispersionLoss,
+        "__call__",
+        lambda loss, zs, *others, **options: zs[0].sum((1, 2))[None] * math.nan,
+    )
 
 
 @pytest.mark.parametrize(
     ("plant", "section", "said"),
     [
-        (wrong_gradient, "accuracy", r"exact, float32, random, clamp 0.25 .*, gradient 0.001 +\| .* ≤ 0.0001"),
-        (not_a_number, "accuracy", r"sampled, bfloat16, collapsed, clamp 0.25 +\| loss nan"),
-        (rounded, "path", r"errors of bfloat16 .* bmm 0.0\d+, baddbmm \S+e-07 .*≤ 0.0001"),
-        (not_compiled, "path", r"kernel fit +\| ran eager: RuntimeError: no C\+\+ compiler"),
-        (replaced(kernels, "_products", {"bmm cannot"}), "path", r"operands of products +\| dtypes .*bmm cannot"),
-        (replaced(kernels, "operand_dtype", lambda x: 1 / 0), "path", r"runs to its end +\| error ZeroDivisionError: "),
+        (
+            wrong_gradient,
+            "accuracy",
+            r"exact, float32, random, clamp 0.25 .*, gradient 0.001 +\| .* ≤ 0.0001",
+        ),
+        (
+            not_a_number,
+            "accuracy",
+            r"sampled, bfloat16, collapsed, clamp 0.25 +\| loss nan",
+        ),
+        (
+            rounded,
+            "path",
+            r"errors of bfloat16 .* bmm 0.0\d+, baddbmm \S+e-07 .*≤ 0.0001",
+        ),
+        (
+            not_compiled,
+            "path",
+            r"kernel fit +\| ran eager: RuntimeError: no C\+\+ compiler",
+        ),
+        (
+            replaced(kernels, "_products", {"bmm cannot"}),
+            "path",
+            r"operands of products +\| dtypes .*bmm cannot",
+        ),
+        (
+            replaced(kernels, "operand_dtype", lambda x: 1 / 0),
+            "path",
+            r"runs to its end +\| error ZeroDivisionError: ",
+        ),
         (another_loss, "resume", r"step 3, resumed +\| loss 7.000000001 +\| loss 7.0"),
-        (lambda patch: another_loss(patch, 3), "resume", r".* the first start ended with status 3: no room"),
+        (
+            lambda patch: another_loss(patch, 3),
+            "resume",
+            r".* the first start ended with status 3: no room",
+        ),
     ],
 )
 def test_planted_errors(monkeypatch, capsys, plant, section, said):
@@ -152,10 +222,15 @@ def on_two_ranks(folder):
 
 def test_two_ranks(tmp_path):
     spawn(2, on_two_ranks, str(tmp_path))
-    right, wrong = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("found", "wrong"))
+    right, wrong = (
+        json.loads((tmp_path / f"{name}.json").read_text())
+        for name in ("found", "wrong")
+    )
     assert right["facts"]["ranks"] == 2
     checked = [row["check"] for row in right["rows"] if row["section"] == "meshes"]
-    assert sorted(checked) == sorted(f"{e}, {p}, 2 ranks" for e in selftest.ESTIMATORS for p in selftest.TOLERANCES)
+    assert sorted(checked) == sorted(
+        f"{e}, {p}, 2 ranks" for e in selftest.ESTIMATORS for p in selftest.TOLERANCES
+    )
     failed = {(row["section"], row["check"]) for row in wrong["rows"] if not row["ok"]}
     assert ("accuracy, rank 1", "exact, float32, random, clamp 0.25") in failed
     assert "accuracy" not in {section for section, _ in failed}
@@ -165,16 +240,36 @@ def test_its_own_float64_form():
     """selftest cannot import the oracle, and must not rely on the loss."""
     for clamp, mean in itertools.product((0.25, 0.005), (0.0, 3.0)):
         z = tokens(2, 20, 16, mean=mean).double()
-        found, expected = (loss_and_gradient(form, z, clamp=clamp) for form in (selftest.plain, angular))
+        found, expected = (
+            loss_and_gradient(form, z, clamp=clamp)
+            for form in (selftest.plain, angular)
+        )
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.night
 def test_under_torchrun():
-    """All of it as a user types it, with real training runs beside torchrun's variables."""
+    """All of it as a user types it, with real training runs beside torchrun's
+    variables.
+    """
     from benchmarks.gpu import TORCHRUN
 
-    argv = [sys.executable, "-m", *TORCHRUN.split(), "--nproc-per-node=2", "-m", "titan_disp.cli", "selftest"]
-    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    argv = [
+        sys.executable,
+        "-m",
+        *TORCHRUN.split(),
+        "--nproc-per-node=2",
+        "-m",
+        "titan_disp.cli",
+        "selftest",
+    ]
+    done = subprocess.run(
+        argv,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("titan-disp selftest: ") == 1

@@ -23,22 +23,47 @@ def command(monkeypatch, capsys, tmp_path):
     for name in launch.OTHER_PYTHON:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)  # else it tries a thousand
-    monkeypatch.setattr(launch, "load_config", lambda argv: loaded(*argv[1:]))  # once per config
+    # Else it tries a thousand
+    monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
+    # Once per config
+    monkeypatch.setattr(launch, "load_config", lambda argv: loaded(*argv[1:]))
 
     def run(nodes, *options, dry_run=True):
-        words = ["submit", CONFIG, "--nodes", str(nodes), "--site", "frontier", "--gpu", "MI250X-GCD"]
-        return typed(monkeypatch, *words, *["--dry-run"] * dry_run, *options), *capsys.readouterr()
+        words = [
+            "submit",
+            CONFIG,
+            "--nodes",
+            str(nodes),
+            "--site",
+            "frontier",
+            "--gpu",
+            "MI250X-GCD",
+        ]
+        return typed(
+            monkeypatch, *words, *["--dry-run"] * dry_run, *options
+        ), *capsys.readouterr()
 
     return run
 
 
-@pytest.mark.parametrize(("nodes", "spares", "nproc"), [(80, "", ""), (82, "2", ""), (160, "", "4"), (162, "2", "4")])
+@pytest.mark.parametrize(
+    ("nodes", "spares", "nproc"),
+    [(80, "", ""), (82, "2", ""), (160, "", "4"), (162, "2", "4")],
+)
 def test_the_plan_and_the_command(command, monkeypatch, nodes, spares, nproc):
-    """With two nodes to spare, or four ranks on a node of eight GPUs, the mesh is that of 80 nodes."""
+    """With two nodes to spare, or four ranks on a node of eight GPUs, the mesh is that
+    of 80 nodes.
+    """
     monkeypatch.setenv("TITAN_DISP_SPARES", spares)
     monkeypatch.setenv("TITAN_DISP_NPROC", nproc)
-    code, out, _ = command(nodes, "--sbatch", "time=24:00:00", "account=abc", "--training.dataset_path", "/data/c4")
+    code, out, _ = command(
+        nodes,
+        "--sbatch",
+        "time=24:00:00",
+        "account=abc",
+        "--training.dataset_path",
+        "/data/c4",
+    )
     assert code == 0
     assert "39,673 of 3,932,160 tokens" in out
     assert "MI250X-GCD = 640 GPUs" in out
@@ -62,22 +87,52 @@ def test_a_container_has_a_python_of_its_own(monkeypatch, name):
 def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
     sbatch = mock.Mock(return_value=SimpleNamespace(returncode=0))
     monkeypatch.setattr(launch.subprocess, "run", sbatch)
-    options = ("--sbatch", "time=24:00:00", "--job.dump_folder", "runs/a", "--training.dataset_path", "/data/c4")
+    options = (
+        "--sbatch",
+        "time=24:00:00",
+        "--job.dump_folder",
+        "runs/a",
+        "--training.dataset_path",
+        "/data/c4",
+    )
     assert command(80, *options, dry_run=False)[0] == 0
     [folder] = (tmp_path / "runs" / "a" / "launch").iterdir()
     ((line,), _) = sbatch.call_args
     run = str(tmp_path / "runs" / "a")  # as a path that holds in any folder
-    overrides = ["--job.dump_folder", "runs/a", "--training.dataset_path", "/data/c4", "--job.dump_folder", run]
-    assert line[-8:] == [f"{folder}/slurm/pretrain.sbatch", f"{folder}/config.toml", *overrides]
+    overrides = [
+        "--job.dump_folder",
+        "runs/a",
+        "--training.dataset_path",
+        "/data/c4",
+        "--job.dump_folder",
+        run,
+    ]
+    assert line[-8:] == [
+        f"{folder}/slurm/pretrain.sbatch",
+        f"{folder}/config.toml",
+        *overrides,
+    ]
     assert (folder / "config.toml").read_text() == Path(CONFIG).read_text()
     launched = json.loads((folder / "launch.json").read_text())
-    assert (launched["run"], launched["argv"], ["sbatch", *launched["sbatch"]]) == (run, line[-7:], line[:-8])
+    assert (launched["run"], launched["argv"], ["sbatch", *launched["sbatch"]]) == (
+        run,
+        line[-7:],
+        line[:-8],
+    )
     assert launched["packages"]["torchtitan"] == "0.2.2"
-    assert json.loads((folder / "resolved.json").read_text())["training"]["dataset_path"] == "/data/c4"
+    assert (
+        json.loads((folder / "resolved.json").read_text())["training"]["dataset_path"]
+        == "/data/c4"
+    )
     for name in ("supervise.py", "common.sh", "node.sh", "unpack.sh"):
-        assert (folder / "slurm" / name).read_bytes() == (ROOT / "slurm" / name).read_bytes()
-    assert (folder / "slurm" / "sites" / "aws_efa.sh").exists()  # which a site's file may include
-    assert (folder / "slurm" / "site.sh").read_bytes() == (ROOT / "slurm" / "sites" / "frontier.sh").read_bytes()
+        assert (folder / "slurm" / name).read_bytes() == (
+            ROOT / "slurm" / name
+        ).read_bytes()
+    # Which a site's file may include
+    assert (folder / "slurm" / "sites" / "aws_efa.sh").exists()
+    assert (folder / "slurm" / "site.sh").read_bytes() == (
+        ROOT / "slurm" / "sites" / "frontier.sh"
+    ).read_bytes()
 
 
 def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
@@ -89,11 +144,18 @@ def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
     argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(tmp_path / "run")]
     config = load_config(argv)
     folder = freeze.freeze(config, argv, "7.0.abcdef") / "slurm"
-    assert all(path.stat().st_mode & 0o200 for path in (folder, folder / "sites", folder / "node.sh"))
+    assert all(
+        path.stat().st_mode & 0o200
+        for path in (folder, folder / "sites", folder / "node.sh")
+    )
     shutil.rmtree(tmp_path / "run")
     for step in "07":
-        with pytest.raises(ConfigError, match=f"^checkpoint.load_step is {step}, expected -1 in a job"):
-            freeze.freeze(load_config([*argv, "--checkpoint.load_step", step]), argv, "7.0.abcdef")
+        with pytest.raises(
+            ConfigError, match=f"^checkpoint.load_step is {step}, expected -1 in a job"
+        ):
+            freeze.freeze(
+                load_config([*argv, "--checkpoint.load_step", step]), argv, "7.0.abcdef"
+            )
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match="is not writable: "):
         freeze.freeze(config, argv, "7.0.abcdef")
@@ -102,7 +164,10 @@ def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
 def test_the_file_of_a_site(tmp_path):
     (tmp_path / "mine").touch()
     assert launch.site_file(str(tmp_path / "mine")) == tmp_path / "mine"
-    with pytest.raises(ConfigError, match="--site is 'mine', expected a file or one of aws_efa, frontier, "):
+    with pytest.raises(
+        ConfigError,
+        match="--site is 'mine', expected a file or one of aws_efa, frontier, ",
+    ):
         launch.site_file("mine")
 
 
@@ -111,10 +176,17 @@ def test_the_file_of_a_site(tmp_path):
     [
         (79, "", "python", "is not a positive multiple of local_batch_size 1 × 632"),
         (2, "2", "python", "SPARES is '2', expected a whole number below --nodes 2"),
-        (80, "", "/envs/a,b/bin/python", "is '/envs/a,b/bin/python', and sbatch ends the value at the comma"),
+        (
+            80,
+            "",
+            "/envs/a,b/bin/python",
+            "is '/envs/a,b/bin/python', and sbatch ends the value at the comma",
+        ),
     ],
 )
-def test_what_would_fail_is_not_submitted(command, monkeypatch, nodes, spares, python, said):
+def test_what_would_fail_is_not_submitted(
+    command, monkeypatch, nodes, spares, python, said
+):
     monkeypatch.setenv("TITAN_DISP_SPARES", spares)
     monkeypatch.setattr(sys, "executable", python)
     code, out, err = command(nodes)

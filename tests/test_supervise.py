@@ -1,4 +1,6 @@
-"""The supervisor of a SLURM job in each of its states, with stand-ins for SLURM's commands. tests/slurm runs whole jobs."""
+"""The supervisor of a SLURM job in each of its states, with stand-ins for SLURM's
+commands. tests/slurm runs whole jobs.
+"""
 
 import contextlib
 import fcntl
@@ -22,7 +24,9 @@ import pytest
 
 from tests.command_line import DEMO, ROOT, command
 
-spec = importlib.util.spec_from_file_location("slurm.supervise", ROOT / "slurm" / "supervise.py")
+spec = importlib.util.spec_from_file_location(
+    "slurm.supervise", ROOT / "slurm" / "supervise.py"
+)
 supervise = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(supervise)
 Outcome = supervise.Outcome
@@ -38,7 +42,10 @@ def report(node, gpus, problems):
 
 
 class Cluster:
-    """Stand-ins for SLURM's commands, which record their calls and run a test's script. FOLDER there is this folder."""
+    """Stand-ins for SLURM's commands, which record their calls and run a test's script.
+
+    FOLDER there is this folder.
+    """
 
     SHOW = """case "$1 $2" in
 "show job") cat "$0.job"; exit;;
@@ -51,39 +58,81 @@ esac"""
         self.folder, self.commands, self.run = folder, folder / "bin", folder / "run"
         self.commands.mkdir()
         self.run.mkdir()
-        self.signals, self.log, self.checkpoints = folder / "signals", folder / "job.out", "checkpoint"
+        self.signals, self.log, self.checkpoints = (
+            folder / "signals",
+            folder / "job.out",
+            "checkpoint",
+        )
         self.signals.touch()
         self.log.write_text("the job's\nown lines\n")
-        self.job = {"JobState": "RUNNING", "TimeLimit": "1-00:00:00", "WorkDir": "/work", "Partition": "gpu"}
-        self.job |= {"Command": f"{ROOT}/slurm/pretrain.sbatch config.toml", "StdOut": str(self.log)}
-        scripts = dict.fromkeys(("srun", "scancel", "sinfo", "sacct", "python"), "exit 0")
-        scripts |= {"scontrol": f"{self.SHOW}; exit 1", "squeue": "echo 7.0; echo 7.batch", "sbatch": "exit 1"}
+        self.job = {
+            "JobState": "RUNNING",
+            "TimeLimit": "1-00:00:00",
+            "WorkDir": "/work",
+            "Partition": "gpu",
+        }
+        self.job |= {
+            "Command": f"{ROOT}/slurm/pretrain.sbatch config.toml",
+            "StdOut": str(self.log),
+        }
+        scripts = dict.fromkeys(
+            ("srun", "scancel", "sinfo", "sacct", "python"), "exit 0"
+        )
+        scripts |= {
+            "scontrol": f"{self.SHOW}; exit 1",
+            "squeue": "echo 7.0; echo 7.batch",
+            "sbatch": "exit 1",
+        }
         for name, script in scripts.items():
             self.write(name, script)
 
     def write(self, name, script):
         file = self.commands / name
-        file.write_text(f'#!/bin/bash\necho "$*" >> "$0.calls"\n{script}\n'.replace("FOLDER", str(self.folder)))
+        file.write_text(
+            f'#!/bin/bash\necho "$*" >> "$0.calls"\n{script}\n'.replace(
+                "FOLDER", str(self.folder)
+            )
+        )
         file.chmod(0o755)
 
     def calls(self, name, begin=""):
         file = self.commands / f"{name}.calls"
-        return [line for line in file.read_text().splitlines() if line.startswith(begin)] if file.exists() else []
+        return (
+            [line for line in file.read_text().splitlines() if line.startswith(begin)]
+            if file.exists()
+            else []
+        )
 
     def environment(self, **more):
         """The variables of a job; titan-disp's own are given without TITAN_DISP_."""
-        (self.commands / "scontrol.job").write_text("   ".join(f"{k}={v}\n" for k, v in self.job.items()))
-        given = {"PATH": f"{self.commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
-        given |= {"SITE_FILE": ROOT / "slurm" / "sites" / "local_cpu.sh", **more}  # set by common.sh
-        return {name if OTHERS.match(name) else f"TITAN_DISP_{name}": str(value) for name, value in given.items()}
+        (self.commands / "scontrol.job").write_text(
+            "   ".join(f"{k}={v}\n" for k, v in self.job.items())
+        )
+        given = {
+            "PATH": f"{self.commands}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n[1-4]",
+        }
+        # set by common.sh
+        given |= {"SITE_FILE": ROOT / "slurm" / "sites" / "local_cpu.sh", **more}
+        return {
+            name if OTHERS.match(name) else f"TITAN_DISP_{name}": str(value)
+            for name, value in given.items()
+        }
 
     def supervisor(self, *overrides, restart=0, of_array=False, **environment):
-        given = {"SLURM_RESTART_COUNT": restart, "SLURM_NNODES": 4, "NPROC": 1, "MAX_RETRIES": 3}
+        given = {
+            "SLURM_RESTART_COUNT": restart,
+            "SLURM_NNODES": 4,
+            "NPROC": 1,
+            "MAX_RETRIES": 3,
+        }
         given |= {"PYTHON": self.commands / "python", "LOCAL": self.folder}
         argv = ["config.toml", "--job.dump_folder", str(self.run), *overrides]
         signals, given = str(self.signals), self.environment(**(given | environment))
         supervisor = supervise.Supervisor(argv, signals, given, of_array)
-        supervisor.run, supervisor.launch = str(self.run), {"argv": argv}  # as ``freeze`` does
+        # as ``freeze`` does
+        supervisor.run, supervisor.launch = str(self.run), {"argv": argv}
         supervisor.start = f"7.{restart}"
         supervisor.pause, supervisor.requeue_pauses = 0.02, (0, 0, 0)
         supervisor.kill_wait = supervisor.last_wait = 0.5
@@ -96,10 +145,18 @@ esac"""
         return supervisor.decide()
 
     def reports(self, reports, others="exit 0"):
-        """Make srun print a line of a library, and a report of each named node. ``others``: what other steps do."""
-        reports = [report(node, *found) if found else {"node": node} for node, found in reports.items()]
+        """Make srun print a line of a library, and a report of each named node.
+
+        ``others``: what other steps do.
+        """
+        reports = [
+            report(node, *found) if found else {"node": node}
+            for node, found in reports.items()
+        ]
         said = [supervise.NODE_REPORT + json.dumps(one) for one in reports]
-        (self.commands / "reports").write_text("\n".join(["a line of a library", *said]) + "\n")
+        (self.commands / "reports").write_text(
+            "\n".join(["a line of a library", *said]) + "\n"
+        )
         self.write("srun", self.REPORTS + others)
 
     def checkpoint(self, *steps):
@@ -110,16 +167,31 @@ esac"""
 
     def event(self, name, step, reason="", job="7.0", kind="signal"):
         with open(self.run / "events.jsonl", "a") as file:
-            file.write(json.dumps({"event": name, "step": step, "job": job, "reason": reason, "kind": kind}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "event": name,
+                        "step": step,
+                        "job": job,
+                        "reason": reason,
+                        "kind": kind,
+                    }
+                )
+                + "\n"
+            )
 
     def of_rank(self, name, content, start="7.0", node=0, rank=0):
-        folder = self.run / "logs" / start / f"node-{node}" / "x" / "attempt_0" / str(rank)
+        folder = (
+            self.run / "logs" / start / f"node-{node}" / "x" / "attempt_0" / str(rank)
+        )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
         return folder / name
 
     def error(self, message, time, **where):
-        content = {"message": {"message": message, "extraInfo": {"timestamp": str(time)}}}
+        content = {
+            "message": {"message": message, "extraInfo": {"timestamp": str(time)}}
+        }
         return self.of_rank("error.json", json.dumps(content), node=time, **where)
 
     def keep(self, name, content):
@@ -147,25 +219,59 @@ esac"""
         return launch
 
     def program(self, launch, config, stdout=subprocess.PIPE, **environment):
-        command = [sys.executable, launch / "slurm" / "supervise.py", self.signals, config]
-        how = {"stdout": stdout, "stderr": subprocess.PIPE, "cwd": self.folder, "timeout": 60}
+        command = [
+            sys.executable,
+            launch / "slurm" / "supervise.py",
+            self.signals,
+            config,
+        ]
+        how = {
+            "stdout": stdout,
+            "stderr": subprocess.PIPE,
+            "cwd": self.folder,
+            "timeout": 60,
+        }
         return subprocess.run(command, env=self.environment(**environment), **how)
 
     def node(self, script, *words, **variables):
         """Run node.sh, with this script as its Python."""
         self.write("a python", script)
         python, local = str(self.commands / "a python"), str(self.folder)
-        given = {"PATH": os.environ["PATH"], "TITAN_DISP_PYTHON": python, "TITAN_DISP_LOCAL": local, **variables}
+        given = {
+            "PATH": os.environ["PATH"],
+            "TITAN_DISP_PYTHON": python,
+            "TITAN_DISP_LOCAL": local,
+            **variables,
+        }
         command = ["bash", ROOT / "slurm" / "node.sh", *words]
-        return subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, env=given, capture_output=True, text=True, check=True
+        ).stdout
 
     def batch(self, *words, script="pretrain", **environment):
-        """Run a batch script until the last process that has its output ends. ``host`` stands in for the supervisor's Python."""
+        """Run a batch script until the last process that has its output ends.
+
+        ``host`` stands in for the supervisor's Python.
+        """
         self.write("sleep", "exec /bin/sleep 0.1")
         host = self.commands / "host"
-        given = {"HOME": self.folder, "HOST_PYTHON": host if host.exists() else sys.executable, **environment}
-        command = ["bash", ROOT / "slurm" / f"{script}.sbatch", *(words or ["config.toml"])]
-        done = subprocess.run(command, env=self.environment(**given), stdout=subprocess.PIPE, text=True, timeout=60)
+        given = {
+            "HOME": self.folder,
+            "HOST_PYTHON": host if host.exists() else sys.executable,
+            **environment,
+        }
+        command = [
+            "bash",
+            ROOT / "slurm" / f"{script}.sbatch",
+            *(words or ["config.toml"]),
+        ]
+        done = subprocess.run(
+            command,
+            env=self.environment(**given),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
         return done.returncode, done.stdout
 
 
@@ -184,8 +290,13 @@ def beat(allowed, start="7.0"):
 
 
 def dies(*nodes):
-    """What srun says if a task on the first node is killed, and then the tasks on the others."""
-    return "".join(f"echo 'srun: error: {node}: task 2: Killed' >&2; " for node in nodes) + "exit 1"
+    """What srun says if a task on the first node is killed, and then the tasks on the
+    others.
+    """
+    return (
+        "".join(f"echo 'srun: error: {node}: task 2: Killed' >&2; " for node in nodes)
+        + "exit 1"
+    )
 
 
 def row(name, state, reason, **given):
@@ -199,7 +310,13 @@ DIED = "failure 1 of at most 3 retries without a new checkpoint (no checkpoint y
 COMPLETING = {"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "None"}
 PREEMPTED = {**COMPLETING, "PreemptTime": "2026-01-01T00:00"}
 AT_LIMIT = {**COMPLETING, "Reason": "TimeLimit"}
-ODD_COUNTERS = (b"", b"[]", b'{"failures": ', b'{"other": 1}', b'{"failures": null, "step": null}')
+ODD_COUNTERS = (
+    b"",
+    b"[]",
+    b'{"failures": ',
+    b'{"other": 1}',
+    b'{"failures": null, "step": null}',
+)
 TAKEN = "by another job (host n9, SLURM job {}.0.abcdef)"
 SEVEN = "the number of visible GPUs is 7, expected 8"
 MANY = "2 of 4 nodes fail their check, which counts as the job's failure and not as theirs: "
@@ -208,8 +325,15 @@ HALF, UNLIKE = {**LACK, "n3": (8, []), "n4": (8, [])}, {**FOUR, "n1": (), "n2": 
 MOST = "node n{}: the number of visible GPUs is {}, but most nodes have 8"
 THREE = {node: FOUR[node] for node in ("n1", "n3", "n4")}
 SLEEP = "exec sleep 60"
-ONE_HANGS = {"reports": THREE, "srun": f"cat FOLDER/bin/reports; {SLEEP}", "CHECK_SECONDS": "0.7"}
-DOWN, NOBODY = "echo 'n1 allocated'; echo 'n3 down*'", "failed as a whole (srun's status 1): no node answered"
+ONE_HANGS = {
+    "reports": THREE,
+    "srun": f"cat FOLDER/bin/reports; {SLEEP}",
+    "CHECK_SECONDS": "0.7",
+}
+DOWN, NOBODY = (
+    "echo 'n1 allocated'; echo 'n3 down*'",
+    "failed as a whole (srun's status 1): no node answered",
+)
 TWO_DOWN = "printf 'n1 down*\\nn2 idle~\\nn3 failing\\n'"
 LATE = f'[ $(wc -l < "$0.calls") -gt 1 ] || exit 1; {Cluster.SHOW}'
 FIX = "the config could not be checked (status 1); the lines above say why. Not requeued: fix the config or the environment"
@@ -234,27 +358,97 @@ UNKNOWN = LEFT.replace("echo 0:01", "exit 1")
 LONG_SAVE = {"srun": SIGNALLED, "squeue": LEFT, "SIGNAL_SECONDS": "1"}
 # Ranks that wait for a dead one write what they wait for; two ranks run on each node.
 DUMPS = "mkdir FOLDER/run/comm_traces; touch FOLDER/run/comm_traces/rank_"
-LOCKED = {"lock": "host n9, pid 77, SLURM job 6", "counters": b'{"failures": 2, "step": 4}', "checkpoints": [4]}
+LOCKED = {
+    "lock": "host n9, pid 77, SLURM job 6",
+    "counters": b'{"failures": 2, "step": 4}',
+    "checkpoints": [4],
+}
 TAKEN_BY_6 = "job 6 uses the run folder. Not requeued"
 SICK = {**FOUR, "n3": (8, ["GPU 3 returns wrong matrix products"])}
 
 SCENARIOS = {
     "supervise": [
-        row("a stop file", "end", "stop exists, so nothing was trained. Remove the file to continue", stop=b"\xff"),
-        row("short", "end", "is 300 s, and SLURM signals the job 300 s before", exit=2, job={"TimeLimit": "00:05:00"}),
-        row("a wrong config", "end", FIX, exit=2, python="exit 1", checkpoints=[0], job={"TimeLimit": "00:05:01"}),
-        row("spares", "end", "SPARES is 4, and no node of the job is left to train", exit=2, SPARES="4"),
-        row("requeued by SLURM", "end", supervise.REQUEUED, srun=Cluster.REPORTS + "exit 1", job={"Restarts": "1"}),
-        # The counters and the stop file of a run belong to the job that holds the lock of its folder. A second job is not
-        # requeued, because it would start three more times. Bad nodes are no failure of the other's run.
+        row(
+            "a stop file",
+            "end",
+            "stop exists, so nothing was trained. Remove the file to continue",
+            stop=b"\xff",
+        ),
+        row(
+            "short",
+            "end",
+            "is 300 s, and SLURM signals the job 300 s before",
+            exit=2,
+            job={"TimeLimit": "00:05:00"},
+        ),
+        row(
+            "a wrong config",
+            "end",
+            FIX,
+            exit=2,
+            python="exit 1",
+            checkpoints=[0],
+            job={"TimeLimit": "00:05:01"},
+        ),
+        row(
+            "spares",
+            "end",
+            "SPARES is 4, and no node of the job is left to train",
+            exit=2,
+            SPARES="4",
+        ),
+        row(
+            "requeued by SLURM",
+            "end",
+            supervise.REQUEUED,
+            srun=Cluster.REPORTS + "exit 1",
+            job={"Restarts": "1"},
+        ),
+        # The counters and the stop file of a run belong to the job that holds the lock
+        # of its folder. A second job is not requeued, because it would start three more
+        # times. Bad nodes are no failure of the other's run.
         row("another's run", "end", TAKEN_BY_6, exit=2, python="exit 3", **LOCKED),
-        row("another's run, at a restart", "end", TAKEN_BY_6, exit=2, python="exit 3", restart=1, **LOCKED),
-        row("another's run, a bad node", "end", TAKEN_BY_6, exit=2, python="exit 3", reports=SICK, **LOCKED),
-        # The ranks find the run folder locked and fail, and the job gets a signal in the meantime.
-        row("another's run, meanwhile", "end", TAKEN_BY_6, exit=2, srun=Cluster.REPORTS + USR1, **LOCKED),
-        row("no retries", "give up", GIVEN_UP, exit=1, srun="exit 1", MAX_RETRIES="0", checkpoints=[4, "x"]),
+        row(
+            "another's run, at a restart",
+            "end",
+            TAKEN_BY_6,
+            exit=2,
+            python="exit 3",
+            restart=1,
+            **LOCKED,
+        ),
+        row(
+            "another's run, a bad node",
+            "end",
+            TAKEN_BY_6,
+            exit=2,
+            python="exit 3",
+            reports=SICK,
+            **LOCKED,
+        ),
+        # The ranks find the run folder locked and fail, and the job gets a signal in
+        # the meantime.
+        row(
+            "another's run, meanwhile",
+            "end",
+            TAKEN_BY_6,
+            exit=2,
+            srun=Cluster.REPORTS + USR1,
+            **LOCKED,
+        ),
+        row(
+            "no retries",
+            "give up",
+            GIVEN_UP,
+            exit=1,
+            srun="exit 1",
+            MAX_RETRIES="0",
+            checkpoints=[4, "x"],
+        ),
     ],
-    "check_time_limit": [row("unknown", "unpack", "start 7.0 on n[1-4]", job={"TimeLimit": ""})],
+    "check_time_limit": [
+        row("unknown", "unpack", "start 7.0 on n[1-4]", job={"TimeLimit": ""})
+    ],
     "unpack": [
         row("sbcast fails", "requeue", LOST, **{**ARCHIVE, "sbcast": "exit 1"}),
         row("signalled", "decide", "signalled while", signals="USR1", **ARCHIVE),
@@ -263,101 +457,495 @@ SCENARIOS = {
         row("srun gets no step", "requeue", LOST, srun=SLEEP, **HANGS, **ARCHIVE),
     ],
     "freeze": [
-        row("an unreadable config", "end", f"status 2); {FIX_IT}", exit=2, python="exit 2", fresh=True),
-        row("a lost folder", "end", "on this node: [Errno 2]", exit=2, python=f"echo '{ELSEWHERE}'", fresh=True),
-        row("at a restart", "requeue", "say why (not counted)", restart=1, python="exit 2", fresh=True),
+        row(
+            "an unreadable config",
+            "end",
+            f"status 2); {FIX_IT}",
+            exit=2,
+            python="exit 2",
+            fresh=True,
+        ),
+        row(
+            "a lost folder",
+            "end",
+            "on this node: [Errno 2]",
+            exit=2,
+            python=f"echo '{ELSEWHERE}'",
+            fresh=True,
+        ),
+        row(
+            "at a restart",
+            "requeue",
+            "say why (not counted)",
+            restart=1,
+            python="exit 2",
+            fresh=True,
+        ),
     ],
     "check_nodes": [
-        row("signalled", "decide", "signalled during the check", srun=SIGNALLED, ended=True),
-        # All nodes have the same number of GPUs, so only the job's request shows that one is missing.
-        row("asked for", "requeue", f"n1: {SEVEN}", reports=LACK, SLURM_GPUS_PER_NODE="8", NPROC="gpu"),
+        row(
+            "signalled",
+            "decide",
+            "signalled during the check",
+            srun=SIGNALLED,
+            ended=True,
+        ),
+        # All nodes have the same number of GPUs, so only the job's request shows that
+        # one is missing.
+        row(
+            "asked for",
+            "requeue",
+            f"n1: {SEVEN}",
+            reports=LACK,
+            SLURM_GPUS_PER_NODE="8",
+            NPROC="gpu",
+        ),
         # SLURM knows on which node srun cannot start.
-        row("down", "requeue", f"{NOBODY}; SLURM says that n3", srun="exit 1", sinfo=DOWN, blamed=["n3"]),
-        # Of two halves the one with more GPUs is right, since they do not come from nowhere.
-        row("half", "requeue", f"{MANY}{MOST.format(1, 7)}; {MOST.format(2, 7)}", reports=HALF),
-        row("unlike the others", "requeue", f"{MANY}{MOST.format(1, 0)}; {MOST.format(2, 9)}", reports=UNLIKE),
-        row("one hangs", "requeue", "cannot train: node n2: it did not answer", blamed=["n2"], ended=True, **ONE_HANGS),
+        row(
+            "down",
+            "requeue",
+            f"{NOBODY}; SLURM says that n3",
+            srun="exit 1",
+            sinfo=DOWN,
+            blamed=["n3"],
+        ),
+        # Of two halves the one with more GPUs is right, since they do not come from
+        # nowhere.
+        row(
+            "half",
+            "requeue",
+            f"{MANY}{MOST.format(1, 7)}; {MOST.format(2, 7)}",
+            reports=HALF,
+        ),
+        row(
+            "unlike the others",
+            "requeue",
+            f"{MANY}{MOST.format(1, 0)}; {MOST.format(2, 9)}",
+            reports=UNLIKE,
+        ),
+        row(
+            "one hangs",
+            "requeue",
+            "cannot train: node n2: it did not answer",
+            blamed=["n2"],
+            ended=True,
+            **ONE_HANGS,
+        ),
     ],
     "prepare": [
-        row("signalled", "decide", "signalled while the config was checked", signals="USR1", python="sleep 60 & wait"),
-        row("trained", "requeue", "checked (status 1); the lines above say why", python="exit 1", checkpoints=[1]),
-        row("hangs", "requeue", "took more than 0 s", restart=1, python="sleep 60 & wait", CHECK_SECONDS="0.5"),
-        row("own lock", "requeue", "failure 3 of", python="exit 3", restart=1, **{**LOCKED, "lock": "SLURM job 7"}),
-        row("free lock", "requeue", "failure 3 of", python="exit 1", restart=1, **{**LOCKED, "held": False}),
-        row("a job's stop", "train", "the config can start on these nodes", stop=b"6.2\n"),
+        row(
+            "signalled",
+            "decide",
+            "signalled while the config was checked",
+            signals="USR1",
+            python="sleep 60 & wait",
+        ),
+        row(
+            "trained",
+            "requeue",
+            "checked (status 1); the lines above say why",
+            python="exit 1",
+            checkpoints=[1],
+        ),
+        row(
+            "hangs",
+            "requeue",
+            "took more than 0 s",
+            restart=1,
+            python="sleep 60 & wait",
+            CHECK_SECONDS="0.5",
+        ),
+        row(
+            "own lock",
+            "requeue",
+            "failure 3 of",
+            python="exit 3",
+            restart=1,
+            **{**LOCKED, "lock": "SLURM job 7"},
+        ),
+        row(
+            "free lock",
+            "requeue",
+            "failure 3 of",
+            python="exit 1",
+            restart=1,
+            **{**LOCKED, "held": False},
+        ),
+        row(
+            "a job's stop",
+            "train",
+            "the config can start on these nodes",
+            stop=b"6.2\n",
+        ),
     ],
-    "train": [row("signalled", "decide", "signalled before training", signals="USR1", srun=SLEEP)],
+    "train": [
+        row(
+            "signalled",
+            "decide",
+            "signalled before training",
+            signals="USR1",
+            srun=SLEEP,
+        )
+    ],
     "decide": [
-        row("complete", "end", "the run is complete: step 9", events=[("resume", 4), ("complete", 9)], signals="USR1"),
-        row("USR1", "requeue", SAVED + "the file RUN/stop", signals="USR1", events=SLURM_ASKED),
-        row("rank 1 was signalled", "requeue", SAVED + "another rank", events=[("stop", 5, "another rank was asked")]),
-        row("a user's stop", "end", "stopped at step 5: the file RUN/stop", events=SLURM_ASKED),
-        row("budget", "end", "stopped at step 5: budget.", events=[("stop", 5, "budget.stop", "7.0", "budget")]),
-        row("refused", "end", "refused to start: odd. Not requeued", exit=2, events=[("refused", 0, "odd")]),
-        row("no reason", "end", "stopped at step 5: ", lines=b'{"event": "stop", "step": 5, "job": "7.0"}\n'),
+        row(
+            "complete",
+            "end",
+            "the run is complete: step 9",
+            events=[("resume", 4), ("complete", 9)],
+            signals="USR1",
+        ),
+        row(
+            "USR1",
+            "requeue",
+            SAVED + "the file RUN/stop",
+            signals="USR1",
+            events=SLURM_ASKED,
+        ),
+        row(
+            "rank 1 was signalled",
+            "requeue",
+            SAVED + "another rank",
+            events=[("stop", 5, "another rank was asked")],
+        ),
+        row(
+            "a user's stop",
+            "end",
+            "stopped at step 5: the file RUN/stop",
+            events=SLURM_ASKED,
+        ),
+        row(
+            "budget",
+            "end",
+            "stopped at step 5: budget.",
+            events=[("stop", 5, "budget.stop", "7.0", "budget")],
+        ),
+        row(
+            "refused",
+            "end",
+            "refused to start: odd. Not requeued",
+            exit=2,
+            events=[("refused", 0, "odd")],
+        ),
+        row(
+            "no reason",
+            "end",
+            "stopped at step 5: ",
+            lines=b'{"event": "stop", "step": 5, "job": "7.0"}\n',
+        ),
         # The last line was joined to an unfinished one.
-        row("odd lines", "requeue", DIED, lines=b'\xff\xfe\nnull\n7\n{"ev', events=[("complete", 9)]),
-        row("of others", "requeue", DIED, events=[("complete", 9, "", "7.1"), ("complete", 9, "", "6.0")]),
-        row("nothing", "requeue", DIED + " without a message (srun's status 7)", status=7),
-        # scancel, the time limit and PreemptMode=CANCEL all set COMPLETING and send TERM.
-        row("scancel after USR1", "end", "the job was cancelled", signals="USR1 TERM", job=COMPLETING),
-        row("cancelled before training", "end", "the job was cancelled", status=None, signals="TERM", job=COMPLETING),
+        row(
+            "odd lines",
+            "requeue",
+            DIED,
+            lines=b'\xff\xfe\nnull\n7\n{"ev',
+            events=[("complete", 9)],
+        ),
+        row(
+            "of others",
+            "requeue",
+            DIED,
+            events=[("complete", 9, "", "7.1"), ("complete", 9, "", "6.0")],
+        ),
+        row(
+            "nothing",
+            "requeue",
+            DIED + " without a message (srun's status 7)",
+            status=7,
+        ),
+        # scancel, the time limit and PreemptMode=CANCEL all set COMPLETING and send
+        # TERM.
+        row(
+            "scancel after USR1",
+            "end",
+            "the job was cancelled",
+            signals="USR1 TERM",
+            job=COMPLETING,
+        ),
+        row(
+            "cancelled before training",
+            "end",
+            "the job was cancelled",
+            status=None,
+            signals="TERM",
+            job=COMPLETING,
+        ),
         # scancel sets CANCELLED before that.
-        row("cancelled", "end", "the job was cancelled", signals="TERM", job={"JobState": "CANCELLED"}),
+        row(
+            "cancelled",
+            "end",
+            "the job was cancelled",
+            signals="TERM",
+            job={"JobState": "CANCELLED"},
+        ),
         *[
-            row(state, "requeue", SAVED, signals="TERM", events=SLURM_ASKED, job={"JobState": state})
-            for state in ("PREEMPTED", "REQUEUED", "SIGNALING", "STOPPED", "SUSPENDED", "TIMEOUT")
+            row(
+                state,
+                "requeue",
+                SAVED,
+                signals="TERM",
+                events=SLURM_ASKED,
+                job={"JobState": state},
+            )
+            for state in (
+                "PREEMPTED",
+                "REQUEUED",
+                "SIGNALING",
+                "STOPPED",
+                "SUSPENDED",
+                "TIMEOUT",
+            )
         ],
-        row("USR1 limit", "requeue", "asked to stop (USR1)", signals="USR1 TERM", job=AT_LIMIT),
+        row(
+            "USR1 limit",
+            "requeue",
+            "asked to stop (USR1)",
+            signals="USR1 TERM",
+            job=AT_LIMIT,
+        ),
         row("preempted", "requeue", "(TERM)", signals="TERM", job=PREEMPTED),
         row("lost nodes", "requeue", DIED, job=COMPLETING),
-        row("late answer", "end", "the job was cancelled", signals="TERM", job=COMPLETING, scontrol=LATE),
+        row(
+            "late answer",
+            "end",
+            "the job was cancelled",
+            signals="TERM",
+            job=COMPLETING,
+            scontrol=LATE,
+        ),
         row("no time to train", "requeue", "failure 1 of", status=None, signals="USR1"),
-        row("TERM before training", "requeue", "(TERM) before training began", status=None, signals="TERM"),
-        row("preempted before", "requeue", "(USR1) before", status=None, signals="USR1", job=PREEMPTED),
-        # SLURM_RESTART_COUNT alone does not show a requeue: a job that submitted this one may have set it.
-        row("requeued by SLURM", "end", "SLURM has requeued the job itself", restart=2, job={"Restarts": "3"}),
+        row(
+            "TERM before training",
+            "requeue",
+            "(TERM) before training began",
+            status=None,
+            signals="TERM",
+        ),
+        row(
+            "preempted before",
+            "requeue",
+            "(USR1) before",
+            status=None,
+            signals="USR1",
+            job=PREEMPTED,
+        ),
+        # SLURM_RESTART_COUNT alone does not show a requeue: a job that submitted this
+        # one may have set it.
+        row(
+            "requeued by SLURM",
+            "end",
+            "SLURM has requeued the job itself",
+            restart=2,
+            job={"Restarts": "3"},
+        ),
         row("as often as known", "requeue", DIED, restart=3, job={"Restarts": "3"}),
         row("fewer than known", "requeue", DIED, restart=4, job={"Restarts": "3"}),
-        row("saves nothing", "requeue", "failure 1 of", events=[("stop", 5)], config={"checkpoint": {"enable": False}}),
-        row("only loads", "requeue", "nothing is", events=[("stop", 5)], config={"checkpoint": {"load_only": True}}),
-        row("folder", "requeue", "checkpoint: step 4)", config={"checkpoint": {"folder": "other"}}, checkpoints=[4]),
-        *[row(f"counters {text}", "requeue", DIED, counters=text) for text in ODD_COUNTERS],
-        row("a good end", "requeue", SAVED, events=[("stop", 5, "SIGUSR1")], counters=b'{"failures": 1}'),  # forgets it
-        row("odd config.json", "requeue", DIED, config={"checkpoint": None, "comm": None}),
-        row("another job's folder", "end", "Not requeued", exit=2, error=TAKEN.format(6)),
+        row(
+            "saves nothing",
+            "requeue",
+            "failure 1 of",
+            events=[("stop", 5)],
+            config={"checkpoint": {"enable": False}},
+        ),
+        row(
+            "only loads",
+            "requeue",
+            "nothing is",
+            events=[("stop", 5)],
+            config={"checkpoint": {"load_only": True}},
+        ),
+        row(
+            "folder",
+            "requeue",
+            "checkpoint: step 4)",
+            config={"checkpoint": {"folder": "other"}},
+            checkpoints=[4],
+        ),
+        *[
+            row(f"counters {text}", "requeue", DIED, counters=text)
+            for text in ODD_COUNTERS
+        ],
+        # Forgets it
+        row(
+            "a good end",
+            "requeue",
+            SAVED,
+            events=[("stop", 5, "SIGUSR1")],
+            counters=b'{"failures": 1}',
+        ),
+        row(
+            "odd config.json",
+            "requeue",
+            DIED,
+            config={"checkpoint": None, "comm": None},
+        ),
+        row(
+            "another job's folder", "end", "Not requeued", exit=2, error=TAKEN.format(6)
+        ),
         row("its own folder", "requeue", "failure 1 of", error=TAKEN.format(7)),
     ],
     "train; decide": [
-        row("the second in a row", "requeue", "failure 2 of", srun="exit 1", counters=b'{"failures": 1, "step": -1}'),
-        row("the fifth", "requeue", "failure 5 of", srun="exit 1", counters=b'{"failures": 4}', MAX_RETRIES="9"),
-        row("short of time", "requeue", DIED, srun="exit 1", squeue="echo 9:59"),  # twice the warning
-        row("signalled", "requeue", "asked to stop (USR1)", srun=USR1),
-        row("signalled, and a user's stop", "requeue", "asked to stop (USR1)", srun=USR1, stop=b""),
-        row("signalled on a full disk", "requeue", "asked to stop (USR1)", srun=USR1, full=True),
-        row("long save", "requeue", "saved in time; 0 s before the time limit, the last", ended=True, **LONG_SAVE),
         row(
-            "without squeue", "requeue", "saved in time; 0 s before the", ended=True, **LONG_SAVE | {"squeue": UNKNOWN}
+            "the second in a row",
+            "requeue",
+            "failure 2 of",
+            srun="exit 1",
+            counters=b'{"failures": 1, "step": -1}',
         ),
-        row("silent", "check nodes", "at step 5 (save), and 0 s are", srun=beat(0.3) + SLEEP, ended=True),
-        # Python hangs before rank 0 has written a heartbeat, or after rank 0 has removed it at the end.
-        row("no heartbeat", "check nodes", "s at its start, and 1 s", srun=SLEEP, quiet=0.6, ended=True),
-        row("no heartbeat at the end", "check nodes", "s at its end, and 1 s", srun=ENDS, quiet=0.6, ended=True),
-        row("another module", "check nodes", DIED, srun="sleep 0.6; exit 1", quiet=0.2, MODULE="torchtitan.train"),
-        row("a beat, then garbage", "check nodes", DIED, srun=f"{beat(60)}sleep 0.3; {GARBAGE}; exit 1"),
-        row("a beat of another start", "check nodes", DIED, srun=f"{beat(0, '6.0')}sleep 0.5; exit 1"),
-        row("no spares", "requeue", DIED, srun="exit 1", sinfo="echo n2 drained", dropped="n2"),
-        row("too few spares", "requeue", DIED, srun="exit 1", sinfo=TWO_DOWN, dropped="n1 n3", **SPARE),
-        row("ECC", "check nodes", BLAMED.format(3), error=ECC, srun="exit 1", blamed=["n3"], dropped="n3", **SPARE),
+        row(
+            "the fifth",
+            "requeue",
+            "failure 5 of",
+            srun="exit 1",
+            counters=b'{"failures": 4}',
+            MAX_RETRIES="9",
+        ),
+        # twice the warning
+        row("short of time", "requeue", DIED, srun="exit 1", squeue="echo 9:59"),
+        row("signalled", "requeue", "asked to stop (USR1)", srun=USR1),
+        row(
+            "signalled, and a user's stop",
+            "requeue",
+            "asked to stop (USR1)",
+            srun=USR1,
+            stop=b"",
+        ),
+        row(
+            "signalled on a full disk",
+            "requeue",
+            "asked to stop (USR1)",
+            srun=USR1,
+            full=True,
+        ),
+        row(
+            "long save",
+            "requeue",
+            "saved in time; 0 s before the time limit, the last",
+            ended=True,
+            **LONG_SAVE,
+        ),
+        row(
+            "without squeue",
+            "requeue",
+            "saved in time; 0 s before the",
+            ended=True,
+            **LONG_SAVE | {"squeue": UNKNOWN},
+        ),
+        row(
+            "silent",
+            "check nodes",
+            "at step 5 (save), and 0 s are",
+            srun=beat(0.3) + SLEEP,
+            ended=True,
+        ),
+        # Python hangs before rank 0 has written a heartbeat, or after rank 0 has
+        # removed it at the end.
+        row(
+            "no heartbeat",
+            "check nodes",
+            "s at its start, and 1 s",
+            srun=SLEEP,
+            quiet=0.6,
+            ended=True,
+        ),
+        row(
+            "no heartbeat at the end",
+            "check nodes",
+            "s at its end, and 1 s",
+            srun=ENDS,
+            quiet=0.6,
+            ended=True,
+        ),
+        row(
+            "another module",
+            "check nodes",
+            DIED,
+            srun="sleep 0.6; exit 1",
+            quiet=0.2,
+            MODULE="torchtitan.train",
+        ),
+        row(
+            "a beat, then garbage",
+            "check nodes",
+            DIED,
+            srun=f"{beat(60)}sleep 0.3; {GARBAGE}; exit 1",
+        ),
+        row(
+            "a beat of another start",
+            "check nodes",
+            DIED,
+            srun=f"{beat(0, '6.0')}sleep 0.5; exit 1",
+        ),
+        row(
+            "no spares",
+            "requeue",
+            DIED,
+            srun="exit 1",
+            sinfo="echo n2 drained",
+            dropped="n2",
+        ),
+        row(
+            "too few spares",
+            "requeue",
+            DIED,
+            srun="exit 1",
+            sinfo=TWO_DOWN,
+            dropped="n1 n3",
+            **SPARE,
+        ),
+        row(
+            "ECC",
+            "check nodes",
+            BLAMED.format(3),
+            error=ECC,
+            srun="exit 1",
+            blamed=["n3"],
+            dropped="n3",
+            **SPARE,
+        ),
         row("a bug", "check nodes", "a bug", error="a bug", srun=dies("n3"), **SPARE),
-        row("a bug on a GPU", "check nodes", ASSERT, error=ASSERT, srun="exit 1", **SPARE),
-        # Node n3 complains of its peer; on n2 a rank died, which srun says first, or not.
-        row("peer", "check nodes", BLAMED.format(2), error=PEER, srun=dies("n2"), blamed=["n2"], dropped="n2", **SPARE),
+        row(
+            "a bug on a GPU",
+            "check nodes",
+            ASSERT,
+            error=ASSERT,
+            srun="exit 1",
+            **SPARE,
+        ),
+        # Node n3 complains of its peer; on n2 a rank died, which srun says first, or
+        # not.
+        row(
+            "peer",
+            "check nodes",
+            BLAMED.format(2),
+            error=PEER,
+            srun=dies("n2"),
+            blamed=["n2"],
+            dropped="n2",
+            **SPARE,
+        ),
         row("itself", "check nodes", PEER, error=PEER, srun=dies("n3"), **SPARE),
-        row("first", "check nodes", BLAMED.format(3), srun=dies("n3", "n1"), blamed=["n3"], dropped="n3", **SPARE),
+        row(
+            "first",
+            "check nodes",
+            BLAMED.format(3),
+            srun=dies("n3", "n1"),
+            blamed=["n3"],
+            dropped="n3",
+            **SPARE,
+        ),
         row("no node", "check nodes", "(node n9: Killed)", srun=dies("n9"), **SPARE),
-        row("no records", "check nodes", BLAMED.format(2), srun=DUMPS + "{0,1,4,6,7}; exit 1", blamed=["n2"], **PAIRS),
-        row("few records", "check nodes", DIED, srun=DUMPS + "{0,6,7}; exit 1", **PAIRS),
+        row(
+            "no records",
+            "check nodes",
+            BLAMED.format(2),
+            srun=DUMPS + "{0,1,4,6,7}; exit 1",
+            blamed=["n2"],
+            **PAIRS,
+        ),
+        row(
+            "few records", "check nodes", DIED, srun=DUMPS + "{0,6,7}; exit 1", **PAIRS
+        ),
     ],
 }
 
@@ -365,26 +953,37 @@ SCENARIOS = {
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("methods", "state", "reason", "given"),
-    [pytest.param(kind, *values, id=f"{kind}: {name}") for kind, rows in SCENARIOS.items() for name, *values in rows],
+    [
+        pytest.param(kind, *values, id=f"{kind}: {name}")
+        for kind, rows in SCENARIOS.items()
+        for name, *values in rows
+    ],
 )
 def test_scenarios(cluster, capsys, methods, state, reason, given):
     """What SLURM, its commands and the run folder hold decides the next state.
 
-    given: scripts of commands, variables, and what is found. exit: the status of an end; ended: the step was killed;
-    blamed: nodes that count as failed; dropped: nodes that the job goes on without.
+    given: scripts of commands, variables, and what is found. exit: the status of an
+    end; ended: the step was killed; blamed: nodes that count as failed; dropped: nodes
+    that the job goes on without.
     """
     cluster.reports(given.get("reports", FOUR))
     for name in COMMANDS & given.keys():
         cluster.write(name, given[name])
     if "config" in given:
         cluster.keep("config.json", given["config"])
-        cluster.checkpoints = (given["config"]["checkpoint"] or {}).get("folder", "checkpoint")
+        cluster.checkpoints = (given["config"]["checkpoint"] or {}).get(
+            "folder", "checkpoint"
+        )
     cluster.checkpoint(*given.get("checkpoints", ()))
     cluster.signals.write_text(given.get("signals", "").replace(" ", "\n"))
     cluster.job |= given.get("job", {})
     if "error" in given:
         cluster.error(given["error"], time=2)
-    for name, file in {"stop": "stop", "counters": "requeue.json", "lines": "events.jsonl"}.items():
+    for name, file in {
+        "stop": "stop",
+        "counters": "requeue.json",
+        "lines": "events.jsonl",
+    }.items():
         if name in given:
             (cluster.run / file).write_bytes(given[name])
     for event in given.get("events", ()):
@@ -394,12 +993,15 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
     variables = {name: given[name] for name in given if name.isupper()}
     pointer = cluster.folder / "pointer"
     pointer.touch()
-    supervisor = cluster.supervisor(restart=given.get("restart", 0), LAUNCH_POINTER=pointer, **variables)
+    supervisor = cluster.supervisor(
+        restart=given.get("restart", 0), LAUNCH_POINTER=pointer, **variables
+    )
     if "fresh" in given:  # one that has not read its config
         supervisor.run, supervisor.launch = "", {}
     for name, usual in (("status", 1), ("quiet", 1800.0), ("kill_wait", 0.5)):
         setattr(supervisor, name, given.get(name, usual))
-    with open(cluster.run / ".lock" if "lock" in given else os.devnull, "w") as lock:  # as run/folder.py locks it
+    # as run/folder.py locks it
+    with open(cluster.run / ".lock" if "lock" in given else os.devnull, "w") as lock:
         lock.write(given.get("lock", ""))
         lock.flush()
         if given.get("held", "lock" in given):
@@ -417,16 +1019,28 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
     else:
         assert (cluster.run / "requeue.json").exists() is (failures > 0)
     if state == "requeue":
-        assert outcome.pause == (120 if "fresh" in given else [0, 120, 600, 1800, 3600, 3600][failures])
+        assert outcome.pause == (
+            120 if "fresh" in given else [0, 120, 600, 1800, 3600, 3600][failures]
+        )
     if methods == "supervise":
         assert not cluster.calls("scontrol", "requeue")
-        assert pointer.exists() is (reason == supervise.REQUEUED)  # the next start needs it
+        # the next start needs it
+        assert pointer.exists() is (reason == supervise.REQUEUED)
     assert cluster.blamed() == given.get("blamed", [])
     assert " ".join(sorted(supervisor.dropped)) == given.get("dropped", "")
-    out, ended, stop = capsys.readouterr().out, given.get("ended", False), cluster.run / "stop"
+    out, ended, stop = (
+        capsys.readouterr().out,
+        given.get("ended", False),
+        cluster.run / "stop",
+    )
     # The ranks look for the stop file. A user's own one is not changed.
-    asked = "asking all ranks to save and stop" in out and not {"full", "lock"} & given.keys()
-    assert ("so the ranks are not asked to stop: No space left on device" in out) is ("full" in given)
+    asked = (
+        "asking all ranks to save and stop" in out
+        and not {"full", "lock"} & given.keys()
+    )
+    assert ("so the ranks are not asked to stop: No space left on device" in out) is (
+        "full" in given
+    )
     expected = given.get("stop", b"7.0\n" if asked else None)
     assert (stop.read_bytes() if stop.exists() else None) == expected
     assert cluster.calls("scancel") == ended * ["--signal=KILL 7.0"]  # not 7.batch
@@ -439,18 +1053,30 @@ class TestFailures:
         [
             # Any checkpoint that was not there before is progress, whatever its step.
             ([([], [4, 8]), ([8], [6]), ([], [8]), ([], [])], [1, 1, 1, 2]),
-            # No start would get any further: twice it counts as progress, and then as a failure.
+            # No start would get any further: twice it counts as progress, and then as a
+            # failure.
             ([([], [4, 8]), *4 * [([8], [8])]], [1, 1, 1, 2, None]),
             ([([], [4, 8]), *3 * [([8], []), ([], [8])]], [1, 2, 1, 2, 1, 2, None]),
             # Each is damaged once.
-            ([([], [8]), *[s for k in range(8, 40, 8) for s in (([k], [k]), ([], [k + 8]))]], 9 * [1]),
+            (
+                [
+                    ([], [8]),
+                    *[s for k in range(8, 40, 8) for s in (([k], [k]), ([], [k + 8]))],
+                ],
+                9 * [1],
+            ),
         ],
     )
     def test_damaged_checkpoints(self, cluster, starts, failures):
-        """Each start sets damaged checkpoints aside, saves others and dies. None: given up."""
+        """Each start sets damaged checkpoints aside, saves others and dies.
+
+        None: given up.
+        """
         folder = cluster.run / "checkpoint"
         (folder / "step-99").mkdir(parents=True)  # unfinished: no progress
-        for restart, ((damaged, saved), expected) in enumerate(zip(starts, failures, strict=True)):
+        for restart, ((damaged, saved), expected) in enumerate(
+            zip(starts, failures, strict=True)
+        ):
             for step in damaged:
                 (folder / f"step-{step}").rename(folder / f"damaged-{step}-{restart}")
             for step in saved:
@@ -458,10 +1084,14 @@ class TestFailures:
                 cluster.event("checkpoint", step, job=f"7.{restart}")
             outcome = cluster.decide(restart=restart, MAX_RETRIES=2)
             assert outcome.state == ("requeue" if expected else "give up")
-            assert expected is None or cluster.kept("requeue.json")["failures"] == expected
+            assert (
+                expected is None or cluster.kept("requeue.json")["failures"] == expected
+            )
 
     def test_a_run_folder_that_cannot_be_written(self, cluster):
-        """Failures are then counted by SLURM's restarts since it could, and end at a limit if it never could."""
+        """Failures are then counted by SLURM's restarts since it could, and end at a
+        limit if it never could.
+        """
         cluster.supervisor(restart=29).note(Outcome("train"))
         (cluster.run / "requeue.json.partial").mkdir()
         outcomes = [cluster.decide(restart=restart) for restart in (30, 31, 32)]
@@ -471,7 +1101,14 @@ class TestFailures:
         outcomes.append(supervisor.decide())
         (cluster.run / "supervisor.jsonl").unlink()
         outcomes += [cluster.decide(restart=restart) for restart in (49, 50)]
-        assert [o.state for o in outcomes] == ["requeue", "requeue", "give up", "requeue", "requeue", "give up"]
+        assert [o.state for o in outcomes] == [
+            "requeue",
+            "requeue",
+            "give up",
+            "requeue",
+            "requeue",
+            "give up",
+        ]
 
 
 class TestWhatRanksLeave:
@@ -481,23 +1118,43 @@ class TestWhatRanksLeave:
         cluster.error("\n the second\n", time=30)
         first = cluster.error("the first\nand its traceback", time=20)
         first.with_name("other.json").write_text(first.read_text().replace("20", "1"))
-        odd = [("\n", {"timestamp": "1"}), ("m", {"timestamp": "soon"}), (7, {"timestamp": "1"}), ("m", {})]
-        broken = [{"message": {"message": message, "extraInfo": when}} for message, when in odd]
+        odd = [
+            ("\n", {"timestamp": "1"}),
+            ("m", {"timestamp": "soon"}),
+            (7, {"timestamp": "1"}),
+            ("m", {}),
+        ]
+        broken = [
+            {"message": {"message": message, "extraInfo": when}}
+            for message, when in odd
+        ]
         broken = ['{"mess', *map(json.dumps, [*broken, [], {}, {"message": "text"}])]
         for rank, content in enumerate(broken):
             cluster.of_rank("error.json", content, node=20, rank=1 + rank)
-        assert supervise.first_error(str(cluster.run), "7.0") == (f"the first ({first})", 20)
+        assert supervise.first_error(str(cluster.run), "7.0") == (
+            f"the first ({first})",
+            20,
+        )
 
     DUMP = """a line\nTimeout (0:01:00)!\nThread 0x01 (most recent call first):\n  File "/lib/threading.py", line 9 in wait
 Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in save\n  File "/a/train.py", line 7 in <module>\n"""
 
     def test_where_the_ranks_stood(self, cluster):
-        """The reason names the newest frame of the main thread, which Python's faulthandler prints last."""
+        """The reason names the newest frame of the main thread, which Python's
+        faulthandler prints last.
+        """
         long = cluster.of_rank("stderr.log", self.DUMP, rank=1)
         other = cluster.of_rank("stderr.log", "", node=1)
-        other.write_bytes((self.DUMP.replace("213", "5") + self.DUMP).encode() + b"\xff")
+        other.write_bytes(
+            (self.DUMP.replace("213", "5") + self.DUMP).encode() + b"\xff"
+        )
         # The older of two dumps is not where a rank stands.
-        none = ("no dump", self.DUMP.replace("Timeout (", "Fatal"), "Timeout (", self.DUMP + "Timeout (0:02:00)!\n")
+        none = (
+            "no dump",
+            self.DUMP.replace("Timeout (", "Fatal"),
+            "Timeout (",
+            self.DUMP + "Timeout (0:02:00)!\n",
+        )
         for rank, text in enumerate(none):
             cluster.of_rank("stderr.log", text, node=1, rank=1 + rank)
         cluster.of_rank("stderr.log", self.DUMP, start="6.0")
@@ -511,11 +1168,18 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
         assert supervise.stacks(str(cluster.run), "7.0").startswith("node 1 rank 0")
 
     def test_flight_records_are_the_starts_own(self, cluster):
-        """NCCL's watchdog writes them at a time-out. TorchTitan's [comm] sets their names, <folder>/<prefix><rank>."""
+        """NCCL's watchdog writes them at a time-out.
+
+        TorchTitan's [comm] sets their names, <folder>/<prefix><rank>.
+        """
         from torchtitan.config import JobConfig
 
         comm = {"save_traces_folder": "traces", "save_traces_file_prefix": "gpu"}
-        assert [getattr(JobConfig().comm, name) for name in comm] == ["comm_traces", "rank_"]  # as in SCENARIOS
+        # as in SCENARIOS
+        assert [getattr(JobConfig().comm, name) for name in comm] == [
+            "comm_traces",
+            "rank_",
+        ]
         prefix = f"{cluster.run}/traces/gpu"
         os.makedirs(os.path.dirname(prefix))
         cluster.keep("config.json", {"comm": comm})
@@ -528,7 +1192,9 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
         for script in ("exit 1", f"touch {prefix}{{10,9,2}}; exit 1"):
             cluster.write("srun", script)
             supervisor.train()
-            said.append(supervisor.decide().reason.partition("; NCCL's flight recorder: ")[2])
+            said.append(
+                supervisor.decide().reason.partition("; NCCL's flight recorder: ")[2]
+            )
         assert said == ["", f"{prefix}2 and 2 more"]
 
 
@@ -538,31 +1204,58 @@ class TestNodes:
     def test_all_can_train(self, cluster):
         nodes = cluster.run / "nodes" / "7.0"
         cluster.reports(FOUR)
-        assert cluster.supervisor(NPROC="gpu", SLURM_GPUS_PER_NODE="h100:8").check_nodes() == self.CAN
+        assert (
+            cluster.supervisor(NPROC="gpu", SLURM_GPUS_PER_NODE="h100:8").check_nodes()
+            == self.CAN
+        )
         kept = {path.stem: json.loads(path.read_text()) for path in nodes.iterdir()}
         assert kept == {n: report(n, 8, []) for n in FOUR}
-        assert cluster.calls("srun") == [f"{STEP.format(0)} bash {ROOT}/slurm/node.sh check"]
+        assert cluster.calls("srun") == [
+            f"{STEP.format(0)} bash {ROOT}/slurm/node.sh check"
+        ]
         nodes.rename(cluster.run / "nodes" / "6.0")
         nodes.write_text("no folder")
         assert cluster.supervisor().check_nodes() == self.CAN
 
     def test_the_names_of_the_nodes(self, cluster):
-        """If SLURM does not expand its list of nodes, the unexpanded list must not be blamed as if it were a node."""
+        """If SLURM does not expand its list of nodes, the unexpanded list must not be
+        blamed as if it were a node.
+        """
         cluster.reports(FOUR)
-        cluster.write("scontrol", f'[ $(grep -c hostnames "$0.calls") -gt 2 ] || exit 1; {cluster.SHOW}')
+        cluster.write(
+            "scontrol",
+            f'[ $(grep -c hostnames "$0.calls") -gt 2 ] || exit 1; {cluster.SHOW}',
+        )
         assert cluster.supervisor().check_nodes() == self.CAN
         cluster.write("scontrol", "exit 1")
         outcomes = []
         for restart in (0, 1):
             supervisor = cluster.supervisor(restart=restart)
-            outcomes += [supervisor.enter("a state", method) for method in (supervisor.check_nodes, supervisor.train)]
-        assert all(o.reason.endswith(": scontrol show hostnames n[1-4] failed 4 times (status 1)") for o in outcomes)
-        assert [o.state for o in outcomes] == ["requeue", "requeue", "requeue", "give up"]
+            outcomes += [
+                supervisor.enter("a state", method)
+                for method in (supervisor.check_nodes, supervisor.train)
+            ]
+        assert all(
+            o.reason.endswith(
+                ": scontrol show hostnames n[1-4] failed 4 times (status 1)"
+            )
+            for o in outcomes
+        )
+        assert [o.state for o in outcomes] == [
+            "requeue",
+            "requeue",
+            "requeue",
+            "give up",
+        ]
         assert (cluster.blamed(), len(cluster.calls("srun"))) == ([], 1)
 
     def test_gpus_asked_for(self):
         """A node may have fewer ranks than GPUs."""
-        for name, value, gpus in (("PER", "H100:4", 4), ("PER", "a100:2,v100:2", None), ("ON", "2", 2)):
+        for name, value, gpus in (
+            ("PER", "H100:4", 4),
+            ("PER", "a100:2,v100:2", None),
+            ("ON", "2", 2),
+        ):
             for nproc, expected in (("gpu", gpus), ("1", 1)):
                 given = {f"SLURM_GPUS_{name}_NODE": value, "TITAN_DISP_NPROC": nproc}
                 assert supervise.gpus_asked(given) == expected
@@ -573,93 +1266,169 @@ class TestNodes:
         for restart, bad in ((0, []), (1, ["n3"])):
             supervisor = cluster.supervisor(restart=restart)
             said = supervisor.check_nodes().reason
-            assert said.endswith(f"nodes that cannot train: node n3: {', '.join(problems)}")
+            assert said.endswith(
+                f"nodes that cannot train: node n3: {', '.join(problems)}"
+            )
             assert supervisor.bad_nodes() == bad
 
     def test_what_else_srun_prints(self, cluster):
-        """It may print labels, colours, two reports on a line, a line without an end, and bytes that are not text."""
+        """It may print labels, colours, two reports on a line, a line without an end,
+        and bytes that are not text.
+        """
         cluster.reports(FOUR)
         file = cluster.commands / "reports"
         _, n1, n2, n3, n4 = file.read_bytes().splitlines()
         noise = b"\x1b[32m\xe2\x86 \xff\x00 a broken line\r\n"
         mark = supervise.NODE_REPORT.encode()
-        file.write_bytes(noise + b"0: \x1b[1m" + n1 + b"\x1b[0m\n" + n2 + n3 + b"\n" + mark + b"7\n" + n4)
+        file.write_bytes(
+            noise
+            + b"0: \x1b[1m"
+            + n1
+            + b"\x1b[0m\n"
+            + n2
+            + n3
+            + b"\n"
+            + mark
+            + b"7\n"
+            + n4
+        )
         assert cluster.supervisor(CHECK_SECONDS=5).check_nodes() == self.CAN
 
 
 class TestPrepare:
     def test_how_titan_disp_is_asked(self, cluster):
-        """The default is one rank per GPU on each node. Its Python may be in a container that srun starts."""
+        """The default is one rank per GPU on each node.
+
+        Its Python may be in a container that srun starts.
+        """
         words = f"--job.config_file config.toml --job.dump_folder {cluster.run} --training.steps 9"
         supervisor = cluster.supervisor("--training.steps", "9")
-        del supervisor.environment["TITAN_DISP_NPROC"], supervisor.environment["SLURM_NNODES"]
-        assert supervisor.prepare() == Outcome("train", "the config can start on these nodes")
-        assert cluster.calls("python") == [f"-m titan_disp.cluster.job_check --nodes 4 --nproc gpu {words}"]
-        supervisor = cluster.supervisor("--training.steps", "9", SRUN_ARGS="--container-image='/my images/a.sqsh'")
-        assert supervisor.prepare() == Outcome("train", "the config can start on these nodes")
+        del (
+            supervisor.environment["TITAN_DISP_NPROC"],
+            supervisor.environment["SLURM_NNODES"],
+        )
+        assert supervisor.prepare() == Outcome(
+            "train", "the config can start on these nodes"
+        )
+        assert cluster.calls("python") == [
+            f"-m titan_disp.cluster.job_check --nodes 4 --nproc gpu {words}"
+        ]
+        supervisor = cluster.supervisor(
+            "--training.steps", "9", SRUN_ARGS="--container-image='/my images/a.sqsh'"
+        )
+        assert supervisor.prepare() == Outcome(
+            "train", "the config can start on these nodes"
+        )
         on_n1 = "--nodes=1 --ntasks=1 --nodelist=n1 --mem=0 --cpu-bind=none --container-image=/my images/a.sqsh"
-        assert cluster.calls("srun") == [f"{on_n1} bash {ROOT}/slurm/node.sh prepare --nodes 4 --nproc 1 {words}"]
+        assert cluster.calls("srun") == [
+            f"{on_n1} bash {ROOT}/slurm/node.sh prepare --nodes 4 --nproc 1 {words}"
+        ]
 
-    def test_what_titan_disp_says_of_a_config(self, cluster, sample, monkeypatch, capsys):
+    def test_what_titan_disp_says_of_a_config(
+        self, cluster, sample, monkeypatch, capsys
+    ):
         from titan_disp.cluster import job_check, node_health
         from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE
         from titan_disp.run.folder import lock_folder
 
-        run, config = cluster.folder / "läufe" / os.fsdecode(b"\xff"), cluster.folder / "config.toml"
+        run, config = (
+            cluster.folder / "läufe" / os.fsdecode(b"\xff"),
+            cluster.folder / "config.toml",
+        )
         config.write_text(DEMO.read_text())
-        (cluster.folder / "launch.json").write_text('{"code": "another", "packages": {"torch": "99"}}')
+        (cluster.folder / "launch.json").write_text(
+            '{"code": "another", "packages": {"torch": "99"}}'
+        )
         options = ["--job.config_file", str(config), *command(DEMO, sample, run)[7:]]
 
         def main(nodes="1", nproc="1"):
-            monkeypatch.setattr("sys.argv", ["job", "--nodes", nodes, "--nproc", nproc, *options])
+            monkeypatch.setattr(
+                "sys.argv", ["job", "--nodes", nodes, "--nproc", nproc, *options]
+            )
             job_check.main()
 
         main()
         said = r"another installation: (the code of titan_disp|torch 99 then, [\d.]+\S* now)"
         assert len(set(re.findall(said, capsys.readouterr().out))) == 2
         # One rank on each of three nodes: the batch of 16 cannot be divided.
-        for nproc, said in (("8x", "TITAN_DISP_NPROC is '8x', expected gpu or a"), ("1", ".* is not a positive mult")):
+        for nproc, said in (
+            ("8x", "TITAN_DISP_NPROC is '8x', expected gpu or a"),
+            ("1", ".* is not a positive mult"),
+        ):
             with pytest.raises(SystemExit, match=str(EXIT_CODE)):
                 main("3", nproc)
             assert re.match(f"titan-disp: error: {said}", capsys.readouterr().err)
         with lock_folder(run), pytest.raises(SystemExit, match=str(supervise.IN_USE)):
             main()
-        assert (supervise.NODE_REPORT, supervise.IN_USE) == (node_health.REPORT, IN_USE_EXIT_CODE)
+        assert (supervise.NODE_REPORT, supervise.IN_USE) == (
+            node_health.REPORT,
+            IN_USE_EXIT_CODE,
+        )
 
 
 def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
-    """Its first start writes the launch folder. A restart takes scripts and config from there, whatever has changed."""
+    """Its first start writes the launch folder.
+
+    A restart takes scripts and config from there, whatever has changed.
+    """
     from titan_disp.cluster import freeze
 
-    config, run = cluster.folder / "config.toml", cluster.folder / "läufe" / os.fsdecode(b"\xff")
+    config, run = (
+        cluster.folder / "config.toml",
+        cluster.folder / "läufe" / os.fsdecode(b"\xff"),
+    )
     config.write_text(DEMO.read_text())
 
     def frozen(run, name):
         """Return the options of a start of this name, and what freeze says of it."""
         options = ["--job.config_file", str(config), *command(DEMO, sample, run)[7:]]
         monkeypatch.setattr("sys.argv", ["freeze", "--name", name, *options])
-        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out:  # any bytes of a path
+        # any bytes of a path
+        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out:
             freeze.main()
         return options, out.buffer.getvalue().strip()
 
     options, said = frozen(run, "7.0.abcdef")
     launch, pointer = run / "launch" / "7.0.abcdef", cluster.folder / "home" / "7"
     assert freeze.differences(launch / "config.toml") == []
-    (cluster.folder / "said").write_bytes(b"0: a banner\n0: %b\x1b[0m\n0: the container has ended\n" % said)
+    (cluster.folder / "said").write_bytes(
+        b"0: a banner\n0: %b\x1b[0m\n0: the container has ended\n" % said
+    )
     cluster.write("python", "cat FOLDER/said")
     first = cluster.supervisor(LAUNCH_POINTER=pointer)
     first.run, first.launch = "", {}
     assert first.freeze() == Outcome("check nodes", f"this job runs {launch}")
-    assert cluster.calls("python", "-m titan_disp.cluster.freeze --name 7.0 --job.config_file config.toml")
+    assert cluster.calls(
+        "python",
+        "-m titan_disp.cluster.freeze --name 7.0 --job.config_file config.toml",
+    )
     assert first.run == str(run)
-    assert first.argv == [f"{launch}/config.toml", *options[2:], "--job.dump_folder", str(run)]
-    assert (launch / "slurm" / "site.sh").read_text().startswith("# shellcheck shell=bash\n# ")
+    assert first.argv == [
+        f"{launch}/config.toml",
+        *options[2:],
+        "--job.dump_folder",
+        str(run),
+    ]
+    assert (
+        (launch / "slurm" / "site.sh")
+        .read_text()
+        .startswith("# shellcheck shell=bash\n# ")
+    )
     assert first.script("node.sh") == ["bash", f"{launch}/slurm/node.sh"]
     assert os.fsdecode(pointer.read_bytes()) == str(launch)
 
-    # A requeued job may lack the pointer: its newest launch counts. Of these, two are of an earlier job with its number,
-    # two are other jobs', and the last one is unfinished.
-    for when, name in enumerate(("7.0.aaaaaa", "7.0.bbbbbb", "17.0.abcdef", "71.0.abcdef", "7.1.cccccc.partial-5")):
+    # A requeued job may lack the pointer: its newest launch counts. Of these, two are
+    # of an earlier job with its number, two are other jobs', and the last one is
+    # unfinished.
+    for when, name in enumerate(
+        (
+            "7.0.aaaaaa",
+            "7.0.bbbbbb",
+            "17.0.abcdef",
+            "71.0.abcdef",
+            "7.1.cccccc.partial-5",
+        )
+    ):
         file = cluster.run / "launch" / name / "launch.json"
         file.parent.mkdir(parents=True)
         file.touch()
@@ -668,19 +1437,39 @@ def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
     assert frozen(cluster.run, "8.1.dddddd")[1].endswith(b'/8.1.dddddd"')
 
     config.write_text("edited")
-    again = supervise.Supervisor(["x"], "", cluster.environment(), here=f"{launch}/slurm")
-    assert (again.run, again.argv, again.freeze().state) == (first.run, first.argv, "check nodes")
+    again = supervise.Supervisor(
+        ["x"], "", cluster.environment(), here=f"{launch}/slurm"
+    )
+    assert (again.run, again.argv, again.freeze().state) == (
+        first.run,
+        first.argv,
+        "check nodes",
+    )
     assert Path(again.argv[0]).read_text() == DEMO.read_text()
-    scripts = cluster.folder / "launch" / "titan-disp" / "slurm"  # a checkout in a folder of this name
-    assert supervise.Supervisor(["c.toml"], "", cluster.environment(), here=str(scripts)).launch == {}
+    # a checkout in a folder of this name
+    scripts = cluster.folder / "launch" / "titan-disp" / "slurm"
+    assert (
+        supervise.Supervisor(
+            ["c.toml"], "", cluster.environment(), here=str(scripts)
+        ).launch
+        == {}
+    )
 
 
 def test_any_bytes_in_any_locale(cluster):
-    """In the C locale, Python 3.6 reads and writes ASCII. Newer ones do so without coercion and without UTF-8 mode."""
+    """In the C locale, Python 3.6 reads and writes ASCII.
+
+    Newer ones do so without coercion and without UTF-8 mode.
+    """
     cluster.run = cluster.folder / "läufe"
     launch = cluster.launch("λ.toml", parent="läunch")
     cluster.job.update(JobName="λ", TimeLimit="00:01:00")
-    given = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "SLURM_JOB_NODELIST": "n[1-4] \u03bb"}
+    given = {
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONUTF8": "0",
+        "SLURM_JOB_NODELIST": "n[1-4] \u03bb",
+    }
     done = cluster.program(launch, "λ.toml", **given)
     assert done.returncode == supervise.INTENDED + 2, done.stderr
     assert b"the time limit is 60 s" in done.stdout
@@ -696,7 +1485,10 @@ def test_a_setting_that_is_no_number(cluster):
         "PAUSES": ("minutes such as 2,10,30,60", "2 10", "2,", "-1"),
     }.items():
         for value in values:
-            with pytest.raises(supervise.Failure, match=f"^TITAN_DISP_{name} is {value!r}, expected {expected}$"):
+            with pytest.raises(
+                supervise.Failure,
+                match=f"^TITAN_DISP_{name} is {value!r}, expected {expected}$",
+            ):
                 cluster.supervisor(**{name: value})
 
 
@@ -705,27 +1497,45 @@ class TestTrain:
         cluster.write("srun", "env > FOLDER/environment")
 
         def seen(**given):
-            assert cluster.supervisor(**given).train() == Outcome("decide", "training ended with status 0")
+            assert cluster.supervisor(**given).train() == Outcome(
+                "decide", "training ended with status 0"
+            )
             return set((cluster.folder / "environment").read_text().splitlines())
 
         # 128 would fail on the last node.
         unequal = {"SLURM_CPUS_ON_NODE": "128", "SLURM_JOB_CPUS_PER_NODE": "128(x3),64"}
         variables = seen(SRUN_ARGS="--mpi=none --cpus-per-task=32", **unequal)
         node = f"bash {ROOT}/slurm/node.sh train --job.config_file config.toml --job.dump_folder {cluster.run}"
-        assert cluster.calls("srun") == [f"{STEP.format(1)} --mpi=none --cpus-per-task=32 {node}"]
+        assert cluster.calls("srun") == [
+            f"{STEP.format(1)} --mpi=none --cpus-per-task=32 {node}"
+        ]
         expected = {f"TITAN_DISP_RUN={cluster.run}", "TITAN_DISP_ENDPOINT=n1:20007"}
         assert expected | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300"} <= variables
         # The site knows better.
         variables = seen(HEAD="10.0.0.1", PORT=33000, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5)
-        assert {"TITAN_DISP_ENDPOINT=10.0.0.1:33000", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5"} <= variables
+        assert {
+            "TITAN_DISP_ENDPOINT=10.0.0.1:33000",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5",
+        } <= variables
 
-    PIPES = ("heartbeat.json", "events.jsonl", "stop", "bad_nodes.json", "requeue.json", "supervisor.jsonl")
+    PIPES = (
+        "heartbeat.json",
+        "events.jsonl",
+        "stop",
+        "bad_nodes.json",
+        "requeue.json",
+        "supervisor.jsonl",
+    )
 
     @pytest.mark.timeout(20)
     def test_a_run_folder_that_hangs(self, cluster, capsys):
-        """Any process that opens a file there hangs, the supervisor too. Pipes that nobody writes to stand for the files."""
+        """Any process that opens a file there hangs, the supervisor too.
+
+        Pipes that nobody writes to stand for the files.
+        """
         pipes = " ".join(self.PIPES)
-        # Renamed: a file that is missing for a moment would be a run that has said its last word.
+        # Renamed: a file that is missing for a moment would be a run that has said its
+        # last word.
         hang = f"cd FOLDER; mkdir pipes; cd pipes; mkfifo {pipes}; sleep 0.4; mv -f {pipes} FOLDER/run"
         cluster.write("srun", f"{beat(0.6)} {hang}; exec sleep 60")
         supervisor = cluster.supervisor(CHECK_NODES=0, CHECK_SECONDS=2)
@@ -744,11 +1554,26 @@ class TestRequeue:
     @pytest.mark.parametrize(
         ("listed", "before", "hours", "update"),
         [
-            # The user's own excluded nodes stay excluded, even those that were bad too: SLURM replaces the whole list.
-            # A clock may have been put back.
-            ("n[7-9]", None, {"n2": 1, "n3": -48, "n5": -2, "n6": 24.01, "n8": 1}, "n7,n8,n9,n2,n5"),
-            ("n7,n8,n9,n2,n5", {"job": "7", "nodes": ["n2", "n5"]}, {"n2": 2, "n5": 3, "n8": 2}, None),
-            ("n7,n8,n9,n2,n5", {"job": "7", "nodes": ["n2", "n5"]}, {"n2": 25, "n5": 3, "n8": 26}, "n7,n8,n9,n5"),
+            # The user's own excluded nodes stay excluded, even those that were bad too:
+            # SLURM replaces the whole list. A clock may have been put back.
+            (
+                "n[7-9]",
+                None,
+                {"n2": 1, "n3": -48, "n5": -2, "n6": 24.01, "n8": 1},
+                "n7,n8,n9,n2,n5",
+            ),
+            (
+                "n7,n8,n9,n2,n5",
+                {"job": "7", "nodes": ["n2", "n5"]},
+                {"n2": 2, "n5": 3, "n8": 2},
+                None,
+            ),
+            (
+                "n7,n8,n9,n2,n5",
+                {"job": "7", "nodes": ["n2", "n5"]},
+                {"n2": 25, "n5": 3, "n8": 26},
+                "n7,n8,n9,n5",
+            ),
             ("(null)", None, {"n2": 1}, "n2"),
             ("n2", {"job": "7", "nodes": ["n2"]}, {}, ""),
             # If a user submits the run again, the nodes excluded there are the user's.
@@ -769,7 +1594,12 @@ class TestRequeue:
         expected = [] if update is None else [f"update JobId=7 ExcNodeList={update}"]
         assert cluster.calls("scontrol", "update") == expected
         if update is not None:
-            added = [node for node in update.split(",") if hours.get(node, 99) < 24 and node != "n8"]  # the user's
+            # the user's
+            added = [
+                node
+                for node in update.split(",")
+                if hours.get(node, 99) < 24 and node != "n8"
+            ]
             assert cluster.kept("excluded.json") == {"job": "7", "nodes": added}
 
     EXCLUDE = ["update JobId=7 ExcNodeList=n2"]
@@ -778,21 +1608,53 @@ class TestRequeue:
         ("requeue", "more", "job", "calls", "updates", "said"),
         [
             # slurmctld answers at the third try.
-            ('[ $(grep -c ^requeue "$0.calls") -eq 3 ]', "", {}, 3, EXCLUDE, "requeued\n"),
+            (
+                '[ $(grep -c ^requeue "$0.calls") -eq 3 ]',
+                "",
+                {},
+                3,
+                EXCLUDE,
+                "requeued\n",
+            ),
             # A node died during the check; the next start is left alone.
             ("exit 1", "", {"Restarts": "1"}, 0, EXCLUDE, "requeued\n"),
-            # slurmctld has requeued the job, but scontrol timed out. A second job would use the same run folder.
-            ('sed -i s/Restarts=0/Restarts=1/ "$0.job"; exit 1', "", {"Restarts": "0"}, 1, EXCLUDE, "requeued\n"),
+            # slurmctld has requeued the job, but scontrol timed out. A second job would
+            # use the same run folder.
+            (
+                'sed -i s/Restarts=0/Restarts=1/ "$0.job"; exit 1',
+                "",
+                {"Restarts": "0"},
+                1,
+                EXCLUDE,
+                "requeued\n",
+            ),
             # slurmctld may be busy, so it is asked eight times.
-            ("true", "update) exit 1;; ", {}, 1, 8 * EXCLUDE, "submit it again with --exclude=n2\n"),
+            (
+                "true",
+                "update) exit 1;; ",
+                {},
+                1,
+                8 * EXCLUDE,
+                "submit it again with --exclude=n2\n",
+            ),
             # If the list cannot be expanded, no node is removed from it.
-            ("true", "", {"ExcNodeList": "n[7-9]"}, 1, [], "the excluded nodes stay as they are\n"),
+            (
+                "true",
+                "",
+                {"ExcNodeList": "n[7-9]"},
+                1,
+                [],
+                "the excluded nodes stay as they are\n",
+            ),
         ],
     )
     def test_requeued(self, cluster, capsys, requeue, more, job, calls, updates, said):
         cluster.job |= job
         show = '"show job") cat "$0.job";; "show hostnames") exit 1'
-        cluster.write("scontrol", f'case "$1" in requeue) {requeue}; exit;; {more}esac; case "$1 $2" in {show};; esac')
+        cluster.write(
+            "scontrol",
+            f'case "$1" in requeue) {requeue}; exit;; {more}esac; case "$1 $2" in {show};; esac',
+        )
         cluster.write("sbatch", "echo Submitted batch job 8")
         cluster.bad(n2=0)
         assert cluster.supervisor(RESUBMIT=1).requeue() == 1
@@ -806,21 +1668,38 @@ class TestRequeue:
 
     def test_refused_and_not_resubmitted(self, cluster, capsys):
         cluster.job["ExcNodeList"] = "n9"
-        given = {"SITE": "perlmutter", "SRUN_ARGS": "--cpus-per-task=8 -v", "HEAD": "of this start"}
+        given = {
+            "SITE": "perlmutter",
+            "SRUN_ARGS": "--cpus-per-task=8 -v",
+            "HEAD": "of this start",
+        }
         supervisor = cluster.supervisor("--training.steps", "9", **given)
-        supervisor.environment["TITAN_DISP_PYTHON"] = "/tmp/unpacked/bin/python"  # as after unpacking, on this node
+        # as after unpacking, on this node
+        supervisor.environment["TITAN_DISP_PYTHON"] = "/tmp/unpacked/bin/python"
         supervisor.launch["sbatch"] = ["--account=abc", "--comment=my run"]
         assert supervisor.requeue() == 1
         top = cluster.log.read_text().splitlines()[0]
-        assert top.startswith("titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: TITAN_DISP_LOCAL=")
-        assert " TITAN_DISP_SITE=perlmutter TITAN_DISP_SRUN_ARGS='--cpus-per-task=8 -v' " in top
+        assert top.startswith(
+            "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: TITAN_DISP_LOCAL="
+        )
+        assert (
+            " TITAN_DISP_SITE=perlmutter TITAN_DISP_SRUN_ARGS='--cpus-per-task=8 -v' "
+            in top
+        )
         assert not re.search("HEAD|unpacked", top)
         script = f"{ROOT}/slurm/pretrain.sbatch config.toml --job.dump_folder {cluster.run} --training.steps 9"
-        assert top.endswith(f" sbatch --account=abc '--comment=my run' --exclude=n9 {script}")
-        assert "requeued" not in capsys.readouterr().out + "".join(cluster.calls("sbatch"))
+        assert top.endswith(
+            f" sbatch --account=abc '--comment=my run' --exclude=n9 {script}"
+        )
+        assert "requeued" not in capsys.readouterr().out + "".join(
+            cluster.calls("sbatch")
+        )
 
     def test_refused_and_resubmitted(self, cluster, capfd):
-        cluster.write("sbatch", 'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"')
+        cluster.write(
+            "sbatch",
+            'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"',
+        )
         cluster.bad(n3=0)
         again = functools.partial(cluster.supervisor, RESUBMIT=1, restart=2)
         assert again().requeue() == 1  # nobody knows with which options
@@ -836,13 +1715,19 @@ class TestRequeue:
 
     TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 
-    def test_only_this_task_of_an_array_is_asked_about_requeued_and_ended(self, cluster):
+    def test_only_this_task_of_an_array_is_asked_about_requeued_and_ended(
+        self, cluster
+    ):
         cluster.write("scontrol", 'case "$1" in show) cat "$0.job";; esac')
         cluster.write("squeue", "echo 7_2.0; echo 7_2.batch")
         cluster.bad(n2=0)
         supervisor = cluster.supervisor(of_array=True, **self.TASK)
         assert supervisor.requeue() == 1
-        assert set(cluster.calls("scontrol")) == {"show job 7_2", "requeue 7_2", "update JobId=7_2 ExcNodeList=n2"}
+        assert set(cluster.calls("scontrol")) == {
+            "show job 7_2",
+            "requeue 7_2",
+            "update JobId=7_2 ExcNodeList=n2",
+        }
         process = subprocess.Popen(["sleep", "60"])
         cluster.write("scancel", f"kill {process.pid}")
         supervisor.end_step(process)
@@ -853,7 +1738,8 @@ class TestRequeue:
         assert cluster.calls("scontrol", "requeue") == ["requeue 7_2", "requeue 7"]
 
 
-# What SLURM 22.05.8 says of a job of --nodes=2 --comment='a TimeLimit=b' --job-name='my run'.
+# What SLURM 22.05.8 says of a job of --nodes=2 --comment='a TimeLimit=b' --job-name='my
+# run'.
 SHOWN = """JobId=7 JobName=my run
    Priority=4294901754 Nice=5 Account=(null) QOS=(null)
    RunTime=00:00:00 TimeLimit=00:10:00 TimeMin=00:01:00
@@ -869,10 +1755,19 @@ SHOWN = """JobId=7 JobName=my run
     [
         ("", supervise.UNKNOWN),
         ("sacct", "-N|3"),
-        ("   SubmitLine=sbatch --array=0-3 --comment='a /x/pretrain.sbatch\n", "--comment='a"),
-        ("   SubmitLine=sbatch -a 0-3 -A b --array 0-3 -a1 -N 2 /x/sweep.sbatch f\n", "-A|b|-N|2"),
+        (
+            "   SubmitLine=sbatch --array=0-3 --comment='a /x/pretrain.sbatch\n",
+            "--comment='a",
+        ),
+        (
+            "   SubmitLine=sbatch -a 0-3 -A b --array 0-3 -a1 -N 2 /x/sweep.sbatch f\n",
+            "-A|b|-N|2",
+        ),
         ("   SubmitLine=sbatch -N 2 /x/mine.sh f\n", supervise.UNKNOWN),
-        ("   SubmitLine=sbatch -N 2 '--comment=a b' /x/pretrain.sbatch c.toml -N 9\n", "-N|2|--comment=a b"),
+        (
+            "   SubmitLine=sbatch -N 2 '--comment=a b' /x/pretrain.sbatch c.toml -N 9\n",
+            "-N|2|--comment=a b",
+        ),
     ],
 )
 def test_the_options_of_a_job_that_was_submitted_by_hand(cluster, more, options):
@@ -881,7 +1776,11 @@ def test_the_options_of_a_job_that_was_submitted_by_hand(cluster, more, options)
     supervisor = cluster.supervisor()
     (cluster.commands / "scontrol.job").write_text(SHOWN + more)
     fields = supervisor.show_job()
-    assert (fields["TimeLimit"], fields["Partition"], fields["Comment"]) == ("00:10:00", "debug", "a TimeLimit=b")
+    assert (fields["TimeLimit"], fields["Partition"], fields["Comment"]) == (
+        "00:10:00",
+        "debug",
+        "a TimeLimit=b",
+    )
     line = supervisor.resubmission(["n3", "n4"])
     assert "|".join(line[:-4]) == f"sbatch|{options}|--exclude=n3,n4"
     assert line[-4:-2] == [f"{ROOT}/slurm/pretrain.sbatch", "config.toml"]
@@ -910,7 +1809,9 @@ def test_the_top_of_the_log(cluster, monkeypatch):
 
 def test_the_program(cluster, monkeypatch, capsys):
     # Where a call names no other encoding, as in the locale C.
-    monkeypatch.setattr(supervise, "open", functools.partial(open, encoding="ascii"), raising=False)
+    monkeypatch.setattr(
+        supervise, "open", functools.partial(open, encoding="ascii"), raising=False
+    )
     met, handlers = [], {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
 
@@ -928,7 +1829,9 @@ def test_the_program(cluster, monkeypatch, capsys):
     monkeypatch.setattr(supervise.Supervisor, "supervise", supervised)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     file = cluster.run / "points.json"
-    file.write_bytes('{"points": [{"argv": []}, {"argv": ["läufe.toml", "--a=b"]}]}'.encode())
+    file.write_bytes(
+        '{"points": [{"argv": []}, {"argv": ["läufe.toml", "--a=b"]}]}'.encode()
+    )
     assert main("s", "c.toml", "--sig", "x")[0] == 5
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
@@ -936,24 +1839,40 @@ def test_the_program(cluster, monkeypatch, capsys):
     assert met[:3] == [(["c.toml", "--sig", "x"], "s", "7"), "USR1", "TERM"]
     assert met[3:] == [(["läufe.toml", "--a=b"], "s", "7_1"), "USR1", "TERM"]
     status, said = main("s", "--help")
-    assert (status, said.endswith("error: the first argument is --help, expected CONFIG\n")) == (2, True)
+    assert (
+        status,
+        said.endswith("error: the first argument is --help, expected CONFIG\n"),
+    ) == (2, True)
     for text in ('{"points": []}', "{}", ""):
         file.write_text(text)
         status, said = main("s", "--of-array", str(file))
-        assert (status, f"error: task '1' of the array has no point in {file}: " in said) == (2, True)
+        assert (
+            status,
+            f"error: task '1' of the array has no point in {file}: " in said,
+        ) == (2, True)
 
 
 def test_another_config_for_a_launch_folder(cluster):
-    """Its scripts run what they were written with. A restart in the folder, whose command has the config as given, may."""
+    """Its scripts run what they were written with.
+
+    A restart in the folder, whose command has the config as given, may.
+    """
     launch = cluster.launch("c.toml")
     (launch / "launch.json").rename(cluster.folder / "kept")
-    assert cluster.program(launch, "other.toml").returncode == 1  # unreadable, so the batch script requeues the job
+    # unreadable, so the batch script requeues the job
+    assert cluster.program(launch, "other.toml").returncode == 1
     (cluster.folder / "kept").rename(launch / "launch.json")
     done = cluster.program(launch, "other.toml")
     assert done.returncode == supervise.INTENDED + 2
-    assert f"{launch}/slurm runs c.toml. To run something else, submit slurm/pretrain.sbatch" in done.stdout.decode()
+    assert (
+        f"{launch}/slurm runs c.toml. To run something else, submit slurm/pretrain.sbatch"
+        in done.stdout.decode()
+    )
     cluster.job["TimeLimit"] = "00:00:01"
-    assert b"the time limit is 1 s" in cluster.program(launch, "other.toml", SLURM_RESTART_COUNT="1").stdout
+    assert (
+        b"the time limit is 1 s"
+        in cluster.program(launch, "other.toml", SLURM_RESTART_COUNT="1").stdout
+    )
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "closed"])
@@ -967,25 +1886,44 @@ def test_a_log_that_cannot_be_written(cluster, log):
     assert cluster.transitions()[-1]["state"] == "end"
 
 
-@pytest.mark.parametrize(("signals", "restart", "requeues"), [("USR1", 0, 1), ("TERM", 0, 0), ("", 50, 0)])
+@pytest.mark.parametrize(
+    ("signals", "restart", "requeues"), [("USR1", 0, 1), ("TERM", 0, 0), ("", 50, 0)]
+)
 def test_a_batch_script_that_is_gone(cluster, monkeypatch, signals, restart, requeues):
     cluster.signals.write_text(signals)
     cluster.write("scontrol", cluster.PERMITS)
     monkeypatch.setattr(os, "_exit", exit := mock.Mock())
     supervise.watch(-1, cluster.supervisor(restart=restart))
-    assert (exit.call_args_list[0], len(cluster.calls("scontrol", "requeue"))) == (mock.call(1), requeues)
-    assert re.match("titan-disp: the batch script was killed.* the job is (not )?requeued\\n", cluster.log.read_text())
+    assert (exit.call_args_list[0], len(cluster.calls("scontrol", "requeue"))) == (
+        mock.call(1),
+        requeues,
+    )
+    assert re.match(
+        "titan-disp: the batch script was killed.* the job is (not )?requeued\\n",
+        cluster.log.read_text(),
+    )
 
 
 def test_time_left(cluster):
-    said = {"0:00": 0, "1:00": 60, "10:00:00": 36000, "2-01:00:01": 176401, "UNLIMITED": math.inf}
-    for squeue, left in {**{f"echo {text}": left for text, left in said.items()}, "exit 1": 300}.items():
+    said = {
+        "0:00": 0,
+        "1:00": 60,
+        "10:00:00": 36000,
+        "2-01:00:01": 176401,
+        "UNLIMITED": math.inf,
+    }
+    for squeue, left in {
+        **{f"echo {text}": left for text, left in said.items()},
+        "exit 1": 300,
+    }.items():
         cluster.write("squeue", squeue)
         assert cluster.supervisor().time_left(300) == left
 
 
 def test_names_and_ports_do_not_come_again(cluster):
-    first, second = (supervise.Supervisor([], "", cluster.environment()) for _ in range(2))
+    first, second = (
+        supervise.Supervisor([], "", cluster.environment()) for _ in range(2)
+    )
     assert first.start != second.start
     assert [cluster.supervisor(restart=n).port for n in (0, 3)] == [20007, 23034]
     first.begin()
@@ -994,23 +1932,49 @@ def test_names_and_ports_do_not_come_again(cluster):
 
 class TestSupervise:
     def test_a_run_that_fails_once(self, cluster, capsys):
-        """A new start has a name of its own, so that the events of the former do not count."""
+        """A new start has a name of its own, so that the events of the former do not
+        count.
+        """
         began = time.time()
         event = json.dumps({"event": "complete", "step": 9, "job": "NAME"})
-        cluster.reports(FOUR, f"echo '{event}' | sed s/NAME/$TITAN_DISP_START/ >> FOLDER/run/events.jsonl; exit 1")
-        supervisor = cluster.supervisor()  # whose first start has another name in its environment
+        cluster.reports(
+            FOUR,
+            f"echo '{event}' | sed s/NAME/$TITAN_DISP_START/ >> FOLDER/run/events.jsonl; exit 1",
+        )
+        # whose first start has another name in its environment
+        supervisor = cluster.supervisor()
         assert supervisor.supervise() == 0
-        told, again = cluster.transitions(), ["check nodes", "prepare", "train", "decide"]
-        assert [record["state"] for record in told] == ["unpack", "freeze", *again, *again, "end"]
+        told, again = (
+            cluster.transitions(),
+            ["check nodes", "prepare", "train", "decide"],
+        )
+        assert [record["state"] for record in told] == [
+            "unpack",
+            "freeze",
+            *again,
+            *again,
+            "end",
+        ]
         assert told[0]["reason"] == "start 7.0 on n[1-4]"
         assert told[6]["reason"].endswith(". Starting again in this job")
-        assert [{record["start"] for record in part} for part in (told[:7], told[7:])] == [{"7.0"}, {supervisor.start}]
+        assert [
+            {record["start"] for record in part} for part in (told[:7], told[7:])
+        ] == [{"7.0"}, {supervisor.start}]
         assert len(cluster.calls("python")) == 1  # the config has been checked
         last = told[-1]
-        assert (last["job"], last["restart"], last["reason"]) == ("7", 0, "the run is complete: step 9")
+        assert (last["job"], last["restart"], last["reason"]) == (
+            "7",
+            0,
+            "the run is complete: step 9",
+        )
         line = capsys.readouterr().out.splitlines()[-1]
-        said = datetime.strptime(line, "titan-disp: %Y-%m-%dT%H:%M:%SZ end: the run is complete: step 9")
-        for when in (datetime.fromisoformat(last["time"]), said.replace(tzinfo=timezone.utc)):
+        said = datetime.strptime(
+            line, "titan-disp: %Y-%m-%dT%H:%M:%SZ end: the run is complete: step 9"
+        )
+        for when in (
+            datetime.fromisoformat(last["time"]),
+            said.replace(tzinfo=timezone.utc),
+        ):
             assert -1 < when.timestamp() - began < 60
 
     def test_a_spare_node_takes_the_place_of_one_that_is_down(self, cluster):
@@ -1018,7 +1982,9 @@ class TestSupervise:
         cluster.reports(FOUR, "exit 1")
         supervisor = cluster.supervisor(SPARES=1)
         supervisor.train()
-        assert cluster.calls("srun")[0].startswith("--nodes=3 --ntasks=3 --nodelist=n1,n2,n3 ")
+        assert cluster.calls("srun")[0].startswith(
+            "--nodes=3 --ntasks=3 --nodelist=n1,n2,n3 "
+        )
         assert supervisor.decide().state == "check nodes"
         supervisor.begin()
         cluster.reports(THREE)
@@ -1028,11 +1994,18 @@ class TestSupervise:
         supervisor.prepare()
         assert " --nodes 3 --nproc" in cluster.calls("python")[-1]
 
-    def test_an_error_of_its_own_is_a_failure_like_any_other(self, cluster, monkeypatch):
-        monkeypatch.setattr(supervise.Supervisor, "check_nodes", lambda self: os.stat("/nowhere"))
+    def test_an_error_of_its_own_is_a_failure_like_any_other(
+        self, cluster, monkeypatch
+    ):
+        monkeypatch.setattr(
+            supervise.Supervisor, "check_nodes", lambda self: os.stat("/nowhere")
+        )
         cluster.write("scontrol", cluster.PERMITS)
         assert cluster.supervisor().supervise() == 1
-        assert cluster.calls("scontrol", "update") == ["update JobId=7 StartTime=now+120"]  # after a pause
+        # after a pause
+        assert cluster.calls("scontrol", "update") == [
+            "update JobId=7 StartTime=now+120"
+        ]
         last = cluster.transitions()[-1]
         assert last["state"] == "requeue"
         assert "check nodes: FileNotFoundError: [Errno 2]" in last["reason"]
@@ -1042,10 +2015,17 @@ class TestUnpack:
     def test_unpacked(self, cluster):
         cluster.write("sbcast", "exit 0")
         supervisor = cluster.supervisor(LOCAL="/local", ENV_ARCHIVE="/a/env.tar")
-        assert supervisor.unpack() == Outcome("freeze", "the environment is on every node")
+        assert supervisor.unpack() == Outcome(
+            "freeze", "the environment is on every node"
+        )
         assert cluster.calls("sbcast") == ["--force /a/env.tar /local/titan-disp-7.tar"]
-        assert cluster.calls("srun") == [f"{STEP.format(1)} bash {ROOT}/slurm/unpack.sh /local/titan-disp-7.tar"]
-        assert supervisor.environment["TITAN_DISP_PYTHON"] == "/local/titan-disp-7/bin/python"
+        assert cluster.calls("srun") == [
+            f"{STEP.format(1)} bash {ROOT}/slurm/unpack.sh /local/titan-disp-7.tar"
+        ]
+        assert (
+            supervisor.environment["TITAN_DISP_PYTHON"]
+            == "/local/titan-disp-7/bin/python"
+        )
 
     def test_what_dead_jobs_left_on_a_node_is_removed(self, cluster, tmp_path):
         local, archive = tmp_path / "local", tmp_path / "local" / "titan-disp-7.tar"
@@ -1054,10 +2034,19 @@ class TestUnpack:
             (local / name).mkdir(parents=True)
         (local / "titan-disp-5.tar").touch()
         (tmp_path / "env" / "bin").mkdir(parents=True)
-        for listed, more in (("exit 1", {"titan-disp-5", "titan-disp-5.tar"}), ("echo 6; echo 7", set())):
+        for listed, more in (
+            ("exit 1", {"titan-disp-5", "titan-disp-5.tar"}),
+            ("echo 6; echo 7", set()),
+        ):
             cluster.write("squeue", listed)
-            subprocess.run(["tar", "-cf", archive, "-C", tmp_path / "env", "."], check=True)
-            subprocess.run(["bash", ROOT / "slurm" / "unpack.sh", archive], env=cluster.environment(), check=True)
+            subprocess.run(
+                ["tar", "-cf", archive, "-C", tmp_path / "env", "."], check=True
+            )
+            subprocess.run(
+                ["bash", ROOT / "slurm" / "unpack.sh", archive],
+                env=cluster.environment(),
+                check=True,
+            )
             assert {path.name for path in local.iterdir()} == kept | more
         assert (local / "titan-disp-7" / "bin").is_dir()
 
@@ -1065,12 +2054,31 @@ class TestUnpack:
 class TestNode:
     @pytest.mark.parametrize("what", ["check", "train"])
     def test_a_container_that_cleans_the_environment(self, cluster, what):
-        passed = {"SLURMD_NODENAME": "n7", "SLURM_JOB_ID": "7", "NCCL_NET": "AWS Libfabric", "TITAN_DISP_RUN": "/a run"}
-        others = {"LD_LIBRARY_PATH": "/of/the/host", "WANDB_API_KEY": "secret", "TITAN_DISP_NOTIFY": "https://secret"}
-        needed = {"TITAN_DISP_NPROC": "1", "TITAN_DISP_START": "7.0", "TITAN_DISP_ENDPOINT": "n1:1"}
-        needed |= {"SLURM_NODEID": "6", "SLURM_NNODES": "8", "TITAN_DISP_PREFIX_WORDS": "env\n-i\nIMAGE=my image.sif"}
+        passed = {
+            "SLURMD_NODENAME": "n7",
+            "SLURM_JOB_ID": "7",
+            "NCCL_NET": "AWS Libfabric",
+            "TITAN_DISP_RUN": "/a run",
+        }
+        others = {
+            "LD_LIBRARY_PATH": "/of/the/host",
+            "WANDB_API_KEY": "secret",
+            "TITAN_DISP_NOTIFY": "https://secret",
+        }
+        needed = {
+            "TITAN_DISP_NPROC": "1",
+            "TITAN_DISP_START": "7.0",
+            "TITAN_DISP_ENDPOINT": "n1:1",
+        }
+        needed |= {
+            "SLURM_NODEID": "6",
+            "SLURM_NNODES": "8",
+            "TITAN_DISP_PREFIX_WORDS": "env\n-i\nIMAGE=my image.sif",
+        }
         script = f'echo "{"|".join(f"${name}" for name in (*passed, "IMAGE", *others))}"; echo "$@"'
-        told = cluster.node(script, what, "--an", "argument", **passed, **others, **needed)
+        told = cluster.node(
+            script, what, "--an", "argument", **passed, **others, **needed
+        )
         assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a run|my image.sif|||"
         assert told.rstrip().endswith("--an argument")
 
@@ -1089,36 +2097,65 @@ class TestNode:
 
     @pytest.mark.parametrize("number", [0, 6])
     def test_what_torchrun_is_asked_for(self, cluster, tmp_path, monkeypatch, number):
-        """torch parses it. Node 6 has rank 6, and waits for the other nodes at least as long as ranks do."""
+        """torch parses it.
+
+        Node 6 has rank 6, and waits for the other nodes at least as long as ranks do.
+        """
         from torch.distributed.run import config_from_args, parse_args
         from torchtitan.config import JobConfig
 
-        given = {"NPROC": "8", "START": "7.1", "RUN": f"{tmp_path}/a run", "ENDPOINT": "gpu8:20007"}
+        given = {
+            "NPROC": "8",
+            "START": "7.1",
+            "RUN": f"{tmp_path}/a run",
+            "ENDPOINT": "gpu8:20007",
+        }
         given = {f"TITAN_DISP_{name}": value for name, value in given.items()}
         given |= {"SLURM_NODEID": str(number), "SLURM_NNODES": "80"}
         if number:  # a step on fewer nodes than the job has
             given |= {"SLURM_NNODES": "99", "SLURM_STEP_NUM_NODES": "80"}
-        told = cluster.node('printf "%s\\0" "$@"', "train", "--job.config_file", "a config.toml", **given)
+        told = cluster.node(
+            'printf "%s\\0" "$@"',
+            "train",
+            "--job.config_file",
+            "a config.toml",
+            **given,
+        )
         words = told.split("\0")[:-1]
         assert words[:2] == ["-m", "torch.distributed.run"]
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         config, _, arguments = config_from_args(parse_args(words[2:]))
-        assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (80, 80, 8, 0)
-        assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("static", "gpu8:20007", "7.1")
+        assert (
+            config.min_nodes,
+            config.max_nodes,
+            config.nproc_per_node,
+            config.max_restarts,
+        ) == (80, 80, 8, 0)
+        assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == (
+            "static",
+            "gpu8:20007",
+            "7.1",
+        )
         assert config.rdzv_configs["rank"] == number
-        assert getattr(config, "shutdown_timeout", 300) == 300  # torch 2.11 has none, and waits for 30 s
+        # torch 2.11 has none, and waits for 30 s
+        assert getattr(config, "shutdown_timeout", 300) == 300
         assert config.rdzv_configs["timeout"] >= JobConfig().comm.init_timeout_seconds
         assert (tmp_path / "a run" / "logs" / "7.1" / f"node-{number}").is_dir()
         assert arguments[-2:] == ["--job.config_file", "a config.toml"]
-        assert ("--tee" in words) is (number == 0)  # rank 0 is on the first node, and speaks in the job's log
+        # rank 0 is on the first node, and speaks in the job's log
+        assert ("--tee" in words) is (number == 0)
 
 
 class TestNotify:
     def test_a_command(self, cluster):
         cluster.write("my command", 'echo "$#" >> FOLDER/words')
         event = json.dumps({"event": "skip", "step": 2, "job": "7.0"})
-        cluster.write("srun", f"echo '{event}' >> FOLDER/run/events.jsonl; sleep 0.4; exit 1")
-        supervisor = cluster.supervisor(NOTIFY=f"'{cluster.commands}/my command' --to", RESTART_IN_JOB=0)
+        cluster.write(
+            "srun", f"echo '{event}' >> FOLDER/run/events.jsonl; sleep 0.4; exit 1"
+        )
+        supervisor = cluster.supervisor(
+            NOTIFY=f"'{cluster.commands}/my command' --to", RESTART_IN_JOB=0
+        )
         supervisor.train()
         supervisor.note(supervisor.decide())
         for message in supervisor.messages:
@@ -1126,7 +2163,10 @@ class TestNotify:
         first, second = cluster.calls("my command")
         assert (cluster.folder / "words").read_text() == "2\n2\n"
         before = f"--to titan-disp: job 7, {cluster.run}: "
-        assert first == f"{before}a step was skipped, because its loss or gradient was not finite"
+        assert (
+            first
+            == f"{before}a step was skipped, because its loss or gradient was not finite"
+        )
         assert second.startswith(f"{before}requeue: failure 1 of at most 3")
 
     def test_a_webhook(self, cluster, monkeypatch):
@@ -1136,11 +2176,21 @@ class TestNotify:
         supervisor.note(Outcome("end", "the run is complete: step 9"))
         supervisor.messages[0].join()
         ((request,), _) = send.call_args
-        told = {"text": f"titan-disp: job 7, {cluster.run}: end: the run is complete: step 9"}
-        assert (request.full_url, json.loads(request.data)) == ("https://hooks.example/x", told)
-        assert (request.get_method(), request.headers) == ("POST", {"Content-type": "application/json"})
+        told = {
+            "text": f"titan-disp: job 7, {cluster.run}: end: the run is complete: step 9"
+        }
+        assert (request.full_url, json.loads(request.data)) == (
+            "https://hooks.example/x",
+            told,
+        )
+        assert (request.get_method(), request.headers) == (
+            "POST",
+            {"Content-type": "application/json"},
+        )
 
-    @pytest.mark.parametrize("target", ["/nowhere", "http://127.0.0.1:1/secret", "false", "'"])
+    @pytest.mark.parametrize(
+        "target", ["/nowhere", "http://127.0.0.1:1/secret", "false", "'"]
+    )
     def test_it_never_fails(self, cluster, capsys, target):
         supervisor = cluster.supervisor(NOTIFY=target)
         supervisor.tell("x")
@@ -1150,18 +2200,30 @@ class TestNotify:
 
 @pytest.mark.parametrize(("script", "name"), [("pretrain", "USR1"), ("sweep", "TERM")])
 def test_the_script_forwards_signals_and_the_status(cluster, script, name):
-    """It runs in a folder whose path has a space, with a site file that reads an unset variable, and once on a full disk."""
+    """It runs in a folder whose path has a space, with a site file that reads an unset
+    variable, and once on a full disk.
+    """
     words = ["config.toml", "--job.dump_folder", str(cluster.run)]
     here = cluster.launch(*words, parent="a run") / "slurm"
     (here / "site.sh").write_text("set -e; echo $UNSET_BY_THE_SITE; export SITE=1\n")
     cluster.job["Command"] = f"{here}/{script}.sbatch config.toml"
-    asked = "for _ in {1..600}; do [ -e FOLDER/run/stop ] && break; /bin/sleep 0.1; done"
-    cluster.write("srun", f'echo "$SITE $SLURM_EXPORT_ENV" >> FOLDER/site; kill -{name} {SCRIPT}; {asked}')
+    asked = (
+        "for _ in {1..600}; do [ -e FOLDER/run/stop ] && break; /bin/sleep 0.1; done"
+    )
+    cluster.write(
+        "srun",
+        f'echo "$SITE $SLURM_EXPORT_ENV" >> FOLDER/site; kill -{name} {SCRIPT}; {asked}',
+    )
     given = {"SITE": "/of/the/user/site.sh", "CHECK_NODES": 0, "MAX_RETRIES": 0}
     given |= {"TMPDIR": "/only/on/the/login/node", "SLURM_EXPORT_ENV": "NONE"}
     if script == "sweep":
-        cluster.write("mktemp", "echo FOLDER/missing/signals")  # which cannot be written, as on a full disk
-        given |= {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0, "SLURM_RESTART_COUNT": 1}
+        # which cannot be written, as on a full disk
+        cluster.write("mktemp", "echo FOLDER/missing/signals")
+        given |= {
+            "SLURM_ARRAY_JOB_ID": 7,
+            "SLURM_ARRAY_TASK_ID": 0,
+            "SLURM_RESTART_COUNT": 1,
+        }
         words = [str(cluster.run)]
     status, text = cluster.batch(*words, script=script, **given)
     assert status == 1
@@ -1174,12 +2236,18 @@ def test_the_script_forwards_signals_and_the_status(cluster, script, name):
 
 class TestBatchScript:
     @pytest.mark.timeout(20)
-    @pytest.mark.parametrize("state", ["unpack", "freeze", "check nodes", "prepare", "train", "decide"])
+    @pytest.mark.parametrize(
+        "state", ["unpack", "freeze", "check nodes", "prepare", "train", "decide"]
+    )
     @pytest.mark.parametrize("victim", ["supervisor", "script"])
     def test_killed_in_any_state(self, cluster, state, victim):
         kill = f"kill -9 {'$PPID' if victim == 'supervisor' else SCRIPT}"
-        kill = f"[ -e FOLDER/killed ] || {{ touch FOLDER/killed; {kill}; /bin/sleep 2; }}"
-        at = dict.fromkeys(("unpack", "freeze", "check nodes", "prepare", "train"), "true") | {state: kill}
+        kill = (
+            f"[ -e FOLDER/killed ] || {{ touch FOLDER/killed; {kill}; /bin/sleep 2; }}"
+        )
+        at = dict.fromkeys(
+            ("unpack", "freeze", "check nodes", "prepare", "train"), "true"
+        ) | {state: kill}
         launch = cluster.launch("config.toml")
         say = f"mv FOLDER/launch.json {launch}; echo '{supervise.LAUNCH}{json.dumps(str(launch))}'"
         (launch / "launch.json").rename(cluster.folder / "launch.json")
@@ -1188,47 +2256,126 @@ class TestBatchScript:
         train = f"{at['train']}; touch FOLDER/trained; exit 1"
         cluster.write("sbcast", at["unpack"])
         cluster.write("srun", f'case "$*" in *check) {check};; *train*) {train};; esac')
-        cluster.write("python", f'case "$*" in *freeze*) {at["freeze"]}; {say};; *job_check*) {at["prepare"]};; esac')
-        decide = f'[ "$1" = show ] && [ -e FOLDER/trained ] && {{ {kill}; }}' if state == "decide" else "true"
+        cluster.write(
+            "python",
+            f'case "$*" in *freeze*) {at["freeze"]}; {say};; *job_check*) {at["prepare"]};; esac',
+        )
+        decide = (
+            f'[ "$1" = show ] && [ -e FOLDER/trained ] && {{ {kill}; }}'
+            if state == "decide"
+            else "true"
+        )
         cluster.write("scontrol", f"{decide}; {cluster.PERMITS}")
-        given = {"PYTHON": cluster.commands / "python", "NPROC": 1, "LOCAL": cluster.folder, "SLURM_NNODES": 4}
-        status, out = cluster.batch(ENV_ARCHIVE="/a/env.tar" if state == "unpack" else "", **given)
+        given = {
+            "PYTHON": cluster.commands / "python",
+            "NPROC": 1,
+            "LOCAL": cluster.folder,
+            "SLURM_NNODES": 4,
+        }
+        status, out = cluster.batch(
+            ENV_ARCHIVE="/a/env.tar" if state == "unpack" else "", **given
+        )
         assert status == (1 if victim == "supervisor" else -signal.SIGKILL), out
         assert cluster.calls("scontrol", "requeue") == ["requeue 7"], out
         assert (cluster.folder / "killed").exists()
         if victim == "script":
-            assert cluster.log.read_text().startswith("titan-disp: the batch script was killed; the job is requeued\n")
+            assert cluster.log.read_text().startswith(
+                "titan-disp: the batch script was killed; the job is requeued\n"
+            )
 
     BROKEN = {"host": "exit 1"}
 
     @pytest.mark.parametrize(
         ("given", "state", "commands", "code", "said"),
         [
-            ({"HOST_PYTHON": "/nowhere/python3"}, "RUNNING", {}, 1, "the supervisor ended with status 127"),
-            ({}, "RUNNING", {"host": "kill -9 $$"}, 1, "the supervisor ended with status 137"),
+            (
+                {"HOST_PYTHON": "/nowhere/python3"},
+                "RUNNING",
+                {},
+                1,
+                "the supervisor ended with status 127",
+            ),
+            (
+                {},
+                "RUNNING",
+                {"host": "kill -9 $$"},
+                1,
+                "the supervisor ended with status 137",
+            ),
             ({}, "RUNNING", BROKEN, 1, "the supervisor ended with status 1"),
-            ({"SLURM_RESTART_COUNT": 50}, "RUNNING", BROKEN, None, "NOT REQUEUED (state RUNNING, restarts 50)"),
-            ({}, "CANCELLED", BROKEN, None, "NOT REQUEUED (state CANCELLED, restarts 0)"),
+            (
+                {"SLURM_RESTART_COUNT": 50},
+                "RUNNING",
+                BROKEN,
+                None,
+                "NOT REQUEUED (state RUNNING, restarts 50)",
+            ),
+            (
+                {},
+                "CANCELLED",
+                BROKEN,
+                None,
+                "NOT REQUEUED (state CANCELLED, restarts 0)",
+            ),
             ({}, "RUNNING", {"host": "exit 66", "scontrol": LATE}, 2, ""),
             ({"SITE": "nowhere"}, "RUNNING", {}, 2, "error: no site file"),
-            ({"SITE": "nowhere", "SLURM_RESTART_COUNT": 1}, "RUNNING", {}, 1, "no site file"),
-            ({"PREFIX": "env 'a"}, "RUNNING", {}, 2, "TITAN_DISP_PREFIX is env 'a, which cannot be split into words"),
-            ({"PREFIX": "env"}, "RUNNING", BROKEN, 1, "the supervisor ended with status 1"),
-            ({"SRUN_ARGS": "'a"}, "RUNNING", {}, 2, "TITAN_DISP_SRUN_ARGS cannot be split into words: No closing"),
-            ({}, "RUNNING", {"mktemp": "exit 1"}, 1, "no temporary file can be written here"),
+            (
+                {"SITE": "nowhere", "SLURM_RESTART_COUNT": 1},
+                "RUNNING",
+                {},
+                1,
+                "no site file",
+            ),
+            (
+                {"PREFIX": "env 'a"},
+                "RUNNING",
+                {},
+                2,
+                "TITAN_DISP_PREFIX is env 'a, which cannot be split into words",
+            ),
+            (
+                {"PREFIX": "env"},
+                "RUNNING",
+                BROKEN,
+                1,
+                "the supervisor ended with status 1",
+            ),
+            (
+                {"SRUN_ARGS": "'a"},
+                "RUNNING",
+                {},
+                2,
+                "TITAN_DISP_SRUN_ARGS cannot be split into words: No closing",
+            ),
+            (
+                {},
+                "RUNNING",
+                {"mktemp": "exit 1"},
+                1,
+                "no temporary file can be written here",
+            ),
         ],
     )
-    def test_what_goes_wrong_around_the_supervisor(self, cluster, given, state, commands, code, said):
+    def test_what_goes_wrong_around_the_supervisor(
+        self, cluster, given, state, commands, code, said
+    ):
         """1: requeued, None: not requeued, 2: a user must mend it."""
         cluster.job["JobState"] = state
         for name, script in {"scontrol": cluster.PERMITS, **commands}.items():
             cluster.write(name, script)
         found, log = cluster.batch(**given)
-        assert (found, len(cluster.calls("scontrol", "requeue"))) == (code or 1, int(code == 1))
+        assert (found, len(cluster.calls("scontrol", "requeue"))) == (
+            code or 1,
+            int(code == 1),
+        )
         assert said in log
 
     def test_the_launch_folder_of_a_requeued_job(self, cluster):
-        """A file names it. At the first start, that is of an older job with this number; somebody else may have written it."""
+        """A file names it.
+
+        At the first start, that is of an older job with this number; somebody else may
+        have written it.
+        """
         pointer = cluster.folder / ".titan-disp" / "launches" / "cluster-7"
         kept = cluster.folder / "kept" / "slurm"
         for folder in (kept, pointer.parent):

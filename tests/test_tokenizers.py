@@ -1,4 +1,6 @@
-"""SentencePiece, Hugging Face and gigatoken: the same ids, no special tokens from text, and unusable tokenizers."""
+"""SentencePiece, Hugging Face and gigatoken: the same ids, no special tokens from text,
+and unusable tokenizers.
+"""
 
 import json
 
@@ -15,7 +17,12 @@ from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.tokenizer import encoder, fast_encoder, find_tokenizer, load_tokenizer
+from titan_disp.data.tokenizer import (
+    encoder,
+    fast_encoder,
+    find_tokenizer,
+    load_tokenizer,
+)
 from titan_disp.errors import ConfigError, DataError
 from titan_disp.lab.sample import train_tokenizer
 
@@ -24,35 +31,58 @@ LONG = "a word or two " * 500
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", [False, True])
-def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, template):
-    """Also where the files were saved after a fine-tuning, and say that texts are to be cut and padded."""
+def test_encoder_agrees_with_torchtitans_tokenizer(
+    hf_tokenizer, tmp_path, bos, template
+):
+    """Also where the files were saved after a fine-tuning, and say that texts are to be
+    cut and padded.
+    """
     pytest.importorskip("gigatoken")
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
-        ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "<|endoftext|>")]
+        ids = [
+            (token, tokenizer.token_to_id(token)) for token in ("<s>", "<|endoftext|>")
+        ]
         single = "<s> $A <|endoftext|>" if bos else "$A <|endoftext|>"
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=ids
+        )
     plain = tokenizer.encode(LONG, add_special_tokens=False).ids
     tokenizer.enable_truncation(512)
-    tokenizer.enable_padding(pad_id=7, **({"length": 4096} if template else {"pad_to_multiple_of": 64}))
+    tokenizer.enable_padding(
+        pad_id=7, **({"length": 4096} if template else {"pad_to_multiple_of": 64})
+    )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>"} | ({"bos_token": "<s>"} if bos else {})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     loaded = load_tokenizer(tmp_path)
     encode = encoder(loaded)
     fast = fast_encoder(loaded, str(tmp_path), encode)
-    for text in ("Return a list of lines,\n\n    keepends: bool  — naïve 中", LONG, "", "plain"):
-        assert fast(text).tolist() == encode(text) == loaded.encode(text, add_bos=True, add_eos=True)
+    for text in (
+        "Return a list of lines,\n\n    keepends: bool  — naïve 中",
+        LONG,
+        "",
+        "plain",
+    ):
+        assert (
+            fast(text).tolist()
+            == encode(text)
+            == loaded.encode(text, add_bos=True, add_eos=True)
+        )
     assert encode(LONG) == [*([loaded.bos_id] * bos), *plain, loaded.eos_id]
     assert plain_encoder(loaded)(LONG) == plain
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
     gigatoken = pytest.importorskip("gigatoken")
-    # gigatoken puts SentencePiece's dummy prefix after user-defined symbols too, one of which is the sample's "\n".
+    # gigatoken puts SentencePiece's dummy prefix after user-defined symbols too, one of
+    # which is the sample's "\n".
     spm = load_tokenizer(sample / "tokenizer")
-    with pytest.raises(ConfigError, match=r"other ids than .*: user-defined symbols \('\\n'\): set stream.fast_tok"):
+    with pytest.raises(
+        ConfigError,
+        match=r"other ids than .*: user-defined symbols \('\\n'\): set stream.fast_tok",
+    ):
         fast_encoder(spm, str(sample / "tokenizer"), encoder(spm))
 
     class Wrong(gigatoken.Tokenizer):
@@ -82,11 +112,16 @@ def test_text_makes_no_special_tokens(sample, hf_tokenizer, tmp_path, kind):
     """Ids are those of the library alone, which here knows no special tokens."""
     pytest.importorskip("gigatoken")
     if kind == "sentencepiece":
-        model = train_tokenizer(texts_of(sample / VALIDATION_FILE), 2048, user_defined_symbols=())
+        model = train_tokenizer(
+            texts_of(sample / VALIDATION_FILE), 2048, user_defined_symbols=()
+        )
         (tmp_path / "plain.model").write_bytes(model)
         plain = SentencePieceProcessor(model_proto=model).encode
     else:
-        made, config = Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json"), {"eos_token": "<|endoftext|>"}
+        made, config = (
+            Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json"),
+            {"eos_token": "<|endoftext|>"},
+        )
         if kind == "of Qwen's kind":  # with an added word that is not special
             made.add_tokens([AddedToken("<think>", normalized=False)])
             made.add_special_tokens(["<|im_end|>"])
@@ -101,17 +136,26 @@ def test_text_makes_no_special_tokens(sample, hf_tokenizer, tmp_path, kind):
     loaded = load_tokenizer(tmp_path)
     encode, eos = encoder(loaded), loaded.eos_id
     fast = fast_encoder(loaded, str(tmp_path), encode)
-    for text in [*NAMES, *(f"a {name}b{name} {name}" for name in NAMES), "".join(NAMES * 3)]:
+    for text in [
+        *NAMES,
+        *(f"a {name}b{name} {name}" for name in NAMES),
+        "".join(NAMES * 3),
+    ]:
         ids = encode(text)
         assert ids == [*plain(text), eos]
         assert fast(text).tolist() == ids
         assert plain_encoder(loaded)(text) == ids[:-1]
         assert loaded.decode(ids[:-1]) == text
-    assert all(fast(text).tolist() == encode(text) for text in texts_of(sample / VALIDATION_FILE))
+    assert all(
+        fast(text).tolist() == encode(text)
+        for text in texts_of(sample / VALIDATION_FILE)
+    )
     if loaded.get_vocab_size() == 2050:  # of Qwen's kind
         written = transformers.AutoTokenizer.from_pretrained(tmp_path)
         for text in ("a <think> b", "a <|im_end|> b"):
-            assert written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
+            assert (
+                written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
+            )
 
 
 def test_an_eos_that_the_tokenizer_adds_comes_once(hf_tokenizer, tmp_path):
@@ -119,17 +163,30 @@ def test_an_eos_that_the_tokenizer_adds_comes_once(hf_tokenizer, tmp_path):
     made = Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json")
     made.add_special_tokens(["</s>"])
     eos = made.token_to_id("</s>")
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", eos)])
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", eos)]
+    )
     made.save(f"{tmp_path}/tokenizer.json")
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
     assert encoder(load_tokenizer(tmp_path))("one two").count(eos) == 1
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ConfigError, match="the tokenizer has no EOS token"):  # of plan and submit, too
-        tokenizer_of(loaded(DEMO, "--model.hf_assets_path", str(tmp_path), "--model.overrides", "vocab_size=9999"))
+    # of plan and submit, too
+    with pytest.raises(ConfigError, match="the tokenizer has no EOS token"):
+        tokenizer_of(
+            loaded(
+                DEMO,
+                "--model.hf_assets_path",
+                str(tmp_path),
+                "--model.overrides",
+                "vocab_size=9999",
+            )
+        )
 
 
 def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_path):
-    """GPT-2's tokenizer_config.json names no token, so that config.json decides what ends a document."""
+    """GPT-2's tokenizer_config.json names no token, so that config.json decides what
+    ends a document.
+    """
     files, options = list_files("c4", str(sample)), StreamOptions(seq_len=8)
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|one|>", "<|other|>"])
@@ -139,21 +196,33 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert load_tokenizer(tmp_path).eos_id == eos
         found[eos] = fingerprint(files, str(tmp_path), options, 4)
-    assert differences(found[2048], found[2049]) == ["eos_token_id: 2048 then, 2049 now"]
-    for token in ("<|one|>", "<|other|>"):  # tokenizer_config.json decides, and is in the tokenizer's hash
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    assert differences(found[2048], found[2049]) == [
+        "eos_token_id: 2048 then, 2049 now"
+    ]
+    # tokenizer_config.json decides, and is in the tokenizer's hash
+    for token in ("<|one|>", "<|other|>"):
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": token})
+        )
         found[token] = fingerprint(files, str(tmp_path), options, 4)
         assert found[token]["eos_token_id"] is None
     (tmp_path / "merges.txt").write_text("a b")  # of a vocab.json
     found["merges"] = fingerprint(files, str(tmp_path), options, 4)
     for other in ("<|one|>", "merges"):
-        assert [text.split(":")[0] for text in differences(found["<|other|>"], found[other])] == ["tokenizer"]
+        assert [
+            text.split(":")[0] for text in differences(found["<|other|>"], found[other])
+        ] == ["tokenizer"]
 
 
 def test_which_file_is_the_tokenizer(hf_tokenizer, tmp_path):
-    for name, message in (("a.model", "cannot load the tokenizer"), ("b.model", r"holds a\.model, b\.model")):
+    for name, message in (
+        ("a.model", "cannot load the tokenizer"),
+        ("b.model", r"holds a\.model, b\.model"),
+    ):
         (tmp_path / name).write_bytes(b"nonsense")
         with pytest.raises(ConfigError, match=message):
             load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes(
+        (hf_tokenizer / "tokenizer.json").read_bytes()
+    )
     assert find_tokenizer(tmp_path).name == "tokenizer.json"

@@ -1,4 +1,6 @@
-"""What every variant promises: layers, options and their refusal, documentation; λ's schedule; and a config's loss."""
+"""What every variant promises: layers, options and their refusal, documentation; λ's
+schedule; and a config's loss.
+"""
 
 import dataclasses
 import inspect
@@ -18,7 +20,12 @@ from tests.oracle import EVERY_LOSS, drawn, loss_and_gradient, tokens
 from tests.pages import changed
 from titan_disp.config.checks import build_coeff_schedule, build_dispersion_losses
 from titan_disp.config.load import load_config
-from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, dispersion_losses
+from titan_disp.dispersion import (
+    CoeffSchedule,
+    DispersionLoss,
+    dispersion_loss,
+    dispersion_losses,
+)
 from titan_disp.dispersion.loss import ESTIMATORS, OF_VARIANTS
 from titan_disp.dispersion.registry import options_of
 from titan_disp.dispersion.variants import VARIANTS, Variant
@@ -27,12 +34,16 @@ from titan_disp.job_config import Dispersion
 
 @pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)
 def test_a_second_derivative_is_an_error(variant, estimator, options):
-    """The saved gradient is no function of z: its derivative must not be a wrong number, or a part of the right one."""
+    """The saved gradient is no function of z: its derivative must not be a wrong
+    number, or a part of the right one.
+    """
     loss = DispersionLoss(variant, estimator, **options, **drawn(estimator, 5))
     z = tokens(2, 12, 8).double().requires_grad_(True)
     weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     value = loss([z]).sum()
-    expected = torch.autograd.grad(value, z, 0.7 * torch.ones_like(value), retain_graph=True)[0]
+    expected = torch.autograd.grad(
+        value, z, 0.7 * torch.ones_like(value), retain_graph=True
+    )[0]
     torch.testing.assert_close(0.7 * torch.autograd.grad(value, z)[0], expected)
     for of_gradient, by in (
         (torch.sum, z),
@@ -47,7 +58,9 @@ def test_a_second_derivative_is_an_error(variant, estimator, options):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_layers_of_several_dtypes(estimator):
-    """transformers gives the embeddings in float32 and the blocks' outputs in bf16 under autocast."""
+    """transformers gives the embeddings in float32 and the blocks' outputs in bf16
+    under autocast.
+    """
     z = tokens(2, 40, 8).bfloat16()
     options = {"estimator": estimator, **drawn(estimator, 10)}
     results = []
@@ -63,15 +76,31 @@ def test_layers_of_several_dtypes(estimator):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"estimator": "fast"}, "estimator is 'fast', expected one of exact, moments, sampled"),
-        ({"variant": "decorrelation", "estimator": "moments"}, "grows only linearly with the tokens"),
+        (
+            {"estimator": "fast"},
+            "estimator is 'fast', expected one of exact, moments, sampled",
+        ),
+        (
+            {"variant": "decorrelation", "estimator": "moments"},
+            "grows only linearly with the tokens",
+        ),
         ({"max_tokens": 1}, "max_tokens is 1, expected at least 2"),
-        ({"max_tokens": 10}, "max_tokens is 10, but estimator 'exact' does not use it: leave it at 256 .*sampled"),
-        ({"max_tokens": 10, "estimator": "moments"}, "estimator 'moments' does not use it"),
-        ({"variant": "l2_repel", "norm_coeff": -1.0}, "norm_coeff is -1.0, expected a number"),
+        (
+            {"max_tokens": 10},
+            "max_tokens is 10, but estimator 'exact' does not use it: leave it at 256 .*sampled",
+        ),
+        (
+            {"max_tokens": 10, "estimator": "moments"},
+            "estimator 'moments' does not use it",
+        ),
+        (
+            {"variant": "l2_repel", "norm_coeff": -1.0},
+            "norm_coeff is -1.0, expected a number",
+        ),
         ({"tau": 1e-3}, "tau is 0.001"),
         ({"tau": math.nan}, "tau is nan"),
-        ({"tau": torch.tensor(1.0)}, "tau is a tensor, expected a number"),  # which would get no gradient
+        # which would get no gradient
+        ({"tau": torch.tensor(1.0)}, "tau is a tensor, expected a number"),
         ({"clamp": 1.0}, "clamp is 1.0"),
         ({"clamp": -0.1}, "clamp is -0.1"),
         ({"norm_eps": 1e-300}, "norm_eps is 1e-300, expected a number"),  # 0 in float32
@@ -88,16 +117,25 @@ Z = torch.zeros(2, 4, 3)
 @pytest.mark.parametrize(
     ("zs", "message"),
     [
-        (Z, "expected one tensor per layer in a list: for a single layer, call dispersion_loss"),
+        (
+            Z,
+            "expected one tensor per layer in a list: for a single layer, call dispersion_loss",
+        ),
         ([], "no layers"),
         ((None, Z), "layer 0 is None, expected a float tensor"),
         ([Z[0]], r"shape \(4, 3\)"),
         ([Z.long()], "dtype torch.int64, expected a float tensor"),
         ([Z[:, :1]], r"1 token\(s\), expected at least 2"),
-        ([Z, Z[:1]], r"layers differ in sequences or tokens per sequence: \(2, 4, 3\), \(1, 4, 3\)"),
+        (
+            [Z, Z[:1]],
+            r"layers differ in sequences or tokens per sequence: \(2, 4, 3\), \(1, 4, 3\)",
+        ),
         ([Z, torch.zeros(2, 6, 3)], r"tokens per sequence: \(2, 4, 3\), \(2, 6, 3\)"),
         ([Z[..., :0]], "has no features"),
-        ([Z, torch.zeros(2, 4, 5)], r"layers differ in features: \[3, 5\], which the sampled estimator"),
+        (
+            [Z, torch.zeros(2, 4, 5)],
+            r"layers differ in features: \[3, 5\], which the sampled estimator",
+        ),
     ],
 )
 def test_wrong_layers_are_refused(zs, message):
@@ -105,11 +143,19 @@ def test_wrong_layers_are_refused(zs, message):
         dispersion_losses(zs, estimator="sampled", max_tokens=2)
 
 
-@pytest.mark.parametrize("option", sorted({option for kind in VARIANTS.values() for option in options_of(kind)}))
+@pytest.mark.parametrize(
+    "option",
+    sorted({option for kind in VARIANTS.values() for option in options_of(kind)}),
+)
 def test_an_option_reaches_its_variants_and_is_refused_by_others(option):
     """Those that have no key of their own are in a table."""
-    users, key = [kind for kind in VARIANTS.values() if option in options_of(kind)], option in OF_VARIANTS
-    assert (option in {field.name for field in dataclasses.fields(DispersionLoss)}) == key
+    users, key = (
+        [kind for kind in VARIANTS.values() if option in options_of(kind)],
+        option in OF_VARIANTS,
+    )
+    assert (
+        option in {field.name for field in dataclasses.fields(DispersionLoss)}
+    ) == key
     default = getattr(DispersionLoss() if key else users[0](), option)
     value = not default if isinstance(default, bool) else default / 2
     for name, kind in VARIANTS.items():
@@ -119,28 +165,45 @@ def test_an_option_reaches_its_variants_and_is_refused_by_others(option):
             continue
         known = f"leave it at {default} (it is an option of {', '.join(user.name for user in users)})"
         message = (
-            rf"{option} is {value}, .* {re.escape(known)}" if key else rf"options.{option} is not known.*; expected \w"
+            rf"{option} is {value}, .* {re.escape(known)}"
+            if key
+            else rf"options.{option} is not known.*; expected \w"
         )
         with pytest.raises(ValueError, match=message):
             DispersionLoss(name, **given)
 
 
 def test_every_variant_is_in_the_table():
-    """A file in the folder that ``VARIANTS`` does not list would be an unknown name, and nothing more."""
-    files = {path.name for path in Path(inspect.getfile(Variant)).parent.glob("*.py")} - {"__init__.py", "base.py"}
-    assert files == {Path(inspect.getfile(kind)).name for kind in VARIANTS.values()}, "complete VARIANTS"
+    """A file in the folder that ``VARIANTS`` does not list would be an unknown name,
+    and nothing more.
+    """
+    files = {
+        path.name for path in Path(inspect.getfile(Variant)).parent.glob("*.py")
+    } - {"__init__.py", "base.py"}
+    assert files == {Path(inspect.getfile(kind)).name for kind in VARIANTS.values()}, (
+        "complete VARIANTS"
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_documented(variant):
-    """In docs/losses.md: its estimators, its options, which a user would otherwise have to guess, and their defaults."""
+    """In docs/losses.md: its estimators, its options, which a user would otherwise have
+    to guess, and their defaults.
+    """
     kind, page = VARIANTS[variant], (ROOT / "docs" / "losses.md").read_text()
     found = re.findall(rf"(?m)^\| `{variant}` \| (?:.+ \| ){{2}}(.+) \| (.+) \|$", page)
     assert len(found) == 1, f"add a row for {variant!r} to the table in docs/losses.md"
     ((estimators, options),) = found
     assert estimators == ", ".join(kind.estimators)
-    defaults = {f.name: f.default for one in (kind, DispersionLoss) for f in dataclasses.fields(one)}
-    found = {name: json.loads(value) for name, value in re.findall(r"`(\w+) = (\S+)`", options)}
+    defaults = {
+        f.name: f.default
+        for one in (kind, DispersionLoss)
+        for f in dataclasses.fields(one)
+    }
+    found = {
+        name: json.loads(value)
+        for name, value in re.findall(r"`(\w+) = (\S+)`", options)
+    }
     assert repr(found) == repr({name: defaults[name] for name in found})
     assert found.keys() == set(options_of(kind))
 
@@ -149,20 +212,36 @@ def test_loss_of_a_config():
     """No option of [dispersion] gets lost on the way, nor the seed of the positions."""
     config = load_config(["--debug.seed", "11"])
     assert get_args(get_type_hints(Dispersion)["estimator"]) == ESTIMATORS
-    sampled = {"estimator": "sampled", "max_tokens": 7, "tau": 0.3, "norm_coeff": 0.4, "include_diagonal": False}
+    sampled = {
+        "estimator": "sampled",
+        "max_tokens": 7,
+        "tau": 0.3,
+        "norm_coeff": 0.4,
+        "include_diagonal": False,
+    }
     for options in (
         {},
         {"variant": "l2_repel", **sampled},
         {"variant": "orthogonalization", "clamp": 0.1, "norm_eps": 0.02},
     ):
-        own = changed(config, {f"dispersion.{name}": value for name, value in options.items()})
-        assert list(build_dispersion_losses(own).values()) == [(1.0, DispersionLoss(**options, seed=11))]
+        own = changed(
+            config, {f"dispersion.{name}": value for name, value in options.items()}
+        )
+        assert list(build_dispersion_losses(own).values()) == [
+            (1.0, DispersionLoss(**options, seed=11))
+        ]
 
 
 def test_schedule_of_a_config():
-    """λ of every step, against the formulas written out: 2 steps of warm-up and 9 in all, so that step 8 is the last."""
+    """λ of every step, against the formulas written out: 2 steps of warm-up and 9 in
+    all, so that step 8 is the last.
+    """
     config = load_config(["--training.steps", "9"])
-    config.dispersion.coeff, config.dispersion.warmup_steps, config.dispersion.final_coeff = 0.4, 2, 0.1
+    (
+        config.dispersion.coeff,
+        config.dispersion.warmup_steps,
+        config.dispersion.final_coeff,
+    ) = 0.4, 2, 0.1
     after_warmup = {
         "constant": lambda step: 0.4,
         "linear": lambda step: 0.4 - 0.3 * (step - 2) / 6,
@@ -171,7 +250,9 @@ def test_schedule_of_a_config():
     for decay, expected in after_warmup.items():
         config.dispersion.decay = decay
         schedule = build_coeff_schedule(config)
-        assert [schedule(step) for step in range(9)] == pytest.approx([0.2, 0.4, *map(expected, range(2, 9))])
+        assert [schedule(step) for step in range(9)] == pytest.approx(
+            [0.2, 0.4, *map(expected, range(2, 9))]
+        )
     config.dispersion.decay_steps = 3  # from 0.4 to 0.1, a cosine
     found = [build_coeff_schedule(config)(step) for step in range(9)]
     assert found == pytest.approx([0.2, 0.4, 0.4, 0.325, 0.175, 0.1, 0.1, 0.1, 0.1])
@@ -182,15 +263,38 @@ def test_edges_of_a_schedule():
     assert CoeffSchedule(1.0, 3, "linear", 0.5, 3)(2) == 1.0  # nothing but warm-up
     assert CoeffSchedule(1.0, 2, "linear", 0.5, 3)(2) == 1.0  # one step is left
     late = {"decay": "linear", "warmup_steps": 1, "decay_steps": 3}  # 2 steps are left
-    for bad in ({"coeff": -1.0}, {"warmup_steps": 5}, {"decay": "step"}, {"decay_steps": 2}, late):
+    for bad in (
+        {"coeff": -1.0},
+        {"warmup_steps": 5},
+        {"decay": "step"},
+        {"decay_steps": 2},
+        late,
+    ):
         with pytest.raises(ValueError, match="expected"):
             CoeffSchedule(**{"coeff": 1.0, "total_steps": 3} | bad)
 
 
 def moments_during_training(sample, folder):
-    """Gradients of moments against exact, on all layers' activations, at several moments of a run without dispersion."""
-    words = ("--dispersion.no-enabled", "--training.seq_len", "256", "--training.steps", "40", "--optimizer.lr", "4e-3")
-    words += ("--training.max_norm", "1.0", "--lr_scheduler.warmup_steps", "5", "--stream.prefetch", "0")
+    """Gradients of moments against exact, on all layers' activations, at several
+    moments of a run without dispersion.
+    """
+    words = (
+        "--dispersion.no-enabled",
+        "--training.seq_len",
+        "256",
+        "--training.steps",
+        "40",
+        "--optimizer.lr",
+        "4e-3",
+    )
+    words += (
+        "--training.max_norm",
+        "1.0",
+        "--lr_scheduler.warmup_steps",
+        "5",
+        "--stream.prefetch",
+        "0",
+    )
     trainer = build(sample, Path(folder) / "run", *words)
     batches = trainer.batch_generator(trainer.dataloader)
     inputs, model, condensed = next(batches)[0]["input"], trainer.model_parts[0], []
@@ -199,17 +303,28 @@ def moments_during_training(sample, folder):
             with torch.no_grad():
                 _, layers = model(inputs, return_activations=range(7))
             for z in layers:
-                exact, found = (loss_and_gradient(dispersion_loss, z, estimator=e)[1] for e in ("exact", "moments"))
-                assert torch.nn.functional.cosine_similarity(exact.flatten(), found.flatten(), dim=0) >= 0.999, step
+                exact, found = (
+                    loss_and_gradient(dispersion_loss, z, estimator=e)[1]
+                    for e in ("exact", "moments")
+                )
+                assert (
+                    torch.nn.functional.cosine_similarity(
+                        exact.flatten(), found.flatten(), dim=0
+                    )
+                    >= 0.999
+                ), step
                 assert 0.97 <= found.norm() / exact.norm() <= 1.03, step
                 fit_errors = []
                 DispersionLoss(estimator="moments")([z], fit_errors=fit_errors)
-                assert (found - exact).norm() / exact.norm() <= fit_errors[0].max() + 0.01, step
+                assert (found - exact).norm() / exact.norm() <= fit_errors[
+                    0
+                ].max() + 0.01, step
             u = torch.nn.functional.normalize(layers[-1], dim=-1)
             condensed.append((u @ u.transpose(1, 2)).mean().item())
         trainer.step += 1
         trainer.train_step(batches)
-    # The run's embeddings pass through what the fit must bear: nearly isotropic at first, then a narrow cone.
+    # The run's embeddings pass through what the fit must bear: nearly isotropic at
+    # first, then a narrow cone.
     assert min(condensed) < 0.2
     assert max(condensed) > 0.8
     trainer.close()

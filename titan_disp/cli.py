@@ -1,4 +1,7 @@
-"""This module is the command line ``titan-disp …``. Each subcommand calls one function of another module."""
+"""This module is the command line ``titan-disp …``.
+
+Each subcommand calls one function of another module.
+"""
 
 import codecs
 import dataclasses
@@ -48,8 +51,14 @@ def data_digest(options: opts.DigestOptions) -> None:
     for step, sha256 in enumerate(result.hashes, start=1):
         print(f"{step:6}  {sha256}")
     after = {start: f" after step {start}" if start else "" for start, _ in phases}
-    ranks = [f"rank {rank}{after[start]}" for start, number in phases for rank in range(number)]
-    for rank, files, count in zip(ranks, result.files_read, result.bytes_read, strict=True):
+    ranks = [
+        f"rank {rank}{after[start]}"
+        for start, number in phases
+        for rank in range(number)
+    ]
+    for rank, files, count in zip(
+        ranks, result.files_read, result.bytes_read, strict=True
+    ):
         print(f"{rank}: {counted(files, 'file')}, {count:,} bytes")
     print(f"read amplification {result.read_amplification:.3f}")
     print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
@@ -69,9 +78,13 @@ def data_fetch(options: opts.FetchOptions) -> None:
 
     if left := fetch(options):
         print("\n".join(left), file=sys.stderr)
-        raise ConfigError(f"{counted(len(left), 'file')} could not be fetched; run the same command again")
+        raise ConfigError(
+            f"{counted(len(left), 'file')} could not be fetched; run the same command again"
+        )
     path = str(options.folder)
-    print(f"{path} is complete: training.dataset = {options.dataset!r}, training.dataset_path = {path!r}")
+    print(
+        f"{path} is complete: training.dataset = {options.dataset!r}, training.dataset_path = {path!r}"
+    )
 
 
 def config(options: opts.ReferenceOptions) -> None:
@@ -79,7 +92,11 @@ def config(options: opts.ReferenceOptions) -> None:
 
     if options.markdown and options.name is not None:
         raise ConfigError("--markdown prints the whole page: leave out the name")
-    text = reference.markdown() if options.markdown else reference.reference(options.name) + "\n"
+    text = (
+        reference.markdown()
+        if options.markdown
+        else reference.reference(options.name) + "\n"
+    )
     print(text, end="", flush=True)
 
 
@@ -94,14 +111,20 @@ def plan(options: opts.PlanOptions) -> None:
 
         found = suggest(job_config, options)
     if options.json:
-        others = {"suggestions": [dataclasses.asdict(one) for one in found]} if options.suggest else {}
+        others = (
+            {"suggestions": [dataclasses.asdict(one) for one in found]}
+            if options.suggest
+            else {}
+        )
         print(dumps(dataclasses.asdict(made) | others))
         return
     print(render(made))
     for i, one in enumerate(found):
         print(f"{'suggested' if i else 'now':<15} {one.line()}")
     if len(found) == 1:
-        print(f"{'suggested':<15} nothing: no other batch, mesh or checkpointing that was tried fits and is accepted")
+        print(
+            f"{'suggested':<15} nothing: no other batch, mesh or checkpointing that was tried fits and is accepted"
+        )
 
 
 def preflight(options: opts.PreflightOptions) -> None:
@@ -114,14 +137,18 @@ def report(options: opts.ReportOptions) -> None:
     from titan_disp.lab.report.page import write_report
     from titan_disp.text import byte_size
 
-    print(f"{options.out}: {byte_size(write_report(options.runs, options.out, options.evaluation).stat().st_size, 3)}")
+    print(
+        f"{options.out}: {byte_size(write_report(options.runs, options.out, options.evaluation).stat().st_size, 3)}"
+    )
 
 
 def export(options: opts.ExportOptions) -> None:
     from titan_disp.lab.export.export import export as run
 
     saved, dest = run(options), options.dest
-    print(f"{saved.name} is in {dest}: load it with AutoModelForCausalLM.from_pretrained({str(dest)!r})")
+    print(
+        f"{saved.name} is in {dest}: load it with AutoModelForCausalLM.from_pretrained({str(dest)!r})"
+    )
 
 
 def checkpoint(options: opts.CheckpointOptions) -> None:
@@ -153,12 +180,19 @@ def sweep_table(options: opts.SweepTableOptions) -> None:
     from titan_disp.lab.sweeps.comparison import write_table
     from titan_disp.lab.sweeps.definition import read_sweep
 
-    print(write_table(read_sweep(options.file), options.out, options.metric, options.against), end="")
+    print(
+        write_table(
+            read_sweep(options.file), options.out, options.metric, options.against
+        ),
+        end="",
+    )
 
 
-Command = tuple[Any, Callable[[Any], Any] | str]  # the class of its options, and a function of them or where it is
+# the class of its options, and a function of them or where it is
+Command = tuple[Any, Callable[[Any], Any] | str]
 Commands = Mapping[str, Command | Mapping[str, Command]]
-# The functions above import what they need, and the others are imported when they are called: help appears at once.
+# The functions above import what they need, and the others are imported when they are
+# called: help appears at once.
 COMMANDS: Commands = {
     "init": (opts.InitOptions, "lab.init:init"),
     "sample-data": (opts.SampleOptions, sample_data),
@@ -179,7 +213,10 @@ COMMANDS: Commands = {
     "checkpoint": (opts.CheckpointOptions, checkpoint),
     "generate": (opts.GenerateOptions, "lab.export.generate:generate"),
     "evaluate": (opts.EvaluateOptions, "lab.evaluate.evaluation:evaluate"),
-    "sweep": {"run": (opts.SweepOptions, sweep_run), "table": (opts.SweepTableOptions, sweep_table)},
+    "sweep": {
+        "run": (opts.SweepOptions, sweep_run),
+        "table": (opts.SweepTableOptions, sweep_table),
+    },
 }
 GROUPS = {
     "data": "Download or index a data set, or fingerprint the batches of a run, to check that two runs read the same data.",
@@ -187,9 +224,10 @@ GROUPS = {
 }
 
 
-# tyro prints the boxes of help from the docstrings of options and their fields. It keeps the line breaks inside a field's
-# description and then wraps the lines once more, so that lines end early. It does not wrap a subcommand's description at
-# all. Both are settled here before tyro sees the text.
+# tyro prints the boxes of help from the docstrings of options and their fields. It
+# keeps the line breaks inside a field's description and then wraps the lines once more,
+# so that lines end early. It does not wrap a subcommand's description at all. Both are
+# settled here before tyro sees the text.
 
 
 def description(options: type) -> str:
@@ -197,22 +235,33 @@ def description(options: type) -> str:
 
 
 def _join_lines(options: type) -> None:
-    """Write the fields' descriptions, one line each, into the docstring of the class, which tyro prefers to theirs."""
+    """Write the fields' descriptions, one line each, into the docstring of the class,
+    which tyro prefers to theirs.
+    """
     texts: dict[str, str] = {}
     for base in reversed(options.__mro__[:-1]):
-        texts |= {one.arg_name: one.description or "" for one in docstring_parser.parse_from_object(base).params}
+        texts |= {
+            one.arg_name: one.description or ""
+            for one in docstring_parser.parse_from_object(base).params
+        }
     fields = [f"    {name}: {' '.join(text.split())}" for name, text in texts.items()]
     options.__doc__ = "\n".join([f"{description(options)}\n\nArgs:", *fields])
 
 
 def _wrapped(text: str) -> str:
-    """Wrap paragraphs to the terminal, as one. tyro joins lines again unless they begin with a blank."""
-    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns - 4, break_on_hyphens=False)
+    """Wrap paragraphs to the terminal, as one. tyro joins lines again unless they begin
+    with a blank.
+    """
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns - 4, break_on_hyphens=False
+    )
     return textwrap.indent(wrapper.fill(" ".join(text.split())), "  ")
 
 
 def _find(commands: Commands, args: Sequence[str], prog: str) -> Command | None:
-    """Return the subcommand that ``args`` names, or None if they only lead to a list of subcommands."""
+    """Return the subcommand that ``args`` names, or None if they only lead to a list of
+    subcommands.
+    """
     if not args or args[0].startswith("-"):
         return None
     found = commands.get(args[0])
@@ -220,8 +269,14 @@ def _find(commands: Commands, args: Sequence[str], prog: str) -> Command | None:
         files = ["a TOML file"] if commands is COMMANDS["sweep"] else []
         hint, expected = did_you_mean(args[0], commands), ", ".join([*files, *commands])
         # tyro would call the word an unrecognized option
-        raise ConfigError(f"{args[0]!r} is not a subcommand of {prog}{hint}; expected {expected}")
-    return _find(found, args[1:], f"{prog} {args[0]}") if isinstance(found, Mapping) else found
+        raise ConfigError(
+            f"{args[0]!r} is not a subcommand of {prog}{hint}; expected {expected}"
+        )
+    return (
+        _find(found, args[1:], f"{prog} {args[0]}")
+        if isinstance(found, Mapping)
+        else found
+    )
 
 
 def _app(commands: Commands, listed: bool) -> tyro.extras.SubcommandApp:
@@ -232,23 +287,37 @@ def _app(commands: Commands, listed: bool) -> tyro.extras.SubcommandApp:
         else:
             text = description(member[0])
             summary = " ".join(text.partition("\n\n")[0].split())  # the first paragraph
-            app.command(member[0], name=name, help=summary if listed else _wrapped(text))
+            app.command(
+                member[0], name=name, help=summary if listed else _wrapped(text)
+            )
     return app
 
 
 def run(args: Sequence[str], prog: str) -> None:
-    """Call the function that ``args`` names with its options. It may return a text, or its exit status."""
+    """Call the function that ``args`` names with its options.
+
+    It may return a text, or its exit status.
+    """
     command = _find(COMMANDS, args, prog)
     if command is not None:
         _join_lines(command[0])
         if issubclass(command[0], opts.ConfigOptions):
             args = _split_overrides(args)
-    about = _wrapped("Pre-train language models with the dispersion loss, and measure their condensation.")
-    config = (tyro.conf.FlagCreatePairsOff,)  # without pairs, help shows --json, and not "--json, --no-json"
-    options = _app(COMMANDS, listed=command is None).cli(prog=prog, description=about, args=args, config=config)
+    about = _wrapped(
+        "Pre-train language models with the dispersion loss, and measure their condensation."
+    )
+    # Without pairs, help shows --json, and not "--json, --no-json"
+    config = (tyro.conf.FlagCreatePairsOff,)
+    options = _app(COMMANDS, listed=command is None).cli(
+        prog=prog, description=about, args=args, config=config
+    )
     assert command is not None  # otherwise, tyro has printed help or an error
     function = command[1]
-    result = (resolve_name(f"titan_disp.{function}") if isinstance(function, str) else function)(options)
+    result = (
+        resolve_name(f"titan_disp.{function}")
+        if isinstance(function, str)
+        else function
+    )(options)
     if isinstance(result, str):
         print(result)
     elif isinstance(result, int):
@@ -256,10 +325,13 @@ def run(args: Sequence[str], prog: str) -> None:
 
 
 def _split_overrides(argv: Sequence[str]) -> list[str]:
-    """Move options for keys of the config, which have a dot, behind ``--``, so that tyro passes them on unchanged."""
+    """Move options for keys of the config, which have a dot, behind ``--``, so that
+    tyro passes them on unchanged.
+    """
     own: list[str] = []
     theirs: list[str] = []
-    current = own  # a word that is not an option (``0.5``, ``-1``) belongs to the previous one
+    # a word that is not an option (``0.5``, ``-1``) belongs to the previous one
+    current = own
     for word in argv:
         if word.startswith("--"):
             current = theirs if "." in word.partition("=")[0] else own
@@ -268,16 +340,24 @@ def _split_overrides(argv: Sequence[str]) -> list[str]:
 
 
 def _begins_with_a_file(words: Sequence[str]) -> bool:
-    """Return whether the words after ``sweep`` are those of ``sweep run``: a file, or options before it."""
+    """Return whether the words after ``sweep`` are those of ``sweep run``: a file, or
+    options before it.
+    """
     if not words or words[0] in ("run", "table", "-h", "--help"):
         return False
-    # A word with a dot or a slash means a file even if there is none, for the sake of the message.
-    return words[0].startswith("-") or bool(set("./") & set(words[0])) or Path(words[0]).is_file()
+    # A word with a dot or a slash means a file even if there is none, for the sake of
+    # the message.
+    return (
+        words[0].startswith("-")
+        or bool(set("./") & set(words[0]))
+        or Path(words[0]).is_file()
+    )
 
 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # Help and tables have characters that a terminal may not have.
+        # Help and tables have characters that a terminal may not have.
+        sys.stdout.reconfigure(errors="replace")
     argv = sys.argv[1:]
     if argv[:1] == ["sweep"] and _begins_with_a_file(argv[1:]):
         argv.insert(1, "run")
@@ -292,7 +372,8 @@ def main() -> None:
         print(f"titan-disp: error: {error}", file=sys.stderr)
         sys.exit(EXIT_CODE)
     except BrokenPipeError:
-        # In `titan-disp config | head`, head stops reading. Python would print an error when it closes stdout at exit.
+        # In `titan-disp config | head`, head stops reading. Python would print an error
+        # when it closes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

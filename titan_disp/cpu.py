@@ -1,4 +1,6 @@
-"""TorchTitan 0.2.2 needs these changes to run without an accelerator. With one, nothing here has an effect.
+"""TorchTitan 0.2.2 needs these changes to run without an accelerator.
+
+With one, nothing here has an effect.
 
 - The device type falls back to "cuda" without a GPU, and modules copy it at import.
 - ``torch.cpu`` lacks the memory statistics and device properties that the metrics read.
@@ -33,18 +35,29 @@ def active() -> bool:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of memory that this process holds now. Raises OSError where there is no /proc."""
+    """Return the bytes of memory that this process holds now.
+
+    Raises OSError where there is no /proc.
+    """
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def high_water_mark() -> int:
-    """Return the most bytes of memory that this process has held. On Linux, ru_maxrss would include the parent's."""
+    """Return the most bytes of memory that this process has held.
+
+    On Linux, ru_maxrss would include the parent's.
+    """
     try:
         with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+            return next(
+                int(line.split()[1]) * 1024
+                for line in file
+                if line.startswith("VmHWM:")
+            )
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
+        # macOS counts in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class _CpuModule(ModuleType):
@@ -55,7 +68,8 @@ class _CpuModule(ModuleType):
 
     @staticmethod
     def current_device() -> int:
-        return 0  # torch.cpu returns "cpu", but barrier(device_ids=[…]) expects an index
+        # torch.cpu returns "cpu", but barrier(device_ids=[…]) expects an index
+        return 0
 
     @staticmethod
     def get_device_name(device: Any = None) -> str:
@@ -63,13 +77,17 @@ class _CpuModule(ModuleType):
 
     @staticmethod
     def get_device_properties(device: Any = None) -> SimpleNamespace:
-        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return SimpleNamespace(
+            total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        )
 
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
         stats = {"num_alloc_retries": 0, "num_ooms": 0}
         with contextlib.suppress(OSError):  # only Linux reports it cheaply
-            stats |= dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), resident_bytes())
+            stats |= dict.fromkeys(
+                ("active_bytes.all.peak", "reserved_bytes.all.peak"), resident_bytes()
+            )
         return stats
 
     @staticmethod
@@ -80,7 +98,9 @@ class _CpuModule(ModuleType):
 
 
 def install() -> None:
-    """Make the CPU the device of TorchTitan's modules, whether or not they are imported already."""
+    """Make the CPU the device of TorchTitan's modules, whether or not they are imported
+    already.
+    """
     if not active():
         return
     import torchtitan.tools.utils as titan_utils
@@ -111,10 +131,14 @@ def _masked_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Tensor:
-    """Attend as flex attention does, q [B, heads, N, head_dim], but with the whole mask, [B, 1, N, N] bool."""
+    """Attend as flex attention does, q [B, heads, N, head_dim], but with the whole
+    mask, [B, 1, N, N] bool.
+    """
     batch, place = torch.arange(len(q)).view(-1, 1, 1, 1), torch.arange(q.shape[2])
     mask = block_mask.mask_mod(batch, torch.zeros_like(batch), place[:, None], place)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _without_unknown_mfu(record: logging.LogRecord) -> bool:
@@ -124,15 +148,18 @@ def _without_unknown_mfu(record: logging.LogRecord) -> bool:
 
 
 def _give_gloo_groups_one_thread() -> None:
-    """Make every gloo group that is created from now on run its collectives in one thread instead of two.
+    """Make every gloo group that is created from now on run its collectives in one
+    thread instead of two.
 
-    ``ProcessGroupGloo::runLoop`` ends each collective with ``pgStatus_->lastCompletedWorkName = opTypeToString(…)``,
-    without the lock that the group's two threads share (in torch 2.11, 2.13 and 2.15). A ``std::string`` of more than
-    15 characters is on the heap, and the name of DTensor's all-gather is ALLGATHER_COALESCED. Two threads that assign
-    at once free the same memory, or one writes its name to memory that the other has freed. A later allocation then
-    aborts the process, for example with "malloc(): unaligned tcache chunk detected". With one thread, a group's
-    collectives no longer overlap. Ranks cannot wait for each other because of this, as all ranks call the collectives
-    of a group in the same order.
+    ``ProcessGroupGloo::runLoop`` ends each collective with
+    ``pgStatus_->lastCompletedWorkName = opTypeToString(…)``, without the lock that the
+    group's two threads share (in torch 2.11, 2.13 and 2.15). A ``std::string`` of more
+    than 15 characters is on the heap, and the name of DTensor's all-gather is
+    ALLGATHER_COALESCED. Two threads that assign at once free the same memory, or one
+    writes its name to memory that the other has freed. A later allocation then aborts
+    the process, for example with "malloc(): unaligned tcache chunk detected". With one
+    thread, a group's collectives no longer overlap. Ranks cannot wait for each other
+    because of this, as all ranks call the collectives of a group in the same order.
     """
     gloo: Any = dist.ProcessGroupGloo
     create = gloo.__init__
@@ -141,9 +168,15 @@ def _give_gloo_groups_one_thread() -> None:
 
     @functools.wraps(create)
     def with_one_thread(
-        group: Any, store: Any, rank: int, size: int, timeout: Any = dist.default_pg_timeout, **others: Any
+        group: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: Any = dist.default_pg_timeout,
+        **others: Any,
     ) -> None:
-        given = others.pop("options", timeout)  # torch takes options, or a timeout, which gives two threads
+        # torch takes options, or a timeout, which gives two threads
+        given = others.pop("options", timeout)
         if isinstance(given, timedelta) and not any(others.values()):
             create(group, store, rank, size, _with_one_thread(given))
         else:
@@ -153,13 +186,18 @@ def _give_gloo_groups_one_thread() -> None:
 
 
 def _with_one_thread(timeout: timedelta) -> Any:
-    """Return the options that torch makes from a timeout (``Options::create_default``), but with one thread."""
+    """Return the options that torch makes from a timeout (``Options::create_default``),
+    but with one thread.
+    """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     options._threads = 1
     if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
-        options._devices = [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
+        options._devices = [
+            gloo.create_device(interface=interface)
+            for interface in interfaces.split(",")
+        ]
     else:
         options._devices = [gloo.create_default_device()]
     return options

@@ -1,4 +1,6 @@
-"""These exceptions report problems that the user can fix; their messages share ``did_you_mean`` and ``counted``."""
+"""These exceptions report problems that the user can fix; their messages share
+``did_you_mean`` and ``counted``.
+"""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,22 +8,32 @@ from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """The user can fix this error. The launchers print it once, without a traceback, and exit with ``EXIT_CODE``.
+    """The user can fix this error.
+
+    The launchers print it once, without a traceback, and exit with ``EXIT_CODE``.
 
     The message says what was found, what was expected and what to change.
     """
 
 
 class ConfigError(UserError, ValueError):
-    """The configuration or the input is wrong. Most of these errors are found before training starts."""
+    """The configuration or the input is wrong.
+
+    Most of these errors are found before training starts.
+    """
 
 
 class DataError(ConfigError):
-    """One rank met bad data during a run. That rank prints the message, whichever it is."""
+    """One rank met bad data during a run.
+
+    That rank prints the message, whichever it is.
+    """
 
 
 class RefusedError(ConfigError):
-    """The run cannot continue with this config: every start fails alike, until the user changes one or the other."""
+    """The run cannot continue with this config: every start fails alike, until the user
+    changes one or the other.
+    """
 
 
 class InUseError(ConfigError):
@@ -29,11 +41,15 @@ class InUseError(ConfigError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be saved, or no checkpoint can be loaded: the disk may be full, or the checkpoint damaged."""
+    """A checkpoint cannot be saved, or no checkpoint can be loaded: the disk may be
+    full, or the checkpoint damaged.
+    """
 
 
 class NonFiniteError(UserError):
-    """Too many steps in a row had a loss or gradient that is not finite: the training may be unstable."""
+    """Too many steps in a row had a loss or gradient that is not finite: the training
+    may be unstable.
+    """
 
 
 EXIT_CODE = 2
@@ -42,7 +58,9 @@ IN_USE_EXIT_CODE = 3
 
 @contextmanager
 def reported(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise an error of these kinds as a ConfigError that says what is wrong, and then why. A UserError says it already."""
+    """Raise an error of these kinds as a ConfigError that says what is wrong, and then
+    why. A UserError says it already.
+    """
     try:
         yield
     except UserError:
@@ -59,21 +77,30 @@ def did_you_mean(
     most: int = 1,
     instead: Mapping[str, str] = {},
 ) -> str:
-    """A question with at most ``most`` of the known names that are close to ``name``, for the end of a message.
+    """A question with at most ``most`` of the known names that are close to ``name``,
+    for the end of a message.
 
-    It is ``otherwise`` if none is close. ``prefix`` stands before every name, as the section does before a key.
-    ``instead`` has other names that users may try, each with the one to show.
+    It is ``otherwise`` if none is close. ``prefix`` stands before every name, as the
+    section does before a key. ``instead`` has other names that users may try, each with
+    the one to show.
     """
     names = {one: one for one in known} | dict(instead)
-    close = dict.fromkeys(f"{prefix}{names[one]}" for one in difflib.get_close_matches(name, list(names), n=most))
+    close = dict.fromkeys(
+        f"{prefix}{names[one]}"
+        for one in difflib.get_close_matches(name, list(names), n=most)
+    )
     return f" (did you mean {' or '.join(close)}?)" if close else otherwise
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun in the singular or plural, such as "1 file" or "1,234 files"."""
+    """Return a number with its noun in the singular or plural, such as "1 file" or
+    "1,234 files".
+    """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def of_options(error: Exception) -> str:
-    """Return a message about a key of the config with the name of a command's own option."""
+    """Return a message about a key of the config with the name of a command's own
+    option.
+    """
     return str(error).replace("stream.text_field", "--text-field")

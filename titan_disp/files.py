@@ -1,6 +1,8 @@
-"""Files and folders are written atomically: a reader finds the whole one, the one before it, or none.
+"""Files and folders are written atomically: a reader finds the whole one, the one
+before it, or none.
 
-The hash of files, the progress bars and parallel work of long commands, and the number of cores are here, too.
+The hash of files, the progress bars and parallel work of long commands, and the number
+of cores are here, too.
 """
 
 import contextlib
@@ -25,11 +27,14 @@ R = TypeVar("R")
 
 @contextlib.contextmanager
 def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
-    """Yield a path to write to. It replaces ``path`` when the block ends, and is removed if the block fails.
+    """Yield a path to write to.
 
-    Readers on other nodes never find half a file, and an older file stays if a write fails. The content is on disk
-    before the file gets its name, so that a node that dies leaves the older file and not an empty one. ``by_many``:
-    processes on several nodes may write the same file at the same time.
+    It replaces ``path`` when the block ends, and is removed if the block fails.
+
+    Readers on other nodes never find half a file, and an older file stays if a write
+    fails. The content is on disk before the file gets its name, so that a node that
+    dies leaves the older file and not an empty one. ``by_many``: processes on several
+    nodes may write the same file at the same time.
     """
     writer = f".{platform.node()}.{os.getpid()}" if by_many else ""
     partial = path.with_name(f".{path.name}{writer}.partial")
@@ -46,9 +51,11 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Write a folder atomically: the yielded folder becomes ``path`` when the block ends, and is removed if the block fails.
+    """Write a folder atomically: the yielded folder becomes ``path`` when the block
+    ends, and is removed if the block fails.
 
-    OSError is raised if ``path`` holds something when the block ends, and ConfigError if its parent is not writable.
+    OSError is raised if ``path`` holds something when the block ends, and ConfigError
+    if its parent is not writable.
     """
     with reported(f"{str(path.parent)!r} is not a writable folder", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,15 +69,24 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def cores(quota_of: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of cores that this process may use, by its affinity and by its container's quota (cgroup v2)."""
-    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # no quota is no such file, or "max 100000"
+    """Return the number of cores that this process may use, by its affinity and by its
+    container's quota (cgroup v2).
+    """
+    most = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
+    # no quota is no such file, or "max 100000"
+    with contextlib.suppress(OSError, ValueError):
         quota, period = map(int, quota_of.read_text().split())
         return max(1, min(most, quota // period))
     return most
 
 
-def in_parallel(pool: Executor, function: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
+def in_parallel(
+    pool: Executor, function: Callable[[T], R], items: Iterable[T]
+) -> Iterator[tuple[T, R]]:
     """Yield each item and its result, in the order in which they are done."""
     running = {pool.submit(function, item): item for item in items}
     for done in as_completed(running):
@@ -78,7 +94,9 @@ def in_parallel(pool: Executor, function: Callable[[T], R], items: Iterable[T]) 
 
 
 def make_writable(folder: Path, what: str) -> None:
-    """Make a folder, or raise ConfigError, which names it as ``what``, if nothing can be written to it."""
+    """Make a folder, or raise ConfigError, which names it as ``what``, if nothing can
+    be written to it.
+    """
     with reported(f"{what} {str(folder)!r} is not a writable folder", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -95,20 +113,34 @@ def sha256_of(*paths: str | Path) -> str:
     return digest.hexdigest()
 
 
-def progress(what: str, unit: str, items: Iterable[Any] | None = None, total: float | None = None) -> tqdm:
-    """Return a progress bar on stderr, which only a terminal shows. It disappears when it is closed.
+def progress(
+    what: str, unit: str, items: Iterable[Any] | None = None, total: float | None = None
+) -> tqdm:
+    """Return a progress bar on stderr, which only a terminal shows.
 
-    A bar with ``items`` is iterated over, and counts and closes by itself. Without them, call ``update`` and ``close``, or
-    use the bar as a context manager. Bytes (the unit "B") are shown in kB, MB and so on.
+    It disappears when it is closed.
+
+    A bar with ``items`` is iterated over, and counts and closes by itself. Without
+    them, call ``update`` and ``close``, or use the bar as a context manager. Bytes (the
+    unit "B") are shown in kB, MB and so on.
     """
-    return tqdm(items, desc=what, total=total, unit=unit, unit_scale=unit == "B", leave=False, disable=None)
+    return tqdm(
+        items,
+        desc=what,
+        total=total,
+        unit=unit,
+        unit_scale=unit == "B",
+        leave=False,
+        disable=None,
+    )
 
 
 @contextlib.contextmanager
 def no_bars_in_logs() -> Iterator[None]:
     """Disable the bars of all libraries within the block, unless stderr is a terminal.
 
-    lm-evaluation-harness enables each of its bars explicitly, which no setting of tqdm overrides.
+    lm-evaluation-harness enables each of its bars explicitly, which no setting of tqdm
+    overrides.
     """
     if sys.stderr.isatty():
         yield

@@ -1,8 +1,9 @@
-"""titan-disp adds these TOML sections and keys to TorchTitan's JobConfig (``[job] custom_config_module``).
+"""titan-disp adds these TOML sections and keys to TorchTitan's JobConfig (``[job]
+custom_config_module``).
 
-A field is all that declares a key. The docstring below it is its help text, and ``config.keys.Facts`` lists what else it
-can say. This module has no ``from __future__ import annotations``, because TorchTitan merges the classes by their real
-types.
+A field is all that declares a key. The docstring below it is its help text, and
+``config.keys.Facts`` lists what else it can say. This module has no ``from __future__
+import annotations``, because TorchTitan merges the classes by their real types.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,81 +18,100 @@ from titan_disp.models.arguments import Losses, Options, Overrides
 @dataclass
 class Model:
     overrides: Overrides = key(dict, fixes="model")
-    """Sizes that differ from the flavor's, by their names in the model's arguments. Write a table [model.overrides]
-    with hidden_dim = 16, …, or --model.overrides hidden_dim=16,n_layers=2, which replaces the table.
+    """Sizes that differ from the flavor's, by their names in the model's arguments.
+    Write a table [model.overrides] with hidden_dim = 16, …, or --model.overrides
+    hidden_dim=16,n_layers=2, which replaces the table.
     """
 
 
 @dataclass
 class Dispersion:
-    """docs/loss.md has the formulas, and says more about the sources of the defaults."""
+    """docs/loss.md has the formulas, and says more about the sources of the
+    defaults.
+    """
 
     enabled: bool = key(False)
-    """Whether to add λ · dispersion to the cross-entropy. When it is off, the model is TorchTitan's Qwen3 (its
-    embeddings stay tied under FSDP, too) or plain GPT-2.
+    """Whether to add λ · dispersion to the cross-entropy. When it is off, the model is
+    TorchTitan's Qwen3 (its embeddings stay tied under FSDP, too) or plain GPT-2.
     """
 
     coeff: float = key(0.1, "paper", least=0, also=("lambda", "lamda", "weight"))
     """λ, the weight of the dispersion loss."""
 
     tau: float = key(
-        1.0, "paper", least=0.0125, because="exp(-1/tau) must be representable in float32", also=("temperature",)
+        1.0,
+        "paper",
+        least=0.0125,
+        because="exp(-1/tau) must be representable in float32",
+        also=("temperature",),
     )
     """τ, the temperature."""
 
-    layers: list[int] | Literal["all", "last", "early_half", "late_half"] = key("all", "authors")
-    """Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list of block indices from 0."""
+    layers: list[int] | Literal["all", "last", "early_half", "late_half"] = key(
+        "all", "authors"
+    )
+    """Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list
+    of block indices from 0.
+    """
 
     final_norm: bool = key(False, "authors")
-    """Whether to take the last block's activations after the final norm. The mid-training of the authors' released code
-    does so: it takes Hugging Face's hidden_states[1:], whose last entry is after the norm. Its pre-training takes the
+    """Whether to take the last block's activations after the final norm. The
+    mid-training of the authors' released code does so: it takes Hugging Face's
+    hidden_states[1:], whose last entry is after the norm. Its pre-training takes the
     blocks' outputs, as false does.
     """
 
     within_documents: bool = key(False)
-    """Whether the loss of a sequence takes only the pairs of tokens of one document. By default, as in the paper, it takes
-    all pairs of the sequence, which holds several documents.
+    """Whether the loss of a sequence takes only the pairs of tokens of one document. By
+    default, as in the paper, it takes all pairs of the sequence, which holds several
+    documents.
     """
 
     clamp: float = key(0.25, "authors", least=0, below=1)
     """κ. Cosines are clamped to [−1+κ, 1−κ], straight-through."""
 
-    norm_eps: float = key(1e-2, "authors", above=0, because="an all-zero token is divided by it")
+    norm_eps: float = key(
+        1e-2, "authors", above=0, because="an all-zero token is divided by it"
+    )
     """ε, which is added to the norms of tokens."""
 
     variant: str = key("angular", "paper", modules="dispersion/variants")
-    """Which loss of docs/losses.md to use, which lists the options of each, or your own by its path,
-    "package.module:Class". An option that the variant does not use must keep its default.
+    """Which loss of docs/losses.md to use, which lists the options of each, or your own
+    by its path, "package.module:Class". An option that the variant does not use must
+    keep its default.
     """
 
     options: Options = key(dict)
-    """Options of the variant that have no key of their own. Write a table [dispersion.options] with margin = 0.5, …, or
-    --dispersion.options margin=0.5,…, which replaces the table.
+    """Options of the variant that have no key of their own. Write a table
+    [dispersion.options] with margin = 0.5, …, or --dispersion.options margin=0.5,…,
+    which replaces the table.
     """
 
     losses: Losses = key(list)
-    """Further losses, each a table [[dispersion.losses]] with a variant, its weight (1), and what else differs from the
-    defaults: estimator, tau, options and so on. coeff · weight · loss is added to the objective, and each loss is logged.
-    On the command line: --dispersion.losses '[{"variant": "vicreg", "weight": 0.01}]'.
+    """Further losses, each a table [[dispersion.losses]] with a variant, its weight
+    (1), and what else differs from the defaults: estimator, tau, options and so on.
+    coeff · weight · loss is added to the objective, and each loss is logged. On the
+    command line: --dispersion.losses '[{"variant": "vicreg", "weight": 0.01}]'.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = key("exact")
-    """exact takes all pairs of tokens. moments takes all pairs too, in time linear in the sequence (not for every
-    variant). sampled takes the pairs of max_tokens positions per sequence, as the authors' released code does.
+    """exact takes all pairs of tokens. moments takes all pairs too, in time linear in
+    the sequence (not for every variant). sampled takes the pairs of max_tokens
+    positions per sequence, as the authors' released code does.
     """
 
     max_tokens: int = key(256, "authors", least=2, noun="positions")
-    """Positions per sequence of the sampled estimator. They are drawn anew for every step and layer, and are the same
-    for all sequences of a step.
+    """Positions per sequence of the sampled estimator. They are drawn anew for every
+    step and layer, and are the same for all sequences of a step.
     """
 
     norm_coeff: float = key(0.1, "authors", least=0)
     """λ_norm of l2_repel, the weight of the mean square of the activations."""
 
     include_diagonal: bool = key(True, "authors")
-    """Whether the mean of l2_repel includes the pair of each token with itself, as in the authors' released code.
-    Without these pairs, the gradients of wide models are thousands of times as large, and almost all on the tokens that
-    are closest.
+    """Whether the mean of l2_repel includes the pair of each token with itself, as in
+    the authors' released code. Without these pairs, the gradients of wide models are
+    thousands of times as large, and almost all on the tokens that are closest.
     """
 
     warmup_steps: int = key(0, "authors", least=0, noun="steps")
@@ -101,7 +121,9 @@ class Dispersion:
     """How coeff goes to final_coeff after warm-up."""
 
     decay_steps: int = key(0, least=0, noun="steps")
-    """Steps of the decay, after which coeff stays at final_coeff. 0: the decay ends at the last step."""
+    """Steps of the decay, after which coeff stays at final_coeff. 0: the decay ends at
+    the last step.
+    """
 
     final_coeff: float = key(0.0, least=0)
     """λ at the end of the decay. It has no effect if decay is constant."""
@@ -109,28 +131,38 @@ class Dispersion:
 
 @dataclass
 class Baseline:
-    """docs/training.md describes these other methods, which are said to counteract condensation, too."""
+    """docs/training.md describes these other methods, which are said to counteract
+    condensation, too.
+    """
 
-    method: Literal["none", "noisy_embedding", "active_forgetting"] = key("none", fixes="model")
-    """noisy_embedding adds uniform noise to the token embeddings in training (NEFTune). active_forgetting draws the
-    token embeddings anew every forget_every steps.
+    method: Literal["none", "noisy_embedding", "active_forgetting"] = key(
+        "none", fixes="model"
+    )
+    """noisy_embedding adds uniform noise to the token embeddings in training (NEFTune).
+    active_forgetting draws the token embeddings anew every forget_every steps.
     """
 
     with_dispersion: bool = key(False, "authors")
-    """Whether the method may be combined with dispersion.enabled. Otherwise, that is an error."""
+    """Whether the method may be combined with dispersion.enabled. Otherwise, that is an
+    error.
+    """
 
     noise_alpha: float = key(1.0, "authors", above=0)
-    """α of noisy_embedding. The bound of the noise is α/√(N·F), with N positions in a sequence and F features."""
+    """α of noisy_embedding. The bound of the noise is α/√(N·F), with N positions in a
+    sequence and F features.
+    """
 
     forget_every: int = key(1000, "authors", least=2, noun="steps")
     """K of active_forgetting: the embeddings are drawn anew every K steps."""
 
     forget_lr: float = key(0.0, least=0)
-    """Highest learning rate of the embeddings under active_forgetting. 0: optimizer.lr."""
+    """Highest learning rate of the embeddings under active_forgetting. 0:
+    optimizer.lr.
+    """
 
     forget_warmup: float = key(0.08, "authors", least=0, below=1)
-    """Fraction of every forget_every steps in which the embeddings' learning rate grows linearly. It falls to 0 in the
-    rest.
+    """Fraction of every forget_every steps in which the embeddings' learning rate grows
+    linearly. It falls to 0 in the rest.
     """
 
 
@@ -142,7 +174,9 @@ class Source:
     """
 
     weight: float
-    """Its share of the training tokens, relative to the weights of the other sources; > 0."""
+    """Its share of the training tokens, relative to the weights of the other sources; >
+    0.
+    """
 
     path: str | None = None
     """Its documents, as in training.dataset_path."""
@@ -151,209 +185,261 @@ class Source:
     """Its kind of documents, as in training.dataset."""
 
     name: str = ""
-    """Its name in metrics, logs and checkpoints. By default, this is the last part of the path."""
+    """Its name in metrics, logs and checkpoints. By default, this is the last part of
+    the path.
+    """
 
 
 @dataclass
 class Stream:
-    """A slot is one of the run's document streams. Its epoch is one time through its share of the documents."""
+    """A slot is one of the run's document streams. Its epoch is one time through its
+    share of the documents.
+    """
 
     sources: list[Source] = key(list, fixes="data")
-    """Several sources of training data, each with a weight, in place of training.dataset and dataset_path. Each is a
-    table [[stream.sources]]. A slot belongs to one source, so that the sources' shares of the tokens are shares of the
+    """Several sources of training data, each with a weight, in place of
+    training.dataset and dataset_path. Each is a table [[stream.sources]]. A slot
+    belongs to one source, so that the sources' shares of the tokens are shares of the
     slots. The log and titan-disp plan show them.
     """
 
     slots: int = key(0, least=0, noun="slots", fixes="data")
-    """Slots of the run. 0: training.global_batch_size. The global batch must be a multiple of the slots, and the slots
-    a multiple of the data-parallel ranks.
+    """Slots of the run. 0: training.global_batch_size. The global batch must be a
+    multiple of the slots, and the slots a multiple of the data-parallel ranks.
     """
 
     document_mask: bool = key(False, fixes="model")
-    """Whether attention stays within a document. A sequence holds several documents, one after another; by default, as
-    in the paper, a token also attends to the documents before its own. docs/training.md says more.
+    """Whether attention stays within a document. A sequence holds several documents,
+    one after another; by default, as in the paper, a token also attends to the
+    documents before its own. docs/training.md says more.
     """
 
     restart_positions: bool = key(False, fixes="model")
-    """Whether positions begin at 0 in every document of a sequence. Needs document_mask. Rotary embeddings know only
-    distances, so that this changes GPT-2 and, but for rounding, not Qwen3.
+    """Whether positions begin at 0 in every document of a sequence. Needs
+    document_mask. Rotary embeddings know only distances, so that this changes GPT-2
+    and, but for rounding, not Qwen3.
     """
 
     seed: int = key(0, fixes="data")
-    """Decides the order of files in every epoch, and of documents in every window of shuffle_window documents."""
+    """Decides the order of files in every epoch, and of documents in every window of
+    shuffle_window documents.
+    """
 
     shuffle_window: int = key(256, least=0, noun="documents", fixes="data")
-    """Documents of a slot that are shuffled at a time. 0 or 1: documents come in the order of their files. Only an index
-    mixes sorted files. A rank holds up to 2 × its slots × this × the mean length of a document in memory
-    (docs/data.md).
+    """Documents of a slot that are shuffled at a time. 0 or 1: documents come in the
+    order of their files. Only an index mixes sorted files. A rank holds up to 2 × its
+    slots × this × the mean length of a document in memory (docs/data.md).
     """
 
     index: str = key("")
-    """Folder of an index of local training data, which titan-disp data index CONFIG writes, or "memory": the run makes
-    one at its start (at most 256 MiB of data). With it, all slots get equal shares of the text, a resume reads only what
-    it needs, and the blocks of a file are read in another order in every epoch, which mixes sorted files. It changes the
-    order of the documents (docs/data.md).
+    """Folder of an index of local training data, which titan-disp data index CONFIG
+    writes, or "memory": the run makes one at its start (at most 256 MiB of data). With
+    it, all slots get equal shares of the text, a resume reads only what it needs, and
+    the blocks of a file are read in another order in every epoch, which mixes sorted
+    files. It changes the order of the documents (docs/data.md).
     """
 
     prefetch: int = key(4, least=0, noun="microbatches")
-    """Least number of microbatches that a worker process prepares ahead. It hands them over in groups of up to 32. 0:
-    the training process prepares each microbatch when it is needed.
+    """Least number of microbatches that a worker process prepares ahead. It hands them
+    over in groups of up to 32. 0: the training process prepares each microbatch when it
+    is needed.
     """
 
     tokenizer_threads: int = key(0, least=0, noun="threads")
-    """Threads per rank that tokenize ahead. 0: the cores of the node divided among its ranks, at most 4."""
+    """Threads per rank that tokenize ahead. 0: the cores of the node divided among its
+    ranks, at most 4.
+    """
 
     fast_tokenizer: bool = key(False)
-    """Whether to tokenize with gigatoken (pip install 'titan-disp[fast]') in place of the tokenizer's own library. It
-    is many times as fast and gives the same ids. This is checked at the start and for one document in a thousand; if
-    the ids differ, the run stops.
+    """Whether to tokenize with gigatoken (pip install 'titan-disp[fast]') in place of
+    the tokenizer's own library. It is many times as fast and gives the same ids. This
+    is checked at the start and for one document in a thousand; if the ids differ, the
+    run stops.
     """
 
     on_bad_data: Literal["skip", "fail"] = key("skip")
-    """What to do with documents that are malformed or too long, and with the rest of damaged files: skip them, which is
-    logged and counted, or fail, which stops the run.
+    """What to do with documents that are malformed or too long, and with the rest of
+    damaged files: skip them, which is logged and counted, or fail, which stops the run.
     """
 
     max_skipped_fraction: float = key(0.01, least=0, most=1)
-    """The run stops when it next logs if more than this fraction of the documents was skipped (after the first 1000),
-    if more than this fraction of the files ended early (and at least 10 per epoch), or if more than this fraction of the
-    bytes of text was lost in both. All are counted over all ranks. After 1000 bad documents in a row, the rest of a file
-    is skipped, and the file counts as one that ended early. This does not apply to a file that is itself more than this
-    fraction of the data (or of its source).
+    """The run stops when it next logs if more than this fraction of the documents was
+    skipped (after the first 1000), if more than this fraction of the files ended early
+    (and at least 10 per epoch), or if more than this fraction of the bytes of text was
+    lost in both. All are counted over all ranks. After 1000 bad documents in a row, the
+    rest of a file is skipped, and the file counts as one that ended early. This does
+    not apply to a file that is itself more than this fraction of the data (or of its
+    source).
     """
 
     max_document_mb: float = key(16.0, above=0, fixes="data")
-    """Documents of more than this many MiB count as bad: of the decompressed line for JSON, of the UTF-8 text for
-    Parquet and plain text. Token ids have no limit.
+    """Documents of more than this many MiB count as bad: of the decompressed line for
+    JSON, of the UTF-8 text for Parquet and plain text. Token ids have no limit.
     """
 
     text_field: str = key("text", fixes="data")
-    """Field of JSON documents or column of Parquet files with the text. Dots lead into nested fields (meta.text)."""
+    """Field of JSON documents or column of Parquet files with the text. Dots lead into
+    nested fields (meta.text).
+    """
 
     text_split: Literal["file", "blank_lines"] = key("file", fixes="data")
-    """What a document of a .txt file is: the whole file, or every block of lines between blank lines."""
+    """What a document of a .txt file is: the whole file, or every block of lines
+    between blank lines.
+    """
 
     token_dtype: Literal["uint16", "uint32"] = key("uint16", fixes="data")
-    """Type of token ids in .bin and .npy files that have no header with the type (docs/data.md)."""
+    """Type of token ids in .bin and .npy files that have no header with the type
+    (docs/data.md).
+    """
 
     validation_sequences: int = key(0, least=0, noun="sequences")
-    """Sequences of every validation, over all ranks. If it is set, they are the same on any mesh. 0: validation.steps ×
-    validation.local_batch_size × data-parallel ranks.
+    """Sequences of every validation, over all ranks. If it is set, they are the same on
+    any mesh. 0: validation.steps × validation.local_batch_size × data-parallel ranks.
     """
 
     retry_seconds: float = key(60.0, least=0)
-    """How long a failing read is tried again, with growing pauses, if the hub or a file system has failed (EIO,
-    ESTALE). At most 60 % of comm.train_timeout_seconds, because the other ranks wait meanwhile.
+    """How long a failing read is tried again, with growing pauses, if the hub or a file
+    system has failed (EIO, ESTALE). At most 60 % of comm.train_timeout_seconds, because
+    the other ranks wait meanwhile.
     """
 
     on_mismatch: Literal["fail", "restart"] = key("fail")
-    """What to do if a checkpoint was written with other data, tokenizer, seq_len, seed or slots. fail: stop and name
-    the difference. restart: go on with streams that begin a new epoch; the steps are kept. With [budget],
-    seq_len and the batch must stay as they are even then.
+    """What to do if a checkpoint was written with other data, tokenizer, seq_len, seed
+    or slots. fail: stop and name the difference. restart: go on with streams that begin
+    a new epoch; the steps are kept. With [budget], seq_len and the batch must stay as
+    they are even then.
     """
 
     def __post_init__(self) -> None:
-        """Turn the tables of [[stream.sources]] into ``Source`` objects. TorchTitan does this for sections only."""
+        """Turn the tables of [[stream.sources]] into ``Source`` objects. TorchTitan
+        does this for sections only.
+        """
         tables: Any = self.sources
         if not isinstance(tables, Sequence) or isinstance(tables, str):
-            raise ConfigError(f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]")
+            raise ConfigError(
+                f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]"
+            )
         self.sources = [
-            table if isinstance(table, Source) else _source(f"stream.sources[{i}]", table)
+            table
+            if isinstance(table, Source)
+            else _source(f"stream.sources[{i}]", table)
             for i, table in enumerate(tables)
         ]
 
 
 def _source(where: str, table: Any) -> Source:
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{where} is {table!r}, expected a table, written [[stream.sources]]")
+        raise ConfigError(
+            f"{where} is {table!r}, expected a table, written [[stream.sources]]"
+        )
     known = [f.name for f in fields(Source)]
     for name, value in table.items():
         if name not in known:
             hint = did_you_mean(name, known, otherwise=f"; expected {', '.join(known)}")
             raise ConfigError(f"{where}.{name} is not known{hint}")
-        kind, kinds = ("number", (int, float)) if name == "weight" else ("string", (str,))
+        kind, kinds = (
+            ("number", (int, float)) if name == "weight" else ("string", (str,))
+        )
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ConfigError(f"{where}.{name} is {value!r}, expected a {kind}")
     if "weight" not in table:
-        raise ConfigError(f"{where} has no weight: set it to its share of the training tokens, relative to the others")
+        raise ConfigError(
+            f"{where} has no weight: set it to its share of the training tokens, relative to the others"
+        )
     return Source(**{**table, "weight": float(table["weight"])})
 
 
 @dataclass
 class Training:
     steps: int = key(-1)
-    """Optimizer steps of the whole run, which the learning-rate schedule follows. −1: computed from budget.tokens."""
+    """Optimizer steps of the whole run, which the learning-rate schedule follows. −1:
+    computed from budget.tokens.
+    """
 
-    head_chunk_tokens: int = key(0, least=0, noun="tokens", because="0 means all at once")
-    """Tokens of a microbatch whose logits exist at a time in training: the output layer and the cross-entropy are computed
-    together, in chunks. 0: all logits exist at once, as in TorchTitan. docs/training.md says when this saves memory.
+    head_chunk_tokens: int = key(
+        0, least=0, noun="tokens", because="0 means all at once"
+    )
+    """Tokens of a microbatch whose logits exist at a time in training: the output layer
+    and the cross-entropy are computed together, in chunks. 0: all logits exist at once,
+    as in TorchTitan. docs/training.md says when this saves memory.
     """
 
 
 @dataclass
 class Validation:
     seq_len: int = key(-1)
-    """Tokens of a validation sequence, at most training.seq_len, because the rotary embeddings end there. −1:
-    training.seq_len. TorchTitan's default is 2048.
+    """Tokens of a validation sequence, at most training.seq_len, because the rotary
+    embeddings end there. −1: training.seq_len. TorchTitan's default is 2048.
     """
 
 
 @dataclass
 class Budget:
     tokens: int = key(0, least=0, noun="tokens")
-    """Tokens to train on. training.steps is then ceil(tokens / (global batch × seq_len)). 0: training.steps counts."""
+    """Tokens to train on. training.steps is then ceil(tokens / (global batch ×
+    seq_len)). 0: training.steps counts.
+    """
 
     stop_at_tokens: int = key(0, least=0, noun="tokens")
-    """Stop, with a checkpoint, after this many tokens. The schedule stays that of the whole budget. 0: never."""
+    """Stop, with a checkpoint, after this many tokens. The schedule stays that of the
+    whole budget. 0: never.
+    """
 
 
 @dataclass
 class Guard:
     max_skipped_steps: int = key(10, least=1, noun="steps")
-    """A step whose loss or gradient norm is not finite changes no weights, on any rank. After this many such steps in a
-    row, all ranks stop.
+    """A step whose loss or gradient norm is not finite changes no weights, on any rank.
+    After this many such steps in a row, all ranks stop.
     """
 
     silence_seconds: float = key(60.0, above=0, finite=False)
-    """Rank 0 writes to RUN/heartbeat.json what it is doing. Under slurm/pretrain.sbatch, a run is ended and started
-    again if it is silent for this much longer than twice the time-out in [comm] or twice its slowest step, whichever is
-    longer; during a save, for this much longer than save_seconds.
+    """Rank 0 writes to RUN/heartbeat.json what it is doing. Under
+    slurm/pretrain.sbatch, a run is ended and started again if it is silent for this
+    much longer than twice the time-out in [comm] or twice its slowest step, whichever
+    is longer; during a save, for this much longer than save_seconds.
     """
 
     save_seconds: float = key(1800.0, above=0, finite=False)
-    """How long training may wait for a save before the run counts as silent, and a rank for the others in a save."""
+    """How long training may wait for a save before the run counts as silent, and a rank
+    for the others in a save.
+    """
 
 
 @dataclass
 class Condensation:
     interval: int = key(500, least=0, noun="steps", because="0 means never")
-    """Steps between measurements of condensation and cross-entropy on the validation split, which titan_disp.train also
-    takes at the start and at the end. 0: never. docs/measurements.md says what is measured and what it costs.
+    """Steps between measurements of condensation and cross-entropy on the validation
+    split, which titan_disp.train also takes at the start and at the end. 0: never.
+    docs/measurements.md says what is measured and what it costs.
     """
 
     sequences: int = key(8, least=1, noun="sequences")
-    """Sequences to measure, the same every time and in every run. They are divided among the data-parallel ranks."""
+    """Sequences to measure, the same every time and in every run. They are divided
+    among the data-parallel ranks.
+    """
 
     max_tokens: int = key(512, least=2, noun="positions")
     """Positions of each sequence whose pairs are taken. They are evenly spaced."""
 
     per_layer: bool = key(False)
-    """Whether TensorBoard and W&B also get every number of every layer, as curves: 4 × 29 of them for the 0.6B. They
-    always get the means over all blocks and over thirds of them, the last block and the final norm. metrics.jsonl
-    always has every layer.
+    """Whether TensorBoard and W&B also get every number of every layer, as curves: 4 ×
+    29 of them for the 0.6B. They always get the means over all blocks and over thirds
+    of them, the last block and the final norm. metrics.jsonl always has every layer.
     """
 
 
 @dataclass
 class Checkpoint:
     last_save_model_only: bool = key(False)
-    """Whether the last checkpoint holds the model only. TorchTitan's default is true, with which a finished run cannot
-    be continued. export reads full checkpoints as well.
+    """Whether the last checkpoint holds the model only. TorchTitan's default is true,
+    with which a finished run cannot be continued. export reads full checkpoints as
+    well.
     """
 
     allow_other_loss: bool = key(False)
-    """Whether a run may go on with another [dispersion] than the checkpoint that it resumes from. By default, it is refused.
-    The log and the report name the change.
+    """Whether a run may go on with another [dispersion] than the checkpoint that it
+    resumes from. By default, it is refused. The log and the report name the change.
     """
 
 
@@ -372,8 +458,14 @@ class JobConfig:
 
 
 def all_keys() -> dict[str, Field[Any]]:
-    """Return titan-disp's keys by their full names, such as "stream.seed", in the order of this file."""
-    return {f"{section.name}.{f.name}": f for section in fields(JobConfig) for f in fields(section.type)}  # type: ignore[arg-type]
+    """Return titan-disp's keys by their full names, such as "stream.seed", in the order
+    of this file.
+    """
+    keys = {}
+    for section in fields(JobConfig):
+        for f in fields(section.type):  # type: ignore[arg-type]
+            keys[f"{section.name}.{f.name}"] = f
+    return keys
 
 
 def fixed(what: str) -> list[str]:

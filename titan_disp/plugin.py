@@ -1,6 +1,8 @@
-"""TorchTitan imports this module if a config says ``[experimental] custom_import = "titan_disp.plugin"``.
+"""TorchTitan imports this module if a config says ``[experimental] custom_import =
+"titan_disp.plugin"``.
 
-The import registers the train specs of all models. Without an accelerator, it makes the CPU TorchTitan's device.
+The import registers the train specs of all models. Without an accelerator, it makes the
+CPU TorchTitan's device.
 """
 
 from titan_disp import cpu

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction, cross_entropy_loss
-from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.lr_scheduler import (
+    LRSchedulersContainer,
+    build_lr_schedulers,
+)
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
@@ -22,17 +25,31 @@ from titan_disp.config import checks
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
-from titan_disp.models.baselines import ForgettingOptimizers, build_noise, forgetting_schedule
+from titan_disp.models.baselines import (
+    ForgettingOptimizers,
+    build_noise,
+    forgetting_schedule,
+)
 from titan_disp.models.decoder import DispModel
-from titan_disp.models.head import HiddenStates, chunked_cross_entropy, loss_and_gradient
+from titan_disp.models.head import (
+    HiddenStates,
+    chunked_cross_entropy,
+    loss_and_gradient,
+)
 from titan_disp.models.registry import MODELS, ModelEntry
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.metrics import DispersionMetrics
 
 
 def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
-    """Return the 1-D mesh over which block outputs are sharded along the sequence, if any: TP, CP, or CP×TP flattened."""
-    names = [name for name in ("cp", "tp") if parallel_dims.get_optional_mesh(name) is not None]
+    """Return the 1-D mesh over which block outputs are sharded along the sequence, if
+    any: TP, CP, or CP×TP flattened.
+    """
+    names = [
+        name
+        for name in ("cp", "tp")
+        if parallel_dims.get_optional_mesh(name) is not None
+    ]
     if not names:
         return None
     mesh = parallel_dims.get_mesh(names if len(names) > 1 else names[0])
@@ -40,34 +57,51 @@ def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """Check the config and build the tokenizer. Under the stock trainer, this hook is the first to see the config."""
+    """Check the config and build the tokenizer.
+
+    Under the stock trainer, this hook is the first to see the config.
+    """
     checks.check_config(job_config, dist.get_world_size())
     checks.check_device(job_config)
     return checks.tokenizer_of(job_config)
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return TorchTitan's ``cross_entropy_loss``, and that of each token [B · N], which has no gradient."""
+    """Return TorchTitan's ``cross_entropy_loss``, and that of each token [B · N], which
+    has no gradient.
+    """
     of_tokens = F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="none", ignore_index=IGNORE_INDEX
+        logits.flatten(0, 1).float(),
+        labels.flatten(0, 1),
+        reduction="none",
+        ignore_index=IGNORE_INDEX,
     )
     return of_tokens.sum(), of_tokens.detach()
 
 
-def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
-    """Return TorchTitan's cross-entropy, compiled if the config says so and the gradient stays right.
+def build_cross_entropy(
+    job_config: JobConfig, parallel_dims: ParallelDims
+) -> LossFunction:
+    """Return TorchTitan's cross-entropy, compiled if the config says so and the
+    gradient stays right.
 
-    In training with a chunked head, the model returns hidden states, whose cross-entropy is computed in chunks. If there
-    are several sources of data, the cross-entropy of each token follows.
+    In training with a chunked head, the model returns hidden states, whose
+    cross-entropy is computed in chunks. If there are several sources of data, the
+    cross-entropy of each token follows.
     """
     several = len(job_config.stream.sources) > 1  # type: ignore[attr-defined]
-    loss_parallel = parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
+    loss_parallel = (
+        parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
+    )
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     whole = cross_entropies if several else cross_entropy_loss
     if loss_parallel and compiled:
-        # Inductor on torch 2.13 (CPU) returned wrong gradients for vocabulary-sharded logits, without an error. Each
-        # rank holds only a part of the vocabulary, so the eager loss costs little memory.
-        logger.warning("compile.components: the loss is not compiled, because loss parallel shards its logits")
+        # Inductor on torch 2.13 (CPU) returned wrong gradients for vocabulary-sharded
+        # logits, without an error. Each rank holds only a part of the vocabulary, so
+        # the eager loss costs little memory.
+        logger.warning(
+            "compile.components: the loss is not compiled, because loss parallel shards its logits"
+        )
     elif compiled:
         whole = torch.compile(whole, backend=job_config.compile.backend)
     chunk = job_config.training.head_chunk_tokens  # type: ignore[attr-defined]
@@ -88,38 +122,61 @@ def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> L
 
 @dataclass
 class _Shared:
-    """The parts of one spec share this state, because TorchTitan's builders do not know of one another."""
+    """The parts of one spec share this state, because TorchTitan's builders do not know
+    of one another.
+    """
 
-    ledger: LossLedger = field(default_factory=LossLedger)  # the loss fills it, the metrics empty it
-    max_skipped_steps: int = 10  # the optimizers' builder gets only the [optimizer] section
-    forgetting: JobConfig | None = None  # the config under active_forgetting, for the same reason
-    loader: StreamLoader | None = None  # the metrics read its counters; its positions are sharded like the batch
-    schedulers: LRSchedulersContainer | None = None  # they know the step, which the loss function does not get
+    # the loss fills it, the metrics empty it
+    ledger: LossLedger = field(default_factory=LossLedger)
+    # the optimizers' builder gets only the [optimizer] section
+    max_skipped_steps: int = 10
+    # the config under active_forgetting, for the same reason
+    forgetting: JobConfig | None = None
+    # the metrics read its counters; its positions are sharded like the batch
+    loader: StreamLoader | None = None
+    # They know the step, which the loss function does not get
+    schedulers: LRSchedulersContainer | None = None
 
     def steps_completed(self) -> int:
-        return self.schedulers.schedulers[0].last_epoch if self.schedulers is not None else 0
+        return (
+            self.schedulers.schedulers[0].last_epoch
+            if self.schedulers is not None
+            else 0
+        )
 
 
 def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     shared = _Shared()
 
-    def build_data(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
+    def build_data(
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        job_config: JobConfig,
+    ) -> StreamLoader:
         shared.max_skipped_steps = job_config.guard.max_skipped_steps  # type: ignore[attr-defined]
         shared.loader = build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         shared.ledger.sources = shared.loader.own if len(shared.loader.own) > 1 else {}
         return shared.loader
 
-    def parallelize_model(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        if shared.loader is not None:  # this is the first hook after the data that gets the meshes
+    def parallelize_model(
+        model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
+    ) -> nn.Module:
+        # this is the first hook after the data that gets the meshes
+        if shared.loader is not None:
             shared.loader.mesh = parallel_dims.get_optional_mesh("batch")
         entry.parallelize(model, parallel_dims, job_config)
         method = job_config.baseline.method  # type: ignore[attr-defined]
         shared.forgetting = job_config if method == "active_forgetting" else None
         if method == "noisy_embedding":
-            build_noise(job_config, parallel_dims, shared.steps_completed).install(model)
+            build_noise(job_config, parallel_dims, shared.steps_completed).install(
+                model
+            )
         return model
 
-    def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
+    def build_loss(
+        job_config: JobConfig, parallel_dims: ParallelDims
+    ) -> DispersionObjective:
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),
             losses=checks.build_dispersion_losses(job_config),
@@ -135,17 +192,29 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_guarded_optimizers(*arguments: Any) -> GuardedOptimizers:
         inner = build_optimizers(*arguments)
         if shared.forgetting is not None:
-            inner = ForgettingOptimizers(inner, shared.forgetting, shared.steps_completed)
-        return GuardedOptimizers(inner, shared.ledger.non_finite, shared.max_skipped_steps)
+            inner = ForgettingOptimizers(
+                inner, shared.forgetting, shared.steps_completed
+            )
+        return GuardedOptimizers(
+            inner, shared.ledger.non_finite, shared.max_skipped_steps
+        )
 
-    def build_schedulers(optimizers: OptimizersContainer, config: LRScheduler, steps: int) -> LRSchedulersContainer:
+    def build_schedulers(
+        optimizers: OptimizersContainer, config: LRScheduler, steps: int
+    ) -> LRSchedulersContainer:
         shared.schedulers = build_lr_schedulers(optimizers, config, steps)
         if shared.forgetting is not None:
-            shared.schedulers = forgetting_schedule(shared.schedulers, shared.forgetting)
+            shared.schedulers = forgetting_schedule(
+                shared.schedulers, shared.forgetting
+            )
         return shared.schedulers
 
-    def build_metrics(job_config: JobConfig, parallel_dims: ParallelDims, *_: Any) -> DispersionMetrics:
-        return DispersionMetrics(job_config, parallel_dims, shared.ledger, shared.loader)
+    def build_metrics(
+        job_config: JobConfig, parallel_dims: ParallelDims, *_: Any
+    ) -> DispersionMetrics:
+        return DispersionMetrics(
+            job_config, parallel_dims, shared.ledger, shared.loader
+        )
 
     return titan.TrainSpec(
         model_cls=entry.model_cls,

@@ -1,8 +1,10 @@
-"""What a failure costs with a requeue and with a restart within the job: ``python -m tests.slurm.goodput SAMPLE FOLDER``.
+"""What a failure costs with a requeue and with a restart within the job: ``python -m
+tests.slurm.goodput SAMPLE FOLDER``.
 
-SAMPLE is the sample corpus, and FOLDER gets the runs and must have a short path. On a local SLURM, a process of a rank of a
-two-node job is killed with kill -9 after steps that are drawn at a fixed rate, the same ones for both. cred_expire is
-SLURM's default, which is how long a requeued job waits, and no pause is added. This takes half an hour.
+SAMPLE is the sample corpus, and FOLDER gets the runs and must have a short path. On a
+local SLURM, a process of a rank of a two-node job is killed with kill -9 after steps
+that are drawn at a fixed rate, the same ones for both. cred_expire is SLURM's default,
+which is how long a requeued job waits, and no pause is added. This takes half an hour.
 """
 
 import os
@@ -30,17 +32,28 @@ def draw(seed: int) -> list[int]:
 
 
 def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> tuple[float, float]:
-    """Train a run; return the seconds from its beginning to its end, and its goodput."""
-    given = {"TITAN_DISP_RESTART_IN_JOB": inside, "TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_MAX_RETRIES": "99"}
+    """Train a run; return the seconds from its beginning to its end, and its
+    goodput.
+    """
+    given = {
+        "TITAN_DISP_RESTART_IN_JOB": inside,
+        "TITAN_DISP_CHECK_NODES": "1",
+        "TITAN_DISP_MAX_RETRIES": "99",
+    }
     options = ("--training.steps", str(STEPS), "--checkpoint.keep_latest_k", "2")
     job = jobs.submit(run, *options, sbatch=("--time=60",), **given)
     for step in kills:
         jobs.until_step(job, run, step, timeout=900)
         commands = local.processes_with(f"SLURM_JOB_ID={job}\0")
-        os.kill(max(pid for pid, command in commands.items() if "faulty_train" in command), signal.SIGKILL)
+        os.kill(
+            max(pid for pid, command in commands.items() if "faulty_train" in command),
+            signal.SIGKILL,
+        )
     jobs.slurm.wait(job, "COMPLETED", timeout=900)
     events = read_events(run)
-    return events[-1]["time"] - events[0]["allocated"], together(goodputs(read_rows(run), events)).fraction
+    return events[-1]["time"] - events[0]["allocated"], together(
+        goodputs(read_rows(run), events)
+    ).fraction
 
 
 def main() -> None:
@@ -48,17 +61,31 @@ def main() -> None:
     folder.mkdir(parents=True)
     local.install()
     local.CONFIG = local.CONFIG.replace("cred_expire=5", "cred_expire=120")
-    print(f"{datetime.now():%Y-%m-%d}: {STEPS} steps, a process is killed after steps {[draw(seed) for seed in SEEDS]}")
-    print("| | seconds | seconds lost per failure | goodput |\n|---|---|---|---|", flush=True)
+    print(
+        f"{datetime.now():%Y-%m-%d}: {STEPS} steps, a process is killed after steps {[draw(seed) for seed in SEEDS]}"
+    )
+    print(
+        "| | seconds | seconds lost per failure | goodput |\n|---|---|---|---|",
+        flush=True,
+    )
     with local.LocalSlurm(folder / "slurm") as slurm:
         jobs, whole = Jobs(slurm, sample, folder), 0.0
         for inside, name in NAMES.items():
             kills = [draw(seed) if inside != "none" else [] for seed in SEEDS]
-            found = [train(jobs, folder / f"{inside}-{seed}", kills[seed], inside) for seed in SEEDS]
+            found = [
+                train(jobs, folder / f"{inside}-{seed}", kills[seed], inside)
+                for seed in SEEDS
+            ]
             seconds, goodput = zip(*found, strict=True)
             whole = whole or sum(seconds) / len(SEEDS)
-            lost = [(s - whole) / len(k) for s, k in zip(seconds, kills, strict=True) if k]
-            each = f"{sum(map(len, kills))} failures: {min(lost):.0f} to {max(lost):.0f}" if lost else ""
+            lost = [
+                (s - whole) / len(k) for s, k in zip(seconds, kills, strict=True) if k
+            ]
+            each = (
+                f"{sum(map(len, kills))} failures: {min(lost):.0f} to {max(lost):.0f}"
+                if lost
+                else ""
+            )
             mean = [sum(values) / len(SEEDS) for values in (seconds, goodput)]
             print(f"| {name} | {mean[0]:.0f} | {each} | {mean[1]:.1%} |", flush=True)
 

@@ -24,15 +24,33 @@ def check_nodes(slurm, sample, tmp_path):
 
     def submit(*options, sbatch=("--nodes=2",), **env):
         job = slurm.sbatch(
-            *(*sbatch, f"--output={tmp_path}/%j.out", ROOT / "slurm" / "check_nodes.sbatch", DEMO),
-            *("--job.dump_folder", run, "--model.hf_assets_path", f"{sample}/tokenizer"),
+            *(
+                *sbatch,
+                f"--output={tmp_path}/%j.out",
+                ROOT / "slurm" / "check_nodes.sbatch",
+                DEMO,
+            ),
+            *(
+                "--job.dump_folder",
+                run,
+                "--model.hf_assets_path",
+                f"{sample}/tokenizer",
+            ),
             *("--training.dataset_path", sample, *options),
-            env={"TITAN_DISP_SITE": "local_cpu", "TITAN_DISP_PYTHON": sys.executable, **env},
+            env={
+                "TITAN_DISP_SITE": "local_cpu",
+                "TITAN_DISP_PYTHON": sys.executable,
+                **env,
+            },
             cwd=ROOT,
         )
         state = slurm.wait(job, {"COMPLETED", "FAILED"}, timeout=300)["JobState"]
         report = run / "node_check" / f"{job}.0" / "report.json"
-        return state, slurm.log(job), json.loads(report.read_text()) if report.exists() else None
+        return (
+            state,
+            slurm.log(job),
+            json.loads(report.read_text()) if report.exists() else None,
+        )
 
     return submit
 
@@ -51,16 +69,23 @@ def test_good_nodes(check_nodes):
 
 
 def test_a_node_that_does_not_answer(check_nodes, tmp_path):
-    """The bandwidth of the other two nodes is measured, and the report says which node is missing."""
+    """The bandwidth of the other two nodes is measured, and the report says which node
+    is missing.
+    """
     python = tmp_path / "python"
     sick = '[[ "$SLURMD_NODENAME $*" != "n2 "*node_health* ]] || exit 1'
     python.write_text(f'#!/bin/bash\n{sick}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     mesh = ("--parallelism.data_parallel_replicate_degree", "2")
-    state, log, report = check_nodes(*mesh, sbatch=("--nodes=3",), TITAN_DISP_PYTHON=str(python))
+    state, log, report = check_nodes(
+        *mesh, sbatch=("--nodes=3",), TITAN_DISP_PYTHON=str(python)
+    )
     assert state == "FAILED"
     assert "problem: n2: it did not answer" in log
-    assert "problem: the config: data_parallel_replicate_degree 2 × data_parallel_shard_degree 1" in log
+    assert (
+        "problem: the config: data_parallel_replicate_degree 2 × data_parallel_shard_degree 1"
+        in log
+    )
     assert "note: not in the bandwidth test: n2" in log
     assert [pair[:2] for pair in report["bandwidth"]["pairs"]] == [["n1", "n3"]]
 
@@ -68,5 +93,8 @@ def test_a_node_that_does_not_answer(check_nodes, tmp_path):
 def test_a_config_that_cannot_be_read(check_nodes):
     state, log, report = check_nodes("--job.dump_folder", "/dev/null/run")
     assert state == "FAILED"
-    assert "titan-disp: error: job.dump_folder: /dev/null/run is not writable: Not a directory" in log
+    assert (
+        "titan-disp: error: job.dump_folder: /dev/null/run is not writable: Not a directory"
+        in log
+    )
     assert report is None

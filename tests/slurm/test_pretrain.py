@@ -1,6 +1,7 @@
 """The demo model in two-node jobs on a real local SLURM. In each, one thing goes wrong.
 
-Unless a test says otherwise, mesh and batches are those of an uninterrupted run, which metrics.jsonl must equal exactly.
+Unless a test says otherwise, mesh and batches are those of an uninterrupted run, which
+metrics.jsonl must equal exactly.
 """
 
 import json
@@ -23,10 +24,26 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 SCRIPT = ROOT / "slurm" / "pretrain.sbatch"
 STEPS, INTERVAL = 16, 4
 OPTIONS = (
-    *("--training.seq_len", "32", "--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "2"),
-    *("--metrics.log_freq", "1", "--checkpoint.interval", str(INTERVAL), "--checkpoint.keep_latest_k", "0"),
+    *(
+        "--training.seq_len",
+        "32",
+        "--training.steps",
+        str(STEPS),
+        "--lr_scheduler.warmup_steps",
+        "2",
+    ),
+    *(
+        "--metrics.log_freq",
+        "1",
+        "--checkpoint.interval",
+        str(INTERVAL),
+        "--checkpoint.keep_latest_k",
+        "0",
+    ),
     *("--condensation.interval", "0"),  # seconds of every start, and tested elsewhere
-    *("--optimizer.lr", "4e-3"),  # with the demo's, Adam's first steps amplify the order of sums beyond the tolerances
+    # with the demo's, Adam's first steps amplify the order of sums beyond the
+    # tolerances
+    *("--optimizer.lr", "4e-3"),
 )
 KEYS = ("loss", "ce", "dispersion", "grad_norm", "lr", "tokens")
 
@@ -50,11 +67,38 @@ class Jobs:
     def __init__(self, slurm, sample, folder):
         self.slurm, self.sample, self.folder, self.submitted = slurm, sample, folder, []
 
-    def submit(self, run, *options, sbatch=(), faults="", once=False, config=DEMO, script=SCRIPT, **env):
-        given = {"HOME": str(self.folder), "FAULTS": faults, "FAULTS_ONCE": str(self.folder / "once") if once else ""}
+    def submit(
+        self,
+        run,
+        *options,
+        sbatch=(),
+        faults="",
+        once=False,
+        config=DEMO,
+        script=SCRIPT,
+        **env,
+    ):
+        given = {
+            "HOME": str(self.folder),
+            "FAULTS": faults,
+            "FAULTS_ONCE": str(self.folder / "once") if once else "",
+        }
         job = self.slurm.sbatch(
-            *("--nodes=2", "--time=15", f"--output={self.folder}/%j.out", *sbatch, script),
-            *(config, *OPTIONS, "--job.dump_folder", run, "--model.hf_assets_path", f"{self.sample}/tokenizer"),
+            *(
+                "--nodes=2",
+                "--time=15",
+                f"--output={self.folder}/%j.out",
+                *sbatch,
+                script,
+            ),
+            *(
+                config,
+                *OPTIONS,
+                "--job.dump_folder",
+                run,
+                "--model.hf_assets_path",
+                f"{self.sample}/tokenizer",
+            ),
             *("--training.dataset_path", self.sample, *options),
             env=job_environment(self.folder) | given | env,
             cwd=ROOT,
@@ -65,9 +109,14 @@ class Jobs:
     def until_step(self, job, run, step, timeout=500):
         """Wait until a job has logged a step."""
         deadline = time.monotonic() + timeout
-        while not (run / "metrics.jsonl").exists() or max(read_metrics(run), default=0) < step:
+        while (
+            not (run / "metrics.jsonl").exists()
+            or max(read_metrics(run), default=0) < step
+        ):
             state = self.slurm.job(job)["JobState"]
-            assert state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), self.slurm.log(job)[-5000:]
+            assert state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), (
+                self.slurm.log(job)[-5000:]
+            )
             assert time.monotonic() < deadline, self.slurm.log(job)[-5000:]
             time.sleep(0.1)
 
@@ -81,7 +130,8 @@ class Jobs:
 def jobs(slurm, sample, tmp_path):
     jobs = Jobs(slurm, sample, tmp_path)
     yield jobs
-    for job in jobs.submitted:  # what a failed test leaves would slow the next ones down
+    # what a failed test leaves would slow the next ones down
+    for job in jobs.submitted:
         if slurm.job(job)["JobState"] not in ENDED:
             slurm.cancel(job)
 
@@ -92,29 +142,46 @@ def run(tmp_path):
 
 
 def values(run):
-    return {step: tuple(record[key] for key in KEYS) for step, record in read_metrics(run).items()}
+    return {
+        step: tuple(record[key] for key in KEYS)
+        for step, record in read_metrics(run).items()
+    }
 
 
 def events(run, *names):
-    return [(e["event"], e["step"]) for e in read_json_lines(run / "events.jsonl") if not names or e["event"] in names]
+    return [
+        (e["event"], e["step"])
+        for e in read_json_lines(run / "events.jsonl")
+        if not names or e["event"] in names
+    ]
 
 
 def test_completes_and_refuses_a_second_job(jobs, whole, run):
-    """The job checks the nodes and has a budget in tokens. A second job on the same run folder leaves it unharmed."""
+    """The job checks the nodes and has a budget in tokens.
+
+    A second job on the same run folder leaves it unharmed.
+    """
     tokens = ("--training.steps", "-1", "--budget.tokens", str(STEPS * 16 * 32))
-    first = jobs.submit(run, *tokens, faults=f"slow:1-{STEPS}@0", SLOW="4", TITAN_DISP_CHECK_NODES="1")
+    first = jobs.submit(
+        run, *tokens, faults=f"slow:1-{STEPS}@0", SLOW="4", TITAN_DISP_CHECK_NODES="1"
+    )
     jobs.until_step(first, run, 2)
     second = jobs.submit(run, *tokens)
     refused = jobs.slurm.wait(second, "FAILED", timeout=300)
     assert refused["Restarts"] == "0"
     log = jobs.slurm.log(second)
-    assert re.search(r"titan-disp: error: the run folder .* is in use by another job \(host .*SLURM job \d+\)", log)
+    assert re.search(
+        r"titan-disp: error: the run folder .* is in use by another job \(host .*SLURM job \d+\)",
+        log,
+    )
     log = jobs.completed(first, restarts=0)
     assert f"the run is complete: step {STEPS}" in log
     assert f"tokens: {STEPS * 512:,} of {STEPS * 512:,} (100.0%" in log
     assert values(run) == values(whole)
     assert {p.name for p in run.glob(f"nodes/{first}.0.*/*")} == {"n1.json", "n2.json"}
-    assert len(list(run.glob(f"logs/{first}.0.*/node-[01]/*/attempt_0/0/std*.log"))) == 4
+    assert (
+        len(list(run.glob(f"logs/{first}.0.*/node-[01]/*/attempt_0/0/std*.log"))) == 4
+    )
     # Rank 0 is on the first node, whose log is the job's.
     (rank_0,) = run.glob(f"logs/{first}.0.*/node-0/*/attempt_0/0/stdout.log")
     assert f"tokens: {STEPS * 512:,} of" in rank_0.read_text()
@@ -127,7 +194,9 @@ def test_completes_and_refuses_a_second_job(jobs, whole, run):
 
 
 def test_preempted(jobs, whole, run):
-    """After USR1 to the batch script, which --signal=B:USR1@300 sends, the job saves, requeues itself and completes."""
+    """After USR1 to the batch script, which --signal=B:USR1@300 sends, the job saves,
+    requeues itself and completes.
+    """
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
     jobs.slurm.wait(job, "RUNNING")
     time.sleep(3)  # it checks the config
@@ -145,25 +214,43 @@ def test_preempted(jobs, whole, run):
 
 
 def test_a_spare_node(jobs, whole, run):
-    """After kill -9 of a rank, the job starts again without being requeued. Of three nodes two train: the third takes over."""
+    """After kill -9 of a rank, the job starts again without being requeued.
+
+    Of three nodes two train: the third takes over.
+    """
     options = {"TITAN_DISP_RESTART_IN_JOB": "1", "TITAN_DISP_SPARES": "1"}
-    job = jobs.submit(run, faults="kill:7@1", once=True, sbatch=("--nodes=3", "--nodelist=n[1-3]"), **options)
+    job = jobs.submit(
+        run,
+        faults="kill:7@1",
+        once=True,
+        sbatch=("--nodes=3", "--nodelist=n[1-3]"),
+        **options,
+    )
     log = jobs.completed(job, restarts=0)
-    assert re.search(r"\. This counts against node n2\. Starting again in this job", log), log
+    assert re.search(
+        r"\. This counts against node n2\. Starting again in this job", log
+    ), log
     assert list(json.loads((run / "bad_nodes.json").read_text())) == ["n2"]
     assert len(list(run.glob("logs/*/node-1"))) == 2
-    assert events(run, "resume") == [("resume", 4)]  # it repeats at most one checkpoint interval
+    # it repeats at most one checkpoint interval
+    assert events(run, "resume") == [("resume", 4)]
     assert values(run) == values(whole)
 
 
 @pytest.mark.parametrize("victim", ["supervise.py", "pretrain.sbatch"])
 def test_killed_supervisor(jobs, whole, victim, run):
-    """The batch script requeues the job after the supervisor's death, and the supervisor after that of the script."""
+    """The batch script requeues the job after the supervisor's death, and the
+    supervisor after that of the script.
+    """
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
     jobs.until_step(job, run, 6)
     commands = processes_with(f"SLURM_JOB_ID={job}\0")
     name = "slurm_script" if victim == "pretrain.sbatch" else victim
-    [pid] = [pid for pid, command in commands.items() if name in command and "scontrol" not in command]
+    [pid] = [
+        pid
+        for pid, command in commands.items()
+        if name in command and "scontrol" not in command
+    ]
     os.kill(pid, signal.SIGKILL)
     log = jobs.completed(job, restarts=1)
     if victim == "supervise.py":
@@ -172,32 +259,46 @@ def test_killed_supervisor(jobs, whole, victim, run):
 
 
 def test_a_last_save_that_takes_too_long(jobs, whole, run):
-    """The job is requeued before SLURM ends it for good, and the failure is counted. Then it has the full time limit again."""
+    """The job is requeued before SLURM ends it for good, and the failure is counted.
+
+    Then it has the full time limit again.
+    """
     lead = {"sbatch": ("--signal=B:USR1@60",), "TITAN_DISP_SIGNAL_SECONDS": "60"}
     job = jobs.submit(run, faults="freeze:7@0", once=True, **lead)
     jobs.until_step(job, run, 6)
-    # With a limit from the beginning, a busy machine would need it for the start. At least 60 s are left.
+    # With a limit from the beginning, a busy machine would need it for the start. At
+    # least 60 s are left.
     run_time = datetime.now() - datetime.fromisoformat(jobs.slurm.job(job)["StartTime"])
     lowered = int(run_time.total_seconds() + 60 + 10) // 60 + 1
     jobs.slurm.update(f"JobId={job}", f"TimeLimit={lowered}")
     fields = jobs.slurm.wait(job, "RUNNING", timeout=300, restarts=1)
-    begun, end = (datetime.fromisoformat(fields[key]) for key in ("StartTime", "EndTime"))
+    begun, end = (
+        datetime.fromisoformat(fields[key]) for key in ("StartTime", "EndTime")
+    )
     assert (end - begun).total_seconds() == 60 * lowered
     jobs.slurm.update(f"JobId={job}", "TimeLimit=15")
     log = jobs.completed(job, restarts=1)
     late = r"asked to stop \(USR1\) but not saved in time; (\d+) s before the time limit, the last save had not ended"
-    assert 20 < int(re.search(late, log)[1]) <= 30  # a busy machine is some seconds late
+    # a busy machine is some seconds late
+    assert 20 < int(re.search(late, log)[1]) <= 30
     assert values(run) == values(whole)
 
 
 def test_edits_between_two_starts(jobs, whole, tmp_path, run):
-    """A requeued job runs what it was submitted with. The start after a failure waits."""
+    """A requeued job runs what it was submitted with.
+
+    The start after a failure waits.
+    """
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "slurm", checkout / "slurm")
     site = shutil.copy(ROOT / "slurm" / "sites" / "local_cpu.sh", checkout / "my site")
     config = tmp_path / "config.toml"
     config.write_text(DEMO.read_text())
-    given = {"config": config, "script": checkout / "slurm" / "pretrain.sbatch", "TITAN_DISP_PAUSES": "1"}
+    given = {
+        "config": config,
+        "script": checkout / "slurm" / "pretrain.sbatch",
+        "TITAN_DISP_PAUSES": "1",
+    }
     given["TITAN_DISP_SITE"] = str(site)
     job = jobs.submit(run, faults="crash:7@1", once=True, **given)
     while not list(run.glob(f"launch/{job}.*/slurm/site.sh")):
@@ -218,7 +319,8 @@ def test_node_down(jobs, whole, run):
     jobs.until_step(job, run, 6)
     jobs.slurm.update("NodeName=n2", "State=DOWN", "Reason=test")
     try:
-        # The list of nodes was for the first start only, so that the test knows which node to take down.
+        # The list of nodes was for the first start only, so that the test knows which
+        # node to take down.
         jobs.slurm.update(f"JobId={job}", "ReqNodeList=")
         jobs.completed(job, restarts=1)
     finally:
@@ -230,50 +332,82 @@ def test_node_down(jobs, whole, run):
 
 @pytest.mark.changes_runs  # the copied run has no events of its first start
 def test_damaged_checkpoints(jobs, whole, run):
-    """One is truncated, and in one a bit has flipped. The run falls back to the checkpoint before, and says so."""
-    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("logs", "tb", "step-16", "events.jsonl"))
+    """One is truncated, and in one a bit has flipped.
+
+    The run falls back to the checkpoint before, and says so.
+    """
+    shutil.copytree(
+        whole,
+        run,
+        ignore=shutil.ignore_patterns("logs", "tb", "step-16", "events.jsonl"),
+    )
     lines = [json.dumps(row) for step, row in read_metrics(run).items() if step <= 12]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    truncated, flipped = (next((run / "checkpoint" / f"step-{step}").glob("__1_*.distcp")) for step in (12, 8))
+    truncated, flipped = (
+        next((run / "checkpoint" / f"step-{step}").glob("__1_*.distcp"))
+        for step in (12, 8)
+    )
     os.truncate(truncated, truncated.stat().st_size - 100)
     content = bytearray(flipped.read_bytes())
     content[len(content) // 2] ^= 4
     flipped.write_bytes(content)
     log = jobs.completed(jobs.submit(run), restarts=0)
-    assert re.search(r"step-12 cannot be loaded: __1_0.distcp has [\d,]+ bytes, expected [\d,]+", log)
+    assert re.search(
+        r"step-12 cannot be loaded: __1_0.distcp has [\d,]+ bytes, expected [\d,]+", log
+    )
     assert "step-8 cannot be loaded: __1_0.distcp differs from its hash" in log
     damaged = [("checkpoint_damaged", 12), ("checkpoint_damaged", 8)]
     assert events(run, "checkpoint_damaged", "resume") == [*damaged, ("resume", 4)]
-    assert {path.name for path in (run / "checkpoint").glob("damaged-*")} == {"damaged-8", "damaged-12"}
+    assert {path.name for path in (run / "checkpoint").glob("damaged-*")} == {
+        "damaged-8",
+        "damaged-12",
+    }
     assert values(run) == values(whole)
 
 
 def test_not_finite(jobs, run):
-    """All ranks skip the step. After too many in a row, all ranks stop, with step and term at the top of the log."""
+    """All ranks skip the step.
+
+    After too many in a row, all ranks stop, with step and term at the top of the log.
+    """
     faults = "nan_loss:3@1,inf_gradient:5@0,nan_loss:9-16@0"
-    job = jobs.submit(run, "--guard.max_skipped_steps", "3", faults=faults, TITAN_DISP_MAX_RETRIES="0")
+    job = jobs.submit(
+        run, "--guard.max_skipped_steps", "3", faults=faults, TITAN_DISP_MAX_RETRIES="0"
+    )
     jobs.slurm.wait(job, "FAILED", timeout=500)
     assert events(run, "skip") == [("skip", 3), ("skip", 5), ("skip", 9), ("skip", 10)]
     top = jobs.slurm.log(job).splitlines()[0]
     said = "titan-disp: GIVEN UP after 1 failure in a row without a new checkpoint (newest checkpoint: step 8)"
     assert top.startswith(said)
-    assert "NonFiniteError: step 11: cross-entropy and gradient norm not finite, 3 steps in a row" in top
+    assert (
+        "NonFiniteError: step 11: cross-entropy and gradient norm not finite, 3 steps in a row"
+        in top
+    )
     for node in (0, 1):
         (log,) = run.glob(f"logs/{job}.0.*/node-{node}/*/attempt_0/0/stdout.log")
-        assert [s for s in range(1, 17) if f"step {s} is skipped on all ranks" in log.read_text()] == [3, 5, 9, 10, 11]
+        assert [
+            s
+            for s in range(1, 17)
+            if f"step {s} is skipped on all ranks" in log.read_text()
+        ] == [3, 5, 9, 10, 11]
     assert checkpoints(run / "checkpoint") == [4, 8]
 
 
 def test_hang(jobs, whole, run):
     given = {"once": True, "TITAN_DISP_RESTART_IN_JOB": "1"}
-    job = jobs.submit(run, "--comm.train_timeout_seconds", "10", faults="hang:7@1", **given)
+    job = jobs.submit(
+        run, "--comm.train_timeout_seconds", "10", faults="hang:7@1", **given
+    )
     jobs.completed(job, restarts=0)
     assert events(run, "resume") == [("resume", 4)]
     assert values(run) == values(whole)
 
 
 def test_sick_nodes(jobs, tmp_path, run):
-    """A node does not start the check, then hangs in it, and is excluded. Then one lacks a GPU. No start ends the run."""
+    """A node does not start the check, then hangs in it, and is excluded.
+
+    Then one lacks a GPU. No start ends the run.
+    """
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(
         """case "${SLURM_RESTART_COUNT:-0} $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) $*" in
@@ -284,26 +418,49 @@ esac
 exec "$@"
 """
     )
-    given = {"TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_PREFIX": f"bash {wrapper}", "TITAN_DISP_CHECK_SECONDS": "60"}
-    job = jobs.submit(run, "--training.steps", "2", "--lr_scheduler.warmup_steps", "1", **given)
+    given = {
+        "TITAN_DISP_CHECK_NODES": "1",
+        "TITAN_DISP_PREFIX": f"bash {wrapper}",
+        "TITAN_DISP_CHECK_SECONDS": "60",
+    }
+    job = jobs.submit(
+        run, "--training.steps", "2", "--lr_scheduler.warmup_steps", "1", **given
+    )
     log = jobs.completed(job, restarts=3)
-    reasons = [r["reason"] for r in read_json_lines(run / "supervisor.jsonl") if r["state"] == "requeue"]
+    reasons = [
+        r["reason"]
+        for r in read_json_lines(run / "supervisor.jsonl")
+        if r["state"] == "requeue"
+    ]
     assert len(reasons) == 3
     assert all("nodes that cannot train: node n" in reason for reason in reasons)
     assert "the check of the nodes has taken 60 s and is ended" in log
     assert "but most nodes have 2" in reasons[2]
-    first, second = (re.search(r"node (n\d): it did not answer", reason)[1] for reason in reasons[:2])
+    first, second = (
+        re.search(r"node (n\d): it did not answer", reason)[1] for reason in reasons[:2]
+    )
     excluded = first if first == second else "(null)"  # n1, where the nodes are idle
     assert jobs.slurm.job(job)["ExcNodeList"] == excluded
     assert events(run, "complete") == [("complete", 2)]
 
 
 def test_frozen(jobs, whole, run):
-    """All ranks stand still and no collective is pending, so that only the heartbeat shows it."""
+    """All ranks stand still and no collective is pending, so that only the heartbeat
+    shows it.
+    """
     options = ("--comm.train_timeout_seconds", "5", "--guard.silence_seconds", "2")
-    job = jobs.submit(run, *options, faults="freeze:7@0,freeze:7@1", once=True, TITAN_DISP_MAX_RETRIES="1")
+    job = jobs.submit(
+        run,
+        *options,
+        faults="freeze:7@0,freeze:7@1",
+        once=True,
+        TITAN_DISP_MAX_RETRIES="1",
+    )
     log = jobs.completed(job, restarts=1)
-    assert re.search(r"rank 0 has been silent for \d+ s at step \d \(step\), and \d+ s are allowed", log)
+    assert re.search(
+        r"rank 0 has been silent for \d+ s at step \d \(step\), and \d+ s are allowed",
+        log,
+    )
     stood = r"failure 1 of at most 1 .*node 0 rank 0: \w+ in faulty_train.py:\d+; node 1 rank 0: \w+ in faulty"
     assert re.search(stood, log)
     assert events(run, "resume") == [("resume", 4)]
@@ -311,17 +468,24 @@ def test_frozen(jobs, whole, run):
 
 
 def test_requeue_refused(jobs, whole, tmp_path, run):
-    """If jobs may not requeue themselves, the log says so, and the job is submitted again if the user wants that."""
+    """If jobs may not requeue themselves, the log says so, and the job is submitted
+    again if the user wants that.
+    """
     commands = tmp_path / "bin"
     commands.mkdir()
     real = shutil.which("scontrol", path=jobs.slurm.environment["PATH"])
-    (commands / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || exit 1\nexec {real} "$@"\n')
+    (commands / "scontrol").write_text(
+        f'#!/bin/bash\n[ "$1" != requeue ] || exit 1\nexec {real} "$@"\n'
+    )
     # SLURM's accounting, which this SLURM does not have.
     line = f"sbatch --nodes=2 --time=15 --output={tmp_path}/%j.out {SCRIPT} CONFIG"
     (commands / "sacct").write_text(f"#!/bin/bash\necho '{line}'\n")
     for command in ("scontrol", "sacct"):
         (commands / command).chmod(0o755)
-    path = {"PATH": f"{commands}:{jobs.slurm.environment['PATH']}", "TITAN_DISP_RESUBMIT": "1"}
+    path = {
+        "PATH": f"{commands}:{jobs.slurm.environment['PATH']}",
+        "TITAN_DISP_RESUBMIT": "1",
+    }
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0", **path)
     jobs.until_step(job, run, 5)
     jobs.slurm.signal(job, "USR1")

@@ -1,1 +1,3 @@
-"""This package plans a run, checks its nodes, and starts it on this machine or submits it to SLURM."""
+"""This package plans a run, checks its nodes, and starts it on this machine or submits
+it to SLURM.
+"""

@@ -1,7 +1,9 @@
-"""``torchrun … -m titan_disp.cluster.bandwidth --out FILE`` measures the network between nodes and compares clocks.
+"""``torchrun … -m titan_disp.cluster.bandwidth --out FILE`` measures the network
+between nodes and compares clocks.
 
-An all-reduce over all ranks shows that something is slow. Exchanges between neighbouring nodes show which node it is: a
-node that is slow with both of its neighbours. The command is started once per node. Rank 0 writes the result of
+An all-reduce over all ranks shows that something is slow. Exchanges between
+neighbouring nodes show which node it is: a node that is slow with both of its
+neighbours. The command is started once per node. Rank 0 writes the result of
 ``measure`` to FILE.
 """
 
@@ -12,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +25,48 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from titan_disp.cluster.node_health import in_order, node_name
 from titan_disp.run.folder import write_json
 
-GPU_BYTES = 256 << 20  # about one of 8 shards of the 0.6B model's fp32 gradients (2.4 GB), which FSDP reduces
+# About one of 8 shards of the 0.6B model's fp32 gradients (2.4 GB), which FSDP reduces
+GPU_BYTES = 256 << 20
 CPU_BYTES = 4 << 20
 SLOW = 0.5  # a node or link is slow below this fraction of the median
 Pair = tuple[str, str, float]  # two nodes, and bytes per second in each direction
 
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Split a ring of neighbours into as few rounds as possible. A node is in at most one pair of each round."""
+    """Split a ring of neighbours into as few rounds as possible.
+
+    A node is in at most one pair of each round.
+    """
     ring = [(i, (i + 1) % nodes) for i in range(nodes if nodes > 2 else nodes - 1)]
     even = len(ring) // 2 * 2  # the last pair of an odd number has a round of its own
     return [pairs for pairs in (ring[0:even:2], ring[1:even:2], ring[even:]) if pairs]
 
 
-def pair_bandwidths(times: Iterable[tuple[str, Mapping[str, float]]], size: int) -> list[Pair]:
-    """Compute the bandwidth of each pair of nodes, summed over the ranks of a node. The slowest rank sets the time.
+def pair_bandwidths(
+    times: Iterable[tuple[str, Mapping[str, float]]], size: int
+) -> list[Pair]:
+    """Compute the bandwidth of each pair of nodes, summed over the ranks of a node.
 
-    ``times`` are, for every rank, its node and the seconds that its exchange of ``size`` bytes with each other node took.
+    The slowest rank sets the time.
+
+    ``times`` are, for every rank, its node and the seconds that its exchange of
+    ``size`` bytes with each other node took.
     """
     by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node, seconds in times:
         for other, value in seconds.items():
             first, second = in_order((node, other))
             by_pair[first, second].append(value)
-    return [(a, b, len(values) // 2 * size / max(values)) for (a, b), values in by_pair.items()]
+    return [
+        (a, b, len(values) // 2 * size / max(values))
+        for (a, b), values in by_pair.items()
+    ]
 
 
 def best_bandwidths(pairs: Iterable[Pair]) -> dict[str, float]:
-    """Return the bytes per second that each node reaches with the faster of its neighbours."""
+    """Return the bytes per second that each node reaches with the faster of its
+    neighbours.
+    """
     best: dict[str, float] = {}
     for a, b, bandwidth in pairs:
         best |= {node: max(best.get(node, 0.0), bandwidth) for node in (a, b)}
@@ -58,31 +75,51 @@ def best_bandwidths(pairs: Iterable[Pair]) -> dict[str, float]:
 
 def usual_bandwidth(pairs: Sequence[Pair]) -> float:
     """Return the median of the nodes' best bandwidths."""
-    # The median of the pairs would mislead: one slow node slows two pairs, and three nodes have only three pairs.
+    # The median of the pairs would mislead: one slow node slows two pairs, and three
+    # nodes have only three pairs.
     return statistics.median_high(best_bandwidths(pairs).values()) if pairs else 0.0
 
 
 def slow_nodes(pairs: Sequence[Pair]) -> dict[str, float]:
-    """Return the nodes that are slow with all neighbours, and their best bandwidths. Of two nodes, none can be told."""
+    """Return the nodes that are slow with all neighbours, and their best bandwidths.
+
+    Of two nodes, none can be told.
+    """
     limit = SLOW * usual_bandwidth(pairs)
-    return {node: bandwidth for node, bandwidth in best_bandwidths(pairs).items() if bandwidth < limit}
+    return {
+        node: bandwidth
+        for node, bandwidth in best_bandwidths(pairs).items()
+        if bandwidth < limit
+    }
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return slow pairs of nodes that are fast with their other neighbours. A bad cable may be the cause."""
+    """Return slow pairs of nodes that are fast with their other neighbours.
+
+    A bad cable may be the cause.
+    """
     limit, slow = SLOW * usual_bandwidth(pairs), slow_nodes(pairs)
-    return [pair for pair in pairs if pair[2] < limit and pair[0] not in slow and pair[1] not in slow]
+    return [
+        pair
+        for pair in pairs
+        if pair[2] < limit and pair[0] not in slow and pair[1] not in slow
+    ]
 
 
 def clock_skews(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the seconds by which each node's clock is ahead of the median of all nodes.
+    """Return the seconds by which each node's clock is ahead of the median of all
+    nodes.
 
-    ``readings`` are each node's clock right after each of the same barriers, at least three. The median of the
-    differences counts, because a rank may be late once.
+    ``readings`` are each node's clock right after each of the same barriers, at least
+    three. The median of the differences counts, because a rank may be late once.
     """
-    medians = [statistics.median_low(column) for column in zip(*readings.values(), strict=True)]
+    medians = [
+        statistics.median_low(column) for column in zip(*readings.values(), strict=True)
+    ]
     return {
-        node: statistics.median(value - median for value, median in zip(values, medians, strict=True))
+        node: statistics.median(
+            value - median for value, median in zip(values, medians, strict=True)
+        )
         for node, values in readings.items()
     }
 
@@ -104,12 +141,17 @@ def _gather(value: Any) -> list[Any]:
     return gathered
 
 
-def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict[str, Any]:
-    """Measure everything with buffers of ``size`` bytes. All ranks call this together and get the same result.
+def measure(
+    node: str, local_rank: int, device: torch.device, size: int
+) -> dict[str, Any]:
+    """Measure everything with buffers of ``size`` bytes.
 
-    ``all_reduce.bus_bandwidth`` is in bytes per second, as nccl-tests define it. ``pairs`` are [node, node, bytes per
-    second in each direction]; ranks with the same number on their nodes are partners. ``clock_skew`` has the seconds by
-    which each node's clock is ahead.
+    All ranks call this together and get the same result.
+
+    ``all_reduce.bus_bandwidth`` is in bytes per second, as nccl-tests define it.
+    ``pairs`` are [node, node, bytes per second in each direction]; ranks with the same
+    number on their nodes are partners. ``clock_skew`` has the seconds by which each
+    node's clock is ahead.
     """
     ranks = dist.get_world_size()
     send = torch.zeros(size // 4, dtype=torch.float32, device=device)
@@ -120,7 +162,8 @@ def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict
         dist.all_reduce(one)
         one.item()
 
-    barrier()  # connects the ranks: a P2P operation must not be the first operation of a group
+    # Connects the ranks: a P2P operation must not be the first operation of a group
+    barrier()
     clocks = []
     for _ in range(3):
         barrier()
@@ -135,21 +178,33 @@ def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict
         for a, b in pairs:
             other = {nodes[a]: nodes[b], nodes[b]: nodes[a]}.get(node, "")
             if (partner := placed.get((other, local_rank))) is not None:
-                seconds[other] = _median_seconds(lambda partner=partner: _exchange(partner, send, receive))  # type: ignore[misc]
+                seconds[other] = _median_seconds(
+                    partial(_exchange, partner, send, receive)
+                )
     barrier()
 
     gathered = _gather((node, local_rank, all_reduce, seconds, clocks))
     slowest = max(g[2] for g in gathered)
     return {
         "ranks": ranks,
-        "all_reduce": {"bytes": size, "seconds": slowest, "bus_bandwidth": 2 * (ranks - 1) / ranks * size / slowest},
-        "pairs": [list(pair) for pair in pair_bandwidths([(g[0], g[3]) for g in gathered], size)],
+        "all_reduce": {
+            "bytes": size,
+            "seconds": slowest,
+            "bus_bandwidth": 2 * (ranks - 1) / ranks * size / slowest,
+        },
+        "pairs": [
+            list(pair)
+            for pair in pair_bandwidths([(g[0], g[3]) for g in gathered], size)
+        ],
         "clock_skew": clock_skews({g[0]: g[4] for g in gathered if g[1] == 0}),
     }
 
 
 def _exchange(partner: int, send: torch.Tensor, receive: torch.Tensor) -> None:
-    both = [dist.P2POp(dist.isend, send, partner), dist.P2POp(dist.irecv, receive, partner)]
+    both = [
+        dist.P2POp(dist.isend, send, partner),
+        dist.P2POp(dist.irecv, receive, partner),
+    ]
     for work in dist.batch_isend_irecv(both):
         work.wait()
 
@@ -157,15 +212,27 @@ def _exchange(partner: int, send: torch.Tensor, receive: torch.Tensor) -> None:
 @record
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True, help="file for the result, on a shared file system")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="file for the result, on a shared file system",
+    )
     args = parser.parse_args()
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(local_rank)
         device = torch.device(torch.accelerator.current_accelerator().type, local_rank)  # type: ignore[union-attr]
-    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(minutes=5))
-    result = measure(node_name(), local_rank, device, CPU_BYTES if device.type == "cpu" else GPU_BYTES)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device), timeout=timedelta(minutes=5)
+    )
+    result = measure(
+        node_name(),
+        local_rank,
+        device,
+        CPU_BYTES if device.type == "cpu" else GPU_BYTES,
+    )
     result["backend"] = dist.get_backend()
     if dist.get_rank() == 0:
         write_json(args.out, result)

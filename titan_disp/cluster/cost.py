@@ -1,13 +1,17 @@
-"""This module computes what a step costs from shapes alone: memory and checkpoints, communication, and a table of GPUs.
+"""This module computes what a step costs from shapes alone: memory and checkpoints,
+communication, and a table of GPUs.
 
-The activations are counted as eager PyTorch saves them for backward, with flash attention and a fused norm. A compiled
-block saves less, so the estimate errs on the safe side. tests/test_memory.py and benchmarks/step.py compare it with the
-tensors of a step.
+The activations are counted as eager PyTorch saves them for backward, with flash
+attention and a fused norm. A compiled block saves less, so the estimate errs on the
+safe side. tests/test_memory.py and benchmarks/step.py compare it with the tensors of a
+step.
 
-Communication is counted for ring algorithms, which NCCL and RCCL use for large messages. In a group of n ranks, an
-all-gather or a reduce-scatter of B bytes sends (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks
-of the group share a node, the ring leaves the node once for all of them, so each sends 1/g of its bytes over the
-network. Trees, latency and other jobs are ignored. Neither estimate has been compared with measurements on GPUs yet.
+Communication is counted for ring algorithms, which NCCL and RCCL use for large
+messages. In a group of n ranks, an all-gather or a reduce-scatter of B bytes sends
+(n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks of the group
+share a node, the ring leaves the node once for all of them, so each sends 1/g of its
+bytes over the network. Trees, latency and other jobs are ignored. Neither estimate has
+been compared with measurements on GPUs yet.
 """
 
 from collections.abc import Iterable
@@ -31,14 +35,20 @@ from titan_disp.models.decoder import DispModel
 class Memory:
     """Hold the bytes on one GPU at one moment of a step."""
 
-    weights: int  # this and the next two: the rank's shards; 0 with training.enable_cpu_offload
+    # this and the next two: the rank's shards; 0 with training.enable_cpu_offload
+    weights: int
     gradients: int  # none until the first backward pass of a step
     optimizer: int
-    unsharded: int  # weights gathered (or cast by autocast) for computing, and their gradients before the reduction
-    activations: int  # saved for backward, and those of one block while it is recomputed
-    dispersion: int  # the saved ∂S/∂z of layers whose gradients are not computed in the backward pass
-    # All copies that the loss makes of the logits, log-probabilities and their gradients. With a chunked head: those of a
-    # chunk, and the gradients of hidden states and weight, which it computes in forward. Later, the gradients of a tied
+    # weights gathered (or cast by autocast) for computing, and their gradients before
+    # the reduction
+    unsharded: int
+    # saved for backward, and those of one block while it is recomputed
+    activations: int
+    # the saved ∂S/∂z of layers whose gradients are not computed in the backward pass
+    dispersion: int
+    # All copies that the loss makes of the logits, log-probabilities and their
+    # gradients. With a chunked head: those of a chunk, and the gradients of hidden
+    # states and weight, which it computes in forward. Later, the gradients of a tied
     # weight that are waiting to be added up.
     logits: int
 
@@ -56,12 +66,18 @@ def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
 
 
 def elements(module: torch.nn.Module, tp: int) -> int:
-    """Count a rank's elements before FSDP: TP shards matrices and replicates the vectors of norms."""
-    return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
+    """Count a rank's elements before FSDP: TP shards matrices and replicates the
+    vectors of norms.
+    """
+    return sum(
+        w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters()
+    )
 
 
 def fsdp_groups(model: DispModel, tp: int) -> tuple[int, int, int]:
-    """Count a rank's elements in FSDP's groups (models/parallelize.py): the blocks, untied embeddings, and the rest."""
+    """Count a rank's elements in FSDP's groups (models/parallelize.py): the blocks,
+    untied embeddings, and the rest.
+    """
     blocks = sum(elements(block, tp) for block in model.layers.values())
     untied = [] if model.model_args.enable_weight_tying else model.embeddings
     embeddings = sum(elements(table, tp) for table in untied)
@@ -79,51 +95,83 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
         return layers * saved[ac.mode]
     if ac.selective_ac_option == "op":
         return layers * saved["op"]
-    checkpointed = layers // (int(ac.selective_ac_option) or 1)  # 0 stands for every block, as 1 does
+    # 0 stands for every block, as 1 does
+    checkpointed = layers // (int(ac.selective_ac_option) or 1)
     return checkpointed * full + (layers - checkpointed) * none
 
 
-def saved_gradients(job_config: JobConfig, args: DispModelArgs, spread: bool = False) -> int:
-    """Count the elements of ∂S/∂z that a rank saves in forward, or has when backward has ``spread`` sampled ones out."""
+def saved_gradients(
+    job_config: JobConfig, args: DispModelArgs, spread: bool = False
+) -> int:
+    """Count the elements of ∂S/∂z that a rank saves in forward, or has when backward
+    has ``spread`` sampled ones out.
+    """
     p, t = job_config.parallelism, job_config.training
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
-    layer = torch.empty(t.local_batch_size, t.seq_len // shards, args.dim, device="meta")
+    layer = torch.empty(
+        t.local_batch_size, t.seq_len // shards, args.dim, device="meta"
+    )
     layers = [layer] * len(args.activations)
     if not layers or in_backward(losses, layers, shards > 1):
         return 0
-    return len(layers) * sum(layer[:, : None if spread else loss.saved_tokens].numel() for loss in losses)
+    return len(layers) * sum(
+        layer[:, : None if spread else loss.saved_tokens].numel() for loss in losses
+    )
 
 
 def _lower(itemsize: int) -> int:
-    """Return the bytes per number of a second copy in a lower precision, which float32 itself does not need."""
+    """Return the bytes per number of a second copy in a lower precision, which float32
+    itself does not need.
+    """
     return itemsize if itemsize < 4 else 0
 
 
-def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int, tokens: int) -> int:
+def logit_bytes(
+    job_config: JobConfig, args: DispModelArgs, itemsize: int, tokens: int
+) -> int:
     """Return the bytes for the logits of a CP rank's tokens, at the peak in the loss.
 
     That peak is in its backward, or, with a chunked head, in its forward.
     """
     tp = job_config.parallelism.tensor_parallel_degree
     loss_parallel = tp > 1 and not job_config.parallelism.disable_loss_parallel
-    compiled = job_config.compile.enable and "loss" in job_config.compile.components and not loss_parallel
+    compiled = (
+        job_config.compile.enable
+        and "loss" in job_config.compile.components
+        and not loss_parallel
+    )
     chunk = min(job_config.training.head_chunk_tokens, tokens)  # type: ignore[attr-defined]
     if not chunk:
-        # A compiled loss holds the logits and their gradient. An eager loss holds three tensors in fp32: the
-        # log-probabilities, their gradient, and the gradient of the logits.
-        return tokens * args.vocab_size // (tp if loss_parallel else 1) * (2 * itemsize if compiled else 12)
-    # The weight's gradient is added up in fp32. In bf16, a chunk's part of it is a tensor of its own, and the logits of
-    # an eager loss are also in fp32.
+        # A compiled loss holds the logits and their gradient. An eager loss holds three
+        # tensors in fp32: the log-probabilities, their gradient, and the gradient of
+        # the logits.
+        return (
+            tokens
+            * args.vocab_size
+            // (tp if loss_parallel else 1)
+            * (2 * itemsize if compiled else 12)
+        )
+    # The weight's gradient is added up in fp32. In bf16, a chunk's part of it is a
+    # tensor of its own, and the logits of an eager loss are also in fp32.
     lower = _lower(itemsize)
-    of_chunk = max(chunk * (2 * itemsize if compiled and tp == 1 else 4 + lower), lower * (chunk + args.dim))
-    return args.vocab_size // tp * (of_chunk + args.dim * 4) + tokens * args.dim * itemsize
+    of_chunk = max(
+        chunk * (2 * itemsize if compiled and tp == 1 else 4 + lower),
+        lower * (chunk + args.dim),
+    )
+    return (
+        args.vocab_size // tp * (of_chunk + args.dim * 4) + tokens * args.dim * itemsize
+    )
 
 
-def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int, accumulating: bool) -> Memory:
-    """Estimate one rank's memory at the peak of a step, with the model on the meta device.
+def estimate(
+    job_config: JobConfig, model: DispModel, fsdp_degree: int, accumulating: bool
+) -> Memory:
+    """Estimate one rank's memory at the peak of a step, with the model on the meta
+    device.
 
-    FSDP shards over ``fsdp_degree`` ranks, those of CP too. ``accumulating``: whether a step has several microbatches.
+    FSDP shards over ``fsdp_degree`` ranks, those of CP too. ``accumulating``: whether a
+    step has several microbatches.
     """
     p, t, args = job_config.parallelism, job_config.training, model.model_args
     tp, ac = p.tensor_parallel_degree, job_config.activation_checkpoint.mode
@@ -131,52 +179,78 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int, accumula
     parameter_bytes = 0 if t.enable_cpu_offload else TORCH_DTYPE_MAP[t.dtype].itemsize
     whole, (blocks, _, rest) = elements(model, tp), fsdp_groups(model, tp)
     shard = -(-whole // fsdp_degree) * parameter_bytes
-    if fsdp_degree == 1:  # autocast keeps the cast weights for backward; they have no gradients of their own
+    # Autocast keeps the cast weights for backward; they have no gradients of their own
+    if fsdp_degree == 1:
         unsharded = whole * dtype.itemsize if dtype != TORCH_DTYPE_MAP[t.dtype] else 0
     else:
-        # The final norm, the output and a tied model's embeddings stay gathered until their backward. Of the blocks,
-        # the current and the next one are gathered. Untied embeddings are not gathered while the output is.
-        gathered = whole if p.fsdp_reshard_after_forward == "never" else rest + 2 * blocks // args.n_layers
+        # The final norm, the output and a tied model's embeddings stay gathered until
+        # their backward. Of the blocks, the current and the next one are gathered.
+        # Untied embeddings are not gathered while the output is.
+        gathered = (
+            whole
+            if p.fsdp_reshard_after_forward == "never"
+            else rest + 2 * blocks // args.n_layers
+        )
         unsharded = gathered * dtype.itemsize * 2
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
     token = tokens * dtype.itemsize
     saved, block = block_elements(job_config, args) * token, args.saved_elements(tp)
     working = (block["gradients"] + (0 if ac == "none" else block["none"])) * token
     head = (args.dim / tp + args.dim) * token  # the final norm's input and output
-    # Autocast leaves the outputs of blocks, and so their gradients, in the dtype of the weights.
+    # Autocast leaves the outputs of blocks, and so their gradients, in the dtype of the
+    # weights.
     output = (TORCH_DTYPE_MAP[t.dtype] if fsdp_degree == 1 else dtype).itemsize
     dispersed = saved_gradients(job_config, args) * output
-    spread = saved_gradients(job_config, args, spread=True) * output  # of all layers, before backward comes to the head
-    logits, chunked = logit_bytes(job_config, args, dtype.itemsize, tokens), t.head_chunk_tokens > 0  # type: ignore[attr-defined]
+    # of all layers, before backward comes to the head
+    spread = saved_gradients(job_config, args, spread=True) * output
+    logits, chunked = (
+        logit_bytes(job_config, args, dtype.itemsize, tokens),
+        t.head_chunk_tokens > 0,
+    )  # type: ignore[attr-defined]
     matrix = args.vocab_size * args.dim // tp
-    computed = args.dim * token + matrix * 4 if chunked else 0  # by a chunked head, in forward
+    # by a chunked head, in forward
+    computed = args.dim * token + matrix * 4 if chunked else 0
     cast = matrix * _lower(dtype.itemsize) if chunked else 0
-    together = 3 * min(dispersed, GPU_BATCH_ELEMENTS * output)  # layers, their units and products
+    # layers, their units and products
+    together = 3 * min(dispersed, GPU_BATCH_ELEMENTS * output)
     tied = matrix * dtype.itemsize if args.enable_weight_tying else 0
     before = shard if accumulating else 0
     # Outputs of blocks are counted as saved inputs of the next blocks.
     moments = [
-        (before, saved + head, 0 if chunked else spread, logits),  # the loss; with a chunked head, in its forward
-        (before, saved + head, dispersed, computed + together),  # the loss of dispersion
-        (before, saved + head, spread, computed + cast),  # backward begins with the head
+        # the loss; with a chunked head, in its forward
+        (before, saved + head, 0 if chunked else spread, logits),
+        # the loss of dispersion
+        (before, saved + head, dispersed, computed + together),
+        # backward begins with the head
+        (before, saved + head, spread, computed + cast),
         (before, saved + working, spread, tied),  # and comes to the last block
-        (shard, saved / args.n_layers + working, spread / args.n_layers, tied),  # the first block
-        # The tied gradients of output and embedding, and their sum, of which ``shard`` or ``unsharded`` has one.
+        # the first block
+        (shard, saved / args.n_layers + working, spread / args.n_layers, tied),
+        # The tied gradients of output and embedding, and their sum, of which ``shard``
+        # or ``unsharded`` has one.
         (shard, 0, 0, (2 + (accumulating and fsdp_degree == 1)) * tied),
     ]
-    every = [Memory(shard, now, 2 * shard, unsharded, *map(round, others)) for now, *others in moments]  # two of Adam
+    # Two of Adam
+    every = [
+        Memory(shard, now, 2 * shard, unsharded, *map(round, others))
+        for now, *others in moments
+    ]
     return max(every, key=lambda memory: memory.total)
 
 
 def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
-    """Return the size of a full checkpoint: a tied matrix counts once for each of its keys, and its moments once."""
+    """Return the size of a full checkpoint: a tied matrix counts once for each of its
+    keys, and its moments once.
+    """
     names = sum(w.numel() for _, w in model.named_parameters(remove_duplicate=False))
     moments = 2 * sum(w.numel() for w in model.parameters())
     return (names + moments) * TORCH_DTYPE_MAP[job_config.training.dtype].itemsize
 
 
 def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
-    """Return how many checkpoints are saved over the run, how many are kept, and the most on disk at any time."""
+    """Return how many checkpoints are saved over the run, how many are kept, and the
+    most on disk at any time.
+    """
     c, steps = job_config.checkpoint, job_config.training.steps
     if not c.enable or c.load_only:
         return 0, 0, 0
@@ -191,72 +265,97 @@ def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
 class Gpu:
     """Describe one device as torch sees it."""
 
-    bf16_flops: float  # peak FLOP/s of dense matrix products; data sheets often name the double, with sparsity
+    # peak FLOP/s of dense matrix products; data sheets often name the double, with
+    # sparsity
+    bf16_flops: float
     fp32_flops: float  # peak FLOP/s of matrix products without TF32
-    # Bytes, with 1 GB = 1e9 bytes. Vendors mean GiB, which are 7 % larger. About as much is taken by the CUDA or ROCm
-    # context, NCCL and fragmentation.
+    # Bytes, with 1 GB = 1e9 bytes. Vendors mean GiB, which are 7 % larger. About as
+    # much is taken by the CUDA or ROCm context, NCCL and fragmentation.
     memory: float
-    node_bandwidth: float  # peak bytes/s sent to others of its node; data sheets often name the sum of both directions
-    network_bandwidth: float  # bytes/s sent to other nodes by the machine named next to it; other machines differ
+    # peak bytes/s sent to others of its node; data sheets often name the sum of both
+    # directions
+    node_bandwidth: float
+    # bytes/s sent to other nodes by the machine named next to it; other machines differ
+    network_bandwidth: float
 
 
-# Each number was compared with the source beside it: data sheets and the white paper in copies of their tables that others
-# have published, the other pages themselves. "derived" says how a number follows from others. None was measured here.
+# Each number was compared with the source beside it: data sheets and the white paper in
+# copies of their tables that others have published, the other pages themselves.
+# "derived" says how a number follows from others. None was measured here.
 GPUS = {
     "A100": Gpu(
         bf16_flops=312e12,  # NVIDIA A100 data sheet (80 GB SXM): 624 with sparsity
         fp32_flops=19.5e12,  # the same
         memory=80e9,  # the same
-        node_bandwidth=300e9,  # NVIDIA's blog "Introducing NVIDIA HGX A100": 600 GB/s both ways, through NVSwitch
-        network_bandwidth=25e9,  # DGX A100 data sheet: 8 single-port ConnectX-6 cards of 200 Gb/s for 8 GPUs
+        # NVIDIA's blog "Introducing NVIDIA HGX A100": 600 GB/s both ways, through
+        # NVSwitch
+        node_bandwidth=300e9,
+        # DGX A100 data sheet: 8 single-port ConnectX-6 cards of 200 Gb/s for 8 GPUs
+        network_bandwidth=25e9,
     ),
     "H100": Gpu(
-        # Hopper white paper, H100 SXM5. Data sheet: 1,979 TFLOP/s with sparsity, which is twice as much.
+        # Hopper white paper, H100 SXM5. Data sheet: 1,979 TFLOP/s with sparsity, which
+        # is twice as much.
         bf16_flops=989.4e12,
-        fp32_flops=66.9e12,  # the same; derived: 132 SMs of 128 cores at 1.98 GHz, 2 FLOPs each
+        # the same; derived: 132 SMs of 128 cores at 1.98 GHz, 2 FLOPs each
+        fp32_flops=66.9e12,
         memory=80e9,  # H100 data sheet, SXM
         node_bandwidth=450e9,  # the same: NVLink, 900 GB/s both ways
-        network_bandwidth=50e9,  # DGX BasePOD reference architecture: 8 single-port ConnectX-7 of 400 Gb/s for 8 GPUs
+        # DGX BasePOD reference architecture: 8 single-port ConnectX-7 of 400 Gb/s for 8
+        # GPUs
+        network_bandwidth=50e9,
     ),
     "H200": Gpu(
-        bf16_flops=989.4e12,  # H200 data sheet, SXM: the compute of an H100 (1,979 TFLOP/s with sparsity)
+        # H200 data sheet, SXM: the compute of an H100 (1,979 TFLOP/s with sparsity)
+        bf16_flops=989.4e12,
         fp32_flops=66.9e12,  # the same (67 TFLOP/s)
         memory=141e9,  # the same
         node_bandwidth=450e9,  # the same: NVLink, 900 GB/s both ways
-        network_bandwidth=50e9,  # DGX BasePOD reference architecture: DGX H200 has the network cards of DGX H100
+        # DGX BasePOD reference architecture: DGX H200 has the network cards of DGX H100
+        network_bandwidth=50e9,
     ),
     # One of the two dies (GCDs) of a card. torch sees each as a device.
     "MI250X-GCD": Gpu(
-        # AMD's table of the MI200 series: 383.0 TFLOP/s for a card. Derived from ROCm's page "MI250 microarchitecture":
-        # 1,024 FLOPs per clock and CU, 110 CUs, 1.7 GHz.
+        # AMD's table of the MI200 series: 383.0 TFLOP/s for a card. Derived from ROCm's
+        # page "MI250 microarchitecture": 1,024 FLOPs per clock and CU, 110 CUs, 1.7
+        # GHz.
         bf16_flops=191.5e12,
-        fp32_flops=47.85e12,  # AMD's table: 95.7 TFLOP/s for a card (matrix). Derived: 256 FLOPs per clock and CU
+        # AMD's table: 95.7 TFLOP/s for a card (matrix). Derived: 256 FLOPs per clock
+        # and CU
+        fp32_flops=47.85e12,
         memory=64e9,  # ROCm's page "GPU specifications": 128 GiB for a card
-        # Frontier User Guide: 200 GB/s between the two dies of a card, and 50 to 100 GB/s between dies of two cards. A
-        # ring over all eight is as fast as its slowest link, if it uses one of 50 GB/s; that it does is our assumption.
+        # Frontier User Guide: 200 GB/s between the two dies of a card, and 50 to 100
+        # GB/s between dies of two cards. A ring over all eight is as fast as its
+        # slowest link, if it uses one of 50 GB/s; that it does is our assumption.
         node_bandwidth=50e9,
         network_bandwidth=12.5e9,  # Frontier User Guide: 4 cards of 200 Gb/s for 8 dies
     ),
     "MI300X": Gpu(
-        bf16_flops=1307.4e12,  # ROCm's page "MI300 microarchitecture": peak of dense bf16 matrix products
+        # ROCm's page "MI300 microarchitecture": peak of dense bf16 matrix products
+        bf16_flops=1307.4e12,
         fp32_flops=163.4e12,  # the same, fp32 matrix products
         memory=192e9,  # ROCm's page "GPU specifications": 192 GiB
-        # The same page on the microarchitecture: a link to each of the other seven. Derived: 16 lanes of 32 Gb/s are 64
-        # GB/s one way. The lanes' number and speed are from the press (B. Wheeler, January 2024), not from AMD's pages.
-        # A ring uses fewer links at a time than all seven, and may be slower.
+        # The same page on the microarchitecture: a link to each of the other seven.
+        # Derived: 16 lanes of 32 Gb/s are 64 GB/s one way. The lanes' number and speed
+        # are from the press (B. Wheeler, January 2024), not from AMD's pages. A ring
+        # uses fewer links at a time than all seven, and may be slower.
         node_bandwidth=448e9,
-        network_bandwidth=50e9,  # Azure ND MI300X v5: 8 NDR ports of 400 Gb/s for 8 GPUs. Other machines differ
+        # Azure ND MI300X v5: 8 NDR ports of 400 Gb/s for 8 GPUs. Other machines differ
+        network_bandwidth=50e9,
     ),
-    # Of a desktop: PCIe ×16 (4.0, and 5.0 for the last), and Ethernet of 10 Gb/s, which is our assumption.
+    # Of a desktop: PCIe ×16 (4.0, and 5.0 for the last), and Ethernet of 10 Gb/s, which
+    # is our assumption.
     "RTX3090": Gpu(
-        bf16_flops=71e12,  # GA102 white paper: dense, with FP32 sums; twice as much with sparsity
+        # GA102 white paper: dense, with FP32 sums; twice as much with sparsity
+        bf16_flops=71e12,
         fp32_flops=35.6e12,  # the same
         memory=24e9,
         node_bandwidth=32e9,
         network_bandwidth=1.25e9,
     ),
     "RTX4090": Gpu(
-        bf16_flops=165.2e12,  # Ada white paper: dense, with FP32 sums; 330.3 with sparsity
+        # Ada white paper: dense, with FP32 sums; 330.3 with sparsity
+        bf16_flops=165.2e12,
         fp32_flops=82.6e12,  # the same
         memory=24e9,
         node_bandwidth=32e9,
@@ -273,13 +372,22 @@ GPUS = {
 
 
 def gpu_name(asked: str) -> str:
-    """Return the name of the GPU that was asked for, or else of this computer's, or H100."""
-    here = torch.cuda.get_device_name() if not asked and torch.cuda.is_available() else ""
-    return asked or next((one for one in GPUS if one in here.replace(" ", "")), here) or "H100"
+    """Return the name of the GPU that was asked for, or else of this computer's, or
+    H100.
+    """
+    here = (
+        torch.cuda.get_device_name() if not asked and torch.cuda.is_available() else ""
+    )
+    return (
+        asked
+        or next((one for one in GPUS if one in here.replace(" ", "")), here)
+        or "H100"
+    )
 
 
 def find_gpu(machine: Machine) -> Gpu:
-    """Return the machine's GPU: of the table, with the memory and FLOP/s that are given.
+    """Return the machine's GPU: of the table, with the memory and FLOP/s that are
+    given.
 
     Raises:
         ConfigError: The table does not have it, and its memory or FLOP/s are not given.
@@ -289,14 +397,17 @@ def find_gpu(machine: Machine) -> Gpu:
         raise ConfigError(
             f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory (GB) and --gpu-flops (dense bf16 TFLOP/s)"
         )
-    known = GPUS.get(name, Gpu(0.0, (flops or 0.0) * 1e12 / 2, 0.0, 32e9, 1.25e9))  # links as of the desktop GPUs above
+    # links as of the desktop GPUs above
+    known = GPUS.get(name, Gpu(0.0, (flops or 0.0) * 1e12 / 2, 0.0, 32e9, 1.25e9))
     given = {"memory": memory and memory * 1e9, "bf16_flops": flops and flops * 1e12}
     return replace(known, **{key: value for key, value in given.items() if value})
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Hold the bytes that one GPU sends over the links of its node and, at the same time, over the network."""
+    """Hold the bytes that one GPU sends over the links of its node and, at the same
+    time, over the network.
+    """
 
     within: float = 0.0
     between: float = 0.0
@@ -312,26 +423,38 @@ class Sent:
 class Traffic:
     """Describe the communication of one GPU in one step."""
 
-    # Nothing can hide these. A GPU has nothing to compute during tensor parallelism's collectives. A microbatch begins by
-    # gathering the embedding and ends by reducing its gradients. The FSDP group of a tied embedding also has the final
-    # norm and the output.
+    # Nothing can hide these. A GPU has nothing to compute during tensor parallelism's
+    # collectives. A microbatch begins by gathering the embedding and ends by reducing
+    # its gradients. The FSDP group of a tied embedding also has the final norm and the
+    # output.
     at_the_ends: tuple[Sent, ...]
     beside: tuple[Sent, ...]  # can overlap with computing in any microbatch
-    beside_last_backward: tuple[Sent, ...]  # the all-reduce over replicas, which waits for the last microbatch
+    # the all-reduce over replicas, which waits for the last microbatch
+    beside_last_backward: tuple[Sent, ...]
     microbatches: int
 
     @property
     def total(self) -> Sent:
-        return sum((*self.at_the_ends, *self.beside, *self.beside_last_backward), Sent())
+        return sum(
+            (*self.at_the_ends, *self.beside, *self.beside_last_backward), Sent()
+        )
 
-    def exposed(self, computing: float, node_bandwidth: float, network_bandwidth: float) -> float:
-        """Return the seconds that communication adds to ``computing`` seconds of a step. Bandwidths are in bytes/s."""
+    def exposed(
+        self, computing: float, node_bandwidth: float, network_bandwidth: float
+    ) -> float:
+        """Return the seconds that communication adds to ``computing`` seconds of a
+        step. Bandwidths are in bytes/s.
+        """
 
         def seconds(sent: Iterable[Sent]) -> float:
-            return sum(max(s.within / node_bandwidth, s.between / network_bandwidth) for s in sent)
+            return sum(
+                max(s.within / node_bandwidth, s.between / network_bandwidth)
+                for s in sent
+            )
 
-        # a lower bound: all of the computing hides communication that can overlap with it
-        last_backward = 2 / 3 * computing / self.microbatches  # backward is two thirds of a microbatch's computing
+        # a lower bound: all of the computing hides communication that can overlap with
+        # it backward is two thirds of a microbatch's computing
+        last_backward = 2 / 3 * computing / self.microbatches
         return (
             seconds(self.at_the_ends)
             + max(0.0, seconds(self.beside) - computing)
@@ -340,43 +463,68 @@ class Traffic:
 
 
 def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
-    """Count what a rank sends in one all-gather or reduce-scatter of a tensor of ``count`` bytes.
+    """Count what a rank sends in one all-gather or reduce-scatter of a tensor of
+    ``count`` bytes.
 
     The group has ``size`` ranks. The numbers of neighbours in it differ by ``stride``.
     """
     sent = (size - 1) / size * count
     together = max(1, min(size, gpus_per_node // stride))
-    return Sent(sent if together > 1 else 0.0, sent / together if together < size else 0.0)
+    return Sent(
+        sent if together > 1 else 0.0, sent / together if together < size else 0.0
+    )
 
 
 def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
-    """Sum what all losses of all layers cost for one sequence. Autograd code counts as a function of pairs."""
+    """Sum what all losses of all layers cost for one sequence.
+
+    Autograd code counts as a function of pairs.
+    """
     p, tokens = job_config.parallelism, job_config.training.seq_len
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
     segmented = job_config.dispersion.within_documents  # type: ignore[attr-defined]
-    every = zip(*(loss.cost(tokens, args.dim, shards, segmented) for loss in losses), strict=True)
+    every = zip(
+        *(loss.cost(tokens, args.dim, shards, segmented) for loss in losses),
+        strict=True,
+    )
     return Cost(*(len(args.activations) * sum(part) for part in every))
 
 
-def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_size: int) -> Traffic:
-    """Count the communication of a step of a checked config, with the model on the meta device."""
+def traffic(
+    job_config: JobConfig, model: DispModel, gpus_per_node: int, world_size: int
+) -> Traffic:
+    """Count the communication of a step of a checked config, with the model on the meta
+    device.
+    """
     p, t, args = job_config.parallelism, job_config.training, model.model_args
-    tp, cp, replicas = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
-    fsdp = world_size // (replicas * tp)  # number of shards; ranks of context parallelism are among them
+    tp, cp, replicas = (
+        p.tensor_parallel_degree,
+        p.context_parallel_degree,
+        p.data_parallel_replicate_degree,
+    )
+    # number of shards; ranks of context parallelism are among them
+    fsdp = world_size // (replicas * tp)
     dp = data_parallel_degree(job_config, world_size)
     microbatches = global_batch_size(job_config, dp) // (t.local_batch_size * dp)
 
     blocks, embedding, head = fsdp_groups(model, tp)
     outer = embedding or head  # a microbatch begins and ends with this group
     inner = elements(model, tp) - outer
-    parameter, gradient = (TORCH_DTYPE_MAP[d].itemsize for d in (t.mixed_precision_param, t.mixed_precision_reduce))
-    # Weights are gathered for forward, and for backward if they were resharded. Gradients are reduced after backward.
+    parameter, gradient = (
+        TORCH_DTYPE_MAP[d].itemsize
+        for d in (t.mixed_precision_param, t.mixed_precision_reduce)
+    )
+    # Weights are gathered for forward, and for backward if they were resharded.
+    # Gradients are reduced after backward.
     policy = p.fsdp_reshard_after_forward
     chunked = job_config.training.head_chunk_tokens > 0  # type: ignore[attr-defined]
     again = head * (policy == "always" and not chunked)  # backward begins with the head
     outer_bytes = outer * (parameter + gradient) + again * parameter
-    inner_bytes = inner * (parameter + gradient) + (blocks + embedding) * (policy != "never") * parameter
+    inner_bytes = (
+        inner * (parameter + gradient)
+        + (blocks + embedding) * (policy != "never") * parameter
+    )
 
     def sharded(count: float) -> Sent:
         return ring(fsdp, tp, gpus_per_node, count) * microbatches
@@ -388,19 +536,25 @@ def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_s
     tokens = t.local_batch_size * t.seq_len
     itemsize = compute_dtype(job_config, fsdp).itemsize
     activation = tokens * args.dim * itemsize
-    # Each block gathers and scatters around attention and around the feed-forward, in forward and in backward.
-    # Activation checkpointing repeats some of these (op keeps the scatters' outputs). Embedding and output add two more
-    # in each direction.
-    recomputed = {"none": 0, "selective": 2}.get(job_config.activation_checkpoint.mode, 4)
-    # All sequences of a microbatch share one lookup of positions. With context parallelism, each sequence has its own.
+    # Each block gathers and scatters around attention and around the feed-forward, in
+    # forward and in backward. Activation checkpointing repeats some of these (op keeps
+    # the scatters' outputs). Embedding and output add two more in each direction.
+    recomputed = {"none": 0, "selective": 2}.get(
+        job_config.activation_checkpoint.mode, 4
+    )
+    # All sequences of a microbatch share one lookup of positions. With context
+    # parallelism, each sequence has its own.
     tables = len(model.embeddings) - 1
     positions = 2 * tables / (t.local_batch_size if cp == 1 else 1)
-    tensor = ring(tp, 1, gpus_per_node, activation / cp) * ((8 + recomputed) * args.n_layers + 4 + positions)
+    tensor = ring(tp, 1, gpus_per_node, activation / cp) * (
+        (8 + recomputed) * args.n_layers + 4 + positions
+    )
     cost = dispersion_cost(job_config, args)
-    numbers = cost.gathered * itemsize + 2 * cost.reduced * 4  # an all-reduce sends twice as much as an all-gather
+    # an all-reduce sends twice as much as an all-gather
+    numbers = cost.gathered * itemsize + 2 * cost.reduced * 4
     dispersed = ring(cp * tp, 1, gpus_per_node, t.local_batch_size * numbers)
-    # torch's ring attention gathers keys and values in forward and backward. It passes their fp32 gradients to the next
-    # rank as many times as there are ranks.
+    # torch's ring attention gathers keys and values in forward and backward. It passes
+    # their fp32 gradients to the next rank as many times as there are ranks.
     heads = 2 * tokens * args.n_kv_heads * args.head_dim // tp * args.n_layers
     gathers = 2 if job_config.activation_checkpoint.mode in ("none", "selective") else 3
     passed = heads * 4 * (cp / (cp - 1) if cp > 1 else 0)

@@ -1,4 +1,6 @@
-"""A launch folder, RUN/launch/NAME, keeps what a job runs, so that no edit changes a queued run (docs/run_folder.md)."""
+"""A launch folder, RUN/launch/NAME, keeps what a job runs, so that no edit changes a
+queued run (docs/run_folder.md).
+"""
 
 import argparse
 import hashlib
@@ -16,28 +18,38 @@ from titan_disp.config.load import load_config
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError
 from titan_disp.run.folder import versions, writing
 
-LAUNCH = "titan-disp-launch: "  # marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
+# Marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
+LAUNCH = "titan-disp-launch: "
 PACKAGE = Path(__file__).parents[1]
-SCRIPTS = Path(__file__).with_name("slurm").resolve()  # in a checkout, this is a link to its folder slurm
+# in a checkout, this is a link to its folder slurm
+SCRIPTS = Path(__file__).with_name("slurm").resolve()
 
 
 def code_hash() -> str:
     """Return a hash of the source code of titan_disp."""
     digest = hashlib.sha256()
-    # The scripts are a link in a checkout, which is not followed, and files in an installed package.
-    for file in sorted(f for f in PACKAGE.rglob("*.py") if "slurm" not in f.relative_to(PACKAGE).parts):
+    # The scripts are a link in a checkout, which is not followed, and files in an
+    # installed package.
+    for file in sorted(
+        f for f in PACKAGE.rglob("*.py") if "slurm" not in f.relative_to(PACKAGE).parts
+    ):
         digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def freeze(
-    job_config: JobConfig, argv: Sequence[str], name: str, sbatch: Sequence[str] = (), site: Path | None = None
+    job_config: JobConfig,
+    argv: Sequence[str],
+    name: str,
+    sbatch: Sequence[str] = (),
+    site: Path | None = None,
 ) -> Path:
     """Write the launch folder ``name`` of a run, and return it.
 
-    ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: its options, if known. ``site``: the file with
-    the site's settings; without one, slurm/supervise.py copies the file that it was started with.
-    Raises ConfigError if the run folder is not writable, or a requeue would be refused.
+    ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: its
+    options, if known. ``site``: the file with the site's settings; without one,
+    slurm/supervise.py copies the file that it was started with. Raises ConfigError if
+    the run folder is not writable, or a requeue would be refused.
     """
     c = job_config.checkpoint
     if c.enable and c.load_step != -1 and not c.load_only:
@@ -49,7 +61,8 @@ def freeze(
     folder = run / "launch" / name
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")
     with writing(run):
-        (partial / "slurm" / "sites").mkdir(parents=True)  # a site's file may include another
+        # a site's file may include another
+        (partial / "slurm" / "sites").mkdir(parents=True)
         for file in (*SCRIPTS.glob("*.*"), *SCRIPTS.glob("sites/*.sh")):
             # Without the mode, because an installation may be read-only.
             if file.suffix in (".py", ".sh", ".sbatch"):
@@ -57,26 +70,45 @@ def freeze(
         if site is not None:
             shutil.copyfile(site, partial / "slurm" / "site.sh")
         shutil.copyfile(argv[1], partial / "config.toml")
-        (partial / "resolved.json").write_text(json.dumps(job_config.to_dict(), indent=2))
+        (partial / "resolved.json").write_text(
+            json.dumps(job_config.to_dict(), indent=2)
+        )
         launch = {
             "run": os.fspath(run),
-            # The last option counts. The job may run in another folder (sbatch --chdir).
-            "argv": [os.fspath(folder / "config.toml"), *argv[2:], "--job.dump_folder", os.fspath(run)],
+            # The last option counts. The job may run in another folder (sbatch
+            # --chdir).
+            "argv": [
+                os.fspath(folder / "config.toml"),
+                *argv[2:],
+                "--job.dump_folder",
+                os.fspath(run),
+            ],
             "given": argv[1],
             "sbatch": list(sbatch),
             **installed(),
         }
         text = json.dumps(launch, indent=2, ensure_ascii=False)
-        (partial / "launch.json").write_bytes(text.encode(errors="surrogateescape"))  # any bytes of a path
+        # Any bytes of a path
+        (partial / "launch.json").write_bytes(text.encode(errors="surrogateescape"))
         partial.rename(folder)
     return folder
 
 
 def earlier(run: Path, name: str) -> Path | None:
-    """Return the newest launch folder of this job, if the start ``name`` (JOB.RESTARTS.ID) is not the job's first."""
+    """Return the newest launch folder of this job, if the start ``name``
+    (JOB.RESTARTS.ID) is not the job's first.
+    """
     job, restarts, _ = name.split(".")
-    files = [file for file in run.glob(f"launch/{job}.*.*/launch.json") if ".partial-" not in file.parent.name]
-    return max(files, key=lambda file: file.stat().st_mtime).parent if files and restarts != "0" else None
+    files = [
+        file
+        for file in run.glob(f"launch/{job}.*.*/launch.json")
+        if ".partial-" not in file.parent.name
+    ]
+    return (
+        max(files, key=lambda file: file.stat().st_mtime).parent
+        if files and restarts != "0"
+        else None
+    )
 
 
 def installed() -> dict[str, Any]:
@@ -84,7 +116,9 @@ def installed() -> dict[str, Any]:
 
 
 def differences(config: str | Path) -> list[str]:
-    """Say what is installed otherwise than when the launch folder of this config was written; [] if it is in none."""
+    """Say what is installed otherwise than when the launch folder of this config was
+    written; [] if it is in none.
+    """
     file = Path(config).with_name("launch.json")
     if not file.is_file():
         return []
@@ -103,13 +137,18 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     try:
         job_config = load_config(rest)
-        folder = earlier(Path(job_config.job.dump_folder).absolute(), args.name) or freeze(job_config, rest, args.name)
+        folder = earlier(
+            Path(job_config.job.dump_folder).absolute(), args.name
+        ) or freeze(job_config, rest, args.name)
     except UserError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODE)
-    # As the bytes of the path, because Python 3.6 in the locale C could not write its letters.
+    # As the bytes of the path, because Python 3.6 in the locale C could not write its
+    # letters.
     sys.stdout.buffer.write(
-        f"{LAUNCH}{json.dumps(os.fspath(folder), ensure_ascii=False)}\n".encode(errors="surrogateescape")
+        f"{LAUNCH}{json.dumps(os.fspath(folder), ensure_ascii=False)}\n".encode(
+            errors="surrogateescape"
+        )
     )
 
 

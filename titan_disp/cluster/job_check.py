@@ -1,7 +1,9 @@
-"""The batch script runs ``python -m titan_disp.cluster.job_check`` to check a job before it starts hundreds of ranks.
+"""The batch script runs ``python -m titan_disp.cluster.job_check`` to check a job
+before it starts hundreds of ranks.
 
-It checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. If a check
-fails, it prints a message on stderr and exits with status 2, or with status 3 if another job uses the run folder.
+It checks the config, data and tokenizer for this number of nodes, and that no other job
+uses the run folder. If a check fails, it prints a message on stderr and exits with
+status 2, or with status 3 if another job uses the run folder.
 """
 
 import argparse
@@ -18,21 +20,33 @@ from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
 from titan_disp.data.hub import fetch_arguments, is_hub_name, parse_name
 from titan_disp.data.sources import training_sets
-from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError, UserError
+from titan_disp.errors import (
+    EXIT_CODE,
+    IN_USE_EXIT_CODE,
+    ConfigError,
+    InUseError,
+    UserError,
+)
 from titan_disp.run.folder import lock_folder, writing
 
 FEW_NODES = 4  # so many nodes may stream without a warning: our choice
 C4_FILES = 1024  # files of the training split
-# Requests for files in 5 minutes, by Hugging Face's documentation (huggingface.co/docs/hub/rate-limits, "Resolvers").
+# Requests for files in 5 minutes, by Hugging Face's documentation
+# (huggingface.co/docs/hub/rate-limits, "Resolvers").
 WITHOUT_TOKEN = 3000  # per IP address, which the nodes of a cluster often share
 FREE_ACCOUNT = 5000
 
 
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
-    """Check that a config can start on ``nodes`` × ``nproc`` ranks. ``nproc`` is a number, or "gpu": one per GPU of this node."""
+    """Check that a config can start on ``nodes`` × ``nproc`` ranks.
+
+    ``nproc`` is a number, or "gpu": one per GPU of this node.
+    """
     job_config = load_config(argv)
     if nproc != "gpu" and not nproc.isdecimal():
-        raise ConfigError(f"TITAN_DISP_NPROC is {nproc!r}, expected gpu or a number of ranks per node")
+        raise ConfigError(
+            f"TITAN_DISP_NPROC is {nproc!r}, expected gpu or a number of ranks per node"
+        )
     per_node = torch.accelerator.device_count() if nproc == "gpu" else int(nproc)
     if per_node < 1:
         raise ConfigError(
@@ -47,19 +61,28 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
         run.mkdir(parents=True, exist_ok=True)
         lock_folder(run).close()
     for changed in differences(job_config.job.config_file):
-        print(f"titan-disp: warning: the job was submitted with another installation: {changed}", flush=True)
+        print(
+            f"titan-disp: warning: the job was submitted with another installation: {changed}",
+            flush=True,
+        )
 
 
-def hub_warnings(job_config: JobConfig, ranks: int, nodes: int | None = None) -> list[str]:
-    """Return a warning for each training data set that more than a few nodes would stream from the hub."""
-    nodes = nodes or -(-ranks // 8)  # a preflight does not know them: a node mostly has 8 GPUs
+def hub_warnings(
+    job_config: JobConfig, ranks: int, nodes: int | None = None
+) -> list[str]:
+    """Return a warning for each training data set that more than a few nodes would
+    stream from the hub.
+    """
+    # a preflight does not know them: a node mostly has 8 GPUs
+    nodes = nodes or -(-ranks // 8)
     if nodes <= FEW_NODES:
         return []
     warnings, streams = [], data_parallel_degree(job_config, ranks)
     for data in training_sets(job_config):
         if not data.on_hub:
             continue
-        # Every stream reads each file that has its documents (at most files + streams reads), on all of its ranks.
+        # Every stream reads each file that has its documents (at most files + streams
+        # reads), on all of its ranks.
         fetch = "DIR"
         count = f"{(C4_FILES + streams) * (ranks // streams):,} requests (one per file and rank that reads it)"
         if is_hub_name(data.dataset):

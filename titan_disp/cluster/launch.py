@@ -1,4 +1,6 @@
-"""``titan-disp train`` starts torchrun on this machine, and ``titan-disp submit`` starts sbatch."""
+"""``titan-disp train`` starts torchrun on this machine, and ``titan-disp submit``
+starts sbatch.
+"""
 
 import contextlib
 import dataclasses
@@ -23,7 +25,12 @@ from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
-from titan_disp.config.options import SlurmOptions, SubmitOptions, TrainOptions, check_least
+from titan_disp.config.options import (
+    SlurmOptions,
+    SubmitOptions,
+    TrainOptions,
+    check_least,
+)
 from titan_disp.errors import ConfigError
 from titan_disp.files import cores
 from titan_disp.run.reader import EVENTS, STOP, read_json_lines
@@ -31,7 +38,8 @@ from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 
 @contextlib.contextmanager
 def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call ``heard`` at SIGINT, SIGTERM and SIGHUP, but not again within a second of the first.
+    """Call ``heard`` at SIGINT, SIGTERM and SIGHUP, but not again within a second of
+    the first.
 
     Signals that are ignored stay ignored, as SIGHUP under nohup.
     """
@@ -41,12 +49,14 @@ def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[Non
         nonlocal first
         if first is None:
             first = time.monotonic()
-        elif time.monotonic() - first < 1:  # timeout(1) signals a process and then its group
+        # timeout(1) signals a process and then its group
+        elif time.monotonic() - first < 1:
             return
         heard(number, frame)
 
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ValueError):  # outside of the main thread, Python forbids signal handlers
+        # Outside of the main thread, Python forbids signal handlers
+        with contextlib.suppress(ValueError):
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     stack.callback(signal.signal, number, signal.signal(number, once))
@@ -54,9 +64,11 @@ def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 def launch(options: TrainOptions) -> int:
-    """Check everything in this process, so that an error is printed once, then start the ranks.
+    """Check everything in this process, so that an error is printed once, then start
+    the ranks.
 
-    Returns 0, the exit status of the first rank that failed, or 128 plus the number of the signal that stopped the run.
+    Returns 0, the exit status of the first rank that failed, or 128 plus the number of
+    the signal that stopped the run.
     """
     check_least(options, nproc=1)
     job_config = load_config(options.argv)
@@ -78,22 +90,32 @@ def launch(options: TrainOptions) -> int:
         nproc_per_node=nproc,
         run_id=f"titan-disp-{os.getpid()}",
         rdzv_backend="c10d",
-        # Addresses, because not every container resolves localhost, and not every laptop its own name.
+        # Addresses, because not every container resolves localhost, and not every
+        # laptop its own name.
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        signals_to_handle="SIGQUIT",  # at other signals, torchrun would kill ranks that save for more than 30 seconds
+        # at other signals, torchrun would kill ranks that save for more than 30 seconds
+        signals_to_handle="SIGQUIT",
     )
     stop = StopRanks()
     begins = "resumes from the newest checkpoint, or begins anew if there is none"
-    then = begins if job_config.checkpoint.enable else "begins anew, because checkpoint.enable is false"
+    then = (
+        begins
+        if job_config.checkpoint.enable
+        else "begins anew, because checkpoint.enable is false"
+    )
     try:
         with stop_signals(stop.heard):
-            elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *options.argv)
+            elastic_launch(settings, sys.executable)(
+                "-m", "titan_disp.train", *options.argv
+            )
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if stop.number and failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL):
-            _say(f"titan-disp: {stop.name} ended the run, and not every rank ended by itself. The same command {then}.")
+            _say(
+                f"titan-disp: {stop.name} ended the run, and not every rank ended by itself. The same command {then}."
+            )
             return 128 + stop.number
         status = f"rank {rank} failed with exit status {failure.exitcode}"
         print(f"titan-disp: {status}; logs of all ranks: {logs}", file=sys.stderr)
@@ -108,19 +130,27 @@ def launch(options: TrainOptions) -> int:
 
 
 def _outcome(run: str, then: str) -> str:
-    """Return how a run has ended by itself, and what to type next. ``then``: what the same command does."""
+    """Return how a run has ended by itself, and what to type next.
+
+    ``then``: what the same command does.
+    """
     *_, last = [{}, *read_json_lines(os.path.join(run, EVENTS))]
     if last.get("event") == "complete":
         return f"the run is complete: step {last.get('step')}. Next: titan-disp report {shlex.quote(run)} --out report.html"
     if last.get("event") == "stop":
         remove = f"Remove {shlex.quote(os.path.join(run, STOP))}: the"
-        first = {"budget": "Raise it: the", "file": remove, "seed": "Without it, the"}.get(last.get("kind", ""), "The")
+        first = {
+            "budget": "Raise it: the",
+            "file": remove,
+            "seed": "Without it, the",
+        }.get(last.get("kind", ""), "The")
         return f"stopped after step {last.get('step')}: {last.get('reason')}. {first} same command {then}."
     return "all ranks have ended"
 
 
 class StopRanks:
-    """Pass the first signal on to the ranks that train as SIGTERM, and kill them at a later one.
+    """Pass the first signal on to the ranks that train as SIGTERM, and kill them at a
+    later one.
 
     The ranks have sessions of their own, so a terminal does not signal them.
     """
@@ -142,53 +172,82 @@ class StopRanks:
             with contextlib.suppress(OSError):  # it has ended
                 stop(rank, sent)
         if first:
-            _say(f"titan-disp: {self.name}: the ranks finish their step, save and end. A second signal kills them.")
+            _say(
+                f"titan-disp: {self.name}: the ranks finish their step, save and end. A second signal kills them."
+            )
 
 
 def _say(text: str) -> None:
-    """Print to stderr, if there is one: a terminal that was closed, or a tee that Ctrl-C has ended, must not stop a save."""
+    """Print to stderr, if there is one: a terminal that was closed, or a tee that
+    Ctrl-C has ended, must not stop a save.
+    """
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _ranks() -> list[int]:
-    """Return the children of this process that run and lead a session, as torchrun starts ranks."""
+    """Return the children of this process that run and lead a session, as torchrun
+    starts ranks.
+    """
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             state, parent, _, session = file.read_text().rpartition(")")[2].split()[:4]
-            if state != "Z" and int(parent) == os.getpid() and session == file.parent.name:
+            if (
+                state != "Z"
+                and int(parent) == os.getpid()
+                and session == file.parent.name
+            ):
                 found.append(int(session))
     return found
 
 
 def _last_error(logs: str, rank: int) -> str | None:
-    files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
+    files = sorted(
+        Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"),
+        key=lambda p: p.stat().st_mtime,
+    )
     lines = files[-1].read_text(errors="replace").splitlines() if files else []
-    return next((line for line in reversed(lines) if line.startswith("titan-disp: error")), None)
+    return next(
+        (line for line in reversed(lines) if line.startswith("titan-disp: error")), None
+    )
 
 
 SCRIPT = "pretrain.sbatch"
-# If one of these is set, the nodes have their own Python, from a container or an archive.
-OTHER_PYTHON = ("TITAN_DISP_PYTHON", "TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS", "TITAN_DISP_ENV_ARCHIVE")
+# If one of these is set, the nodes have their own Python, from a container or an
+# archive.
+OTHER_PYTHON = (
+    "TITAN_DISP_PYTHON",
+    "TITAN_DISP_PREFIX",
+    "TITAN_DISP_SRUN_ARGS",
+    "TITAN_DISP_ENV_ARCHIVE",
+)
 
 
 def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]:
-    """Build the options of sbatch. ``more`` are further ones, without dashes. Raises ConfigError if one has a comma."""
+    """Build the options of sbatch.
+
+    ``more`` are further ones, without dashes. Raises ConfigError if one has a comma.
+    """
     exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
     if not any(os.environ.get(name) for name in OTHER_PYTHON):
         exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
     for setting in exported:
         if "," in setting:
             name, _, value = setting.partition("=")
-            raise ConfigError(f"{name} is {value!r}, and sbatch ends the value at the comma: use a path without one")
+            raise ConfigError(
+                f"{name} is {value!r}, and sbatch ends the value at the comma: use a path without one"
+            )
     gpus = [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
     given = [f"--{option.lstrip('-')}" for option in (*more, *options.sbatch)]
     return [f"--nodes={options.nodes}", *gpus, *given, f"--export={','.join(exported)}"]
 
 
 def site_file(site: str) -> Path:
-    """Return the file of a site, which is a name in slurm/sites or a path. Raises ConfigError if there is none."""
+    """Return the file of a site, which is a name in slurm/sites or a path.
+
+    Raises ConfigError if there is none.
+    """
     for file in (Path(site), SCRIPTS / "sites" / f"{site}.sh"):
         if file.is_file():
             return file
@@ -197,29 +256,40 @@ def site_file(site: str) -> Path:
 
 
 def command(
-    options: SlurmOptions, arguments: Sequence[str], script: Path = SCRIPTS / SCRIPT, more: Sequence[str] = ()
+    options: SlurmOptions,
+    arguments: Sequence[str],
+    script: Path = SCRIPTS / SCRIPT,
+    more: Sequence[str] = (),
 ) -> list[str]:
     """Build the sbatch command line of a script in slurm/."""
     return ["sbatch", *sbatch_options(options, more), str(script), *arguments]
 
 
 def send(line: Sequence[str], dry_run: bool) -> int:
-    """Print an sbatch command, run it unless this is a dry run, and return its exit status."""
+    """Print an sbatch command, run it unless this is a dry run, and return its exit
+    status.
+    """
     print(f"\n{shlex.join(line)}", flush=True)
     if dry_run:
         return 0
     try:
         return subprocess.run(line, env=os.environ).returncode
     except FileNotFoundError as error:
-        raise ConfigError("there is no sbatch on this machine: submit from a login node, or use --dry-run") from error
+        raise ConfigError(
+            "there is no sbatch on this machine: submit from a login node, or use --dry-run"
+        ) from error
 
 
 def submit(options: SubmitOptions) -> int:
-    """Print the plan, keep what the job will run in RUN/launch, submit it, and return sbatch's exit status."""
+    """Print the plan, keep what the job will run in RUN/launch, submit it, and return
+    sbatch's exit status.
+    """
     job_config = load_config(options.argv)
     spares = os.environ.get("TITAN_DISP_SPARES") or "0"
     if not (spares.isdecimal() and int(spares) < options.nodes):
-        raise ConfigError(f"TITAN_DISP_SPARES is {spares!r}, expected a whole number below --nodes {options.nodes}")
+        raise ConfigError(
+            f"TITAN_DISP_SPARES is {spares!r}, expected a whole number below --nodes {options.nodes}"
+        )
     training = dataclasses.replace(options.machine, nodes=options.nodes - int(spares))
     nproc = os.environ.get("TITAN_DISP_NPROC", "")
     if nproc.isdecimal() and int(nproc):  # ranks per node, whatever its GPUs
@@ -227,8 +297,12 @@ def submit(options: SubmitOptions) -> int:
     print(render(make_plan(job_config, training)), flush=True)
     site = site_file(options.site)
     if options.dry_run:
-        return send(command(options, [options.config, *options.overrides]), dry_run=True)
+        return send(
+            command(options, [options.config, *options.overrides]), dry_run=True
+        )
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     folder = freeze(job_config, options.argv, name, sbatch_options(options), site)
-    frozen = json.loads((folder / "launch.json").read_text(errors="surrogateescape"))["argv"]
+    frozen = json.loads((folder / "launch.json").read_text(errors="surrogateescape"))[
+        "argv"
+    ]
     return send(command(options, frozen, folder / "slurm" / SCRIPT), dry_run=False)

@@ -1,8 +1,9 @@
 """``python -m titan_disp.cluster.node_health`` checks whether this node can train.
 
-It prints the node's report as one line of JSON, and writes it to a file with ``--out``. With TorchTitan's arguments
-(``--job.config_file CONFIG …``), it also checks that this node can read the data and tokenizer of the config. Faulty
-GPUs are found as far as their drivers report faults to users other than root (slurm/README.md lists which).
+It prints the node's report as one line of JSON, and writes it to a file with ``--out``.
+With TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that this
+node can read the data and tokenizer of the config. Faulty GPUs are found as far as
+their drivers report faults to users other than root (slurm/README.md lists which).
 """
 
 import argparse
@@ -31,102 +32,167 @@ from titan_disp.data.sources import DataSet, data_sets
 from titan_disp.errors import ConfigError
 from titan_disp.run.folder import write_json
 
-MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take hundreds of MB, an environment several GB
-REPORT = "titan-disp-node-report: "  # begins the line with the report (slurm/supervise.py reads it)
-LINE = 1000  # most bytes per line: srun splits lines above 1024 bytes, and mixes the parts with lines of other nodes
-BUSY = 0.9  # if a smaller fraction of a GPU's memory is free, another process uses it or has left memory behind
+# bytes on the node's own disk: compiled kernels take hundreds of MB, an environment
+# several GB
+MINIMUM_DISK = 2 << 30
+# Begins the line with the report (slurm/supervise.py reads it)
+REPORT = "titan-disp-node-report: "
+# most bytes per line: srun splits lines above 1024 bytes, and mixes the parts with
+# lines of other nodes
+LINE = 1000
+# if a smaller fraction of a GPU's memory is free, another process uses it or has left
+# memory behind
+BUSY = 0.9
 LIMIT = 60  # seconds for a tool: if it hangs, so does the driver
 DAY = 86400.0
 RECOVERY = "gpu_recovery_action"
 # nvidia-smi's fields, the value of a healthy GPU, and the message for any other value.
 NVIDIA_FIELDS = {
-    "ecc.errors.uncorrected.volatile.total": ("0", "{} uncorrectable memory errors since the driver was loaded"),
+    "ecc.errors.uncorrected.volatile.total": (
+        "0",
+        "{} uncorrectable memory errors since the driver was loaded",
+    ),
     "remapped_rows.failure": ("No", "failed memory could not be remapped ({})"),
-    "remapped_rows.pending": ("No", "remapping failed memory needs a reset of the GPU ({})"),
+    "remapped_rows.pending": (
+        "No",
+        "remapping failed memory needs a reset of the GPU ({})",
+    ),
     RECOVERY: ("None", "the driver asks for a recovery action ({})"),
 }
 UNKNOWN = ("N/A", "[N/A]", "[Not Supported]")
-# Xids that no application causes: a double-bit error, a failed retirement of memory, a GPU that has fallen off the bus,
-# an uncontained error, and a GSP (the GPU's own processor) that has failed or does not answer. Source: nverror.h of
-# NVIDIA's open kernel modules.
+# Xids that no application causes: a double-bit error, a failed retirement of memory, a
+# GPU that has fallen off the bus, an uncontained error, and a GSP (the GPU's own
+# processor) that has failed or does not answer. Source: nverror.h of NVIDIA's open
+# kernel modules.
 HARDWARE_XIDS = (48, 64, 79, 95, 119, 120)
 XID = re.compile(r"(?m)^(?:\[ *([\d.]+)\] )?NVRM: Xid \((PCI:[^)]*)\): (\d+), (.*)$")
 
 
 def gpu_problems() -> list[str]:
-    """Describe the faults of this node's GPUs. The list is empty if no vendor tool is installed."""
+    """Describe the faults of this node's GPUs.
+
+    The list is empty if no vendor tool is installed.
+    """
     try:
         nvidia = {field: _nvidia(field) for field in NVIDIA_FIELDS}
         problems = []
         for field, (sound, text) in NVIDIA_FIELDS.items():
-            unsound = {gpu: value for gpu, value in nvidia[field].items() if value not in (sound, *UNKNOWN)}
-            problems += [f"GPU {gpu}: {text.format(value)}" for gpu, value in unsound.items()]
-        problems += [f"GPU {gpu}: {count} uncorrectable errors" for gpu, count in _amd().items() if count]
+            unsound = {
+                gpu: value
+                for gpu, value in nvidia[field].items()
+                if value not in (sound, *UNKNOWN)
+            }
+            problems += [
+                f"GPU {gpu}: {text.format(value)}" for gpu, value in unsound.items()
+            ]
+        problems += [
+            f"GPU {gpu}: {count} uncorrectable errors"
+            for gpu, count in _amd().items()
+            if count
+        ]
     except subprocess.TimeoutExpired as error:
         return [f"{error.cmd[0]} does not answer within {LIMIT} s"]
-    # Newer drivers report the action that they require. With older ones, only the kernel log has Xids.
+    # Newer drivers report the action that they require. With older ones, only the
+    # kernel log has Xids.
     told = [value for value in nvidia[RECOVERY].values() if value not in UNKNOWN]
     return problems if told else problems + list(dict.fromkeys(_xids()))
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints, or an empty string if it is missing or fails. TimeoutExpired is raised if it hangs."""
+    """Return what a command prints, or an empty string if it is missing or fails.
+
+    TimeoutExpired is raised if it hangs.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=LIMIT
+        )
     except OSError:
         return ""
     return done.stdout if done.returncode == 0 else ""
 
 
 def _nvidia(field: str) -> dict[str, str]:
-    """Return one field of each GPU. Fields are queried singly: nvidia-smi rejects queries with any unknown field."""
+    """Return one field of each GPU.
+
+    Fields are queried singly: nvidia-smi rejects queries with any unknown field.
+    """
     text = _output("nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader")
-    return dict(row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == 2)
+    return dict(
+        row
+        for row in csv.reader(text.splitlines(), skipinitialspace=True)
+        if len(row) == 2
+    )
 
 
 def _amd() -> dict[str, int]:
-    """Return the number of uncorrectable errors of each GPU, from amd-smi or the older rocm-smi."""
+    """Return the number of uncorrectable errors of each GPU, from amd-smi or the older
+    rocm-smi.
+    """
     counts = {}
     for gpu, text in _parts(r"(?m)^GPU: (\d+)$", _output("amd-smi", "metric", "--ecc")):
         counts[gpu] = re.findall(r"(?m)^ *TOTAL_UNCORRECTABLE_COUNT: (\d+)$", text)
     if not any(counts.values()):
-        for gpu, text in _parts(r"(?m)^GPU\[(\d+)\]: +\tRAS INFO$", _output("rocm-smi", "--showrasinfo")):
-            # Each row has a block, its status, and the numbers of correctable and uncorrectable errors.
+        for gpu, text in _parts(
+            r"(?m)^GPU\[(\d+)\]: +\tRAS INFO$", _output("rocm-smi", "--showrasinfo")
+        ):
+            # Each row has a block, its status, and the numbers of correctable and
+            # uncorrectable errors.
             counts[gpu] = re.findall(r"(?m)^ *\w+ +\w+ +\d+ +(\d+) *$", text)
     return {gpu: sum(map(int, numbers)) for gpu, numbers in counts.items()}
 
 
 def _parts(head: str, text: str) -> Iterable[tuple[str, str]]:
-    """Split a text at the lines that match ``head``. Yields the GPU of each such line and the text below it."""
+    """Split a text at the lines that match ``head``.
+
+    Yields the GPU of each such line and the text below it.
+    """
     _, *parts = re.split(head, text)
     return zip(parts[::2], parts[1::2], strict=True)
 
 
 def _xids() -> Iterator[str]:
-    """Yield the last day's Xids of hardware, from dmesg, or from the journal if only root may run dmesg."""
-    journal = ("journalctl", "--dmesg", "--since=-24h", "--output=cat", "--no-pager", "--quiet")
+    """Yield the last day's Xids of hardware, from dmesg, or from the journal if only
+    root may run dmesg.
+    """
+    journal = (
+        "journalctl",
+        "--dmesg",
+        "--since=-24h",
+        "--output=cat",
+        "--no-pager",
+        "--quiet",
+    )
     try:
         log = _output("dmesg") or _output(*journal)
     except subprocess.TimeoutExpired:  # a slow disk says nothing about the GPUs
         return
     for seconds, gpu, xid, text in XID.findall(log):
         # dmesg prints seconds since the node was booted.
-        if int(xid) in HARDWARE_XIDS and (not seconds or time.monotonic() - float(seconds) < DAY):
+        if int(xid) in HARDWARE_XIDS and (
+            not seconds or time.monotonic() - float(seconds) < DAY
+        ):
             yield f"GPU at {gpu}: Xid {xid} within a day: {text}"
 
 
 def node_name() -> str:
-    """Return SLURM's name of this node (one host may run several nodes), or the host's short name outside of SLURM."""
+    """Return SLURM's name of this node (one host may run several nodes), or the host's
+    short name outside of SLURM.
+    """
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
 
 
 def in_order(nodes: Iterable[str]) -> list[str]:
-    """Sort node names by length and then alphabetically, so that n2 comes before n10."""
+    """Sort node names by length and then alphabetically, so that n2 comes before
+    n10.
+    """
     return sorted(nodes, key=lambda name: (len(name), name))
 
 
 def writable(folder: str) -> str | None:
-    """Return the reason why nothing can be written to a folder, or None if it is writable."""
+    """Return the reason why nothing can be written to a folder, or None if it is
+    writable.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -139,11 +205,16 @@ def writable(folder: str) -> str | None:
 
 
 def check_gpu(index: int) -> tuple[int, str | None]:
-    """Return the free bytes of a GPU (0 if it cannot compute), and the reason why it cannot be used, or None."""
+    """Return the free bytes of a GPU (0 if it cannot compute), and the reason why it
+    cannot be used, or None.
+    """
     try:
         free, total = torch.cuda.mem_get_info(index)
         if free < BUSY * total:
-            return free, f"GPU {index} has {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+            return (
+                free,
+                f"GPU {index} has {free / 1e9:.0f} of {total / 1e9:.0f} GB free",
+            )
         ones = torch.ones(1024, 1024, device=f"cuda:{index}")
         if not torch.equal((ones @ ones).cpu(), torch.full((1024, 1024), 1024.0)):
             return 0, f"GPU {index} returns wrong matrix products"
@@ -153,9 +224,15 @@ def check_gpu(index: int) -> tuple[int, str | None]:
 
 
 def input_problems(job_config: JobConfig) -> list[str]:
-    """Return the reasons why this node cannot read the tokenizer or the data. Data on the hub needs internet access."""
+    """Return the reasons why this node cannot read the tokenizer or the data.
+
+    Data on the hub needs internet access.
+    """
     problems = []
-    for check in (partial(tokenizer_of, job_config), *(partial(_read_data, data) for data in data_sets(job_config))):
+    for check in (
+        partial(tokenizer_of, job_config),
+        *(partial(_read_data, data) for data in data_sets(job_config)),
+    ):
         try:
             check()
         except ConfigError as error:
@@ -171,26 +248,32 @@ def _read_data(data: DataSet) -> None:
         return
     first = data.files()[0]
     if not first.remote:
-        with open(first.url, "rb") as file:  # a file system may list files that it cannot read
+        # a file system may list files that it cannot read
+        with open(first.url, "rb") as file:
             file.read(1)
 
 
 def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any]:
-    """Check this node: a folder on its own disk, its GPUs, and what a config writes and reads.
+    """Check this node: a folder on its own disk, its GPUs, and what a config writes and
+    reads.
 
-    ``free_gpu_bytes`` of the report is the free memory of its fullest GPU, or 0 if a GPU cannot compute. ``free_bytes``
-    and ``run_free_bytes`` are the free space for ``local`` and for the run folder.
+    ``free_gpu_bytes`` of the report is the free memory of its fullest GPU, or 0 if a
+    GPU cannot compute. ``free_bytes`` and ``run_free_bytes`` are the free space for
+    ``local`` and for the run folder.
     """
     folders = [local]
     if job_config is not None:
         run = job_config.job.dump_folder
         checkpoints = os.path.join(run, job_config.checkpoint.folder)
-        # The checkpoint folder is not created here: an empty one would change how the run starts.
+        # The checkpoint folder is not created here: an empty one would change how the
+        # run starts.
         folders += [run, checkpoints] if os.path.isdir(checkpoints) else [run]
     problems = [problem for folder in folders if (problem := writable(folder))]
     free = _free_disk(local)
     if free < MINIMUM_DISK:
-        problems.append(f"{local} has {free / 1e9:.1f} GB free, expected at least {MINIMUM_DISK / 1e9:.1f} GB")
+        problems.append(
+            f"{local} has {free / 1e9:.1f} GB free, expected at least {MINIMUM_DISK / 1e9:.1f} GB"
+        )
     count = torch.cuda.device_count()
     checked = [check_gpu(i) for i in range(count)]
     problems += [problem for _, problem in checked if problem]
@@ -202,7 +285,9 @@ def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any
         "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
         "free_gpu_bytes": min((free for free, _ in checked), default=0),
         "free_bytes": free,
-        "run_free_bytes": _free_disk(job_config.job.dump_folder) if job_config is not None else 0,
+        "run_free_bytes": _free_disk(job_config.job.dump_folder)
+        if job_config is not None
+        else 0,
         "clock": time.time(),
         "problems": problems,
     }
@@ -213,7 +298,10 @@ def _free_disk(folder: str) -> int:
 
 
 def report_line(report: dict[str, Any]) -> str:
-    """Return a report as one line of at most ``LINE`` bytes. The problems are cut if the line would be longer."""
+    """Return a report as one line of at most ``LINE`` bytes.
+
+    The problems are cut if the line would be longer.
+    """
     line = REPORT + json.dumps(report)
     text = "; ".join(report["problems"])
     while len(line) > LINE and text:
@@ -225,7 +313,9 @@ def report_line(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--out", help="folder for the report, on a shared file system")
-    parser.add_argument("--local", required=True, help="a folder on the node's own disk")
+    parser.add_argument(
+        "--local", required=True, help="a folder on the node's own disk"
+    )
     args, titan = parser.parse_known_args()
     job_config, unreadable = None, []
     try:
@@ -240,7 +330,11 @@ def main() -> None:
         write_json(out / f"{report['node']}.json", report)
     line = report_line(report)
     if line != REPORT + json.dumps(report):
-        print(f"{report['node']}: {'; '.join(report['problems'])}", file=sys.stderr, flush=True)
+        print(
+            f"{report['node']}: {'; '.join(report['problems'])}",
+            file=sys.stderr,
+            flush=True,
+        )
     print(line, flush=True)
 
 

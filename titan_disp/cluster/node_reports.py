@@ -1,11 +1,13 @@
-"""``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on the batch host of check_nodes.sbatch.
+"""``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on
+the batch host of check_nodes.sbatch.
 
     node_reports folder --job.config_file CONFIG …                  prints the run folder
     node_reports able   --out DIR --nproc P --expected "n1 n2 …"    prints the nodes that can take part in the bandwidth test
     node_reports report --out DIR --nproc P --expected "n1 n2 …" --job.config_file CONFIG …
 
-DIR holds nodes/NODE.json (from node_health) and bandwidth.json (from bandwidth). ``report`` adds report.json, prints a
-table, and exits with status 1 if there is a problem.
+DIR holds nodes/NODE.json (from node_health) and bandwidth.json (from bandwidth).
+``report`` adds report.json, prints a table, and exits with status 1 if there is a
+problem.
 """
 
 import argparse
@@ -16,23 +18,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_disp.cluster.bandwidth import best_bandwidths, slow_links, slow_nodes, usual_bandwidth
+from titan_disp.cluster.bandwidth import (
+    best_bandwidths,
+    slow_links,
+    slow_nodes,
+    usual_bandwidth,
+)
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.node_health import in_order, writable
 from titan_disp.config.checks import check_config, check_device
 from titan_disp.config.load import load_config
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted
 
-CLOCK_LIMIT = 2.0  # seconds: users compare logs and file times of different nodes, and credentials expire
-TEST_MEMORY = 2e9  # bytes of a GPU for the bandwidth test: two buffers, and NCCL's own memory
+# seconds: users compare logs and file times of different nodes, and credentials expire
+CLOCK_LIMIT = 2.0
+# bytes of a GPU for the bandwidth test: two buffers, and NCCL's own memory
+TEST_MEMORY = 2e9
 NAMED = 4  # most nodes that one line names
 
 Report = dict[str, Any]
 Problems = dict[str, list[str]]  # by node
 
 
-def collect(folder: Path, expected: Sequence[str]) -> tuple[dict[str, Report], Problems]:
-    """Read the reports of the nodes that answered. Also returns the problems of each expected node."""
+def collect(
+    folder: Path, expected: Sequence[str]
+) -> tuple[dict[str, Report], Problems]:
+    """Read the reports of the nodes that answered.
+
+    Also returns the problems of each expected node.
+    """
     reports: dict[str, Report] = {}
     problems: Problems = {}
     for node in in_order(expected):
@@ -48,32 +62,48 @@ def collect(folder: Path, expected: Sequence[str]) -> tuple[dict[str, Report], P
 def gpus_of(report: Report) -> str:
     """Describe a node's GPUs, for example as "8 × NVIDIA H100 80GB HBM3"."""
     counts: Counter[str] = Counter(report["gpus"])
-    return ", ".join(f"{count} × {name}" for name, count in sorted(counts.items())) or "none"
+    return (
+        ", ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
+        or "none"
+    )
 
 
 def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
-    """Find nodes with too few GPUs for the ranks, with different kinds of GPUs, or with other GPUs than most nodes."""
+    """Find nodes with too few GPUs for the ranks, with different kinds of GPUs, or with
+    other GPUs than most nodes.
+    """
     if not reports:
         return {}
     problems = defaultdict(list)
-    common = Counter(map(gpus_of, reports.values())).most_common(1)[0][0]  # the first one on a tie
+    # the first one on a tie
+    common = Counter(map(gpus_of, reports.values())).most_common(1)[0][0]
     for node, report in reports.items():
         count = len(report["gpus"])
         if nproc == "gpu" and not count:
             problems[node].append("no GPU is visible")
         elif nproc != "gpu" and 0 < count < int(nproc):
-            problems[node].append(f"the number of visible GPUs is {count}, too few for {nproc} ranks per node")
+            problems[node].append(
+                f"the number of visible GPUs is {count}, too few for {nproc} ranks per node"
+            )
         if gpus_of(report) != common:
-            problems[node].append(f"its GPUs: {gpus_of(report)}; most nodes have {common}")
+            problems[node].append(
+                f"its GPUs: {gpus_of(report)}; most nodes have {common}"
+            )
         elif len(set(report["gpus"])) > 1:
             problems[node].append(f"its GPUs are of different kinds: {common}")
     return dict(problems)
 
 
 def able_nodes(reports: Mapping[str, Report], nproc: str) -> list[str]:
-    """Return the nodes that can take part in the bandwidth test: their GPUs work and are like those of most nodes."""
+    """Return the nodes that can take part in the bandwidth test: their GPUs work and
+    are like those of most nodes.
+    """
     able = reports.keys() - gpu_problems(reports, nproc).keys()
-    return [n for n, r in reports.items() if n in able and (not r["gpus"] or r["free_gpu_bytes"] > TEST_MEMORY)]
+    return [
+        n
+        for n, r in reports.items()
+        if n in able and (not r["gpus"] or r["free_gpu_bytes"] > TEST_MEMORY)
+    ]
 
 
 def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
@@ -86,16 +116,22 @@ def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
         )
     for node, skew in bandwidth["clock_skew"].items():
         if abs(skew) > CLOCK_LIMIT:
-            problems[node].append(f"its clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the others'")
+            problems[node].append(
+                f"its clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the others'"
+            )
     return dict(problems)
 
 
 def config_problem(
     argv: Sequence[str], nodes: int, nproc: str, reports: Mapping[str, Report]
 ) -> tuple[list[str], list[str]]:
-    """Return the config's problems and notes, for so many nodes with the most common number of GPUs."""
+    """Return the config's problems and notes, for so many nodes with the most common
+    number of GPUs.
+    """
     counts = Counter(len(report["gpus"]) for report in reports.values())
-    per_node = int(nproc) if nproc != "gpu" else (counts.most_common(1)[0][0] if counts else 0)
+    per_node = (
+        int(nproc) if nproc != "gpu" else (counts.most_common(1)[0][0] if counts else 0)
+    )
     if not per_node:
         return [], []
     try:
@@ -107,10 +143,13 @@ def config_problem(
     return [], hub_warnings(job_config, nodes * per_node, nodes)
 
 
-def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[str]) -> Report:
+def make_report(
+    out: Path, expected: Sequence[str], nproc: str, argv: Sequence[str]
+) -> Report:
     """Combine the reports, the bandwidth test and the check of the config.
 
-    ``problems`` has messages by node, "the config" or "bandwidth". ``notes`` are no problems by themselves.
+    ``problems`` has messages by node, "the config" or "bandwidth". ``notes`` are no
+    problems by themselves.
     """
     reports, problems = collect(out / "nodes", expected)
     able, file = able_nodes(reports, nproc), out / "bandwidth.json"
@@ -120,15 +159,29 @@ def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[s
     if bandwidth is not None:
         found.append(bandwidth_problems(bandwidth))
         links = slow_links(bandwidth["pairs"])
-        notes += [f"{a} – {b} is slow ({speed / 1e9:.2f} GB/s), but both are fast with others" for a, b, speed in links]
+        notes += [
+            f"{a} – {b} is slow ({speed / 1e9:.2f} GB/s), but both are fast with others"
+            for a, b, speed in links
+        ]
         if untested := [node for node in in_order(expected) if node not in able]:
             notes.append(f"not in the bandwidth test: {_named(untested)}")
     elif able:
-        found.append({"bandwidth": ["the test failed or hung; its output is above and in the logs of the run folder"]})
+        found.append(
+            {
+                "bandwidth": [
+                    "the test failed or hung; its output is above and in the logs of the run folder"
+                ]
+            }
+        )
     for key, texts in (item for more in found for item in more.items()):
         problems.setdefault(key, []).extend(texts)
     problems = {key: texts for key, texts in problems.items() if texts}
-    return {"nodes": reports, "bandwidth": bandwidth, "problems": problems, "notes": notes}
+    return {
+        "nodes": reports,
+        "bandwidth": bandwidth,
+        "problems": problems,
+        "notes": notes,
+    }
 
 
 def _named(nodes: Sequence[str]) -> str:
@@ -136,13 +189,19 @@ def _named(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:NAMED]) + more
 
 
-def _row(node: str, report: Report | None, bandwidth: Mapping[str, Any] | None, problems: int) -> list[str]:
+def _row(
+    node: str, report: Report | None, bandwidth: Mapping[str, Any] | None, problems: int
+) -> list[str]:
     """Return a node's row of the table, in the order of the headings in ``render``."""
     verdict = counted(problems, "problem") if problems else "ok"
     if report is None:
         return [node, *["–"] * 7, verdict]
     skew = bandwidth["clock_skew"].get(node) if bandwidth else None
-    pairs = [(b if a == node else a, speed) for a, b, speed in (bandwidth or {"pairs": []})["pairs"] if node in (a, b)]
+    pairs = [
+        (b if a == node else a, speed)
+        for a, b, speed in (bandwidth or {"pairs": []})["pairs"]
+        if node in (a, b)
+    ]
     return [
         node,
         str(len(report["gpus"])),
@@ -157,13 +216,37 @@ def _row(node: str, report: Report | None, bandwidth: Mapping[str, Any] | None, 
 
 
 def render(report: Report, expected: Sequence[str]) -> list[str]:
-    """Render the table of nodes, with notes and problems below it. Equal problems of several nodes share a line."""
+    """Render the table of nodes, with notes and problems below it.
+
+    Equal problems of several nodes share a line.
+    """
     bandwidth, problems = report["bandwidth"], report["problems"]
-    head = ["node", "GPUs", "kind", "GPU free", "local free", "run free", "clock", "GB/s with neighbours", ""]
+    head = [
+        "node",
+        "GPUs",
+        "kind",
+        "GPU free",
+        "local free",
+        "run free",
+        "clock",
+        "GB/s with neighbours",
+        "",
+    ]
     nodes = in_order(expected)
-    rows = [head, *(_row(n, report["nodes"].get(n), bandwidth, len(problems.get(n, []))) for n in nodes)]
+    rows = [
+        head,
+        *(
+            _row(n, report["nodes"].get(n), bandwidth, len(problems.get(n, [])))
+            for n in nodes
+        ),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
     if bandwidth is not None:
         speeds = best_bandwidths(bandwidth["pairs"])
         reduced = bandwidth["all_reduce"]

@@ -1,4 +1,7 @@
-"""This module predicts a run's mesh, batches, bytes, FLOPs and days. It needs no data, tokenizer or GPU."""
+"""This module predicts a run's mesh, batches, bytes, FLOPs and days.
+
+It needs no data, tokenizer or GPU.
+"""
 
 import contextlib
 import copy
@@ -11,7 +14,12 @@ from torchtitan.config import JobConfig
 
 from titan_disp.cluster import cost
 from titan_disp.cluster.job_check import hub_warnings
-from titan_disp.config.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
+from titan_disp.config.batch import (
+    data_parallel_degree,
+    global_batch_size,
+    slot_count,
+    tokens_per_step,
+)
 from titan_disp.config.checks import check_config, missing_inputs
 from titan_disp.config.options import Machine
 from titan_disp.data.assignment import Assignment, Share, far_from_weights
@@ -57,39 +65,53 @@ class Batch:
 @dataclass(frozen=True)
 class Model:
     parameters: int  # a tied embedding counts once
-    parameters_non_embedding: int  # without the output and the embeddings of tokens and positions
+    # without the output and the embeddings of tokens and positions
+    parameters_non_embedding: int
     flops: float  # of forward and backward in a step, without recomputation
     dispersion_flops: float  # that dispersion adds to these
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    size: int  # bytes of one full checkpoint, without the few numbers of streams and schedules
+    # bytes of one full checkpoint, without the few numbers of streams and schedules
+    size: int
     saved: int
     kept: int  # at the end of the run
-    disk: int  # most bytes at any time: one more than are kept, as the oldest is deleted after the newest is complete
+    # most bytes at any time: one more than are kept, as the oldest is deleted after the
+    # newest is complete
+    disk: int
     interval_seconds: float  # 0 without checkpoints
-    seconds: float  # to write one at the machine's storage_bandwidth; asynchronous modes hide most of it
+    # to write one at the machine's storage_bandwidth; asynchronous modes hide most of
+    # it
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Time:
-    computing_seconds: float  # of a step's products at the machine's ``mfu`` of the bf16 peak (dispersion: half of it)
-    within_bytes: float  # that one GPU sends in a step to others of its node (see ``traffic``)
+    # of a step's products at the machine's ``mfu`` of the bf16 peak (dispersion: half
+    # of it)
+    computing_seconds: float
+    # that one GPU sends in a step to others of its node (see ``traffic``)
+    within_bytes: float
     between_bytes: float  # to other nodes
     within_seconds: float
     between_seconds: float
     exposed_seconds: float  # communication that computing cannot hide, a lower bound
     step_seconds: float  # computing and exposed communication
     tokens_per_second_per_gpu: float
-    days: float  # of all steps, without start-ups, checkpoints, validation and measurements
+    # of all steps, without start-ups, checkpoints, validation and measurements
+    days: float
     days_without_dispersion: float
-    days_fp32_dispersion: float  # with dispersion's products at the fp32 peak, as for fp32 activations and l2_repel
+    # with dispersion's products at the fp32 peak, as for fp32 activations and l2_repel
+    days_fp32_dispersion: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the prediction for a run. ``dataclasses.asdict`` turns it into JSON values."""
+    """Hold the prediction for a run.
+
+    ``dataclasses.asdict`` turns it into JSON values.
+    """
 
     config: str
     machine: Machine  # with all its bandwidths, in GB/s
@@ -100,8 +122,11 @@ class Plan:
     checkpoints: Checkpoints
     time: Time
     sources: list[Share]
-    unseen: dict[str, float]  # of each local source's text, the fraction that an epoch's tokens leave unread, about
-    node_counts: list[NodeCount]  # up to MAX_NODES, with the same number of GPUs per node
+    # of each local source's text, the fraction that an epoch's tokens leave unread,
+    # about
+    unseen: dict[str, float]
+    # up to MAX_NODES, with the same number of GPUs per node
+    node_counts: list[NodeCount]
     warnings: list[str]
 
 
@@ -113,11 +138,13 @@ def meta_model(job_config: JobConfig) -> DispModel:
         return find_model(job_config.model.name).model_cls(args)
 
 
-def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) -> list[NodeCount]:
+def admitted_node_counts(
+    job_config: JobConfig, gpus_per_node: int, shard: int
+) -> list[NodeCount]:
     """Return the numbers of nodes for which ``check_config`` passes.
 
-    Two meshes are tried for each number: as many replicas of the same shard degree as fit, and the config as it is. The
-    replicas come first if one fits into a node.
+    Two meshes are tried for each number: as many replicas of the same shard degree as
+    fit, and the config as it is. The replicas come first if one fits into a node.
     """
     steps, trial = job_config.training.steps, copy.deepcopy(job_config)
     p, given = trial.parallelism, job_config.parallelism
@@ -126,40 +153,59 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
     for nodes in range(1, MAX_NODES + 1):
         world = nodes * gpus_per_node
         resolves = given.data_parallel_replicate_degree == -1
-        meshes = [(world // inside, shard)] if world % inside == 0 and not resolves else []
-        meshes.append((given.data_parallel_replicate_degree, given.data_parallel_shard_degree))
+        meshes = (
+            [(world // inside, shard)] if world % inside == 0 and not resolves else []
+        )
+        meshes.append(
+            (given.data_parallel_replicate_degree, given.data_parallel_shard_degree)
+        )
         if inside > gpus_per_node:
             meshes.reverse()
         for p.data_parallel_replicate_degree, p.data_parallel_shard_degree in meshes:
-            trial.training.steps = steps  # an earlier check may have set it from the token budget
+            # an earlier check may have set it from the token budget
+            trial.training.steps = steps
             try:
                 check_config(trial, world)
             except ConfigError:
                 continue
-            admitted.append(NodeCount(nodes, -1 if resolves else p.data_parallel_replicate_degree))
+            admitted.append(
+                NodeCount(nodes, -1 if resolves else p.data_parallel_replicate_degree)
+            )
             break
     return admitted
 
 
 def unseen_shares(
-    job_config: JobConfig, listed: Sequence[tuple[DataSet, list[DataFile]]], slots: int, shares: Sequence[Share]
+    job_config: JobConfig,
+    listed: Sequence[tuple[DataSet, list[DataFile]]],
+    slots: int,
+    shares: Sequence[Share],
 ) -> dict[str, float]:
-    """Predict which fraction of each local source's text the cuts leave unread in an epoch's tokens.
+    """Predict which fraction of each local source's text the cuts leave unread in an
+    epoch's tokens.
 
-    Lengths of documents add to it: the fewer a slot has, and the more they differ, the more.
+    Lengths of documents add to it: the fewer a slot has, and the more they differ, the
+    more.
     """
     found, options = {}, stream_options(job_config)
     own = {share.name: share.slots for share in shares}
     for one, files in listed:
-        with contextlib.suppress(ConfigError):  # no index of token ids without a tokenizer, or too much for memory
+        # no index of token ids without a tokenizer, or too much for memory
+        with contextlib.suppress(ConfigError):
             if files and one.key != "validation":
-                assignment = Assignment(with_densities(files, options), own.get(one.source, slots), options.seed)
+                assignment = Assignment(
+                    with_densities(files, options),
+                    own.get(one.source, slots),
+                    options.seed,
+                )
                 found[one.source] = assignment.unseen()
     return found
 
 
 def find_machine(machine: Machine) -> Machine:
-    """Return the machine with the GPU's own bandwidths where it names none, or raise ConfigError."""
+    """Return the machine with the GPU's own bandwidths where it names none, or raise
+    ConfigError.
+    """
     machine = replace(machine, gpu=cost.gpu_name(machine.gpu))
     gpu = cost.find_gpu(machine)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
@@ -169,29 +215,48 @@ def find_machine(machine: Machine) -> Machine:
     if not 0 < machine.mfu <= 1:
         raise ConfigError(f"mfu is {machine.mfu}, expected a number in (0, 1]")
     bandwidths = {
-        "node": gpu.node_bandwidth / 1e9 if machine.node_bandwidth is None else machine.node_bandwidth,
-        "network": gpu.network_bandwidth / 1e9 if machine.network_bandwidth is None else machine.network_bandwidth,
+        "node": gpu.node_bandwidth / 1e9
+        if machine.node_bandwidth is None
+        else machine.node_bandwidth,
+        "network": gpu.network_bandwidth / 1e9
+        if machine.network_bandwidth is None
+        else machine.network_bandwidth,
         "storage": machine.storage_bandwidth,
     }
     for kind, value in bandwidths.items():
         if not value > 0:
-            raise ConfigError(f"{kind} bandwidth is {value:g} GB/s, expected a number > 0")
-    found: dict[str, Any] = {f"{kind}_bandwidth": value for kind, value in bandwidths.items()}
-    return replace(machine, gpu_memory=gpu.memory / 1e9, gpu_flops=gpu.bf16_flops / 1e12, **found)
+            raise ConfigError(
+                f"{kind} bandwidth is {value:g} GB/s, expected a number > 0"
+            )
+    found: dict[str, Any] = {
+        f"{kind}_bandwidth": value for kind, value in bandwidths.items()
+    }
+    return replace(
+        machine, gpu_memory=gpu.memory / 1e9, gpu_flops=gpu.bf16_flops / 1e12, **found
+    )
 
 
 def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> Plan:
-    """Plan a config, which is not changed, on a machine. With ``strict``, missing data or a missing tokenizer is an error.
+    """Plan a config, which is not changed, on a machine.
 
-    Raises ConfigError if the run would fail at its start, or a number of the machine is out of range.
+    With ``strict``, missing data or a missing tokenizer is an error.
+
+    Raises ConfigError if the run would fail at its start, or a number of the machine is
+    out of range.
     """
-    machine, given, job_config = find_machine(machine), job_config, copy.deepcopy(job_config)
+    machine, given, job_config = (
+        find_machine(machine),
+        job_config,
+        copy.deepcopy(job_config),
+    )
     gpu, world = cost.find_gpu(machine), machine.nodes * machine.gpus_per_node
     try:
         check_config(job_config, world)
     except ConfigError as error:
         gpus = f"{counted(machine.nodes, 'node')} of {counted(machine.gpus_per_node, 'GPU')}"
-        raise ConfigError(f"{error}. This is for {gpus} (--nodes, --gpus-per-node)") from error
+        raise ConfigError(
+            f"{error}. This is for {gpus} (--nodes, --gpus-per-node)"
+        ) from error
     missing, listed = missing_inputs(job_config, strict)
     warnings = missing + hub_warnings(job_config, world, machine.nodes)
     module = meta_model(job_config)
@@ -211,52 +276,123 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             f"communication that computing cannot hide takes {time.exposed_seconds / time.step_seconds:.0%} of a step: use "
             "fewer nodes, or raise training.local_batch_size, which splits the same batch into fewer microbatches"
         )
-    size, (saved, kept, on_disk) = cost.checkpoint_bytes(job_config, module), cost.checkpoint_counts(job_config)
+    size, (saved, kept, on_disk) = (
+        cost.checkpoint_bytes(job_config, module),
+        cost.checkpoint_counts(job_config),
+    )
     between = job_config.checkpoint.interval * time.step_seconds if saved else 0.0
-    checkpoints = Checkpoints(size, saved, kept, on_disk * size, between, size / (machine.storage_bandwidth * 1e9))
+    checkpoints = Checkpoints(
+        size,
+        saved,
+        kept,
+        on_disk * size,
+        between,
+        size / (machine.storage_bandwidth * 1e9),
+    )
     if saved and checkpoints.seconds > max(NOTICED * between, 0.1):
         warnings.append(
             f"a checkpoint is saved every {between:.1f} s and takes about {checkpoints.seconds:.1f} s to write: raise "
             "checkpoint.interval"
         )
-    config, counts = job_config.job.config_file or "", admitted_node_counts(given, machine.gpus_per_node, mesh.shard)
+    config, counts = (
+        job_config.job.config_file or "",
+        admitted_node_counts(given, machine.gpus_per_node, mesh.shard),
+    )
     unseen = unseen_shares(job_config, listed, slots, sources)
-    return Plan(config, machine, mesh, batch, model, memory, checkpoints, time, sources, unseen, counts, warnings)
+    return Plan(
+        config,
+        machine,
+        mesh,
+        batch,
+        model,
+        memory,
+        checkpoints,
+        time,
+        sources,
+        unseen,
+        counts,
+        warnings,
+    )
 
 
 def measured(
     job_config: JobConfig, module: DispModel, machine: Machine
 ) -> tuple[Mesh, Batch, Model, cost.Memory, Time]:
-    """Return what follows from a checked config, its model on the meta device and a machine of ``find_machine``."""
-    p, t, world = job_config.parallelism, job_config.training, machine.nodes * machine.gpus_per_node
-    cp, tp, replicate = p.context_parallel_degree, p.tensor_parallel_degree, p.data_parallel_replicate_degree
+    """Return what follows from a checked config, its model on the meta device and a
+    machine of ``find_machine``.
+    """
+    p, t, world = (
+        job_config.parallelism,
+        job_config.training,
+        machine.nodes * machine.gpus_per_node,
+    )
+    cp, tp, replicate = (
+        p.context_parallel_degree,
+        p.tensor_parallel_degree,
+        p.data_parallel_replicate_degree,
+    )
     dp = data_parallel_degree(job_config, world)
     mesh = Mesh(replicate, world // (replicate * cp * tp), cp, tp, dp)
-    sequences, step_tokens = global_batch_size(job_config, dp), tokens_per_step(job_config, dp)
+    sequences, step_tokens = (
+        global_batch_size(job_config, dp),
+        tokens_per_step(job_config, dp),
+    )
     accumulation, total = sequences // (t.local_batch_size * dp), t.steps * step_tokens
-    batch = Batch(t.seq_len, t.local_batch_size, sequences, accumulation, step_tokens, t.steps, total)
+    batch = Batch(
+        t.seq_len,
+        t.local_batch_size,
+        sequences,
+        accumulation,
+        step_tokens,
+        t.steps,
+        total,
+    )
     args = module.model_args
     parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
-    embeddings = {id(w): w.numel() for part in (*module.embeddings, module.output) for w in part.parameters()}
-    flops, dispersed = flops_per_token * step_tokens, sequences * cost.dispersion_cost(job_config, args).flops
-    model = Model(parameters, parameters - sum(embeddings.values()), float(flops), float(dispersed))
+    embeddings = {
+        id(w): w.numel()
+        for part in (*module.embeddings, module.output)
+        for w in part.parameters()
+    }
+    flops, dispersed = (
+        flops_per_token * step_tokens,
+        sequences * cost.dispersion_cost(job_config, args).flops,
+    )
+    model = Model(
+        parameters,
+        parameters - sum(embeddings.values()),
+        float(flops),
+        float(dispersed),
+    )
     memory = cost.estimate(job_config, module, mesh.shard * cp, accumulation > 1)
     return mesh, batch, model, memory, _time(job_config, module, machine, model, batch)
 
 
-SLOWER = 2.0  # dispersion's FLOPs than the model's, rounded from the exact estimator on one H200 (docs/benchmarks.md)
+# dispersion's FLOPs than the model's, rounded from the exact estimator on one H200
+# (docs/benchmarks.md)
+SLOWER = 2.0
 
 
-def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Model, batch: Batch) -> Time:
+def _time(
+    job_config: JobConfig,
+    module: DispModel,
+    machine: Machine,
+    model: Model,
+    batch: Batch,
+) -> Time:
     assert machine.node_bandwidth is not None  # ``find_machine`` has filled it in
     assert machine.network_bandwidth is not None
     within, between = machine.node_bandwidth * 1e9, machine.network_bandwidth * 1e9
     world, gpu = machine.nodes * machine.gpus_per_node, cost.find_gpu(machine)
     sent = cost.traffic(job_config, module, machine.gpus_per_node, world)
-    bf16, fp32 = (world * machine.mfu * peak for peak in (gpu.bf16_flops, gpu.fp32_flops))
+    bf16, fp32 = (
+        world * machine.mfu * peak for peak in (gpu.bf16_flops, gpu.fp32_flops)
+    )
 
     def days(computing: float) -> float:
-        return batch.steps * (computing + sent.exposed(computing, within, between)) / 86400
+        return (
+            batch.steps * (computing + sent.exposed(computing, within, between)) / 86400
+        )
 
     computing = (model.flops + SLOWER * model.dispersion_flops) / bf16
     exposed = sent.exposed(computing, within, between)
@@ -271,7 +407,9 @@ def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Mod
         tokens_per_second_per_gpu=batch.tokens_per_step / (computing + exposed) / world,
         days=days(computing),
         days_without_dispersion=days(model.flops / bf16),
-        days_fp32_dispersion=days(model.flops / bf16 + SLOWER * model.dispersion_flops / fp32),
+        days_fp32_dispersion=days(
+            model.flops / bf16 + SLOWER * model.dispersion_flops / fp32
+        ),
     )
 
 
@@ -287,7 +425,9 @@ def _days(days: float) -> str:  # not known to a tenth of a minute
     minutes = days * 1440
     if minutes < 1:
         return "less than a minute"
-    return estimated_duration(days * 86400) if minutes >= 120 else f"{minutes:.0f} minutes"
+    return (
+        estimated_duration(days * 86400) if minutes >= 120 else f"{minutes:.0f} minutes"
+    )
 
 
 def _node_counts(counts: list[NodeCount]) -> str:
@@ -296,7 +436,10 @@ def _node_counts(counts: list[NodeCount]) -> str:
         degree = "= nodes"
     else:
         degree = f"= {degrees.pop()}" if len(degrees) == 1 else "in brackets"
-    shown = [f"{c.nodes} ({c.replicate})" if degree == "in brackets" else str(c.nodes) for c in counts]
+    shown = [
+        f"{c.nodes} ({c.replicate})" if degree == "in brackets" else str(c.nodes)
+        for c in counts
+    ]
     if len(shown) > SHOWN:
         shown[SHOWN - 1 : -1] = ["…"]
     nodes = "node" if [c.nodes for c in counts] == [1] else "nodes"
@@ -307,50 +450,101 @@ def render(plan: Plan) -> str:
     """Render the plan as about 35 lines of text."""
     machine, mesh, batch, model = plan.machine, plan.mesh, plan.batch, plan.model
     m, c, t = plan.memory, plan.checkpoints, plan.time
-    kinds = {"unsharded": " of gathered weights and their gradients", "dispersion": " of saved gradients"}
+    kinds = {
+        "unsharded": " of gathered weights and their gradients",
+        "dispersion": " of saved gradients",
+    }
     gpu, took = cost.find_gpu(machine), estimated_duration
     gpus = f"{counted(machine.nodes, 'node')} × {machine.gpus_per_node} {machine.gpu}"
-    ranks, share = counted(mesh.data_parallel, "rank"), model.dispersion_flops / model.flops
+    ranks, share = (
+        counted(mesh.data_parallel, "rank"),
+        model.dispersion_flops / model.flops,
+    )
     degrees = f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} × tensor {mesh.tensor}"
     microbatches = f"{batch.local_batch_size} × {ranks} × {counted(batch.accumulation_steps, 'accumulation step')}"
-    sequences = f"{counted(batch.global_batch_size, 'sequence')} of {batch.seq_len:,} tokens"
+    sequences = (
+        f"{counted(batch.global_batch_size, 'sequence')} of {batch.seq_len:,} tokens"
+    )
     written = f"written in {took(c.seconds)} at {machine.storage_bandwidth:g} GB/s (--storage-bandwidth)"
     total = model.flops * batch.steps
-    dispersed = f"{model.dispersion_flops:.3e} and {model.dispersion_flops * batch.steps:.3e}"
+    dispersed = (
+        f"{model.dispersion_flops:.3e} and {model.dispersion_flops * batch.steps:.3e}"
+    )
     node = f"{machine.node_bandwidth:g} GB/s (--node-bandwidth)"
     network = f"{machine.network_bandwidth:g} GB/s (--network-bandwidth)"
-    peak = f"{machine.mfu:.0%} of the bf16 peak, {gpu.bf16_flops / 1e12:g} TFLOP/s per GPU"
+    peak = (
+        f"{machine.mfu:.0%} of the bf16 peak, {gpu.bf16_flops / 1e12:g} TFLOP/s per GPU"
+    )
     rows = [
         ("plan", plan.config),
-        ("machine", f"{gpus} = {counted(machine.nodes * machine.gpus_per_node, 'GPU')}"),
+        (
+            "machine",
+            f"{gpus} = {counted(machine.nodes * machine.gpus_per_node, 'GPU')}",
+        ),
         ("mesh", f"{degrees}; {counted(mesh.data_parallel, 'data-parallel rank')}"),
         ("batch", f"{sequences} = {microbatches}"),
-        ("steps", f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = {batch.total_tokens:,} tokens"),
-        *(("sources" if i == 0 else "", str(source)) for i, source in enumerate(plan.sources)),
+        (
+            "steps",
+            f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = {batch.total_tokens:,} tokens",
+        ),
         *(
-            (f"data {name}".strip(), f"at least {part:.1%} of an epoch is not read in its tokens")
+            ("sources" if i == 0 else "", str(source))
+            for i, source in enumerate(plan.sources)
+        ),
+        *(
+            (
+                f"data {name}".strip(),
+                f"at least {part:.1%} of an epoch is not read in its tokens",
+            )
             for name, part in plan.unseen.items()
         ),
-        ("parameters", f"{model.parameters:,}; {model.parameters_non_embedding:,} without embedding and output"),
-        ("memory", f"{_size(m.total)} of {gpu.memory / 1e9:.0f} GB per GPU at the peak, estimated (1 GB = 1e9 bytes)"),
-        *((f"  {name}", _size(count) + kinds.get(name, "")) for name, count in vars(m).items()),
+        (
+            "parameters",
+            f"{model.parameters:,}; {model.parameters_non_embedding:,} without embedding and output",
+        ),
+        (
+            "memory",
+            f"{_size(m.total)} of {gpu.memory / 1e9:.0f} GB per GPU at the peak, estimated (1 GB = 1e9 bytes)",
+        ),
+        *(
+            (f"  {name}", _size(count) + kinds.get(name, ""))
+            for name, count in vars(m).items()
+        ),
         ("checkpoint", _size(c.size)),
-        ("  over the run", f"{c.saved} saved, {c.kept} kept; at most {_size(c.disk)} on disk"),
+        (
+            "  over the run",
+            f"{c.saved} saved, {c.kept} kept; at most {_size(c.disk)} on disk",
+        ),
         ("  every", f"{took(c.interval_seconds)}; {written}" if c.saved else "never"),
         (
             "FLOPs",
             f"{model.flops:.3e} per step, {total:.3e} in total; dispersion adds {dispersed} ({share:.1%}, at half the speed)",
         ),
-        ("step", f"{took(t.step_seconds)}: {took(t.computing_seconds)} of computing at {peak}, plus communication"),
-        ("  within nodes", f"{_size(t.within_bytes)} sent per GPU, {took(t.within_seconds)} at {node}"),
-        ("  between", f"{_size(t.between_bytes)}, {took(t.between_seconds)} at {network}"),
-        ("  not hidden", f"{took(t.exposed_seconds)}, {t.exposed_seconds / t.step_seconds:.1%} of a step"),
+        (
+            "step",
+            f"{took(t.step_seconds)}: {took(t.computing_seconds)} of computing at {peak}, plus communication",
+        ),
+        (
+            "  within nodes",
+            f"{_size(t.within_bytes)} sent per GPU, {took(t.within_seconds)} at {node}",
+        ),
+        (
+            "  between",
+            f"{_size(t.between_bytes)}, {took(t.between_seconds)} at {network}",
+        ),
+        (
+            "  not hidden",
+            f"{took(t.exposed_seconds)}, {t.exposed_seconds / t.step_seconds:.1%} of a step",
+        ),
         ("throughput", f"{t.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"),
         ("time", f"{_days(t.days)} for all steps"),
     ]
     if share:
         fp32 = f"{_days(t.days_fp32_dispersion)} if dispersion computes in fp32 (fp32 activations or l2_repel)"
-        rows += [("  without", f"{_days(t.days_without_dispersion)} with dispersion off"), ("  fp32", fp32)]
+        rows += [
+            ("  without", f"{_days(t.days_without_dispersion)} with dispersion off"),
+            ("  fp32", fp32),
+        ]
     rows.append(("also runs on", _node_counts(plan.node_counts)))
     lines = [f"{name:<15} {text}" for name, text in rows]
     return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])

@@ -1,14 +1,18 @@
-"""A preflight runs one real step of rank 0 of the whole mesh in one process, before a user requests hundreds of GPUs.
+"""A preflight runs one real step of rank 0 of the whole mesh in one process, before a
+user requests hundreds of GPUs.
 
-It finds what ``titan_disp.config.checks`` cannot find: the model cannot be built or sharded, or a step fails. What one
-step on this machine cannot run or does not need is switched off first.
+It finds what ``titan_disp.config.checks`` cannot find: the model cannot be built or
+sharded, or a step fails. What one step on this machine cannot run or does not need is
+switched off first.
 
-TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps as rank 0 would. Only the
-communication is fake: with ``comm.mode = "fake_backend"``, collectives return at once with this rank's values. Losses
-and norms are therefore meaningless and are not checked. A preflight needs neither data nor a tokenizer, and uses
-neither the checkpoints nor the run folder of ``titan_disp.train``.
+TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps
+as rank 0 would. Only the communication is fake: with ``comm.mode = "fake_backend"``,
+collectives return at once with this rank's values. Losses and norms are therefore
+meaningless and are not checked. A preflight needs neither data nor a tokenizer, and
+uses neither the checkpoints nor the run folder of ``titan_disp.train``.
 
-The step runs as ``python -m titan_disp.cluster.preflight``, because a process group would stay in the caller's process.
+The step runs as ``python -m titan_disp.cluster.preflight``, because a process group
+would stay in the caller's process.
 """
 
 import copy
@@ -32,7 +36,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
-import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
+# The model's spec and the device type, whatever the config imports.
+import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.checks import check_config, check_mesh
@@ -50,7 +55,9 @@ LAST_LINES = 15  # lines of a failed step's stderr in the message
 
 
 class Reduced:
-    """Hold a changed copy of a config, and the changes that make the step smaller than the run's or different from it."""
+    """Hold a changed copy of a config, and the changes that make the step smaller than
+    the run's or different from it.
+    """
 
     def __init__(self, job_config: JobConfig) -> None:
         self.job_config = copy.deepcopy(job_config)
@@ -62,13 +69,19 @@ class Reduced:
         old = getattr(holder, name)
         setattr(holder, name, new)
         if said and old != new:
-            self.changes.append(f"{key} {shown(old)} → {shown(new)}" + (f": {reason}" if reason else ""))
+            self.changes.append(
+                f"{key} {shown(old)} → {shown(new)}" + (f": {reason}" if reason else "")
+            )
 
 
 def small_flavor(job_config: JobConfig, ranks: int) -> str:
-    """Return the smallest flavor that fits the mesh and ties its embedding if the config's flavor does."""
-    tied = args_of(job_config).enable_weight_tying  # tied embeddings change FSDP's groups
-    for name, args in find_model(job_config.model.name).flavors.items():  # in ascending order
+    """Return the smallest flavor that fits the mesh and ties its embedding if the
+    config's flavor does.
+    """
+    # tied embeddings change FSDP's groups
+    tied = args_of(job_config).enable_weight_tying
+    # in ascending order
+    for name, args in find_model(job_config.model.name).flavors.items():
         if name == job_config.model.flavor:
             break
         other = copy.deepcopy(job_config)
@@ -80,15 +93,27 @@ def small_flavor(job_config: JobConfig, ranks: int) -> str:
     return job_config.model.flavor
 
 
-def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Reduced:
-    """Reduce a copy of a checked config to one step with simulated other ranks. On a CPU, the model is small, too."""
+def reduce(
+    job_config: JobConfig,
+    ranks: int,
+    flavor: str | None = None,
+    seq_len: int | None = None,
+) -> Reduced:
+    """Reduce a copy of a checked config to one step with simulated other ranks.
+
+    On a CPU, the model is small, too.
+    """
     r = Reduced(job_config)
     _one_step(r)
     if cpu.active():
         for_cpu(r)
         p = r.job_config.parallelism
         unit = p.tensor_parallel_degree * 2 * p.context_parallel_degree
-        seq_len = min(job_config.training.seq_len, -(-SEQ_LEN // unit) * unit) if seq_len is None else seq_len
+        seq_len = (
+            min(job_config.training.seq_len, -(-SEQ_LEN // unit) * unit)
+            if seq_len is None
+            else seq_len
+        )
         flavor = small_flavor(job_config, ranks) if flavor is None else flavor
     if seq_len is not None:
         r.set("training.seq_len", seq_len)
@@ -98,7 +123,9 @@ def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len
             r.set("model.overrides", {}, "they are for the config's own flavor")
         try:
             dispersion = r.job_config.dispersion  # type: ignore[attr-defined]
-            activation_indices(dispersion.layers, dispersion.final_norm, args_of(r.job_config).n_layers)
+            activation_indices(
+                dispersion.layers, dispersion.final_norm, args_of(r.job_config).n_layers
+            )
         except ConfigError:  # the indices are for the config's own model
             r.set("dispersion.layers", "all", f"{flavor} has another number of blocks")
     return r
@@ -129,7 +156,9 @@ def _one_step(r: Reduced) -> None:
         "profiling.enable_memory_snapshot",
     ):
         r.set(key, False)
-    r.set("parallelism.enable_async_tensor_parallel", False, "it needs real communication")
+    r.set(
+        "parallelism.enable_async_tensor_parallel", False, "it needs real communication"
+    )
 
 
 def for_cpu(r: Reduced) -> None:
@@ -138,14 +167,28 @@ def for_cpu(r: Reduced) -> None:
     p, t = job.parallelism, job.training
     cp = p.context_parallel_degree
     if cp > 1:
-        # FSDP shards over data_parallel_shard × context ranks, so the shards keep their size.
-        r.set("parallelism.context_parallel_degree", 1, "ring attention needs a GPU; its ranks get other sequences")
+        # FSDP shards over data_parallel_shard × context ranks, so the shards keep their
+        # size.
+        r.set(
+            "parallelism.context_parallel_degree",
+            1,
+            "ring attention needs a GPU; its ranks get other sequences",
+        )
         if p.data_parallel_shard_degree != -1:
-            r.set("parallelism.data_parallel_shard_degree", p.data_parallel_shard_degree * cp)
+            r.set(
+                "parallelism.data_parallel_shard_degree",
+                p.data_parallel_shard_degree * cp,
+            )
         if t.global_batch_size != -1:
-            r.set("training.global_batch_size", t.global_batch_size * cp, "the same accumulation")
+            r.set(
+                "training.global_batch_size",
+                t.global_batch_size * cp,
+                "the same accumulation",
+            )
     if job.activation_checkpoint.mode == "memory_budget" and job.compile.enable:
-        r.set("activation_checkpoint.mode", "full", "a memory budget needs the compiler")
+        r.set(
+            "activation_checkpoint.mode", "full", "a memory budget needs the compiler"
+        )
     r.set("compile.enable", False)
     if job.optimizer.implementation == "fused":
         r.set("optimizer.implementation", "foreach")
@@ -167,7 +210,9 @@ class Report:
     parameters: int  # a tied embedding counts once
     own_parameters: int  # elements of these that rank 0 holds
     seconds: float  # with compilation if it is on
-    peak_bytes: int  # of allocated GPU memory up to the end of the step; on a CPU, the process's high-water mark
+    # of allocated GPU memory up to the end of the step; on a CPU, the process's
+    # high-water mark
+    peak_bytes: int
     warnings: list[str] = field(default_factory=list)  # about what a step does not show
 
     def lines(self) -> list[str]:
@@ -177,22 +222,43 @@ class Report:
         microbatches = counted(self.accumulation, "microbatch", "microbatches")
         tokens = f"{self.local_batch_size} × {self.seq_len:,} tokens"
         rows = [
-            ("preflight", f"{self.config}, one step of rank 0 of {self.ranks:,} on {self.device}"),
-            ("mesh", ", ".join(f"{name} {size}" for name, size in self.mesh.items()) or "one rank"),
-            ("step", f"{microbatches} of {tokens}, {self.flavor}, in {self.seconds:.1f} s"),
-            ("parameters", f"{self.parameters:,}, of which rank 0 holds {self.own_parameters:,}"),
+            (
+                "preflight",
+                f"{self.config}, one step of rank 0 of {self.ranks:,} on {self.device}",
+            ),
+            (
+                "mesh",
+                ", ".join(f"{name} {size}" for name, size in self.mesh.items())
+                or "one rank",
+            ),
+            (
+                "step",
+                f"{microbatches} of {tokens}, {self.flavor}, in {self.seconds:.1f} s",
+            ),
+            (
+                "parameters",
+                f"{self.parameters:,}, of which rank 0 holds {self.own_parameters:,}",
+            ),
             ("memory", f"{self.peak_bytes / 1e9:.2f} GB: {memory}"),
-            *(("reduced" if i == 0 else "", change) for i, change in enumerate(self.reduced)),
+            *(
+                ("reduced" if i == 0 else "", change)
+                for i, change in enumerate(self.reduced)
+            ),
             *(("warning", warning) for warning in self.warnings),
-            ("passed", "the step ran; its numbers are not checked, because collectives are fake"),
+            (
+                "passed",
+                "the step ran; its numbers are not checked, because collectives are fake",
+            ),
         ]
         return [f"{name:<11} {text}" for name, text in rows]
 
 
 def preflight(options: PreflightOptions) -> Report:
-    """Check a config for all ranks of the job, then run one step of rank 0 in its own process.
+    """Check a config for all ranks of the job, then run one step of rank 0 in its own
+    process.
 
-    Raises ConfigError if the unreduced config cannot work on so many ranks, or with a failed step's last lines of output.
+    Raises ConfigError if the unreduced config cannot work on so many ranks, or with a
+    failed step's last lines of output.
     """
     whole, reduced = prepare(options)
     with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
@@ -221,32 +287,67 @@ def prepare(options: PreflightOptions) -> tuple[JobConfig, Reduced]:
 
 def _run(options: PreflightOptions, folder: Path) -> dict[str, Any]:
     ranks = options.ranks
-    command = [sys.executable, "-m", "titan_disp.cluster.preflight", str(folder), json.dumps(asdict(options))]
-    # Inside torchrun or a SLURM step, the process is rank 0 of the fake ranks all the same.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    # This is torchrun's default. On busy cores, threads would wait for each other in every small operation of the step.
+    command = [
+        sys.executable,
+        "-m",
+        "titan_disp.cluster.preflight",
+        str(folder),
+        json.dumps(asdict(options)),
+    ]
+    # Inside torchrun or a SLURM step, the process is rank 0 of the fake ranks all the
+    # same.
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")
+    }
+    # This is torchrun's default. On busy cores, threads would wait for each other in
+    # every small operation of the step.
     environment.setdefault("OMP_NUM_THREADS", "1")
-    environment |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    environment |= {
+        "NGPU": str(ranks),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+    }
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+        )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"preflight: the step did not end within {TIMEOUT} s") from error
+        raise ConfigError(
+            f"preflight: the step did not end within {TIMEOUT} s"
+        ) from error
     if done.returncode:
-        end = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-LAST_LINES:])
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-        raise ConfigError(f"preflight: the step of rank 0 of {ranks:,} failed ({how}):\n{end}")
+        end = "\n".join(
+            f"  {line}" for line in done.stderr.strip().splitlines()[-LAST_LINES:]
+        )
+        how = (
+            f"signal {-done.returncode}"
+            if done.returncode < 0
+            else f"exit status {done.returncode}"
+        )
+        raise ConfigError(
+            f"preflight: the step of rank 0 of {ranks:,} failed ({how}):\n{end}"
+        )
     return json.loads((folder / "measured.json").read_text())
 
 
 class RandomTokens(BaseDataLoader):
-    """Repeat one microbatch forever, in the real loader's form (``as_batch``), with documents of 256 tokens."""
+    """Repeat one microbatch forever, in the real loader's form (``as_batch``), with
+    documents of 256 tokens.
+    """
 
     def __init__(self, vocab_size: int, job_config: JobConfig) -> None:
         generator, training = torch.Generator().manual_seed(0), job_config.training
-        tokens = torch.randint(vocab_size, (training.local_batch_size, training.seq_len + 1), generator=generator)
+        tokens = torch.randint(
+            vocab_size,
+            (training.local_batch_size, training.seq_len + 1),
+            generator=generator,
+        )
         self.rows = [tokens]
         if stream_options(job_config).segments:
-            self.rows.append((torch.arange(training.seq_len + 1) // 256).int().expand_as(tokens))
+            self.rows.append(
+                (torch.arange(training.seq_len + 1) // 256).int().expand_as(tokens)
+            )
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -255,7 +356,9 @@ class RandomTokens(BaseDataLoader):
 
 @contextmanager
 def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
-    """Give the registered spec random tokens as data, and no real tokenizer, within this context."""
+    """Give the registered spec random tokens as data, and no real tokenizer, within
+    this context.
+    """
     spec = get_train_spec(job_config.model.name)
     before = spec.build_tokenizer_fn, spec.build_dataloader_fn
     vocab_size = args_of(job_config).vocab_size
@@ -264,7 +367,10 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
         return RandomTokens(vocab_size, job_config)
 
     # With masks, the trainer asserts that there is a tokenizer.
-    spec.build_tokenizer_fn, spec.build_dataloader_fn = lambda job_config: object(), build_data  # type: ignore[assignment, return-value]
+    spec.build_tokenizer_fn, spec.build_dataloader_fn = (
+        lambda job_config: object(),
+        build_data,
+    )  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
@@ -272,7 +378,10 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
 
 
 def one_step(job_config: JobConfig) -> dict[str, Any]:
-    """Build the trainer and take one step. Returns the measured fields of ``Report``."""
+    """Build the trainer and take one step.
+
+    Returns the measured fields of ``Report``.
+    """
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     monitor = trainer.metrics_processor.device_memory_monitor
@@ -282,7 +391,8 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     optimizers: Any = trainer.optimizers
     optimizers.settle()
-    if optimizers.bad_terms:  # fake communication gave an infinite value: step anyway, to measure Adam's memory
+    # fake communication gave an infinite value: step anyway, to measure Adam's memory
+    if optimizers.bad_terms:
         optimizers.inner.step()
     if not cpu.active():
         torch.accelerator.synchronize()
@@ -292,12 +402,17 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
     measured = {
         "device": monitor.device_name,
-        "mesh": {name: mesh.size() for name, mesh in meshes.items() if name != "efsdp"},  # efsdp is for experts
+        # efsdp is for experts
+        "mesh": {name: mesh.size() for name, mesh in meshes.items() if name != "efsdp"},
         "accumulation": trainer.gradient_accumulation_steps,
         "parameters": sum(w.numel() for w in weights),
-        "own_parameters": sum(getattr(w, "to_local", lambda w=w: w)().numel() for w in weights),
+        "own_parameters": sum(
+            getattr(w, "to_local", lambda w=w: w)().numel() for w in weights
+        ),
         "seconds": seconds,
-        "peak_bytes": cpu.high_water_mark() if cpu.active() else torch.accelerator.max_memory_allocated(),
+        "peak_bytes": cpu.high_water_mark()
+        if cpu.active()
+        else torch.accelerator.max_memory_allocated(),
     }
     trainer.close()
     dist.destroy_process_group()

@@ -1,8 +1,10 @@
-"""``titan-disp plan --suggest`` tries other batches, meshes and checkpointing, and lists those with the least step time:
-the best of each mode of checkpointing, and the best with the largest local batch.
+"""``titan-disp plan --suggest`` tries other batches, meshes and checkpointing, and
+lists those with the least step time: the best of each mode of checkpointing, and the
+best with the largest local batch.
 
-Every try passes the checks of a start, and trains the same: the global batch stays. The step's time is the plan's, with
-what activation checkpointing computes again. It knows nothing of kernels that are slow for small sizes.
+Every try passes the checks of a start, and trains the same: the global batch stays. The
+step's time is the plan's, with what activation checkpointing computes again. It knows
+nothing of kernels that are slow for small sizes.
 """
 
 import copy
@@ -22,10 +24,14 @@ from titan_disp.config.options import Machine
 from titan_disp.errors import ConfigError
 from titan_disp.text import estimated_duration
 
-EQUAL = 0.01  # step times that differ by less than this fraction of the least count as equal
-FILLED = 0.9  # fraction of the GPU's memory that a plan may fill: the rest is for the context, NCCL and fragmentation
+# step times that differ by less than this fraction of the least count as equal
+EQUAL = 0.01
+# Fraction of the GPU's memory that a plan may fill: the rest is for the context, NCCL
+# and fragmentation
+FILLED = 0.9
 CHUNK = 2048  # of training.head_chunk_tokens
-# Mode → the part of the forward pass that backward computes again. "op" keeps every second product and the attention.
+# Mode → the part of the forward pass that backward computes again. "op" keeps every
+# second product and the attention.
 AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
 BATCH, GLOBAL, TENSOR, SHARD, REPLICATE, MODE, OPTION, HEAD = KEYS = (
     "training.local_batch_size",
@@ -51,10 +57,12 @@ class Suggestion:
 
 
 def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
-    """Return the config as it is, and then the best others that fit the memory, by step time.
+    """Return the config as it is, and then the best others that fit the memory, by step
+    time.
 
-    Of those whose times are equal, the one with the fewest changes comes first, then the one with the largest batch.
-    Raises ConfigError if the config is refused as it is.
+    Of those whose times are equal, the one with the fewest changes comes first, then
+    the one with the largest batch. Raises ConfigError if the config is refused as it
+    is.
     """
     machine = find_machine(machine)
     module, memory = meta_model(job_config), FILLED * find_gpu(machine).memory
@@ -70,14 +78,24 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
         except ConfigError:  # _tries has raised it if it is about the config as it is
             continue
         _, _, _, needed, time = measured(trial, module, machine)
-        seconds = time.step_seconds + time.computing_seconds * _again(trial) / 3  # forward is a third of the computing
-        options = [f"--{key}={value}" for key, value in values.items() if value != own[key]]
+        # Forward is a third of the computing
+        seconds = time.step_seconds + time.computing_seconds * _again(trial) / 3
+        options = [
+            f"--{key}={value}" for key, value in values.items() if value != own[key]
+        ]
         if values is own or needed.total <= memory:
-            found.setdefault(tuple(options), (Suggestion(options, seconds, needed.total), values))
+            found.setdefault(
+                tuple(options), (Suggestion(options, seconds, needed.total), values)
+            )
     (now, _), *others = found.values()
     least = min((one.step_seconds for one, _ in others), default=1.0)
     others.sort(
-        key=lambda it: (int(it[0].step_seconds / least / EQUAL), len(it[0].options), -it[1][BATCH], it[0].memory)
+        key=lambda it: (
+            int(it[0].step_seconds / least / EQUAL),
+            len(it[0].options),
+            -it[1][BATCH],
+            it[0].memory,
+        )
     )
     same_tensor = [values for _, values in others if values[TENSOR] == own[TENSOR]]
     largest = max((values[BATCH] for values in same_tensor), default=0)
@@ -86,7 +104,13 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
         chosen.setdefault(values[MODE], one)
         if values in same_tensor and values[BATCH] == largest:
             chosen.setdefault(BATCH, one)
-    return [now, *sorted({id(one): one for one in chosen.values()}.values(), key=lambda one: one.step_seconds)]
+    return [
+        now,
+        *sorted(
+            {id(one): one for one in chosen.values()}.values(),
+            key=lambda one: one.step_seconds,
+        ),
+    ]
 
 
 def _again(job_config: JobConfig) -> float:
@@ -97,19 +121,31 @@ def _again(job_config: JobConfig) -> float:
     return AGAIN.get(checkpointing.mode, 1 - checkpointing.memory_budget)
 
 
-def _tries(job_config: JobConfig, machine: Machine, own: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _tries(
+    job_config: JobConfig, machine: Machine, own: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     trial = copy.deepcopy(job_config)
     world, p = machine.nodes * machine.gpus_per_node, job_config.parallelism
     check_config(trial, world)
     sequences = global_batch_size(trial, data_parallel_degree(trial, world))
     powers = [2**i for i in range(20)]
     tensor = [n for n in powers if machine.gpus_per_node % n == 0]
-    shards = {p.data_parallel_shard_degree, machine.gpus_per_node}  # not over all nodes: the plan ignores latencies
+    # Not over all nodes: the plan ignores latencies
+    shards = {p.data_parallel_shard_degree, machine.gpus_per_node}
     batches = [n for n in range(1, sequences + 1) if sequences % n == 0]
     modes = [("none", own[OPTION]), ("selective", "op"), ("full", own[OPTION])]
-    for n, tp, shard, (mode, option), head in product(batches, tensor, shards, modes, {own[HEAD], 0, CHUNK}):
+    for n, tp, shard, (mode, option), head in product(
+        batches, tensor, shards, modes, {own[HEAD], 0, CHUNK}
+    ):
         replicate = -1 if shard > 0 else own[REPLICATE]
         together = n * world // (tp * p.context_parallel_degree)
         if together <= sequences:
-            whole = own[GLOBAL] if together == sequences else sequences  # −1 is that of a microbatch
-            yield dict(zip(KEYS, (n, whole, tp, shard, replicate, mode, option, head), strict=True))
+            # −1 is that of a microbatch
+            whole = own[GLOBAL] if together == sequences else sequences
+            yield dict(
+                zip(
+                    KEYS,
+                    (n, whole, tp, shard, replicate, mode, option, head),
+                    strict=True,
+                )
+            )

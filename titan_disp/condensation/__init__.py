@@ -1,1 +1,4 @@
-"""This package measures and draws how condensed embeddings are. It does not import TorchTitan."""
+"""This package measures and draws how condensed embeddings are.
+
+It does not import TorchTitan.
+"""

@@ -1,6 +1,8 @@
-"""This module computes batch sizes, slots, tokens per step and steps from a config and a number of ranks.
+"""This module computes batch sizes, slots, tokens per step and steps from a config and
+a number of ranks.
 
-A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
+A *slot* is one of the run's document streams. Each data-parallel rank reads some of the
+slots.
 """
 
 from torchtitan.config import JobConfig
@@ -9,15 +11,24 @@ from titan_disp.errors import ConfigError, counted
 
 
 def data_parallel_degree(job_config: JobConfig, world_size: int) -> int:
-    """Return the number of ranks that read different data: the ranks divided by the degrees of TP and CP."""
+    """Return the number of ranks that read different data: the ranks divided by the
+    degrees of TP and CP.
+    """
     p = job_config.parallelism
     return world_size // (p.context_parallel_degree * p.tensor_parallel_degree)
 
 
 def global_batch_size(job_config: JobConfig, dp_degree: int) -> int:
-    """Return the sequences per step. TorchTitan's −1 stands for one microbatch on every data-parallel rank."""
+    """Return the sequences per step.
+
+    TorchTitan's −1 stands for one microbatch on every data-parallel rank.
+    """
     t = job_config.training
-    return t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * dp_degree
+    return (
+        t.global_batch_size
+        if t.global_batch_size > 0
+        else t.local_batch_size * dp_degree
+    )
 
 
 def slot_count(job_config: JobConfig, dp_degree: int) -> int:
@@ -31,7 +42,10 @@ def tokens_per_step(job_config: JobConfig, dp_degree: int) -> int:
 
 
 def resolve_steps(job_config: JobConfig, world_size: int) -> None:
-    """Set training.steps from budget.tokens, or raise ConfigError. A second call changes nothing."""
+    """Set training.steps from budget.tokens, or raise ConfigError.
+
+    A second call changes nothing.
+    """
     training, budget = job_config.training, job_config.budget  # type: ignore[attr-defined]
     per_step = tokens_per_step(job_config, data_parallel_degree(job_config, world_size))
     if budget.tokens:
@@ -43,7 +57,9 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
             )
         training.steps = steps
     if training.steps == -1:
-        raise ConfigError("neither budget.tokens nor training.steps is set: set one of them, which ends the run")
+        raise ConfigError(
+            "neither budget.tokens nor training.steps is set: set one of them, which ends the run"
+        )
     if budget.stop_at_tokens > training.steps * per_step:
         raise ConfigError(
             f"budget.stop_at_tokens is {budget.stop_at_tokens:,}, more than the {training.steps * per_step:,} "
@@ -52,7 +68,13 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
 
 
 def last_step(job_config: JobConfig, dp_degree: int) -> int:
-    """Return the step after which this job ends: that of budget.stop_at_tokens, or the last of all steps."""
+    """Return the step after which this job ends: that of budget.stop_at_tokens, or the
+    last of all steps.
+    """
     stop = job_config.budget.stop_at_tokens  # type: ignore[attr-defined]
     steps = job_config.training.steps
-    return min(steps, -(-stop // tokens_per_step(job_config, dp_degree))) if stop else steps
+    return (
+        min(steps, -(-stop // tokens_per_step(job_config, dp_degree)))
+        if stop
+        else steps
+    )

@@ -1,8 +1,10 @@
-"""These checks refuse a config that cannot work, with one message that says what to change.
+"""These checks refuse a config that cannot work, with one message that says what to
+change.
 
-Every start of training runs them, and so do plan, preflight, submit, sweeps and the node check. They build no model and
-need no GPU. ``check_inputs`` also opens the data, the tokenizer and the checkpoint that the config names.
-Each raises ConfigError for the first problem that it finds. Other checks are elsewhere: ``cluster.preflight`` runs one
+Every start of training runs them, and so do plan, preflight, submit, sweeps and the
+node check. They build no model and need no GPU. ``check_inputs`` also opens the data,
+the tokenizer and the checkpoint that the config names. Each raises ConfigError for the
+first problem that it finds. Other checks are elsewhere: ``cluster.preflight`` runs one
 real step, and ``cluster.job_check`` runs these checks for a SLURM job.
 """
 
@@ -19,19 +21,41 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
-from titan_disp.config.batch import data_parallel_degree, global_batch_size, resolve_steps, slot_count
+from titan_disp.config.batch import (
+    data_parallel_degree,
+    global_batch_size,
+    resolve_steps,
+    slot_count,
+)
 from titan_disp.config.keys import facts_of
 from titan_disp.data.files import DataFile
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.options import stream_options
-from titan_disp.data.sources import DataSet, check_content, check_overlaps, data_sets, source_shares
-from titan_disp.data.tokenizer import check_fits, encoder, find_tokenizer, load_tokenizer
+from titan_disp.data.sources import (
+    DataSet,
+    check_content,
+    check_overlaps,
+    data_sets,
+    source_shares,
+)
+from titan_disp.data.tokenizer import (
+    check_fits,
+    encoder,
+    find_tokenizer,
+    load_tokenizer,
+)
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.dispersion.registry import checked
 from titan_disp.errors import ConfigError, counted, did_you_mean
 from titan_disp.job_config import all_keys
-from titan_disp.models.arguments import LOSSES, OPTIONS, activation_indices, named, parse_overrides
+from titan_disp.models.arguments import (
+    LOSSES,
+    OPTIONS,
+    activation_indices,
+    named,
+    parse_overrides,
+)
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
@@ -48,11 +72,14 @@ NOT_WITH_CP = {  # keys, and why
 def check_config(job_config: JobConfig, world_size: int) -> None:
     """Check everything that follows from the config and the number of ranks.
 
-    Also set training.steps from budget.tokens, replace data_parallel_replicate_degree and validation.seq_len of −1, and
-    turn model.overrides and dispersion.options into tables.
+    Also set training.steps from budget.tokens, replace data_parallel_replicate_degree
+    and validation.seq_len of −1, and turn model.overrides and dispersion.options into
+    tables.
     """
     if not hasattr(job_config, "dispersion"):
-        raise ConfigError('the config has no [dispersion]: add custom_config_module = "titan_disp.job_config" to [job]')
+        raise ConfigError(
+            'the config has no [dispersion]: add custom_config_module = "titan_disp.job_config" to [job]'
+        )
     find_model(job_config.model.name)
     resolve_tables(job_config)
     check_ranges(job_config)
@@ -80,11 +107,14 @@ def check_ranges(job_config: JobConfig) -> None:
 
 
 def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
-    """Replace data_parallel_replicate_degree = −1 by the number of replicas that the ranks allow.
+    """Replace data_parallel_replicate_degree = −1 by the number of replicas that the
+    ranks allow.
 
-    A second call changes nothing. The shard degree is then an upper bound: 8 is right for any number of nodes of 8
-    GPUs, and for 1, 2 or 4 GPUs, which hold one replica. TorchTitan 0.2.2 does not accept −1 here, so this must run
-    before it sees the config. The ranks must be a multiple of the degrees of context and tensor parallelism.
+    A second call changes nothing. The shard degree is then an upper bound: 8 is right
+    for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which hold one replica.
+    TorchTitan 0.2.2 does not accept −1 here, so this must run before it sees the
+    config. The ranks must be a multiple of the degrees of context and tensor
+    parallelism.
     """
     p = job_config.parallelism
     if p.data_parallel_replicate_degree != -1:
@@ -105,11 +135,16 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
             f"= {shard * inside} ranks, but there are {world_size}: use another number of ranks, or set "
             f"data_parallel_shard_degree to a divisor of {left}"
         )
-    p.data_parallel_shard_degree, p.data_parallel_replicate_degree = shard, left // shard
+    p.data_parallel_shard_degree, p.data_parallel_replicate_degree = (
+        shard,
+        left // shard,
+    )
 
 
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
-    """Check the degrees of parallelism, and refuse what TorchTitan 0.2.2 or titan-disp cannot train correctly."""
+    """Check the degrees of parallelism, and refuse what TorchTitan 0.2.2 or titan-disp
+    cannot train correctly.
+    """
     _check_degrees(job_config, world_size)
     resolve_replicas(job_config, world_size)
     shards = _check_shards(job_config, world_size)
@@ -126,10 +161,14 @@ def _check_degrees(job_config: JobConfig, world_size: int) -> None:
             "on one tensor, while dispersion needs every block's output at the loss. Use FSDP, HSDP, TP or CP"
         )
     if p.expert_parallel_degree > 1 or p.expert_tensor_parallel_degree > 1:
-        raise ConfigError("expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense")
+        raise ConfigError(
+            "expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense"
+        )
     for name, degree in (("tensor", tp), ("context", cp)):
         if degree < 1:
-            raise ConfigError(f"parallelism.{name}_parallel_degree is {degree}, expected at least 1")
+            raise ConfigError(
+                f"parallelism.{name}_parallel_degree is {degree}, expected at least 1"
+            )
     if world_size % (cp * tp):
         raise ConfigError(
             f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} does not divide the number "
@@ -139,11 +178,19 @@ def _check_degrees(job_config: JobConfig, world_size: int) -> None:
 
 
 def _check_shards(job_config: JobConfig, world_size: int) -> int:
-    """Check data parallelism, and return the number of ranks that share one copy of the weights."""
+    """Check data parallelism, and return the number of ranks that share one copy of the
+    weights.
+    """
     p = job_config.parallelism
-    tp, cp, replicate = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
+    tp, cp, replicate = (
+        p.tensor_parallel_degree,
+        p.context_parallel_degree,
+        p.data_parallel_replicate_degree,
+    )
     if replicate < 1:
-        raise ConfigError(f"data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 to compute it")
+        raise ConfigError(
+            f"data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 to compute it"
+        )
     shard = p.data_parallel_shard_degree
     if shard == -1:
         shard = max(1, world_size // (replicate * cp * tp))
@@ -170,8 +217,14 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
 
 
 def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
-    """Check that the model's sizes and the sequence divide into equal parts. ``shards`` share the weights."""
-    tp, cp = job_config.parallelism.tensor_parallel_degree, job_config.parallelism.context_parallel_degree
+    """Check that the model's sizes and the sequence divide into equal parts.
+
+    ``shards`` share the weights.
+    """
+    tp, cp = (
+        job_config.parallelism.tensor_parallel_degree,
+        job_config.parallelism.context_parallel_degree,
+    )
     args, flavor = args_of(job_config), _flavor(job_config)
     for name, size in (
         ("attention heads", args.n_heads),
@@ -179,8 +232,14 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
         ("hidden units of the MLP (hidden_dim)", args.hidden_dim),
     ):
         if size % tp:
-            raise ConfigError(f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}: lower it")
-    tables = [rows for rows in (args.vocab_size, args.max_positions) if rows is not None and rows % tp]
+            raise ConfigError(
+                f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}: lower it"
+            )
+    tables = [
+        rows
+        for rows in (args.vocab_size, args.max_positions)
+        if rows is not None and rows % tp
+    ]
     if tables and args.dim % shards:
         raise ConfigError(
             f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an embedding of {flavor!r}, "
@@ -211,12 +270,20 @@ def _check_supported(job_config: JobConfig) -> None:
             "stream.restart_positions is true, but stream.document_mask is false: attention across documents needs "
             "positions in the sequence. Set stream.document_mask = true or stream.restart_positions = false"
         )
-    if p.enable_async_tensor_parallel and not (compiled.enable and "model" in compiled.components):
-        raise ConfigError('enable_async_tensor_parallel needs compile.enable = true, and "model" in compile.components')
+    if p.enable_async_tensor_parallel and not (
+        compiled.enable and "model" in compiled.components
+    ):
+        raise ConfigError(
+            'enable_async_tensor_parallel needs compile.enable = true, and "model" in compile.components'
+        )
     if job_config.fault_tolerance.enable:
-        raise ConfigError("fault_tolerance.enable (torchft) is not supported: set it to false")
+        raise ConfigError(
+            "fault_tolerance.enable (torchft) is not supported: set it to false"
+        )
     if job_config.comm.mode == "local_tensor":
-        raise ConfigError('comm.mode = "local_tensor" is not supported: use "default" or "fake_backend"')
+        raise ConfigError(
+            'comm.mode = "local_tensor" is not supported: use "default" or "fake_backend"'
+        )
 
 
 def _flavor(job_config: JobConfig) -> str:
@@ -224,12 +291,18 @@ def _flavor(job_config: JobConfig) -> str:
 
 
 def check_batch(job_config: JobConfig, world_size: int) -> None:
-    """Check that the global batch divides into equal microbatches over the data-parallel ranks."""
+    """Check that the global batch divides into equal microbatches over the
+    data-parallel ranks.
+    """
     t = job_config.training
     if t.local_batch_size < 1:
-        raise ConfigError(f"training.local_batch_size is {t.local_batch_size}, expected at least 1")
+        raise ConfigError(
+            f"training.local_batch_size is {t.local_batch_size}, expected at least 1"
+        )
     dp = data_parallel_degree(job_config, world_size)
-    if t.global_batch_size != -1 and (t.global_batch_size < 1 or t.global_batch_size % (t.local_batch_size * dp)):
+    if t.global_batch_size != -1 and (
+        t.global_batch_size < 1 or t.global_batch_size % (t.local_batch_size * dp)
+    ):
         raise ConfigError(
             f"training.global_batch_size {t.global_batch_size} is not a positive multiple of local_batch_size "
             f"{t.local_batch_size} × {counted(dp, 'data-parallel rank')} = {t.local_batch_size * dp}"
@@ -242,7 +315,9 @@ def check_model(job_config: JobConfig) -> None:
     dispersion = job_config.dispersion  # type: ignore[attr-defined]
     training = job_config.training
     if training.seq_len < 1 + dispersion.enabled:
-        raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
+        raise ConfigError(
+            f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}"
+        )
     if args.max_positions is not None and training.seq_len > args.max_positions:
         raise ConfigError(
             f"training.seq_len is {training.seq_len}, but {job_config.model.name} {_flavor(job_config)!r} has learned "
@@ -256,7 +331,10 @@ def check_model(job_config: JobConfig) -> None:
 
 
 def check_validation(job_config: JobConfig) -> None:
-    """Check the length of validation sequences. Rotary embeddings are computed for training.seq_len positions."""
+    """Check the length of validation sequences.
+
+    Rotary embeddings are computed for training.seq_len positions.
+    """
     v, seq_len = job_config.validation, job_config.training.seq_len
     if not v.enable:
         return
@@ -269,7 +347,9 @@ def check_validation(job_config: JobConfig) -> None:
         )
     tp = job_config.parallelism.tensor_parallel_degree
     if v.seq_len % tp:
-        raise ConfigError(f"validation.seq_len is {v.seq_len}, expected a multiple of tensor_parallel_degree {tp}")
+        raise ConfigError(
+            f"validation.seq_len is {v.seq_len}, expected a multiple of tensor_parallel_degree {tp}"
+        )
 
 
 def check_stream(job_config: JobConfig, world_size: int) -> None:
@@ -283,23 +363,35 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
         )
     source_shares(job_config, slots)
     if not job_config.stream.text_field:  # type: ignore[attr-defined]
-        raise ConfigError('stream.text_field is "", expected the name of a field: most corpora call it "text"')
+        raise ConfigError(
+            'stream.text_field is "", expected the name of a field: most corpora call it "text"'
+        )
     if job_config.validation.enable:
         validation_sequences(job_config, dp)
 
 
 def check_operations(job_config: JobConfig) -> None:
-    """Check what saving, resuming and skipping steps need of [checkpoint] and other sections of TorchTitan."""
+    """Check what saving, resuming and skipping steps need of [checkpoint] and other
+    sections of TorchTitan.
+    """
     option = job_config.activation_checkpoint.selective_ac_option
-    if job_config.activation_checkpoint.mode == "selective" and option != "op" and not option.isdigit():
-        raise ConfigError(f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" or a number')
+    if (
+        job_config.activation_checkpoint.mode == "selective"
+        and option != "op"
+        and not option.isdigit()
+    ):
+        raise ConfigError(
+            f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" or a number'
+        )
     checkpoint = job_config.checkpoint
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
             "optimizer.early_step_in_backward must be false: it applies gradients before all are known to be finite"
         )
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
-        raise ConfigError("checkpoint.last_save_in_hf needs last_save_model_only = true: safetensors hold no optimizer")
+        raise ConfigError(
+            "checkpoint.last_save_in_hf needs last_save_model_only = true: safetensors hold no optimizer"
+        )
     if checkpoint.create_seed_checkpoint and (
         not checkpoint.enable or checkpoint.load_only or checkpoint.last_save_in_hf
     ):
@@ -307,30 +399,53 @@ def check_operations(job_config: JobConfig) -> None:
             "checkpoint.create_seed_checkpoint needs enable = true, load_only and last_save_in_hf = false"
         )
     if checkpoint.enable and checkpoint.interval < 1:
-        raise ConfigError(f"checkpoint.interval is {checkpoint.interval}, expected at least 1")
+        raise ConfigError(
+            f"checkpoint.interval is {checkpoint.interval}, expected at least 1"
+        )
     if checkpoint.enable and checkpoint.keep_latest_k == 1:
         raise ConfigError(
             "checkpoint.keep_latest_k is 1, expected 0 (all) or at least 2: the newest one may be damaged"
         )
-    for key in ("metrics.log_freq", "training.gc_freq", *["validation.freq"] * job_config.validation.enable):
+    for key in (
+        "metrics.log_freq",
+        "training.gc_freq",
+        *["validation.freq"] * job_config.validation.enable,
+    ):
         if (value := operator.attrgetter(key)(job_config)) < 1:
             raise ConfigError(f"{key} is {value}, expected at least 1")
 
 
 def check_device(job_config: JobConfig) -> None:
-    """Check that this machine, with its kind of device and its packages, can run the config."""
+    """Check that this machine, with its kind of device and its packages, can run the
+    config.
+    """
     # Without the package, TorchTitan would only log an error and train on.
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("metrics.enable_wandb is true, but wandb is not installed: pip install 'titan-disp[wandb]'")
-    for key in ("training.enable_cpu_offload", "profiling.enable_profiling", "profiling.enable_memory_snapshot"):
+        raise ConfigError(
+            "metrics.enable_wandb is true, but wandb is not installed: pip install 'titan-disp[wandb]'"
+        )
+    for key in (
+        "training.enable_cpu_offload",
+        "profiling.enable_profiling",
+        "profiling.enable_memory_snapshot",
+    ):
         if cpu.active() and operator.attrgetter(key)(job_config):
-            raise ConfigError(f"{key} is true, but there is no accelerator: set it to false")
+            raise ConfigError(
+                f"{key} is true, but there is no accelerator: set it to false"
+            )
     cp = job_config.parallelism.context_parallel_degree
     if cp > 1 and cpu.active():
-        raise ConfigError(f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's kernels")
+        raise ConfigError(
+            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's kernels"
+        )
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     checkpointed = job_config.activation_checkpoint.mode != "none"
-    if cpu.active() and compiled and checkpointed and job_config.parallelism.tensor_parallel_degree > 1:
+    if (
+        cpu.active()
+        and compiled
+        and checkpointed
+        and job_config.parallelism.tensor_parallel_degree > 1
+    ):
         raise ConfigError(
             "tensor parallelism, activation checkpointing and compile.enable are on, expected at most two of them on a CPU: "
             'torch cannot compile its attention with all. Set activation_checkpoint.mode = "none"'
@@ -338,18 +453,26 @@ def check_device(job_config: JobConfig) -> None:
 
 
 def check_inputs(job_config: JobConfig) -> None:
-    """Check what the config names on disk: the tokenizer, the data, and the initial weights."""
+    """Check what the config names on disk: the tokenizer, the data, and the initial
+    weights.
+    """
     missing_inputs(job_config, strict=True)
     checkpoint = job_config.checkpoint
-    if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
+    if not checkpoint.enable or not checkpoints(
+        os.path.join(job_config.job.dump_folder, checkpoint.folder)
+    ):
         adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)
         check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
 
 
-def missing_inputs(job_config: JobConfig, strict: bool) -> tuple[list[str], list[tuple[DataSet, list[DataFile]]]]:
-    """Return messages about data and a tokenizer that the config names and the disk does not have, and the files it has.
+def missing_inputs(
+    job_config: JobConfig, strict: bool
+) -> tuple[list[str], list[tuple[DataSet, list[DataFile]]]]:
+    """Return messages about data and a tokenizer that the config names and the disk
+    does not have, and the files it has.
 
-    What is there and wrong raises ConfigError. With ``strict``, so does what is missing.
+    What is there and wrong raises ConfigError. With ``strict``, so does what is
+    missing.
     """
     missing: list[str] = []
 
@@ -363,22 +486,33 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> tuple[list[str], list
             return None
 
     there = found(find_tokenizer, job_config.model.hf_assets_path) is not None
-    options = stream_options(job_config, tokenizer=tokenizer_of(job_config) if there else None)
+    options = stream_options(
+        job_config, tokenizer=tokenizer_of(job_config) if there else None
+    )
     listed: list[tuple[DataSet, list[DataFile]]] = []
     for data in data_sets(job_config):
         data.check_name()
         if (files := found(data.check)) is not None:
             check_content(files, options, data.key)
             listed.append((data, files))
-            if files and options.index not in ("", IN_MEMORY) and data.key != "validation":
+            if (
+                files
+                and options.index not in ("", IN_MEMORY)
+                and data.key != "validation"
+            ):
                 with_index(files, options)
     check_overlaps(listed)
     return missing, listed
 
 
 def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
-    """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is large enough for it."""
-    folder, model = job_config.model.hf_assets_path, f"model.flavor {_flavor(job_config)!r}"
+    """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is
+    large enough for it.
+    """
+    folder, model = (
+        job_config.model.hf_assets_path,
+        f"model.flavor {_flavor(job_config)!r}",
+    )
     tokenizer = load_tokenizer(folder)
     encoder(tokenizer)  # raises ConfigError if it has no EOS token
     size = tokenizer.get_vocab_size()
@@ -387,10 +521,14 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     return tokenizer
 
 
-def build_dispersion_losses(job_config: JobConfig) -> dict[str, tuple[float, DispersionLoss]]:
-    """Return the losses of [dispersion] and [[dispersion.losses]] with their weights, by names that differ.
+def build_dispersion_losses(
+    job_config: JobConfig,
+) -> dict[str, tuple[float, DispersionLoss]]:
+    """Return the losses of [dispersion] and [[dispersion.losses]] with their weights,
+    by names that differ.
 
-    The first one is that of [dispersion]. ``debug.seed`` decides which positions are sampled.
+    The first one is that of [dispersion]. ``debug.seed`` decides which positions are
+    sampled.
     """
     section, seed = job_config.dispersion, job_config.debug.seed or 0  # type: ignore[attr-defined]
 
@@ -404,26 +542,42 @@ def build_dispersion_losses(job_config: JobConfig) -> dict[str, tuple[float, Dis
 
     known = {f.name: f for f in fields(DispersionLoss) if f.name != "seed"}
     options = parse_overrides(section.options, OPTIONS) or None
-    main = build("dispersion.", {name: getattr(section, name) for name in known} | {"options": options})
+    main = build(
+        "dispersion.",
+        {name: getattr(section, name) for name in known} | {"options": options},
+    )
     found = {main.name: (1.0, main)}
     for i, table in enumerate(section.losses):
         where = f"{LOSSES}[{i}]"
         if not isinstance(table, Mapping) or not isinstance(table.get("variant"), str):
-            raise ConfigError(f'{where} is {table!r}, expected a table with a variant, as variant = "cosine"')
+            raise ConfigError(
+                f'{where} is {table!r}, expected a table with a variant, as variant = "cosine"'
+            )
         given = {"weight": 1.0, **table}
         weight = given.pop("weight")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, (int, float))
+            or not 0 < weight < math.inf
+        ):
             raise ConfigError(f"{where}.weight is {weight!r}, expected a number > 0")
         for key in given:
             if key not in known:
-                raise ConfigError(f"{where}.{key} is not known{did_you_mean(key, ['weight', *known])}")
+                raise ConfigError(
+                    f"{where}.{key} is not known{did_you_mean(key, ['weight', *known])}"
+                )
         if not isinstance(given.get("options", {}), Mapping):
-            raise ConfigError(f"{where}.options is {given['options']!r}, expected a table such as {{margin = 0.5}}")
+            raise ConfigError(
+                f"{where}.options is {given['options']!r}, expected a table such as {{margin = 0.5}}"
+            )
         with _named(f"{where}."):
-            values = {key: checked(key, value, known[key]) for key, value in given.items()}
+            values = {
+                key: checked(key, value, known[key]) for key, value in given.items()
+            }
         loss = build(f"{where}.", values)
         name, count = loss.name, 1
-        while name in (*found, "fit_error"):  # dispersion_fit_error is another number of metrics.jsonl
+        # dispersion_fit_error is another number of metrics.jsonl
+        while name in (*found, "fit_error"):
             count += 1
             name = f"{loss.name}_{count}"
         found[name] = float(weight), loss
@@ -439,8 +593,14 @@ def _named(where: str, cure: str = "") -> Iterator[None]:
 
 
 def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
-    """Return λ over the run, as [dispersion] describes it. training.steps must be known."""
+    """Return λ over the run, as [dispersion] describes it. training.steps must be
+    known.
+    """
     section, steps = job_config.dispersion, job_config.training.steps  # type: ignore[attr-defined]
-    keys = {f.name: getattr(section, f.name) for f in fields(CoeffSchedule) if f.name != "total_steps"}
+    keys = {
+        f.name: getattr(section, f.name)
+        for f in fields(CoeffSchedule)
+        if f.name != "total_steps"
+    }
     with _named("dispersion."):
         return CoeffSchedule(**keys, total_steps=steps)

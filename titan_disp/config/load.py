@@ -1,4 +1,6 @@
-"""This module reads a TOML config and command-line options through TorchTitan's ConfigManager, with helpful errors."""
+"""This module reads a TOML config and command-line options through TorchTitan's
+ConfigManager, with helpful errors.
+"""
 
 import contextlib
 import dataclasses
@@ -21,24 +23,46 @@ from titan_disp.config.keys import facts_of
 from titan_disp.errors import ConfigError, did_you_mean, reported
 from titan_disp.models.arguments import TABLES, parse_overrides, written_out
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", type(None): "nothing"}
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    type(None): "nothing",
+}
 MODULE = "titan_disp.job_config"
-_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
-def respelled(argv: Sequence[str], default: Any, tables: Mapping[str, Any]) -> list[str]:
+def respelled(
+    argv: Sequence[str], default: Any, tables: Mapping[str, Any]
+) -> list[str]:
     """Return the options as tyro takes them, where they are written as in TOML.
 
-    Booleans take no value there. ``[1, 2]`` is written ``1 2``. A list of strings is written ``a,b``, which TorchTitan
-    splits at the commas without further parsing. An entry of a table (``--model.overrides.n_layers 2``) is added to those
-    of ``tables``, by key. ``default`` is a config, which has the types.
+    Booleans take no value there. ``[1, 2]`` is written ``1 2``. A list of strings is
+    written ``a,b``, which TorchTitan splits at the commas without further parsing. An
+    entry of a table (``--model.overrides.n_layers 2``) is added to those of ``tables``,
+    by key. ``default`` is a config, which has the types.
 
     Raises:
         ConfigError: A key has another name.
     """
     known = {name: field for name, field, _ in _keys(default)}
     types = {name: field.type for name, field in known.items()}
-    others = {f"{name.rpartition('.')[0]}.{other}": name for name, f in known.items() for other in facts_of(f).also}
+    others = {
+        f"{name.rpartition('.')[0]}.{other}": name
+        for name, f in known.items()
+        for other in facts_of(f).also
+    }
     found: list[str] = []
     entries: dict[str, dict[str, Any]] = {}
     words = list(argv)
@@ -51,21 +75,33 @@ def respelled(argv: Sequence[str], default: Any, tables: Mapping[str, Any]) -> l
             continue
         if key in others:
             raise ConfigError(f"unknown key {option} (did you mean --{others[key]}?)")
-        values = [value] if equals else list(takewhile(lambda word: not word.startswith("--"), words))
+        values = (
+            [value]
+            if equals
+            else list(takewhile(lambda word: not word.startswith("--"), words))
+        )
         table, _, entry = key.rpartition(".")
         if key in TABLES and len(values) == 1:
             entries[key] = parse_overrides(values[0], key)
         elif table in TABLES and len(values) == 1:
-            own = entries.setdefault(table, parse_overrides(tables.get(table, {}), table))
+            own = entries.setdefault(
+                table, parse_overrides(tables.get(table, {}), table)
+            )
             own |= parse_overrides(f"{entry}={values[0]}", table)
-        elif (right := _boolean(key, values, types) or _list(key, values, types)) is None:
+        elif (
+            right := _boolean(key, values, types) or _list(key, values, types)
+        ) is None:
             found.append(word)
             continue
         else:
             found += right.split(" ")
         if not equals:
             words = words[len(values) :]
-    return found + [part for key, own in entries.items() for part in (f"--{key}", written_out(own, key))]
+    return found + [
+        part
+        for key, own in entries.items()
+        for part in (f"--{key}", written_out(own, key))
+    ]
 
 
 def _boolean(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
@@ -75,7 +111,10 @@ def _boolean(key: str, values: list[str], types: Mapping[str, Any]) -> str | Non
         return None
     if types.get(key) is bool:
         return f"--{section}.{'' if asked else 'no-'}{name}"
-    if name.startswith("no_") and types.get(f"{section}.{name.removeprefix('no_')}") is bool:
+    if (
+        name.startswith("no_")
+        and types.get(f"{section}.{name.removeprefix('no_')}") is bool
+    ):
         return f"--{section}.{'no-' if asked else ''}{name.removeprefix('no_')}"
     return None
 
@@ -92,7 +131,9 @@ def _list(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _keys(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+def _keys(
+    config: Any, prefix: str = ""
+) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     """Yield the full name, the field and the value of every key."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
@@ -103,7 +144,10 @@ def _keys(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fiel
 
 
 def _option(argv: Sequence[str], *names: str) -> str | None:
-    """Return the value of ``--name value`` or ``--name=value``. Hyphens and underscores are the same, as in tyro."""
+    """Return the value of ``--name value`` or ``--name=value``.
+
+    Hyphens and underscores are the same, as in tyro.
+    """
     for i, arg in enumerate(argv):
         key, equals, value = arg.partition("=")
         if key.replace("-", "_") in {f"__{name}" for name in names}:
@@ -115,22 +159,31 @@ def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
         # UnicodeDecodeError is a ValueError as well.
-        with open(path, "rb") as file, reported(f"the config {path!r} is not valid TOML", ValueError):
+        with (
+            open(path, "rb") as file,
+            reported(f"the config {path!r} is not valid TOML", ValueError),
+        ):
             return tomli.load(file)
     except OSError as error:
-        raise ConfigError(f"cannot read the config {path!r}: {error.strerror}{_near(path)}") from error
+        raise ConfigError(
+            f"cannot read the config {path!r}: {error.strerror}{_near(path)}"
+        ) from error
 
 
 def _near(path: str) -> str:
     folder, name = os.path.split(path)
     with contextlib.suppress(OSError):
         if not os.path.lexists(path):
-            files = [other for other in os.listdir(folder or ".") if other.endswith(".toml")]
+            files = [
+                other for other in os.listdir(folder or ".") if other.endswith(".toml")
+            ]
             return did_you_mean(name, files, prefix=os.path.join(folder, ""))
     return ""
 
 
-def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Iterator[str]:
+def _unknown_keys(
+    toml: dict[str, Any], default: Any, prefix: str = ""
+) -> Iterator[str]:
     known = dataclasses.fields(default)
     names = [f.name for f in known]
     others = {other: f.name for f in known for other in facts_of(f).also}
@@ -139,13 +192,17 @@ def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Itera
             yield f"{prefix}{key}{did_you_mean(key, names, prefix=prefix, instead=others)}"
         elif dataclasses.is_dataclass(getattr(default, key)):
             if isinstance(value, dict):
-                yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")
+                yield from _unknown_keys(
+                    value, getattr(default, key), f"{prefix}{key}."
+                )
             else:
                 yield f"{prefix}{key} (this is a section: write [{prefix}{key}])"
 
 
 def _fits(word: Any, kind: Any) -> bool:
-    """Return whether the word, without quotes in TOML, would be a value of this type."""
+    """Return whether the word, without quotes in TOML, would be a value of this
+    type.
+    """
     with contextlib.suppress(tomli.TOMLDecodeError, typeguard.TypeCheckError):
         typeguard.check_type(tomli.loads(f"value = {word}")["value"], kind)
         return isinstance(word, str)
@@ -157,16 +214,27 @@ def _check_types(config: Any) -> None:
         try:
             typeguard.check_type(value, f.type)
         except typeguard.TypeCheckError as error:
-            either = get_args(f.type) if get_origin(f.type) in (Union, UnionType) else (f.type,)
+            either = (
+                get_args(f.type)
+                if get_origin(f.type) in (Union, UnionType)
+                else (f.type,)
+            )
             wanted = " or ".join(_WORDS.get(one, str(one)) for one in either)
-            cure = f" (without quotes: {name.rpartition('.')[2]} = {value})" if _fits(value, f.type) else ""
-            raise ConfigError(f"{name} is {value!r}, expected {wanted}{cure}") from error
+            cure = (
+                f" (without quotes: {name.rpartition('.')[2]} = {value})"
+                if _fits(value, f.type)
+                else ""
+            )
+            raise ConfigError(
+                f"{name} is {value!r}, expected {wanted}{cure}"
+            ) from error
         if isinstance(value, bool) and f.type in (int, float):
             raise ConfigError(f"{name} is {value!r}, expected a number")
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    # TorchTitan warns of a tokenizer's folder, mostly its own default. Commands that need one say what to do.
+    # TorchTitan warns of a tokenizer's folder, mostly its own default. Commands that
+    # need one say what to do.
     return not record.getMessage().startswith("HF assets path ")
 
 
@@ -174,7 +242,8 @@ def _parse(argv: list[str]) -> JobConfig:
     logger.addFilter(_is_wanted)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # tyro warns about types that _check_types refuses
+            # tyro warns about types that _check_types refuses
+            warnings.simplefilter("ignore", UserWarning)
             return ConfigManager().parse_args(argv)
     finally:
         logger.removeFilter(_is_wanted)
@@ -187,26 +256,40 @@ def _known(module: str) -> JobConfig:
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """Return the config of TorchTitan's arguments: the command line takes precedence over the TOML file.
+    """Return the config of TorchTitan's arguments: the command line takes precedence
+    over the TOML file.
 
-    titan-disp's sections are known whether or not the TOML file sets ``job.custom_config_module``.
+    titan-disp's sections are known whether or not the TOML file sets
+    ``job.custom_config_module``.
 
     Raises:
-        ConfigError: no such file, invalid TOML, unknown keys, or values of the wrong type.
-        SystemExit: a bad command-line option, for which tyro has printed what it expected.
+        ConfigError: no such file, invalid TOML, unknown keys, or values of the wrong
+            type.
+        SystemExit: a bad command-line option, for which tyro has printed what it
+            expected.
     """
     argv = list(argv)
     path = _option(argv, "job.config_file")
     toml = read_toml(path) if path else {}
-    if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
+    if not _option(
+        argv, "job.custom_config_module"
+    ) and "custom_config_module" not in toml.get("job", {}):
         argv += ["--job.custom_config_module", MODULE]
-    module = _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
+    module = (
+        _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
+    )
     known = _known(module)
     if unknown := list(_unknown_keys(toml, known)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
-        raise ConfigError("stream.sources is empty: name at least one source, [[stream.sources]], or leave it out")
-    tables = {key: toml.get(section, {}).get(name, {}) for key in TABLES for section, name in [key.split(".")]}
+        raise ConfigError(
+            "stream.sources is empty: name at least one source, [[stream.sources]], or leave it out"
+        )
+    tables = {
+        key: toml.get(section, {}).get(name, {})
+        for key in TABLES
+        for section, name in [key.split(".")]
+    }
     with reported("bad value in the config", ValueError):
         config = _parse(respelled(argv, known, tables))
     _check_types(config)

@@ -1,7 +1,9 @@
-"""``titan-disp config`` and ``docs/configuration.md`` list every key with its type, default and description.
+"""``titan-disp config`` and ``docs/configuration.md`` list every key with its type,
+default and description.
 
-They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's, where the string below a field
-describes it. Importing the modules would take the many seconds of PyTorch.
+They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's,
+where the string below a field describes it. Importing the modules would take the many
+seconds of PyTorch.
 """
 
 import ast
@@ -15,7 +17,8 @@ from pathlib import Path
 from titan_disp.config.keys import SOURCES, Facts
 from titan_disp.errors import ConfigError, did_you_mean
 
-# TorchTitan's keys that the files in train_configs set, with their meaning in titan-disp.
+# TorchTitan's keys that the files in train_configs set, with their meaning in
+# titan-disp.
 USED = {
     "job.dump_folder": "The run folder: checkpoints, metrics and logs. A run that is started again in it resumes.",
     "job.description": "A line for the log.",
@@ -43,7 +46,9 @@ USED = {
     "lr_scheduler.warmup_steps": "Steps over which the learning rate grows linearly from 0.",
     "lr_scheduler.decay_type": "How the learning rate falls after warm-up.",
     "lr_scheduler.min_lr_factor": "The last learning rate, as a fraction of optimizer.lr.",
-    "parallelism.data_parallel_replicate_degree": ("Replicas (HSDP). -1, only in titan-disp: as many as possible."),
+    "parallelism.data_parallel_replicate_degree": (
+        "Replicas (HSDP). -1, only in titan-disp: as many as possible."
+    ),
     "parallelism.data_parallel_shard_degree": (
         "Ranks that share a copy of the weights (FSDP). -1: as many as possible."
     ),
@@ -103,19 +108,29 @@ class Section:
 
     @property
     def title(self) -> str:
-        """The TOML heading. [[stream.sources]] is an array of tables; the keys of [stream] are not in it."""
+        """The TOML heading. [[stream.sources]] is an array of tables; the keys of
+        [stream] are not in it.
+        """
         return f"[[{self.name}]]" if self.name == "stream.sources" else f"[{self.name}]"
 
 
 def _type(node: ast.expr, facts: Facts | None) -> str:
     # str | None → string; Literal["a", "b"] → "a" or "b"; a number also has its range
-    alternatives = list(_modules(facts.modules) if facts and facts.modules else _alternatives(node))
-    last = alternatives[-1] + (f" {facts.range}" if facts and alternatives[-1] in ("integer", "number") else "")
-    return " or ".join([", ".join(alternatives[:-1]), last] if len(alternatives) > 1 else [last]).rstrip()
+    alternatives = list(
+        _modules(facts.modules) if facts and facts.modules else _alternatives(node)
+    )
+    last = alternatives[-1] + (
+        f" {facts.range}" if facts and alternatives[-1] in ("integer", "number") else ""
+    )
+    return " or ".join(
+        [", ".join(alternatives[:-1]), last] if len(alternatives) > 1 else [last]
+    ).rstrip()
 
 
 def _modules(folder: str) -> Iterator[str]:
-    names = sorted(path.stem for path in (Path(__file__).parents[1] / folder).glob("*.py"))
+    names = sorted(
+        path.stem for path in (Path(__file__).parents[1] / folder).glob("*.py")
+    )
     yield from (json.dumps(name) for name in names if name not in ("__init__", "base"))
     yield '"package.module:Class"'
 
@@ -152,26 +167,52 @@ def _declared(node: ast.expr | None) -> tuple[str, Facts | None]:
 
 
 def _sections(source: Path) -> dict[str, Section]:
-    """Return all sections of the file's class JobConfig in its order, including nested ones."""
-    classes = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)}
+    """Return all sections of the file's class JobConfig in its order, including nested
+    ones.
+    """
+    classes = {
+        node.name: node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
     found: dict[str, Section] = {}
 
     def read(cls: ast.ClassDef, name: str) -> None:
         keys, nested = [], []
         for field, below in zip(cls.body, [*cls.body[1:], None], strict=True):
-            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            if not (
+                isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            ):
                 continue
             full = f"{name}.{field.target.id}".lstrip(".")
-            item = field.annotation.slice if isinstance(field.annotation, ast.Subscript) else field.annotation
+            item = (
+                field.annotation.slice
+                if isinstance(field.annotation, ast.Subscript)
+                else field.annotation
+            )
             inner = classes.get(ast.unparse(item))
             if inner is not None:
                 nested.append((inner, full))
-            if inner is None or item is not field.annotation:  # a list of tables is both a key and a section
+            # a list of tables is both a key and a section
+            if inner is None or item is not field.annotation:
                 default, facts = _declared(field.value)
-                text = _text(below) + (" Fixed for the life of a run." if facts and facts.fixes else "")
-                keys.append(Key(name, field.target.id, _type(field.annotation, facts), default, text, facts))
+                text = _text(below) + (
+                    " Fixed for the life of a run." if facts and facts.fixes else ""
+                )
+                keys.append(
+                    Key(
+                        name,
+                        field.target.id,
+                        _type(field.annotation, facts),
+                        default,
+                        text,
+                        facts,
+                    )
+                )
         if name and keys:
-            found[name] = Section(name, " ".join((ast.get_docstring(cls) or "").split()), tuple(keys))
+            found[name] = Section(
+                name, " ".join((ast.get_docstring(cls) or "").split()), tuple(keys)
+            )
         for inner, full in nested:
             read(inner, full)
 
@@ -181,28 +222,46 @@ def _sections(source: Path) -> dict[str, Section]:
 
 def _text(below: ast.stmt | None) -> str:
     """Return the string below a field in one line, or an empty text."""
-    value = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+    value = (
+        below.value.value
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        else None
+    )
     return " ".join(value.split()) if isinstance(value, str) else ""
 
 
 def own_sections() -> list[Section]:
-    """Return titan-disp's sections, including the keys that it adds to TorchTitan's sections."""
+    """Return titan-disp's sections, including the keys that it adds to TorchTitan's
+    sections.
+    """
     return list(_sections(Path(__file__).parents[1] / "job_config.py").values())
 
 
 def torchtitan_sections() -> list[Section]:
-    """Return TorchTitan's sections without the keys for which titan-disp has other defaults."""
-    spec = importlib.util.find_spec("torchtitan")  # finds the package without importing it
+    """Return TorchTitan's sections without the keys for which titan-disp has other
+    defaults.
+    """
+    # Finds the package without importing it
+    spec = importlib.util.find_spec("torchtitan")
     assert spec is not None
     assert spec.submodule_search_locations
     ours = {key.full for section in own_sections() for key in section.keys}
-    sections = _sections(Path(spec.submodule_search_locations[0]) / "config" / "job_config.py")
-    return [replace(s, keys=tuple(key for key in s.keys if key.full not in ours)) for s in sections.values()]
+    sections = _sections(
+        Path(spec.submodule_search_locations[0]) / "config" / "job_config.py"
+    )
+    return [
+        replace(s, keys=tuple(key for key in s.keys if key.full not in ours))
+        for s in sections.values()
+    ]
 
 
 def _used() -> Iterator[Section]:
     for section in torchtitan_sections():
-        keys = tuple(replace(key, text=USED[key.full]) for key in section.keys if key.full in USED)
+        keys = tuple(
+            replace(key, text=USED[key.full])
+            for key in section.keys
+            if key.full in USED
+        )
         if keys:
             yield Section(section.name, "", keys)
 
@@ -210,19 +269,30 @@ def _used() -> Iterator[Section]:
 def _lines(section: Section) -> Iterator[str]:
     yield section.title
     if section.text:
-        yield from textwrap.wrap(section.text, 100, initial_indent="# ", subsequent_indent="# ")
+        yield from textwrap.wrap(
+            section.text, 100, initial_indent="# ", subsequent_indent="# "
+        )
     for key in section.keys:
         yield f"{key.name} = {key.default}    # {key.type}{f'; default: {key.source}' if key.source else ''}"
-        yield from textwrap.wrap(key.text, 96, initial_indent="    ", subsequent_indent="    ")
+        yield from textwrap.wrap(
+            key.text, 96, initial_indent="    ", subsequent_indent="    "
+        )
     yield ""
 
 
 def _find(name: str) -> Iterator[Section]:
-    """Yield a section (titan-disp's keys first), one key, or all keys with this last part in any section."""
+    """Yield a section (titan-disp's keys first), one key, or all keys with this last
+    part in any section.
+    """
     for section in (*own_sections(), *torchtitan_sections()):
         whole = name == section.name or section.name.startswith(f"{name}.")
         keys = [key for key in section.keys if whole or name in (key.full, key.name)]
-        ours = (replace(k, text=f"{USED[k.full]} TorchTitan: {k.text}") if k.full in USED else k for k in keys)
+        ours = (
+            replace(k, text=f"{USED[k.full]} TorchTitan: {k.text}")
+            if k.full in USED
+            else k
+            for k in keys
+        )
         if keys:
             yield Section(section.name, section.text if whole else "", tuple(ours))
 
@@ -230,17 +300,23 @@ def _find(name: str) -> Iterator[Section]:
 def _not_found(name: str) -> ConfigError:
     sections = [*own_sections(), *torchtitan_sections()]
     keys = [key for section in sections for key in section.keys]
-    known = {s.name for s in sections} | {name for key in keys for name in (key.full, key.name)}
+    known = {s.name for s in sections} | {
+        name for key in keys for name in (key.full, key.name)
+    }
     others: dict[str, str] = {}
     for key in keys:
         for other in key.facts.also if key.facts else ():
             others |= {other: key.full, f"{key.section}.{other}": key.full}
-    hint = did_you_mean(name, sorted(known), otherwise="; titan-disp config lists them", instead=others)
+    hint = did_you_mean(
+        name, sorted(known), otherwise="; titan-disp config lists them", instead=others
+    )
     return ConfigError(f"{name!r} is neither a section nor a key of the config{hint}")
 
 
 def reference(name: str | None) -> str:
-    """Return titan-disp's keys and the most used ones of TorchTitan, or one section or key in full."""
+    """Return titan-disp's keys and the most used ones of TorchTitan, or one section or
+    key in full.
+    """
     if name is not None:
         name = name.lstrip("-").replace("-", "_").strip("[]")
         lines = [line for section in _find(name) for line in _lines(section)]
@@ -314,6 +390,13 @@ def _table(section: Section, *source: str) -> str:
     lines = [f"### {section.title}", "", *([section.text, ""] if section.text else [])]
     lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for key in section.keys:
-        cells = [f"`{key.name}`", key.type, f"`{key.default}`", *([key.source] if source else [])]
-        lines.append(f"| {' | '.join([*cells, key.text.replace('|', chr(92) + '|')])} |")
+        cells = [
+            f"`{key.name}`",
+            key.type,
+            f"`{key.default}`",
+            *([key.source] if source else []),
+        ]
+        lines.append(
+            f"| {' | '.join([*cells, key.text.replace('|', chr(92) + '|')])} |"
+        )
     return "\n".join(lines)

@@ -1,7 +1,10 @@
-"""Blocks are the places in a file where reading can begin. The index of the data finds them (``index``).
+"""Blocks are the places in a file where reading can begin.
 
-A pass visits a file's blocks in an order that changes with the epoch, so that a corpus whose files are sorted is mixed,
-and leaves out those that none of its slots owns. In a file with blocks, the index of a document counts in this order.
+The index of the data finds them (``index``).
+
+A pass visits a file's blocks in an order that changes with the epoch, so that a corpus
+whose files are sorted is mixed, and leaves out those that none of its slots owns. In a
+file with blocks, the index of a document counts in this order.
 """
 
 from bisect import bisect_right
@@ -9,18 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-STEP = 0x9E3779B97F4A7C15  # 2⁶⁴ / golden ratio, odd: no other number's multiples are spread more evenly
+# 2⁶⁴ / golden ratio, odd: no other number's multiples are spread more evenly
+STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Describe the B blocks of a file.
 
-    A place is in bytes, in row groups of a Parquet file, or in documents if a file beside it says where each of them is.
+    A place is in bytes, in row groups of a Parquet file, or in documents if a file
+    beside it says where each of them is.
     """
 
-    first: np.ndarray  # [B + 1] int64, the number of documents before each block, and in the file
-    places: np.ndarray  # [B + 1] int64, where each block begins, and where the last one ends
+    # [B + 1] int64, the number of documents before each block, and in the file
+    first: np.ndarray
+    # [B + 1] int64, where each block begins, and where the last one ends
+    places: np.ndarray
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -29,12 +36,14 @@ class Blocks:
 def permutation(key: int, count: int) -> list[int]:
     """Return 0 … count − 1 in a pseudorandom order that ``key`` (64 bits) decides.
 
-    They are sorted by the first ``count`` numbers of SplitMix64 with this key (Steele, Lea, Flood: "Fast splittable
-    pseudorandom number generators", OOPSLA 2014), which gives no number twice. The generator is written out here
-    because the order must not change with the version of Python or numpy.
+    They are sorted by the first ``count`` numbers of SplitMix64 with this key (Steele,
+    Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), which
+    gives no number twice. The generator is written out here because the order must not
+    change with the version of Python or numpy.
     """
     increment = np.uint64(STEP)  # SplitMix64 uses the same number
-    z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * increment  # modulo 2⁶⁴
+    # Modulo 2⁶⁴
+    z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * increment
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return np.argsort(z ^ z >> np.uint64(31), kind="stable").tolist()
@@ -44,12 +53,25 @@ class Visits:
     """Say in which order a pass visits the blocks of a file."""
 
     def __init__(self, blocks: Blocks, key: int | None) -> None:
-        """``key`` decides the order. Without one it is that of the file, and documents instead of blocks are dealt out."""
+        """``key`` decides the order.
+
+        Without one it is that of the file, and documents instead of blocks are dealt
+        out.
+        """
         self.dealt = key is not None
-        order = np.arange(len(blocks)) if key is None else np.array(permutation(key, len(blocks)), dtype=np.int64)
-        self.first = [0, *np.cumsum(np.diff(blocks.first)[order]).tolist()]  # documents before each visit
-        self.spans = np.stack([blocks.places[order], blocks.places[order + 1]], axis=1).tolist()
+        order = (
+            np.arange(len(blocks))
+            if key is None
+            else np.array(permutation(key, len(blocks)), dtype=np.int64)
+        )
+        # documents before each visit
+        self.first = [0, *np.cumsum(np.diff(blocks.first)[order]).tolist()]
+        self.spans = np.stack(
+            [blocks.places[order], blocks.places[order + 1]], axis=1
+        ).tolist()
 
     def of(self, index: int) -> int:
-        """Return the visit in which a document is read; the number of visits if there is no such document."""
+        """Return the visit in which a document is read; the number of visits if there
+        is no such document.
+        """
         return bisect_right(self.first, index) - 1

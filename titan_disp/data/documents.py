@@ -25,14 +25,20 @@ BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
 
 
 def _decompressed(stored: io.BufferedReader, name: str) -> Any:
-    """Return a stream with ``read`` and ``readline``, decompressed if the suffix says that the file is compressed."""
+    """Return a stream with ``read`` and ``readline``, decompressed if the suffix says
+    that the file is compressed.
+    """
     if name.endswith(".gz"):
         return igzip.IGzipFile(fileobj=stored, mode="rb")
-    return io.BufferedReader(_Zstd(stored), 1 << 18) if name.endswith(".zst") else stored
+    return (
+        io.BufferedReader(_Zstd(stored), 1 << 18) if name.endswith(".zst") else stored
+    )
 
 
 class _Zstd(io.RawIOBase):
-    """Decompress a file by pyarrow, which drops what a failing read has decompressed: that is read again byte by byte."""
+    """Decompress a file by pyarrow, which drops what a failing read has decompressed:
+    that is read again byte by byte.
+    """
 
     def __init__(self, stored: io.BufferedReader) -> None:
         self._stored, self._place = stored, 0
@@ -44,7 +50,9 @@ class _Zstd(io.RawIOBase):
 
         # A stream that fails closes its file.
         file = SimpleNamespace(read=self._stored.read, close=lambda: None, closed=False)
-        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
+        self._stream = pyarrow.CompressedInputStream(
+            pyarrow.PythonFile(file, "r"), "zstd"
+        )
 
     def readable(self) -> bool:
         return True
@@ -79,28 +87,48 @@ class _Zstd(io.RawIOBase):
 
 
 class Documents:
-    """Read the documents of one file. ``position`` is the index of the next one, in the order of the visits."""
+    """Read the documents of one file.
 
-    def __init__(self, file: DataFile, options: StreamOptions, start: int = 0, visits: Visits | None = None) -> None:
-        """Open nothing yet. The documents before index ``start`` will be passed over without being parsed.
+    ``position`` is the index of the next one, in the order of the visits.
+    """
 
-        With ``visits``, the file is read block by block, without the visits that ``wants`` refuses.
+    def __init__(
+        self,
+        file: DataFile,
+        options: StreamOptions,
+        start: int = 0,
+        visits: Visits | None = None,
+    ) -> None:
+        """Open nothing yet.
+
+        The documents before index ``start`` will be passed over without being parsed.
+
+        With ``visits``, the file is read block by block, without the visits that
+        ``wants`` refuses.
         """
         self.file, self.options, self.position = file, options, start
         self.visits, self.wants = visits, lambda visit: True
-        self._visit, self._in_block = 0, False  # the next visit; whether the one before is of a block that is dealt out
+        # the next visit; whether the one before is of a block that is dealt out
+        self._visit, self._in_block = 0, False
         self._earlier_bytes = 0
         self._raw: RetryingFile | None = None
         self.stored: io.BufferedReader | None = None
         self._records: Iterator[Record] = iter(())
         self._at: Callable[..., Iterator[Record]] = lambda *span: iter(())
         self.table: Any = None  # of a Parquet file that is open
-        self.place: int | None = None  # in bytes, of a document of token ids that was read last
+        # in bytes, of a document of token ids that was read last
+        self.place: int | None = None
 
     @property
     def unit(self) -> int:
-        """Return the number, for ``Segment.key``, of the document that was read last, or of its visit."""
-        return self._visit - 1 if self.visits is not None and self.visits.dealt else self.position - 1
+        """Return the number, for ``Segment.key``, of the document that was read last,
+        or of its visit.
+        """
+        return (
+            self._visit - 1
+            if self.visits is not None and self.visits.dealt
+            else self.position - 1
+        )
 
     @property
     def bytes_read(self) -> int:
@@ -108,14 +136,17 @@ class Documents:
         return self._earlier_bytes + (self._raw.count if self._raw else 0)
 
     def read(self) -> Record | None:
-        """Read the next document, unparsed: a BadDocument in place of one that cannot be used, None at the end of the file.
+        """Read the next document, unparsed: a BadDocument in place of one that cannot
+        be used, None at the end of the file.
 
-        If blocks are dealt out, a damaged one is a BadDocument: on any ranks, only the slot that owns it loses it.
+        If blocks are dealt out, a damaged one is a BadDocument: on any ranks, only the
+        slot that owns it loses it.
 
         Raises:
             DamagedFile: the file is truncated or corrupt from here on.
-            DataError: it cannot be read, although it may be sound, so that skipping it would lose data; or the config
-                does not fit a sound file (its column, its tokenizer).
+            DataError: it cannot be read, although it may be sound, so that skipping it
+                would lose data; or the config does not fit a sound file (its column,
+                its tokenizer).
         """
         try:
             return self._read()
@@ -125,9 +156,16 @@ class Documents:
             assert self.visits is not None
             visit, begin = self._visit - 1, self.position
             self.close()
-            self.position, (first, last) = self.visits.first[visit + 1], self.visits.spans[visit]
-            part = (self.position - begin) / max(self.position - self.visits.first[visit], 1)
-            return BadDocument(f"its block cannot be read: {error}", int(part * (last - first)))
+            self.position, (first, last) = (
+                self.visits.first[visit + 1],
+                self.visits.spans[visit],
+            )
+            part = (self.position - begin) / max(
+                self.position - self.visits.first[visit], 1
+            )
+            return BadDocument(
+                f"its block cannot be read: {error}", int(part * (last - first))
+            )
 
     def _read(self) -> Record | None:
         try:
@@ -143,7 +181,9 @@ class Documents:
         except (DamagedFile, DataError):
             raise
         except (EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile) as error:  # type: ignore[misc]  # isal's stub
-            raise DamagedFile(self._damage() or f"{type(error).__name__}: {error}") from error
+            raise DamagedFile(
+                self._damage() or f"{type(error).__name__}: {error}"
+            ) from error
         except Exception as error:  # pyarrow raises its own
             if damage := self._damage():
                 raise DamagedFile(damage) from error
@@ -151,20 +191,31 @@ class Documents:
             self.close()
             if remote is not None and (lost := remote.error) is not None:
                 within = (
-                    f" within {self.options.retry_seconds:g} s (stream.retry_seconds)" if remote.may_pass(lost) else ""
+                    f" within {self.options.retry_seconds:g} s (stream.retry_seconds)"
+                    if remote.may_pass(lost)
+                    else ""
                 )
-                raise DataError(f"cannot read {self.file.url}{within}: {type(lost).__name__}: {lost}") from error
+                raise DataError(
+                    f"cannot read {self.file.url}{within}: {type(lost).__name__}: {lost}"
+                ) from error
             # Decoders raise OSError too, but only the operating system sets errno.
-            if remote is not None or not (isinstance(error, OSError) and error.errno is not None):
+            if remote is not None or not (
+                isinstance(error, OSError) and error.errno is not None
+            ):
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error
-            raise DataError(f"cannot read {self.file.url}: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"cannot read {self.file.url}: {type(error).__name__}: {error}"
+            ) from error
 
     def _damage(self) -> str | None:
         found = self._raw.damage if self._raw is not None else None
         return found or (self.file.damage if self.visits is not None else None)
 
     def seek(self) -> None:
-        """Open the file and pass over the documents before ``position``. Errors are left for ``read`` to raise."""
+        """Open the file and pass over the documents before ``position``.
+
+        Errors are left for ``read`` to raise.
+        """
         try:
             self._start()
         except Exception:
@@ -172,15 +223,19 @@ class Documents:
 
     def _start(self) -> None:
         self._in_block = False
-        # A full disk leaves an empty file, which gzip would take for a regular end. As text, it is an empty document.
+        # A full disk leaves an empty file, which gzip would take for a regular end. As
+        # text, it is an empty document.
         if self.file.size == 0 and not self.file.name.endswith(".txt"):
             raise DamagedFile("the file is empty")
         self._raw = opened(self.file, self.options)
         buffer = BUFFER
-        if self.file.name.endswith(formats.PARQUET):  # its readers jump about in the file, to where its footer points
+        # its readers jump about in the file, to where its footer points
+        if self.file.name.endswith(formats.PARQUET):
             buffer = io.DEFAULT_BUFFER_SIZE
         elif self.visits is not None:  # little more than a block is read to its end
-            buffer = min(max(self.file.size // (4 * len(self.visits.spans)), 512), BUFFER)
+            buffer = min(
+                max(self.file.size // (4 * len(self.visits.spans)), 512), BUFFER
+            )
         self.stored = io.BufferedReader(self._raw, buffer)
         self._at = self._reader(self.stored)
         if self.visits is not None:
@@ -201,41 +256,63 @@ class Documents:
         self.position = max(self.position, begin)
         if self._visit == len(spans):
             return False
-        self._records = islice(self._at(*spans[self._visit]), self.position - begin, first[self._visit + 1] - begin)
+        self._records = islice(
+            self._at(*spans[self._visit]),
+            self.position - begin,
+            first[self._visit + 1] - begin,
+        )
         self._visit, self._in_block = self._visit + 1, self.visits.dealt
         return True
 
     def _reader(self, stored: io.BufferedReader) -> Callable[..., Iterator[Record]]:
-        """Return a function that reads the whole file, or the block between two places."""
+        """Return a function that reads the whole file, or the block between two
+        places.
+        """
         name = self.file.name
         if name.endswith(formats.PARQUET):
             self.table = formats.parquet_table(stored, self.file.url)
             rows = formats.rows_at_a_time(self.table.metadata)
-            return partial(formats.parquet_records, self.table, self.file.url, self.options, rows)
+            return partial(
+                formats.parquet_records, self.table, self.file.url, self.options, rows
+            )
         if name.endswith(formats.TOKEN_IDS):
             how = self.options.format
             if (reader := megatron.reader(stored, self.file, how)) is not None:
                 return reader
-            return partial(self._ids, stored, token_ids.layout_of(stored, self.file, how))
+            return partial(
+                self._ids, stored, token_ids.layout_of(stored, self.file, how)
+            )
         head = stored.peek(formats.HEAD)[: formats.HEAD]
-        if len(head) < min(formats.HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
+        # a piece of the hub's answer may be a single byte
+        if len(head) < min(formats.HEAD, self.file.size):
             head = stored.read(formats.HEAD)
             stored.seek(0)
         if (found := formats.mistaken(head, name)) is not None:
             raise OtherContent(found)
         read: Callable[[Any, int], Iterator[Record]] = formats.json_lines
         if name.endswith(formats.PLAIN_TEXT):
-            read = formats.text_blocks if self.options.format.text_split == "blank_lines" else formats.whole_text
+            read = (
+                formats.text_blocks
+                if self.options.format.text_split == "blank_lines"
+                else formats.whole_text
+            )
 
         def at(begin: int = 0, end: int = 0) -> Iterator[Record]:
             stored.seek(begin)
-            whole = 0 < end - begin <= 1 << 20  # a block in one read; a larger one is a single long document
-            stream = io.BytesIO(stored.read(end - begin)) if whole else _decompressed(stored, name)
+            # a block in one read; a larger one is a single long document
+            whole = 0 < end - begin <= 1 << 20
+            stream = (
+                io.BytesIO(stored.read(end - begin))
+                if whole
+                else _decompressed(stored, name)
+            )
             return read(stream, self.options.max_document_bytes)
 
         return at
 
-    def _ids(self, stored: BinaryIO, layout: token_ids.Layout, *span: int) -> Iterator[Record]:
+    def _ids(
+        self, stored: BinaryIO, layout: token_ids.Layout, *span: int
+    ) -> Iterator[Record]:
         for self.place, ids in token_ids.located(stored, layout, *span):
             yield ids
 

@@ -1,4 +1,7 @@
-"""The fingerprint describes a run's data. A checkpoint holds it, so that a resume with other data can be refused."""
+"""The fingerprint describes a run's data.
+
+A checkpoint holds it, so that a resume with other data can be refused.
+"""
 
 import hashlib
 import json
@@ -27,35 +30,57 @@ def tokenizer_hash(folder: str) -> str:
     """Return the sha256 of the tokenizer's files, in hexadecimal."""
     file = find_tokenizer(folder)
     others = [Path(folder) / name for name in ("tokenizer_config.json", "merges.txt")]
-    return sha256_of(file, *(other for other in others if file.suffix != ".model" and other.is_file()))
+    return sha256_of(
+        file,
+        *(other for other in others if file.suffix != ".model" and other.is_file()),
+    )
 
 
 def _eos_of_model(folder: str) -> int | None:
-    """Return EOS as config.json gives it, if the tokenizer's own files name neither BOS nor EOS; or else None.
+    """Return EOS as config.json gives it, if the tokenizer's own files name neither BOS
+    nor EOS; or else None.
 
-    ``tokenizer_hash`` covers those files. It leaves out config.json, which may change for other reasons.
+    ``tokenizer_hash`` covers those files. It leaves out config.json, which may change
+    for other reasons.
     """
     own, model = Path(folder) / "tokenizer_config.json", Path(folder) / "config.json"
     if find_tokenizer(folder).suffix == ".model" or not model.is_file():
         return None
     names = json.loads(own.read_text()) if own.is_file() else {}
     found = json.loads(model.read_text()).get("eos_token_id")
-    return None if names.get("eos_token") or names.get("bos_token") or not isinstance(found, int) else found
+    return (
+        None
+        if names.get("eos_token")
+        or names.get("bos_token")
+        or not isinstance(found, int)
+        else found
+    )
 
 
 def fingerprint(
-    files: list[DataFile], tokenizer_folder: str, options: StreamOptions, slots: int, shares: Sequence[Share] = ()
+    files: list[DataFile],
+    tokenizer_folder: str,
+    options: StreamOptions,
+    slots: int,
+    shares: Sequence[Share] = (),
 ) -> dict[str, Any]:
-    """Collect everything that decides which tokens each slot gets, under the names of the keys if there are such."""
+    """Collect everything that decides which tokens each slot gets, under the names of
+    the keys if there are such.
+    """
     values = {
         **vars(options),
         **vars(options.format),
         "sources": [[share.name, share.slots] for share in shares],
         "slots": slots,
-        "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,  # a window of 1 shuffles nothing
+        # a window of 1 shuffles nothing
+        "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,
         "max_document_mb": options.max_document_bytes / 2**20,
     }
-    densities = {suffix_of(file.name): file.density for file in files if file.density and file.documents is None}
+    densities = {
+        suffix_of(file.name): file.density
+        for file in files
+        if file.density and file.documents is None
+    }
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name} {file.density}\n".encode(errors="surrogateescape"))
@@ -65,8 +90,11 @@ def fingerprint(
         "files": [[file.name, file.size] for file in files],
         "contents": {file.name: file.sample for file in files if file.sample},
         "etags": {file.name: file.etag for file in files if file.etag},
-        "text per stored byte": densities if len(set(densities.values())) > 1 else {},  # else it decides nothing
-        INDEX: digest.hexdigest() if any(file.documents is not None for file in files) else "none",
+        # else it decides nothing
+        "text per stored byte": densities if len(set(densities.values())) > 1 else {},
+        INDEX: digest.hexdigest()
+        if any(file.documents is not None for file in files)
+        else "none",
         "assignment": VERSION,
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "eos_token_id": _eos_of_model(tokenizer_folder),
@@ -88,8 +116,12 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         then, today = saved.get(key), now.get(key)
         if key == "files":  # in any order
             then, today = dict(then or []), dict(now[key])
-        elif key in ("contents", "etags"):  # unknown on the hub; a copy elsewhere has one of the two
-            then, today = ({n: one[n] for n in then or {} if n in (today or {})} for one in (then or {}, today or {}))
+        # Unknown on the hub; a copy elsewhere has one of the two
+        elif key in ("contents", "etags"):
+            then, today = (
+                {n: one[n] for n in then or {} if n in (today or {})}
+                for one in (then or {}, today or {})
+            )
         if then != today:
             found.append(_difference(key, then, today))
     return found
@@ -97,7 +129,11 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _difference(key: str, then: Any, today: Any) -> str:
     if key == "files":
-        changed = sorted(name for name in then.keys() | today.keys() if then.get(name) != today.get(name))
+        changed = sorted(
+            name
+            for name in then.keys() | today.keys()
+            if then.get(name) != today.get(name)
+        )
         return (
             f"data: {counted(len(then), 'file')} then, {len(today)} now, with {counted(len(changed), 'difference')}; first "
             f"{changed[0]} ({then.get(changed[0], 'missing')} bytes then, {today.get(changed[0], 'missing')} now)"
@@ -108,10 +144,18 @@ def _difference(key: str, then: Any, today: Any) -> str:
     if key == INDEX:
         if "none" not in (then, today):
             return "the index describes other blocks or texts than then"
-        how = ["without an index" if one == "none" else "with an index" for one in (then, today)]
-        return f"stream.index: the data was read {how[0]} then, and is now read {how[1]}"
+        how = [
+            "without an index" if one == "none" else "with an index"
+            for one in (then, today)
+        ]
+        return (
+            f"stream.index: the data was read {how[0]} then, and is now read {how[1]}"
+        )
     if key == "stream.sources":
-        words = (", ".join(f"{name} {n}" for name, n in one or []) or "none" for one in (then, today))
+        words = (
+            ", ".join(f"{name} {n}" for name, n in one or []) or "none"
+            for one in (then, today)
+        )
         return f"{key}, with the slots that their weights make: {next(words)} then, {next(words)} now"
     return f"{key}: {then!r} then, {today!r} now"
 
@@ -137,17 +181,26 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
-    """Read the fingerprint in a checkpoint folder, and the last epoch that any slot has begun.
+    """Read the fingerprint in a checkpoint folder, and the last epoch that any slot has
+    begun.
 
-    They are {} and −1 if another loader wrote the checkpoint. CheckpointError is raised if it cannot be read.
+    They are {} and −1 if another loader wrote the checkpoint. CheckpointError is raised
+    if it cannot be read.
     """
     try:
         metadata = safe_dcp.read_metadata(checkpoint).state_dict_metadata
         if "dataloader.fingerprint" not in metadata:
             return {}, -1
         stored = cast(TensorStorageMetadata, metadata["dataloader.positions"])
-        state: dict[str, Any] = {"fingerprint": "", "positions": torch.empty(stored.size, dtype=torch.int64)}
+        state: dict[str, Any] = {
+            "fingerprint": "",
+            "positions": torch.empty(stored.size, dtype=torch.int64),
+        }
         safe_dcp.load({"dataloader": state}, checkpoint, no_dist=True)
     except (OSError, UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(f"cannot read the data position in {checkpoint}: {error}") from error
-    return json.loads(state["fingerprint"]), int(state["positions"][:, Field.EPOCH].max())
+        raise CheckpointError(
+            f"cannot read the data position in {checkpoint}: {error}"
+        ) from error
+    return json.loads(state["fingerprint"]), int(
+        state["positions"][:, Field.EPOCH].max()
+    )

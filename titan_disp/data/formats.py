@@ -1,12 +1,13 @@
 """The suffix of a file's name selects its format:
 
-JSON lines   .json .jsonl, uncompressed, gzip (.gz) or zstd (.zst)
-Parquet      .parquet: each row of one string column is a document
-plain text   .txt, uncompressed, gzip or zstd, in UTF-8: the whole file is a document, or every block of lines between
+JSON lines   .json .jsonl, uncompressed, gzip (.gz) or zstd (.zst) Parquet
+.parquet: each row of one string column is a document plain text   .txt, uncompressed,
+gzip or zstd, in UTF-8: the whole file is a document, or every block of lines between
              blank lines is one
 token ids    .npy .bin, see ``token_ids``
 
-This module tells files apart. Its readers yield records: unparsed documents, or a reason why one cannot be used.
+This module tells files apart. Its readers yield records: unparsed documents, or a
+reason why one cannot be used.
 """
 
 import codecs
@@ -30,7 +31,10 @@ COMPRESSED = (".gz", ".zst")
 
 
 def suffix_of(name: str) -> str:
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), os.path.splitext(name)[1])
+    return next(
+        (suffix for suffix in SUFFIXES if name.endswith(suffix)),
+        os.path.splitext(name)[1],
+    )
 
 
 HEAD = 512  # first bytes of a file, which are enough to recognize its format
@@ -39,32 +43,58 @@ _ARCHIVE = b"PK\x03\x04"
 _HTML = (b"<!doctype html", b"<html")
 _GZIP = b"\x1f\x8b"
 # pzstd begins with a skippable frame that holds the length of the next one.
-_ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([i]) + b"\x2a\x4d\x18" for i in range(0x50, 0x60)))
+_ZSTD = (
+    b"\x28\xb5\x2f\xfd",
+    *(bytes([i]) + b"\x2a\x4d\x18" for i in range(0x50, 0x60)),
+)
 _SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (_GZIP, "gzip-compressed", "name it *.gz"),
     (_ZSTD, "zstd-compressed", "name it *.zst"),
     # Longer than the magic number "BZh", because a text may begin with these letters.
-    (tuple(b"BZh%d1AY&SY" % i for i in range(1, 10)), "bzip2-compressed", "unpack it, or pack it with gzip or zstd"),
+    (
+        tuple(b"BZh%d1AY&SY" % i for i in range(1, 10)),
+        "bzip2-compressed",
+        "unpack it, or pack it with gzip or zstd",
+    ),
     (b"\xfd7zXZ\x00", "xz-compressed", "unpack it, or pack it with gzip or zstd"),
     (b"PAR1\x15", "Parquet", "name it *.parquet"),
-    (b"\xff\xfe", "UTF-16 text", "convert it, for example with iconv -f UTF-16 -t UTF-8"),
-    (b"\xfe\xff", "UTF-16 text", "convert it, for example with iconv -f UTF-16 -t UTF-8"),
+    (
+        b"\xff\xfe",
+        "UTF-16 text",
+        "convert it, for example with iconv -f UTF-16 -t UTF-8",
+    ),
+    (
+        b"\xfe\xff",
+        "UTF-16 text",
+        "convert it, for example with iconv -f UTF-16 -t UTF-8",
+    ),
 )
-_PROMISED: dict[str, bytes | tuple[bytes, ...]] = {".gz": _GZIP, ".zst": _ZSTD, ".parquet": b"PAR1"}
+_PROMISED: dict[str, bytes | tuple[bytes, ...]] = {
+    ".gz": _GZIP,
+    ".zst": _ZSTD,
+    ".parquet": b"PAR1",
+}
 
 
 def mistaken(head: bytes, name: str) -> str | None:
-    """Say what a file is, and what to do, if its first ``HEAD`` bytes are not what its name says; else return None."""
+    """Say what a file is, and what to do, if its first ``HEAD`` bytes are not what its
+    name says; else return None.
+    """
     begin = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if begin.startswith(_HTML) and not name.endswith(".txt"):
         return "it is an HTML page, as servers send it instead of a file: download the file again"
     if head.startswith(_POINTER):
-        return "it is a Git LFS pointer instead of the data: git lfs pull fetches the data"
+        return (
+            "it is a Git LFS pointer instead of the data: git lfs pull fetches the data"
+        )
     if head.startswith(_ARCHIVE):
         return "it is a zip archive (such as numpy.savez or torch.save write): unpack or convert it"
     if name.endswith(TOKEN_IDS):  # these may begin with any bytes
         return None
-    promised = next((signature for suffix, signature in _PROMISED.items() if name.endswith(suffix)), None)
+    promised = next(
+        (signature for suffix, signature in _PROMISED.items() if name.endswith(suffix)),
+        None,
+    )
     if not head or (promised is not None and head.startswith(promised)):
         return None
     for signature, what, advice in _SIGNATURES:
@@ -86,7 +116,10 @@ class BadDocument(Exception):
 
 
 class OtherShape(BadDocument):
-    """The document is JSON without a text in the text field. If all are so, the config names the wrong field."""
+    """The document is JSON without a text in the text field.
+
+    If all are so, the config names the wrong field.
+    """
 
 
 class Empty(BadDocument):
@@ -94,7 +127,10 @@ class Empty(BadDocument):
 
 
 class Garbage(BadDocument):
-    """The document is not JSON or not UTF-8. Flipped bytes in a compressed file make many such documents in a row."""
+    """The document is not JSON or not UTF-8.
+
+    Flipped bytes in a compressed file make many such documents in a row.
+    """
 
 
 class DamagedFile(Exception):
@@ -121,7 +157,8 @@ def too_long(size: int) -> BadDocument:
 
 
 def text_of(raw: Record, field: str = "text") -> str:
-    """Return the text of a document: a JSON line, whose ``field`` holds the text, or the text itself.
+    """Return the text of a document: a JSON line, whose ``field`` holds the text, or
+    the text itself.
 
     A BadDocument (or one of its kinds) is raised if there is none. ``raw`` may be one.
     """
@@ -133,18 +170,24 @@ def text_of(raw: Record, field: str = "text") -> str:
         raise Empty("empty text")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair, which no tokenizer accepts
-        raise BadDocument(f"invalid Unicode: {error.reason} at character {error.start}") from error
+    # JSON can escape half of a surrogate pair, which no tokenizer accepts
+    except UnicodeEncodeError as error:
+        raise BadDocument(
+            f"invalid Unicode: {error.reason} at character {error.start}"
+        ) from error
     return text
 
 
 def _not_utf_8(error: UnicodeDecodeError) -> Garbage:
-    return Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}", len(error.object))
+    return Garbage(
+        f"invalid UTF-8: {error.reason} at byte {error.start}", len(error.object)
+    )
 
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))  # decoded here, because json takes some bytes for UTF-16 or UTF-32
+        # Decoded here, because json takes some bytes for UTF-16 or UTF-32
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf_8(error) from error
     except (ValueError, RecursionError) as error:
@@ -152,9 +195,7 @@ def _parse(line: bytes) -> Any:
         if line.strip()[:1] == b"[":
             reason += f". It looks like the beginning of {_ARRAY}"
         elif line.strip() == b"{":
-            reason += (
-                f". It looks like JSON over several lines; {_ONE_A_LINE}, as `jq -c . FILE > FILE.jsonl` writes it"
-            )
+            reason += f". It looks like JSON over several lines; {_ONE_A_LINE}, as `jq -c . FILE > FILE.jsonl` writes it"
         raise Garbage(reason) from error
 
 
@@ -166,7 +207,9 @@ def _field_of(record: Any, field: str) -> str:
     if isinstance(record, list):
         raise OtherShape(f"it is {_ARRAY}")
     if not isinstance(record, dict):
-        raise OtherShape(f'no field "{field}", because it is {_kind(record)}; expected a JSON object')
+        raise OtherShape(
+            f'no field "{field}", because it is {_kind(record)}; expected a JSON object'
+        )
     value = record.get(field)
     if value is None and "." in field:
         value = record
@@ -176,8 +219,16 @@ def _field_of(record: Any, field: str) -> str:
         return value
     names = []
     for name, inside in record.items():
-        names += [f"{name}.{inner}" for inner in inside] if isinstance(inside, dict) and inside else [name]
-    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "") if names else "an empty object"
+        names += (
+            [f"{name}.{inner}" for inner in inside]
+            if isinstance(inside, dict) and inside
+            else [name]
+        )
+    shown = (
+        ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+        if names
+        else "an empty object"
+    )
     what = f'no field "{field}", only {shown}'
     if value is not None:
         what = f'field "{field}" is {_kind(value)}, expected a text; the fields are {shown}'
@@ -185,7 +236,13 @@ def _field_of(record: Any, field: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "an array", str: "a text", bool: "true or false", type(None): "null"}
+    kinds = {
+        dict: "an object",
+        list: "an array",
+        str: "a text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return kinds.get(type(value), "a number")
 
 
@@ -193,7 +250,10 @@ _DRAIN = 1 << 20
 
 
 def json_lines(lines: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream, unparsed, but no blank ones. Too long ones are never in memory as a whole."""
+    """Yield the lines of a binary stream, unparsed, but no blank ones.
+
+    Too long ones are never in memory as a whole.
+    """
     first = True
     while line := lines.readline(max_bytes + 1):
         if len(line) > max_bytes and not line.endswith(b"\n"):
@@ -212,24 +272,35 @@ TOO_LONG = 'more than stream.max_document_mb allows: set stream.text_split = "bl
 
 
 def whole_text(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the text of a binary stream, unless it is too long. Then it is never in memory as a whole."""
+    """Yield the text of a binary stream, unless it is too long.
+
+    Then it is never in memory as a whole.
+    """
     parts, size = [], 0
     while part := stream.read(min(1 << 20, max_bytes + 1 - size)):
         parts.append(part)
         size += len(part)
         if size > max_bytes:
-            yield BadDocument(f"the file has more than {max_bytes:,} bytes, {TOO_LONG}", size)
+            yield BadDocument(
+                f"the file has more than {max_bytes:,} bytes, {TOO_LONG}", size
+            )
             return
     yield _decoded(b"".join(parts).removeprefix(codecs.BOM_UTF8))
 
 
 def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the blocks between blank lines (only white space), without the line break at the end (\\n or \\r\\n)."""
+    """Yield the blocks between blank lines (only white space), without the line break
+    at the end (\\n or \\r\\n).
+    """
     block: list[bytes] = []
     size, at_line_start, first = 0, True, True
 
     def end() -> str | BadDocument:
-        return _decoded(b"".join(block).rstrip(b"\r\n")) if size <= max_bytes else too_long(size)
+        return (
+            _decoded(b"".join(block).rstrip(b"\r\n"))
+            if size <= max_bytes
+            else too_long(size)
+        )
 
     while piece := stream.readline(max_bytes + 1):  # a longer line comes in pieces
         if first:
@@ -262,12 +333,16 @@ _BATCH = 4 << 20  # … no more bytes than these
 
 
 def parquet_table(stored: io.BufferedReader, name: str) -> Any:
-    """Open a Parquet file. Raise OtherContent if it is something else. ``parquet_records`` takes it."""
+    """Open a Parquet file.
+
+    Raise OtherContent if it is something else. ``parquet_records`` takes it.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
-        # pyarrow's default pre_buffer would keep gigabytes of a large file, until it is closed.
+        # pyarrow's default pre_buffer would keep gigabytes of a large file, until it is
+        # closed.
         file = pyarrow.PythonFile(stored, "r")
         return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ)
     except pyarrow.ArrowInvalid as error:
@@ -280,14 +355,18 @@ def parquet_table(stored: io.BufferedReader, name: str) -> Any:
 def parquet_records(
     table: Any, name: str, options: StreamOptions, rows: int, *groups: int
 ) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column, of all row groups or of ``range(*groups)``, decoding so many ``rows`` at a time.
+    """Yield the texts of a column, of all row groups or of ``range(*groups)``, decoding
+    so many ``rows`` at a time.
 
-    DataError is raised for a sound file without such a column: the config has to change.
+    DataError is raised for a sound file without such a column: the config has to
+    change.
     """
     field, max_bytes = options.format.text_field, options.max_document_bytes
     _check_column(table.schema_arrow, name, field)
     chosen = list(range(*groups)) if groups else None
-    for batch in table.iter_batches(batch_size=rows, columns=[field], row_groups=chosen):
+    for batch in table.iter_batches(
+        batch_size=rows, columns=[field], row_groups=chosen
+    ):
         for value in _column(batch, field):
             try:
                 text = value.as_py()
@@ -303,22 +382,32 @@ def parquet_records(
 
 
 def rows_at_a_time(metadata: Any) -> int:
-    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    size = sum(
+        metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)
+    )
     return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 
 
 def _check_column(schema: Any, name: str, field: str) -> None:
     import pyarrow.types as types
 
-    columns, advice = dict(_leaves(schema)), "set stream.text_field to the column of the text"
+    columns, advice = (
+        dict(_leaves(schema)),
+        "set stream.text_field to the column of the text",
+    )
     if field not in columns:
-        found = ", ".join(f"{column} ({kind})" for column, kind in list(columns.items())[:12])
+        found = ", ".join(
+            f"{column} ({kind})" for column, kind in list(columns.items())[:12]
+        )
         raise DataError(f'{name} has no column "{field}", only {found}: {advice}')
     kind = columns[field]
     value = kind.value_type if types.is_dictionary(kind) else kind
-    is_view = getattr(types, "is_string_view", lambda _: False)  # only later versions of pyarrow have it
+    # only later versions of pyarrow have it
+    is_view = getattr(types, "is_string_view", lambda _: False)
     if not (types.is_string(value) or types.is_large_string(value) or is_view(value)):
-        raise DataError(f'{name}: column "{field}" is {kind}, expected string: {advice}, or write it as a string')
+        raise DataError(
+            f'{name}: column "{field}" is {kind}, expected string: {advice}, or write it as a string'
+        )
 
 
 def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -327,13 +416,19 @@ def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
     for field in fields:
         if types.is_struct(field.type):
-            yield from _leaves([field.type.field(i) for i in range(field.type.num_fields)], f"{prefix}{field.name}.")
+            yield from _leaves(
+                [field.type.field(i) for i in range(field.type.num_fields)],
+                f"{prefix}{field.name}.",
+            )
         else:
             yield prefix + field.name, field.type
 
 
 def _column(batch: Any, field: str) -> Any:
-    """Select one column. Reading column ``x.y`` may also load the field ``y`` of a struct ``x``."""
+    """Select one column.
+
+    Reading column ``x.y`` may also load the field ``y`` of a struct ``x``.
+    """
     import pyarrow.compute
 
     names = batch.schema.names

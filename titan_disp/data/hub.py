@@ -1,8 +1,10 @@
-"""This module lists the files of data sets on the Hugging Face hub: of allenai/c4, and of any other.
+"""This module lists the files of data sets on the Hugging Face hub: of allenai/c4, and
+of any other.
 
-Of other data sets, the files of one configuration and one split are listed. As in ``load_dataset``, the ``datasets``
-library decides which these are: by the configurations in the README, else by the names of files and folders. It is
-asked at one commit, so that all ranks read the same data.
+Of other data sets, the files of one configuration and one split are listed. As in
+``load_dataset``, the ``datasets`` library decides which these are: by the
+configurations in the README, else by the names of files and folders. It is asked at one
+commit, so that all ranks read the same data.
 """
 
 import os
@@ -25,7 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HubFile:
-    """Describe a file of a data set at one commit, so that all ranks read the same data."""
+    """Describe a file of a data set at one commit, so that all ranks read the same
+    data.
+    """
 
     repository: str
     commit: str
@@ -40,7 +44,9 @@ class HubFile:
 
 
 def cannot_list(name: "HubName", error: Exception) -> ConfigError:
-    """Make a ConfigError from any error: huggingface_hub, datasets, httpx and the system each raise their own."""
+    """Make a ConfigError from any error: huggingface_hub, datasets, httpx and the
+    system each raise their own.
+    """
     return ConfigError(
         f"cannot list {name} on the Hugging Face hub ({type(error).__name__}: {error}). Without internet, use a local "
         f"copy: dataset_path (titan-disp data fetch {fetch_arguments(name)} makes one on a machine with internet)"
@@ -48,7 +54,10 @@ def cannot_list(name: "HubName", error: Exception) -> ConfigError:
 
 
 def patiently(ask: Callable[[], T]) -> T:
-    """Return the hub's answer. If it is busy or fails, ask again for up to a minute; not without internet."""
+    """Return the hub's answer.
+
+    If it is busy or fails, ask again for up to a minute; not without internet.
+    """
     from huggingface_hub.utils import httpx
 
     def may_pass(error: Exception) -> bool:
@@ -60,17 +69,31 @@ def patiently(ask: Callable[[], T]) -> T:
     return retried(ask, LISTING_SECONDS, "the list of files", may_pass)
 
 
-def files_in(name: "HubName", repository: str, commit: str, folder: str, recursive: bool) -> dict[str, HubFile]:
+def files_in(
+    name: "HubName", repository: str, commit: str, folder: str, recursive: bool
+) -> dict[str, HubFile]:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    options: dict[str, Any] = {"recursive": recursive, "revision": commit, "repo_type": "dataset"}
+    options: dict[str, Any] = {
+        "recursive": recursive,
+        "revision": commit,
+        "repo_type": "dataset",
+    }
     try:
-        entries = patiently(lambda: list(HfApi().list_repo_tree(repository, folder or None, **options)))
+        entries = patiently(
+            lambda: list(HfApi().list_repo_tree(repository, folder or None, **options))
+        )
     except Exception as error:  # see cannot_list
         raise cannot_list(name, error) from error
     return {
-        entry.path: HubFile(repository, commit, entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None)
+        entry.path: HubFile(
+            repository,
+            commit,
+            entry.path,
+            entry.size,
+            entry.lfs.sha256 if entry.lfs else None,
+        )
         for entry in entries
         if isinstance(entry, RepoFile)
     }
@@ -80,9 +103,15 @@ def c4_files(split: str) -> list[HubFile]:
     _, commit = commit_of(C4, "the data set c4")
     found = files_in(C4, DATASET, commit, FOLDER, recursive=False)
     pattern = re.compile(rf"{FOLDER}/c4-{split}\.(\d+)-of-\d+\.json\.gz")
-    files = [replace(file, index=int(m[1])) for path, file in found.items() if (m := pattern.fullmatch(path))]
+    files = [
+        replace(file, index=int(m[1]))
+        for path, file in found.items()
+        if (m := pattern.fullmatch(path))
+    ]
     if not files or not commit:
-        raise ConfigError(f"{DATASET} on the hub holds no {FOLDER}/c4-{split}.*.json.gz")
+        raise ConfigError(
+            f"{DATASET} on the hub holds no {FOLDER}/c4-{split}.*.json.gz"
+        )
     return sorted(files, key=lambda file: file.index)
 
 
@@ -92,9 +121,11 @@ FORM = "hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATIO
 
 @dataclass(frozen=True)
 class HubName:
-    """Name a data set on the hub, written hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]].
+    """Name a data set on the hub, written
+    hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]].
 
-    Without a revision (a branch, tag or commit) it is main; without a configuration, the data set's default one.
+    Without a revision (a branch, tag or commit) it is main; without a configuration,
+    the data set's default one.
     """
 
     repository: str
@@ -117,13 +148,23 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def parse_name(dataset: str, where: str) -> HubName:
-    """Parse a name such as hf:OWNER/NAME:CONFIGURATION. A message begins with ``where``, such as "training.dataset"."""
+    """Parse a name such as hf:OWNER/NAME:CONFIGURATION.
+
+    A message begins with ``where``, such as "training.dataset".
+    """
     head, *rest = dataset.removeprefix(PREFIX).split(":")
     repository, at, revision = head.partition("@")
     # hf:OWNER/NAME::SPLIT is a split of the default configuration.
     named = is_hub_name(dataset) and (not rest or rest[-1] != "")
-    if len(rest) > 2 or not named or bool(at) != bool(revision) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise ConfigError(f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION for a branch, tag or commit)")
+    if (
+        len(rest) > 2
+        or not named
+        or bool(at) != bool(revision)
+        or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
+    ):
+        raise ConfigError(
+            f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION for a branch, tag or commit)"
+        )
     config, split = (*rest, "", "")[:2]
     return HubName(repository, revision or None, config or None, split or None)
 
@@ -140,28 +181,47 @@ class HubDataset:
     def files(self, split: str, where: str) -> list[HubFile]:
         paths = files_of_split(self.splits, split, self.name, where)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-        found = files_in(self.name, self.repository, self.commit, folder, recursive=True)
+        found = files_in(
+            self.name, self.repository, self.commit, folder, recursive=True
+        )
         return [replace(found[path], index=index) for index, path in enumerate(paths)]
 
 
 def resolve(name: HubName, where: str) -> HubDataset:
-    """Ask the hub for the files of a data set. Raise ConfigError if there is no such data, no access or no hub."""
+    """Ask the hub for the files of a data set.
+
+    Raise ConfigError if there is no such data, no access or no hub.
+    """
     repository, commit = commit_of(name, where)
     root = f"hf://datasets/{repository}"
     splits, inside = splits_in(root, name, commit, where), f"{root}@{commit}/"
-    paths = {split: [url.removeprefix(inside) for url in urls] for split, urls in splits.items()}
+    paths = {
+        split: [url.removeprefix(inside) for url in urls]
+        for split, urls in splits.items()
+    }
     return HubDataset(name, repository, commit, paths)
 
 
 def commit_of(name: HubName, where: str) -> tuple[str, str]:
-    """Ask the hub for a repository's present name and the commit of a revision, in one request, or two if it is gated."""
+    """Ask the hub for a repository's present name and the commit of a revision, in one
+    request, or two if it is gated.
+    """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     api, page = HfApi(), f"huggingface.co/datasets/{name.repository}"
     token = "a token of an account that has it (hf auth login, or HF_TOKEN)"
     try:
-        info = patiently(lambda: api.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS))
+        info = patiently(
+            lambda: api.dataset_info(
+                name.repository, revision=name.revision, timeout=ANSWER_SECONDS
+            )
+        )
         if info.gated:
             patiently(lambda: api.auth_check(info.id, repo_type="dataset"))
     except Exception as error:  # see cannot_list
@@ -170,8 +230,13 @@ def commit_of(name: HubName, where: str) -> tuple[str, str]:
         elif isinstance(error, RepositoryNotFoundError):
             problem = f"there is no such data set on the hub, or it is private (its page: {page}): then use {token}"
         elif isinstance(error, RevisionNotFoundError):
-            problem = f"the data set has no revision {name.revision!r}, see {page}/tree/main"
-        elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            problem = (
+                f"the data set has no revision {name.revision!r}, see {page}/tree/main"
+            )
+        elif isinstance(error, HfHubHTTPError) and error.response.status_code in (
+            401,
+            403,
+        ):
             problem = f"the hub refuses access. See {page}, and use {token}"
         else:
             raise cannot_list(name, error) from error
@@ -179,17 +244,21 @@ def commit_of(name: HubName, where: str) -> tuple[str, str]:
     return info.id, info.sha or ""
 
 
-def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[str, list[str]]:
+def splits_in(
+    root: str, name: HubName, commit: str | None, where: str
+) -> dict[str, list[str]]:
     """Return the paths or URLs of the files of every split of a configuration.
 
-    ``root`` is hf://datasets/OWNER/NAME, or a folder with all of its files: then ``commit`` is None.
+    ``root`` is hf://datasets/OWNER/NAME, or a folder with all of its files: then
+    ``commit`` is None.
     """
     from datasets import get_dataset_config_names, load_dataset_builder
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
     def ask(function: Any, *args: Any) -> Any:
-        # With an empty cache: if the hub fails, datasets would use what an earlier download has left.
+        # With an empty cache: if the hub fails, datasets would use what an earlier
+        # download has left.
         with tempfile.TemporaryDirectory() as cache:
             return function(root, *args, revision=commit, cache_dir=cache)
 
@@ -198,17 +267,31 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
     except DatasetNotFoundError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # see cannot_list
-        problem, expected = str(error), f"expected files that end in {', '.join(SUFFIXES)}"
-        missing, unknown = "Config name is missing" in problem, f"'{name.config}' not found" in problem
+        problem, expected = (
+            str(error),
+            f"expected files that end in {', '.join(SUFFIXES)}",
+        )
+        missing, unknown = (
+            "Config name is missing" in problem,
+            f"'{name.config}' not found" in problem,
+        )
         if "scripts are no longer supported" in problem:
             problem = (
-                "the data set is made by a script on the hub, which datasets no longer runs. Use a copy: " + expected
+                "the data set is made by a script on the hub, which datasets no longer runs. Use a copy: "
+                + expected
             )
-        elif isinstance(error, (EmptyDatasetError, DataFilesNotFoundError)) or "Unable to find" in problem:
+        elif (
+            isinstance(error, (EmptyDatasetError, DataFilesNotFoundError))
+            or "Unable to find" in problem
+        ):
             problem = f"datasets finds no data there ({error}); {expected}"
         elif isinstance(error, ValueError) and (missing or unknown):
             names = ask(get_dataset_config_names)
-            found = "no default configuration" if missing else f"no configuration {name.config!r}"
+            found = (
+                "no default configuration"
+                if missing
+                else f"no configuration {name.config!r}"
+            )
             problem = f"it has {found}, only {', '.join(names)}; such as {str(replace(name, config=names[0]))!r}"
         elif isinstance(error, ValueError):
             problem = f"datasets cannot tell which files belong to it: {error}"
@@ -218,14 +301,20 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
         else:
             raise cannot_list(name, error) from error
         raise ConfigError(f"{where}: {problem}") from error
-    return {split: list(files) for split, files in (builder.config.data_files or {}).items()}
+    return {
+        split: list(files) for split, files in (builder.config.data_files or {}).items()
+    }
 
 
-def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, where: str) -> list[str]:
+def files_of_split(
+    splits: dict[str, list[str]], split: str, name: HubName, where: str
+) -> list[str]:
     """Return the paths of a split's files, sorted, all in formats that are read."""
     if split not in splits:
         example = replace(name, split=next(iter(splits), "SPLIT"))
-        raise ConfigError(f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as {str(example)!r}")
+        raise ConfigError(
+            f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as {str(example)!r}"
+        )
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not path.endswith(SUFFIXES)]:
         found = f"{len(unread)} of {len(paths)}, such as {unread[0]}"

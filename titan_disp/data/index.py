@@ -1,9 +1,11 @@
-"""``titan-disp data index`` reads a corpus once and writes what a run would otherwise have to guess.
+"""``titan-disp data index`` reads a corpus once and writes what a run would otherwise
+have to guess.
 
-Of each file, the index holds the documents, the bytes of their text, a hash of every text and of the whole file, and the
-places where reading can begin (``blocks``). These are lines of JSON and paragraphs of text that are not compressed, row
-groups of Parquet and documents of token ids. In a gzip or zstd file, a document can only be found by unpacking all
-before it.
+Of each file, the index holds the documents, the bytes of their text, a hash of every
+text and of the whole file, and the places where reading can begin (``blocks``). These
+are lines of JSON and paragraphs of text that are not compressed, row groups of Parquet
+and documents of token ids. In a gzip or zstd file, a document can only be found by
+unpacking all before it.
 """
 
 import hashlib
@@ -45,12 +47,19 @@ class FileIndex:
     stored: int  # … and the stored bytes that hold them
     damage: str | None  # what is wrong behind them
     documents: int
-    hashes: np.ndarray  # [documents] uint64; 0 for one that has no text or cannot be used. A run loads none.
-    blocks: np.ndarray  # [2, B + 1] int64, ``Blocks.first`` and ``places``; [2, 0] if reading cannot begin elsewhere
+    # [documents] uint64; 0 for one that has no text or cannot be used. A run loads
+    # none.
+    hashes: np.ndarray
+    # [2, B + 1] int64, ``Blocks.first`` and ``places``; [2, 0] if reading cannot begin
+    # elsewhere
+    blocks: np.ndarray
 
 
 def content_sample(file: DataFile) -> str:
-    """Hash the beginning, middle and end of a local file. (The hub's commit or ``etag`` say it of another.)"""
+    """Hash the beginning, middle and end of a local file.
+
+    (The hub's commit or ``etag`` say it of another.)
+    """
     if file.remote:
         return ""
     digest = hashlib.sha256()
@@ -65,29 +74,43 @@ def content_sample(file: DataFile) -> str:
 
 def _about(file: DataFile) -> dict[str, Any]:
     changed = [os.stat(path).st_mtime_ns for path in megatron.paths_of(file)]
-    return {"version": VERSION, "size": file.size, "sample": content_sample(file), "changed": changed}
+    return {
+        "version": VERSION,
+        "size": file.size,
+        "sample": content_sample(file),
+        "changed": changed,
+    }
 
 
 def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
+    return (
+        int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
+    )
 
 
 def _records(documents: Documents) -> Iterator[tuple[int, int, formats.Record]]:
-    """Yield where a block that begins with a document would begin, where it would end with it, and the document."""
+    """Yield where a block that begins with a document would begin, where it would end
+    with it, and the document.
+    """
     begin = 0
     while (record := documents.read()) is not None:
         assert documents.stored is not None
         end = documents.stored.tell()
         if documents.place is not None:  # ids are read ahead
             begin = documents.place
-            end = begin + (record.size if isinstance(record, formats.BadDocument) else formats.size_of(record))
+            end = begin + (
+                record.size
+                if isinstance(record, formats.BadDocument)
+                else formats.size_of(record)
+            )
         yield begin, end, record
         begin = end
 
 
 def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     """Read a whole file."""
-    about = _about(file)  # before the content, so that a change in the meantime is noticed
+    # before the content, so that a change in the meantime is noticed
+    about = _about(file)
     file = replace(file, blocks=megatron.blocks_of(file))
     documents, least = Documents(file, options), max(_LEAST, file.size // _MOST)
     text_of = partial(formats.text_of, field=options.format.text_field)
@@ -100,7 +123,11 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
                 blocks.append((len(hashes), begin))
             end = place
             try:
-                content = record.tobytes() if isinstance(record, np.ndarray) else text_of(record).encode()
+                content = (
+                    record.tobytes()
+                    if isinstance(record, np.ndarray)
+                    else text_of(record).encode()
+                )
             except formats.BadDocument:
                 content = b""
             hashes.append(_hash(content) if content else 0)
@@ -112,12 +139,20 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
         documents.close()
     count = len(hashes)
     if file.blocks is not None:
-        blocks = list(zip(file.blocks.first.tolist(), file.blocks.places.tolist(), strict=True))
+        blocks = list(
+            zip(file.blocks.first.tolist(), file.blocks.places.tolist(), strict=True)
+        )
     elif table is not None:
         last = table.metadata.num_row_groups
-        rows = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in range(last))]).tolist()
+        rows = np.cumsum(
+            [0, *(table.metadata.row_group(i).num_rows for i in range(last))]
+        ).tolist()
         step = max(1, least * last // file.size)  # row groups of a block
-        blocks = [(min(n, count), i) for i, n in enumerate(rows) if (i % step == 0 and n < count) or i == last]
+        blocks = [
+            (min(n, count), i)
+            for i, n in enumerate(rows)
+            if (i % step == 0 and n < count) or i == last
+        ]
         end = file.size * count // max(rows[-1], 1)
     elif file.name.endswith(formats.COMPRESSED) or (
         options.format.text_split == "file" and file.name.endswith(formats.PLAIN_TEXT)
@@ -125,17 +160,29 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
         blocks = []
     else:
         blocks.append((count, end))
-    stored, about["sha256"] = end if damage else file.size, sha256_of(*megatron.paths_of(file))
+    stored, about["sha256"] = (
+        end if damage else file.size,
+        sha256_of(*megatron.paths_of(file)),
+    )
     found = np.array(blocks, np.int64).reshape(-1, 2).T
-    return FileIndex(about, text, stored, damage, count, np.array(hashes, np.uint64), found)
+    return FileIndex(
+        about, text, stored, damage, count, np.array(hashes, np.uint64), found
+    )
 
 
 def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:
-    """Return where the index of a file is, as these options read it. The folder may be moved together with the data."""
-    relative, how = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder)), options.format
+    """Return where the index of a file is, as these options read it.
+
+    The folder may be moved together with the data.
+    """
+    relative, how = (
+        os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder)),
+        options.format,
+    )
     ids = file.name.endswith(formats.TOKEN_IDS)
     kind = (how.token_dtype, how.eos_id) if ids else (how.text_field, how.text_split)
-    named = f"{relative}/{formats.suffix_of(file.name)}/{kind}"  # links of several names may lead to one file
+    # Links of several names may lead to one file
+    named = f"{relative}/{formats.suffix_of(file.name)}/{kind}"
     return folder / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:24]}.npz"
 
 
@@ -143,15 +190,21 @@ def _load(path: Path, hashes: bool) -> FileIndex | None:
     try:
         with np.load(path) as stored:
             some = stored["hashes"] if hashes else np.zeros(0, np.uint64)
-            return FileIndex(**json.loads(str(stored["facts"])), hashes=some, blocks=stored["blocks"])
-    except Exception:  # missing, of another version, or damaged, which numpy and zipfile tell by errors of all kinds
+            return FileIndex(
+                **json.loads(str(stored["facts"])), hashes=some, blocks=stored["blocks"]
+            )
+    # missing, of another version, or damaged, which numpy and zipfile tell by errors of
+    # all kinds
+    except Exception:
         return None
 
 
 def _differences(found: FileIndex | None, about: Mapping[str, Any]) -> dict[str, str]:
     """Say why an index is not that of a file as it is now, by the facts that differ."""
     if found is None:
-        return {"": "is not in it, or not with these options of the format and this tokenizer"}
+        return {
+            "": "is not in it, or not with these options of the format and this tokenizer"
+        }
     said = {
         **dict.fromkeys(("size", "sample"), "has changed since it was indexed"),
         "version": "was indexed by another version",
@@ -161,31 +214,52 @@ def _differences(found: FileIndex | None, about: Mapping[str, Any]) -> dict[str,
 
 
 def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex | str:
-    """Return what an index knows of a file, without hashes, or why it does not know it."""
+    """Return what an index knows of a file, without hashes, or why it does not know
+    it.
+    """
     found = _load(_path(folder, options, file), hashes=False)
     why = _differences(found, _about(file))
     return next(iter(why.values()), None) or found  # type: ignore[return-value]
 
 
 def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex:
-    """Index a file unless that has been done. Other processes and nodes may do the same at the same time."""
+    """Index a file unless that has been done.
+
+    Other processes and nodes may do the same at the same time.
+    """
     path, about = _path(folder, options, file), _about(file)
     found = _load(path, hashes=True)
     why = _differences(found, about)
     if found and not why:
         return found
-    if found and why.keys() == {"changed"} and found.about["sha256"] == sha256_of(*megatron.paths_of(file)):  # a copy
+    # a copy
+    if (
+        found
+        and why.keys() == {"changed"}
+        and found.about["sha256"] == sha256_of(*megatron.paths_of(file))
+    ):
         found = replace(found, about=found.about | about)
     else:
         found = read_index(file, options)
-    facts = {key: getattr(found, key) for key in ("about", "text", "stored", "damage", "documents")}
-    with atomic_write(path, by_many=True) as unfinished, open(unfinished, "wb") as content:
-        np.savez(content, facts=json.dumps(facts), hashes=found.hashes, blocks=found.blocks)
+    facts = {
+        key: getattr(found, key)
+        for key in ("about", "text", "stored", "damage", "documents")
+    }
+    with (
+        atomic_write(path, by_many=True) as unfinished,
+        open(unfinished, "wb") as content,
+    ):
+        np.savez(
+            content, facts=json.dumps(facts), hashes=found.hashes, blocks=found.blocks
+        )
     return found
 
 
 def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
-    """Return the files with what the index knows of them. ConfigError is raised if it does not know a file as it is now."""
+    """Return the files with what the index knows of them.
+
+    ConfigError is raised if it does not know a file as it is now.
+    """
     folder = options.index
     if remote := next((file for file in files if file.remote), None):
         raise ConfigError(
@@ -201,15 +275,26 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
     else:
         with ThreadPoolExecutor(16) as pool:
             found = list(pool.map(partial(current, Path(folder), options), files))
-    known = {file: one for file, one in zip(files, found, strict=True) if isinstance(one, FileIndex)}
-    if missing := [(file.url, why) for file, why in zip(files, found, strict=True) if isinstance(why, str)]:
+    known = {
+        file: one
+        for file, one in zip(files, found, strict=True)
+        if isinstance(one, FileIndex)
+    }
+    if missing := [
+        (file.url, why)
+        for file, why in zip(files, found, strict=True)
+        if isinstance(why, str)
+    ]:
         number, (url, why) = counted(len(missing), "file"), missing[0]
         there = "" if os.path.isdir(folder) else ", which does not exist"
         raise ConfigError(
             f"stream.index is {folder!r}{there}: {number} of the data cannot be read by it, such as {url!r}, which {why}. "
             "Run titan-disp data index CONFIG, which reads what is new or has changed"
         )
-    text, stored = (sum(getattr(one, part) for one in known.values() if one.text) for part in ("text", "stored"))
+    text, stored = (
+        sum(getattr(one, part) for one in known.values() if one.text)
+        for part in ("text", "stored")
+    )
     usual = text / stored if stored else 1.0
     step = max(1, -(-sum(one.blocks.shape[1] for one in known.values()) // _TOGETHER))
     return [_indexed(file, one, usual, step) for file, one in known.items()]
@@ -218,7 +303,8 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
 def _indexed(file: DataFile, index: FileIndex, usual: float, step: int) -> DataFile:
     """Attach an index, with ``step`` blocks in one.
 
-    A file without a usable document has the ``usual`` density, so that it is seen what is lost.
+    A file without a usable document has the ``usual`` density, so that it is seen what
+    is lost.
     """
     first, places = np.append(index.blocks[:, :-1:step], index.blocks[:, -1:], axis=1)
     lost = index.damage is not None or index.documents

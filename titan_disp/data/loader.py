@@ -1,7 +1,10 @@
-"""This module is TorchTitan's dataloader over the document streams. It prefetches, and holds positions and counters.
+"""This module is TorchTitan's dataloader over the document streams.
 
-A rank owns contiguous slots. It yields one sequence of each slot in turn, cut into microbatches. A global batch
-therefore holds the same sequences for any number of ranks and any accumulation.
+It prefetches, and holds positions and counters.
+
+A rank owns contiguous slots. It yields one sequence of each slot in turn, cut into
+microbatches. A global batch therefore holds the same sequences for any number of ranks
+and any accumulation.
 """
 
 import json
@@ -30,34 +33,52 @@ from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.shuffle import memory
 from titan_disp.data.sources import data_sets, list_and_check, source_shares
-from titan_disp.data.stream import Batch, RankStreams, Sequences, as_batch, worker_signals
+from titan_disp.data.stream import (
+    Batch,
+    RankStreams,
+    Sequences,
+    as_batch,
+    worker_signals,
+)
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
 from titan_disp.text import byte_size
 
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
-_GROUP_TOKENS = 1 << 16  # … but no more tokens than these, unless a single microbatch has more
+# … but no more tokens than these, unless a single microbatch has more
+_GROUP_TOKENS = 1 << 16
 C4_DOCUMENT_BYTES = 2200  # mean length of a document
-LARGEST = ("epoch", "seconds_waited", "wait_fraction")  # of these counters, ``together`` takes the largest, not the sum
+# of these counters, ``together`` takes the largest, not the sum
+LARGEST = ("epoch", "seconds_waited", "wait_fraction")
 
 
 def is_largest(name: str) -> bool:
-    """Return whether ``together`` takes a counter's largest value instead of the sum. "/SOURCE" may follow the name."""
+    """Return whether ``together`` takes a counter's largest value instead of the sum.
+
+    "/SOURCE" may follow the name.
+    """
     return name.partition("/")[0] in LARGEST
 
 
 def together(every: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: (max if is_largest(name) else sum)(counters[name] for counters in every) for name in every[0]}
+    return {
+        name: (max if is_largest(name) else sum)(counters[name] for counters in every)
+        for name in every[0]
+    }
 
 
 class StreamLoader(BaseDataLoader):
     """Load the part of the data that one rank reads.
 
     Attributes:
-        positions: [own slots, k] int64, after the last sequence handed out (not prefetched) of each slot.
-        groups: the sources, whose epochs are counted separately; one without a name if there is but one.
-        own: how many of the rank's slots belong to each of the sources, in the order of both.
-        mesh: the data-parallel mesh over which a checkpoint shards the positions, if it has several ranks.
+        positions: [own slots, k] int64, after the last sequence handed out (not
+            prefetched) of each slot.
+        groups: the sources, whose epochs are counted separately; one without a name if
+            there is but one.
+        own: how many of the rank's slots belong to each of the sources, in the order of
+            both.
+        mesh: the data-parallel mesh over which a checkpoint shards the positions, if it
+            has several ranks.
         bytes_read: stored bytes read so far, by (epoch, file).
     """
 
@@ -74,16 +95,27 @@ class StreamLoader(BaseDataLoader):
         dp_world_size: int,
         shares: Sequence[Share] = (),
     ) -> None:
-        """Reading starts when the loader is iterated over. ``files`` are those of the split, or of all sources (``shares``)."""
+        """Reading starts when the loader is iterated over.
+
+        ``files`` are those of the split, or of all sources (``shares``).
+        """
         own, rest = divmod(slots, dp_world_size)
         if rest:
             raise ConfigError(
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
             )
         self.files, self.options = files, options
-        self.assignment = Mixture(files, shares, options.seed) if shares else Assignment(files, slots, options.seed)
+        self.assignment = (
+            Mixture(files, shares, options.seed)
+            if shares
+            else Assignment(files, slots, options.seed)
+        )
         encode = encoder(tokenizer)
-        self.encode = fast_encoder(tokenizer, tokenizer_folder, encode) if options.fast_tokenizer else encode
+        self.encode = (
+            fast_encoder(tokenizer, tokenizer_folder, encode)
+            if options.fast_tokenizer
+            else encode
+        )
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
         self.local_batch_size, self.pin_memory = local_batch_size, False
         self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
@@ -94,7 +126,10 @@ class StreamLoader(BaseDataLoader):
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
         # About the bytes of text of each source.
-        self.texts = [sum(one.size * one.density for one in files if group.owns(one)) for group in self.groups]
+        self.texts = [
+            sum(one.size * one.density for one in files if group.owns(one))
+            for group in self.groups
+        ]
         self._running: Generator[Batch, None, None] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -109,16 +144,42 @@ class StreamLoader(BaseDataLoader):
             self._running = None
 
     def _batches(self) -> Generator[Batch, None, None]:
-        batch, prefetch, mine = self.local_batch_size, self.options.prefetch, self.positions.numpy()
-        # Microbatches are sent in groups: each transfer costs both processes as much as thousands of tokens.
-        group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * self.options.seq_len))) if prefetch else 1
-        streams = (self.files, self.slots, mine, self.assignment, self.encode, self.options)
+        batch, prefetch, mine = (
+            self.local_batch_size,
+            self.options.prefetch,
+            self.positions.numpy(),
+        )
+        # Microbatches are sent in groups: each transfer costs both processes as much as
+        # thousands of tokens.
+        group = (
+            max(1, min(_GROUP, _GROUP_TOKENS // (batch * self.options.seq_len)))
+            if prefetch
+            else 1
+        )
+        streams = (
+            self.files,
+            self.slots,
+            mine,
+            self.assignment,
+            self.encode,
+            self.options,
+        )
         sequences = Sequences(lambda: RankStreams(*streams), batch, group)
-        # Fork, even where it is not the default (Python 3.14), so that the tokenizer need not be loaded again.
-        worker: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "worker_init_fn": worker_signals}
-        workers = worker | {"prefetch_factor": -(-prefetch // group)} if prefetch else {}
-        # DataLoader's own collate function would turn arrays into tensors in the worker.
-        batches = iter(DataLoader(sequences, None, collate_fn=lambda batch: batch, **workers))  # type: ignore[arg-type]
+        # Fork, even where it is not the default (Python 3.14), so that the tokenizer
+        # need not be loaded again.
+        worker: dict[str, Any] = {
+            "num_workers": 1,
+            "multiprocessing_context": "fork",
+            "worker_init_fn": worker_signals,
+        }
+        workers = (
+            worker | {"prefetch_factor": -(-prefetch // group)} if prefetch else {}
+        )
+        # DataLoader's own collate function would turn arrays into tensors in the
+        # worker.
+        batches = iter(
+            DataLoader(sequences, None, collate_fn=lambda batch: batch, **workers)
+        )  # type: ignore[arg-type]
         turn, own = 0, len(self.slots)
         try:
             while True:
@@ -133,7 +194,10 @@ class StreamLoader(BaseDataLoader):
                     for row in positions[first : first + batch]:
                         mine[turn] = row
                         turn = (turn + 1) % own
-                    rows = [torch.from_numpy(array[first : first + batch]) for array in arrays]
+                    rows = [
+                        torch.from_numpy(array[first : first + batch])
+                        for array in arrays
+                    ]
                     if self.pin_memory:
                         rows = [row.pin_memory() for row in rows]
                     yield as_batch(*rows)
@@ -141,11 +205,13 @@ class StreamLoader(BaseDataLoader):
             del batches  # DataLoader stops its worker when its iterator is deleted
 
     def counters(self) -> dict[str, float]:
-        """Return this rank's totals for the sequences handed out since the start of the run, or since ``restart``.
+        """Return this rank's totals for the sequences handed out since the start of the
+        run, or since ``restart``.
 
-        stored_bytes and seconds_waited are since this process started, epoch is the latest of the rank's slots, and the
-        ranks' epochs_read, text used or skipped of all text, add up. Each of several sources has its own epoch,
-        epochs_read, documents and text_bytes.
+        stored_bytes and seconds_waited are since this process started, epoch is the
+        latest of the rank's slots, and the ranks' epochs_read, text used or skipped of
+        all text, add up. Each of several sources has its own epoch, epochs_read,
+        documents and text_bytes.
         """
         columns = self.positions.sum(0).tolist()
         return {
@@ -164,32 +230,51 @@ class StreamLoader(BaseDataLoader):
         parts = self.positions.split(list(self.own.values()))
         for group, text, own in zip(self.groups, self.texts, parts, strict=True):
             columns = own.sum(0).tolist()
-            read = sum(columns[field] for field in (Field.BYTES, Field.OFFSET_BYTES, Field.SKIPPED_BYTES))
-            yield f"epoch{group.suffix}", own[:, Field.EPOCH].max().item() if len(own) else 0
+            read = sum(
+                columns[field]
+                for field in (Field.BYTES, Field.OFFSET_BYTES, Field.SKIPPED_BYTES)
+            )
+            yield (
+                f"epoch{group.suffix}",
+                own[:, Field.EPOCH].max().item() if len(own) else 0,
+            )
             yield f"epochs_read{group.suffix}", read / max(text, 1)
             if len(self.groups) > 1:
                 yield f"documents{group.suffix}", columns[Field.DOCUMENTS]
                 yield f"text_bytes{group.suffix}", columns[Field.BYTES]
 
     def check_counters(self, counters: dict[str, float]) -> None:
-        """Raise DataError if too much data is bad. The counters are those of all ranks together: all stop, or none."""
+        """Raise DataError if too much data is bad.
+
+        The counters are those of all ranks together: all stop, or none.
+        """
         allowed = self.options.max_skipped_fraction
         epochs = [counters[f"epoch{group.suffix}"] + 1 for group in self.groups]
-        begun = sum(sum(map(group.owns, self.files)) * n for group, n in zip(self.groups, epochs, strict=True))
+        begun = sum(
+            sum(map(group.owns, self.files)) * n
+            for group, n in zip(self.groups, epochs, strict=True)
+        )
         text = sum(text * n for text, n in zip(self.texts, epochs, strict=True))
         check_documents(counters["skipped_documents"], counters["documents"], allowed)
         check_bytes(counters["skipped_bytes"], text, counters["documents"], allowed)
         check_files(counters["skipped_files"], begun, len(self.files), allowed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fingerprint (JSON) and a copy of the positions: [S, k] sharded over ``mesh``, or this rank's."""
+        """Return the fingerprint (JSON) and a copy of the positions: [S, k] sharded
+        over ``mesh``, or this rank's.
+        """
         positions: Tensor = self.positions.clone()
         if self.mesh is not None:
-            positions = DTensor.from_local(positions, self.mesh, [Shard(0)], run_check=False)
+            positions = DTensor.from_local(
+                positions, self.mesh, [Shard(0)], run_check=False
+            )
         return {"fingerprint": json.dumps(self.fingerprint), "positions": positions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a checkpoint's positions, on any number of ranks. Raise ConfigError if its fingerprint differs."""
+        """Continue at a checkpoint's positions, on any number of ranks.
+
+        Raise ConfigError if its fingerprint differs.
+        """
         if not state_dict:
             return
         check_fingerprint(json.loads(state_dict["fingerprint"]), self.fingerprint)
@@ -205,9 +290,16 @@ class StreamLoader(BaseDataLoader):
 
 
 def open_stream(
-    job_config: JobConfig, files: list[DataFile], tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int
+    job_config: JobConfig,
+    files: list[DataFile],
+    tokenizer: BaseTokenizer,
+    dp_world_size: int,
+    dp_rank: int,
 ) -> StreamLoader:
-    """Make one rank's loader from the config. ``files`` are those of all ``training_sets``, in their order."""
+    """Make one rank's loader from the config.
+
+    ``files`` are those of all ``training_sets``, in their order.
+    """
     slots = slot_count(job_config, dp_world_size)
     return StreamLoader(
         files,
@@ -222,12 +314,23 @@ def open_stream(
     )
 
 
-def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
-    """Build the loader, as TorchTitan's ``build_dataloader_fn``. Rank 0 lists the files. All ranks raise ConfigError."""
-    files = on_rank_0(list_and_check, data_sets(job_config), stream_options(job_config, tokenizer=tokenizer))
+def build_dataloader(
+    dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig
+) -> StreamLoader:
+    """Build the loader, as TorchTitan's ``build_dataloader_fn``.
+
+    Rank 0 lists the files. All ranks raise ConfigError.
+    """
+    files = on_rank_0(
+        list_and_check,
+        data_sets(job_config),
+        stream_options(job_config, tokenizer=tokenizer),
+    )
     if dp_rank == 0:
         total = byte_size(sum(file.size for file in files), 3)
-        logger.info(f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}")
+        logger.info(
+            f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}"
+        )
         sources = source_shares(job_config, slot_count(job_config, dp_world_size))
         for share in sources:
             logger.info(f"data: {share}")
@@ -236,11 +339,16 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
     if dp_rank == 0 and any(file.blocks is not None for file in files):
         dealt = sum(loader.assignment.dealt)
-        logger.info(f"data: {dealt} of {counted(len(files), 'file')} are read block by block (docs/data.md)")
+        logger.info(
+            f"data: {dealt} of {counted(len(files), 'file')} are read block by block (docs/data.md)"
+        )
     loader.pin_memory = job_config.training.dataloader.pin_memory
     own, window = len(loader.slots), loader.options.shuffle_window
     if dp_rank == 0 and window > 1:
-        usual, most = (byte_size(memory(own, window, length), 3) for length in (C4_DOCUMENT_BYTES, math.inf))
+        usual, most = (
+            byte_size(memory(own, window, length), 3)
+            for length in (C4_DOCUMENT_BYTES, math.inf)
+        )
         logger.info(
             f"data: {window} documents of each slot are shuffled together (stream.shuffle_window). A rank of {own} "
             f"slots holds up to {usual} for that if documents are as long as C4's, and up to {most} if they are longer"

@@ -1,4 +1,7 @@
-"""This module finds a split's files in a local folder or glob. Files that are left out are logged with the reason."""
+"""This module finds a split's files in a local folder or glob.
+
+Files that are left out are logged with the reason.
+"""
 
 import hashlib
 import os
@@ -16,23 +19,32 @@ from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS, suffix_of
 from titan_disp.data.hub import FOLDER
 from titan_disp.errors import ConfigError, counted
 
-# Usual beside documents: leaving them out is not worth a warning. (The .model is SentencePiece's, the .idx Megatron-LM's.)
+# Usual beside documents: leaving them out is not worth a warning. (The .model is
+# SentencePiece's, the .idx Megatron-LM's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
 _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
-_MARKS = {"train": ("train",), "validation": ("validation", "valid", "val"), "test": ("test",)}
+_MARKS = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "val"),
+    "test": ("test",),
+}
 
 
 def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]:
-    """List the paths of a split's files in a folder (searched recursively, through links), a glob, or one file.
+    """List the paths of a split's files in a folder (searched recursively, through
+    links), a glob, or one file.
 
-    A path that exists is never a glob. ``c4`` says whether the files are laid out and named as C4's. Messages begin with
-    ``where``, such as "training.dataset_path is '…'".
+    A path that exists is never a glob. ``c4`` says whether the files are laid out and
+    named as C4's. Messages begin with ``where``, such as "training.dataset_path is
+    '…'".
     """
     if os.path.isdir(dataset_path):
         paths = select(_walk(dataset_path, where), dataset_path, split, where, c4)
     elif os.path.lexists(dataset_path):
         if not dataset_path.endswith(SUFFIXES):
-            raise ConfigError(f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: convert or rename it")
+            raise ConfigError(
+                f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: convert or rename it"
+            )
         paths = [dataset_path]
     elif is_pattern(dataset_path):
         paths = _of_pattern(dataset_path, where)
@@ -47,7 +59,9 @@ def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]
                 f"{where}, but {path!r} is not a regular file: expected files of documents. Name the files, or remove it"
             )
         if not os.access(path, os.R_OK):
-            raise ConfigError(f"{where}, but {path!r} is not readable: expected read permission (chmod +r)")
+            raise ConfigError(
+                f"{where}, but {path!r} is not readable: expected read permission (chmod +r)"
+            )
     check_kinds(paths, where)
     if len({suffix_of(path) for path in paths}) > 1:
         _warn(f"{where}: files of several formats are read together: {_counts(paths)}")
@@ -59,29 +73,41 @@ def is_pattern(path: str) -> bool:
 
 
 def _of_pattern(pattern: str, where: str) -> list[str]:
-    """List what a glob matches. Python's own ``glob`` ignores unreadable folders and follows links in circles."""
+    """List what a glob matches.
+
+    Python's own ``glob`` ignores unreadable folders and follows links in circles.
+    """
     for folder in _searched(pattern):
         try:
             os.scandir(folder).close()
         except OSError as error:
             raise _cannot_be_read(folder, error, where) from error
-    matched = sorted(glob(pattern, recursive=True), key=lambda path: (path.count(os.sep), path))
-    resolved = cache(os.path.realpath)  # once for each folder: it calls the file system for every part of the path
+    matched = sorted(
+        glob(pattern, recursive=True), key=lambda path: (path.count(os.sep), path)
+    )
+    # once for each folder: it calls the file system for every part of the path
+    resolved = cache(os.path.realpath)
     folders, found, again = [], dict[str, str](), []
     for path in matched:
-        # As in a folder, a link to a file counts as another file, but files in linked folders are not counted twice.
+        # As in a folder, a link to a file counts as another file, but files in linked
+        # folders are not counted twice.
         real = os.path.join(resolved(os.path.dirname(path)), os.path.basename(path))
-        if os.path.isdir(real):  # real, because the system refuses a path with too many links
+        # real, because the system refuses a path with too many links
+        if os.path.isdir(real):
             folders.append(path)
             continue
         if found.setdefault(real, path) is not path:
             again.append(path)
     if again:
         files = f"{counted(len(again), 'file')}, such as {again[0]}"
-        _warn(f"{where}: left out, because links lead to the same folders again: {files}")
+        _warn(
+            f"{where}: left out, because links lead to the same folders again: {files}"
+        )
     if folders and found and "**" not in pattern:
         left_out = f"{counted(len(folders), 'folder')}, such as {folders[0]}"
-        _warn(f"{where}: the glob leaves out {left_out}. (A glob with /** includes the files in folders)")
+        _warn(
+            f"{where}: the glob leaves out {left_out}. (A glob with /** includes the files in folders)"
+        )
     paths = readable_formats(list(found.values()), where)
     if not paths:
         there = [_counts(found)] if found else []
@@ -100,30 +126,50 @@ def _searched(pattern: str) -> Iterator[str]:
     for i, part in enumerate(parts):
         if is_pattern(part):
             above = os.path.join(*parts[:i]) if i else os.curdir
-            for folder in filter(os.path.isdir, glob(above, recursive=True) if is_pattern(above) else [above]):
+            for folder in filter(
+                os.path.isdir,
+                glob(above, recursive=True) if is_pattern(above) else [above],
+            ):
                 yield folder
                 if part == "**":
-                    yield from glob(os.path.join(glob_escape(folder), "**", ""), recursive=True)
+                    yield from glob(
+                        os.path.join(glob_escape(folder), "**", ""), recursive=True
+                    )
 
 
-def select(found: list[str], folder: str, split: str, where: str, c4: bool) -> list[str]:
+def select(
+    found: list[str], folder: str, split: str, where: str, c4: bool
+) -> list[str]:
     """Select a split's files among all that are in a folder."""
     if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
-        # Beside documents in other formats, plain text is about them (README.txt, LICENSE.txt).
+        # Beside documents in other formats, plain text is about them (README.txt,
+        # LICENSE.txt).
         if texts := [path for path in found if path.endswith(PLAIN_TEXT)]:
             such = f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
-            _say(f"{where}: left out, because there are documents in other formats: {such}")
+            _say(
+                f"{where}: left out, because there are documents in other formats: {such}"
+            )
         found = [path for path in found if not path.endswith(PLAIN_TEXT)]
     paths = readable_formats(found, where)
     of_split = files_named(paths, split, narrow=c4)
     if kept_back := set() if c4 else _kept_back(paths, folder):
-        of_split = sorted(kept_back) if split == "validation" else [path for path in of_split if path not in kept_back]
+        of_split = (
+            sorted(kept_back)
+            if split == "validation"
+            else [path for path in of_split if path not in kept_back]
+        )
         _say(
             f"{where}: {len(kept_back)} of {len(paths)} *.txt are held out for validation, chosen by a hash of their names, "
             "because no name contains the word validation. (A glob instead of the folder trains on all)"
         )
-    if c4:  # a clone of the data set holds other variants too; the hub's stream reads only this one
-        of_split = [path for path in of_split if Path(path).is_relative_to(Path(folder) / FOLDER)] or of_split
+    # a clone of the data set holds other variants too; the hub's stream reads only this
+    # one
+    if c4:
+        of_split = [
+            path
+            for path in of_split
+            if Path(path).is_relative_to(Path(folder) / FOLDER)
+        ] or of_split
     if not of_split:
         counts = _counts(paths or found)
         if paths and split != "train":
@@ -137,8 +183,13 @@ def select(found: list[str], folder: str, split: str, where: str, c4: bool) -> l
             f"{where}, which holds no {split} data, {there}; expected files such as {expected}. {_SAMPLE}"
         )
     if left_out := sorted(set(paths) - set(of_split) - kept_back):
-        rule = f"whose names do not say {split}" + (f" or that are not in {FOLDER}" if c4 else "")
-        some = ", ".join([os.path.relpath(path, folder) for path in left_out[:3]] + ["…"] * (len(left_out) > 3))
+        rule = f"whose names do not say {split}" + (
+            f" or that are not in {FOLDER}" if c4 else ""
+        )
+        some = ", ".join(
+            [os.path.relpath(path, folder) for path in left_out[:3]]
+            + ["…"] * (len(left_out) > 3)
+        )
         (_say if c4 or split != "train" else _warn)(
             f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: {some}. (A glob instead of the folder "
             "reads every file that it matches)"
@@ -147,7 +198,9 @@ def select(found: list[str], folder: str, split: str, where: str, c4: bool) -> l
 
 
 def _walk(folder: str, where: str) -> list[str]:
-    """List all files below a folder except hidden ones, through links; a folder that two paths lead to counts once."""
+    """List all files below a folder except hidden ones, through links; a folder that
+    two paths lead to counts once.
+    """
 
     def refuse(error: OSError) -> None:
         raise _cannot_be_read(error.filename, error, where) from error
@@ -160,12 +213,16 @@ def _walk(folder: str, where: str) -> list[str]:
             if name.startswith("."):
                 continue
             if (real := os.path.realpath(path)) in seen:
-                _warn(f"{where}: {path} is left out, because it is a link to {real}, which is read already")
+                _warn(
+                    f"{where}: {path} is left out, because it is a link to {real}, which is read already"
+                )
                 continue
             seen.add(real)
             into.append(name)
         folders[:] = into
-        found += [os.path.join(at, name) for name in sorted(names) if not name.startswith(".")]
+        found += [
+            os.path.join(at, name) for name in sorted(names) if not name.startswith(".")
+        ]
     for path in found:
         _refuse_dangling(path, where)
     return found
@@ -188,7 +245,9 @@ def readable_formats(paths: list[str], where: str) -> list[str]:
     for say, usual in ((_warn, False), (_say, True)):
         if part := [path for path in other if path.endswith(_NO_DATA) == usual]:
             counts = _counts(part)
-            say(f"{where}: left out, because they end in none of {', '.join(SUFFIXES)}: {counts}, such as {part[0]}")
+            say(
+                f"{where}: left out, because they end in none of {', '.join(SUFFIXES)}: {counts}, such as {part[0]}"
+            )
     return [path for path in paths if path.endswith(SUFFIXES)]
 
 
@@ -199,7 +258,9 @@ def _cannot_be_read(path: str, error: OSError, where: str) -> ConfigError:
 
 
 def _refuse_dangling(path: str, where: str) -> None:
-    """Raise ConfigError for a link to nothing, and for a path that cannot be examined."""
+    """Raise ConfigError for a link to nothing, and for a path that cannot be
+    examined.
+    """
     try:
         os.stat(path)
     except FileNotFoundError as error:
@@ -212,10 +273,12 @@ def _refuse_dangling(path: str, where: str) -> None:
 
 
 def files_named(paths: list[str], split: str, narrow: bool) -> list[str]:
-    """Select the files of a split by their own names, which must contain the split's mark as a word.
+    """Select the files of a split by their own names, which must contain the split's
+    mark as a word.
 
-    If a name says "train", others without a mark are training data too unless the names are ``narrow``, as C4's are. In
-    other folders, a file called train_schedules would make all others disappear.
+    If a name says "train", others without a mark are training data too unless the names
+    are ``narrow``, as C4's are. In other folders, a file called train_schedules would
+    make all others disappear.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:
@@ -230,7 +293,9 @@ def files_named(paths: list[str], split: str, narrow: bool) -> list[str]:
 
 
 def _kept_back(paths: list[str], folder: str) -> set[str]:
-    """Return the plain texts that are held out where at least 100 are all there is, and no name says which."""
+    """Return the plain texts that are held out where at least 100 are all there is, and
+    no name says which.
+    """
     if (
         len(paths) < 100
         or any(not path.endswith(PLAIN_TEXT) for path in paths)
@@ -239,13 +304,19 @@ def _kept_back(paths: list[str], folder: str) -> set[str]:
         return set()
     number = max(len(paths) // 100, min(20, len(paths) // 20))
     by_hash = sorted(
-        paths, key=lambda path: hashlib.sha256(os.path.relpath(path, folder).encode(errors="replace")).digest()
+        paths,
+        key=lambda path: hashlib.sha256(
+            os.path.relpath(path, folder).encode(errors="replace")
+        ).digest(),
     )
     return set(by_hash[:number])
 
 
 def _counts(paths: Iterable[str]) -> str:
-    return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(Counter(map(suffix_of, paths)).items()))
+    return ", ".join(
+        f"{count} *{suffix}"
+        for suffix, count in sorted(Counter(map(suffix_of, paths)).items())
+    )
 
 
 # Checks, training and validation list the same folder, but it is logged once.

@@ -1,4 +1,7 @@
-"""A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them."""
+"""A slot's position is a few integers.
+
+This module says what they mean in the slot's documents, and moves them.
+"""
 
 from enum import IntEnum
 
@@ -10,8 +13,9 @@ from titan_disp.data.assignment import Assignment, Run, Segment
 class Field(IntEnum):
     """These are the columns of the position tensor, [S, k] int64.
 
-    Head, body and tail are the three parts of a slot's run, see ``assignment``. If documents are shuffled, all columns
-    up to WINDOW describe the beginning of the current window.
+    Head, body and tail are the three parts of a slot's run, see ``assignment``. If
+    documents are shuffled, all columns up to WINDOW describe the beginning of the
+    current window.
     """
 
     EPOCH = 0
@@ -35,13 +39,23 @@ class Field(IntEnum):
     SKIPPED_BYTES = 18  # … and about the bytes of both
 
 
-NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)  # index of the next document in head, body, tail
+# index of the next document in head, body, tail
+NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)
 TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
-OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.FILE_BYTES, Field.DONE, Field.WINDOW)
+OF_AN_EPOCH = (
+    *NEXT,
+    *TAKEN,
+    Field.BODY_FILE,
+    Field.FILE_BYTES,
+    Field.DONE,
+    Field.WINDOW,
+)
 
 
 class Position:
-    """Hold one slot's position (``values``, [k] int64, at the beginning of a document), and interpret and move it."""
+    """Hold one slot's position (``values``, [k] int64, at the beginning of a document),
+    and interpret and move it.
+    """
 
     def __init__(self, slot: int, values: np.ndarray, assignment: Assignment) -> None:
         self.slot, self.values, self.assignment = slot, values, assignment
@@ -54,23 +68,42 @@ class Position:
         return self.assignment.run(self.slot, self.epoch)
 
     def choose(self) -> int | None:
-        """Return the part furthest behind its share: head (0), body (1) or tail (2). Return None if all are read."""
-        taken, weights = [int(self.values[column]) for column in TAKEN], self.run().weights
+        """Return the part furthest behind its share: head (0), body (1) or tail (2).
+
+        Return None if all are read.
+        """
+        taken, weights = (
+            [int(self.values[column]) for column in TAKEN],
+            self.run().weights,
+        )
         best = None
-        for part in self.left():  # the smallest taken / weight, compared without rounding; of equal ones the first
-            if best is None or taken[part] * weights[best] < taken[best] * weights[part]:
+        # the smallest taken / weight, compared without rounding; of equal ones the
+        # first
+        for part in self.left():
+            if (
+                best is None
+                or taken[part] * weights[best] < taken[best] * weights[part]
+            ):
                 best = part
         return best
 
     def next(self, part: int) -> tuple[Segment, int]:
-        """Return a part's current segment and the index of the next document in its file. The part must not be over."""
+        """Return a part's current segment and the index of the next document in its
+        file. The part must not be over.
+        """
         run = self.run()
-        segment = (run.head, run.body[int(self.values[Field.BODY_FILE])] if part == 1 else None, run.tail)[part]
+        segment = (
+            run.head,
+            run.body[int(self.values[Field.BODY_FILE])] if part == 1 else None,
+            run.tail,
+        )[part]
         assert segment is not None
         return segment, int(self.values[NEXT[part]])
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
-        """Return what the slot still needs of a shared file in an epoch: the segment and the index of its next document."""
+        """Return what the slot still needs of a shared file in an epoch: the segment
+        and the index of its next document.
+        """
         if self.epoch > epoch:
             return None
         run = self.assignment.run(self.slot, epoch)
@@ -83,7 +116,10 @@ class Position:
         return None
 
     def take(self, part: int, index: int, size: int) -> None:
-        """Move past document ``index`` of a part. ``size`` is its bytes of text, or 0 if it cannot be used."""
+        """Move past document ``index`` of a part.
+
+        ``size`` is its bytes of text, or 0 if it cannot be used.
+        """
         self.values[NEXT[part]] = index + 1
         self.values[TAKEN[part]] += size
         self.values[Field.FILE_BYTES] += size if part == 1 else 0
@@ -107,4 +143,8 @@ class Position:
 
     def left(self) -> list[int]:
         weights = self.run().weights
-        return [part for part in range(3) if weights[part] and not self.values[Field.DONE] >> part & 1]
+        return [
+            part
+            for part in range(3)
+            if weights[part] and not self.values[Field.DONE] >> part & 1
+        ]

@@ -1,4 +1,6 @@
-"""Failures of a file system or of the hub that may pass: the attempt is made again after a pause, which grows."""
+"""Failures of a file system or of the hub that may pass: the attempt is made again
+after a pause, which grows.
+"""
 
 import random
 import time
@@ -16,49 +18,74 @@ T = TypeVar("T")
 FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
 LONGEST_PAUSE = 15.0
 
-# Ranks that failed at the same time must not try again at the same time. The randomness is the system's, because
-# DataLoader seeds ``random`` alike in the prefetch workers of all ranks (from debug.seed).
+# Ranks that failed at the same time must not try again at the same time. The randomness
+# is the system's, because DataLoader seeds ``random`` alike in the prefetch workers of
+# all ranks (from debug.seed).
 uniform = random.SystemRandom().uniform
 sleep = time.sleep
 
 
-def retried(attempt: Callable[[], T], seconds: float, name: str, may_pass: Callable[[Exception], bool]) -> T:
-    """Return what ``attempt`` returns. Errors that may pass are tried again for some seconds, then raised.
+def retried(
+    attempt: Callable[[], T],
+    seconds: float,
+    name: str,
+    may_pass: Callable[[Exception], bool],
+) -> T:
+    """Return what ``attempt`` returns.
 
-    A pause is at least as long as the hub asks for. Its range is so wide that the ranks wait for different times.
+    Errors that may pass are tried again for some seconds, then raised.
+
+    A pause is at least as long as the hub asks for. Its range is so wide that the ranks
+    wait for different times.
     """
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
     while True:
         try:
             return attempt()
-        except Exception as error:  # httpx, huggingface_hub and datasets raise their own
+        # Httpx, huggingface_hub and datasets raise their own
+        except Exception as error:
             asked, left = seconds_asked(error), deadline - time.monotonic()
             shortest, longest = pause / 2, pause * 3 / 2
             if asked is not None:
-                shortest, longest = asked, asked + min(max(1.0, asked / 4), LONGEST_PAUSE)
+                shortest, longest = (
+                    asked,
+                    asked + min(max(1.0, asked / 4), LONGEST_PAUSE),
+                )
             if not may_pass(error) or shortest > left:
                 raise
-            wait, reason = min(uniform(shortest, longest), left), (str(error).splitlines() or [""])[0]
-            logger.warning(f"data: {name}: {reason or type(error).__name__}: trying again in {wait:.2g} s")
+            wait, reason = (
+                min(uniform(shortest, longest), left),
+                (str(error).splitlines() or [""])[0],
+            )
+            logger.warning(
+                f"data: {name}: {reason or type(error).__name__}: trying again in {wait:.2g} s"
+            )
             sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised from: datasets hides the hub's answer behind errors of its own."""
+    """Yield an error, and those that it was raised from: datasets hides the hub's
+    answer behind errors of its own.
+    """
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def response_of(error: Exception) -> Any:
-    """Return the server's answer that an error is about, with ``status_code`` and ``headers``, or None."""
+    """Return the server's answer that an error is about, with ``status_code`` and
+    ``headers``, or None.
+    """
     for one in chain(error):
         response, code = getattr(one, "response", None), getattr(one, "code", None)
         if isinstance(response, dict):  # of S3
             about = response.get("ResponseMetadata", {})
             after = about.get("HTTPHeaders", {}).get("retry-after", "")
-            return SimpleNamespace(status_code=about.get("HTTPStatusCode", 0), headers={"Retry-After": after})
+            return SimpleNamespace(
+                status_code=about.get("HTTPStatusCode", 0),
+                headers={"Retry-After": after},
+            )
         if response is not None:
             return response
         if isinstance(code, int):  # of Google
@@ -66,25 +93,44 @@ def response_of(error: Exception) -> Any:
     return None
 
 
-REFUSALS = (PermissionError, FileNotFoundError, ValueError, TypeError, AttributeError, ImportError, UserError)
+REFUSALS = (
+    PermissionError,
+    FileNotFoundError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    UserError,
+)
 
 
 def may_recover(error: Exception) -> bool:
-    """Return whether a server may answer the same request later: not if it refuses access, or has no such object."""
+    """Return whether a server may answer the same request later: not if it refuses
+    access, or has no such object.
+    """
     if (response := response_of(error)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500
-    refused = (isinstance(one, REFUSALS) or "Credentials" in type(one).__name__ for one in chain(error))
+    refused = (
+        isinstance(one, REFUSALS) or "Credentials" in type(one).__name__
+        for one in chain(error)
+    )
     return not any(refused) and not str(error).startswith("Forbidden")
 
 
 def seconds_asked(error: Exception) -> float | None:
-    """Return the seconds that the hub asks to wait, by RateLimit in an answer 429 or by Retry-After, or None."""
+    """Return the seconds that the hub asks to wait, by RateLimit in an answer 429 or by
+    Retry-After, or None.
+    """
     from huggingface_hub.utils import parse_ratelimit_headers
 
     response = response_of(error)
     if response is None:
         return None
-    limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
+    limit = (
+        parse_ratelimit_headers(response.headers)
+        if response.status_code == 429
+        else None
+    )
     if limit is not None and limit.remaining == 0:  # every answer has this header
         return float(limit.reset_in_seconds)
     after = response.headers.get("Retry-After", "").strip()
@@ -94,4 +140,6 @@ def seconds_asked(error: Exception) -> float | None:
         when = parsedate_to_datetime(after)
     except ValueError:
         return None
-    return max(0.0, when.replace(tzinfo=when.tzinfo or timezone.utc).timestamp() - time.time())
+    return max(
+        0.0, when.replace(tzinfo=when.tzinfo or timezone.utc).timestamp() - time.time()
+    )

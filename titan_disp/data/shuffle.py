@@ -1,11 +1,13 @@
 """A slot's documents are shuffled in windows.
 
-A window is the next W documents of the cursor, in an order that (seed, epoch, slot, window) decides. It is shorter at
-the beginning and the end of an epoch, and when its text reaches W · DOCUMENT_BYTES, so that long documents fit into
-memory too. Other slots have no influence on it, and therefore ranks have none.
+A window is the next W documents of the cursor, in an order that (seed, epoch, slot,
+window) decides. It is shorter at the beginning and the end of an epoch, and when its
+text reaches W · DOCUMENT_BYTES, so that long documents fit into memory too. Other slots
+have no influence on it, and therefore ranks have none.
 
-The position of a document is that of its window's beginning, and the number of documents of the window before it. A
-resume reads the window again. Bad documents and ends of files in it are counted once the whole window has been used.
+The position of a document is that of its window's beginning, and the number of
+documents of the window before it. A resume reads the window again. Bad documents and
+ends of files in it are counted once the whole window has been used.
 """
 
 import hashlib
@@ -22,35 +24,46 @@ from titan_disp.errors import DataError
 
 
 def memory(slots: int, window: int, document_bytes: float) -> float:
-    """Return the most bytes of text that a rank holds for shuffling documents of this mean length.
+    """Return the most bytes of text that a rank holds for shuffling documents of this
+    mean length.
 
-    Windows are half full on average. The slot that refills reads one window ahead of the others, so that their documents
-    of a shared file wait: half a window too, at most a whole one.
+    Windows are half full on average. The slot that refills reads one window ahead of
+    the others, so that their documents of a shared file wait: half a window too, at
+    most a whole one.
     """
     return 2 * slots * window * min(document_bytes, DOCUMENT_BYTES)
 
 
 def _hash(*numbers: int) -> int:
-    return int.from_bytes(hashlib.sha256("/".join(map(str, numbers)).encode()).digest()[:8], "big")
+    return int.from_bytes(
+        hashlib.sha256("/".join(map(str, numbers)).encode()).digest()[:8], "big"
+    )
 
 
 class Shuffle:
     """Give the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
 
     def __init__(self, cursor: Cursor, window: int) -> None:
-        """The cursor's position is one that this class has stored, or that of the beginning."""
+        """The cursor's position is one that this class has stored, or that of the
+        beginning.
+        """
         self.cursor, self.window = cursor, window
-        # The unused documents of the window, the next one last. As UTF-8: a str may take four bytes per character.
+        # The unused documents of the window, the next one last. As UTF-8: a str may
+        # take four bytes per character.
         self._documents: list[bytes | np.ndarray] = []
         p = cursor.position.values
         self._position = p.copy()  # of the next document
-        # Go back to the beginning of the window. The bytes of its documents are known once it has been read again.
+        # Go back to the beginning of the window. The bytes of its documents are known
+        # once it has been read again.
         self._used = int(p[Field.IN_WINDOW])
         p[Field.DOCUMENTS] -= self._used
         p[Field.IN_WINDOW] = 0
 
     def next(self) -> Document:
-        """Return the next usable document. Beside what ``Cursor.next`` raises: DataError if the data has changed."""
+        """Return the next usable document.
+
+        Beside what ``Cursor.next`` raises: DataError if the data has changed.
+        """
         if not self._documents:
             self._fill()
         start, stored = self._position, self._documents.pop()
@@ -70,8 +83,15 @@ class Shuffle:
         while not (documents := self._read()) and not self._used:
             self.cursor.end_epoch()
             begin = self.cursor.position.values.copy()
-        position, epoch, window = self.cursor.position, int(begin[Field.EPOCH]), int(begin[Field.WINDOW])
-        order = permutation(_hash(position.assignment.seed, epoch, position.slot, window), len(documents))
+        position, epoch, window = (
+            self.cursor.position,
+            int(begin[Field.EPOCH]),
+            int(begin[Field.WINDOW]),
+        )
+        order = permutation(
+            _hash(position.assignment.seed, epoch, position.slot, window),
+            len(documents),
+        )
         used, self._used = self._used, 0
         if used >= len(documents):
             raise DataError(
@@ -83,12 +103,15 @@ class Shuffle:
         self._documents = [documents[i] for i in reversed(order[used:])]
         self.cursor.position.values[Field.BYTES] -= size
         self.cursor.position.values[Field.WINDOW] += 1
-        self._position = begin  # its BYTES include the documents used, after a resume too
+        # its BYTES include the documents used, after a resume too
+        self._position = begin
         self._position[Field.IN_WINDOW] = used
         self._position[Field.DOCUMENTS] += used
 
     def _read(self) -> list[bytes | np.ndarray]:
-        """Read the documents of the next window, in stored order; none at the end of an epoch."""
+        """Read the documents of the next window, in stored order; none at the end of an
+        epoch.
+        """
         documents: list[bytes | np.ndarray] = []
         most, size = self._most(), 0
         while len(documents) < most and size < most * DOCUMENT_BYTES:
@@ -97,15 +120,19 @@ class Shuffle:
                 break
             content = document.content
             # Token ids are copied because they are a view of a larger block.
-            documents.append(content.encode() if isinstance(content, str) else content.copy())
+            documents.append(
+                content.encode() if isinstance(content, str) else content.copy()
+            )
             size += document.size
         return documents
 
     def _most(self) -> int:
-        """Return the size of the next window in documents, if they are not too long and the epoch does not end.
+        """Return the size of the next window in documents, if they are not too long and
+        the epoch does not end.
 
-        An epoch's first window is shorter, from 1 to W, spread evenly over the slots. Otherwise all slots would refill
-        at the same time, and the windows of two epochs would hold the same documents of a file.
+        An epoch's first window is shorter, from 1 to W, spread evenly over the slots.
+        Otherwise all slots would refill at the same time, and the windows of two epochs
+        would hold the same documents of a file.
         """
         position = self.cursor.position
         if position.values[Field.WINDOW]:

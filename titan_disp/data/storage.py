@@ -1,9 +1,12 @@
-"""This module reads the bytes of a file: on a local or shared file system, or on the hub. Failed reads are tried again.
+"""This module reads the bytes of a file: on a local or shared file system, or on the
+hub. Failed reads are tried again.
 
-A file on the hub is read by one request that is held open. Only its content is requested: its place and size were found
-once, on rank 0. ``HfFileSystem`` would ask for the repository and list its folder in every thread of every rank, and
-the hub answers 429 to hundreds of ranks. The hub counts requests, not bytes. As long as reads go forward, a file
-therefore takes one request, from the first byte wanted to its end, and one more after each broken connection.
+A file on the hub is read by one request that is held open. Only its content is
+requested: its place and size were found once, on rank 0. ``HfFileSystem`` would ask for
+the repository and list its folder in every thread of every rank, and the hub answers
+429 to hundreds of ranks. The hub counts requests, not bytes. As long as reads go
+forward, a file therefore takes one request, from the first byte wanted to its end, and
+one more after each broken connection.
 """
 
 import errno
@@ -27,9 +30,12 @@ ZEROS = bytes(4096)
 
 
 class RetryingFile(io.RawIOBase):
-    """Represent a file that can be read at any place. Subclasses say which failures are tried again.
+    """Represent a file that can be read at any place.
 
-    A file ends where a block of it was never written, which ``damage`` then says. A decoder would take zeros for text.
+    Subclasses say which failures are tried again.
+
+    A file ends where a block of it was never written, which ``damage`` then says. A
+    decoder would take zeros for text.
     """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
@@ -38,18 +44,22 @@ class RetryingFile(io.RawIOBase):
         self.count = 0  # bytes that a buffer has read
         self._held: Any = None  # what is open between reads
         self._retry_seconds = options.retry_seconds
-        self.error: Exception | None = None  # on giving up; decoders hide it in exceptions of their own
-        # What is wrong with the content. Parquet files may hold zeros, and say themselves what is damaged; the index of a
-        # file has looked for them.
+        # on giving up; decoders hide it in exceptions of their own
+        self.error: Exception | None = None
+        # What is wrong with the content. Parquet files may hold zeros, and say
+        # themselves what is damaged; the index of a file has looked for them.
         self.damage: str | None = None
-        self._zeros = b"" if file.name.endswith(PARQUET) or file.blocks is not None else ZEROS
+        self._zeros = (
+            b"" if file.name.endswith(PARQUET) or file.blocks is not None else ZEROS
+        )
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))
-        if self._zeros and (at := data.find(self._zeros)) >= 0:  # the documents before them are sound
+        # the documents before them are sound
+        if self._zeros and (at := data.find(self._zeros)) >= 0:
             self.damage = f"{len(ZEROS):,} bytes of zeros in a row, as a disk that was full or failed leaves them"
             self._end, data = self._place - len(data) + at, data[:at]
             self._place = self._end
@@ -65,13 +75,20 @@ class RetryingFile(io.RawIOBase):
         return self._place
 
     def read(self, size: int = -1) -> bytes:
-        """Return at most ``size`` bytes, as many as have come, or b"" at the end of the file."""
+        """Return at most ``size`` bytes, as many as have come, or b"" at the end of the
+        file.
+        """
         left = max(0, self._end - self._place)
         wanted = left if size < 0 else min(size, left)
         if not wanted:
             return b""
         try:
-            found = retried(lambda: self._read(wanted), self._retry_seconds, self._name, self.may_pass)
+            found = retried(
+                lambda: self._read(wanted),
+                self._retry_seconds,
+                self._name,
+                self.may_pass,
+            )
         except Exception as error:  # httpx and huggingface_hub raise their own
             self.error = error
             raise
@@ -125,7 +142,8 @@ class LocalFile(RetryingFile):
         file = self._open()
         if file.tell() != self._place:
             file.seek(self._place)
-        if not (found := file.read(size)):  # a reader would take this for the end of the documents, or for damage
+        # a reader would take this for the end of the documents, or for damage
+        if not (found := file.read(size)):
             raise self._changed(f"{self._place} bytes", self._size)
         return found
 
@@ -138,11 +156,15 @@ class LocalFile(RetryingFile):
 
 BLOCK = 1 << 19  # bytes that an open object holds: a rank may hold two thousand open …
 LARGEST = 1 << 22  # … and most bytes of a request, as for a column of a Parquet file
-UNCHECKED_SECONDS = 60.0  # after so long, the next request is preceded by one for the object's size and checksum
+# after so long, the next request is preceded by one for the object's size and checksum
+UNCHECKED_SECONDS = 60.0
 
 
 class ObjectFile(RetryingFile):
-    """Read an object of a store, in blocks. After most failures of the store, a block is asked for again."""
+    """Read an object of a store, in blocks.
+
+    After most failures of the store, a block is asked for again.
+    """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         super().__init__(file, options)
@@ -154,9 +176,13 @@ class ObjectFile(RetryingFile):
             if time.monotonic() - self._checked > UNCHECKED_SECONDS:
                 self._check()
             asked = min(max(size, BLOCK), LARGEST, self._size - self._place)
-            block = objects.ask(self._name, "cat_file", start=self._place, end=self._place + asked)
+            block = objects.ask(
+                self._name, "cat_file", start=self._place, end=self._place + asked
+            )
             if not 0 < len(block) <= asked:
-                raise OSError(f"asked for {asked} bytes from {self._place} on, the store answered {len(block)}")
+                raise OSError(
+                    f"asked for {asked} bytes from {self._place} on, the store answered {len(block)}"
+                )
             self._begin, self._block = self._place, block
         first = self._place - self._begin
         return self._block[first : first + size]
@@ -164,17 +190,27 @@ class ObjectFile(RetryingFile):
     def _check(self) -> None:
         info = objects.ask(self._name, "info")
         if (info["size"], etag := objects.etag_of(info)) != (self._size, self._etag):
-            raise self._changed(f"{info['size']} bytes, checksum {etag}", f"{self._size}, checksum {self._etag}")
+            raise self._changed(
+                f"{info['size']} bytes, checksum {etag}",
+                f"{self._size}, checksum {self._etag}",
+            )
         self._checked = time.monotonic()
 
 
-GAP = 4 << 20  # up to this many bytes are read and dropped to get to a later place; a new request takes about as long
+# Up to this many bytes are read and dropped to get to a later place; a new request
+# takes about as long
+GAP = 4 << 20
 REQUEST_SECONDS = 10.0  # time-out without a byte …
-SLOWEST = 4096  # … and fewest bytes per second, over as long a wait: a server that sends a byte now and then has failed
+# … and fewest bytes per second, over as long a wait: a server that sends a byte now and
+# then has failed
+SLOWEST = 4096
 
 
 class RemoteFile(RetryingFile):
-    """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH. After most failures of the hub, the read is tried again."""
+    """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH.
+
+    After most failures of the hub, the read is tried again.
+    """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         from huggingface_hub import hf_hub_url
@@ -182,8 +218,11 @@ class RemoteFile(RetryingFile):
         super().__init__(file, options)
         matched = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)", file.url)
         assert matched is not None, file.url
-        self._url = hf_hub_url(matched[1], matched[3], repo_type="dataset", revision=matched[2])
-        self._waited, self._came = 0.0, 0  # seconds of waiting for bytes, and those that came
+        self._url = hf_hub_url(
+            matched[1], matched[3], repo_type="dataset", revision=matched[2]
+        )
+        # seconds of waiting for bytes, and those that came
+        self._waited, self._came = 0.0, 0
         self._slow = 0.0  # seconds for which the hub has been too slow
 
     def _read(self, size: int) -> bytes:
@@ -211,7 +250,9 @@ class RemoteFile(RetryingFile):
             self._came, self._waited = 0, 0.0
             self._slow = self._slow + waited if speed < SLOWEST else 0.0
             if self._slow:
-                raise OSError(f"{speed:.0f} bytes per second for {self._slow:.0f} s, expected at least {SLOWEST}")
+                raise OSError(
+                    f"{speed:.0f} bytes per second for {self._slow:.0f} s, expected at least {SLOWEST}"
+                )
 
     def may_pass(self, error: Exception) -> bool:
         response = response_of(error)
@@ -220,20 +261,36 @@ class RemoteFile(RetryingFile):
 
 
 class _Answer:
-    """Hold the hub's answer to one request. ``place`` is the place in the file of its next byte."""
+    """Hold the hub's answer to one request.
+
+    ``place`` is the place in the file of its next byte.
+    """
 
     def __init__(self, url: str, begin: int, size: int) -> None:
-        """Request a file of ``size`` bytes from byte ``begin`` on. The answer may begin earlier."""
+        """Request a file of ``size`` bytes from byte ``begin`` on.
+
+        The answer may begin earlier.
+        """
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        headers = {**build_hf_headers(), "Range": f"bytes={begin}-", "Accept-Encoding": "identity"}
-        request = _client().build_request("GET", url, headers=headers, timeout=REQUEST_SECONDS)
+        headers = {
+            **build_hf_headers(),
+            "Range": f"bytes={begin}-",
+            "Accept-Encoding": "identity",
+        }
+        request = _client().build_request(
+            "GET", url, headers=headers, timeout=REQUEST_SECONDS
+        )
         self._response = _client().send(request, stream=True)
         try:
             hf_raise_for_status(self._response)
             self.place = _first_byte(self._response, begin, size)
-            packed = self._response.status_code == 200 and self._response.headers.get("Content-Length") != str(size)
-            self._pieces: Iterator[bytes] = self._response.iter_bytes() if packed else self._response.iter_raw()
+            packed = self._response.status_code == 200 and self._response.headers.get(
+                "Content-Length"
+            ) != str(size)
+            self._pieces: Iterator[bytes] = (
+                self._response.iter_bytes() if packed else self._response.iter_raw()
+            )
         except Exception:
             self._response.close()
             raise
@@ -254,34 +311,54 @@ class _Answer:
 
 
 def _first_byte(response: Any, begin: int, size: int) -> int:
-    """Return the place of an answer's first byte: ``begin``, or 0 if the server does not support ranges."""
+    """Return the place of an answer's first byte: ``begin``, or 0 if the server does
+    not support ranges.
+    """
     if response.status_code == 200:
-        # A proxy may pack what it passes on. The length is then that of the packed content, if it is told.
+        # A proxy may pack what it passes on. The length is then that of the packed
+        # content, if it is told.
         packed = response.headers.get("Content-Encoding", "identity") != "identity"
-        first, right = 0, packed or response.headers.get("Content-Length", str(size)) == str(size)
+        first, right = (
+            0,
+            packed or response.headers.get("Content-Length", str(size)) == str(size),
+        )
     else:
-        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
+        found = re.fullmatch(
+            r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "")
+        )
         first = int(found[1]) if found else -1
         right = found is not None and first == begin and found[2] in ("*", str(size))
     if not right:
-        answered = response.headers.get("Content-Range") or f"{response.headers.get('Content-Length')} bytes"
-        raise OSError(f"asked for bytes {begin}- of {size}, the hub answered {response.status_code}, {answered}")
+        answered = (
+            response.headers.get("Content-Range")
+            or f"{response.headers.get('Content-Length')} bytes"
+        )
+        raise OSError(
+            f"asked for bytes {begin}- of {size}, the hub answered {response.status_code}, {answered}"
+        )
     return first
 
 
 @cache
 def _client() -> Any:
-    """Return this process's HTTP client. huggingface_hub's own allows 100 connections: too few for many slots."""
+    """Return this process's HTTP client. huggingface_hub's own allows 100 connections:
+    too few for many slots.
+    """
     from huggingface_hub.utils import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     return httpx.Client(follow_redirects=True, limits=limits)
 
 
-os.register_at_fork(after_in_child=_client.cache_clear)  # a prefetch worker must not share its parent's connections
+# a prefetch worker must not share its parent's connections
+os.register_at_fork(after_in_child=_client.cache_clear)
 
 
 def opened(file: DataFile, options: StreamOptions) -> RetryingFile:
     if not file.remote:
         return LocalFile(file, options)
-    return RemoteFile(file, options) if file.url.startswith("hf://") else ObjectFile(file, options)
+    return (
+        RemoteFile(file, options)
+        if file.url.startswith("hf://")
+        else ObjectFile(file, options)
+    )

@@ -1,11 +1,14 @@
-"""The slots of a rank tokenize documents and pack them into sequences of seq_len + 1 tokens.
+"""The slots of a rank tokenize documents and pack them into sequences of seq_len + 1
+tokens.
 
     files ──one pass each──▶ Passes ──documents──▶ Cursor ──▶ Shuffle ──text, tokenized ahead──▶ Slot ──▶ sequences
 
-A slot's sequences depend only on what the fingerprint holds and, if many documents in a row are bad, on
-``stream.max_skipped_fraction``. After a resume, the documents at a slot's position are read again. Documents are read
-some sequences ahead and tokenized by threads: this takes 97 % of the time, and the tokenizers release the GIL.
-(gigatoken takes less time than waking a thread.) The prefetch worker, a process of each rank, works ahead of training.
+A slot's sequences depend only on what the fingerprint holds and, if many documents in a
+row are bad, on ``stream.max_skipped_fraction``. After a resume, the documents at a
+slot's position are read again. Documents are read some sequences ahead and tokenized by
+threads: this takes 97 % of the time, and the tokenizers release the GIL. (gigatoken
+takes less time than waking a thread.) The prefetch worker, a process of each rank,
+works ahead of training.
 """
 
 import math
@@ -34,9 +37,11 @@ from titan_disp.data.position import Field, Position
 from titan_disp.data.shuffle import Shuffle
 from titan_disp.errors import ConfigError, DataError
 
-AHEAD_BYTES = 1 << 17  # of text that a rank tokenizes ahead, in all its slots together …
+# of text that a rank tokenizes ahead, in all its slots together …
+AHEAD_BYTES = 1 << 17
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
-TASK_BYTES = 1 << 13  # of text for one task of a thread: tokenizing takes about 4 ms, the task itself 0.05 ms
+# of text for one task of a thread: tokenizing takes about 4 ms, the task itself 0.05 ms
+TASK_BYTES = 1 << 13
 
 
 class RankStreams:
@@ -51,22 +56,35 @@ class RankStreams:
         encode: Callable[[str], Sequence[int] | np.ndarray],
         options: StreamOptions,
     ) -> None:
-        """Start at ``positions``, [len(slots), k] int64, copied. After a resume, first pass over what was read before.
+        """Start at ``positions``, [len(slots), k] int64, copied.
 
-        ``files`` are those of all sources. ``encode`` makes token ids that end in EOS of a text; several threads call it.
+        After a resume, first pass over what was read before.
+
+        ``files`` are those of all sources. ``encode`` makes token ids that end in EOS
+        of a text; several threads call it.
         """
         self.encode, self.options = encode, options
-        own = [Position(slot, values.copy(), assignment) for slot, values in zip(slots, positions, strict=True)]
+        own = [
+            Position(slot, values.copy(), assignment)
+            for slot, values in zip(slots, positions, strict=True)
+        ]
         self.faults = Faults(files, options, assignment.first_files)
         self.passes = Passes(files, own, options)
-        self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
-        self.slots = {position.slot: Slot(Cursor(position, self.passes, self.faults), self) for position in own}
+        self.executor = ThreadPoolExecutor(
+            options.tokenizer_threads, thread_name_prefix="tokenize"
+        )
+        self.slots = {
+            position.slot: Slot(Cursor(position, self.passes, self.faults), self)
+            for position in own
+        }
         self._bytes_per_token = 4.0  # a mean, by which reading ahead is measured
         if positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]].any():
             self.passes.seek(self.executor)
 
     def read_ahead(self, slot: int) -> None:
-        """Begin to tokenize the documents of the rank's next sequences, of all its slots in turn from this one on."""
+        """Begin to tokenize the documents of the rank's next sequences, of all its
+        slots in turn from this one on.
+        """
         sequence = (self.options.seq_len + 1) * self._bytes_per_token
         window = min(AHEAD_SEQUENCES, max(2, math.ceil(AHEAD_BYTES / sequence)))
         own, first = len(self.slots), next(iter(self.slots))
@@ -77,8 +95,13 @@ class RankStreams:
     def learn(self, document: Document, tokens: int) -> None:
         self._bytes_per_token += 0.01 * (document.size / tokens - self._bytes_per_token)
 
-    def tokenize(self, contents: list[str | np.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """Begin to tokenize documents. Return a function that waits for the ids of each, int32, ending in EOS."""
+    def tokenize(
+        self, contents: list[str | np.ndarray]
+    ) -> Callable[[], list[np.ndarray]]:
+        """Begin to tokenize documents.
+
+        Return a function that waits for the ids of each, int32, ending in EOS.
+        """
         if not self.options.fast_tokenizer:
             return self.executor.submit(self._tokenize, contents).result
         done = self._tokenize(contents)
@@ -90,29 +113,38 @@ class RankStreams:
             if isinstance(content, str):
                 content = np.asarray(self.encode(content), dtype=np.int32)
             elif content[-1] != eos_id:
-                assert eos_id is not None  # without it, the reader would have refused the ids
+                # Without it, the reader would have refused the ids
+                assert eos_id is not None
                 content = np.append(content, eos_id)
             found.append(content.astype(np.int32, copy=False))
         return found
 
     def close(self) -> None:
-        # Without waiting: the garbage collector may close this in a thread that holds a lock of threading, which a join takes.
+        # Without waiting: the garbage collector may close this in a thread that holds a
+        # lock of threading, which a join takes.
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.passes.close()
 
 
 class Slot:
-    """This is one document stream of the run. ``position``, [k] int64, is that after the last sequence handed out."""
+    """This is one document stream of the run.
+
+    ``position``, [k] int64, is that after the last sequence handed out.
+    """
 
     def __init__(self, cursor: Cursor, streams: RankStreams) -> None:
         self.cursor, self.streams = cursor, streams
         self.position = cursor.position.values.copy()
-        self._offset = int(cursor.position.values[Field.OFFSET])  # tokens already taken from the next document
+        # tokens already taken from the next document
+        self._offset = int(cursor.position.values[Field.OFFSET])
         cursor.position.values[[Field.OFFSET, Field.OFFSET_BYTES]] = 0
         window = streams.options.shuffle_window
         self.source = Shuffle(cursor, window) if window > 1 else cursor
-        # Documents read ahead, each with a function that returns a list of token ids, and its index in this list.
-        self._ahead: deque[tuple[Document, Callable[[], list[np.ndarray]], int]] = deque()
+        # Documents read ahead, each with a function that returns a list of token ids,
+        # and its index in this list.
+        self._ahead: deque[tuple[Document, Callable[[], list[np.ndarray]], int]] = (
+            deque()
+        )
         self._bytes = 0.0  # text read ahead and not packed yet
 
     def read_ahead(self, size: float) -> None:
@@ -123,21 +155,27 @@ class Slot:
                 documents.append(self.source.next())
                 total += documents[-1].size
             task = self.streams.tokenize([document.content for document in documents])
-            self._ahead.extend((document, task, index) for index, document in enumerate(documents))
+            self._ahead.extend(
+                (document, task, index) for index, document in enumerate(documents)
+            )
             self._bytes += total
 
     def fill(self, out: np.ndarray, segments: np.ndarray | None = None) -> None:
         """Write the next len(out) tokens into ``out``, and move the position past them.
 
-        Write the number of each token's document into ``segments``, if given: 0 for the first document in ``out``, which
-        may have begun before it, 1 for the next, and so on.
+        Write the number of each token's document into ``segments``, if given: 0 for the
+        first document in ``out``, which may have begun before it, 1 for the next, and
+        so on.
         """
-        if not self.streams.options.fast_tokenizer:  # it gains nothing from reading ahead
+        # it gains nothing from reading ahead
+        if not self.streams.options.fast_tokenizer:
             self.streams.read_ahead(self.cursor.position.slot)
         filled = number = 0
         while filled < len(out):
             if not self._ahead:
-                self._bytes = 0.0  # drops rounding errors, and what was packed of a document before a resume
+                # Drops rounding errors, and what was packed of a document before a
+                # resume
+                self._bytes = 0.0
                 self.read_ahead(1)
             document, task, index = self._ahead[0]
             tokens = task()[index]
@@ -152,7 +190,9 @@ class Slot:
             if self._offset < len(tokens):
                 self.position = document.start
                 self.position[Field.OFFSET] = self._offset
-                self.position[Field.OFFSET_BYTES] = document.size * self._offset // len(tokens)
+                self.position[Field.OFFSET_BYTES] = (
+                    document.size * self._offset // len(tokens)
+                )
             else:
                 self.streams.learn(document, len(tokens))
                 self._ahead.popleft()
@@ -164,10 +204,11 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
-    """Return inputs and labels [B, N], as TorchTitan's trainer takes them, of tokens [B, N + 1] int64.
+    """Return inputs and labels [B, N], as TorchTitan's trainer takes them, of tokens
+    [B, N + 1] int64.
 
-    The trainer passes all inputs but "input" to the model's forward as keyword arguments. ``segments`` [B, N + 1] int32
-    are those that ``Slot.fill`` writes.
+    The trainer passes all inputs but "input" to the model's forward as keyword
+    arguments. ``segments`` [B, N + 1] int32 are those that ``Slot.fill`` writes.
     """
     inputs = {"input": tokens[:, :-1]}
     if segments is not None:
@@ -175,8 +216,12 @@ def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
     return inputs, tokens[:, 1:]
 
 
-def empty_rows(count: int, options: StreamOptions, dtype: type = np.int64) -> list[np.ndarray]:
-    """Return arrays [count, seq_len + 1] for ``Slot.fill``: of tokens, and of segments if the options say so."""
+def empty_rows(
+    count: int, options: StreamOptions, dtype: type = np.int64
+) -> list[np.ndarray]:
+    """Return arrays [count, seq_len + 1] for ``Slot.fill``: of tokens, and of segments
+    if the options say so.
+    """
     kinds = [dtype, np.int32] if options.segments else [dtype]
     return [np.empty((count, options.seq_len + 1), dtype=kind) for kind in kinds]
 
@@ -187,9 +232,9 @@ _WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
 class Sequences(IterableDataset):
     """Make the rank's sequences, in the prefetch worker if there is one.
 
-    It yields tuples of ``empty_rows`` that it has filled, positions [n, k], and bytes newly read by (epoch, file). n is
-    ``batch`` · ``group``. If reading fails, it yields what was read before (a smaller multiple of ``batch``) and then the
-    ConfigError.
+    It yields tuples of ``empty_rows`` that it has filled, positions [n, k], and bytes
+    newly read by (epoch, file). n is ``batch`` · ``group``. If reading fails, it yields
+    what was read before (a smaller multiple of ``batch``) and then the ConfigError.
     """
 
     def __init__(self, make: Any, batch: int, group: int) -> None:
@@ -203,10 +248,13 @@ class Sequences(IterableDataset):
             slots = list(streams.slots.values())
             turn = 0
             while True:
-                # Arrays pass through the worker's pipe faster than tensors, which would go through shared memory. They
-                # are int64, as the model wants, because this process has the time to convert them.
+                # Arrays pass through the worker's pipe faster than tensors, which would
+                # go through shared memory. They are int64, as the model wants, because
+                # this process has the time to convert them.
                 arrays = empty_rows(self.batch * self.group, streams.options)
-                positions = np.empty((self.batch * self.group, len(Field)), dtype=np.int64)
+                positions = np.empty(
+                    (self.batch * self.group, len(Field)), dtype=np.int64
+                )
                 done, failed = 0, None
                 try:
                     for *row, position in zip(*arrays, positions, strict=True):
@@ -219,30 +267,42 @@ class Sequences(IterableDataset):
                     failed = error
                 whole = done - done % self.batch
                 if whole:
-                    yield [array[:whole] for array in arrays], positions[:whole], streams.passes.bytes_read()
+                    yield (
+                        [array[:whole] for array in arrays],
+                        positions[:whole],
+                        streams.passes.bytes_read(),
+                    )
                 if failed is not None:
                     raise failed
         except ConfigError as error:
-            yield error  # the consumer raises it, because a worker's traceback would bury the message
+            # the consumer raises it, because a worker's traceback would bury the
+            # message
+            yield error
         except Exception:  # DataLoader would add a traceback of the rank's own
-            yield DataError(f"reading the data failed, for a reason that titan-disp does not know:\n{format_exc()}")
+            yield DataError(
+                f"reading the data failed, for a reason that titan-disp does not know:\n{format_exc()}"
+            )
         finally:
             if streams is not None:
                 streams.close()
 
 
 def _allow_many_files() -> None:
-    """Raise the soft limit on open files (often 1024) to the hard one: a rank may hold a file open for each slot."""
+    """Raise the soft limit on open files (often 1024) to the hard one: a rank may hold
+    a file open for each slot.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def worker_signals(worker: int) -> None:
-    """Ignore signals that ask the *rank* to stop: it saves a checkpoint first, and needs the worker until then.
+    """Ignore signals that ask the *rank* to stop: it saves a checkpoint first, and
+    needs the worker until then.
 
-    SIGTERM from the rank itself still ends the worker: multiprocessing sends it when Python exits, and then waits. The
-    rank's death ends the worker too. DataLoader's own check for this would wait forever for the pipe to be read.
+    SIGTERM from the rank itself still ends the worker: multiprocessing sends it when
+    Python exits, and then waits. The rank's death ends the worker too. DataLoader's own
+    check for this would wait forever for the pipe to be read.
     """
     for name in ("SIGUSR1", "SIGUSR2", "SIGINT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

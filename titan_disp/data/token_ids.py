@@ -1,4 +1,5 @@
-"""This module reads token ids as other projects store them for memory maps: little-endian uint16 or uint32.
+"""This module reads token ids as other projects store them for memory maps:
+little-endian uint16 or uint32.
 
 The documents follow one another:
 
@@ -9,9 +10,11 @@ The documents follow one another:
                                                        dolma: python/dolma/tokenizer/memmap_writer.py, tokenizer.py
     numpy     .npy   numpy.save's header, which says the type
 
-A document is a run of ids up to and including the tokenizer's EOS. An EOS at the beginning of the file or after another
-EOS is dropped, so that EOS before and EOS after every document give the same documents. A run of more than ``LONGEST``
-ids is cut after every ``LONGEST`` ids. A document without EOS (by a cut or the end of the file) gets one when packed.
+A document is a run of ids up to and including the tokenizer's EOS. An EOS at the
+beginning of the file or after another EOS is dropped, so that EOS before and EOS after
+every document give the same documents. A run of more than ``LONGEST`` ids is cut after
+every ``LONGEST`` ids. A document without EOS (by a cut or the end of the file) gets one
+when packed.
 """
 
 import io
@@ -22,7 +25,13 @@ from typing import BinaryIO
 import numpy as np
 
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import HEAD, BadDocument, DamagedFile, OtherContent, mistaken
+from titan_disp.data.formats import (
+    HEAD,
+    BadDocument,
+    DamagedFile,
+    OtherContent,
+    mistaken,
+)
 from titan_disp.data.options import Format
 from titan_disp.errors import DataError
 
@@ -32,7 +41,10 @@ _LLM_C_HEADER = 1024  # bytes
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _LLM_C_EVALUATION = 20240522
 _NUMPY_MAGIC = b"\x93NUMPY"
-_NUMPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_NUMPY_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -54,16 +66,19 @@ Ids = np.ndarray | BadDocument  # of a document, [n] uint16 or uint32
 
 
 def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int, Ids]]:
-    """Yield the place of each document, in bytes, and its ids: of all the file, or between two places.
+    """Yield the place of each document, in bytes, and its ids: of all the file, or
+    between two places.
 
-    DataError is raised if the ids have another type or tokenizer than the config names, and DamagedFile at the file's end.
+    DataError is raised if the ids have another type or tokenizer than the config names,
+    and DamagedFile at the file's end.
     """
     size = layout.dtype.itemsize
     begin_of_file, end_of_file = layout.begin, layout.begin + layout.count * size
     begin, end = span or (begin_of_file, end_of_file)
     vocab_size = layout.vocab_size
     stored.seek(begin)
-    rest = np.empty(0, layout.dtype)  # the beginning of a document that continues in the next block
+    # the beginning of a document that continues in the next block
+    rest = np.empty(0, layout.dtype)
     for place in range(begin, end, _BLOCK * size):
         wanted = min(_BLOCK * size, end - place)
         data = stored.read(wanted)
@@ -75,7 +90,12 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
         begins, ends, rest_begin = _runs(ids, layout.eos_id)
         for first, last in zip(begins, ends, strict=True):
             # Copied, so that a document does not keep the whole block in memory.
-            yield at + first * size, ids[first:last].copy() if fits else checked(ids[first:last], vocab_size)
+            yield (
+                at + first * size,
+                ids[first:last].copy()
+                if fits
+                else checked(ids[first:last], vocab_size),
+            )
         if len(data) < wanted:
             raise EOFError(f"the file ends {wanted - len(data):,} bytes early")
         rest = ids[rest_begin:]
@@ -86,13 +106,16 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
 
 
 def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[int], list[int], int]:
-    """Find the documents: where each begins, where each ends, and where the first unfinished one begins."""
+    """Find the documents: where each begins, where each ends, and where the first
+    unfinished one begins.
+    """
     ends = np.flatnonzero(ids == eos_id) + 1
     begins = np.concatenate([[0], ends])
     open_begin = int(begins[-1])
     more = ends - begins[:-1] > 1  # EOS alone is no document
     begins, ends = begins[:-1][more], ends[more]
-    if (ends - begins).max(initial=0) <= LONGEST and len(ids) - open_begin <= LONGEST:  # nearly always
+    # Nearly always
+    if (ends - begins).max(initial=0) <= LONGEST and len(ids) - open_begin <= LONGEST:
         return begins.tolist(), ends.tolist(), open_begin
     pieces = []
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
@@ -102,13 +125,19 @@ def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[int], list[int], int]:
         pieces += list(zip(cuts[:-1], cuts[1:], strict=True))
     cuts = list(range(open_begin, len(ids), LONGEST))
     pieces += list(zip(cuts[:-1], cuts[1:], strict=True))
-    return [begin for begin, _ in pieces], [end for _, end in pieces], cuts[-1] if cuts else open_begin
+    return (
+        [begin for begin, _ in pieces],
+        [end for _, end in pieces],
+        cuts[-1] if cuts else open_begin,
+    )
 
 
 def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
     if (largest := int(ids.max())) < vocab_size:
         return ids.copy()
-    return BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids", ids.nbytes)
+    return BadDocument(
+        f"id {largest:,}, but the tokenizer has {vocab_size:,} ids", ids.nbytes
+    )
 
 
 def check_known(found: str, ids: np.ndarray, vocab_size: int, fix: str = "") -> None:
@@ -127,7 +156,11 @@ def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
     head = stored.read(_LLM_C_HEADER)
     if (found := mistaken(head[:HEAD], name)) is not None:
         raise OtherContent(found)
-    header = _numpy_header(head, name) if head.startswith(_NUMPY_MAGIC) else _llm_c_header(head, name)
+    header = (
+        _numpy_header(head, name)
+        if head.startswith(_NUMPY_MAGIC)
+        else _llm_c_header(head, name)
+    )
     dtype, declared, begin = header or (_DTYPES[how.token_dtype], None, 0)
     count, odd = divmod(size - begin, dtype.itemsize)
     damage = None
@@ -140,15 +173,22 @@ def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
         multiple = f"a multiple of {dtype.itemsize}, the size of a {dtype.name} id"
         damage = f"its {size:,} bytes are not {multiple}: it is cut off, or the ids have another type"
     if eos_id > np.iinfo(dtype).max:
-        fix = "" if declared is not None else 'set stream.token_dtype = "uint32" if the ids are of that type, or '
+        fix = (
+            ""
+            if declared is not None
+            else 'set stream.token_dtype = "uint32" if the ids are of that type, or '
+        )
         raise DataError(
             f"{name} is read as {dtype.name}, but the id of the tokenizer's EOS, {eos_id}, does not fit in this type: {fix}"
             "use the tokenizer that wrote them"
         )
-    return Layout(name, eos_id, how.vocab_size, dtype, begin, count, damage, declared is not None)
+    return Layout(
+        name, eos_id, how.vocab_size, dtype, begin, count, damage, declared is not None
+    )
 
 
-_Header = tuple[np.dtype, int | None, int]  # type of an id, number of ids, bytes before them
+# type of an id, number of ids, bytes before them
+_Header = tuple[np.dtype, int | None, int]
 
 
 def _numpy_header(head: bytes, name: str) -> _Header:
@@ -162,7 +202,9 @@ def _numpy_header(head: bytes, name: str) -> _Header:
             )
         shape, _, dtype = _NUMPY_HEADERS[version](file)
     except ValueError as error:
-        raise OtherContent(f"its .npy header cannot be read ({error}): write it again with numpy.save") from error
+        raise OtherContent(
+            f"its .npy header cannot be read ({error}): write it again with numpy.save"
+        ) from error
     if dtype not in _DTYPES.values() or len(shape) != 1:
         raise DataError(
             f"{name} holds {dtype.name} (byte order {dtype.byteorder!r}) of shape {shape}; expected one dimension of "
@@ -187,14 +229,21 @@ def _llm_c_header(head: bytes, name: str) -> _Header | None:
 
 
 def _check_first(ids: np.ndarray, layout: Layout) -> None:
-    """Refuse a file whose first block holds ids of another type, or ids that the tokenizer does not have."""
+    """Refuse a file whose first block holds ids of another type, or ids that the
+    tokenizer does not have.
+    """
     name, vocab_size = layout.name, layout.vocab_size
     other = "uint32" if layout.dtype.itemsize == 2 else "uint16"
     found = f"{name} is read as {layout.dtype.name}"
-    fix = "" if layout.declared else f'set stream.token_dtype = "{other}" if they are of that type, or '
+    fix = (
+        ""
+        if layout.declared
+        else f'set stream.token_dtype = "{other}" if they are of that type, or '
+    )
     check_known(f"{found} and", ids, vocab_size, fix)
     if layout.dtype.itemsize == 2 and not layout.declared and len(ids) >= 64:
-        low, high = ids[0 : len(ids) & ~1 : 2], ids[1::2]  # the halves of uint32 ids, if they are uint32
+        # the halves of uint32 ids, if they are uint32
+        low, high = ids[0 : len(ids) & ~1 : 2], ids[1::2]
         if int(high.max()) <= (vocab_size - 1) >> 16 < int(low.max()):
             second = f"every second id is at most {int(high.max())}, as in uint32"
             raise DataError(f'{found}, but {second}: set stream.token_dtype = "uint32"')

@@ -1,4 +1,6 @@
-"""This module loads the tokenizer in ``model.hf_assets_path``: a Hugging Face tokenizer or a SentencePiece model."""
+"""This module loads the tokenizer in ``model.hf_assets_path``: a Hugging Face tokenizer
+or a SentencePiece model.
+"""
 
 import itertools
 import json
@@ -20,16 +22,27 @@ HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """Give a SentencePiece model TorchTitan's tokenizer interface. ``bos_id`` and ``eos_id`` are None without such a token."""
+    """Give a SentencePiece model TorchTitan's tokenizer interface.
+
+    ``bos_id`` and ``eos_id`` are None without such a token.
+    """
 
     def __init__(self, model_file: str | Path) -> None:
         super().__init__()
         self.processor = SentencePieceProcessor(model_file=str(model_file))
         bos_id, eos_id = self.processor.bos_id(), self.processor.eos_id()
-        self.bos_id, self.eos_id = bos_id if bos_id >= 0 else None, eos_id if eos_id >= 0 else None
+        self.bos_id, self.eos_id = (
+            bos_id if bos_id >= 0 else None,
+            eos_id if eos_id >= 0 else None,
+        )
 
-    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:  # type: ignore[override]
-        begin, end = add_bos and self.bos_id is not None, add_eos and self.eos_id is not None
+    def encode(
+        self, text: str, add_bos: bool = False, add_eos: bool = False
+    ) -> list[int]:  # type: ignore[override]
+        begin, end = (
+            add_bos and self.bos_id is not None,
+            add_eos and self.eos_id is not None,
+        )
         return self.processor.encode(text, add_bos=begin, add_eos=end)
 
     def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
@@ -39,15 +52,25 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self.processor.get_piece_size()
 
 
-_OWNERS = {"Qwen": "Qwen", "gpt2": "openai-community", "Llama": "meta-llama"}  # of models on the hub, by their names
+# of models on the hub, by their names
+_OWNERS = {"Qwen": "Qwen", "gpt2": "openai-community", "Llama": "meta-llama"}
 
 
 def find_tokenizer(folder: str | Path) -> Path:
-    """Find the tokenizer's file in a folder: a Hugging Face tokenizer, else the only SentencePiece model."""
+    """Find the tokenizer's file in a folder: a Hugging Face tokenizer, else the only
+    SentencePiece model.
+    """
     folder = Path(folder)
     expected = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
     if not folder.is_dir():
-        owner = next((owner for prefix, owner in _OWNERS.items() if folder.name.startswith(prefix)), None)
+        owner = next(
+            (
+                owner
+                for prefix, owner in _OWNERS.items()
+                if folder.name.startswith(prefix)
+            ),
+            None,
+        )
         name = f"{owner}/{folder.name}" if owner else "OWNER/NAME"
         sample = folder.parent if folder.name == "tokenizer" else "DIR"
         raise ConfigError(
@@ -61,28 +84,44 @@ def find_tokenizer(folder: str | Path) -> Path:
     models = sorted(folder.glob("*.model"))
     if len(models) != 1:
         found = ", ".join(p.name for p in models) or "no tokenizer file"
-        raise ConfigError(f"model.hf_assets_path {str(folder)!r} holds {found}; expected {expected}")
+        raise ConfigError(
+            f"model.hf_assets_path {str(folder)!r} holds {found}; expected {expected}"
+        )
     return models[0]
 
 
 def load_tokenizer(folder: str | Path) -> BaseTokenizer:
-    """Load the tokenizer of a folder. It treats text that spells a special token (</s>) as text."""
+    """Load the tokenizer of a folder.
+
+    It treats text that spells a special token (</s>) as text.
+    """
     file = find_tokenizer(folder)
-    with reported(f"cannot load the tokenizer {str(file)!r}", Exception):  # the libraries raise bare RuntimeError
-        return SentencePieceTokenizer(file) if file.suffix == ".model" else _hugging_face(folder)
+    # the libraries raise bare RuntimeError
+    with reported(f"cannot load the tokenizer {str(file)!r}", Exception):
+        return (
+            SentencePieceTokenizer(file)
+            if file.suffix == ".model"
+            else _hugging_face(folder)
+        )
 
 
 def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
-    """Load TorchTitan's tokenizer, changed so that text never becomes a special token, as with SentencePiece.
+    """Load TorchTitan's tokenizer, changed so that text never becomes a special token,
+    as with SentencePiece.
 
-    EOS within a document would end the document, and any author of a corpus could write control tokens. TorchTitan
-    treats all tokens that tokenizer_config.json adds as special. Those that the file calls not special (Qwen's <think>)
-    are words here, as in transformers. Settings that cut or pad every text are switched off, too.
+    EOS within a document would end the document, and any author of a corpus could write
+    control tokens. TorchTitan treats all tokens that tokenizer_config.json adds as
+    special. Those that the file calls not special (Qwen's <think>) are words here, as
+    in transformers. Settings that cut or pad every text are switched off, too.
     """
     tokenizer = HuggingFaceTokenizer(str(folder))
     config = tokenizer.config or {}
     added = config.get("added_tokens_decoder", {}).values()
-    words = {token["content"] for token in added if isinstance(token, dict) and token.get("special") is False}
+    words = {
+        token["content"]
+        for token in added
+        if isinstance(token, dict) and token.get("special") is False
+    }
     if words:
         content = json.loads(tokenizer.tokenizer.to_str())
         for token in content["added_tokens"]:
@@ -99,24 +138,36 @@ def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
 def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
     """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
 
-    TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS alone, so that one token separates
-    two documents. The hub's tokenizer_config.json of GPT-2 names no token; config.json has the id.
+    TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS
+    alone, so that one token separates two documents. The hub's tokenizer_config.json of
+    GPT-2 names no token; config.json has the id.
     """
     if tokenizer.bos_id is not None:
         named = tokenizer._get_token_from_config(tokenizer.config or {}, "eos_token")
         if named == tokenizer.bos_token and not tokenizer.hf_adds_bos:
-            tokenizer.eos_token, tokenizer.eos_id = tokenizer.bos_token, tokenizer.bos_id
+            tokenizer.eos_token, tokenizer.eos_id = (
+                tokenizer.bos_token,
+                tokenizer.bos_id,
+            )
             tokenizer.bos_token = tokenizer.bos_id = None
     elif (folder / "config.json").is_file():
         of_model = json.loads((folder / "config.json").read_text()).get("eos_token_id")
-        token = tokenizer.tokenizer.get_added_tokens_decoder().get(of_model) if isinstance(of_model, int) else None
+        token = (
+            tokenizer.tokenizer.get_added_tokens_decoder().get(of_model)
+            if isinstance(of_model, int)
+            else None
+        )
         if token is not None and token.special:
             tokenizer.eos_token, tokenizer.eos_id = token.content, of_model
             tokenizer._infer_should_add_bos_eos()  # which knew no EOS before
 
 
-def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, advice: str) -> None:
-    """Raise ConfigError if a tokenizer of ``tokens`` tokens can give ids that the model's embedding does not have."""
+def check_fits(
+    tokens: int, folder: str | Path, vocab_size: int, model: str, advice: str
+) -> None:
+    """Raise ConfigError if a tokenizer of ``tokens`` tokens can give ids that the
+    model's embedding does not have.
+    """
     if tokens > vocab_size:
         raise ConfigError(
             f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a vocabulary of {vocab_size}: {advice}"
@@ -124,18 +175,26 @@ def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, adv
 
 
 def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
-    """Return a function from a text to token ids, with BOS (if there is one) and EOS (required) as TorchTitan adds them."""
+    """Return a function from a text to token ids, with BOS (if there is one) and EOS
+    (required) as TorchTitan adds them.
+    """
     if tokenizer.eos_id is None:
         raise ConfigError(
             "the tokenizer has no EOS token, which must separate documents: set eos_token in tokenizer_config.json (Hugging "
             "Face), or train the SentencePiece model with an EOS piece"
         )
-    # The stream has its own threads. The tokenizer would start one for every core of the node.
+    # The stream has its own threads. The tokenizer would start one for every core of
+    # the node.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        # Without offsets, which are not needed, this is a third faster than Tokenizer.encode.
+        # Without offsets, which are not needed, this is a third faster than
+        # Tokenizer.encode.
         fast = tokenizer.tokenizer.encode_batch_fast
-        begin = [tokenizer.bos_id] if tokenizer.bos_id is not None and not tokenizer.hf_adds_bos else []
+        begin = (
+            [tokenizer.bos_id]
+            if tokenizer.bos_id is not None and not tokenizer.hf_adds_bos
+            else []
+        )
         end = [] if tokenizer.hf_adds_eos else [tokenizer.eos_id]
         return lambda text: [*begin, *fast([text])[0].ids, *end]
     return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
@@ -143,36 +202,66 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
 
 CHECK_EVERY = 1000  # documents: checking costs about a tenth of gigatoken's own time
 _OFF = "set stream.fast_tokenizer = false"
-_agreed: WeakSet[BaseTokenizer] = WeakSet()  # `data digest` makes a loader for every rank with the same tokenizer
+# `data digest` makes a loader for every rank with the same tokenizer
+_agreed: WeakSet[BaseTokenizer] = WeakSet()
 
 
 def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
-    """Return short random texts that mix everything that tokenizers treat specially, also the names of special tokens."""
+    """Return short random texts that mix everything that tokenizers treat specially,
+    also the names of special tokens.
+    """
     rng = random.Random(0)
-    codes = [*range(1, 400), 0x300, 0x301, 0x323, 0x200D, 0x1F600, 0x1F468, 0x4E2D, 0xAC00, 0x1100, 0x1161, 0xFB01]
+    codes = [
+        *range(1, 400),
+        0x300,
+        0x301,
+        0x323,
+        0x200D,
+        0x1F600,
+        0x1F468,
+        0x4E2D,
+        0xAC00,
+        0x1100,
+        0x1161,
+        0xFB01,
+    ]
     codes += [0x2028, 0xFEFF, 0xE000, 0x10FFFF, 0x212B, 0x1E9B, 0x0E33, 0x0915, 0x094D]
     pieces = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'LL", "e\u0301"]
     pieces += [" the", "The", "ing", "123456", "don't", "…"]
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        pieces += [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()][:50]
+        pieces += [
+            token.content
+            for token in tokenizer.tokenizer.get_added_tokens_decoder().values()
+        ][:50]
     elif isinstance(tokenizer, SentencePieceTokenizer):
         processor = tokenizer.processor
-        special = (i for i in range(processor.get_piece_size()) if processor.is_control(i) or processor.is_unknown(i))
+        special = (
+            i
+            for i in range(processor.get_piece_size())
+            if processor.is_control(i) or processor.is_unknown(i)
+        )
         pieces += [processor.id_to_piece(i) for i in itertools.islice(special, 50)]
     pool = [*map(chr, codes), *pieces * 8]
     return ["".join(rng.choices(pool, k=rng.randint(0, 40))) for _ in range(count)]
 
 
 def _not_supported(model_file: Path) -> str:
-    """Say what a SentencePiece model has that gigatoken treats differently, or return an empty text."""
+    """Say what a SentencePiece model has that gigatoken treats differently, or return
+    an empty text.
+    """
     from sentencepiece import sentencepiece_model_pb2
 
     protobuf: Any = sentencepiece_model_pb2  # generated code without types
     model = protobuf.ModelProto.FromString(model_file.read_bytes())
-    symbols = [one.piece for one in model.pieces if one.type == protobuf.ModelProto.SentencePiece.USER_DEFINED]
+    symbols = [
+        one.piece
+        for one in model.pieces
+        if one.type == protobuf.ModelProto.SentencePiece.USER_DEFINED
+    ]
     found = {
         f"user-defined symbols ({', '.join(map(repr, symbols[:3]))})": bool(symbols),
-        "another type than BPE": model.trainer_spec.model_type != protobuf.TrainerSpec.BPE,
+        "another type than BPE": model.trainer_spec.model_type
+        != protobuf.TrainerSpec.BPE,
         "no byte fallback": not model.trainer_spec.byte_fallback,
         "a normalization": model.normalizer_spec.name != "identity",
         "spaces that it removes": model.normalizer_spec.remove_extra_whitespaces,
@@ -184,14 +273,17 @@ def _not_supported(model_file: Path) -> str:
 def fast_encoder(
     tokenizer: BaseTokenizer, folder: str, reference: Callable[[str], list[int]]
 ) -> Callable[[str], np.ndarray]:
-    """Return gigatoken's thread-safe function from a text to its token ids, int32, with BOS and EOS as in ``reference``.
+    """Return gigatoken's thread-safe function from a text to its token ids, int32, with
+    BOS and EOS as in ``reference``.
 
-    gigatoken gives the same ids many times as fast. It is young, so its ids are compared with those of the tokenizer's own
-    library (``reference``), at the start and during the run. It supports byte-level BPE (GPT-2, Qwen), and SentencePiece
-    models unless ``_not_supported``.
+    gigatoken gives the same ids many times as fast. It is young, so its ids are
+    compared with those of the tokenizer's own library (``reference``), at the start and
+    during the run. It supports byte-level BPE (GPT-2, Qwen), and SentencePiece models
+    unless ``_not_supported``.
 
-    ConfigError is raised if gigatoken is missing, does not support this tokenizer, or gives other ids at the start;
-    DataError by the returned function if it gives other ids for a document.
+    ConfigError is raised if gigatoken is missing, does not support this tokenizer, or
+    gives other ids at the start; DataError by the returned function if it gives other
+    ids for a document.
     """
     file = find_tokenizer(folder)
     try:
@@ -204,22 +296,33 @@ def fast_encoder(
         if isinstance(tokenizer, HuggingFaceTokenizer):
             content = tokenizer.tokenizer.to_str()
         else:
-            content = Tokenizer.from_sentencepiece(str(file))._hf_json  # gigatoken's conversion of the model
+            # gigatoken's conversion of the model
+            content = Tokenizer.from_sentencepiece(str(file))._hf_json
         # Without the special tokens, gigatoken treats text that spells one as text.
         described = json.loads(content)
-        described["added_tokens"] = [token for token in described["added_tokens"] if not token["special"]]
+        described["added_tokens"] = [
+            token for token in described["added_tokens"] if not token["special"]
+        ]
         encode = Tokenizer.from_json(json.dumps(described)).encode
     except Exception as error:  # the Rust library raises types of its own
-        raise ConfigError(f"gigatoken cannot read {str(file)!r} ({error}): {_OFF}") from error
+        raise ConfigError(
+            f"gigatoken cannot read {str(file)!r} ({error}): {_OFF}"
+        ) from error
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     def whole(text: str) -> np.ndarray:
-        return np.concatenate([begin, encode(text), [tokenizer.eos_id]], dtype=np.int32, casting="unsafe")
+        return np.concatenate(
+            [begin, encode(text), [tokenizer.eos_id]], dtype=np.int32, casting="unsafe"
+        )
 
     if tokenizer not in _agreed:
         for text in odd_texts(tokenizer):
             if whole(text).tolist() != reference(text):
-                why = "" if isinstance(tokenizer, HuggingFaceTokenizer) else _not_supported(file)
+                why = (
+                    ""
+                    if isinstance(tokenizer, HuggingFaceTokenizer)
+                    else _not_supported(file)
+                )
                 raise ConfigError(
                     f"gigatoken gives other ids than the tokenizer's own library for {text!r}{why}: {_OFF}"
                 )
@@ -229,7 +332,9 @@ def fast_encoder(
     def checked(text: str) -> np.ndarray:
         ids = whole(text)
         if next(documents) % CHECK_EVERY == 0 and ids.tolist() != reference(text):
-            raise DataError(f"gigatoken gives other ids than the tokenizer's own library for {text[:200]!r} …: {_OFF}")
+            raise DataError(
+                f"gigatoken gives other ids than the tokenizer's own library for {text[:200]!r} …: {_OFF}"
+            )
         return ids
 
     return checked

@@ -1,4 +1,6 @@
-"""Validation runs on the first sequences of the validation split, which are the same in every run and on any mesh."""
+"""Validation runs on the first sequences of the validation split, which are the same in
+every run and on any mesh.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -25,14 +27,20 @@ from titan_disp.errors import ConfigError, RefusedError, counted
 
 
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
-    """Return the number of validation sequences over all ranks: a multiple of what they take in one step."""
+    """Return the number of validation sequences over all ranks: a multiple of what they
+    take in one step.
+    """
     v, wanted = job_config.validation, job_config.stream.validation_sequences  # type: ignore[attr-defined]
     if v.local_batch_size < 1:
-        raise ConfigError(f"validation.local_batch_size is {v.local_batch_size}, expected at least 1")
+        raise ConfigError(
+            f"validation.local_batch_size is {v.local_batch_size}, expected at least 1"
+        )
     step = v.local_batch_size * dp_world_size
     if not wanted:
         if v.steps < 1:
-            raise ConfigError(f"validation.steps is {v.steps}; set it to 1 or more, or set stream.validation_sequences")
+            raise ConfigError(
+                f"validation.steps is {v.steps}; set it to 1 or more, or set stream.validation_sequences"
+            )
         return v.steps * step
     if v.steps != -1 and v.steps * step < wanted:
         raise ConfigError(
@@ -48,16 +56,27 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
 
 
 def first_sequences(
-    files: list[DataFile], tokenizer: BaseTokenizer, job_config: JobConfig, seq_len: int, count: int, asked: str
+    files: list[DataFile],
+    tokenizer: BaseTokenizer,
+    job_config: JobConfig,
+    seq_len: int,
+    count: int,
+    asked: str,
 ) -> list[np.ndarray]:
     """Read the beginning of a split as one stream, into ``empty_rows`` of int32.
 
-    The split may not have fewer, because repeating some would give them more weight. ``asked`` says how to ask for fewer.
+    The split may not have fewer, because repeating some would give them more weight.
+    ``asked`` says how to ask for fewer.
     """
     options = replace(stream_options(job_config, seq_len, tokenizer), shuffle_window=0)
     check_content(files, options, "validation")
-    begin, assignment = np.zeros((1, len(Field)), dtype=np.int64), Assignment(files, slots=1, seed=0)
-    with closing(RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)) as streams:
+    begin, assignment = (
+        np.zeros((1, len(Field)), dtype=np.int64),
+        Assignment(files, slots=1, seed=0),
+    )
+    with closing(
+        RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)
+    ) as streams:
         slot, found = streams.slots[0], empty_rows(count, options, np.int32)
         for done, row in enumerate(zip(*found, strict=True)):
             slot.fill(*row)
@@ -66,15 +85,23 @@ def first_sequences(
                     f"the validation split ({counted(len(files), 'file')}, {files[0].url} to {files[-1].url}) holds "
                     f"{counted(done, 'sequence')} of {seq_len} tokens, expected {count}: {asked}, or take more text"
                 )
-    check_documents(slot.position[Field.SKIPPED], slot.position[Field.DOCUMENTS], options.max_skipped_fraction)
+    check_documents(
+        slot.position[Field.SKIPPED],
+        slot.position[Field.DOCUMENTS],
+        options.max_skipped_fraction,
+    )
     return found
 
 
-def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> list[Tensor] | None:
-    """Read the first sequences of the validation split, the same on every rank and in every run. A collective call.
+def held_out_sequences(
+    job_config: JobConfig, tokenizer: BaseTokenizer, count: int
+) -> list[Tensor] | None:
+    """Read the first sequences of the validation split, the same on every rank and in
+    every run. A collective call.
 
-    The split is the first of ``held_out_sets`` that is there. It returns token ids [count, training.seq_len + 1] int64, with
-    ``stream.document_mask`` also their segments (``Slot.fill``), or None if there is no validation split.
+    The split is the first of ``held_out_sets`` that is there. It returns token ids
+    [count, training.seq_len + 1] int64, with ``stream.document_mask`` also their
+    segments (``Slot.fill``), or None if there is no validation split.
     """
     if not (splits := held_out_sets(job_config)):
         return None
@@ -88,7 +115,9 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
                 logger.warning(f"no validation split: {error}")
                 continue
             asked = f"set condensation.sequences to less than {count}, or condensation.interval = 0"
-            return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count, asked)
+            return first_sequences(
+                files, tokenizer, job_config, job_config.training.seq_len, count, asked
+            )
         return None
 
     found = on_rank_0(read)
@@ -96,20 +125,35 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
 
 
 class _ValidationSet:
-    """Iterate over this rank's validation batches. The sequences are read once, before training."""
+    """Iterate over this rank's validation batches.
 
-    def __init__(self, job_config: JobConfig, tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int) -> None:
+    The sequences are read once, before training.
+    """
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        tokenizer: BaseTokenizer,
+        dp_world_size: int,
+        dp_rank: int,
+    ) -> None:
         v = job_config.validation
         files = on_rank_0(list_files, v.dataset, v.dataset_path, "validation")
-        count, step = validation_sequences(job_config, dp_world_size), v.local_batch_size * dp_world_size
+        count, step = (
+            validation_sequences(job_config, dp_world_size),
+            v.local_batch_size * dp_world_size,
+        )
         asked = (
             f"set stream.validation_sequences to a smaller multiple of {step} (validation.local_batch_size "
             f"{v.local_batch_size} × {dp_world_size} data-parallel ranks), or lower validation.steps"
         )
         source = (files, tokenizer, job_config, v.seq_len, count, asked)
         shape = (-1, dp_world_size, v.local_batch_size, v.seq_len + 1)
-        every = on_rank_0(first_sequences, *source)  # on rank 0, as in held_out_sequences
-        self._own = [torch.from_numpy(rows).view(shape)[:, dp_rank].clone() for rows in every]
+        # on rank 0, as in held_out_sequences
+        every = on_rank_0(first_sequences, *source)
+        self._own = [
+            torch.from_numpy(rows).view(shape)[:, dp_rank].clone() for rows in every
+        ]
 
     def __iter__(self) -> Iterator[Batch]:
         for tokens, *segments in zip(*self._own, strict=True):
@@ -117,19 +161,32 @@ class _ValidationSet:
 
 
 class StreamValidator(Validator):
-    """Run TorchTitan's validation loop on our data. The parent's ``__init__`` would build TorchTitan's loader."""
+    """Run TorchTitan's validation loop on our data.
 
-    # Returns, for a step, a context in which to validate. titan_disp.train announces and times it.
+    The parent's ``__init__`` would build TorchTitan's loader.
+    """
+
+    # Returns, for a step, a context in which to validate. titan_disp.train announces
+    # and times it.
     around: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
-        self, job_config: JobConfig, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, **others: Any
+        self,
+        job_config: JobConfig,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        **others: Any,
     ) -> None:
-        """``others`` are the parent's other arguments, which it keeps as attributes of the same names."""
+        """``others`` are the parent's other arguments, which it keeps as attributes of
+        the same names.
+        """
         BaseValidator.__init__(self, job_config)
         self.__dict__.update(others)
         self.tokenizer = tokenizer
-        self.validation_dataloader = _ValidationSet(job_config, tokenizer, dp_world_size, dp_rank)  # type: ignore[assignment]
+        self.validation_dataloader = _ValidationSet(
+            job_config, tokenizer, dp_world_size, dp_rank
+        )  # type: ignore[assignment]
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         with self.around(step):
@@ -137,6 +194,11 @@ class StreamValidator(Validator):
 
 
 def build_validator(**kwargs: Any) -> StreamValidator:
-    """Build the validator, as TorchTitan's ``build_validator_fn``. Arguments for pipeline parallelism are dropped."""
-    no_pipeline = dict.fromkeys(("pp_schedule", "pp_has_first_stage", "pp_has_last_stage"))
+    """Build the validator, as TorchTitan's ``build_validator_fn``.
+
+    Arguments for pipeline parallelism are dropped.
+    """
+    no_pipeline = dict.fromkeys(
+        ("pp_schedule", "pp_has_first_stage", "pp_has_last_stage")
+    )
     return StreamValidator(**kwargs | no_pipeline)

@@ -1,8 +1,10 @@
-"""These autograd functions compute a layer's value together with its gradient, and sum values over ranks.
+"""These autograd functions compute a layer's value together with its gradient, and sum
+values over ranks.
 
-Either forward does so and saves the gradient, which backward only scales, or a hook does so in the backward pass
-(``add_in_backward``). If a sequence is sharded, each rank saves the complete gradient of its own tokens, so backward
-needs no communication: the derivative of a sum over ranks is the identity. A sequence may be sharded over a process
+Either forward does so and saves the gradient, which backward only scales, or a hook
+does so in the backward pass (``add_in_backward``). If a sequence is sharded, each rank
+saves the complete gradient of its own tokens, so backward needs no communication: the
+derivative of a sum over ranks is the identity. A sequence may be sharded over a process
 group or a 1-D mesh.
 """
 
@@ -23,10 +25,14 @@ Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """Return the process group of ``group``, or None if there is nothing to communicate."""
+    """Return the process group of ``group``, or None if there is nothing to
+    communicate.
+    """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"the mesh over the sequence has {group.ndim} dimensions, expected 1: flatten it first")
+            raise ValueError(
+                f"the mesh over the sequence has {group.ndim} dimensions, expected 1: flatten it first"
+            )
         group = group.get_group()
     if group is not None and dist.get_world_size(group) == 1:
         return None
@@ -34,24 +40,36 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
 
 
 class Gathering:
-    """An all-gather of z [B, n, F] in its own dtype: normalized float32 vectors would cost more traffic for no gain."""
+    """An all-gather of z [B, n, F] in its own dtype: normalized float32 vectors would
+    cost more traffic for no gain.
+    """
 
     def __init__(self, z: Tensor, group: dist.ProcessGroup) -> None:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.gathered = z.new_empty((self.world * z.shape[0], *z.shape[1:]))
-        self.work = all_gather(self.gathered, z.contiguous(), group=group, async_op=True)
+        self.work = all_gather(
+            self.gathered, z.contiguous(), group=group, async_op=True
+        )
 
     def other_shards(self) -> list[Tensor]:
-        """Wait for the all-gather and return the other ranks' shards, each [B, n, F]."""
+        """Wait for the all-gather and return the other ranks' shards, each [B, n,
+        F].
+        """
         self.work.wait()
-        return [shard for other, shard in enumerate(self.gathered.chunk(self.world)) if other != self.rank]
+        return [
+            shard
+            for other, shard in enumerate(self.gathered.chunk(self.world))
+            if other != self.rank
+        ]
 
 
 class SavedGradient(torch.autograd.Function):
-    """Save the gradient that ``compute`` returns. Backward scales it in place, unless the graph is retained.
+    """Save the gradient that ``compute`` returns.
 
-    It returns the values [k·B] and the gradients [k·B, n, F] of all sequences of the k layers zs, which are computed
-    together. The values are returned as [k, B].
+    Backward scales it in place, unless the graph is retained.
+
+    It returns the values [k·B] and the gradients [k·B, n, F] of all sequences of the k
+    layers zs, which are computed together. The values are returned as [k, B].
     """
 
     @staticmethod
@@ -72,20 +90,29 @@ class SavedGradient(torch.autograd.Function):
         return None, *only_first_derivative(out, value, grad_value).chunk(len(value))
 
 
-# AOTAutograd calls this private function too. If torch lacks it, backward does not reuse the memory.
-_graph_is_retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+# AOTAutograd calls this private function too. If torch lacks it, backward does not
+# reuse the memory.
+_graph_is_retained = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return z's dtype, or float32 for float16, in which ∂S/∂z could overflow, since it grows with N."""
+    """Return z's dtype, or float32 for float16, in which ∂S/∂z could overflow, since it
+    grows with N.
+    """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def add_in_backward(zs: Sequence[Tensor], loss: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Return 0, whose backward adds the gradient of ``loss(index, z)``, a scalar, to that of each of ``zs`` [B, n, F].
+def add_in_backward(
+    zs: Sequence[Tensor], loss: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Return 0, whose backward adds the gradient of ``loss(index, z)``, a scalar, to
+    that of each of ``zs`` [B, n, F].
 
-    The loss is computed when the gradient of z arrives. Until then only z is kept, which the layer after it keeps as
-    well, unless it is checkpointed together with others. Each z must have a gradient from elsewhere, as from that layer.
+    The loss is computed when the gradient of z arrives. Until then only z is kept,
+    which the layer after it keeps as well, unless it is checkpointed together with
+    others. Each z must have a gradient from elsewhere, as from that layer.
     """
     kept: list[Tensor | None] = [z.detach() for z in zs]
     factor: list[Tensor] = []
@@ -102,7 +129,8 @@ def add_in_backward(zs: Sequence[Tensor], loss: Callable[[int, Tensor], Tensor])
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             (own,) = torch.autograd.grad(loss(index, z), z, factor[-1])
-        both = own + grad if torch.is_grad_enabled() else own.add_(grad)  # the former under create_graph
+        # the former under create_graph
+        both = own + grad if torch.is_grad_enabled() else own.add_(grad)
         return only_first_derivative(both, z, factor[-1])
 
     for index, z in enumerate(zs):
@@ -111,7 +139,10 @@ def add_in_backward(zs: Sequence[Tensor], loss: Callable[[int, Tensor], Tensor])
 
 
 class _Factor(torch.autograd.Function):
-    """Learn by what a loss is multiplied. As the tokens are inputs, this is known before a gradient of them is complete."""
+    """Learn by what a loss is multiplied.
+
+    As the tokens are inputs, this is known before a gradient of them is complete.
+    """
 
     @staticmethod
     def forward(ctx: Any, factor: list[Tensor], *zs: Tensor) -> Tensor:  # type: ignore[override]
@@ -125,13 +156,17 @@ class _Factor(torch.autograd.Function):
 
 
 class SavedRows(torch.autograd.Function):
-    """Attach a known gradient to a value [B]: ``rows`` [B, k, F] at some positions of z, and 0 at the others.
+    """Attach a known gradient to a value [B]: ``rows`` [B, k, F] at some positions of
+    z, and 0 at the others.
 
-    ``positions`` is [k], distinct and shared by all sequences, or [B, k], where rows at the same position are added.
+    ``positions`` is [k], distinct and shared by all sequences, or [B, k], where rows at
+    the same position are added.
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, value: Tensor, rows: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, z: Tensor, value: Tensor, rows: Tensor, positions: Tensor
+    ) -> Tensor:  # type: ignore[override]
         value = value.clone()
         ctx.save_for_backward(rows, positions, value)
         ctx.shape, ctx.dtype = z.shape, z.dtype
@@ -153,12 +188,17 @@ class SavedRows(torch.autograd.Function):
 def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:
     """Return ``grad``, and raise an error if it is differentiated again.
 
-    In backward, ``grad`` is a constant and not a function of z, so a second derivative would be silently wrong.
-    ``value``, the saved output of forward, connects the graph to z, and ``grad_value`` to what the loss was multiplied
-    by, such as a learned λ. (torch's ``once_differentiable`` connects it to neither: ``torch.autograd.grad`` would skip
-    it and drop part of a second derivative without an error.)
+    In backward, ``grad`` is a constant and not a function of z, so a second derivative
+    would be silently wrong. ``value``, the saved output of forward, connects the graph
+    to z, and ``grad_value`` to what the loss was multiplied by, such as a learned λ.
+    (torch's ``once_differentiable`` connects it to neither: ``torch.autograd.grad``
+    would skip it and drop part of a second derivative without an error.)
     """
-    return _NoSecondDerivative.apply(grad, value, grad_value) if torch.is_grad_enabled() else grad
+    return (
+        _NoSecondDerivative.apply(grad, value, grad_value)
+        if torch.is_grad_enabled()
+        else grad
+    )
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -174,7 +214,10 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 class SumOverGroup(torch.autograd.Function):
-    """Compute the sum over ranks. Backward is the identity, as each rank holds the whole gradient of its own rows."""
+    """Compute the sum over ranks.
+
+    Backward is the identity, as each rank holds the whole gradient of its own rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
@@ -188,7 +231,10 @@ class SumOverGroup(torch.autograd.Function):
 
 
 class LogSumExpOverGroup(torch.autograd.Function):
-    """Compute log Σ_ranks exp(x). Backward scales by exp(x − total), as x's gradient is relative to this rank's sum."""
+    """Compute log Σ_ranks exp(x).
+
+    Backward scales by exp(x − total), as x's gradient is relative to this rank's sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]

@@ -1,8 +1,10 @@
-"""This module holds what differs between GPU and CPU: the dtype of products, and compiled pointwise operations.
+"""This module holds what differs between GPU and CPU: the dtype of products, and
+compiled pointwise operations.
 
-On a GPU, bf16 activations are multiplied on bf16 tensor cores; sums, and everything computed from a cosine, are in
-float32. Otherwise everything is computed in float32 (float64 stays float64), because bf16 products are slow on a CPU
-and float16 could overflow.
+On a GPU, bf16 activations are multiplied on bf16 tensor cores; sums, and everything
+computed from a cosine, are in float32. Otherwise everything is computed in float32
+(float64 stays float64), because bf16 products are slow on a CPU and float16 could
+overflow.
 """
 
 import functools
@@ -16,35 +18,48 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 
-EAGER_ON_CPU, BF16_PRODUCTS = "eager: on a CPU", "bfloat16, added in float32"  # how ``path`` says it
+# how ``path`` says it
+EAGER_ON_CPU, BF16_PRODUCTS = "eager: on a CPU", "bfloat16, added in float32"
 _functions: dict[str, str] = {}
 _products: set[str] = set()
 
 
 def path() -> dict[str, Any]:
-    """Return how this process has computed dispersion so far; both entries are empty before the first loss.
+    """Return how this process has computed dispersion so far; both entries are empty
+    before the first loss.
 
-    ``kernels`` says of every fused function that ran whether it was compiled or eager, and why. ``products`` lists the
-    dtypes of the operands of products.
+    ``kernels`` says of every fused function that ran whether it was compiled or eager,
+    and why. ``products`` lists the dtypes of the operands of products.
     """
     return {"kernels": dict(_functions), "products": sorted(_products)}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float64 for float64, which tests compute in, otherwise float32."""
+    """Return the dtype of sums: float64 for float64, which tests compute in, otherwise
+    float32.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which products of x are formed: bf16 if x is bf16 on an accelerator, else the sums' dtype."""
+    """Return the dtype in which products of x are formed: bf16 if x is bf16 on an
+    accelerator, else the sums' dtype.
+    """
     if x.dtype == torch.bfloat16 and x.device.type != "cpu":
         return torch.bfloat16
     return accumulation_dtype(x.dtype)
 
 
 def bf16_autocast(device: str) -> bool:
-    """Return whether bf16 AMP is active, as on one GPU. Block outputs are then float32, but products should be bf16."""
-    return device != "cpu" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    """Return whether bf16 AMP is active, as on one GPU.
+
+    Block outputs are then float32, but products should be bf16.
+    """
+    return (
+        device != "cpu"
+        and torch.is_autocast_enabled(device)
+        and torch.get_autocast_dtype(device) == torch.bfloat16
+    )
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -57,7 +72,9 @@ def _baddbmm(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
 
 @functools.cache
 def _float32_results(device: torch.device, kind: str) -> bool:
-    """Return whether ``kind``, bmm or baddbmm, adds bf16 products in float32, as on CUDA since torch 2.8."""
+    """Return whether ``kind``, bmm or baddbmm, adds bf16 products in float32, as on
+    CUDA since torch 2.8.
+    """
     try:
         x = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)
         y = torch.where(torch.arange(16, device=device)[:, None] == 15, x + 16, 16 * x)
@@ -82,7 +99,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == accumulation_dtype(a.dtype):
         _products.add(str(a.dtype).removeprefix("torch."))
         return torch.bmm(a, b)
-    # Rounded to bf16, cosines near 1 would lose the digits that the gradient depends on.
+    # Rounded to bf16, cosines near 1 would lose the digits that the gradient depends
+    # on.
     if _float32_results(a.device, "bmm"):
         _products.add(BF16_PRODUCTS)
         return _bmm(a, b)
@@ -90,7 +108,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, to_zero: bool = False) -> None:
-    """Add a @ b to ``out`` [B, m, n] in place, or write it there. ``out`` has the accumulation dtype."""
+    """Add a @ b to ``out`` [B, m, n] in place, or write it there.
+
+    ``out`` has the accumulation dtype.
+    """
     beta = 0 if to_zero else 1  # with 0, what is in ``out`` is not read
     if a.dtype == out.dtype:
         _products.add(str(a.dtype).removeprefix("torch."))
@@ -103,7 +124,8 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, to_zero: bool = False) -> No
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile a function into one kernel without temporaries, if its first argument is on an accelerator.
+    """Compile a function into one kernel without temporaries, if its first argument is
+    on an accelerator.
 
     If compilation fails (no compiler, no Triton), the function warns and runs as it is.
     """
@@ -118,7 +140,8 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
             _functions.setdefault(name, EAGER_ON_CPU)
             return function(*args, **kwargs)
         if not compiled:
-            # With fullgraph, Dynamo raises at its limit of recompilations instead of running the function as it is.
+            # With fullgraph, Dynamo raises at its limit of recompilations instead of
+            # running the function as it is.
             compiled.append(torch.compile(function, fullgraph=True))
         if compiled[0] is function:
             return function(*args, **kwargs)
@@ -126,9 +149,14 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
             result = compiled[0](*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # Dynamo, Inductor, Triton and compilers raise different types, before anything runs
+        # Dynamo, Inductor, Triton and compilers raise different types, before anything
+        # runs
+        except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            warnings.warn(f"{function.__name__} could not be compiled and runs slower: {why}", stacklevel=2)
+            warnings.warn(
+                f"{function.__name__} could not be compiled and runs slower: {why}",
+                stacklevel=2,
+            )
             _functions[name] = f"eager: {why.splitlines()[0]}"
             compiled[0] = function
             return function(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""The loss is computed from the tokens of several layers, which may be sharded along the sequence (TP, CP, or both).
+"""The loss is computed from the tokens of several layers, which may be sharded along
+the sequence (TP, CP, or both).
 
 Communication of a sharded sequence:
     exact: all-gather z in its own dtype, one step ahead: while a layer's own rows × own columns and own rows × other
@@ -8,7 +9,8 @@ Communication of a sharded sequence:
     exact, of autograd code: per layer, all-gather z in its own dtype. Every rank computes the whole loss.
     sampled: all-reduce m×F numbers per sequence and layer, for all layers at once (m sampled tokens).
 
-With a group, every rank gets the full loss, and backward returns grad_output · ∂loss/∂z_local.
+With a group, every rank gets the full loss, and backward returns grad_output ·
+∂loss/∂z_local.
 """
 
 import math
@@ -31,22 +33,26 @@ from titan_disp.dispersion.autograd import (
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.masks import Count, TokenMask
 
-# Takes this rank's tokens of some sequences of one layer, z [B, n, F], and their mask. Returns value [B] and ∂value/∂z
-# [B, n, F]. Under a mask, z is 0 at padded positions, and the gradient returned there is ignored.
+# Takes this rank's tokens of some sequences of one layer, z [B, n, F], and their mask.
+# Returns value [B] and ∂value/∂z [B, n, F]. Under a mask, z is 0 at padded positions,
+# and the gradient returned there is ignored.
 Compute = Callable[[Tensor, TokenMask | None], Result]
 
-# The number of elements of z that are processed at a time, so that memory does not grow with the batch. In float32
-# they take 32 MiB, or 128 MiB on a GPU, which needs few and large kernels.
+# The number of elements of z that are processed at a time, so that memory does not grow
+# with the batch. In float32 they take 32 MiB, or 128 MiB on a GPU, which needs few and
+# large kernels.
 BATCH_ELEMENTS = 1 << 23
 GPU_BATCH_ELEMENTS = 1 << 25
-PACK_ELEMENTS = 1 << 20  # on a CPU, of layers that are computed together: they fit into its caches
+# On a CPU, of layers that are computed together: they fit into its caches
+PACK_ELEMENTS = 1 << 20
 
 
 class Layers(ABC):
     length: int  # positions per sequence that the loss takes, over all ranks
     features: list[int]  # F of each layer
     mask: TokenMask | None  # which positions hold tokens; None if all do
-    group: dist.ProcessGroup | None  # ranks over which the tokens are sharded; None if every rank holds all of them
+    # ranks over which the tokens are sharded; None if every rank holds all of them
+    group: dist.ProcessGroup | None
     in_bf16: bool  # whether float32 tokens are rounded to bf16 first
 
     segmented: bool = False  # whether only the pairs within segments count
@@ -55,18 +61,30 @@ class Layers(ABC):
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:
-        """Apply one ``compute`` to every layer, or to each its own, and return the values, [L, B]."""
+        """Apply one ``compute`` to every layer, or to each its own, and return the
+        values, [L, B].
+        """
 
     def tokens(self, mask: TokenMask | None) -> Count:
-        """Return the number of tokens per sequence, at least 2: the loss 0 of shorter ones is filled in later."""
+        """Return the number of tokens per sequence, at least 2: the loss 0 of shorter
+        ones is filled in later.
+        """
         return self.length if mask is None else mask.counts.clamp_min(2)
 
     def pairs(self) -> Count:
-        """Return the number of pairs i ≠ j that the loss takes, per sequence or [L, B]; at least 1, as ``tokens``."""
-        return self.length * (self.length - 1) if self.mask is None else self._masked_pairs().clamp_min(1)
+        """Return the number of pairs i ≠ j that the loss takes, per sequence or [L, B];
+        at least 1, as ``tokens``.
+        """
+        return (
+            self.length * (self.length - 1)
+            if self.mask is None
+            else self._masked_pairs().clamp_min(1)
+        )
 
     def without_pairs(self) -> Tensor:
-        """Return which sequences have no pair under a mask, [B] or [L, B]: their loss is 0."""
+        """Return which sequences have no pair under a mask, [B] or [L, B]: their loss
+        is 0.
+        """
         return self._masked_pairs() == 0
 
     def _masked_pairs(self) -> Tensor:
@@ -77,7 +95,11 @@ class Layers(ABC):
         return values if self.group is None else SumOverGroup.apply(values, self.group)
 
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
-        return values if self.group is None else LogSumExpOverGroup.apply(values, self.group)
+        return (
+            values
+            if self.group is None
+            else LogSumExpOverGroup.apply(values, self.group)
+        )
 
     def mean_square(self) -> Tensor:
         """Return mean(z²) over tokens and features, [L, B]."""
@@ -86,12 +108,21 @@ class Layers(ABC):
             z = z.to(accumulation_dtype(z.dtype))
             return z.square().sum((1, 2)), 2 * z
 
-        features = torch.tensor(self.features)[:, None] if len(set(self.features)) > 1 else self.features[0]
+        features = (
+            torch.tensor(self.features)[:, None]
+            if len(set(self.features)) > 1
+            else self.features[0]
+        )
         sums = self.sum_over_group(self.each(own_part))
-        return sums / (self.tokens(self.mask) * (features if isinstance(features, int) else features.to(sums)))
+        return sums / (
+            self.tokens(self.mask)
+            * (features if isinstance(features, int) else features.to(sums))
+        )
 
     def gather(self, z: Tensor) -> Gathering | None:
-        """Start to gather the tokens z, which a ``Compute`` has received, from all ranks; None if z is the whole already."""
+        """Start to gather the tokens z, which a ``Compute`` has received, from all
+        ranks; None if z is the whole already.
+        """
         return None
 
     def _prepared(self, z: Tensor, mask: TokenMask | None) -> Tensor:
@@ -105,10 +136,17 @@ class Layers(ABC):
 
 
 class WholeLayers(Layers):
-    """All tokens of ``zs``, which holds one [B, N, F] per layer, or this rank's [B, n, F]."""
+    """All tokens of ``zs``, which holds one [B, N, F] per layer, or this rank's [B, n,
+    F].
+    """
 
     def __init__(
-        self, zs: Sequence[Tensor], length: int, mask: TokenMask | None, group: dist.ProcessGroup | None, in_bf16: bool
+        self,
+        zs: Sequence[Tensor],
+        length: int,
+        mask: TokenMask | None,
+        group: dist.ProcessGroup | None,
+        in_bf16: bool,
     ) -> None:
         self.zs, self.mask, self.group, self.in_bf16 = zs, mask, group, in_bf16
         self.length, self.features = length, [z.shape[2] for z in zs]
@@ -122,38 +160,55 @@ class WholeLayers(Layers):
         packs = [[z] for z in self.zs] if own else packed(self.zs)
         every = computes if own else computes * len(packs)
         values = []
-        for pack, self._following, compute in zip(packs, [*packs[1:], []], every, strict=True):
-            values.append(SavedGradient.apply(partial(self._of_pack, compute, pack), *pack))
+        for pack, self._following, compute in zip(
+            packs, [*packs[1:], []], every, strict=True
+        ):
+            values.append(
+                SavedGradient.apply(partial(self._of_pack, compute, pack), *pack)
+            )
         return torch.cat(values)
 
     def gather(self, z: Tensor) -> Gathering | None:
-        """Also start to gather the layers that follow, so that this takes no time beside the work for z."""
+        """Also start to gather the layers that follow, so that this takes no time
+        beside the work for z.
+        """
         if self.group is None:
             return None
         gathering, self._ahead = self._ahead or Gathering(z, self.group), None
         if self._following:
-            self._ahead = Gathering(self._prepared(*self._together(self._following)), self.group)
+            self._ahead = Gathering(
+                self._prepared(*self._together(self._following)), self.group
+            )
         return gathering
 
     def _of_pack(self, compute: Compute, pack: list[Tensor]) -> Result:
         z, mask = self._together(pack)
         if self.group is None:
             return in_parts(z, mask, partial(self._apply, compute))
-        # The batch is not split: each part would need a collective call of its own, and shards are small.
+        # The batch is not split: each part would need a collective call of its own, and
+        # shards are small.
         return self._apply(compute, z, mask)
 
     def _together(self, pack: list[Tensor]) -> tuple[Tensor, TokenMask | None]:
-        z = pack[0].detach() if len(pack) == 1 else torch.cat([z.detach() for z in pack])
+        z = (
+            pack[0].detach()
+            if len(pack) == 1
+            else torch.cat([z.detach() for z in pack])
+        )
         return z, None if self.mask is None else self.mask.repeat(len(pack))
 
 
 def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Put small layers of one kind together, because each alone would take as many kernels, all of them small."""
+    """Put small layers of one kind together, because each alone would take as many
+    kernels, all of them small.
+    """
     most = PACK_ELEMENTS if zs[0].device.type == "cpu" else GPU_BATCH_ELEMENTS
     packs = [[zs[0]]]
     for z in zs[1:]:
         last = packs[-1]
-        if (z.shape, z.dtype) == (last[0].shape, last[0].dtype) and (len(last) + 1) * z.numel() <= most:
+        if (z.shape, z.dtype) == (last[0].shape, last[0].dtype) and (
+            len(last) + 1
+        ) * z.numel() <= most:
             last.append(z)
         else:
             packs.append([z])
@@ -161,7 +216,9 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
-    """Return ``compute(z, mask)``, computed for a few sequences at a time to bound the memory of temporaries."""
+    """Return ``compute(z, mask)``, computed for a few sequences at a time to bound the
+    memory of temporaries.
+    """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
     if most >= len(z):

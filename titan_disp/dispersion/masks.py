@@ -1,7 +1,8 @@
 """A mask says which positions of padded sequences hold tokens.
 
-The mask is known on the device only, so no shape may depend on it. Where the number of chosen tokens varies between
-sequences, they are put into a fixed number of *slots*, some of which stay empty.
+The mask is known on the device only, so no shape may depend on it. Where the number of
+chosen tokens varies between sequences, they are put into a fixed number of *slots*,
+some of which stay empty.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,11 +26,16 @@ BLOCK = 128  # tokens of which the lowest and the highest segment are kept
 class TokenMask:
     shards: tuple[Tensor, ...]  # for each rank of the group, in rank order, [B, n] bool
     rank: int = 0  # index of this rank's shard
-    segments: tuple[Tensor, ...] | None = None  # of the same tokens, [B, n] int, −1 where there is none
-    ranges: tuple[Tensor, ...] | None = None  # on the CPU: of each block of tokens, [B, blocks, 2]
+    # of the same tokens, [B, n] int, −1 where there is none
+    segments: tuple[Tensor, ...] | None = None
+    # on the CPU: of each block of tokens, [B, blocks, 2]
+    ranges: tuple[Tensor, ...] | None = None
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> "TokenMask":
-        every = (None if part is None else tuple(map(function, part)) for part in (self.segments, self.ranges))
+        every = (
+            None if part is None else tuple(map(function, part))
+            for part in (self.segments, self.ranges)
+        )
         return TokenMask(tuple(map(function, self.shards)), self.rank, *every)
 
     def __getitem__(self, sequences: slice) -> "TokenMask":
@@ -37,7 +43,9 @@ class TokenMask:
 
     def repeat(self, times: int) -> "TokenMask":
         """Return the mask of the same sequences several times in a row."""
-        return self if times == 1 else self._with(lambda part: torch.cat([part] * times))
+        return (
+            self if times == 1 else self._with(lambda part: torch.cat([part] * times))
+        )
 
     @property
     def own(self) -> Tensor:
@@ -47,7 +55,9 @@ class TokenMask:
     def marks(self, rank: int) -> "Marks":
         """Return what decides which tokens of a rank form pairs with others."""
         part = self.shards if self.segments is None else self.segments
-        return Marks(part[rank][..., None], None if self.ranges is None else self.ranges[rank])
+        return Marks(
+            part[rank][..., None], None if self.ranges is None else self.ranges[rank]
+        )
 
     @cached_property
     def whole(self) -> Tensor:
@@ -61,7 +71,9 @@ class TokenMask:
 
     @cached_property
     def squares(self) -> Tensor:
-        """The number of pairs of each sequence that the loss takes, with those of each token with itself, [B]."""
+        """The number of pairs of each sequence that the loss takes, with those of each
+        token with itself, [B].
+        """
         if self.segments is None:
             return self.counts.square()
         ids = torch.cat(self.segments, dim=1).sort(1).values
@@ -72,13 +84,17 @@ class TokenMask:
 
 @dataclass(frozen=True)
 class Marks:
-    """Some tokens are bool [B, n, 1], or int if they are of segments, −1 where there is none."""
+    """Some tokens are bool [B, n, 1], or int if they are of segments, −1 where there is
+    none.
+    """
 
     tokens: Tensor
     ranges: Tensor | None = None
 
     def span(self, some: slice) -> tuple[int, int] | None:
-        """Return the lowest and the highest segment of these tokens, and maybe of others; None if it is not known."""
+        """Return the lowest and the highest segment of these tokens, and maybe of
+        others; None if it is not known.
+        """
         if self.ranges is None:
             return None
         blocks = self.ranges[:, some.start // BLOCK : (some.stop - 1) // BLOCK + 1]
@@ -86,14 +102,17 @@ class Marks:
 
 
 def apart(rows: Tensor, cols: Tensor) -> Tensor:
-    """Return which tokens of rows [B, m, 1] and columns [B, 1, n] form no pair, [B, m, n], given their marks."""
+    """Return which tokens of rows [B, m, 1] and columns [B, 1, n] form no pair, [B, m,
+    n], given their marks.
+    """
     return ~(rows & cols) if rows.dtype == torch.bool else (rows != cols) | (rows < 0)
 
 
 def token_mask(given: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
     """Gather the mask from this rank's ``valid`` or segments [B, n].
 
-    A sequence of a single token has no pair and counts as empty. The host waits for the ranges of segments.
+    A sequence of a single token has no pair and counts as empty. The host waits for the
+    ranges of segments.
     """
     valid = given.dtype == torch.bool
     shards, rank = [given], 0
@@ -108,39 +127,60 @@ def token_mask(given: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
     tokens = [shard & pairs for shard in tokens]
     if valid:
         return TokenMask(tuple(tokens), rank)
-    segments = tuple(shard.long().masked_fill(~some, -1) for shard, some in zip(shards, tokens, strict=True))
+    segments = tuple(
+        shard.long().masked_fill(~some, -1)
+        for shard, some in zip(shards, tokens, strict=True)
+    )
     return TokenMask(tuple(tokens), rank, segments, _ranges(segments))
 
 
 def _ranges(segments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     every = torch.stack(segments)
-    blocks = torch.nn.functional.pad(every, (0, -every.shape[2] % BLOCK), value=-1).unflatten(2, (-1, BLOCK))
+    blocks = torch.nn.functional.pad(
+        every, (0, -every.shape[2] % BLOCK), value=-1
+    ).unflatten(2, (-1, BLOCK))
     low = blocks.masked_fill(blocks < 0, torch.iinfo(torch.int64).max).amin(-1)
     return tuple(torch.stack([low, blocks.amax(-1)], dim=-1).cpu())  # one copy
 
 
 def others_of(mask: TokenMask | None) -> Iterable[Marks | None]:
-    """Return the marks of the other ranks, or an endless iterator of None if there is no mask."""
+    """Return the marks of the other ranks, or an endless iterator of None if there is
+    no mask.
+    """
     if mask is None:
         return repeat(None)
     return [mask.marks(rank) for rank in range(len(mask.shards)) if rank != mask.rank]
 
 
 def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Return positions [B, slots], and whether they are chosen, [B, slots] bool: the chosen ones first, in order.
+    """Return positions [B, slots], and whether they are chosen, [B, slots] bool: the
+    chosen ones first, in order.
 
-    ``chosen`` is [B, N] bool, at most ``slots`` per sequence. No position is returned twice.
+    ``chosen`` is [B, N] bool, at most ``slots`` per sequence. No position is returned
+    twice.
     """
-    positions = chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
-    return positions, torch.arange(slots, device=chosen.device) < chosen.sum(1, keepdim=True)
+    positions = (
+        chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
+    )
+    return positions, torch.arange(slots, device=chosen.device) < chosen.sum(
+        1, keepdim=True
+    )
 
 
-def own_tokens(z: Tensor, positions: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens at ``positions`` [B, m] of whole sequences: [B, m, F], 0 where another rank holds the position.
+def own_tokens(
+    z: Tensor, positions: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens at ``positions`` [B, m] of whole sequences: [B, m, F], 0 where
+    another rank holds the position.
 
-    Return also which of them this rank holds, [B, m, 1] bool, and their indices in z, [B, m].
+    Return also which of them this rank holds, [B, m, 1] bool, and their indices in z,
+    [B, m].
     """
     n, rank = z.shape[1], 0 if group is None else dist.get_rank(group)
     mine = (positions // n == rank)[..., None]
     local = (positions - rank * n).clamp(0, n - 1)
-    return torch.where(mine, z.take_along_dim(local[..., None], dim=1), 0.0), mine, local
+    return (
+        torch.where(mine, z.take_along_dim(local[..., None], dim=1), 0.0),
+        mine,
+        local,
+    )

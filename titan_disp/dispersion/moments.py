@@ -1,16 +1,19 @@
 """The moments estimator sums over all pairs in time linear in N.
 
-Sums over pairs of a quadratic function of the cosine collapse into moments of the tokens:
+Sums over pairs of a quadratic function of the cosine collapse into moments of the
+tokens:
 
     w(c_ij) ≈ a_i + b_i c_ij + ½ d_i c_ij²      s = Σ u_j      M = UᵀU  (F×F)      q_i = ‖u_i‖²
 
     S = Σ_i Σ_{j≠i} w(c_ij) ≈ Σ_i a_i (N−1) + b_i (u_i·s − q_i) + ½ d_i (u_i·M u_i − q_i²)
     ∂S/∂u_i = 2 Σ_{j≠i} r(c_ij) u_j ≈ 2 b_i (s − u_i) + 2 d_i (M u_i − q_i u_i)
 
-This is exact for decorrelation (a = b = 0, d = 2). For the angular loss, w(c) is smooth enough to be approximated by a
-quadratic. Each token has its own, fitted to its cosines with some tokens of the sequence. While embeddings collapse,
-most pairs lie within a narrow cone, where the gradient nearly vanishes. It belongs mostly to the few tokens outside the
-cone, for which the slope of a common quadratic would be wrong by as much as the slope itself.
+This is exact for decorrelation (a = b = 0, d = 2). For the angular loss, w(c) is smooth
+enough to be approximated by a quadratic. Each token has its own, fitted to its cosines
+with some tokens of the sequence. While embeddings collapse, most pairs lie within a
+narrow cone, where the gradient nearly vanishes. It belongs mostly to the few tokens
+outside the cone, for which the slope of a common quadratic would be wrong by as much as
+the slope itself.
 """
 
 from typing import NamedTuple
@@ -28,15 +31,21 @@ from titan_disp.dispersion.vectors import norms, row_blocks
 FIT_TOKENS = 64  # tokens spread over a sequence, with which every token is compared
 GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 GRAM_BLOCK = 256  # features
-RIDGE = 1e-6  # added to the variance of a token's cosines, which is 0 for identical tokens
-FLOOR = 1e-3  # of sin θ: a token that is parallel to all others has no gradient but still needs a fit
+# Added to the variance of a token's cosines, which is 0 for identical tokens
+RIDGE = 1e-6
+# of sin θ: a token that is parallel to all others has no gradient but still needs a fit
+FLOOR = 1e-3
 
 
 def gram(u: Tensor) -> Tensor:
-    """Return UᵀU [B, F, F] of u [B, n, F] in the accumulation dtype. On a CPU, blocks below the diagonal are copies."""
+    """Return UᵀU [B, F, F] of u [B, n, F] in the accumulation dtype.
+
+    On a CPU, blocks below the diagonal are copies.
+    """
     batch, _, f = u.shape
     if u.device.type != "cpu":
-        return product(u.transpose(1, 2), u)  # not in blocks: even the whole product is too small to fill a GPU
+        # not in blocks: even the whole product is too small to fill a GPU
+        return product(u.transpose(1, 2), u)
     m = u.new_empty((batch, f, f), dtype=accumulation_dtype(u.dtype))
     for i in range(0, f, GRAM_BLOCK):
         block = product(u[:, :, i : i + GRAM_BLOCK].transpose(1, 2), u[:, :, i:])
@@ -56,7 +65,10 @@ def over_group(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Ten
 
 
 class Quadratic(NamedTuple):
-    """w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij². Each is [B, n, 1], one per token i, or [B, 1, 1], for all."""
+    """w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij².
+
+    Each is [B, n, 1], one per token i, or [B, 1, 1], for all.
+    """
 
     offset: Tensor
     slope: Tensor
@@ -64,11 +76,17 @@ class Quadratic(NamedTuple):
 
 
 def quadratic_sum_(
-    u: Tensor, quadratic: Quadratic, tokens: Count, group: dist.ProcessGroup | None, dtype: torch.dtype
+    u: Tensor,
+    quadratic: Quadratic,
+    tokens: Count,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, and ∂S/∂u of the sum S over all i, in u's memory.
+    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, and ∂S/∂u of the
+    sum S over all i, in u's memory.
 
-    u [B, n, F] and the quadratic's offset are 0 where there is no token. Operands of products are in ``dtype``.
+    u [B, n, F] and the quadratic's offset are 0 where there is no token. Operands of
+    products are in ``dtype``.
     """
     x = u.to(dtype)
     m, s = over_group([gram(x), u.sum(1, keepdim=True)], group)
@@ -76,20 +94,28 @@ def quadratic_sum_(
     others = tokens - 1 if isinstance(tokens, int) else (tokens - 1)[:, None, None]
     total = u.new_zeros(u.shape[0])
     for rows in row_blocks(u):  # overwrites u, which is not needed afterwards
-        own = Quadratic(*(part if part.shape[1] == 1 else part[:, rows] for part in quadratic))
+        own = Quadratic(
+            *(part if part.shape[1] == 1 else part[:, rows] for part in quadratic)
+        )
         total += _combine_(u[:, rows], product(x[:, rows], m), s, own, others)
     return total, u
 
 
 @fused
-def _combine_(u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, others: Count) -> Tensor:
-    """Replace u by 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and return the sum over these tokens' pairs, [B]."""
+def _combine_(
+    u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, others: Count
+) -> Tensor:
+    """Replace u by 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and return the sum
+    over these tokens' pairs, [B].
+    """
     offset, slope, curvature = quadratic
     squares = u.square().sum(-1, keepdim=True)
     first = (u * s).sum(-1, keepdim=True) - squares
     second = (u * um).sum(-1, keepdim=True) - squares.square()
     sums = offset * others + slope * first + curvature * second / 2
-    u.mul_(-2 * (slope + curvature * squares)).addcmul_(um, 2 * curvature).addcmul_(s, 2 * slope)
+    u.mul_(-2 * (slope + curvature * squares)).addcmul_(um, 2 * curvature).addcmul_(
+        s, 2 * slope
+    )
     return sums.sum((1, 2))
 
 
@@ -97,28 +123,36 @@ class Sample(NamedTuple):
     """Some tokens of each sequence, the same on every rank of the group."""
 
     z: Tensor  # [B, m, F]
-    rows: Tensor  # [B or 1, m], their indices among this rank's tokens; −1 if another rank holds them
-    filled: Tensor | None = None  # [B, m] bool, which entries hold tokens; None if all do
+    # [B or 1, m], their indices among this rank's tokens; −1 if another rank holds them
+    rows: Tensor
+    # [B, m] bool, which entries hold tokens; None if all do
+    filled: Tensor | None = None
 
 
 def offsets(blocks: Tensor, size: int | Tensor) -> Tensor:
-    """Return which token of each block of ``size`` is sampled: the fraction of block · golden ratio, times the size.
+    """Return which token of each block of ``size`` is sampled: the fraction of block ·
+    golden ratio, times the size.
 
-    Tokens at a regular distance could all be of one kind, in a list or a table; these fractions spread evenly. Of the
-    first block it is the first token, which is often unlike all others in a language model.
+    Tokens at a regular distance could all be of one kind, in a list or a table; these
+    fractions spread evenly. Of the first block it is the first token, which is often
+    unlike all others in a language model.
     """
     return ((blocks * GOLDEN) % 2**32) * size >> 32
 
 
 def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
-    """Return one token of each block of a sequence, which has 64 to 128 blocks (all tokens of a shorter sequence).
+    """Return one token of each block of a sequence, which has 64 to 128 blocks (all
+    tokens of a shorter sequence).
 
-    The size of a block is a power of two, so that shards of the usual lengths give the same tokens as one process.
+    The size of a block is a power of two, so that shards of the usual lengths give the
+    same tokens as one process.
     """
     size = 1 << max(0, (tokens // FIT_TOKENS).bit_length() - 1)
     rank = 0 if group is None else dist.get_rank(group)
     begins = torch.arange(0, z.shape[1], size, device=z.device)
-    rows = (begins + offsets((begins + rank * z.shape[1]) // size, size)).clamp_max(z.shape[1] - 1)
+    rows = (begins + offsets((begins + rank * z.shape[1]) // size, size)).clamp_max(
+        z.shape[1] - 1
+    )
     own = z[:, rows]
     if group is None:
         return Sample(own, rows[None])
@@ -127,11 +161,20 @@ def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
     all_gather(every, own, group=group)
     every_row = rows.new_full((1, world * m), -1)
     every_row[0, rank * m : (rank + 1) * m] = rows
-    return Sample(every.view(world, *own.shape).transpose(0, 1).reshape(own.shape[0], -1, own.shape[2]), every_row)
+    return Sample(
+        every.view(world, *own.shape)
+        .transpose(0, 1)
+        .reshape(own.shape[0], -1, own.shape[2]),
+        every_row,
+    )
 
 
-def sample_tokens(z: Tensor, mask: TokenMask, group: dist.ProcessGroup | None) -> Sample:
-    """Return what ``sample`` would take from each sequence without its padding, in 2 FIT_TOKENS slots (``masks``)."""
+def sample_tokens(
+    z: Tensor, mask: TokenMask, group: dist.ProcessGroup | None
+) -> Sample:
+    """Return what ``sample`` would take from each sequence without its padding, in 2
+    FIT_TOKENS slots (``masks``).
+    """
     length, counts = mask.whole.shape[1], mask.counts[:, None]
     size = torch.ones_like(counts)
     twice = 2 * FIT_TOKENS
@@ -141,7 +184,9 @@ def sample_tokens(z: Tensor, mask: TokenMask, group: dist.ProcessGroup | None) -
     number = mask.whole.cumsum(1) - 1  # of every token, from 0
     block = number // size
     sampled = (block * size + offsets(block, size)).minimum(counts - 1)
-    positions, filled = slots_of(mask.whole & (number == sampled), min(length, 2 * FIT_TOKENS))
+    positions, filled = slots_of(
+        mask.whole & (number == sampled), min(length, 2 * FIT_TOKENS)
+    )
     every, mine, local = own_tokens(z, positions, group)
     if group is not None:
         dist.all_reduce(every, group=group)  # exact: adds only zeros to each token
@@ -157,13 +202,16 @@ def fit(
     mask: TokenMask | None,
     dtype: torch.dtype,
 ) -> tuple[Quadratic, Tensor]:
-    """Fit a quadratic to w and r for each token, over its cosines with the sampled tokens.
+    """Fit a quadratic to w and r for each token, over its cosines with the sampled
+    tokens.
 
-    The unit vectors are u [B, n, F] of this rank's tokens, and ``some`` [B, m, F] of the sampled ones. ``scale`` is
-    1/(‖z‖ + ε), [B, n, 1]. Operands of products are in ``dtype``.
+    The unit vectors are u [B, n, F] of this rank's tokens, and ``some`` [B, m, F] of
+    the sampled ones. ``scale`` is 1/(‖z‖ + ε), [B, n, 1]. Operands of products are in
+    ``dtype``.
 
-    Return also Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the sampled ones. e is the error for this
-    pair of the slope fitted without it; each pair is weighted by the length of its contribution to the gradient.
+    Return also Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the
+    sampled ones. e is the error for this pair of the slope fitted without it; each pair
+    is weighted by the length of its contribution to the gradient.
     """
     x, some = u.to(dtype), some.to(dtype)
     squares, some_squares = norms(x).square_(), norms(some).square_().transpose(1, 2)
@@ -172,8 +220,16 @@ def fit(
     coefficients = u.new_empty(*u.shape[:2], 3)
     sums = u.new_zeros(u.shape[0], 2)
     for rows in row_blocks(c):
-        own = c[:, rows], squares[:, rows], scale[:, rows], index[rows], None if mask is None else mask.own[:, rows]
-        coefficients[:, rows], found = _fit(*own, some_squares, sampled.rows, sampled.filled, pair)
+        own = (
+            c[:, rows],
+            squares[:, rows],
+            scale[:, rows],
+            index[rows],
+            None if mask is None else mask.own[:, rows],
+        )
+        coefficients[:, rows], found = _fit(
+            *own, some_squares, sampled.rows, sampled.filled, pair
+        )
         sums += found
     return Quadratic(*coefficients.split(1, dim=-1)), sums
 
@@ -190,15 +246,23 @@ def _fit(
     filled: Tensor | None,
     pair: PairFunction,
 ) -> tuple[Tensor, Tensor]:
-    """Return offset, slope and curvature [B, n, 3] for the cosines c [B, n, m], and the sums [B, 2] of ``fit``."""
+    """Return offset, slope and curvature [B, n, 3] for the cosines c [B, n, m], and the
+    sums [B, 2] of ``fit``.
+    """
     w, r = pair(c.clone())
     pairs = sampled[:, None] != index  # a token and itself are not a pair
     if valid is not None and filled is not None:
         pairs = pairs & valid & filled[:, None]
     square = c.square()
-    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Times r_ij, this is the length of what token j adds to the gradient
-    # of token i.
-    weight = (squares * some_squares - square).clamp_min_(0.0).add_(FLOOR**2).sqrt_().mul_(pairs)
+    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Times r_ij, this is the length of
+    # what token j adds to the gradient of token i.
+    weight = (
+        (squares * some_squares - square)
+        .clamp_min_(0.0)
+        .add_(FLOOR**2)
+        .sqrt_()
+        .mul_(pairs)
+    )
 
     def mean(x: Tensor, weight: Tensor) -> Tensor:
         return (x * weight).sum(-1, keepdim=True)
@@ -208,7 +272,8 @@ def _fit(
     variance = mean(centred.square(), share) + RIDGE
     curvature = mean(r, centred * share) / variance
     slope = mean(r - curvature * c, share)
-    # The error for a pair of the fit without this pair (leave-one-out): a pair that alone decides the fit shows none itself.
+    # The error for a pair of the fit without this pair (leave-one-out): a pair that
+    # alone decides the fit shows none itself.
     leverage = share * (1 + centred.square() / variance)
     error = (r - slope - curvature * c) / (1 - leverage).clamp_min(FLOOR)
     equal = pairs.to(c.dtype) / pairs.sum(-1, keepdim=True).clamp_min(1)

@@ -1,10 +1,13 @@
-"""The training objective is CE + λ · dispersion, scaled for a trainer that sums its losses.
+"""The training objective is CE + λ · dispersion, scaled for a trainer that sums its
+losses.
 
-TorchTitan 0.2.2 sums CE over the local tokens, divides by the *global* number of valid tokens, and sums gradients over
-ranks and microbatches. A mean auxiliary loss added naively would therefore be multiplied by ranks × accumulation steps.
-Here each sequence's dispersion is multiplied by its number of valid labels (over the whole sequence). The same division
-then makes it a mean over sequences, weighted by their valid labels, for any mesh and any accumulation. λ may change
-over a run (``CoeffSchedule``).
+TorchTitan 0.2.2 sums CE over the local tokens, divides by the *global* number of valid
+tokens, and sums gradients over ranks and microbatches. A mean auxiliary loss added
+naively would therefore be multiplied by ranks × accumulation steps. Here each
+sequence's dispersion is multiplied by its number of valid labels (over the whole
+sequence). The same division then makes it a mean over sequences, weighted by their
+valid labels, for any mesh and any accumulation. λ may change over a run
+(``CoeffSchedule``).
 """
 
 import math
@@ -25,15 +28,20 @@ from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.masks import TokenMask, token_mask
 
 # Logits, or (logits, activations), or (logits, activations, segments).
-Predictions = Tensor | tuple[Tensor, Sequence[Tensor]] | tuple[Tensor, Sequence[Tensor], Tensor]
+Predictions = (
+    Tensor | tuple[Tensor, Sequence[Tensor]] | tuple[Tensor, Sequence[Tensor], Tensor]
+)
 
 
 class LossLedger:
-    """Accumulate the loss terms since the last reset. The sums stay on the device, so adding never waits for the GPU.
+    """Accumulate the loss terms since the last reset.
+
+    The sums stay on the device, so adding never waits for the GPU.
 
     Attributes:
-        sources: for each of several sources of data, how many of this rank's slots belong to it, in the order of the slots.
-            The rank's sequences come from its slots in turn. Empty: sources are not told apart.
+        sources: for each of several sources of data, how many of this rank's slots
+            belong to it, in the order of the slots. The rank's sequences come from its
+            slots in turn. Empty: sources are not told apart.
     """
 
     def __init__(self) -> None:
@@ -44,30 +52,54 @@ class LossLedger:
         self._worst_fit: Tensor | None = None
 
     def add(
-        self, ce: Tensor, dispersion: Tensor, tokens: Tensor, losses: Mapping[str, Tensor] = MappingProxyType({})
+        self,
+        ce: Tensor,
+        dispersion: Tensor,
+        tokens: Tensor,
+        losses: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Add scalars: both terms summed over valid tokens, without λ, and the number of valid tokens.
+        """Add scalars: both terms summed over valid tokens, without λ, and the number
+        of valid tokens.
 
-        ``losses`` are the parts of ``dispersion``, if it has several, without their weights.
+        ``losses`` are the parts of ``dispersion``, if it has several, without their
+        weights.
         """
-        terms = torch.stack([term.detach().double() for term in (ce, dispersion, tokens, *losses.values())])
-        self._names, self._sums = list(losses), terms if self._sums is None else self._sums + terms
+        terms = torch.stack(
+            [
+                term.detach().double()
+                for term in (ce, dispersion, tokens, *losses.values())
+            ]
+        )
+        self._names, self._sums = (
+            list(losses),
+            terms if self._sums is None else self._sums + terms,
+        )
 
     def add_rows(self, ce: Tensor, tokens: Tensor) -> None:
-        """Add the next sequences' cross-entropies, each summed over its valid tokens, and numbers of valid tokens, [B]."""
+        """Add the next sequences' cross-entropies, each summed over its valid tokens,
+        and numbers of valid tokens, [B].
+        """
         self._rows.append(torch.stack([ce.detach().double(), tokens.double()]))
 
     def non_finite(self) -> Tensor | None:
-        """Return whether CE and dispersion are not finite on this rank: [2] bool on the device; None before any add."""
+        """Return whether CE and dispersion are not finite on this rank: [2] bool on the
+        device; None before any add.
+        """
         return None if self._sums is None else ~self._sums[:2].isfinite()
 
     def add_fit_errors(self, errors: Tensor) -> None:
-        """Take in relative errors of the moments' fits, of any shape, and keep the largest."""
+        """Take in relative errors of the moments' fits, of any shape, and keep the
+        largest.
+        """
         worst = errors.detach().max()
-        self._worst_fit = worst if self._worst_fit is None else torch.maximum(self._worst_fit, worst)
+        self._worst_fit = (
+            worst if self._worst_fit is None else torch.maximum(self._worst_fit, worst)
+        )
 
     def worst_fit(self, mesh: DeviceMesh | None) -> float | None:
-        """Return the largest error on all ranks of ``mesh``, or None if nothing was fitted. A collective call."""
+        """Return the largest error on all ranks of ``mesh``, or None if nothing was
+        fitted. A collective call.
+        """
         if self._worst_fit is None:
             return None
         worst = self._worst_fit.clone()
@@ -80,10 +112,11 @@ class LossLedger:
         self._rows = []
 
     def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
-        """Return the means over the valid tokens of all ranks of ``mesh`` (a collective call); None before any add.
+        """Return the means over the valid tokens of all ranks of ``mesh`` (a collective
+        call); None before any add.
 
-        They are named "ce" and "dispersion", "dispersion_NAME" for each of several losses, and "ce/NAME" for each of
-        several sources.
+        They are named "ce" and "dispersion", "dispersion_NAME" for each of several
+        losses, and "ce/NAME" for each of several sources.
         """
         if self._sums is None:
             return None
@@ -93,13 +126,18 @@ class LossLedger:
         ce, dispersion, tokens, *others = sums.tolist()
         tokens, n = tokens or math.nan, len(self._names)
         losses = zip(self._names, others[:n], strict=True)
-        of_sources = zip(self.sources, others[n::2], others[n + 1 :: 2], strict=False)  # nothing, before ``add_rows``
+        # nothing, before ``add_rows``
+        of_sources = zip(self.sources, others[n::2], others[n + 1 :: 2], strict=False)
         means = {"ce": ce / tokens, "dispersion": dispersion / tokens}
         means |= {f"dispersion_{name}": x / tokens for name, x in losses}
-        return means | {f"ce/{name}": x / (count or math.nan) for name, x, count in of_sources}
+        return means | {
+            f"ce/{name}": x / (count or math.nan) for name, x, count in of_sources
+        }
 
     def _of_sources(self) -> list[Tensor]:
-        """Return this rank's cross-entropy and valid tokens of each source, [2] float64."""
+        """Return this rank's cross-entropy and valid tokens of each source, [2]
+        float64.
+        """
         if not self._rows:
             return []
         counts = list(self.sources.values())
@@ -107,13 +145,21 @@ class LossLedger:
         return [part.sum(1) for part in of_slots.split(counts, 1)]
 
 
-def in_backward(losses: Iterable[DispersionLoss], zs: Sequence[Tensor], sharded: bool) -> bool:
-    """Return whether a trainer's backward pass should compute the gradients of losses of layers ``zs``.
+def in_backward(
+    losses: Iterable[DispersionLoss], zs: Sequence[Tensor], sharded: bool
+) -> bool:
+    """Return whether a trainer's backward pass should compute the gradients of losses
+    of layers ``zs``.
 
-    This needs layers so large that each is computed alone anyway, and whole sequences: of shards, the next layer is
-    gathered while one is computed, and a rank saves only its part. Sampled losses save little.
+    This needs layers so large that each is computed alone anyway, and whole sequences:
+    of shards, the next layer is gathered while one is computed, and a rank saves only
+    its part. Sampled losses save little.
     """
-    return not sharded and all(loss.estimator != "sampled" for loss in losses) and len(packed(zs)) == len(zs)
+    return (
+        not sharded
+        and all(loss.estimator != "sampled" for loss in losses)
+        and len(packed(zs)) == len(zs)
+    )
 
 
 @dataclass
@@ -121,16 +167,21 @@ class DispersionObjective:
     """Compute TorchTitan's ``loss_fn(predictions, labels)`` with dispersion added.
 
     Attributes:
-        cross_entropy: takes logits [B, N, V], or what the model returns in their place, and labels [B, N]; returns CE
-            summed over the valid tokens. If the ledger tells sources apart, that of each token [B · N] follows.
+        cross_entropy: takes logits [B, N, V], or what the model returns in their place,
+            and labels [B, N]; returns CE summed over the valid tokens. If the ledger
+            tells sources apart, that of each token [B · N] follows.
         losses: the dispersion loss, or several, each with its weight, by name.
         coeff: λ as a function of the number of completed steps.
-        step: returns the number of completed steps, which also decides which positions are sampled.
-        group: ranks over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
+        step: returns the number of completed steps, which also decides which positions
+            are sampled.
+        group: ranks over which the sequence of the activations is sharded (TP, CP, or
+            CP×TP flattened).
         cp_group: ranks over which the labels are sharded too (CP).
-        within_documents: whether the losses take only the pairs within documents, whose numbers the predictions then have.
-        defer: whether gradients of large layers are computed in the backward pass, so that none is saved (``deferred``).
-            The loss returned then has no dispersion, which ``take_late`` has after the backward pass.
+        within_documents: whether the losses take only the pairs within documents, whose
+            numbers the predictions then have.
+        defer: whether gradients of large layers are computed in the backward pass, so
+            that none is saved (``deferred``). The loss returned then has no dispersion,
+            which ``take_late`` has after the backward pass.
         ledger: receives all terms separately, in training only.
         ignore_index: the label of tokens that do not count.
     """
@@ -146,25 +197,33 @@ class DispersionObjective:
     ledger: LossLedger | None = None
     ignore_index: int = -100
     _late: Tensor | None = field(default=None, init=False)
-    _awaited: bool = field(default=False, init=False)  # whether a backward pass has to come
+    # whether a backward pass has to come
+    _awaited: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         given = self.losses
-        self._losses = {given.name: (1.0, given)} if isinstance(given, DispersionLoss) else given
+        self._losses = (
+            {given.name: (1.0, given)} if isinstance(given, DispersionLoss) else given
+        )
 
     def __call__(self, predictions: Predictions, labels: Tensor) -> Tensor:
-        """Return the loss summed over the valid tokens. The trainer divides it by their global number.
+        """Return the loss summed over the valid tokens.
+
+        The trainer divides it by their global number.
 
         Args:
-            predictions: logits, or (logits, activations) with one [B, N/p, F] tensor per layer. The numbers of the
-                tokens' documents may follow, [B, N] int.
+            predictions: logits, or (logits, activations) with one [B, N/p, F] tensor
+                per layer. The numbers of the tokens' documents may follow, [B, N] int.
             labels: [B, N] token ids, or this CP rank's [B, N/cp].
 
         Returns:
-            Scalar. Its value summed over DP and CP ranks is the global sum. Each rank's backward gives the complete
+            Scalar. Its value summed over DP and CP ranks is the global sum. Each rank's
+                backward gives the complete
             gradient of its own shard exactly once.
         """
-        logits, activations = predictions[:2] if isinstance(predictions, tuple) else (predictions, None)
+        logits, activations = (
+            predictions[:2] if isinstance(predictions, tuple) else (predictions, None)
+        )
         cross = self.cross_entropy(logits, labels)
         parts = cross if isinstance(cross, tuple) else (cross,)
         # Under loss parallel, the sum below would mix DTensor and Tensor.
@@ -172,7 +231,9 @@ class DispersionObjective:
         weights = (labels != self.ignore_index).sum(1)
         local_tokens = weights.sum()
         if of_tokens and self.ledger is not None and torch.is_grad_enabled():
-            self.ledger.add_rows(of_tokens[0].view_as(labels).sum(1, dtype=torch.float64), weights)
+            self.ledger.add_rows(
+                of_tokens[0].view_as(labels).sum(1, dtype=torch.float64), weights
+            )
         if not activations:
             self._record(ce, None, local_tokens)
             return ce
@@ -182,22 +243,37 @@ class DispersionObjective:
             dist.all_reduce(weights, group=cp_group)
         step, layers, fit_errors = self.step(), len(activations), list[Tensor]()
         coeff = self.coeff(step)
-        segments = self._own_segments(*predictions[2:]) if self.within_documents else None
+        segments = (
+            self._own_segments(*predictions[2:]) if self.within_documents else None
+        )
 
-        def losses_of(zs: Sequence[Tensor], first: int = 0) -> Tensor:  # one number for each loss
+        # one number for each loss
+        def losses_of(zs: Sequence[Tensor], first: int = 0) -> Tensor:
             given = self.group, step, fit_errors, None, segments, first
-            every = [loss(zs, *given).sum(0) / layers for _, loss in self._losses.values()]
+            every = [
+                loss(zs, *given).sum(0) / layers for _, loss in self._losses.values()
+            ]
             return torch.stack([(weights * loss).sum() for loss in every])
 
         if self.deferred(activations):
-            self._awaited, found, plain, in_bf16 = True, list[Tensor](), ce.detach(), bf16_autocast(ce.device.type)
+            self._awaited, found, plain, in_bf16 = (
+                True,
+                list[Tensor](),
+                ce.detach(),
+                bf16_autocast(ce.device.type),
+            )
 
-            def of_layer(layer: int, z: Tensor) -> Tensor:  # activations hold it, so that it must not refer to them
-                with torch.autocast(z.device.type, torch.bfloat16, enabled=in_bf16):  # which backward is not under
+            # activations hold it, so that it must not refer to them
+            def of_layer(layer: int, z: Tensor) -> Tensor:
+                # which backward is not under
+                with torch.autocast(z.device.type, torch.bfloat16, enabled=in_bf16):
                     losses = losses_of([z], layer)
                 found.append(losses.detach())
-                if layer == 0:  # the last one: the gradients of the others arrive before
-                    late = self._record(plain, torch.stack(found).sum(0), local_tokens, fit_errors)
+                # the last one: the gradients of the others arrive before
+                if layer == 0:
+                    late = self._record(
+                        plain, torch.stack(found).sum(0), local_tokens, fit_errors
+                    )
                     self._late, self._awaited = coeff * late, False
                 return self._together(losses)
 
@@ -207,38 +283,71 @@ class DispersionObjective:
         if cp_group is None:
             self._record(ce, losses.detach(), local_tokens, fit_errors)
         else:
-            # The trainer sums values over CP ranks, which all hold the same full value; gradients stay undivided.
-            part = self._record(ce, losses.detach() / dist.get_world_size(cp_group), local_tokens, fit_errors)
+            # The trainer sums values over CP ranks, which all hold the same full value;
+            # gradients stay undivided.
+            part = self._record(
+                ce,
+                losses.detach() / dist.get_world_size(cp_group),
+                local_tokens,
+                fit_errors,
+            )
             dispersion = dispersion - dispersion.detach() + part
         return ce + coeff * dispersion
 
     def deferred(self, zs: Sequence[Tensor]) -> bool:
-        """Return whether the gradients of the losses are computed in the backward pass of this call."""
-        possible = self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
+        """Return whether the gradients of the losses are computed in the backward pass
+        of this call.
+        """
+        possible = (
+            self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
+        )
         losses = [loss for _, loss in self._losses.values()]
-        return possible and in_backward(losses, zs, process_group(self.group) is not None)
+        return possible and in_backward(
+            losses, zs, process_group(self.group) is not None
+        )
 
     def take_late(self) -> Tensor | None:
-        """Return λ · dispersion, summed over the valid tokens, of the backward pass; None if it was in the loss already."""
+        """Return λ · dispersion, summed over the valid tokens, of the backward pass;
+        None if it was in the loss already.
+        """
         if self._awaited:
-            raise RuntimeError("the gradients of some activations have not arrived, so that these were not dispersed")
+            raise RuntimeError(
+                "the gradients of some activations have not arrived, so that these were not dispersed"
+            )
         late, self._late = self._late, None
         return late
 
     def _together(self, losses: Tensor) -> Tensor:
         both = zip(self._losses.values(), losses, strict=True)
-        return torch.stack([loss if weight == 1 else weight * loss for (weight, _), loss in both]).sum()
+        return torch.stack(
+            [loss if weight == 1 else weight * loss for (weight, _), loss in both]
+        ).sum()
 
-    def _own_segments(self, segments: Tensor) -> TokenMask:  # once for all layers and losses: the host waits for it
+    # once for all layers and losses: the host waits for it
+    def _own_segments(self, segments: Tensor) -> TokenMask:
         group = process_group(self.group)
-        own = segments if group is None else segments.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+        own = (
+            segments
+            if group is None
+            else segments.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+        )
         return token_mask(own, group)
 
-    def _record(self, ce: Tensor, losses: Tensor | None, tokens: Tensor, fit_errors: Sequence[Tensor] = ()) -> Tensor:
+    def _record(
+        self,
+        ce: Tensor,
+        losses: Tensor | None,
+        tokens: Tensor,
+        fit_errors: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Add the terms to the ledger, and return dispersion."""
         dispersion = ce.new_zeros(()) if losses is None else self._together(losses)
         if self.ledger is not None and torch.is_grad_enabled():
-            several = {} if losses is None or len(losses) == 1 else dict(zip(self._losses, losses, strict=True))
+            several = (
+                {}
+                if losses is None or len(losses) == 1
+                else dict(zip(self._losses, losses, strict=True))
+            )
             self.ledger.add(ce, dispersion, tokens, several)
             if fit_errors:
                 self.ledger.add_fit_errors(torch.stack(list(fit_errors)))
@@ -254,11 +363,14 @@ class CoeffSchedule:
 
     Attributes:
         coeff: λ after warm-up.
-        warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has coeff / warmup_steps.
-        decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays), linear, or half a cosine.
+        warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has
+            coeff / warmup_steps.
+        decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays),
+            linear, or half a cosine.
         final_coeff: λ at the end of the decay.
         total_steps: of the run.
-        decay_steps: of the decay, after which λ stays at ``final_coeff``; 0: the decay ends at the last step.
+        decay_steps: of the decay, after which λ stays at ``final_coeff``; 0: the decay
+            ends at the last step.
 
     Raises:
         ValueError: an option is out of range.
@@ -278,14 +390,22 @@ class CoeffSchedule:
                 raise ValueError(f"{name} is {value}, expected a number ≥ 0")
         warmup, total = self.warmup_steps, self.total_steps
         if not 0 <= warmup <= total:
-            raise ValueError(f"warmup_steps is {warmup}, expected 0 to {total}, the steps of the run")
+            raise ValueError(
+                f"warmup_steps is {warmup}, expected 0 to {total}, the steps of the run"
+            )
         if self.decay not in DECAYS:
-            raise ValueError(f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}")
+            raise ValueError(
+                f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}"
+            )
         left = total - warmup
         if not 0 <= self.decay_steps <= left:
-            raise ValueError(f"decay_steps is {self.decay_steps}, expected 0 to {left}, the steps after warm-up")
+            raise ValueError(
+                f"decay_steps is {self.decay_steps}, expected 0 to {left}, the steps after warm-up"
+            )
         if self.decay_steps and self.decay == "constant":
-            raise ValueError(f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0 or another decay")
+            raise ValueError(
+                f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0 or another decay"
+            )
 
     def __call__(self, step: int) -> float:
         """Return λ of the step that follows ``step`` completed steps."""
@@ -296,5 +416,9 @@ class CoeffSchedule:
         # The last step has final_coeff exactly.
         steps = self.decay_steps or max(1, self.total_steps - 1 - self.warmup_steps)
         done = min(1.0, (step - self.warmup_steps) / steps)
-        left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        left = (
+            1.0 - done
+            if self.decay == "linear"
+            else 0.5 * (1.0 + math.cos(math.pi * done))
+        )
         return self.final_coeff + (self.coeff - self.final_coeff) * left

@@ -1,8 +1,9 @@
-"""The sampled estimator takes a few positions of every sequence, drawn anew for every step and layer.
+"""The sampled estimator takes a few positions of every sequence, drawn anew for every
+step and layer.
 
-All sequences share the positions. The authors' released code samples by default: 256 positions, drawn anew for every
-layer and microbatch. Here the draw depends on the seed, the step and the layer alone, so it is the same on every mesh
-and after a resume.
+All sequences share the positions. The authors' released code samples by default: 256
+positions, drawn anew for every layer and microbatch. Here the draw depends on the seed,
+the step and the layer alone, so it is the same on every mesh and after a resume.
 """
 
 from collections.abc import Sequence
@@ -18,55 +19,90 @@ from titan_disp.dispersion.masks import TokenMask, own_tokens, slots_of
 
 
 def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
-    """Return all positions below ``tokens`` in the order in which they are drawn, int64 on the CPU."""
-    generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_009 + layer) % 2**64)
+    """Return all positions below ``tokens`` in the order in which they are drawn, int64
+    on the CPU.
+    """
+    generator = torch.Generator().manual_seed(
+        ((seed * 1_000_003 + step) * 1_009 + layer) % 2**64
+    )
     return torch.randperm(tokens, generator=generator)
 
 
 class SampledLayers(Layers):
-    """The first ``count`` positions of each layer's order, the same for all sequences. Every rank holds them all."""
+    """The first ``count`` positions of each layer's order, the same for all sequences.
+
+    Every rank holds them all.
+    """
 
     group = None
     mask: TokenMask | None = None
     mask_of_all: TokenMask | None = None  # of the sequences of all layers in a row
 
     def __init__(
-        self, zs: Sequence[Tensor], orders: Sequence[Tensor], count: int, group: dist.ProcessGroup | None, in_bf16: bool
+        self,
+        zs: Sequence[Tensor],
+        orders: Sequence[Tensor],
+        count: int,
+        group: dist.ProcessGroup | None,
+        in_bf16: bool,
     ) -> None:
-        self.zs, self.length, self.features, self.in_bf16 = zs, count, [z.shape[2] for z in zs], in_bf16
+        self.zs, self.length, self.features, self.in_bf16 = (
+            zs,
+            count,
+            [z.shape[2] for z in zs],
+            in_bf16,
+        )
         rank = 0 if group is None else dist.get_rank(group)
         dtype = reduce(torch.promote_types, (z.dtype for z in zs))
-        self.z = zs[0].new_zeros(len(zs), zs[0].shape[0], self.length, zs[0].shape[2], dtype=dtype)
-        # For each layer: which of the drawn tokens this rank holds, [k], and their indices in z, [k].
+        self.z = zs[0].new_zeros(
+            len(zs), zs[0].shape[0], self.length, zs[0].shape[2], dtype=dtype
+        )
+        # For each layer: which of the drawn tokens this rank holds, [k], and their
+        # indices in z, [k].
         self.mine, self.local = [], []
         for z, order, gathered in zip(zs, orders, self.z, strict=True):
             positions, n = order[:count].sort().values, z.shape[1]
             own = (positions // n == rank).nonzero()[:, 0]
             self.mine.append(own.to(z.device, non_blocking=True))
-            self.local.append((positions[own] - rank * n).to(z.device, non_blocking=True))
+            self.local.append(
+                (positions[own] - rank * n).to(z.device, non_blocking=True)
+            )
             gathered[:, self.mine[-1]] = z.detach()[:, self.local[-1]].to(dtype)
         if group is not None:
-            dist.all_reduce(self.z, group=group)  # adds only zeros to each token: exact in any dtype
+            # Adds only zeros to each token: exact in any dtype
+            dist.all_reduce(self.z, group=group)
 
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
-            # All layers at once: each layer alone would take as many kernels, all of them small.
-            values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all, partial(self._apply, *computes))
+            # All layers at once: each layer alone would take as many kernels, all of
+            # them small.
+            values, grads = in_parts(
+                self.z.flatten(0, 1), self.mask_of_all, partial(self._apply, *computes)
+            )
         else:
             both = zip(self.z, computes, strict=True)
-            found = [in_parts(z, self.mask, partial(self._apply, compute)) for z, compute in both]
+            found = [
+                in_parts(z, self.mask, partial(self._apply, compute))
+                for z, compute in both
+            ]
             values, grads = map(torch.cat, zip(*found, strict=True))
         rows = self.own_rows(grads.view_as(self.z))
-        parts = zip(self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True)
+        parts = zip(
+            self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True
+        )
         return torch.stack([SavedRows.apply(*part) for part in parts])
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
-        """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor per layer."""
+        """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor
+        per layer.
+        """
         return [grad[:, mine] for grad, mine in zip(grads, self.mine, strict=True)]
 
 
 class SampledTokens(SampledLayers):
-    """The first ``count`` positions of each layer's order that hold tokens in a sequence, or all if there are fewer."""
+    """The first ``count`` positions of each layer's order that hold tokens in a
+    sequence, or all if there are fewer.
+    """
 
     def __init__(
         self,
@@ -77,13 +113,20 @@ class SampledTokens(SampledLayers):
         in_bf16: bool,
         mask: TokenMask,
     ) -> None:
-        self.zs, self.length, self.features, self.in_bf16 = zs, count, [z.shape[2] for z in zs], in_bf16
-        # For each layer: which of the drawn tokens this rank holds, [B, m, 1], and their indices in z, [B, m].
+        self.zs, self.length, self.features, self.in_bf16 = (
+            zs,
+            count,
+            [z.shape[2] for z in zs],
+            in_bf16,
+        )
+        # For each layer: which of the drawn tokens this rank holds, [B, m, 1], and
+        # their indices in z, [B, m].
         tokens, self.mine, self.local, segments = [], [], [], []
         whole = None if mask.segments is None else torch.cat(mask.segments, dim=1)
         for z, order in zip(zs, orders, strict=True):
             chosen = first_of_order(mask, order.to(z.device, non_blocking=True), count)
-            positions, filled = slots_of(chosen, count)  # ``filled`` is the same for every layer
+            # ``filled`` is the same for every layer
+            positions, filled = slots_of(chosen, count)
             own, mine, local = own_tokens(z.detach(), positions, group)
             tokens.append(own)
             if whole is not None:
@@ -99,14 +142,20 @@ class SampledTokens(SampledLayers):
 
     def _masked_pairs(self) -> Tensor:
         assert self.mask_of_all is not None
-        return (self.mask_of_all.squares - self.mask_of_all.counts).view(len(self.zs), -1)
+        return (self.mask_of_all.squares - self.mask_of_all.counts).view(
+            len(self.zs), -1
+        )
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
-        return [grad.where(mine, 0.0) for grad, mine in zip(grads, self.mine, strict=True)]
+        return [
+            grad.where(mine, 0.0) for grad, mine in zip(grads, self.mine, strict=True)
+        ]
 
 
 def first_of_order(mask: TokenMask, order: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` positions of the order that hold tokens, as [B, N] bool."""
+    """Return the first ``count`` positions of the order that hold tokens, as [B, N]
+    bool.
+    """
     in_order = mask.whole[:, order]
     chosen = torch.empty_like(in_order)
     chosen[:, order] = in_order & (in_order.cumsum(1) <= count)

@@ -1,4 +1,6 @@
-"""This module turns tokens into unit vectors, and gradients of unit vectors back into gradients of tokens."""
+"""This module turns tokens into unit vectors, and gradients of unit vectors back into
+gradients of tokens.
+"""
 
 import math
 from typing import Protocol
@@ -8,13 +10,17 @@ from torch import Tensor
 
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dtype
 
-# Of losses without an ε: it changes no digit. 1/ε², by which zero tokens are multiplied, is finite in float32.
+# Of losses without an ε: it changes no digit. 1/ε², by which zero tokens are
+# multiplied, is finite in float32.
 UNIT_EPS = 1e-15
 BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
 class Units(Protocol):
-    """Unit vectors are u = s x for tokens z [B, n, F]. ``pairwise`` forms products of x."""
+    """Unit vectors are u = s x for tokens z [B, n, F].
+
+    ``pairwise`` forms products of x.
+    """
 
     x: Tensor  # [B, n, F], in the dtype of z or of products of z
     scale: Tensor  # s [B, n, 1], in the accumulation dtype
@@ -23,7 +29,9 @@ class Units(Protocol):
         """Return u [B, n, F] in the accumulation dtype, in new memory."""
 
     def backward_(self, grad: Tensor) -> Tensor:
-        """Return ∂/∂z [B, n, F] of a function of u, given ∂/∂u in the accumulation dtype, whose memory is reused."""
+        """Return ∂/∂z [B, n, F] of a function of u, given ∂/∂u in the accumulation
+        dtype, whose memory is reused.
+        """
 
 
 def check_norm_eps(norm_eps: float) -> None:
@@ -36,16 +44,23 @@ def check_norm_eps(norm_eps: float) -> None:
 
 def norms(z: Tensor) -> Tensor:
     """Return ‖z‖ over the last dimension, [..., 1], in the accumulation dtype."""
-    return torch.linalg.vector_norm(z, dim=-1, keepdim=True, dtype=accumulation_dtype(z.dtype))
+    return torch.linalg.vector_norm(
+        z, dim=-1, keepdim=True, dtype=accumulation_dtype(z.dtype)
+    )
 
 
 def shown(norm: Tensor) -> Tensor:
-    """Return norms with NaN for infinity, by which finite tokens would be divided to 0 and so be hidden."""
+    """Return norms with NaN for infinity, by which finite tokens would be divided to 0
+    and so be hidden.
+    """
     return norm.masked_fill(norm.isinf(), torch.nan)
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Split rows [B, n, F] into blocks that fit into a core's cache. A GPU's fused kernel takes all rows at once."""
+    """Split rows [B, n, F] into blocks that fit into a core's cache.
+
+    A GPU's fused kernel takes all rows at once.
+    """
     if x.device.type != "cpu":
         return [slice(None)]
     rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
@@ -56,7 +71,10 @@ class Raw:
     """The tokens themselves: u = z."""
 
     def __init__(self, z: Tensor) -> None:
-        self.x, self.scale = z, z.new_ones((*z.shape[:2], 1), dtype=accumulation_dtype(z.dtype))
+        self.x, self.scale = (
+            z,
+            z.new_ones((*z.shape[:2], 1), dtype=accumulation_dtype(z.dtype)),
+        )
 
     def vectors(self) -> Tensor:
         return self.x.to(self.scale.dtype, copy=True)
@@ -66,7 +84,10 @@ class Raw:
 
 
 class Normalized:
-    """Compute u = z / (‖z‖ + ε). Unit vectors are not stored: x is z itself, exact in its own dtype."""
+    """Compute u = z / (‖z‖ + ε).
+
+    Unit vectors are not stored: x is z itself, exact in its own dtype.
+    """
 
     def __init__(self, z: Tensor, norm_eps: float) -> None:
         self.x, self.norm_eps = z, norm_eps
@@ -79,7 +100,9 @@ class Normalized:
     def backward_(self, grad: Tensor) -> Tensor:
         """The derivative of ‖z‖ at z = 0 is taken as 0, as in autograd."""
         for rows in row_blocks(grad):
-            _normalize_backward_(grad[:, rows], self.x[:, rows], self.norm[:, rows], self.norm_eps)
+            _normalize_backward_(
+                grad[:, rows], self.x[:, rows], self.norm[:, rows], self.norm_eps
+            )
         return grad
 
 
@@ -87,23 +110,34 @@ class Normalized:
 def _normalize_backward_(g: Tensor, z: Tensor, norm: Tensor, norm_eps: float) -> None:
     z, scale = z.to(g.dtype), norm + norm_eps
     # Two divisions, because the product of the two numbers could underflow to 0.
-    radial = (z * g).sum(-1, keepdim=True) / norm.clamp_min(torch.finfo(norm.dtype).tiny) / scale
+    radial = (
+        (z * g).sum(-1, keepdim=True)
+        / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        / scale
+    )
     g.addcmul_(z, radial, value=-1).div_(scale)
 
 
 class Standardized:
     """Compute u = (z − μ) / (σ √(F − 1)) over the F ≥ 2 features, with the unbiased σ.
 
-    u_i·u_j is then the Pearson correlation. A token whose features are all equal has u = 0 and no gradient.
+    u_i·u_j is then the Pearson correlation. A token whose features are all equal has u
+    = 0 and no gradient.
     """
 
     def __init__(self, z: Tensor) -> None:
         dtype = operand_dtype(z)
         z = z.to(accumulation_dtype(z.dtype))
         centred = z - z.mean(-1, keepdim=True)
-        self.norm = shown(torch.linalg.vector_norm(centred, dim=-1, keepdim=True))  # σ √(F − 1)
-        # Centring a constant token leaves rounding errors, which have no meaningful direction.
-        floor = 4 * torch.finfo(z.dtype).eps * torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        # σ √(F − 1)
+        self.norm = shown(torch.linalg.vector_norm(centred, dim=-1, keepdim=True))
+        # Centring a constant token leaves rounding errors, which have no meaningful
+        # direction.
+        floor = (
+            4
+            * torch.finfo(z.dtype).eps
+            * torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        )
         self.u = torch.where(self.norm <= floor, 0.0, centred / self.norm)
         self.x, self.scale = self.u.to(dtype), torch.ones_like(self.norm)
 
@@ -113,7 +147,9 @@ class Standardized:
     def backward_(self, grad: Tensor) -> Tensor:
         for rows in row_blocks(grad):
             u, g, norm = self.u[:, rows], grad[:, rows], self.norm[:, rows]
-            g.sub_(g.mean(-1, keepdim=True)).addcmul_(u, (u * g).sum(-1, keepdim=True), value=-1)
+            g.sub_(g.mean(-1, keepdim=True)).addcmul_(
+                u, (u * g).sum(-1, keepdim=True), value=-1
+            )
             direction = u.square().sum(-1, keepdim=True) > 0
             g.mul_(torch.where(direction, 1.0 / norm, 0.0))
         return grad

@@ -1,1 +1,3 @@
-"""The lab reads the folders of runs, starts runs in sweeps, and writes data and its index. The core never imports it."""
+"""The lab reads the folders of runs, starts runs in sweeps, and writes data and its
+index. The core never imports it.
+"""

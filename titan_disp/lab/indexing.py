@@ -1,4 +1,6 @@
-"""``titan-disp data index`` indexes a run's data, and counts documents that come twice."""
+"""``titan-disp data index`` indexes a run's data, and counts documents that come
+twice.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,25 +25,38 @@ _WORTH = 1 << 31  # bytes from which on processes take less time than their star
 
 
 def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterator[str]:
-    """Index the local training data of a run and its held-out data, and yield lines about them.
+    """Index the local training data of a run and its held-out data, and yield lines
+    about them.
 
-    ConfigError is raised if data is missing or on the hub, or if ``out`` is None and there are several sources.
+    ConfigError is raised if data is missing or on the hub, or if ``out`` is None and
+    there are several sources.
     """
     sets = training_sets(job_config)
     listed = [one.check() for one in sets]
-    training, others = [file for files in listed for file in files], _held_out(job_config)
+    training, others = (
+        [file for files in listed for file in files],
+        _held_out(job_config),
+    )
     if not all(listed) or any(file.remote for file in [*training, *others]):
-        raise ConfigError("data in a store or on the hub cannot be indexed: titan-disp data fetch copies from the hub")
+        raise ConfigError(
+            "data in a store or on the hub cannot be indexed: titan-disp data fetch copies from the hub"
+        )
     how = stream_options(job_config)
     if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
-        how = stream_options(job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path))
+        how = stream_options(
+            job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path)
+        )
     for one, files in zip(sets, listed, strict=True):
         check_content(files, how, one.key)
     named = "" if how.index == IN_MEMORY else how.index
     folder = out or Path(named or _beside(sets))
     found = write_index([*training, *others], folder, how, workers)
-    yield from lines([found[file.url] for file in training], [found[file.url] for file in others])
-    yield from (f"{url} is damaged: {one.damage}" for url, one in found.items() if one.damage)
+    yield from lines(
+        [found[file.url] for file in training], [found[file.url] for file in others]
+    )
+    yield from (
+        f"{url} is damaged: {one.damage}" for url, one in found.items() if one.damage
+    )
     yield f"stream.index = {str(folder)!r}"
 
 
@@ -59,28 +74,44 @@ def _held_out(job_config: JobConfig) -> list[DataFile]:
 def _beside(sets: Sequence[DataSet]) -> str:
     (path, *others) = [one.path for one in sets]
     if others or path is None or not os.path.isdir(path):
-        raise ConfigError("the training data is not one folder: say with --out where to write the index")
+        raise ConfigError(
+            "the training data is not one folder: say with --out where to write the index"
+        )
     return os.path.join(path, FOLDER)
 
 
-def write_index(files: Sequence[DataFile], folder: Path, options: StreamOptions, workers: int) -> dict[str, FileIndex]:
-    """Index local files in several processes, the largest first. Return what is known of each, by its path."""
+def write_index(
+    files: Sequence[DataFile], folder: Path, options: StreamOptions, workers: int
+) -> dict[str, FileIndex]:
+    """Index local files in several processes, the largest first.
+
+    Return what is known of each, by its path.
+    """
     make_writable(folder, "the folder of the index (stream.index or --out)")
     total = sum(file.size for file in files)
     pool: Executor = ThreadPoolExecutor(1)
-    if workers > 1 and total > _WORTH < sum(f.size for f in files if isinstance(current(folder, options, f), str)):
+    if workers > 1 and total > _WORTH < sum(
+        f.size for f in files if isinstance(current(folder, options, f), str)
+    ):
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     found, ordered = {}, sorted(files, key=lambda file: -file.size)
     with pool, progress("indexing", "B", total=total) as bar:
-        for file, one in in_parallel(pool, partial(index_file, folder, options), ordered):
+        for file, one in in_parallel(
+            pool, partial(index_file, folder, options), ordered
+        ):
             found[file.url] = one
             bar.update(file.size)
     return found
 
 
 def lines(training: Sequence[FileIndex], others: Sequence[FileIndex]) -> Iterator[str]:
-    """Count documents, and exact duplicates by their hashes, in training and held-out data."""
-    hashes, held = (np.concatenate([np.zeros(0, np.uint64), *(f.hashes for f in part)]) for part in (training, others))
+    """Count documents, and exact duplicates by their hashes, in training and held-out
+    data.
+    """
+    hashes, held = (
+        np.concatenate([np.zeros(0, np.uint64), *(f.hashes for f in part)])
+        for part in (training, others)
+    )
     usable, held = hashes[hashes > 0], held[held > 0]
     different = np.unique(usable)
     text, files = sum(one.text for one in training), counted(len(training), "file")
@@ -89,6 +120,9 @@ def lines(training: Sequence[FileIndex], others: Sequence[FileIndex]) -> Iterato
         "have no text, or cannot be used": len(hashes) - len(usable),
         "repeat an earlier one exactly": len(usable) - len(different),
     }
-    yield from (f"{count:,} of them ({count / max(len(hashes), 1):.2%}) {what}" for what, count in parts.items())
+    yield from (
+        f"{count:,} of them ({count / max(len(hashes), 1):.2%}) {what}"
+        for what, count in parts.items()
+    )
     if len(held):
         yield f"{np.isin(held, different).sum():,} of {len(held):,} held-out documents are in the training data, too"

@@ -1,6 +1,8 @@
-"""``titan-disp init`` makes a run of a stranger's text: held-out text, a tokenizer, and a config for this machine.
+"""``titan-disp init`` makes a run of a stranger's text: held-out text, a tokenizer, and
+a config for this machine.
 
-The config gives the reason beside each value. Where it names no source, the value is our choice.
+The config gives the reason beside each value. Where it names no source, the value is
+our choice.
 """
 
 import hashlib
@@ -31,7 +33,13 @@ from titan_disp.config.options import InitOptions, Machine
 from titan_disp.data import sources
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import PLAIN_TEXT, TOKEN_IDS, BadDocument, DamagedFile, text_of
+from titan_disp.data.formats import (
+    PLAIN_TEXT,
+    TOKEN_IDS,
+    BadDocument,
+    DamagedFile,
+    text_of,
+)
 from titan_disp.data.local import files_named
 from titan_disp.data.objects import is_folder, is_url
 from titan_disp.data.options import Format, StreamOptions
@@ -42,20 +50,50 @@ from titan_disp.lab.sample import train_tokenizer, write_shard
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.text import byte_size, estimated_duration, short
 
-LEAST, READ, COPIED, LEARNED_FROM = 200_000, 200_000_000, 2_000_000_000, 20_000_000  # bytes or characters of text
+# bytes or characters of text
+LEAST, READ, COPIED, LEARNED_FROM = 200_000, 200_000_000, 2_000_000_000, 20_000_000
 # Characters of text → size of the tokenizer's vocabulary; on a CPU, at most the second.
 VOCABULARIES = ((5e6, 2048), (20e6, 4096), (100e6, 8192), (math.inf, 16384))
 MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
-# Of the FLOP/s of nano in one process on one core, a step's share in as many processes as cores: measured, 8,080 tokens/s
-# of two on two hyperthreads, where one process without optimizer, dispersion and exchange had 8,300.
+# Of the FLOP/s of nano in one process on one core, a step's share in as many processes
+# as cores: measured, 8,080 tokens/s of two on two hyperthreads, where one process
+# without optimizer, dispersion and exchange had 8,300.
 SHARE = 0.5
-LAUNCHES = 0.1  # seconds of a GPU's step, at least; assumed, as small models wait for their kernels to be launched
-OTHER_FLOPS = 0.87e12  # per multiprocessor of a GPU that the plan does not know: an RTX 3090's, the least of its table
-# Flavor, and width, blocks and heads where they are not the flavor's, in the shape of nano and 0.6B, which they lie between.
-BETWEEN = ((96, 6, 4), (128, 6, 4), (192, 8, 6), (256, 8, 4), (384, 10, 6), (512, 12, 8), (768, 16, 12))
-SIZES = (("nano", ()), *(("nano", size) for size in BETWEEN), ("0.6B", ()), ("1.7B", ()), ("4B", ()))
-# Parameters → learning rate: what docs/evidence.md tuned, then GPT-3's (Brown et al. 2020, Table 2.1).
-RATES = ((1e6, 1.6e-2), (125e6, 6e-4), (350e6, 3e-4), (760e6, 2.5e-4), (1.3e9, 2e-4), (2.7e9, 1.6e-4), (6.7e9, 1.2e-4))
+# seconds of a GPU's step, at least; assumed, as small models wait for their kernels to
+# be launched
+LAUNCHES = 0.1
+# per multiprocessor of a GPU that the plan does not know: an RTX 3090's, the least of
+# its table
+OTHER_FLOPS = 0.87e12
+# Flavor, and width, blocks and heads where they are not the flavor's, in the shape of
+# nano and 0.6B, which they lie between.
+BETWEEN = (
+    (96, 6, 4),
+    (128, 6, 4),
+    (192, 8, 6),
+    (256, 8, 4),
+    (384, 10, 6),
+    (512, 12, 8),
+    (768, 16, 12),
+)
+SIZES = (
+    ("nano", ()),
+    *(("nano", size) for size in BETWEEN),
+    ("0.6B", ()),
+    ("1.7B", ()),
+    ("4B", ()),
+)
+# Parameters → learning rate: what docs/evidence.md tuned, then GPT-3's (Brown et al.
+# 2020, Table 2.1).
+RATES = (
+    (1e6, 1.6e-2),
+    (125e6, 6e-4),
+    (350e6, 3e-4),
+    (760e6, 2.5e-4),
+    (1.3e9, 2e-4),
+    (2.7e9, 1.6e-4),
+    (6.7e9, 1.2e-4),
+)
 ALWAYS: dict[str, tuple[Any, str]] = {
     "job.custom_config_module": ("titan_disp.job_config", ""),
     "experimental.custom_import": ("titan_disp.plugin", ""),
@@ -73,8 +111,14 @@ ALWAYS: dict[str, tuple[Any, str]] = {
 
 
 def init(options: InitOptions) -> str:
-    """Write the folder, and return what was found and the commands to type. Raises ConfigError."""
-    folder, path = options.folder.absolute(), options.text if is_url(options.text) else os.path.abspath(options.text)
+    """Write the folder, and return what was found and the commands to type.
+
+    Raises ConfigError.
+    """
+    folder, path = (
+        options.folder.absolute(),
+        options.text if is_url(options.text) else os.path.abspath(options.text),
+    )
     _check(options, folder, path)
     files = list_files("text", path, path_key="--text")
     if files[0].name.endswith(TOKEN_IDS):
@@ -83,15 +127,21 @@ def init(options: InitOptions) -> str:
             "(model.hf_assets_path) and stream.token_dtype: docs/data.md#token-ids"
         )
     # A few .txt files, or long ones, are no documents: they hold some.
-    plain, largest = all(file.name.endswith(PLAIN_TEXT) for file in files), max(file.size for file in files)
+    plain, largest = (
+        all(file.name.endswith(PLAIN_TEXT) for file in files),
+        max(file.size for file in files),
+    )
     long = len(files) < 100 or largest > StreamOptions.max_document_bytes
-    stream = StreamOptions(format=Format(options.text_field, "blank_lines" if plain and long else "file"))
+    stream = StreamOptions(
+        format=Format(options.text_field, "blank_lines" if plain and long else "file")
+    )
     gpus, machine = _machine()
     ranks = _ranks(gpus)
     try:
         sources.check_content(files, stream, "training")
         size = sum(file.size * file.density for file in sources.measured(files, stream))
-        seq_len = 256 if not gpus or size < 1e7 else 1024 if size < 1e9 else 2048  # little text has little to hold out
+        # Little text has little to hold out
+        seq_len = 256 if not gpus or size < 1e7 else 1024 if size < 1e9 else 2048
         texts, held_out, named = _split(path, files, stream, size, 64 * seq_len * 5)
     except ConfigError as error:
         raise ConfigError(of_options(error)) from error
@@ -100,35 +150,62 @@ def init(options: InitOptions) -> str:
         if not named:
             data = partial / "data"
             (data / "train").mkdir(parents=True)
-            for name, part in {"validation": held_out, **{f"train/train-{i}": texts[i::8] for i in range(8)}}.items():
-                write_shard(data / f"{name}.jsonl.gz", ({"text": text} for text in part))
-            train, validation = str(data / "train"), str(data / "validation.jsonl.gz")  # no glob: FOLDER may have a [
-        characters, read = (sum(len(of(text)) for text in texts) for of in (str, str.encode))
+            for name, part in {
+                "validation": held_out,
+                **{f"train/train-{i}": texts[i::8] for i in range(8)},
+            }.items():
+                write_shard(
+                    data / f"{name}.jsonl.gz", ({"text": text} for text in part)
+                )
+            # no glob: FOLDER may have a [
+            train, validation = str(data / "train"), str(data / "validation.jsonl.gz")
+        characters, read = (
+            sum(len(of(text)) for text in texts) for of in (str, str.encode)
+        )
         all_of_it = size / read if named and size > READ else 1.0
-        assets = options.tokenizer.absolute() if options.tokenizer else partial / "tokenizer"
+        assets = (
+            options.tokenizer.absolute() if options.tokenizer else partial / "tokenizer"
+        )
         if not options.tokenizer:
             assets.mkdir()
-            (assets / "tokenizer.model").write_bytes(_tokenizer(texts, characters * all_of_it, bool(gpus)))
+            (assets / "tokenizer.model").write_bytes(
+                _tokenizer(texts, characters * all_of_it, bool(gpus))
+            )
         tokenizer = load_tokenizer(assets)
         encode, some = encoder(tokenizer), texts[:: max(1, len(texts) // 500)]
         per_token = sum(map(len, some)) / sum(len(encode(text)) for text in some)
-        tokens, vocab_size = characters * all_of_it / per_token, tokenizer.get_vocab_size()
+        tokens, vocab_size = (
+            characters * all_of_it / per_token,
+            tokenizer.get_vocab_size(),
+        )
         rows = _sized(tokens, vocab_size, seq_len, gpus, machine, options.minutes)
         step = max(1, 8 // ranks) * ranks
-        sequences = min(64, sum(len(encode(text)) for text in held_out) // (seq_len + 1)) // step * step
+        sequences = (
+            min(64, sum(len(encode(text)) for text in held_out) // (seq_len + 1))
+            // step
+            * step
+        )
         if not sequences:
             needed = f"{counted(step, 'sequence')} of {seq_len} tokens"
-            raise ConfigError(f"the held-out text has fewer than {needed}: hold out more, or name more text")
+            raise ConfigError(
+                f"the held-out text has fewer than {needed}: hold out more, or name more text"
+            )
         rows |= {
             "job.dump_folder": (str(folder / "run"), ""),
-            "model.hf_assets_path": (str(assets), f"{vocab_size:,} tokens of {per_token:.1f} characters"),
+            "model.hf_assets_path": (
+                str(assets),
+                f"{vocab_size:,} tokens of {per_token:.1f} characters",
+            ),
             "training.dataset_path": (train, ""),
             "validation.dataset_path": (validation, ""),
             "validation.local_batch_size": (step // ranks, ""),
             "stream.validation_sequences": (sequences, ""),
             "condensation.sequences": (min(8, sequences), ""),
             "stream.text_field": (options.text_field if named else "text", ""),
-            "stream.text_split": (stream.format.text_split, "what a document of a .txt file is"),
+            "stream.text_split": (
+                stream.format.text_split,
+                "what a document of a .txt file is",
+            ),
         }
         file = partial / "config.toml"
         file.write_text(_toml(rows))
@@ -137,10 +214,19 @@ def init(options: InitOptions) -> str:
         check_inputs(job_config)
         if gpus:
             rows |= _fitted(job_config, machine)
-        file.write_text(_toml(rows).replace(_quoted(str(partial))[:-1], _quoted(str(folder))[:-1]))  # its name, soon
+        # its name, soon
+        file.write_text(
+            _toml(rows).replace(_quoted(str(partial))[:-1], _quoted(str(folder))[:-1])
+        )
     where, own = shlex.quote(str(options.folder)), "" if gpus else f" --nproc {ranks}"
-    kind = "blocks between blank lines" if stream.format.text_split == "blank_lines" else "documents"
-    held = f"{len(held_out):,} {kind}, by a hash, copied with the others to {where}/data"
+    kind = (
+        "blocks between blank lines"
+        if stream.format.text_split == "blank_lines"
+        else "documents"
+    )
+    held = (
+        f"{len(held_out):,} {kind}, by a hash, copied with the others to {where}/data"
+    )
     if named:
         says = files_named([file.name for file in named], "validation", True)
         held = f"{counted(len(named), 'file')}, by {'their names' if says else 'a hash of their names'}"
@@ -161,9 +247,13 @@ def init(options: InitOptions) -> str:
 
 def _check(options: InitOptions, folder: Path, text: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{str(folder)!r} exists and is not an empty folder: name a new one")
+        raise ConfigError(
+            f"{str(folder)!r} exists and is not an empty folder: name a new one"
+        )
     if os.path.isdir(text) and folder.resolve().is_relative_to(Path(text).resolve()):
-        raise ConfigError(f"{str(folder)!r} is in the folder of --text, {text!r}, and would be read: name another")
+        raise ConfigError(
+            f"{str(folder)!r} is in the folder of --text, {text!r}, and would be read: name another"
+        )
     if options.tokenizer is not None:
         load_tokenizer(options.tokenizer)
     if options.minutes is not None and not options.minutes > 0:
@@ -179,12 +269,22 @@ def _machine() -> tuple[int, Machine]:
     except ConfigError:  # a GPU that the plan does not know
         device = torch.cuda.get_device_properties(0)
         flops = OTHER_FLOPS * device.multi_processor_count / 1e12
-        known = replace(machine, gpu=device.name, gpu_memory=device.total_memory / 1e9, gpu_flops=flops)
+        known = replace(
+            machine,
+            gpu=device.name,
+            gpu_memory=device.total_memory / 1e9,
+            gpu_flops=flops,
+        )
         return gpus, find_machine(known)
 
 
-def _read(files: Sequence[DataFile], options: StreamOptions, most: float) -> dict[bytes, str]:
-    """Read documents of up to about ``most`` bytes, each text once, by their hashes. A run will log what is bad."""
+def _read(
+    files: Sequence[DataFile], options: StreamOptions, most: float
+) -> dict[bytes, str]:
+    """Read documents of up to about ``most`` bytes, each text once, by their hashes.
+
+    A run will log what is bad.
+    """
     found, read = dict[bytes, str](), 0
     for file in files:
         with closing(Documents(file, options)) as documents, suppress(DamagedFile):
@@ -198,15 +298,23 @@ def _read(files: Sequence[DataFile], options: StreamOptions, most: float) -> dic
 
 
 def _split(
-    path: str, files: Sequence[DataFile], options: StreamOptions, size: float, wanted: int
+    path: str,
+    files: Sequence[DataFile],
+    options: StreamOptions,
+    size: float,
+    wanted: int,
 ) -> tuple[list[str], list[str], list[DataFile]]:
-    """Return texts for training, held-out texts, and the files that training leaves out by itself.
+    """Return texts for training, held-out texts, and the files that training leaves out
+    by itself.
 
-    If there are none, all are returned, and of at least ``wanted`` characters, if these are at most 5 %, are held out.
+    If there are none, all are returned, and of at least ``wanted`` characters, if these
+    are at most 5 %, are held out.
     """
     named: list[DataFile] = []
     with suppress(ConfigError):
-        named = list_files("text_validation", path, "validation") if is_folder(path) else []
+        named = (
+            list_files("text_validation", path, "validation") if is_folder(path) else []
+        )
     if not named and size > COPIED:
         raise ConfigError(
             f"--text holds about {byte_size(size, 2)} of text, more than is split here ({byte_size(COPIED)}), and no name says "
@@ -216,7 +324,9 @@ def _split(
     found = _read(some, options, READ if named else math.inf)
     total = sum(map(len, found.values()))
     if total < LEAST:
-        raise ConfigError(f"--text is {path!r}, which holds {total:,} characters; expected at least {LEAST:,}")
+        raise ConfigError(
+            f"--text is {path!r}, which holds {total:,} characters; expected at least {LEAST:,}"
+        )
     if named:
         return list(found.values()), list(_read(named, options, wanted).values()), named
     held_out, held, most = list[str](), 0, total // 20
@@ -234,23 +344,37 @@ def _split(
 
 
 def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
-    """Train a SentencePiece model, of the size of the table, or as the text and its alphabet allow."""
+    """Train a SentencePiece model, of the size of the table, or as the text and its
+    alphabet allow.
+    """
     size = next(size for most, size in VOCABULARIES if characters < most)
-    size = size if gpu else min(size, VOCABULARIES[1][1])  # larger embeddings would be most of a small model
+    # Larger embeddings would be most of a small model
+    size = size if gpu else min(size, VOCABULARIES[1][1])
     every = math.ceil(sum(map(len, texts)) / LEARNED_FROM)
     why = ""
     for _ in range(8):
         try:
-            return train_tokenizer(texts[::every], size, character_coverage=0.9995, max_sentence_length=1 << 20)
+            return train_tokenizer(
+                texts[::every],
+                size,
+                character_coverage=0.9995,
+                max_sentence_length=1 << 20,
+            )
         except RuntimeError as error:
             why = str(error)
             too_large = re.search(r"value <= (\d+)", why)
-            size = int(too_large[1]) if too_large else 2 * size  # too small for an alphabet of thousands
-    raise ConfigError(f"no tokenizer can be trained on this text ({why}): name one with --tokenizer")
+            # Too small for an alphabet of thousands
+            size = int(too_large[1]) if too_large else 2 * size
+    raise ConfigError(
+        f"no tokenizer can be trained on this text ({why}): name one with --tokenizer"
+    )
 
 
 def _ranks(gpus: int) -> int:
-    """One per GPU, or else one per core, up to 4 of 1 GB each. On nano, ranks are twice as fast as threads (measured)."""
+    """One per GPU, or else one per core, up to 4 of 1 GB each.
+
+    On nano, ranks are twice as fast as threads (measured).
+    """
     return gpus or 2 ** int(math.log2(min(cores(), 4)))
 
 
@@ -258,65 +382,122 @@ def _cpu_flops(vocab_size: int, seq_len: int) -> float:
     """Measure FLOP/s of nano, forward and backward, on one core."""
     own: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": seq_len}
     args = replace(flavors["nano"], **own)
-    model, tokens = Qwen3DispModel(args), torch.arange(4 * seq_len).view(4, -1) % vocab_size
+    model, tokens = (
+        Qwen3DispModel(args),
+        torch.arange(4 * seq_len).view(4, -1) % vocab_size,
+    )
     model.init_weights()
     threads, seconds = torch.get_num_threads(), []
     torch.set_num_threads(1)
     for _ in range(5):
         begin = time.perf_counter()
-        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            model(tokens).flatten(0, 1), tokens.flatten()
+        ).backward()
         seconds.append(time.perf_counter() - begin)
     torch.set_num_threads(threads)
-    return tokens.numel() * args.get_nparams_and_flops(model, seq_len)[1] / statistics.median(seconds)
+    return (
+        tokens.numel()
+        * args.get_nparams_and_flops(model, seq_len)[1]
+        / statistics.median(seconds)
+    )
 
 
 def _sized(
-    text_tokens: float, vocab_size: int, seq_len: int, gpus: int, machine: Machine, minutes: float | None
+    text_tokens: float,
+    vocab_size: int,
+    seq_len: int,
+    gpus: int,
+    machine: Machine,
+    minutes: float | None,
 ) -> dict[str, tuple[Any, str]]:
-    """Choose the largest model that text and time give 20 tokens per parameter. Return rows of the config."""
-    minutes, ranks, gpu = minutes or (240 if gpus else 4), _ranks(gpus), find_gpu(machine)
-    speed = gpus * MFU * gpu.bf16_flops if gpus else ranks * SHARE * _cpu_flops(vocab_size, seq_len)
+    """Choose the largest model that text and time give 20 tokens per parameter.
+
+    Return rows of the config.
+    """
+    minutes, ranks, gpu = (
+        minutes or (240 if gpus else 4),
+        _ranks(gpus),
+        find_gpu(machine),
+    )
+    speed = (
+        gpus * MFU * gpu.bf16_flops
+        if gpus
+        else ranks * SHARE * _cpu_flops(vocab_size, seq_len)
+    )
     chosen: tuple[Any, ...] = ()
     for flavor, shape in SIZES:
         overrides: dict[str, Any] = {"vocab_size": vocab_size}
         if shape:
             dim, layers, heads = shape
             overrides |= {"dim": dim, "hidden_dim": 3 * dim, "n_layers": layers}
-            overrides |= {"n_heads": heads, "n_kv_heads": heads // 2, "head_dim": dim // heads}
+            overrides |= {
+                "n_heads": heads,
+                "n_kv_heads": heads // 2,
+                "head_dim": dim // heads,
+            }
         args = replace(flavors[flavor], **(overrides | {"max_seq_len": seq_len}))
         with torch.device("meta"):
-            parameters, flops = args.get_nparams_and_flops(Qwen3DispModel(args), seq_len)
+            parameters, flops = args.get_nparams_and_flops(
+                Qwen3DispModel(args), seq_len
+            )
         limits = {
             "20 tokens per parameter (Hoffmann et al. 2022)": 20 * parameters,
             "4 epochs of the text (Muennighoff et al. 2023)": 4 * text_tokens,
             f"{minutes:g} minute{'s' * (minutes != 1)}": minutes * 60 * speed / flops,
         }
-        if chosen and (min(limits.values()) < 20 * parameters or 16 * parameters > max(gpus, 1) * gpu.memory / 2):
+        if chosen and (
+            min(limits.values()) < 20 * parameters
+            or 16 * parameters > max(gpus, 1) * gpu.memory / 2
+        ):
             break  # AdamW in fp32 takes 16 bytes per parameter
         chosen = flavor, overrides, parameters, flops, limits
     flavor, overrides, parameters, flops, limits = chosen
     limit, least = min(limits.items(), key=lambda one: one[1])
     sequences = min(max(least / 2000 / seq_len, 16), 2**19 / seq_len)
-    batch = ranks * 2 ** int(math.log2(max(sequences / ranks, 1)))  # a rank's share can be halved until it fits
+    # a rank's share can be halved until it fits
+    batch = ranks * 2 ** int(math.log2(max(sequences / ranks, 1)))
     batch *= 2 if batch < 16 else 1
-    steps = 4 * max(5, round(least / (4 * batch * seq_len)))  # so that the last one is validated and saved
+    # so that the last one is validated and saved
+    steps = 4 * max(5, round(least / (4 * batch * seq_len)))
     tokens = steps * batch * seq_len
     rate = math.exp(np.interp(math.log(parameters), *np.log(RATES).T))
-    kind = f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(ranks, "core")
-    took = estimated_duration(max(tokens * flops / speed, steps * LAUNCHES if gpus else 0))
+    kind = (
+        f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(ranks, "core")
+    )
+    took = estimated_duration(
+        max(tokens * flops / speed, steps * LAUNCHES if gpus else 0)
+    )
     per, epochs = tokens / parameters, tokens / text_tokens
     by = f"{took} of steps by {'an assumed' if gpus else 'the measured'} speed"
-    about = f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {by}"
+    about = (
+        f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {by}"
+    )
     return {
         "model.flavor": (flavor, f"{short(parameters, 3)} parameters, for {kind}"),
         "model.overrides": (overrides, ""),
         "dispersion.enabled": (True, "false: cross-entropy alone"),
         "training.seq_len": (seq_len, ""),
-        "training.local_batch_size": (batch // ranks if gpus else min(batch // ranks, 16), "of a rank at a time"),
-        "training.global_batch_size": (batch, "for 2,000 steps, but at least 16, at most GPT-3's 0.5 M tokens"),
-        "training.steps": (steps, f"{about}. {f'The limit is {limit}' if steps > 20 else 'No run is shorter'}"),
-        "training.mixed_precision_param": ("bfloat16" if gpus else "float32", "bf16 is slow on most CPUs"),
-        "optimizer.lr": (float(f"{rate:.2g}"), "docs/evidence.md up to 1 M parameters; then towards GPT-3's"),
+        "training.local_batch_size": (
+            batch // ranks if gpus else min(batch // ranks, 16),
+            "of a rank at a time",
+        ),
+        "training.global_batch_size": (
+            batch,
+            "for 2,000 steps, but at least 16, at most GPT-3's 0.5 M tokens",
+        ),
+        "training.steps": (
+            steps,
+            f"{about}. {f'The limit is {limit}' if steps > 20 else 'No run is shorter'}",
+        ),
+        "training.mixed_precision_param": (
+            "bfloat16" if gpus else "float32",
+            "bf16 is slow on most CPUs",
+        ),
+        "optimizer.lr": (
+            float(f"{rate:.2g}"),
+            "docs/evidence.md up to 1 M parameters; then towards GPT-3's",
+        ),
         "optimizer.implementation": ("fused" if gpus else "foreach", ""),
         "lr_scheduler.warmup_steps": (
             steps // (5 if parameters < 1e7 else 20),
@@ -334,9 +515,16 @@ def _fitted(job_config: JobConfig, machine: Machine) -> dict[str, tuple[Any, str
     training, memory = job_config.training, FILLED * find_gpu(machine).memory
     while measured(job_config, meta_model(job_config), machine)[3].total > memory:
         if training.local_batch_size % 2:
-            raise ConfigError(f"one sequence does not fit into {memory / 1e9:.0f} GB: set fewer --minutes")
+            raise ConfigError(
+                f"one sequence does not fit into {memory / 1e9:.0f} GB: set fewer --minutes"
+            )
         training.local_batch_size //= 2
-    return {"training.local_batch_size": (training.local_batch_size, "of a rank at a time: the largest that fits")}
+    return {
+        "training.local_batch_size": (
+            training.local_batch_size,
+            "of a rank at a time: the largest that fits",
+        )
+    }
 
 
 def _quoted(value: Any) -> str:
@@ -353,5 +541,12 @@ def _toml(rows: dict[str, tuple[Any, str]]) -> str:
         section, _, key = name.partition(".")
         line = f"{key} = {_quoted(value)}"
         sections.setdefault(section, []).append(f"{line:<40} # {why}" if why else line)
-    parts = ["# Written by titan-disp init. Change what you like: titan-disp config KEY explains a key.\n"]
-    return "\n".join([*parts, *("\n".join([f"[{name}]", *lines, ""]) for name, lines in sections.items())])
+    parts = [
+        "# Written by titan-disp init. Change what you like: titan-disp config KEY explains a key.\n"
+    ]
+    return "\n".join(
+        [
+            *parts,
+            *("\n".join([f"[{name}]", *lines, ""]) for name, lines in sections.items()),
+        ]
+    )

@@ -1,4 +1,6 @@
-"""Summaries of condensation are drawn by layer, over training, and against the size of a model or its distillation."""
+"""Summaries of condensation are drawn by layer, over training, and against the size of
+a model or its distillation.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,42 +15,77 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from titan_disp.condensation.heatmap import heatmaps, layer_label, new_figure, plain
-from titan_disp.condensation.record import LEAST_RANGE, OF_PAPER, RANKS, Condensation, blocks_mean, over_depth
+from titan_disp.condensation.record import (
+    LEAST_RANGE,
+    OF_PAPER,
+    RANKS,
+    Condensation,
+    blocks_mean,
+    over_depth,
+)
 from titan_disp.text import short
 
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
 AVERAGED = "cosines averaged over the sequences first, as in the paper"
-# The paper's two measures are rank correlations with depth, of the blocks, with the last layer after the final norm.
+# The paper's two measures are rank correlations with depth, of the blocks, with the
+# last layer after the final norm.
 MEASURES = {name: over_depth(OF_PAPER, rank) for rank, name in RANKS.items()}
 COLUMNS = 3  # of panels
-# Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow, which is faint on white.
-OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow,
+# which is faint on white.
+OKABE_ITO = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
 
 
 def averaged(found: Condensation) -> Condensation:
-    """Return the measurement with the paper's histogram in place of the pooled one, for any heatmap."""
+    """Return the measurement with the paper's histogram in place of the pooled one, for
+    any heatmap.
+    """
     assert found.averaged_histogram is not None
-    # An averaged cosine of S sequences is that of S vectors one after another, with S times the features.
-    return replace(found, histogram=found.averaged_histogram, features=found.features * found.sequences)
+    # An averaged cosine of S sequences is that of S vectors one after another, with S
+    # times the features.
+    return replace(
+        found,
+        histogram=found.averaged_histogram,
+        features=found.features * found.sequences,
+    )
 
 
 def side_by_side(found: Mapping[str, Condensation], title: str) -> Figure:
-    """Draw heatmaps of several measurements by name. ``title`` says what all of them show."""
+    """Draw heatmaps of several measurements by name.
+
+    ``title`` says what all of them show.
+    """
     items = iter(found.items())
-    return heatmaps(list(iter(lambda: dict(islice(items, COLUMNS)), {})), title, dashed="untrained")
+    return heatmaps(
+        list(iter(lambda: dict(islice(items, COLUMNS)), {})), title, dashed="untrained"
+    )
 
 
 def styles() -> Iterator[dict[str, Any]]:
-    """Yield line styles that differ in colour, marker and dashes, so that up to eight lines need no colour."""
-    for color, marker, line in zip(cycle(OKABE_ITO), cycle(MARKERS), cycle(LINES), strict=False):
+    """Yield line styles that differ in colour, marker and dashes, so that up to eight
+    lines need no colour.
+    """
+    for color, marker, line in zip(
+        cycle(OKABE_ITO), cycle(MARKERS), cycle(LINES), strict=False
+    ):
         yield {"color": color, "marker": marker, "linestyle": line}
 
 
 def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
-    """Draw one line for each measurement, over its layers, or over relative depth if the models differ in depth."""
+    """Draw one line for each measurement, over its layers, or over relative depth if
+    the models differ in depth.
+    """
     figure = new_figure(8, 4 + 0.22 * len(found))
     axes = figure.subplots()
     relative = len({one.last_block for one in found.values()}) > 1
@@ -59,41 +96,67 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
         axes.plot(depth, one.mean_cosine, label=plain(name), markersize=5, **style)
     if relative:
         logits = ", logits" * one.logits
-        axes.set_xlabel(f"relative depth (0: embedding, 1: last block, beyond: final norm{logits})", fontsize=11)
+        axes.set_xlabel(
+            f"relative depth (0: embedding, 1: last block, beyond: final norm{logits})",
+            fontsize=11,
+        )
     else:
         axes.set_xlabel(layer_label(list(found.values())), fontsize=11)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(MEAN_COSINE, fontsize=11)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=1 if max(map(len, found)) > 36 else 2)
+    figure.legend(
+        loc="outside lower center", ncols=1 if max(map(len, found)) > 36 else 2
+    )
     return figure
 
 
 def depth_bars(found: Mapping[str, Condensation]) -> Figure:
-    """Draw Spearman's ρ and Kendall's τ of the mean cosine with depth, which are 1 if it grows with every layer."""
+    """Draw Spearman's ρ and Kendall's τ of the mean cosine with depth, which are 1 if
+    it grows with every layer.
+    """
     figure = new_figure(8, 1.5 + 0.55 * len(found))
     axes = figure.subplots()
     place = np.arange(len(found))
     flat = f"– (mean cosines within {LEAST_RANGE:g})"
     looks = zip(OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False)
-    for (label, measure), (color, hatch, offset) in zip(MEASURES.items(), looks, strict=True):
+    for (label, measure), (color, hatch, offset) in zip(
+        MEASURES.items(), looks, strict=True
+    ):
         values = [measure(one) for one in found.values()]
-        bars = axes.barh(place + offset, np.nan_to_num(values), 0.36, label=label, color=color, hatch=hatch, ec="white")
-        axes.bar_label(bars, [flat if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4)
+        bars = axes.barh(
+            place + offset,
+            np.nan_to_num(values),
+            0.36,
+            label=label,
+            color=color,
+            hatch=hatch,
+            ec="white",
+        )
+        axes.bar_label(
+            bars, [flat if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4
+        )
     axes.set_yticks(place, [plain(fill(name, 34)) for name in found])
     axes.invert_yaxis()
     axes.set_xlim(-1.25, 1.25)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("rank correlation of the mean cosine with depth\n(last block: after the final norm)", fontsize=11)
+    axes.set_xlabel(
+        "rank correlation of the mean cosine with depth\n(last block: after the final norm)",
+        fontsize=11,
+    )
     figure.legend(loc="outside upper center", ncols=2)
     return figure
 
 
-def over_training(runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, Condensation]]) -> Figure:
-    """Draw the mean cosine by layer at several steps: a panel for each run, a line for each step.
+def over_training(
+    runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, Condensation]],
+) -> Figure:
+    """Draw the mean cosine by layer at several steps: a panel for each run, a line for
+    each step.
 
-    Lines of the same step have the same colour. Steps are numbers, or names of revisions, which keep their order.
+    Lines of the same step have the same colour. Steps are numbers, or names of
+    revisions, which keep their order.
     """
     columns = min(COLUMNS, len(runs))
     rows = -(-len(runs) // columns)
@@ -105,11 +168,15 @@ def over_training(runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, C
         dict.fromkeys(step for by_step in runs.values() for step in by_step),
         key=lambda step: step if isinstance(step, int) else 0,
     )
-    colors: dict[Any, Any] = dict(zip(steps, colormaps["viridis"](np.linspace(0, 0.93, len(steps))), strict=True))
+    colors: dict[Any, Any] = dict(
+        zip(steps, colormaps["viridis"](np.linspace(0, 0.93, len(steps))), strict=True)
+    )
     lines: dict[Any, Any] = {}
     for axes, (name, by_step) in zip(grid.flat, runs.items(), strict=False):
         for (step, one), marker in zip(by_step.items(), cycle(MARKERS), strict=False):
-            (lines[step],) = axes.plot(one.mean_cosine, color=colors[step], marker=marker, markersize=4)
+            (lines[step],) = axes.plot(
+                one.mean_cosine, color=colors[step], marker=marker, markersize=4
+            )
         axes.set_title(plain(fill(name, 34)), fontsize=11)
         axes.set_xlabel(layer_label(list(by_step.values()), gap="\n"), fontsize=11)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -118,12 +185,16 @@ def over_training(runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, C
         axes.set_ylabel(MEAN_COSINE, fontsize=11)
     names = [f"{step:,}" if isinstance(step, int) else plain(step) for step in steps]
     title = "step" if all(isinstance(step, int) for step in steps) else "revision"
-    figure.legend([lines[step] for step in steps], names, title=title, loc="outside right center")
+    figure.legend(
+        [lines[step] for step in steps], names, title=title, loc="outside right center"
+    )
     return figure
 
 
 def size(parameters: float) -> str:
-    """Return a large number in three digits, as in names of models: ``427k``, ``124M``, ``1.72B``."""
+    """Return a large number in three digits, as in names of models: ``427k``, ``124M``,
+    ``1.72B``.
+    """
     return short(parameters, 3).replace(" ", "")
 
 
@@ -135,13 +206,17 @@ def _correlation_axis(axes: Axes, label: str) -> None:
 
 
 def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> Figure:
-    """Draw ρ and τ against the number of parameters, which stands beside a measurement. Each family is a line."""
+    """Draw ρ and τ against the number of parameters, which stands beside a measurement.
+
+    Each family is a line.
+    """
     figure = new_figure(9, 4.6 + 0.22 * -(-sum(map(len, families.values())) // 2))
     grid = figure.subplots(1, len(MEASURES), sharex=True, sharey=True)
     for axes, label in zip(grid, MEASURES, strict=True):
         _correlation_axis(axes, label)
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # all sizes may lie within one power of ten
+        # all sizes may lie within one power of ten
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("parameters")
@@ -150,15 +225,29 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> F
         ordered = sorted(members.items(), key=lambda member: member[1][0])
         parameters = [n for _, (n, _) in ordered]
         for axes, measure in zip(grid, MEASURES.values(), strict=True):
-            (line,) = axes.plot(parameters, [measure(one) for _, (_, one) in ordered], markersize=6, **style)
+            (line,) = axes.plot(
+                parameters,
+                [measure(one) for _, (_, one) in ordered],
+                markersize=6,
+                **style,
+            )
         lines.append(line)
-        names.append(plain(_broken(f"{family}: {', '.join(f'{name} {size(n)}' for name, (n, _) in ordered)}", 100)))
+        names.append(
+            plain(
+                _broken(
+                    f"{family}: {', '.join(f'{name} {size(n)}' for name, (n, _) in ordered)}",
+                    100,
+                )
+            )
+        )
     figure.legend(lines, names, loc="outside lower center")
     return figure
 
 
 def _broken(text: str, width: int) -> str:
-    """Break text into lines of about this many characters, after commas only, so that names stay whole."""
+    """Break text into lines of about this many characters, after commas only, so that
+    names stay whole.
+    """
     lines = [""]
     for part in text.split(", "):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -167,16 +256,37 @@ def _broken(text: str, width: int) -> str:
     return ",\n    ".join(lines)
 
 
-def pairs(found: Sequence[tuple[tuple[str, Condensation], tuple[str, Condensation]]]) -> Figure:
-    """Draw ρ and τ of each model and of one made from it, such as a distilled one. Each pair is a row."""
+def pairs(
+    found: Sequence[tuple[tuple[str, Condensation], tuple[str, Condensation]]],
+) -> Figure:
+    """Draw ρ and τ of each model and of one made from it, such as a distilled one.
+
+    Each pair is a row.
+    """
     figure = new_figure(9, 1.9 + 0.6 * len(found))
     grid = figure.subplots(1, len(MEASURES), sharex=True, sharey=True)
     rows = np.arange(len(found))
     for axes, (label, measure) in zip(grid, MEASURES.items(), strict=True):
-        first, second = (np.array([measure(pair[i][1]) for pair in found]) for i in (0, 1))
+        first, second = (
+            np.array([measure(pair[i][1]) for pair in found]) for i in (0, 1)
+        )
         axes.hlines(rows, first, second, color="0.6", linewidth=2)
-        axes.plot(first, rows, "o", color=OKABE_ITO[0], markersize=9, label="first of the pair (base model)")
-        axes.plot(second, rows, "s", color=OKABE_ITO[1], markersize=8, label="second of the pair (made from it)")
+        axes.plot(
+            first,
+            rows,
+            "o",
+            color=OKABE_ITO[0],
+            markersize=9,
+            label="first of the pair (base model)",
+        )
+        axes.plot(
+            second,
+            rows,
+            "s",
+            color=OKABE_ITO[1],
+            markersize=8,
+            label="second of the pair (made from it)",
+        )
         axes.set_xlim(-1.08, 1.08)
         axes.axvline(0, color="black", linewidth=0.6)
         axes.set_title(f"{label}\nof the mean cosine with depth", fontsize=10.5)
@@ -184,14 +294,18 @@ def pairs(found: Sequence[tuple[tuple[str, Condensation], tuple[str, Condensatio
     labels = [plain(f"{base}\n→ {other}") for (base, _), (other, _) in found]
     grid[0].set_yticks(rows, labels)
     grid[0].set_ylim(len(found) - 0.5, -0.5)
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.legend(
+        *grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=2
+    )
     return figure
 
 
 def over_steps(runs: Mapping[str, Mapping[int, Condensation]]) -> Figure:
-    """Draw the mean cosine (of all blocks, and of the last one), ρ and τ against the step, a line for each run.
+    """Draw the mean cosine (of all blocks, and of the last one), ρ and τ against the
+    step, a line for each run.
 
-    The axis is logarithmic if the steps span more than a factor of 100, as those of published checkpoints do.
+    The axis is logarithmic if the steps span more than a factor of 100, as those of
+    published checkpoints do.
     """
     panels: dict[str, Callable[[Condensation], float]] = {
         "mean over all blocks": blocks_mean,
@@ -215,5 +329,10 @@ def over_steps(runs: Mapping[str, Mapping[int, Condensation]]) -> Figure:
             axes.set_xscale("symlog", linthresh=min(positive))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 36 else 2)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=1 if max(map(len, labels)) > 36 else 2,
+    )
     return figure

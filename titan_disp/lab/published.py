@@ -1,4 +1,6 @@
-"""This module sets published numbers (published.toml) beside those of an evaluation, and beside what runs cost."""
+"""This module sets published numbers (published.toml) beside those of an evaluation,
+and beside what runs cost.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,29 +17,48 @@ NOTE = (
     "The authors call the gains modest (a news article). "
     "Errors of ours are over seeds. GPU-hours are those of all ranks in the steps that count."
 )
-Ours = Mapping[tuple[str, str], Mapping[str, str]]  # what was measured, by task and what, and by name
+# what was measured, by task and what, and by name
+Ours = Mapping[tuple[str, str], Mapping[str, str]]
 Lines = list[tuple[str, ...]]  # a cell for each of ``HEADINGS``
 
 
 def beside(ours: Ours, source: str) -> Lines:
-    """Return ours, which are from ``source``, above the published ones of the same task. Others of ours are left out."""
+    """Return ours, which are from ``source``, above the published ones of the same
+    task. Others of ours are left out.
+    """
     found = Lines()
-    for group in tomli.loads((Path(__file__).parent / "published.toml").read_text(encoding="utf-8"))["published"]:
+    for group in tomli.loads(
+        (Path(__file__).parent / "published.toml").read_text(encoding="utf-8")
+    )["published"]:
         key, run = (group["task"], group["what"]), group["run"]
         if own := ours.get(key):
             found += [(*key, name, shown, source) for name, shown in own.items()]
-            found += [(*key, f"{n['of']} ({run})", str(n["value"]), n["source"]) for n in group["numbers"]]
+            found += [
+                (*key, f"{n['of']} ({run})", str(n["value"]), n["source"])
+                for n in group["numbers"]
+            ]
     return found
 
 
 def costs(runs: Sequence[Run]) -> Ours:
-    """Return what runs cost on GPUs, and those with a method relative to the first of the same model without any."""
+    """Return what runs cost on GPUs, and those with a method relative to the first of
+    the same model without any.
+    """
 
     def plain(run: Run) -> bool:
-        return not run.disperses and run.settings.get("baseline.method", "none") == "none"
+        return (
+            not run.disperses and run.settings.get("baseline.method", "none") == "none"
+        )
 
     off = {run.model: run.gpu_seconds[1] for run in reversed(runs) if plain(run)}
     others = [run for run in runs if not plain(run) and run.model in off]
-    relative = {f"{run.name} ÷ off": number(run.gpu_seconds[1] / off[run.model], 4) for run in others}
-    hours = {run.name: number(run.gpu_seconds[0] / 3600, 4) for run in runs if run.environment.get("accelerators")}
+    relative = {
+        f"{run.name} ÷ off": number(run.gpu_seconds[1] / off[run.model], 4)
+        for run in others
+    }
+    hours = {
+        run.name: number(run.gpu_seconds[0] / 3600, 4)
+        for run in runs
+        if run.environment.get("accelerators")
+    }
     return {("cost", "GPU-hours"): hours, ("cost", "time per token"): relative}

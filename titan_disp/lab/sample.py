@@ -1,4 +1,5 @@
-"""This module makes a sample corpus of texts that every Python installation has, and a tokenizer for it.
+"""This module makes a sample corpus of texts that every Python installation has, and a
+tokenizer for it.
 
 Layout and fields are those of allenai/c4 on the hub, so that the same code reads both.
 """
@@ -42,13 +43,24 @@ Documentation of the Python language and standard library, in the shape of allen
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yield (url, text) of the topics of the language reference and the docstrings of the standard library, in order."""
+    """Yield (url, text) of the topics of the language reference and the docstrings of
+    the standard library, in order.
+    """
     for name, text in sorted(topics.topics.items()):
         yield f"python:topics/{name}", text
     library = Path(sysconfig.get_path("stdlib"))
-    for file in progress("reading documentation", "file", items=sorted(library.rglob("*.py"))):
+    for file in progress(
+        "reading documentation", "file", items=sorted(library.rglob("*.py"))
+    ):
         relative = file.relative_to(library)
-        if {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"} & set(relative.parts):
+        if {
+            "site-packages",
+            "test",
+            "tests",
+            "idle_test",
+            "lib2to3",
+            "__pycache__",
+        } & set(relative.parts):
             continue
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -57,11 +69,16 @@ def prose() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)):
                 name = getattr(node, "name", "")
-                yield f"python:stdlib/{relative.as_posix()}#{name}:{getattr(node, 'lineno', 0)}", docstring
+                yield (
+                    f"python:stdlib/{relative.as_posix()}#{name}:{getattr(node, 'lineno', 0)}",
+                    docstring,
+                )
 
 
 def documents() -> list[dict[str, str]]:
-    """Make C4 records of all documents that are long enough, each text once, in an order that their hashes fix."""
+    """Make C4 records of all documents that are long enough, each text once, in an
+    order that their hashes fix.
+    """
     records: dict[str, dict[str, str]] = {}
     for url, text in prose():
         text = inspect.cleandoc(text)
@@ -73,20 +90,31 @@ def documents() -> list[dict[str, str]]:
 
 def write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
     """Write a compressed file of JSON lines, with the same bytes every time."""
-    with open(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
+    with (
+        open(path, "wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file,
+    ):
         for record in records:
             file.write((json.dumps(record) + "\n").encode())
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, user_defined_symbols: Iterable[str] = ("\n",), **others: Any
+    texts: Iterable[str],
+    vocab_size: int,
+    user_defined_symbols: Iterable[str] = ("\n",),
+    **others: Any,
 ) -> bytes:
-    """Train a SentencePiece model (BPE with byte fallback), and return it as bytes. ``others`` are further settings."""
+    """Train a SentencePiece model (BPE with byte fallback), and return it as bytes.
+
+    ``others`` are further settings.
+    """
     model = io.BytesIO()
-    # Texts and model are passed in memory, because a model file would name this machine's paths. One thread makes the
-    # same model every time.
+    # Texts and model are passed in memory, because a model file would name this
+    # machine's paths. One thread makes the same model every time.
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in texts for line in text.splitlines() if line.strip()),
+        sentence_iterator=(
+            line for text in texts for line in text.splitlines() if line.strip()
+        ),
         model_writer=model,
         vocab_size=vocab_size,
         model_type="bpe",
@@ -107,36 +135,61 @@ def train_tokenizer(
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether ``write_sample`` has finished in this folder; it writes the card last."""
-    return (folder / "README.md").is_file() and (folder / "README.md").read_text() == CARD
+    """Return whether ``write_sample`` has finished in this folder; it writes the card
+    last.
+    """
+    return (folder / "README.md").is_file() and (
+        folder / "README.md"
+    ).read_text() == CARD
 
 
 def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
-    """Write the corpus to ``folder/en/*.json.gz`` and train its tokenizer, ``folder/tokenizer/sample.model``.
+    """Write the corpus to ``folder/en/*.json.gz`` and train its tokenizer,
+    ``folder/tokenizer/sample.model``.
 
-    It returns the numbers of training documents, validation documents and characters. ConfigError is raised if the
-    folder is something else than an earlier sample, which is kept, or if SentencePiece refuses the size.
+    It returns the numbers of training documents, validation documents and characters.
+    ConfigError is raised if the folder is something else than an earlier sample, which
+    is kept, or if SentencePiece refuses the size.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not is_complete(folder):
-        raise ConfigError(f"{folder} exists and is not a sample corpus: choose another folder or remove it")
+    if (
+        folder.exists()
+        and (not folder.is_dir() or any(folder.iterdir()))
+        and not is_complete(folder)
+    ):
+        raise ConfigError(
+            f"{folder} exists and is not a sample corpus: choose another folder or remove it"
+        )
     records = documents()
-    validation, train = records[::VALIDATION_SHARE], [r for i, r in enumerate(records) if i % VALIDATION_SHARE]
+    validation, train = (
+        records[::VALIDATION_SHARE],
+        [r for i, r in enumerate(records) if i % VALIDATION_SHARE],
+    )
     if not is_complete(folder):
         with atomic_folder(folder) as partial:
             (partial / "en").mkdir()
             for i in range(TRAIN_FILES):
                 name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
                 write_shard(partial / "en" / name, train[i::TRAIN_FILES])
-            write_shard(partial / "en" / "c4-validation.00000-of-00001.json.gz", validation)
+            write_shard(
+                partial / "en" / "c4-validation.00000-of-00001.json.gz", validation
+            )
             (partial / "tokenizer").mkdir()
             try:
                 model = train_tokenizer((r["text"] for r in train), vocab_size)
             except (RuntimeError, ValueError) as error:
                 limit = "a few hundred to some thousands"
                 if found := re.search(r" vs (\d+)|value <= (\d+)", str(error)):
-                    limit = f"at least {found[1]}" if found[1] else f"at most {found[2]}"
-                raise ConfigError(f"--vocab-size is {vocab_size}, expected {limit}: leave it out for 2048") from error
+                    limit = (
+                        f"at least {found[1]}" if found[1] else f"at most {found[2]}"
+                    )
+                raise ConfigError(
+                    f"--vocab-size is {vocab_size}, expected {limit}: leave it out for 2048"
+                ) from error
             (partial / "tokenizer" / "sample.model").write_bytes(model)
             (partial / "README.md").write_text(CARD)
-    return {"train": len(train), "validation": len(validation), "characters": sum(len(r["text"]) for r in records)}
+    return {
+        "train": len(train),
+        "validation": len(validation),
+        "characters": sum(len(r["text"]) for r in records),
+    }

@@ -1,1 +1,3 @@
-"""This package holds the models, each in a file that ``registry`` lists, and what all of them share."""
+"""This package holds the models, each in a file that ``registry`` lists, and what all
+of them share.
+"""

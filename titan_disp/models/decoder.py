@@ -1,8 +1,10 @@
-"""All models share this forward, which can return activations, and the initialization of weights.
+"""All models share this forward, which can return activations, and the initialization
+of weights.
 
-Initial weights depend on the seed and the parameter's name only. DTensor's own initialization would depend on the
-device and, on CPUs, on the mesh. Here every rank draws the whole parameter on the CPU and keeps its shard. This takes a
-few seconds for 0.6B and some minutes for 32B.
+Initial weights depend on the seed and the parameter's name only. DTensor's own
+initialization would depend on the device and, on CPUs, on the mesh. Here every rank
+draws the whole parameter on the CPU and keeps its shard. This takes a few seconds for
+0.6B and some minutes for 32B.
 """
 
 import hashlib
@@ -29,7 +31,8 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 class DispModel(ModelProtocol):
     """A decoder *returns* activations and never stores them in the module.
 
-    FSDP2 hooks module outputs only, and hooks on blocks would run again when activation checkpointing recomputes them.
+    FSDP2 hooks module outputs only, and hooks on blocks would run again when activation
+    checkpointing recomputes them.
     """
 
     model_args: DispModelArgs
@@ -48,7 +51,11 @@ class DispModel(ModelProtocol):
         return self.tok_embeddings(tokens)
 
     def run_block(
-        self, block: nn.Module, h: Tensor, attention_masks: AttentionMasksType | None, positions: Tensor | None
+        self,
+        block: nn.Module,
+        h: Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: Tensor | None,
     ) -> Tensor:
         raise NotImplementedError
 
@@ -58,7 +65,9 @@ class DispModel(ModelProtocol):
         tokenizer: BaseTokenizer | None = None,
         extra_inputs: dict[str, Tensor] | None = None,
     ) -> BlockMask | None:  # type: ignore[override]
-        """Return the mask of ``extra_inputs["segments"]``, or None without ``stream.document_mask``."""
+        """Return the mask of ``extra_inputs["segments"]``, or None without
+        ``stream.document_mask``.
+        """
         if self.model_args.attn_type != "flex":
             return None
         return document_mask((extra_inputs or {})["segments"])
@@ -74,22 +83,28 @@ class DispModel(ModelProtocol):
         return_activations: Sequence[int] | None = None,
         segments: Tensor | None = None,
     ) -> Tensor | HiddenStates | tuple[Any, ...]:
-        """Return logits [B, N, V] for token ids [B, N], or (logits, activations) if activations are requested.
+        """Return logits [B, N, V] for token ids [B, N], or (logits, activations) if
+        activations are requested.
 
-        ``return_activations`` has their indices: 0 is the output of the embedding, i + 1 the output of block i (before
-        the final norm), n_layers + 1 the output of the final norm; others raise ValueError. None stands for
-        ``activations`` of the model's arguments in training, and for none in eval. In training with a chunked head,
-        there are ``HiddenStates`` in place of logits.
+        ``return_activations`` has their indices: 0 is the output of the embedding, i +
+        1 the output of block i (before the final norm), n_layers + 1 the output of the
+        final norm; others raise ValueError. None stands for ``activations`` of the
+        model's arguments in training, and for none in eval. In training with a chunked
+        head, there are ``HiddenStates`` in place of logits.
 
-        Activations are [B, N, F] in ascending order of index. Under TP and CP, they are this rank's [B, N/p, F] shard
-        of the sequence, as plain local tensors.
+        Activations are [B, N, F] in ascending order of index. Under TP and CP, they are
+        this rank's [B, N/p, F] shard of the sequence, as plain local tensors.
 
-        ``segments`` [B, N] numbers each token's document (``data.stream.Slot.fill``), from which positions can begin at
-        0 in every document. If given, it follows the activations in the result, whole on every rank, for the loss.
-        ValueError is raised if the model attends within documents and gets no mask (``get_attention_masks``).
+        ``segments`` [B, N] numbers each token's document (``data.stream.Slot.fill``),
+        from which positions can begin at 0 in every document. If given, it follows the
+        activations in the result, whole on every rank, for the loss. ValueError is
+        raised if the model attends within documents and gets no mask
+        (``get_attention_masks``).
         """
         if self.model_args.attn_type == "flex" and attention_masks is None:
-            raise ValueError("attention_masks is None, expected what get_attention_masks makes of the segments")
+            raise ValueError(
+                "attention_masks is None, expected what get_attention_masks makes of the segments"
+            )
         if self.model_args.restart_positions and segments is not None:
             positions = restarted(segments)
         if return_activations is None:
@@ -97,11 +112,14 @@ class DispModel(ModelProtocol):
         wanted = frozenset(return_activations)
         after_norm = self.n_layers + 1
         if not wanted <= set(range(after_norm + 1)):
-            raise ValueError(f"return_activations is {sorted(wanted)}, expected indices from 0 to {after_norm}")
+            raise ValueError(
+                f"return_activations is {sorted(wanted)}, expected indices from 0 to {after_norm}"
+            )
         activations = []
         h = self.embed(tokens, positions)
         if isinstance(h, AsyncCollectiveTensor):
-            # TP's reduce-scatter is still in flight. A compiled block drops the gradient of such an input (torch 2.13).
+            # TP's reduce-scatter is still in flight. A compiled block drops the
+            # gradient of such an input (torch 2.13).
             h = h.clone()
         if 0 in wanted:
             activations.append(h)
@@ -111,41 +129,61 @@ class DispModel(ModelProtocol):
                 activations.append(h)
         h = self.norm(h)
         if after_norm in wanted:
-            # Under TP, h is a DTensor, which the output layer's plan expects. FSDP2 warns of views such as its local
-            # tensor.
+            # Under TP, h is a DTensor, which the output layer's plan expects. FSDP2
+            # warns of views such as its local tensor.
             activations.append(h.to_local().clone() if isinstance(h, DTensor) else h)
         logits = self.output(h)
         if isinstance(self.output, ChunkedHead) and self.training:
             logits = HiddenStates(logits, self.output.weight)
         if not wanted:
             return logits
-        return (logits, tuple(activations)) if segments is None else (logits, tuple(activations), segments)
+        return (
+            (logits, tuple(activations))
+            if segments is None
+            else (logits, tuple(activations), segments)
+        )
 
     def tie_weights(self) -> None:
         if self.model_args.enable_weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Fill parameters from the process's seed: ``debug.seed``, or the seed on which all ranks agree."""
+        """Fill parameters from the process's seed: ``debug.seed``, or the seed on which
+        all ranks agree.
+        """
         self.tie_weights()  # to_empty gave every module its own storage
         self.init_buffers(buffer_device)
         for name, param in self.named_parameters():
-            fill_(param, draw(canonical_name(name), param.shape, self.model_args, torch.initial_seed()))
+            fill_(
+                param,
+                draw(
+                    canonical_name(name),
+                    param.shape,
+                    self.model_args,
+                    torch.initial_seed(),
+                ),
+            )
 
 
 def document_mask(segments: Tensor) -> BlockMask:
-    """Return the mask by which a token attends to itself and to earlier tokens with its number in ``segments`` [B, N]."""
+    """Return the mask by which a token attends to itself and to earlier tokens with its
+    number in ``segments`` [B, N].
+    """
 
     def earlier_in_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (segments[b, query] == segments[b, key])
 
     batch, n = segments.shape
-    create = create_block_mask if cpu.active() else create_attention_mask  # which TorchTitan compiles
+    # which TorchTitan compiles
+    create = create_block_mask if cpu.active() else create_attention_mask
     return create(earlier_in_document, batch, None, n, n, device=segments.device)
 
 
 def restarted(segments: Tensor) -> Tensor:
-    """Return each token's position in its document, [B, N] int64. A document's tokens follow one another."""
+    """Return each token's position in its document, [B, N] int64.
+
+    A document's tokens follow one another.
+    """
     place = torch.arange(segments.shape[1], device=segments.device)
     begins = segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0
     return place - torch.where(begins, place, 0).cummax(1).values
@@ -153,17 +191,25 @@ def restarted(segments: Tensor) -> Tensor:
 
 def generator_of(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.Generator().manual_seed(
+        int.from_bytes(digest[:8], "little", signed=True)
+    )
 
 
 @torch.no_grad()
 def fill_(param: nn.Parameter, full: Tensor) -> None:
-    """Copy a whole parameter, which every rank has, into one that may be sharded, in its dtype and on its device."""
+    """Copy a whole parameter, which every rank has, into one that may be sharded, in
+    its dtype and on its device.
+    """
     full = full.to(param.dtype)
     if isinstance(param, DTensor):
         # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
         full = full.to(param.to_local().device)
-        param.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None))
+        param.copy_(
+            distribute_tensor(
+                full, param.device_mesh, param.placements, src_data_rank=None
+            )
+        )
     else:
         param.copy_(full)
 
@@ -181,7 +227,10 @@ def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor
         return torch.full(shape, initial.mean)
     generator = generator_of(seed, name)
     mean, std, cut = initial.mean, initial.std, initial.cut
-    # In torch 2.11, trunc_normal_ inverts the distribution function, at 0 and 1 too, and so sets one in millions to the cut.
+    # In torch 2.11, trunc_normal_ inverts the distribution function, at 0 and 1 too,
+    # and so sets one in millions to the cut.
     if cut > 10 * std:
         return torch.empty(shape).normal_(mean, std, generator=generator)
-    return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
+    return nn.init.trunc_normal_(
+        torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator
+    )

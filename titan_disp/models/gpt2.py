@@ -1,7 +1,9 @@
-"""``gpt2_disp`` is GPT-2: its arguments and flavors, the model, its tensor-parallel plan, and its Hugging Face weights.
+"""``gpt2_disp`` is GPT-2: its arguments and flavors, the model, its tensor-parallel
+plan, and its Hugging Face weights.
 
-Queries, keys and values have separate matrices. Tensor parallelism shards heads, and would give one rank the queries
-and another the values of a fused matrix. There is no dropout, as is usual in pre-training today.
+Queries, keys and values have separate matrices. Tensor parallelism shards heads, and
+would give one rank the queries and another the values of a fused matrix. There is no
+dropout, as is usual in pre-training today.
 """
 
 import dataclasses
@@ -17,7 +19,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -29,7 +37,10 @@ from torch.futures import Future
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
-from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
+from torchtitan.models.attention import (
+    FlexAttentionWrapper,
+    ScaledDotProductAttentionWrapper,
+)
 from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 from torchtitan.protocols.model import AttentionMasksType
 from torchtitan.tools.logging import logger
@@ -48,7 +59,8 @@ class GPT2DispModelArgs(DispModelArgs):
     n_heads: int = 12
     hidden_dim: int = 3072
     vocab_size: int = 50257
-    context: int = 1024  # rows of the table of positions, the length of the longest sequence
+    # rows of the table of positions, the length of the longest sequence
+    context: int = 1024
     max_seq_len: int = 1024
     norm_eps: float = 1e-5
     enable_weight_tying: bool = True
@@ -67,7 +79,9 @@ class GPT2DispModelArgs(DispModelArgs):
         return self.context
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """Initialize as the GPT-2 paper and transformers do: less for the 2·n_layers products added to the residual."""
+        """Initialize as the GPT-2 paper and transformers do: less for the 2·n_layers
+        products added to the residual.
+        """
         if len(shape) == 1:
             return Initial(mean=0.0 if name.endswith("bias") else 1.0)
         residual = name.endswith(("wo.weight", "w2.weight"))
@@ -76,24 +90,28 @@ class GPT2DispModelArgs(DispModelArgs):
     def saved_elements(self, tp: int) -> dict[str, float]:
         d, h = self.dim, self.hidden_dim
         return {
-            # Both residuals; both normalized inputs; q, k, v and the attention's output; w1's output and its GELU.
+            # Both residuals; both normalized inputs; q, k, v and the attention's
+            # output; w1's output and its GELU.
             "none": 2 * d / tp + 2 * d + (4 * d + 2 * h) / tp,
-            # The block's input and the outputs of attention and of all products (SAVED_OPS) are kept. Under TP,
-            # the outputs of wo and w2 are partial sums over the whole sequence, and both reduce-scattered results are
-            # kept too.
+            # The block's input and the outputs of attention and of all products
+            # (SAVED_OPS) are kept. Under TP, the outputs of wo and w2 are partial sums
+            # over the whole sequence, and both reduce-scattered results are kept too.
             "op": d / tp + (4 * d + h) / tp + 2 * d + (2 * d / tp if tp > 1 else 0),
             "full": d / tp,
-            "gradients": d + 2 * h / tp,  # of the feed-forward's output, and before and after its GELU
+            # of the feed-forward's output, and before and after its GELU
+            "gradients": d + 2 * h / tp,
         }
 
 
-# 0.5 M parameters, for tests on a CPU. Its 2,049 tokens leave a remainder of 1 when they are divided among 2, 4, 8, …
-# ranks, as GPT-2's 50,257 do.
-_nano = GPT2DispModelArgs(dim=64, n_layers=6, n_heads=4, hidden_dim=256, vocab_size=2049)
+# 0.5 M parameters, for tests on a CPU. Its 2,049 tokens leave a remainder of 1 when
+# they are divided among 2, 4, 8, … ranks, as GPT-2's 50,257 do.
+_nano = GPT2DispModelArgs(
+    dim=64, n_layers=6, n_heads=4, hidden_dim=256, vocab_size=2049
+)
 
-# In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) calls them 117M to 1542M; the names here count
-# all parameters. Numbers of heads are from config.json of openai-community/gpt2, -medium, -large and -xl;
-# tests/test_models.py compares them.
+# In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) calls them 117M
+# to 1542M; the names here count all parameters. Numbers of heads are from config.json
+# of openai-community/gpt2, -medium, -large and -xl; tests/test_models.py compares them.
 flavors = Flavors(
     {
         "nano": _nano,
@@ -110,15 +128,24 @@ class Attention(nn.Module):
     def __init__(self, args: GPT2DispModelArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Linear(args.dim, args.dim) for _ in range(4)
+        )
         flex = args.attn_type == "flex"
-        self.inner_attention = FlexAttentionWrapper() if flex else ScaledDotProductAttentionWrapper()
+        self.inner_attention = (
+            FlexAttentionWrapper() if flex else ScaledDotProductAttentionWrapper()
+        )
 
     def forward(self, x: Tensor, attention_masks: AttentionMasksType | None) -> Tensor:
         # [B, N, this rank's heads × head_dim] → [B, heads, N, head_dim]
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         masks = {} if attention_masks is None else {"block_mask": attention_masks}
-        return self.wo(self.inner_attention(q, k, v, **masks).transpose(1, 2).flatten(2))
+        return self.wo(
+            self.inner_attention(q, k, v, **masks).transpose(1, 2).flatten(2)
+        )
 
 
 class FeedForward(nn.Module):
@@ -154,7 +181,9 @@ class GPT2DispModel(DispModel):
         self.model_args, self.n_layers = args, args.n_layers
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.pos_embeddings = nn.Embedding(args.context, args.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerBlock(args) for i in range(args.n_layers)}
+        )
         self.norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
@@ -164,23 +193,32 @@ class GPT2DispModel(DispModel):
         return [self.tok_embeddings, self.pos_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        if positions is None:  # context parallelism passes those of this rank's tokens, restart_positions all
+        # context parallelism passes those of this rank's tokens, restart_positions all
+        if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.tok_embeddings(tokens) + self.pos_embeddings(positions)
 
     def run_block(
-        self, block: nn.Module, h: Tensor, attention_masks: AttentionMasksType | None, positions: Tensor | None
+        self,
+        block: nn.Module,
+        h: Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: Tensor | None,
     ) -> Tensor:
         return block(h, attention_masks)
 
 
-# A linear layer with a bias is aten.addmm. TorchTitan's list has aten.mm, and its policy keeps every second one of
-# those; of addmm it keeps all.
+# A linear layer with a bias is aten.addmm. TorchTitan's list has aten.mm, and its
+# policy keeps every second one of those; of addmm it keeps all.
 SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
 
 
-def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Shard as TorchTitan's plan for Llama does, and positions by rows: one rank then has a row's whole gradient."""
+def apply_tp(
+    model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
+) -> None:
+    """Shard as TorchTitan's plan for Llama does, and positions by rows: one rank then
+    has a row's whole gradient.
+    """
     mesh = parallel_dims.get_mesh("tp")
     loss_parallel = not job_config.parallelism.disable_loss_parallel
     table: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
@@ -198,8 +236,14 @@ def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfi
             ),
         },
     )
-    gather: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    with_mask: dict[str, Any] = {"input_layouts": (Shard(1), None), "desired_input_layouts": (Replicate(), None)}
+    gather: dict[str, Any] = {
+        "input_layouts": (Shard(1),),
+        "desired_input_layouts": (Replicate(),),
+    }
+    with_mask: dict[str, Any] = {
+        "input_layouts": (Shard(1), None),
+        "desired_input_layouts": (Replicate(), None),
+    }
     for block in model.layers.values():
         parallelize_module(
             block,
@@ -240,9 +284,12 @@ IN_BLOCK = {
 
 
 class GPT2HfAdapter(HfAdapter):
-    """Convert to Hugging Face's GPT2LMHeadModel. The hub's own files omit the prefix "transformer.".
+    """Convert to Hugging Face's GPT2LMHeadModel.
 
-    Its Conv1D matrices (c_…) are the transposes of nn.Linear's. Queries, keys and values are one layer, c_attn.
+    The hub's own files omit the prefix "transformer.".
+
+    Its Conv1D matrices (c_…) are the transposes of nn.Linear's. Queries, keys and
+    values are one layer, c_attn.
     """
 
     model_cls = GPT2DispModel
@@ -259,7 +306,8 @@ class GPT2HfAdapter(HfAdapter):
     }
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
-        self._layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}  # of weights that to_hf has gathered
+        # of weights that to_hf has gathered
+        self._layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
         super().__init__(model_args, hf_assets_path)
 
     def architecture(self) -> dict[str, Any]:
@@ -281,7 +329,8 @@ class GPT2HfAdapter(HfAdapter):
             "resid_pdrop": 0.0,  # as in training; transformers' default is 0.1
             "embd_pdrop": 0.0,
             "attn_pdrop": 0.0,
-            "trained_seq_len": self.model_args.max_seq_len,  # titan-disp's own key: later rows of wpe were not trained
+            # titan-disp's own key: later rows of wpe were not trained
+            "trained_seq_len": self.model_args.max_seq_len,
         }
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -291,29 +340,45 @@ class GPT2HfAdapter(HfAdapter):
         return config
 
     def canonical(self, name: str) -> str:
-        return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+        return (
+            name
+            if name.startswith(("transformer.", "lm_head."))
+            else f"transformer.{name}"
+        )
 
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+    def get_hf_storage_reader(
+        self, path: str, from_quantized: bool = False
+    ) -> HuggingFaceStorageReader:
         return _Reader(path, self.canonical)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return Hugging Face's weights: linear layers whole and on the CPU, by a collective call, if sharded."""
+        """Return Hugging Face's weights: linear layers whole and on the CPU, by a
+        collective call, if sharded.
+        """
         found: dict[str, Any] = {}
         for theirs, ours in self._names():
             if ".c_" in theirs:
-                found[theirs] = _conv(torch.cat([self._whole(name, state_dict[name]) for name in ours]))
+                found[theirs] = _conv(
+                    torch.cat([self._whole(name, state_dict[name]) for name in ours])
+                )
             else:
                 found[theirs] = state_dict[ours[0]]
         return found
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return our weights, sharded as they were before ``to_hf``. Other entries, such as masks, are left out."""
+        """Return our weights, sharded as they were before ``to_hf``.
+
+        Other entries, such as masks, are left out.
+        """
         hf = {self.canonical(name): value for name, value in hf_state_dict.items()}
         found: dict[str, Any] = {}
         for theirs, ours in self._names():
             if ".c_" in theirs:
                 parts = _conv(hf[theirs]).chunk(len(ours))
-                found |= {name: self._laid_out(name, part) for name, part in zip(ours, parts, strict=True)}
+                found |= {
+                    name: self._laid_out(name, part)
+                    for name, part in zip(ours, parts, strict=True)
+                }
             else:
                 found[ours[0]] = hf[theirs]
         if self.model_args.enable_weight_tying:
@@ -325,8 +390,13 @@ class GPT2HfAdapter(HfAdapter):
         for ours, theirs in OUTSIDE.items():
             if ours != "output.weight" or not self.model_args.enable_weight_tying:
                 yield theirs, [ours]
-        for i, (parts, layer), kind in product(range(self.model_args.n_layers), IN_BLOCK.items(), ("weight", "bias")):
-            yield f"transformer.h.{i}.{layer}.{kind}", [f"layers.{i}.{part}.{kind}" for part in parts]
+        for i, (parts, layer), kind in product(
+            range(self.model_args.n_layers), IN_BLOCK.items(), ("weight", "bias")
+        ):
+            yield (
+                f"transformer.h.{i}.{layer}.{kind}",
+                [f"layers.{i}.{part}.{kind}" for part in parts],
+            )
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
@@ -338,11 +408,19 @@ class GPT2HfAdapter(HfAdapter):
         if name not in self._layouts:
             return whole.contiguous()
         mesh, placements = self._layouts[name]
-        return distribute_tensor(whole.contiguous().to(mesh.device_type), mesh, placements, src_data_rank=None)
+        return distribute_tensor(
+            whole.contiguous().to(mesh.device_type),
+            mesh,
+            placements,
+            src_data_rank=None,
+        )
 
 
 def _conv(value: Tensor) -> Tensor:
-    """Convert a linear layer's matrix to Conv1D's layout or back. A bias stays as it is."""
+    """Convert a linear layer's matrix to Conv1D's layout or back.
+
+    A bias stays as it is.
+    """
     return value.t().contiguous() if value.ndim == 2 else value
 
 
@@ -354,14 +432,20 @@ class _Reader(HuggingFaceStorageReader):
 
     def read_metadata(self) -> Metadata:
         metadata = super().read_metadata()
-        self._in_file = {self._canonical(name): name for name in metadata.state_dict_metadata}
+        self._in_file = {
+            self._canonical(name): name for name in metadata.state_dict_metadata
+        }
         found = metadata.state_dict_metadata
-        metadata.state_dict_metadata = {name: found[in_file] for name, in_file in self._in_file.items()}
+        metadata.state_dict_metadata = {
+            name: found[in_file] for name, in_file in self._in_file.items()
+        }
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         items = []
         for item in plan.items:
-            index = dataclasses.replace(item.storage_index, fqn=self._in_file[item.storage_index.fqn])
+            index = dataclasses.replace(
+                item.storage_index, fqn=self._in_file[item.storage_index.fqn]
+            )
             items.append(dataclasses.replace(item, storage_index=index))
         return super().read_data(dataclasses.replace(plan, items=items), planner)

@@ -1,4 +1,6 @@
-"""All models use TorchTitan's adapter for Hugging Face's weight format, with fixes; folders are checked before a load."""
+"""All models use TorchTitan's adapter for Hugging Face's weight format, with fixes;
+folders are checked before a load.
+"""
 
 import json
 from pathlib import Path
@@ -17,16 +19,19 @@ INDEX = "model.safetensors.index.json"
 
 
 class HfAdapter(StateDictAdapter):
-    """Extend TorchTitan's adapter so that its plan of output files always fits the model.
+    """Extend TorchTitan's adapter so that its plan of output files always fits the
+    model.
 
-    TorchTitan takes the plan from ``model.safetensors.index.json`` in the assets folder. On the hub, it may list an
-    ``lm_head.weight`` that a tied model does not save: 0.2.2 would write one without values, and no reader opens that
-    file. If a weight is missing from the index, the save at the end of training would fail.
+    TorchTitan takes the plan from ``model.safetensors.index.json`` in the assets
+    folder. On the hub, it may list an ``lm_head.weight`` that a tied model does not
+    save: 0.2.2 would write one without values, and no reader opens that file. If a
+    weight is missing from the index, the save at the end of training would fail.
     """
 
     model_cls: type[DispModel]
     transformers_class: str  # such as "Qwen3ForCausalLM"
-    defaults: dict[str, Any]  # transformers', for keys of ``architecture`` that a config.json may omit
+    # Transformers', for keys of ``architecture`` that a config.json may omit
+    defaults: dict[str, Any]
     fqn_to_index_mapping: dict[Any, int] | None
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
@@ -47,31 +52,47 @@ class HfAdapter(StateDictAdapter):
             self.fqn_to_index_mapping = {name: listed[name] for name in names}
 
     def architecture(self) -> dict[str, Any]:
-        """Return the keys of config.json that describe the network: an export writes them, an import compares them."""
+        """Return the keys of config.json that describe the network: an export writes
+        them, an import compares them.
+        """
         raise NotImplementedError
 
     def extras(self) -> dict[str, Any]:
-        """Return the other keys that an export writes to config.json. An import does not need them."""
+        """Return the other keys that an export writes to config.json.
+
+        An import does not need them.
+        """
         return {}
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json with the keys of ``architecture``, whichever way the file spells them."""
+        """Return config.json with the keys of ``architecture``, whichever way the file
+        spells them.
+        """
         return self.defaults | config
 
     def canonical(self, name: str) -> str:
-        """Return the name that ``to_hf`` gives to the weight that a file calls ``name``."""
+        """Return the name that ``to_hf`` gives to the weight that a file calls
+        ``name``.
+        """
         return name
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all weights by their Hugging Face names. A tied embedding appears once."""
+        """Return the shapes of all weights by their Hugging Face names.
+
+        A tied embedding appears once.
+        """
         with torch.device("meta"):
             model = self.model_cls(self.model_args)
         plain = type(self)(self.model_args, None)
-        return {name: tuple(w.shape) for name, w in plain.to_hf(model.state_dict()).items()}
+        return {
+            name: tuple(w.shape) for name, w in plain.to_hf(model.state_dict()).items()
+        }
 
 
 def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
-    """Check, by headers alone, that ``checkpoint.initial_load_in_hf`` can load a folder, or raise ConfigError."""
+    """Check, by headers alone, that ``checkpoint.initial_load_in_hf`` can load a
+    folder, or raise ConfigError.
+    """
     folder = Path(folder)
     where = f"checkpoint.initial_load_in_hf: {str(folder)!r}"
     what = "a folder with *.safetensors and config.json (checkpoint.initial_load_path, or else model.hf_assets_path)"
@@ -82,7 +103,9 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
     try:
         config = adapter.stated(json.loads((folder / "config.json").read_text()))
     except OSError as error:
-        raise ConfigError(f"{where}: config.json: {error.strerror}; expected {what}") from error
+        raise ConfigError(
+            f"{where}: config.json: {error.strerror}; expected {what}"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{where}: config.json is not valid JSON: {error}") from error
     differ = [
@@ -99,15 +122,21 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
 
 
 def check_weights(folder: Path, adapter: HfAdapter, where: str) -> None:
-    """Check, by their headers, that the files of a folder hold all weights, or raise ConfigError."""
+    """Check, by their headers, that the files of a folder hold all weights, or raise
+    ConfigError.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as weights:
                 for name in weights.keys():  # noqa: SIM118
-                    found[adapter.canonical(name)] = tuple(weights.get_slice(name).get_shape())
+                    found[adapter.canonical(name)] = tuple(
+                        weights.get_slice(name).get_shape()
+                    )
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{where}: {file.name} is damaged: {error}. Download it again") from error
+            raise ConfigError(
+                f"{where}: {file.name} is damaged: {error}. Download it again"
+            ) from error
     wanted = adapter.weight_shapes()
     if missing := sorted(wanted.keys() - found.keys()):
         raise ConfigError(
@@ -116,4 +145,6 @@ def check_weights(folder: Path, adapter: HfAdapter, where: str) -> None:
         )
     for name, shape in wanted.items():
         if found[name] != shape:
-            raise ConfigError(f"{where} has {name} of shape {found[name]}, expected {shape} for model.flavor")
+            raise ConfigError(
+                f"{where} has {name} of shape {found[name]}, expected {shape} for model.flavor"
+            )

@@ -1,16 +1,23 @@
-"""All models are parallelized in this order: TP, tying, CP, activation checkpointing, compile, FSDP2 or HSDP.
+"""All models are parallelized in this order: TP, tying, CP, activation checkpointing,
+compile, FSDP2 or HSDP.
 
-TorchTitan 0.2.2's order fails for tied embeddings: TP replaces both parameters, which unties them, and separate FSDP
-groups for the embedding and the output layer either raise or train two matrices. Here the parameters are tied again
-after TP, and the embeddings, the final norm and the output layer form one FSDP group.
+TorchTitan 0.2.2's order fails for tied embeddings: TP replaces both parameters, which
+unties them, and separate FSDP groups for the embedding and the output layer either
+raise or train two matrices. Here the parameters are tied again after TP, and the
+embeddings, the final norm and the output layer form one FSDP group.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -35,9 +42,11 @@ def parallelize_model(
     apply_tp: ApplyTP,
     saved_ops: Collection[torch._ops.OpOverload],
 ) -> nn.Module:
-    """Apply everything that the config asks for to a model on the meta device, in place.
+    """Apply everything that the config asks for to a model on the meta device, in
+    place.
 
-    The config must have passed ``config.checks.check_config``, which refuses combinations that do not work.
+    The config must have passed ``config.checks.check_config``, which refuses
+    combinations that do not work.
     """
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     tp_mesh = parallel_dims.get_optional_mesh("tp")
@@ -50,15 +59,17 @@ def parallelize_model(
                 f'{type(model.output).__name__}: add "output" to the filter_fqns of the converter, or set '
                 "head_chunk_tokens = 0"
             )
-        model.output = chunked(model.output, tp_mesh, not job_config.parallelism.disable_loss_parallel)
+        model.output = chunked(
+            model.output, tp_mesh, not job_config.parallelism.disable_loss_parallel
+        )
     model.tie_weights()  # TP and a chunked head replace parameters
     if parallel_dims.cp_enabled:
-        attentions = [block.attention.inner_attention for block in model.layers.values()]  # type: ignore[union-attr]
-        apply_cp_to_attention_module(attentions, parallel_dims.get_mesh("cp"), "sdpa")  # type: ignore[arg-type]
+        attentions = [attention.inner_attention for attention in _attentions(model)]
+        apply_cp_to_attention_module(attentions, parallel_dims.get_mesh("cp"), "sdpa")
     masked = model.model_args.attn_type == "flex"
     if tp_mesh is not None and (parallel_dims.cp_enabled or masked or cpu.active()):
-        for block in model.layers.values():
-            block.attention.inner_attention = LocalHeads(block.attention.inner_attention)  # type: ignore[union-attr, arg-type]
+        for attention in _attentions(model):
+            attention.inner_attention = LocalHeads(attention.inner_attention)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
@@ -76,10 +87,11 @@ def parallelize_model(
 
 
 class LocalHeads(nn.Module):
-    """Run attention on this rank's own heads of q, k, v [B, heads, N, head_dim], over which TP shards. Nothing is sent.
+    """Run attention on this rank's own heads of q, k, v [B, heads, N, head_dim], over
+    which TP shards. Nothing is sent.
 
-    torch's context parallelism and flex attention take plain tensors, and its attention on a CPU has no sharding
-    strategy for DTensors.
+    torch's context parallelism and flex attention take plain tensors, and its attention
+    on a CPU has no sharding strategy for DTensors.
     """
 
     def __init__(self, attention: nn.Module) -> None:
@@ -87,21 +99,36 @@ class LocalHeads(nn.Module):
         self.attention = attention
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-        if not isinstance(q, DTensor) or not isinstance(k, DTensor) or not isinstance(v, DTensor):
+        if (
+            not isinstance(q, DTensor)
+            or not isinstance(k, DTensor)
+            or not isinstance(v, DTensor)
+        ):
             return self.attention(q, k, v, **kwargs)  # already local
         out = self.attention(q.to_local(), k.to_local(), v.to_local(), **kwargs)
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
-def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+def _attentions(model: DispModel) -> list[Any]:
+    """Return each block's attention, whose ``inner_attention`` can be replaced."""
+    return [block.attention for block in cast(Any, model.layers).values()]
+
+
+def _apply_fsdp(
+    model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
+) -> None:
     hybrid = parallel_dims.dp_replicate_enabled
     config: dict[str, Any] = {
-        "mesh": parallel_dims.get_mesh(["dp_replicate", "fsdp"] if hybrid else ["fsdp"]),
+        "mesh": parallel_dims.get_mesh(
+            ["dp_replicate", "fsdp"] if hybrid else ["fsdp"]
+        ),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
         ),
-        "offload_policy": CPUOffloadPolicy() if job_config.training.enable_cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy()
+        if job_config.training.enable_cpu_offload
+        else OffloadPolicy(),
         "shard_placement_fn": _columns_where_rows_are_uneven,
     }
     policy = job_config.parallelism.fsdp_reshard_after_forward
@@ -112,9 +139,14 @@ def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobCo
         head = [*model.embeddings, *head]  # the shared parameter has one owner
     else:
         fully_shard(model.embeddings, reshard_after_forward=policy != "never", **config)
-    # Backward starts with this group, so resharding it after forward would only gather it twice. The loss of a chunked
-    # head reads the weight after the forward.
-    fully_shard(head, reshard_after_forward=policy == "always" and not isinstance(model.output, ChunkedHead), **config)
+    # Backward starts with this group, so resharding it after forward would only gather
+    # it twice. The loss of a chunked head reads the weight after the forward.
+    fully_shard(
+        head,
+        reshard_after_forward=policy == "always"
+        and not isinstance(model.output, ChunkedHead),
+        **config,
+    )
     fully_shard(model, **config)
     # The objective divides by the global number of valid tokens; FSDP must only sum.
     disable_fsdp_gradient_division(model)
@@ -122,13 +154,21 @@ def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobCo
 
 
 def _columns_where_rows_are_uneven(param: nn.Parameter) -> Shard | None:
-    """Shard columns if TP has divided the rows unevenly, such as GPT-2's 50,257 tokens; else FSDP shards rows.
+    """Shard columns if TP has divided the rows unevenly, such as GPT-2's 50,257 tokens;
+    else FSDP shards rows.
 
-    DTensor (torch 2.13) assumes that TP divides the rows of every FSDP shard as it divides all rows. On the last of 8
-    shards, 2 TP ranks have 3135 + 3141 of the 50,257 rows: initial weights and checkpoints would mix rows up.
+    DTensor (torch 2.13) assumes that TP divides the rows of every FSDP shard as it
+    divides all rows. On the last of 8 shards, 2 TP ranks have 3135 + 3141 of the 50,257
+    rows: initial weights and checkpoints would mix rows up.
     """
     if isinstance(param, DTensor):
-        for degree, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-            if isinstance(placement, Shard) and placement.dim == 0 and param.shape[0] % degree:
+        for degree, placement in zip(
+            param.device_mesh.shape, param.placements, strict=True
+        ):
+            if (
+                isinstance(placement, Shard)
+                and placement.dim == 0
+                and param.shape[0] % degree
+            ):
                 return Shard(1)
     return None

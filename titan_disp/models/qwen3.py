@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3 import qwen3_args
-from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list, apply_non_moe_tp
+from torchtitan.models.qwen3.infra.parallelize import (
+    _op_sac_save_list,
+    apply_non_moe_tp,
+)
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
@@ -49,11 +52,13 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
         d, h = self.dim, self.hidden_dim
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         return {
-            # Both residuals; both normalized inputs; q and k before their norm; q, k, v and the attention's output;
-            # w1's output, its SiLU, w3's output and their product.
+            # Both residuals; both normalized inputs; q and k before their norm; q, k, v
+            # and the attention's output; w1's output, its SiLU, w3's output and their
+            # product.
             "none": 2 * d / tp + 2 * d + (3 * q + 3 * kv + 4 * h) / tp,
-            # The block's input, the attention's output and every second product (q, v, w1, w2) are kept. Under TP, w2's
-            # output is a partial sum over the whole sequence, and both reduce-scattered results are kept too.
+            # The block's input, the attention's output and every second product (q, v,
+            # w1, w2) are kept. Under TP, w2's output is a partial sum over the whole
+            # sequence, and both reduce-scattered results are kept too.
             "op": d / tp + (2 * q + kv + h) / tp + d + (2 * d / tp if tp > 1 else 0),
             "full": d / tp,
             # In the feed-forward: of its output and of what is multiplied in it.
@@ -65,8 +70,9 @@ def _like_torchtitan(name: str, **changes: Any) -> Qwen3DispModelArgs:
     return Qwen3DispModelArgs(**(vars(copy.deepcopy(qwen3_args[name])) | changes))
 
 
-# In ascending order. TorchTitan registers Qwen's published sizes: Table 1 of the Qwen3 technical report (arXiv
-# 2505.09388) and config.json of Qwen/Qwen3-*; tests/test_models.py compares them. Embeddings are tied up to 4B.
+# In ascending order. TorchTitan registers Qwen's published sizes: Table 1 of the Qwen3
+# technical report (arXiv 2505.09388) and config.json of Qwen/Qwen3-*;
+# tests/test_models.py compares them. Embeddings are tied up to 4B.
 flavors = Flavors(
     {
         "nano": Qwen3DispModelArgs(  # 0.4 M parameters: for the demo and tests on a CPU
@@ -86,7 +92,8 @@ flavors = Flavors(
         # For a preflight of untied models on a CPU.
         "debugmodel_untied": _like_torchtitan("debugmodel", enable_weight_tying=False),
         "0.6B": _like_torchtitan("0.6B"),
-        # The model that the authors' TorchTitan fork trained: by accident, as they say, FSDP untied the embedding.
+        # The model that the authors' TorchTitan fork trained: by accident, as they say,
+        # FSDP untied the embedding.
         "0.6B_untied": _like_torchtitan("0.6B", enable_weight_tying=False),
         **{name: _like_torchtitan(name) for name in ("1.7B", "4B", "8B", "14B", "32B")},
     }
@@ -98,7 +105,11 @@ class Qwen3DispModel(DispModel, Qwen3Model):
     rope_cache: Tensor
 
     def run_block(
-        self, block: nn.Module, h: Tensor, attention_masks: AttentionMasksType | None, positions: Tensor | None
+        self,
+        block: nn.Module,
+        h: Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: Tensor | None,
     ) -> Tensor:
         return block(h, self.rope_cache, attention_masks, positions)
 
@@ -110,7 +121,9 @@ class Qwen3DispModel(DispModel, Qwen3Model):
 SAVED_OPS = _op_sac_save_list
 
 
-def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+def apply_tp(
+    model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
+) -> None:
     recipe = job_config.quantize.linear.float8.recipe_name
     apply_non_moe_tp(
         model,
@@ -120,7 +133,8 @@ def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfi
         enable_float8_tensorwise_tp="float8" in job_config.model.converters
         and recipe not in ("rowwise", "rowwise_with_gw_hp"),
         enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
-        cp_enabled=parallel_dims.cp_enabled or model.model_args.restart_positions,  # whether there are positions
+        # Whether there are positions
+        cp_enabled=parallel_dims.cp_enabled or model.model_args.restart_positions,
     )
 
 
@@ -128,7 +142,12 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
     model_cls = Qwen3DispModel
     model_args: Qwen3DispModelArgs
     transformers_class = "Qwen3ForCausalLM"
-    defaults = {"rope_scaling": None, "attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
+    defaults = {
+        "rope_scaling": None,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "hidden_act": "silu",
+    }
 
     def architecture(self) -> dict[str, Any]:
         args = self.model_args
@@ -142,13 +161,17 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
             "num_key_value_heads": args.n_kv_heads,
             "head_dim": args.head_dim,
             "rms_norm_eps": args.norm_eps,  # of queries and keys too
-            "rope_theta": args.rope_theta,  # at the top level, as in Qwen's own files: transformers 4.51 to 5 read it
+            # At the top level, as in Qwen's own files: transformers 4.51 to 5 read it
+            "rope_theta": args.rope_theta,
             "tie_word_embeddings": args.enable_weight_tying,
         }
 
     def extras(self) -> dict[str, Any]:
         # transformers 4.51 warns if sliding_window is absent
-        return {"max_position_embeddings": self.model_args.max_seq_len, "sliding_window": None}
+        return {
+            "max_position_embeddings": self.model_args.max_seq_len,
+            "sliding_window": None,
+        }
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
         config = super().stated(config)
@@ -156,4 +179,7 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
         if not isinstance(rope, dict):
             return config
         plain = rope.get("rope_type", "default") == "default"
-        return config | {"rope_theta": rope.get("rope_theta"), "rope_scaling": None if plain else rope}
+        return config | {
+            "rope_theta": rope.get("rope_theta"),
+            "rope_scaling": None if plain else rope,
+        }

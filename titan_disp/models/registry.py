@@ -1,4 +1,7 @@
-"""These are the models that a config can name. A new model is a file and an entry in ``MODELS``."""
+"""These are the models that a config can name.
+
+A new model is a file and an entry in ``MODELS``.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -22,24 +25,44 @@ class ModelEntry:
 
     name: str  # model.name in a config
     title: str  # for people
-    flavors: Flavors  # in ascending order: a preflight without an accelerator takes the first that fits
+    # in ascending order: a preflight without an accelerator takes the first that fits
+    flavors: Flavors
     adapter: type[HfAdapter]  # converts weights to and from transformers
     apply_tp: ApplyTP  # applies the tensor-parallel plan in place
-    saved_ops: Collection[torch._ops.OpOverload]  # whose outputs selective activation checkpointing keeps
+    # Whose outputs selective activation checkpointing keeps
+    saved_ops: Collection[torch._ops.OpOverload]
 
     @property
     def model_cls(self) -> type[DispModel]:
         return self.adapter.model_cls
 
-    def parallelize(self, model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        return parallelize_model(model, parallel_dims, job_config, self.apply_tp, self.saved_ops)
+    def parallelize(
+        self, model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
+    ) -> nn.Module:
+        return parallelize_model(
+            model, parallel_dims, job_config, self.apply_tp, self.saved_ops
+        )
 
 
 MODELS: dict[str, ModelEntry] = {
     entry.name: entry
     for entry in (
-        ModelEntry("qwen3_disp", "Qwen3", qwen3.flavors, qwen3.Qwen3HfAdapter, qwen3.apply_tp, qwen3.SAVED_OPS),
-        ModelEntry("gpt2_disp", "GPT-2", gpt2.flavors, gpt2.GPT2HfAdapter, gpt2.apply_tp, gpt2.SAVED_OPS),
+        ModelEntry(
+            "qwen3_disp",
+            "Qwen3",
+            qwen3.flavors,
+            qwen3.Qwen3HfAdapter,
+            qwen3.apply_tp,
+            qwen3.SAVED_OPS,
+        ),
+        ModelEntry(
+            "gpt2_disp",
+            "GPT-2",
+            gpt2.flavors,
+            gpt2.GPT2HfAdapter,
+            gpt2.apply_tp,
+            gpt2.SAVED_OPS,
+        ),
     )
 }
 
@@ -48,18 +71,24 @@ def find_model(name: str) -> ModelEntry:
     """Return the model that ``model.name`` names, or raise ConfigError."""
     if name not in MODELS:
         known = " or ".join(f'"{known}"' for known in MODELS)
-        raise ConfigError(f"model.name is {name!r}, expected {known}{did_you_mean(name, MODELS)}")
+        raise ConfigError(
+            f"model.name is {name!r}, expected {known}{did_you_mean(name, MODELS)}"
+        )
     return MODELS[name]
 
 
 def model_args(name: str, flavor: str, overrides: Written = ()) -> DispModelArgs:
-    """Return a copy of the arguments that the keys of [model] describe, or raise ConfigError."""
+    """Return a copy of the arguments that the keys of [model] describe, or raise
+    ConfigError.
+    """
     args: DispModelArgs = find_model(name).flavors[flavor]
     apply_overrides(args, overrides)
     return args
 
 
 def args_of(job_config: JobConfig) -> DispModelArgs:
-    """Return the ``model_args`` of a config, before TorchTitan's ``update_from_config``."""
+    """Return the ``model_args`` of a config, before TorchTitan's
+    ``update_from_config``.
+    """
     model = job_config.model
     return model_args(model.name, model.flavor, model.overrides)  # type: ignore[attr-defined]

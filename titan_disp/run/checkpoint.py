@@ -1,7 +1,9 @@
-"""This module extends TorchTitan's checkpoint manager so that a run survives failing nodes and damaged checkpoints.
+"""This module extends TorchTitan's checkpoint manager so that a run survives failing
+nodes and damaged checkpoints.
 
-docs/resilience.md says what it promises. A checkpoint is *complete* if it has DCP's ``.metadata``, which is written last.
-If a load or save fails on any rank, all ranks learn of it and stop together.
+docs/resilience.md says what it promises. A checkpoint is *complete* if it has DCP's
+``.metadata``, which is written last. If a load or save fails on any rank, all ranks
+learn of it and stop together.
 """
 
 import os
@@ -27,17 +29,28 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError, InUseError, RefusedError, UserError
+from titan_disp.errors import (
+    CheckpointError,
+    ConfigError,
+    InUseError,
+    RefusedError,
+    UserError,
+)
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
 from titan_disp.run import identity, integrity, safe_dcp
 from titan_disp.run.folder import write_json
 
 
-def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter) -> None:
-    """Check the weights that a new run begins with, if [checkpoint] names any. ``assets`` is ``model.hf_assets_path``.
+def check_initial_load(
+    checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter
+) -> None:
+    """Check the weights that a new run begins with, if [checkpoint] names any.
 
-    Raises ConfigError if the keys contradict each other, or the weights are missing, incomplete, or (in Hugging Face's
-    format) another model's. Hashes are not compared here.
+    ``assets`` is ``model.hf_assets_path``.
+
+    Raises ConfigError if the keys contradict each other, or the weights are missing,
+    incomplete, or (in Hugging Face's format) another model's. Hashes are not compared
+    here.
     """
     path = checkpoint.initial_load_path
     if not checkpoint.enable:
@@ -52,15 +65,23 @@ def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAd
                 "checkpoint.initial_load_in_hf needs checkpoint.initial_load_model_only: safetensors hold no optimizer"
             )
         check_hf_folder(path or assets or "", adapter)
-    elif path and (reason := integrity.problem(path) if os.path.isdir(path) else "it is not a folder"):
+    elif path and (
+        reason := integrity.problem(path)
+        if os.path.isdir(path)
+        else "it is not a folder"
+    ):
         raise ConfigError(
             f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}; expected RUN/checkpoint/step-N of "
             "another run, or a Hugging Face folder with checkpoint.initial_load_in_hf = true"
         )
 
 
-def hf_config(adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str) -> dict[str, Any]:
-    """Return Hugging Face's config of a model, with the BOS and EOS that training put around documents."""
+def hf_config(
+    adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str
+) -> dict[str, Any]:
+    """Return Hugging Face's config of a model, with the BOS and EOS that training put
+    around documents.
+    """
     return {
         **adapter.architecture(),
         **adapter.extras(),
@@ -72,27 +93,40 @@ def hf_config(adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str) -> dict[
 
 
 def describe(
-    dest: Path, adapter: HfAdapter, folder: Path, tokenizer: BaseTokenizer, dtype: str, documents: Iterable[str] = ()
+    dest: Path,
+    adapter: HfAdapter,
+    folder: Path,
+    tokenizer: BaseTokenizer,
+    dtype: str,
+    documents: Iterable[str] = (),
 ) -> None:
-    """Write what ``from_pretrained`` needs beside the weights into ``dest``: two files of config, and the tokenizer.
+    """Write what ``from_pretrained`` needs beside the weights into ``dest``: two files
+    of config, and the tokenizer.
 
-    ``tokenizer`` was loaded from ``folder``, ``dtype`` is that of the weights, and ``adapter.model_args.max_seq_len`` is
-    the sequence length of training. The written tokenizer must give training's ids for ``documents`` and for
-    ``hf_tokenizer.PROBES``. Raises ConfigError if it cannot be converted or gives other ids, and OSError.
+    ``tokenizer`` was loaded from ``folder``, ``dtype`` is that of the weights, and
+    ``adapter.model_args.max_seq_len`` is the sequence length of training. The written
+    tokenizer must give training's ids for ``documents`` and for
+    ``hf_tokenizer.PROBES``. Raises ConfigError if it cannot be converted or gives other
+    ids, and OSError.
     """
     write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    write_json(dest / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+    write_json(
+        dest / "generation_config.json", {k: v for k, v in ids.items() if v is not None}
+    )
     write_tokenizer(folder, tokenizer, dest, adapter.model_args.max_seq_len, documents)
 
 
 class Hooks(Protocol):
     """What a checkpoint manager asks of the trainer."""
 
-    def check_resume(self, step: int) -> None: ...  # raises ConfigError to refuse a checkpoint before it is loaded
+    # raises ConfigError to refuse a checkpoint before it is loaded
+    def check_resume(self, step: int) -> None: ...
     def healthy(self) -> bool: ...  # whether the model's state is worth saving now
-    def taken_by(self) -> str | None: ...  # which other start has taken the run folder from this one
-    def owns_folder(self) -> bool: ...  # whether it may delete what dead processes left among the checkpoints
+    # which other start has taken the run folder from this one
+    def taken_by(self) -> str | None: ...
+    # whether it may delete what dead processes left among the checkpoints
+    def owns_folder(self) -> bool: ...
     def event(self, name: str, step: int, **details: Any) -> None: ...
     def busy(self, doing: str, step: int) -> AbstractContextManager[None]: ...
 
@@ -103,18 +137,25 @@ class DispCheckpointManager(CheckpointManager):
     save_future: Any  # a Future of an asynchronous save, or None
 
     def __init__(self, hooks: Hooks, save_seconds: float, **kwargs: Any) -> None:
-        """Create the manager. In saves, no rank waits for another for more than ``save_seconds``. A collective call."""
+        """Create the manager.
+
+        In saves, no rank waits for another for more than ``save_seconds``. A collective
+        call.
+        """
         self.pg: Any = None
         super().__init__(**kwargs)
-        # A rank may write for minutes, and the time-outs of training are shorter. TorchTitan makes a group for
-        # asynchronous saves only, with gloo's time-out.
-        self._time = timedelta(seconds=min(save_seconds, 1e8))  # gloo takes no infinite time
+        # A rank may write for minutes, and the time-outs of training are shorter.
+        # TorchTitan makes a group for asynchronous saves only, with gloo's time-out.
+        # gloo takes no infinite time
+        self._time = timedelta(seconds=min(save_seconds, 1e8))
         if self.enable and dist.get_backend() != "fake":
             self.pg = dist.new_group(backend="gloo", timeout=self._time)
         self.hooks = hooks
-        self.sd_adapter = kwargs["sd_adapter"]  # TorchTitan does not set it if checkpoints are disabled
+        # TorchTitan does not set it if checkpoints are disabled
+        self.sd_adapter = kwargs["sd_adapter"]
         self._config: Checkpoint = kwargs["checkpoint_config"]
-        self.saved_step: int | None = None  # of the newest checkpoint that this process has completely saved
+        # of the newest checkpoint that this process has completely saved
+        self.saved_step: int | None = None
         self._forced = False
         self._due = False
         self._saving: int | None = None  # step of an asynchronous save under way
@@ -129,15 +170,21 @@ class DispCheckpointManager(CheckpointManager):
         if not self.enable or self.load_only:
             return False
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
-        # A skipped step changes no weights, so that a save would be sound; but the next good step is not far away.
+        # A skipped step changes no weights, so that a save would be sound; but the next
+        # good step is not far away.
         if wanted and not self.hooks.healthy() and not (self._forced or last_step):
             self._due = True
-            logger.warning(f"step {curr_step}: no checkpoint while steps are skipped; the next good step saves one")
+            logger.warning(
+                f"step {curr_step}: no checkpoint while steps are skipped; the next good step saves one"
+            )
             return False
         return wanted
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save as TorchTitan does, if due. Raises CheckpointError on all ranks if this save or the one before failed."""
+        """Save as TorchTitan does, if due.
+
+        Raises CheckpointError on all ranks if this save or the one before failed.
+        """
         if not self._should_save(curr_step, last_step):
             return
         with self.hooks.busy("save", curr_step):
@@ -147,7 +194,8 @@ class DispCheckpointManager(CheckpointManager):
                 super().save(curr_step, last_step)
             except (CheckpointError, InUseError):
                 raise
-            except BaseException as error:  # DCP's CheckpointException is not an Exception; DCP raises it on all ranks
+            # DCP's CheckpointException is not an Exception; DCP raises it on all ranks
+            except BaseException as error:
                 raise self._failed(curr_step, error) from error
             self._forced = self._due = False
             if self.save_future is not None and not last_step:
@@ -156,20 +204,33 @@ class DispCheckpointManager(CheckpointManager):
                 self._saved(curr_step)
 
     def _save_last_step(self, curr_step: int) -> None:
-        """Save as TorchTitan does; in Hugging Face's format, add the files that ``from_pretrained`` needs."""
+        """Save as TorchTitan does; in Hugging Face's format, add the files that
+        ``from_pretrained`` needs.
+        """
         super()._save_last_step(curr_step)
         if not self.last_save_in_hf or dist.get_rank() != 0:
             return
-        folder, assets = Path(self._create_checkpoint_id(curr_step)), self.sd_adapter.hf_assets_path
+        folder, assets = (
+            Path(self._create_checkpoint_id(curr_step)),
+            self.sd_adapter.hf_assets_path,
+        )
         try:
-            describe(folder, self.sd_adapter, Path(assets), load_tokenizer(assets), self._config.export_dtype)
+            describe(
+                folder,
+                self.sd_adapter,
+                Path(assets),
+                load_tokenizer(assets),
+                self._config.export_dtype,
+            )
         except (ConfigError, OSError) as error:  # the weights are saved
             logger.warning(
                 f"{folder} holds weights without config and tokenizer ({error}): titan-disp export writes both"
             )
 
     def _make_room(self, step: int) -> None:
-        """Remove an unfinished save of this step, which may be of another number of ranks, unless the folder was taken."""
+        """Remove an unfinished save of this step, which may be of another number of
+        ranks, unless the folder was taken.
+        """
         if other := self.hooks.taken_by():
             raise InUseError(
                 f"step {step} is not saved: the run folder of {self.folder!r} was taken by another job ({other}) while "
@@ -180,7 +241,9 @@ class DispCheckpointManager(CheckpointManager):
         if folder.is_dir() and not integrity.is_complete(folder):
             if integrity.is_unfinished(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            else:  # it may be more than that, for example a checkpoint whose .metadata was moved away
+            # it may be more than that, for example a checkpoint whose .metadata was
+            # moved away
+            else:
                 self._move_aside(step, "has no .metadata")
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
@@ -211,23 +274,38 @@ class DispCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save as TorchTitan does, and hash the files, except in Hugging Face's format."""
+        """Save as TorchTitan does, and hash the files, except in Hugging Face's
+        format.
+        """
         if to_hf:
-            set_timeout(self._time, None)  # TorchTitan saves in the default group. This save is the last one
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+            # TorchTitan saves in the default group. This save is the last one
+            set_timeout(self._time, None)
+            return super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
         writer = integrity.HashingWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
-            saved = torch_dcp.save(state_dict, storage_writer=writer, process_group=self.pg)
+            saved = torch_dcp.save(
+                state_dict, storage_writer=writer, process_group=self.pg
+            )
         else:
-            pinned = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+            pinned = {
+                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+                "async_stager": self.stager,
+            }
             how = {} if async_mode == AsyncMode.ASYNC else pinned
-            saved = torch_dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **how)
+            saved = torch_dcp.async_save(
+                state_dict, storage_writer=writer, process_group=self.pg, **how
+            )
         if enable_garbage_collection:
             utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
 
     def save_has_failed(self) -> bool:
-        """Return whether an asynchronous save has failed on this rank, without waiting. Record one that has ended well."""
+        """Return whether an asynchronous save has failed on this rank, without waiting.
+
+        Record one that has ended well.
+        """
         future: Future[Any] | None = self.save_future if self.enable else None
         if future is None or not future.done():
             return False
@@ -238,7 +316,10 @@ class DispCheckpointManager(CheckpointManager):
         return False
 
     def wait(self) -> None:
-        """Wait for an asynchronous save. Raises CheckpointError if it failed on this rank; DCP raises on all ranks."""
+        """Wait for an asynchronous save.
+
+        Raises CheckpointError if it failed on this rank; DCP raises on all ranks.
+        """
         if not self.enable or self.save_future is None:
             return
         future, step, self.save_future = self.save_future, self._saving, None
@@ -250,8 +331,16 @@ class DispCheckpointManager(CheckpointManager):
             self._saved(step)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the newest ``keep_latest_k`` complete checkpoints. Unfinished saves neither count nor are deleted."""
-        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.load_only or self.hooks.taken_by():
+        """Keep the newest ``keep_latest_k`` complete checkpoints.
+
+        Unfinished saves neither count nor are deleted.
+        """
+        if (
+            self.keep_latest_k <= 0
+            or dist.get_rank() != 0
+            or self.load_only
+            or self.hooks.taken_by()
+        ):
             return
         try:
             stale = integrity.checkpoints(self.folder)[: -self.keep_latest_k]
@@ -270,7 +359,8 @@ class DispCheckpointManager(CheckpointManager):
     # ---- load
 
     def ended_at(self) -> int | None:
-        """Return the step at which the run ended, if its last checkpoint is undamaged and holds the model only, or None.
+        """Return the step at which the run ended, if its last checkpoint is undamaged
+        and holds the model only, or None.
 
         From such a checkpoint no run can continue. This is a collective call.
         """
@@ -280,18 +370,25 @@ class DispCheckpointManager(CheckpointManager):
         if (ended := on_rank_0(_ended_at, self.folder)) is None:
             return None
         folder = self._create_checkpoint_id(ended)
-        in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))  # this format has no hashes
+        # this format has no hashes
+        in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))
         return ended if in_hf or self._damage(folder) is None else None
 
     def newest(self) -> int:
-        """Return the step of the newest complete checkpoint, model-only or not; 0 if there is none. A collective call."""
-        steps = on_rank_0(integrity.checkpoints, self.folder, True) if self.enable else []
+        """Return the step of the newest complete checkpoint, model-only or not; 0 if
+        there is none. A collective call.
+        """
+        steps = (
+            on_rank_0(integrity.checkpoints, self.folder, True) if self.enable else []
+        )
         return steps[-1] if steps else 0
 
     def load(self, step: int = -1) -> bool:
-        """Load ``step``, or with -1 the newest checkpoint that loads, and return whether anything was loaded.
+        """Load ``step``, or with -1 the newest checkpoint that loads, and return
+        whether anything was loaded.
 
-        If there is no checkpoint, the weights that [checkpoint] names are loaded. This is a collective call.
+        If there is no checkpoint, the weights that [checkpoint] names are loaded. This
+        is a collective call.
 
         Raises (on all ranks):
             ConfigError: the named weights are missing or another model's.
@@ -302,7 +399,8 @@ class DispCheckpointManager(CheckpointManager):
         try:
             loaded = self._load(step)
         finally:
-            safe_dcp.parse_metadata.cache_clear()  # the metadata is large if many ranks have saved
+            # the metadata is large if many ranks have saved
+            safe_dcp.parse_metadata.cache_clear()
         if self.enable and not self.load_only and self.hooks.owns_folder():
             integrity.clean_up(Path(self.folder))
         return loaded
@@ -324,25 +422,32 @@ class DispCheckpointManager(CheckpointManager):
         for candidate in reversed(steps):
             reason = self._try(candidate)
             if reason is None:
-                # Only now: if none loads, it is more likely that the config is wrong than that all checkpoints are.
+                # Only now: if none loads, it is more likely that the config is wrong
+                # than that all checkpoints are.
                 for other, why in failed.items():
                     self.hooks.event("checkpoint_damaged", other, reason=why)
-                    if dist.get_rank() == 0 and not self.load_only:  # then another run may be training in the folder
+                    # then another run may be training in the folder
+                    if dist.get_rank() == 0 and not self.load_only:
                         self._move_aside(other, "is damaged")
                 return True
             failed[candidate] = reason
-            logger.error(f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be loaded: {reason}")
+            logger.error(
+                f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be loaded: {reason}"
+            )
         if failed:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} can be loaded ({len(failed)} tried); the newest: {failed[steps[-1]]}. "
                 "Nothing was trained. If the config has changed since they were saved, undo the change; if they are damaged, "
                 "restore a copy. Otherwise start a new run in another --job.dump_folder"
             )
-        # TorchTitan uses initial_load_path only if the folder does not exist. Ours may exist and hold unfinished saves.
+        # TorchTitan uses initial_load_path only if the folder does not exist. Ours may
+        # exist and hold unfinished saves.
         self._check_initial_load()
         path = self.initial_load_path
         if path and not self.initial_load_in_hf and (reason := self._damage(path)):
-            raise CheckpointError(f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}")
+            raise CheckpointError(
+                f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}"
+            )
         folder, self.folder = self.folder, os.path.join(self.folder, ".none")
         try:
             return super().load(-1)
@@ -350,12 +455,21 @@ class DispCheckpointManager(CheckpointManager):
             self.folder = folder
 
     def _check_initial_load(self) -> None:
-        on_rank_0(check_initial_load, self._config, self.sd_adapter.hf_assets_path, self.sd_adapter)
+        on_rank_0(
+            check_initial_load,
+            self._config,
+            self.sd_adapter.hf_assets_path,
+            self.sd_adapter,
+        )
 
     def _load_explicit(self, step: int, steps: list[int]) -> bool:
         if step not in steps:
-            held = f"the steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
-            raise CheckpointError(f"checkpoint.load_step is {step}, but {self.folder} holds {held}")
+            held = (
+                f"the steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+            )
+            raise CheckpointError(
+                f"checkpoint.load_step is {step}, but {self.folder} holds {held}"
+            )
         newer = [s for s in steps if s > step]
         if newer and not self.load_only:
             raise RefusedError(
@@ -364,14 +478,29 @@ class DispCheckpointManager(CheckpointManager):
                 "into another --job.dump_folder"
             )
         if reason := self._try(step):
-            raise CheckpointError(f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: {reason}")
+            raise CheckpointError(
+                f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: {reason}"
+            )
         return True
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        """Return TorchTitan's states without the identity, which was compared before. TorchTitan's own saves lack it."""
-        return {name: state for name, state in super()._states_to_load(model_only).items() if name != identity.NAME}
+        """Return TorchTitan's states without the identity, which was compared before.
 
-    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        TorchTitan's own saves lack it.
+        """
+        return {
+            name: state
+            for name, state in super()._states_to_load(model_only).items()
+            if name != identity.NAME
+        }
+
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
         """Load as TorchTitan does, but unpickle only what checkpoints need."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -381,7 +510,10 @@ class DispCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _try(self, step: int) -> str | None:
-        """Load a step on all ranks, and return why any of them could not, or None. Raises if it holds the model only."""
+        """Load a step on all ranks, and return why any of them could not, or None.
+
+        Raises if it holds the model only.
+        """
         folder = self._create_checkpoint_id(step)
         if reason := self._damage(folder):
             return reason
@@ -403,20 +535,31 @@ class DispCheckpointManager(CheckpointManager):
         return _first(reason)
 
     def _damage(self, folder: str) -> str | None:
-        """Return what is wrong with a checkpoint's files, or None. Ranks share the files and agree on the answer."""
+        """Return what is wrong with a checkpoint's files, or None.
+
+        Ranks share the files and agree on the answer.
+        """
         if reason := on_rank_0(integrity.problem, folder):
             return reason
         if dist.get_rank() == 0:
             integrity.warn_without_hashes(folder)
-        share = () if dist.get_backend() == "fake" else (dist.get_rank(), dist.get_world_size())
+        share = (
+            ()
+            if dist.get_backend() == "fake"
+            else (dist.get_rank(), dist.get_world_size())
+        )
         return _first(integrity.damage(folder, *share))
 
     def _move_aside(self, step: int, why: str) -> None:
         folder = Path(self._create_checkpoint_id(step))
         try:
-            logger.error(f"{folder} {why} and was moved to {integrity.rename_step(folder, 'damaged')}")
+            logger.error(
+                f"{folder} {why} and was moved to {integrity.rename_step(folder, 'damaged')}"
+            )
         except OSError as error:
-            logger.error(f"{folder} {why}, but cannot be moved to damaged-{step}: {error}")
+            logger.error(
+                f"{folder} {why}, but cannot be moved to damaged-{step}: {error}"
+            )
 
 
 def _ended_at(folder: str) -> int | None:
@@ -426,11 +569,17 @@ def _ended_at(folder: str) -> int | None:
     newest = Path(folder) / f"step-{steps[-1]}"
     if (newest / INDEX).is_file():
         return steps[-1]
-    return steps[-1] if integrity.problem(newest) is None and integrity.is_model_only(newest) else None
+    return (
+        steps[-1]
+        if integrity.problem(newest) is None and integrity.is_model_only(newest)
+        else None
+    )
 
 
 def _refuse_ended(folder: str) -> None:
-    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model."""
+    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again
+    and overwrite that model.
+    """
     ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
     if ended:
         raise RefusedError(
@@ -441,15 +590,22 @@ def _refuse_ended(folder: str) -> None:
 
 
 def _why(error: BaseException) -> str:
-    """Return the reason of a failure in one line, of each rank that DCP names: its own text is their tracebacks."""
+    """Return the reason of a failure in one line, of each rank that DCP names: its own
+    text is their tracebacks.
+    """
     failures = getattr(error, "failures", None) or {None: (error, None)}
     told = {rank: f"{type(one).__name__}: {one}" for rank, (one, _) in failures.items()}
-    every = (text if rank is None else f"rank {rank}: {text}" for rank, text in told.items())
+    every = (
+        text if rank is None else f"rank {rank}: {text}" for rank, text in told.items()
+    )
     return " ".join("; ".join(every).split())[:600]
 
 
 def _first(reason: str | None) -> str | None:
-    """Return the reason of the first rank that has one, or None. This is a collective call."""
+    """Return the reason of the first rank that has one, or None.
+
+    This is a collective call.
+    """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return reason
     reasons: list[str | None] = [None] * dist.get_world_size()

@@ -1,4 +1,7 @@
-"""This module writes a run's folder (docs/run_folder.md). Only rank 0 writes, while it holds the lock."""
+"""This module writes a run's folder (docs/run_folder.md).
+
+Only rank 0 writes, while it holds the lock.
+"""
 
 import contextlib
 import fcntl
@@ -23,17 +26,33 @@ from titan_disp.errors import ConfigError, InUseError
 from titan_disp.files import atomic_write
 from titan_disp.run import reader
 
-WATCH = (30.0, 0.5)  # seconds in which a run that lives writes a heartbeat, but for long saves; and between two looks
+# seconds in which a run that lives writes a heartbeat, but for long saves; and between
+# two looks
+WATCH = (30.0, 0.5)
 _RECORDED = re.compile(
     r"SLURM_(JOB_(ID|NAME|NODELIST|NUM_NODES|PARTITION|ACCOUNT|QOS|START_TIME|END_TIME)|NNODES|RESTART_COUNT|ARRAY_\w+)$"
     r"|(TITAN_DISP|NCCL|RCCL|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|HIP|ROCR|GLOO|FI|OMP)_"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK", re.IGNORECASE)  # some URLs are secrets
-PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sentencepiece", "triton")
+# Some URLs are secrets
+_SECRET = re.compile(
+    r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK", re.IGNORECASE
+)
+PACKAGES = (
+    "titan-disp",
+    "torch",
+    "torchtitan",
+    "datasets",
+    "tokenizers",
+    "sentencepiece",
+    "triton",
+)
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append a line of JSON. If a killed process has left an unfinished line, end that one first."""
+    """Append a line of JSON.
+
+    If a killed process has left an unfinished line, end that one first.
+    """
     with open(path, "ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
@@ -53,14 +72,19 @@ def writing(run: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"job.dump_folder {os.fspath(run)!r} is not writable: {error}") from error
+        raise ConfigError(
+            f"job.dump_folder {os.fspath(run)!r} is not writable: {error}"
+        ) from error
 
 
 def job_id() -> str:
-    """Return the name of this start in the supervisor's files, JOB.RESTARTS.ID, or JOB.RESTARTS, or "" without SLURM."""
+    """Return the name of this start in the supervisor's files, JOB.RESTARTS.ID, or
+    JOB.RESTARTS, or "" without SLURM.
+    """
     job = os.environ.get("SLURM_JOB_ID")
     given = os.environ.get("TITAN_DISP_START", "")
-    if job and given.startswith(f"{job}."):  # a job that was submitted within this one inherits the variable
+    # a job that was submitted within this one inherits the variable
+    if job and given.startswith(f"{job}."):
         return given
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
 
@@ -80,17 +104,27 @@ def _environment(world_size: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cpus": os.cpu_count(),
-        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "accelerators": [
+            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+        ],
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "world_size": world_size,
-        "variables": {k: v for k, v in sorted(os.environ.items()) if _RECORDED.match(k) and not _SECRET.search(k)},
+        "variables": {
+            k: v
+            for k, v in sorted(os.environ.items())
+            if _RECORDED.match(k) and not _SECRET.search(k)
+        },
     }
 
 
 def lock_folder(path: Path, name: str = reader.LOCK) -> IO[str]:
-    """Lock a folder, and return the open file that holds the lock until it is closed. Raises InUseError if it is held."""
-    lock = open(path / name, "a+")  # noqa: SIM115 — held for the life of the run
+    """Lock a folder, and return the open file that holds the lock until it is closed.
+
+    Raises InUseError if it is held.
+    """
+    # Held for the life of the run.
+    lock = open(path / name, "a+")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -102,7 +136,9 @@ def lock_folder(path: Path, name: str = reader.LOCK) -> IO[str]:
             "corrupt it. Stop the other job, or use another run folder (--job.dump_folder, or sweep.folder of a sweep)"
         ) from error
     except OSError as error:  # some network file systems have no locks
-        logger.warning(f"cannot lock {path}: {error}. Make sure that no second job uses this run folder")
+        logger.warning(
+            f"cannot lock {path}: {error}. Make sure that no second job uses this run folder"
+        )
     return lock
 
 
@@ -120,7 +156,11 @@ class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create, lock and take it. Raises ConfigError if another job uses it, or its files cannot be written or read."""
+        """Create, lock and take it.
+
+        Raises ConfigError if another job uses it, or its files cannot be written or
+        read.
+        """
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
         self._world_size = world_size
@@ -128,20 +168,29 @@ class RunFolder:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path)
-            # The data's prefetch worker is a fork that outlives a killed rank by some seconds. It must not hold the lock.
+            # The data's prefetch worker is a fork that outlives a killed rank by some
+            # seconds. It must not hold the lock.
             os.register_at_fork(after_in_child=self._lock.close)
             self.config_changes = self._differences()
             self._lock.seek(0)
             former = self._lock.read()
-            self._sign(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}")
+            self._sign(
+                f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}"
+            )
             try:
                 self._refuse_living()
             except InUseError:
                 self._sign(former)
                 raise
-            # The lock of some file systems, such as Lustre with localflock, holds only within one node. Of two starts
-            # that have the lock, the one that opened the folder last keeps it.
-            self._owner = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "job": job_id(), "time": time.time()}
+            # The lock of some file systems, such as Lustre with localflock, holds only
+            # within one node. Of two starts that have the lock, the one that opened the
+            # folder last keeps it.
+            self._owner = {
+                "id": uuid.uuid4().hex,
+                "host": socket.gethostname(),
+                "job": job_id(),
+                "time": time.time(),
+            }
             write_json(self.path / reader.OWNER, self._owner)
 
     def _sign(self, holder: str) -> None:
@@ -151,19 +200,37 @@ class RunFolder:
         self._lock.flush()
 
     def _refuse_living(self) -> None:
-        """Raise InUseError if the heartbeat of another job on another node changes. A killed start leaves one, too."""
-        owner, beat = _read(reader.read_owner, self.path), _read(reader.read_heartbeat, self.path)
-        same_job = job_id() and str(owner.get("job")).split(".")[0] == job_id().split(".")[0]
-        if not beat or same_job or (self.locked and owner.get("host") == socket.gethostname()):
+        """Raise InUseError if the heartbeat of another job on another node changes.
+
+        A killed start leaves one, too.
+        """
+        owner, beat = (
+            _read(reader.read_owner, self.path),
+            _read(reader.read_heartbeat, self.path),
+        )
+        same_job = (
+            job_id() and str(owner.get("job")).split(".")[0] == job_id().split(".")[0]
+        )
+        if (
+            not beat
+            or same_job
+            or (self.locked and owner.get("host") == socket.gethostname())
+        ):
             return
-        with contextlib.suppress(OSError, KeyError):  # no heartbeat, or one that is being replaced
+        # no heartbeat, or one that is being replaced
+        with contextlib.suppress(OSError, KeyError):
             # Both times are the file system's: the lock's file was just written.
-            age = os.fstat(self._lock.fileno()).st_mtime - (self.path / reader.HEARTBEAT).stat().st_mtime
+            age = (
+                os.fstat(self._lock.fileno()).st_mtime
+                - (self.path / reader.HEARTBEAT).stat().st_mtime
+            )
             if age > beat["allowed_seconds"]:
                 return
         seconds, pause = WATCH
         end = time.monotonic() + seconds
-        while (now := _read(reader.read_heartbeat, self.path)) and time.monotonic() < end:
+        while (
+            now := _read(reader.read_heartbeat, self.path)
+        ) and time.monotonic() < end:
             if now != beat:
                 raise InUseError(
                     f"the run folder {str(self.path)!r} is in use by another job ({_said(owner)}), whose heartbeat.json "
@@ -178,40 +245,63 @@ class RunFolder:
         return _said(owner) if owner and owner != self._owner else None
 
     def _differences(self) -> dict[str, list[Any]]:
-        """Return [former, present] value of the keys that differ from the config of the run's former starts."""
+        """Return [former, present] value of the keys that differ from the config of the
+        run's former starts.
+        """
         file = self.path / reader.CONFIG
         if not file.exists():
             return {}
         try:
-            old, new = reader.flatten(reader.read_config(self.path)), reader.flatten(self._config)
+            old, new = (
+                reader.flatten(reader.read_config(self.path)),
+                reader.flatten(self._config),
+            )
         except ValueError as error:
             raise ConfigError(
                 f"{error}. It records the config that this run was started with. To continue, move it away, after "
                 "comparing your config with the one that the run was started with"
             ) from error
-        return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
+        return {
+            key: [old.get(key), new.get(key)]
+            for key in sorted(old | new)
+            if old.get(key) != new.get(key)
+        }
 
     def record_start(self) -> None:
-        """Write config.json and environment.json. Only a start that trains may: reports and the next start read them."""
+        """Write config.json and environment.json.
+
+        Only a start that trains may: reports and the next start read them.
+        """
         with writing(self.path):
             write_json(self.path / reader.CONFIG, self._config)
             write_json(self.path / reader.ENVIRONMENT, _environment(self._world_size))
 
     def record_path(self, path: dict[str, Any]) -> None:
-        """Add to environment.json how dispersion is computed, which is known after the first step."""
+        """Add to environment.json how dispersion is computed, which is known after the
+        first step.
+        """
         with contextlib.suppress(OSError):  # a full disk must not end a run
-            write_json(self.path / reader.ENVIRONMENT, _environment(self._world_size) | {"dispersion": path})
+            write_json(
+                self.path / reader.ENVIRONMENT,
+                _environment(self._world_size) | {"dispersion": path},
+            )
 
     def event(self, name: str, step: int, **details: Any) -> None:
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         job = {"job": job_id()} if job_id() else {}
-        append_json(self.path / reader.EVENTS, {"time": time, "event": name, "step": step, **job, **details})
+        append_json(
+            self.path / reader.EVENTS,
+            {"time": time, "event": name, "step": step, **job, **details},
+        )
 
     @property
     def locked(self) -> bool:
-        """Return whether no other job can use the folder: its lock is held, and the file system supports locks."""
+        """Return whether no other job can use the folder: its lock is held, and the
+        file system supports locks.
+        """
         with contextlib.suppress(OSError, ValueError):  # ValueError after ``close``
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # changes nothing, because the lock is already held
+            # changes nothing, because the lock is already held
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
 
@@ -225,16 +315,25 @@ def wandb_run_id(folder: str | Path) -> str:
     if not file.exists() or not file.read_text().strip():
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as partial:
-            # This is no hash of the path, because a run in an emptied folder is another run.
+            # This is no hash of the path, because a run in an emptied folder is another
+            # run.
             partial.write_text(uuid.uuid4().hex + "\n")
     return file.read_text().strip()
 
 
-def continue_wandb(run_id: str, rank: int | None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make wandb continue the folder's run, or begin it. Values that the user has set are kept.
+def continue_wandb(
+    run_id: str, rank: int | None, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Make wandb continue the folder's run, or begin it.
 
-    TorchTitan's logger reads WANDB_RUN_ID, and wandb WANDB_RESUME. ``rank`` is given if every rank has a run of its own.
+    Values that the user has set are kept.
+
+    TorchTitan's logger reads WANDB_RUN_ID, and wandb WANDB_RESUME. ``rank`` is given if
+    every rank has a run of its own.
     """
-    environment.setdefault("WANDB_RUN_ID", run_id if rank is None else f"{run_id}-rank{rank}")
-    if not environment.keys() & {"WANDB_RESUME_FROM", "WANDB_FORK_FROM"}:  # wandb refuses both at once
+    environment.setdefault(
+        "WANDB_RUN_ID", run_id if rank is None else f"{run_id}-rank{rank}"
+    )
+    # wandb refuses both at once
+    if not environment.keys() & {"WANDB_RESUME_FROM", "WANDB_FORK_FROM"}:
         environment.setdefault("WANDB_RESUME", "allow")

@@ -1,14 +1,18 @@
-"""This module skips steps that are not finite, on all ranks alike, and shares what single ranks know once per step.
+"""This module skips steps that are not finite, on all ranks alike, and shares what
+single ranks know once per step.
 
-TorchTitan 0.2.2 continues after a NaN. Ranks cannot check their own gradients only: after clipping by an infinite norm,
-one rank holds NaN while the others hold zeros. The verdict is therefore all-reduced, in one small message that also
-carries flags: whether a rank was asked to stop, and whether its save has failed.
+TorchTitan 0.2.2 continues after a NaN. Ranks cannot check their own gradients only:
+after clipping by an infinite norm, one rank holds NaN while the others hold zeros. The
+verdict is therefore all-reduced, in one small message that also carries flags: whether
+a rank was asked to stop, and whether its save has failed.
 
-Nothing waits for this message. On the device, the verdict goes to the fused optimizer, whose kernels change nothing if it
-is 1. The host gets a copy, and reads it in the next step. Before that, TorchTitan has waited for the device to sum the
-valid tokens; on a single device, where it does not, the copy arrives while the next step's kernels are queued. What
-saves, logs or ends calls ``settle`` to read the copy at once. Optimizers that are not fused, or whose parameters are
-offloaded to the CPU, cannot take the verdict from the device: before these, the host waits for the message in every step.
+Nothing waits for this message. On the device, the verdict goes to the fused optimizer,
+whose kernels change nothing if it is 1. The host gets a copy, and reads it in the next
+step. Before that, TorchTitan has waited for the device to sum the valid tokens; on a
+single device, where it does not, the copy arrives while the next step's kernels are
+queued. What saves, logs or ends calls ``settle`` to read the copy at once. Optimizers
+that are not fused, or whose parameters are offloaded to the CPU, cannot take the
+verdict from the device: before these, the host waits for the message in every step.
 """
 
 from collections import defaultdict
@@ -28,25 +32,43 @@ Terms = Callable[[], Tensor | None]
 
 
 class GuardedOptimizers(OptimizersContainer):
-    """Hold TorchTitan's optimizers, which step only if loss and gradients are finite on all ranks."""
+    """Hold TorchTitan's optimizers, which step only if loss and gradients are finite on
+    all ranks.
+    """
 
-    def __init__(self, inner: OptimizersContainer, non_finite_terms: Terms, max_skipped_steps: int) -> None:
+    def __init__(
+        self,
+        inner: OptimizersContainer,
+        non_finite_terms: Terms,
+        max_skipped_steps: int,
+    ) -> None:
         """Wrap what TorchTitan built.
 
-        ``non_finite_terms`` returns [2] bool on the device: whether this step's local cross-entropy and local dispersion
-        are not finite. It returns None if there was no loss.
+        ``non_finite_terms`` returns [2] bool on the device: whether this step's local
+        cross-entropy and local dispersion are not finite. It returns None if there was
+        no loss.
         """
-        self.inner, self.non_finite_terms, self.max_skipped_steps = inner, non_finite_terms, max_skipped_steps
+        self.inner, self.non_finite_terms, self.max_skipped_steps = (
+            inner,
+            non_finite_terms,
+            max_skipped_steps,
+        )
         self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
         self._parameters = [p for group in inner.param_groups for p in group["params"]]
         self._post_init(self._parameters, inner.defaults)
-        self._counts = torch.zeros(3, dtype=torch.int64)  # steps, skipped, in a row; saved in checkpoints
-        self.bad_terms: list[str] = []  # what was not finite in the last step whose message was read
-        self.flags: dict[str, Callable[[], bool]] = {}  # asked once per step, by name, for this rank's answer
-        self.agreed: dict[str, bool] = defaultdict(bool)  # by name, whether any rank answered True in that step
-        # Called after a step was skipped, with whether the next one has computed its gradients already.
+        # steps, skipped, in a row; saved in checkpoints
+        self._counts = torch.zeros(3, dtype=torch.int64)
+        # what was not finite in the last step whose message was read
+        self.bad_terms: list[str] = []
+        # asked once per step, by name, for this rank's answer
+        self.flags: dict[str, Callable[[], bool]] = {}
+        # by name, whether any rank answered True in that step
+        self.agreed: dict[str, bool] = defaultdict(bool)
+        # Called after a step was skipped, with whether the next one has computed its
+        # gradients already.
         self.on_skip: Callable[[bool], None] = lambda late: None
-        self._unread: tuple[Tensor, torch.Event | None] | None = None  # on the CPU, and when it has arrived there
+        # on the CPU, and when it has arrived there
+        self._unread: tuple[Tensor, torch.Event | None] | None = None
         self._told = False
 
     @property
@@ -56,33 +78,48 @@ class GuardedOptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def _message(self) -> Tensor:
-        """Return [4 + flags] float32 on the device, each 0 or 1, as ``settle`` reads them. This waits for nothing."""
+        """Return [4 + flags] float32 on the device, each 0 or 1, as ``settle`` reads
+        them. This waits for nothing.
+        """
         whole = [p.grad for p in self._parameters if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in whole]
         gradients = [g for g in local if g.numel()]
-        largest = torch.stack(torch._foreach_norm(gradients)).max() if gradients else torch.zeros(())  # or NaN
+        # or NaN
+        largest = (
+            torch.stack(torch._foreach_norm(gradients)).max()
+            if gradients
+            else torch.zeros(())
+        )
         terms = self.non_finite_terms()
         if terms is None:
             terms = torch.zeros(2, dtype=torch.bool, device=self._parameters[0].device)
         # From other memory of the host, a copy to the GPU would wait.
-        said = torch.tensor([float(ask()) for ask in self.flags.values()], pin_memory=torch.accelerator.is_available())
-        # With training.enable_cpu_offload, the gradients are on the CPU; the terms and collective calls are on the GPU.
+        said = torch.tensor(
+            [float(ask()) for ask in self.flags.values()],
+            pin_memory=torch.accelerator.is_available(),
+        )
+        # With training.enable_cpu_offload, the gradients are on the CPU; the terms and
+        # collective calls are on the GPU.
         found = torch.stack([largest > 0, ~(largest < torch.inf)]).to(terms.device)
         return torch.cat([found, terms, said.to(terms.device, non_blocking=True)])
 
     def settle(self, late: bool = False) -> None:
         """Read the message of the newest step, if nothing has, and count the step.
 
-        Raises NonFiniteError on all ranks after ``max_skipped_steps`` in a row. ``late`` is passed on to ``on_skip``.
+        Raises NonFiniteError on all ranks after ``max_skipped_steps`` in a row.
+        ``late`` is passed on to ``on_skip``.
         """
         if self._unread is None:
             return
         (message, arrived), self._unread = self._unread, None
         if arrived is not None:
             arrived.synchronize()
-        any_gradient, bad_gradient, bad_ce, bad_dispersion, *agreed = map(bool, message.tolist())
+        any_gradient, bad_gradient, bad_ce, bad_dispersion, *agreed = map(
+            bool, message.tolist()
+        )
         self.agreed = dict(zip(self.flags, agreed, strict=True))
-        # If the norm of finite gradients overflows, clipping by it leaves zeros everywhere.
+        # If the norm of finite gradients overflows, clipping by it leaves zeros
+        # everywhere.
         verdicts = {
             "cross-entropy": bad_ce,
             "dispersion": bad_dispersion,
@@ -95,7 +132,9 @@ class GuardedOptimizers(OptimizersContainer):
             return
         self._counts[1:] += 1
         step, terms = int(self._counts[0]), " and ".join(self.bad_terms)
-        logger.warning(f"step {step} is skipped on all ranks: {terms} not finite ({self.in_a_row} in a row)")
+        logger.warning(
+            f"step {step} is skipped on all ranks: {terms} not finite ({self.in_a_row} in a row)"
+        )
         if self.in_a_row >= self.max_skipped_steps:
             raise NonFiniteError(
                 f"step {step}: {terms} not finite, {counted(self.in_a_row, 'step')} in a row (guard.max_skipped_steps). "
@@ -104,7 +143,10 @@ class GuardedOptimizers(OptimizersContainer):
         self.on_skip(late)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step or skip, on all ranks alike: a collective call. Settles the step before, and raises as ``settle`` does."""
+        """Step or skip, on all ranks alike: a collective call.
+
+        Settles the step before, and raises as ``settle`` does.
+        """
         if not self.flags and not self._told:
             self._told = True
             logger.warning(
@@ -116,17 +158,24 @@ class GuardedOptimizers(OptimizersContainer):
         if dist.is_initialized():
             dist.all_reduce(message, op=dist.ReduceOp.MAX)
         arrived = None if message.is_cpu else torch.Event(message.device)
-        self._unread = message.to("cpu", non_blocking=True), arrived  # from a GPU, torch copies into pinned memory
+        # from a GPU, torch copies into pinned memory
+        self._unread = message.to("cpu", non_blocking=True), arrived
         if arrived is not None:
             arrived.record()
-        # A checkpoint may have brought ``fused`` back, so that it is asked for in every step.
-        fused = all(group.get("fused") for optimizer in self.optimizers for group in optimizer.param_groups)
+        # A checkpoint may have brought ``fused`` back, so that it is asked for in every
+        # step.
+        fused = all(
+            group.get("fused")
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        )
         if not fused or message.device != self._parameters[0].device:
             self.settle()
             if not self.bad_terms:
                 self.inner.step(*args, **kwargs)
             return
-        bad = torch.maximum(message[1:4].max(), 1 - message[0])  # as ``settle`` computes it
+        # as ``settle`` computes it
+        bad = torch.maximum(message[1:4].max(), 1 - message[0])
         for optimizer in self.optimizers:
             optimizer.found_inf = bad  # as GradScaler tells an optimizer
         self.inner.step(*args, **kwargs)
@@ -141,5 +190,7 @@ class GuardedOptimizers(OptimizersContainer):
         return {**self.inner.state_dict(), "guard": self._counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "guard"})
+        self.inner.load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "guard"}
+        )
         self._counts = state_dict["guard"].clone()

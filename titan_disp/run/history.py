@@ -1,4 +1,6 @@
-"""This module reconstructs the starts of a run: what ended them, what was lost, and their goodput (docs/resilience.md)."""
+"""This module reconstructs the starts of a run: what ended them, what was lost, and
+their goodput (docs/resilience.md).
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -8,17 +10,23 @@ import numpy as np
 
 BEGIN = ("start", "resume")
 END = ("complete", "stop", "save_failed", "refused")
-WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # a start writes these before its resume event
+# a start writes these before its resume event
+WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")
 
 
 def trained_nothing(event: Mapping[str, Any]) -> bool:
-    """Return whether a start was refused or stopped before its first step, which says nothing of the run's state."""
+    """Return whether a start was refused or stopped before its first step, which says
+    nothing of the run's state.
+    """
     return event["event"] in ("refused", "stop") and "allocated" in event
 
 
 @dataclass
 class Attempt:
-    """Represent one start of the training processes. Times are seconds since the epoch."""
+    """Represent one start of the training processes.
+
+    Times are seconds since the epoch.
+    """
 
     began: float  # time of its start or resume event
     job: str  # SLURM's JOB.RESTARTS; empty without SLURM
@@ -26,8 +34,11 @@ class Attempt:
     times: list[float]  # of its records in order, including its beginning
     steps: list[int]  # of the same records
     end: Mapping[str, Any] | None = None  # its event of ``END``
-    allocated: float = 0.0  # beginning of its allocation, from its first record; otherwise the same as ``began``
-    spent: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)  # (step, seconds by kind) of records
+    # Beginning of its allocation, from its first record; otherwise the same as
+    # ``began``
+    allocated: float = 0.0
+    # (step, seconds by kind) of records
+    spent: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
     @property
     def ended(self) -> float:
@@ -48,17 +59,32 @@ class Attempt:
         return self.end["event"].replace("_", " ") + (f": {reason}" if reason else "")
 
 
-def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """Return the starts in order of time, from ``read_rows`` and ``read_events``. Without events, there is one."""
+def attempts(
+    written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
+) -> list[Attempt]:
+    """Return the starts in order of time, from ``read_rows`` and ``read_events``.
+
+    Without events, there is one.
+    """
     signs = [e for e in events if e["event"] not in WHILE_LOADING]
     records = sorted([*written, *signs], key=lambda record: record["time"])
     found: list[Attempt] = []
     for record in records:
         name = record.get("event")
-        # A start that trains nothing has no event for its beginning; its end has the beginning of its allocation.
+        # A start that trains nothing has no event for its beginning; its end has the
+        # beginning of its allocation.
         if name in BEGIN or "allocated" in record or not found:
             allocated = record.get("allocated", record["time"])
-            found.append(Attempt(record["time"], record.get("job", ""), record["step"], [], [], allocated=allocated))
+            found.append(
+                Attempt(
+                    record["time"],
+                    record.get("job", ""),
+                    record["step"],
+                    [],
+                    [],
+                    allocated=allocated,
+                )
+            )
         current = found[-1]
         current.times.append(record["time"])
         current.steps.append(record["step"])
@@ -75,12 +101,14 @@ class Goodput:
 
     kept: float = 0.0  # steps that no later start repeated
     repeated: float = 0.0  # steps that a later start repeated
-    start_up: float = 0.0  # from the beginning of the allocation through the first step, which compiles
+    # from the beginning of the allocation through the first step, which compiles
+    start_up: float = 0.0
     checkpoints: float = 0.0
     condensation: float = 0.0
     validation: float = 0.0
-    # From the last line of the previous start to the beginning of this allocation, unless the previous start completed
-    # the run. The time of a kill is not recorded, so a hang before it counts as waiting.
+    # From the last line of the previous start to the beginning of this allocation,
+    # unless the previous start completed the run. The time of a kill is not recorded,
+    # so a hang before it counts as waiting.
     waiting: float = 0.0
     other: float = 0.0  # such as logging
 
@@ -96,23 +124,44 @@ class Goodput:
         return replace(self, waiting=0.0)
 
     def lost(self) -> dict[str, float]:
-        """Return the other seconds by kind, the longest first. Kinds below half a second are left out."""
+        """Return the other seconds by kind, the longest first.
+
+        Kinds below half a second are left out.
+        """
         longest = sorted(vars(self).items(), key=lambda part: -part[1])
-        return {name.replace("_", "-"): seconds for name, seconds in longest if name != "kept" and seconds >= 0.5}
+        return {
+            name.replace("_", "-"): seconds
+            for name, seconds in longest
+            if name != "kept" and seconds >= 0.5
+        }
 
 
 def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
-    """Return the goodput of one start. The steps after ``kept_until`` were repeated later."""
-    began = attempt.allocated if before is None else max(attempt.allocated, before.ended)
+    """Return the goodput of one start.
+
+    The steps after ``kept_until`` were repeated later.
+    """
+    began = (
+        attempt.allocated if before is None else max(attempt.allocated, before.ended)
+    )
     spent = [(attempt.first_step, {"steps": 0.0}), *attempt.spent]
     last = spent[-1][1]
-    kept = float(np.interp(kept_until, [step for step, _ in spent], [seconds["steps"] for _, seconds in spent]))
+    kept = float(
+        np.interp(
+            kept_until,
+            [step for step, _ in spent],
+            [seconds["steps"] for _, seconds in spent],
+        )
+    )
     found = Goodput(
         kept=kept,
         repeated=last["steps"] - kept,
         # If the allocation also had an earlier start, it began before that start's end.
         start_up=max(0.0, last.get("start_up", 0.0) - (began - attempt.allocated)),
-        **{kind: last.get(kind, 0.0) for kind in ("checkpoints", "condensation", "validation")},
+        **{
+            kind: last.get(kind, 0.0)
+            for kind in ("checkpoints", "condensation", "validation")
+        },
         waiting=0.0 if before is None or before.complete else began - before.ended,
     )
     rest = max(0.0, attempt.ended - began - (found.total - found.waiting))
@@ -120,18 +169,31 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
     return replace(found, other=rest) if stepped else replace(found, start_up=rest)
 
 
-def goodputs(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Goodput]:
-    """Return the goodput of every start in order, or [] if no record says how time was spent."""
+def goodputs(
+    written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
+) -> list[Goodput]:
+    """Return the goodput of every start in order, or [] if no record says how time was
+    spent.
+    """
     found = attempts(written, events)
     if not any(one.spent for one in found):
         return []
     pairs = zip([None, *found], found, strict=False)
     return [
-        _of(one, before, min((later.first_step for later in found[i + 1 :]), default=one.last_step))
+        _of(
+            one,
+            before,
+            min((later.first_step for later in found[i + 1 :]), default=one.last_step),
+        )
         for i, (before, one) in enumerate(pairs)
     ]
 
 
 def together(parts: Iterable[Goodput]) -> Goodput:
     parts = list(parts)
-    return Goodput(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Goodput)})
+    return Goodput(
+        **{
+            f.name: sum(getattr(part, f.name) for part in parts)
+            for f in fields(Goodput)
+        }
+    )

@@ -1,7 +1,9 @@
-"""A checkpoint has an identity: the model's architecture, every key that fixes the model, and the dispersion loss.
+"""A checkpoint has an identity: the model's architecture, every key that fixes the
+model, and the dispersion loss.
 
-A resume with another identity is refused; for the loss, checkpoint.allow_other_loss may say otherwise. The tensors alone
-would not tell: a model with fewer blocks, or with as many parameters in other heads, loads without an error.
+A resume with another identity is refused; for the loss, checkpoint.allow_other_loss may
+say otherwise. The tensors alone would not tell: a model with fewer blocks, or with as
+many parameters in other heads, loads without an error.
 """
 
 import json
@@ -23,9 +25,16 @@ NAME = "identity"  # its name among the states of a checkpoint
 
 
 def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
-    """Return the names and values that a run must keep, for JSON. The flavor and the overrides show in ``args``."""
+    """Return the names and values that a run must keep, for JSON.
+
+    The flavor and the overrides show in ``args``.
+    """
     keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
-    return {key: operator.attrgetter(key)(job_config) for key in keys} | architecture_of(args) | of_loss(job_config)
+    return (
+        {key: operator.attrgetter(key)(job_config) for key in keys}
+        | architecture_of(args)
+        | of_loss(job_config)
+    )
 
 
 def of_loss(job_config: JobConfig) -> dict[str, Any]:
@@ -36,12 +45,17 @@ def of_loss(job_config: JobConfig) -> dict[str, Any]:
 
 
 def to_state(content: dict[str, Any]) -> dict[str, str]:
-    """Return the state of a checkpoint that ``read_identity`` reads before anything is loaded. It is never loaded itself."""
+    """Return the state of a checkpoint that ``read_identity`` reads before anything is
+    loaded. It is never loaded itself.
+    """
     return {"json": json.dumps(content)}
 
 
 def read_identity(checkpoint: str) -> dict[str, Any]:
-    """Read a checkpoint's identity, or {} of one that TorchTitan's own trainer saved. May raise CheckpointError."""
+    """Read a checkpoint's identity, or {} of one that TorchTitan's own trainer saved.
+
+    May raise CheckpointError.
+    """
     try:
         if f"{NAME}.json" not in safe_dcp.read_metadata(checkpoint).state_dict_metadata:
             return {}
@@ -49,7 +63,9 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
         safe_dcp.load({NAME: state}, checkpoint, no_dist=True)
         return json.loads(state["json"])
     except (OSError, ValueError, UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(f"cannot read which model the checkpoint {checkpoint} holds: {error}") from error
+        raise CheckpointError(
+            f"cannot read which model the checkpoint {checkpoint} holds: {error}"
+        ) from error
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -61,13 +77,20 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def check_identity(saved: dict[str, Any], now: dict[str, Any], other_loss: bool = False) -> None:
-    """Raise RefusedError if a run's identity is not that of its checkpoint. With ``other_loss``, its loss may differ.
+def check_identity(
+    saved: dict[str, Any], now: dict[str, Any], other_loss: bool = False
+) -> None:
+    """Raise RefusedError if a run's identity is not that of its checkpoint.
 
-    A checkpoint that lacks a key is of a version that did not know it, and trained as its default does.
+    With ``other_loss``, its loss may differ.
+
+    A checkpoint that lacks a key is of a version that did not know it, and trained as
+    its default does.
     """
     if saved:
-        saved = {key: f.default for key, f in all_keys().items() if key in fixed("model")} | saved
+        saved = {
+            key: f.default for key, f in all_keys().items() if key in fixed("model")
+        } | saved
     found = differences(saved, now)
     loss = [one for one in found if one.startswith("dispersion.")]
     if loss and not other_loss:

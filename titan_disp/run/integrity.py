@@ -1,8 +1,10 @@
-"""This module saves DCP checkpoints with hashes, finds out which are complete or damaged, and deletes unfinished ones.
+"""This module saves DCP checkpoints with hashes, finds out which are complete or
+damaged, and deletes unfinished ones.
 
-DCP alone would not notice a flipped bit in a weight. Each rank hashes its files while it writes them, and sends the
-hashes to the coordinator among the results of its writes. The coordinator writes hashes.json before it renames
-``.metadata``, the last file of a save, to its final name.
+DCP alone would not notice a flipped bit in a weight. Each rank hashes its files while
+it writes them, and sends the hashes to the coordinator among the results of its writes.
+The coordinator writes hashes.json before it renames ``.metadata``, the last file of a
+save, to its final name.
 """
 
 import json
@@ -30,26 +32,37 @@ from titan_disp.run.safe_dcp import METADATA, parse_metadata, read_metadata
 
 HASHES = "hashes.json"
 _UNNAMED = f"{METADATA}.tmp"  # DCP writes it, and renames it at the end
-SAVING = ".saving"  # exists in a checkpoint's folder from the beginning of its save to the end
+# exists in a checkpoint's folder from the beginning of its save to the end
+SAVING = ".saving"
 ALGORITHM = "xxh3_128"
 _PREFIX = "titan_disp.hash/"  # marks the hashes among the results of the writes
 _PIECE = 2**18  # bytes hashed and written at a time
 _CHUNK = 2**24  # bytes read at a time
 _DIFFERS = "{} differs from its hash: its content is not what was saved"
-_OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"  # names
+# names
+_OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"
 
 
 class _HashedStream:
-    """Hash what is written to a file. The file must be written from beginning to end, as DCP does."""
+    """Hash what is written to a file.
+
+    The file must be written from beginning to end, as DCP does.
+    """
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.hash = xxhash.xxh3_128()
-        self.tell, self.flush, self.fileno, self.close = file.tell, file.flush, file.fileno, file.close
+        self.tell, self.flush, self.fileno, self.close = (
+            file.tell,
+            file.flush,
+            file.fileno,
+            file.close,
+        )
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):  # a small piece is still in the CPU's cache when it is written
+        # a small piece is still in the CPU's cache when it is written
+        for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
             self.hash.update(piece)
             self._file.write(piece)
@@ -58,37 +71,59 @@ class _HashedStream:
 
 class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
-        self.hashes: dict[str, str] = {}  # of the files that this rank has written, by name
-        self.of_ranks: dict[str, str] = {}  # of the files of all ranks, on the coordinator, once they are known
+        # of the files that this rank has written, by name
+        self.hashes: dict[str, str] = {}
+        # of the files of all ranks, on the coordinator, once they are known
+        self.of_ranks: dict[str, str] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[Any, None, None]:
         with super().create_stream(path, mode) as file:
             stream = _HashedStream(file)
             yield stream
         self.hashes[os.path.basename(path)] = stream.hash.hexdigest()
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Write hashes.json, then give ``.metadata`` its final name, which makes the checkpoint complete."""
+    def rename(
+        self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]
+    ) -> None:
+        """Write hashes.json, then give ``.metadata`` its final name, which makes the
+        checkpoint complete.
+        """
         files = self.of_ranks | {METADATA: self.hashes[os.path.basename(path)]}
         with atomic_write(Path(new_path).with_name(HASHES)) as partial:
-            partial.write_text(json.dumps({"algorithm": ALGORITHM, "files": dict(sorted(files.items()))}, indent=1))
+            partial.write_text(
+                json.dumps(
+                    {"algorithm": ALGORITHM, "files": dict(sorted(files.items()))},
+                    indent=1,
+                )
+            )
         super().rename(path, new_path)
 
 
-class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_save`` would take for the stager too
+# not FileSystemWriter, which ``async_save`` would take for the stager too
+class HashingWriter(_FileSystemWriter):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self.fs: _HashingFileSystem = _HashingFileSystem()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Mark the folder, which is still empty. DCP calls this on the coordinator only, before any rank writes."""
+        """Mark the folder, which is still empty.
+
+        DCP calls this on the coordinator only, before any rank writes.
+        """
         (Path(self.path) / SAVING).touch()
         return super().prepare_global_plan(plans)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner).wait()
-        hashes = [WriteResult(MetadataIndex(_PREFIX + name), 0, digest) for name, digest in self.fs.hashes.items()]
+        hashes = [
+            WriteResult(MetadataIndex(_PREFIX + name), 0, digest)
+            for name, digest in self.fs.hashes.items()
+        ]
         both: Future[list[WriteResult]] = Future()
         both.set_result([*written, *hashes])
         return both
@@ -96,14 +131,23 @@ class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_s
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         every = [result for of_rank in results for result in of_rank]
         hashes = [result for result in every if result.index.fqn.startswith(_PREFIX)]
-        self.fs.of_ranks = {result.index.fqn.removeprefix(_PREFIX): result.storage_data for result in hashes}
-        super().finish(metadata, [[result for result in every if not result.index.fqn.startswith(_PREFIX)]])
+        self.fs.of_ranks = {
+            result.index.fqn.removeprefix(_PREFIX): result.storage_data
+            for result in hashes
+        }
+        super().finish(
+            metadata,
+            [[result for result in every if not result.index.fqn.startswith(_PREFIX)]],
+        )
         with suppress(OSError):
             (Path(self.path) / SAVING).unlink()
 
 
 def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Read the hashes by file name, or None if there are none. Raises OSError or ValueError."""
+    """Read the hashes by file name, or None if there are none.
+
+    Raises OSError or ValueError.
+    """
     try:
         content = json.loads((Path(folder) / HASHES).read_bytes())
     except FileNotFoundError:
@@ -111,7 +155,9 @@ def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
     if not isinstance(content, dict) or content.get("algorithm") != ALGORITHM:
         raise ValueError(f'expected {{"algorithm": "{ALGORITHM}", …}}')
     files = content.get("files")
-    if not isinstance(files, dict) or not all(os.path.basename(name) == name for name in files):
+    if not isinstance(files, dict) or not all(
+        os.path.basename(name) == name for name in files
+    ):
         raise ValueError('expected "files": {name: hash, …} of files in this folder')
     return files
 
@@ -127,9 +173,12 @@ def hash_file(path: Path, read: Callable[[int], object] | None = None) -> str:
 
 
 def problem(folder: str | Path) -> str | None:
-    """Return what is wrong with a DCP checkpoint, or None. No weights are read, but the lengths of all files are compared.
+    """Return what is wrong with a DCP checkpoint, or None.
 
-    A hashes.json must have the hash of ``.metadata`` and of every needed file, and name only existing files.
+    No weights are read, but the lengths of all files are compared.
+
+    A hashes.json must have the hash of ``.metadata`` and of every needed file, and name
+    only existing files.
     """
     folder = Path(folder)
     try:
@@ -143,12 +192,17 @@ def problem(folder: str | Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"{HASHES} cannot be read: {error}"
     # This is compared before any of it is unpickled.
-    if hashes is not None and hashes.get(METADATA) != xxhash.xxh3_128(content).hexdigest():
+    if (
+        hashes is not None
+        and hashes.get(METADATA) != xxhash.xxh3_128(content).hexdigest()
+    ):
         return _DIFFERS.format(METADATA)
     lengths: dict[str, int] = defaultdict(int)  # at least, in bytes
     try:
         for info in (parse_metadata(content).storage_data or {}).values():
-            lengths[info.relative_path] = max(lengths[info.relative_path], info.offset + info.length)
+            lengths[info.relative_path] = max(
+                lengths[info.relative_path], info.offset + info.length
+            )
     except Exception as error:  # a damaged pickle can raise anything
         return f"{METADATA} cannot be read: {type(error).__name__}: {error}"
     for name, needed in sorted(lengths.items()):
@@ -171,9 +225,15 @@ def problem(folder: str | Path) -> str | None:
 
 
 def damage(
-    folder: str | Path, rank: int = 0, world_size: int = 1, read: Callable[[int], object] | None = None
+    folder: str | Path,
+    rank: int = 0,
+    world_size: int = 1,
+    read: Callable[[int], object] | None = None,
 ) -> str | None:
-    """Return which of this rank's share of the files differs from its hash, or None. ``read`` gets the bytes of each read."""
+    """Return which of this rank's share of the files differs from its hash, or None.
+
+    ``read`` gets the bytes of each read.
+    """
     folder = Path(folder)
     try:
         hashes = read_hashes(folder) or {}
@@ -189,7 +249,10 @@ def damage(
 
 
 def has_hashes(folder: str | Path) -> bool:
-    """Return whether a checkpoint can be verified. TorchTitan's own trainer saves no hashes."""
+    """Return whether a checkpoint can be verified.
+
+    TorchTitan's own trainer saves no hashes.
+    """
     return (Path(folder) / HASHES).is_file()
 
 
@@ -201,28 +264,45 @@ def warn_without_hashes(folder: str | Path) -> None:
 
 
 def is_model_only(folder: str | Path) -> bool:
-    """Return whether a complete DCP checkpoint holds the model without the optimizer."""
-    return not any(key.startswith("optimizer.") for key in read_metadata(folder).state_dict_metadata)
+    """Return whether a complete DCP checkpoint holds the model without the
+    optimizer.
+    """
+    return not any(
+        key.startswith("optimizer.")
+        for key in read_metadata(folder).state_dict_metadata
+    )
 
 
 def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
-    """List the steps of the complete checkpoints, ascending; ``hugging_face``: also those that no run can resume from."""
+    """List the steps of the complete checkpoints, ascending; ``hugging_face``: also
+    those that no run can resume from.
+    """
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    steps = [int(m.group(1)) for m in (re.fullmatch(r"step-(0|[1-9][0-9]*)", name) for name in names) if m]
-    return sorted(s for s in steps if is_complete(Path(folder) / f"step-{s}", hugging_face))
+    steps = [
+        int(m.group(1))
+        for m in (re.fullmatch(r"step-(0|[1-9][0-9]*)", name) for name in names)
+        if m
+    ]
+    return sorted(
+        s for s in steps if is_complete(Path(folder) / f"step-{s}", hugging_face)
+    )
 
 
 def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
-    """Return whether a checkpoint was saved completely, in DCP's format or, if ``hugging_face``, in Hugging Face's."""
+    """Return whether a checkpoint was saved completely, in DCP's format or, if
+    ``hugging_face``, in Hugging Face's.
+    """
     files = (METADATA, INDEX) if hugging_face else (METADATA,)
     return any((Path(folder) / name).is_file() for name in files)
 
 
 def rename_step(path: Path, kind: str) -> Path:
-    """Rename step-N to KIND-N, which is no checkpoint; KIND is purging before a deletion, which may take minutes."""
+    """Rename step-N to KIND-N, which is no checkpoint; KIND is purging before a
+    deletion, which may take minutes.
+    """
     to = path.with_name(path.name.replace("step-", f"{kind}-"))
     while to.exists():
         to = to.with_name(to.name + "x")
@@ -230,12 +310,18 @@ def rename_step(path: Path, kind: str) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Delete ``purging-N``, and every ``step-N`` that ``is_unfinished``, in the background, and log it.
+    """Delete ``purging-N``, and every ``step-N`` that ``is_unfinished``, in the
+    background, and log it.
 
-    Only the process that owns the run folder may call this, and only while it is not saving.
+    Only the process that owns the run folder may call this, and only while it is not
+    saving.
     """
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    doomed = [folder / name for name in names if re.fullmatch(r"purging-\d+x*", name) and _is_folder(folder / name)]
+    doomed = [
+        folder / name
+        for name in names
+        if re.fullmatch(r"purging-\d+x*", name) and _is_folder(folder / name)
+    ]
     for path in (folder / name for name in names if re.fullmatch(r"step-\d+", name)):
         if not _is_folder(path) or is_complete(path):
             continue
@@ -249,12 +335,16 @@ def clean_up(folder: Path) -> None:
             doomed.append(rename_step(path, "purging"))
     if doomed:
         names = [path.name for path in doomed]
-        logger.info(f"deleting what unfinished saves and deletions have left: {', '.join(names)}")
+        logger.info(
+            f"deleting what unfinished saves and deletions have left: {', '.join(names)}"
+        )
         threading.Thread(target=_delete, args=(doomed,), daemon=True).start()
 
 
 def can_be_finished(path: Path) -> bool:
-    """Return whether a save of step-N was killed between its last two actions: hashes.json, and naming ``.metadata``."""
+    """Return whether a save of step-N was killed between its last two actions:
+    hashes.json, and naming ``.metadata``.
+    """
     with suppress(OSError, ValueError):
         whole = (read_hashes(path) or {}).get(METADATA) == hash_file(path / _UNNAMED)
         return whole and not (path / METADATA).exists()
@@ -262,23 +352,31 @@ def can_be_finished(path: Path) -> bool:
 
 
 def finish_saves(folder: Path) -> None:
-    """Finish the saves that ``can_be_finished``. As every checkpoint, they are verified before they are loaded."""
+    """Finish the saves that ``can_be_finished``.
+
+    As every checkpoint, they are verified before they are loaded.
+    """
     for path in filter(can_be_finished, folder.glob("step-*[0-9]")):
         (path / _UNNAMED).rename(path / METADATA)
         (path / SAVING).unlink(missing_ok=True)
-        logger.info(f"{path} was saved but for the name of {METADATA}, which it has now")
+        logger.info(
+            f"{path} was saved but for the name of {METADATA}, which it has now"
+        )
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a folder step-N is empty, or holds nothing but a save of titan-disp that began and did not end.
+    """Return whether a folder step-N is empty, or holds nothing but a save of
+    titan-disp that began and did not end.
 
-    Any other one without ``.metadata`` may be a checkpoint whose ``.metadata`` was moved away, or a save of TorchTitan's
-    own trainer: only its owner can tell.
+    Any other one without ``.metadata`` may be a checkpoint whose ``.metadata`` was
+    moved away, or a save of TorchTitan's own trainer: only its owner can tell.
     """
     names = set(os.listdir(path))
     if _UNNAMED in names and not can_be_finished(path):
         names.discard(HASHES)
-    return not names or (SAVING in names and all(re.fullmatch(_OF_A_SAVE, name) for name in names))
+    return not names or (
+        SAVING in names and all(re.fullmatch(_OF_A_SAVE, name) for name in names)
+    )
 
 
 def _is_folder(path: Path) -> bool:

@@ -1,4 +1,6 @@
-"""While a run trains, it says what it does, which rank is slow and how time is spent, and hears requests to stop."""
+"""While a run trains, it says what it does, which rank is slow and how time is spent,
+and hears requests to stop.
+"""
 
 import faulthandler
 import json
@@ -28,11 +30,14 @@ from titan_disp.run.reader import HEARTBEAT, STOP
 KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")  # of time
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NOTICED = 1.2  # a rank is slow if its own time is longer than this times the median
-PAUSE = 1.0  # seconds between two writes of the same kind: steps may be shorter, and the file system may be shared
+# seconds between two writes of the same kind: steps may be shorter, and the file system
+# may be shared
+PAUSE = 1.0
 
 
 class Aside:
-    """Do small things with files in a thread, so that a slow file system can neither delay a step nor end it.
+    """Do small things with files in a thread, so that a slow file system can neither
+    delay a step nor end it.
 
     Each of ``errands`` is called after a ``wake``, and at least once per ``PAUSE``.
     """
@@ -43,7 +48,10 @@ class Aside:
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """Let the thread begin now. If there is none, or it has died of an error, start one."""
+        """Let the thread begin now.
+
+        If there is none, or it has died of an error, start one.
+        """
         self._woken.set()
         if self._thread is not None and self._thread.is_alive():
             return
@@ -51,8 +59,11 @@ class Aside:
             logger.warning(
                 "the thread that writes heartbeat.json and looks for the file stop has died: it starts again"
             )
-        self._thread = threading.Thread(target=self._run, name="titan-disp aside", daemon=True)
-        with suppress(RuntimeError):  # the machine has no thread left: the supervisor will notice the silence
+        self._thread = threading.Thread(
+            target=self._run, name="titan-disp aside", daemon=True
+        )
+        # the machine has no thread left: the supervisor will notice the silence
+        with suppress(RuntimeError):
             self._thread.start()
 
     def _run(self) -> None:
@@ -73,18 +84,21 @@ class Aside:
 class Heartbeat:
     """Say what the run is doing and how long that may take, and arm the faulthandler.
 
-    ``begin`` is called where the run makes progress, and ``write`` in a thread. It writes what was begun, and nothing if
-    nothing was: the run is silent if it hangs, and also if the thread does.
+    ``begin`` is called where the run makes progress, and ``write`` in a thread. It
+    writes what was begun, and nothing if nothing was: the run is silent if it hangs,
+    and also if the thread does.
 
-    A stall in which no rank waits for another, as of a file system, has no time-out. slurm/supervise.py therefore ends a
-    run that is silent for longer than RUN/heartbeat.json allows. At that moment, the faulthandler writes the stack traces
+    A stall in which no rank waits for another, as of a file system, has no time-out.
+    slurm/supervise.py therefore ends a run that is silent for longer than
+    RUN/heartbeat.json allows. At that moment, the faulthandler writes the stack traces
     of every rank's threads into the rank's log, to show which rank hangs.
     """
 
     def __init__(self, run: Path | None, job_config: JobConfig) -> None:
         self.file = run / HEARTBEAT if run is not None else None
         self.comm, self.guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
-        self.slowest = 0.0  # seconds of the slowest step so far, without the first one, which compiles
+        # seconds of the slowest step so far, without the first one, which compiles
+        self.slowest = 0.0
         self._steps = 0
         self._doing, self._said, self._began = "", -PAUSE, time.monotonic()
         self._content: dict[str, Any] = {}
@@ -96,8 +110,13 @@ class Heartbeat:
             return self.guard.save_seconds + self.guard.silence_seconds
         # TorchTitan's first time-out holds until the first step has ended.
         stepped = doing == "step" and self._steps
-        timeout = self.comm.train_timeout_seconds if stepped else self.comm.init_timeout_seconds
-        # Twice, because the time-out of another rank may have to pass before this rank's begins.
+        timeout = (
+            self.comm.train_timeout_seconds
+            if stepped
+            else self.comm.init_timeout_seconds
+        )
+        # Twice, because the time-out of another rank may have to pass before this
+        # rank's begins.
         return 2 * max(timeout, self.slowest) + self.guard.silence_seconds
 
     def step(self, step: int) -> None:
@@ -108,14 +127,23 @@ class Heartbeat:
         self.begin("step", step)
 
     def begin(self, doing: str, step: int) -> None:
-        """Announce something that may take long: start, step, save, validation or condensation."""
+        """Announce something that may take long: start, step, save, validation or
+        condensation.
+        """
         self._began = now = time.monotonic()
         if doing == self._doing and now - self._said < PAUSE:
             return
         # faulthandler takes no infinite time.
         self._doing, self._said, allowed = doing, now, min(self.allowed(doing), 1e8)
-        faulthandler.dump_traceback_later(allowed, file=2)  # stderr, which is this rank's log
-        content = {"start": job_id(), "step": step, "doing": doing, "allowed_seconds": allowed, "time": time.time()}
+        # Stderr, which is this rank's log
+        faulthandler.dump_traceback_later(allowed, file=2)
+        content = {
+            "start": job_id(),
+            "step": step,
+            "doing": doing,
+            "allowed_seconds": allowed,
+            "time": time.time(),
+        }
         self._content = content
 
     def write(self) -> None:
@@ -124,7 +152,8 @@ class Heartbeat:
         if content is self._written or file is None:
             return
         self._written = content
-        with suppress(OSError):  # a full disk must not end the thread; the supervisor will notice the silence
+        # a full disk must not end the thread; the supervisor will notice the silence
+        with suppress(OSError):
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(content))
             os.replace(partial, file)
@@ -137,47 +166,70 @@ class Heartbeat:
 
 
 def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | None:
-    """Find the slowest rank, with its host, from all ranks' own seconds per step. None is slow up to ``NOTICED``."""
-    median = median_low(own)  # the faster of two ranks in the middle, so that one of two ranks can be found slow
+    """Find the slowest rank, with its host, from all ranks' own seconds per step.
+
+    None is slow up to ``NOTICED``.
+    """
+    # the faster of two ranks in the middle, so that one of two ranks can be found slow
+    median = median_low(own)
     slowest = max(range(len(own)), key=own.__getitem__)
     if own[slowest] <= NOTICED * median:
         return None
-    return {"rank": slowest, "host": hosts[slowest], "seconds": own[slowest], "median": median}
+    return {
+        "rank": slowest,
+        "host": hosts[slowest],
+        "seconds": own[slowest],
+        "median": median,
+    }
 
 
 class Stragglers:
     """Find the rank for which the others wait.
 
-    In every step, ranks first meet where TorchTitan sums the valid tokens of all ranks and reads the sum on the host.
-    From the arrival of its last microbatch to its first forward, a rank waits for the slowest one. The rest of a step's
-    wall time is the rank's *own* time. Measuring it waits for no GPU.
+    In every step, ranks first meet where TorchTitan sums the valid tokens of all ranks
+    and reads the sum on the host. From the arrival of its last microbatch to its first
+    forward, a rank waits for the slowest one. The rest of a step's wall time is the
+    rank's *own* time. Measuring it waits for no GPU.
 
-    This finds slow hosts, but no slow GPU (docs/resilience.md), and no difference between ranks of one tensor- or
-    context-parallel group.
+    This finds slow hosts, but no slow GPU (docs/resilience.md), and no difference
+    between ranks of one tensor- or context-parallel group.
     """
 
     def __init__(self) -> None:
-        self._since: float | None = None  # None until the first comparison, because a run's first step compiles
+        # None until the first comparison, because a run's first step compiles
+        self._since: float | None = None
         self._waited = 0.0
         self._steps = 0
         self._arrived: float | None = None
         self._hosts: list[str] = []
 
     def arrived(self) -> None:
-        """Note that a microbatch has arrived. With a step's last one, this rank is ready to meet the others."""
+        """Note that a microbatch has arrived.
+
+        With a step's last one, this rank is ready to meet the others.
+        """
         self._arrived = time.perf_counter()
 
     def met(self) -> None:
-        """Note that a forward begins. At the first one of a step, all ranks have met."""
+        """Note that a forward begins.
+
+        At the first one of a step, all ranks have met.
+        """
         if self._arrived is not None:
             self._waited += time.perf_counter() - self._arrived
             self._steps += 1
             self._arrived = None
 
     def own_seconds(self) -> float:
-        """Return the rank's own seconds per step since the last call; 0 at the first call."""
+        """Return the rank's own seconds per step since the last call; 0 at the first
+        call.
+        """
         now = time.perf_counter()
-        own = (now - self._since - self._waited) / max(1, self._steps) if self._since is not None else 0.0
+        own = (
+            (now - self._since - self._waited) / max(1, self._steps)
+            if self._since is not None
+            else 0.0
+        )
         self._since, self._waited, self._steps = now, 0.0, 0
         return own
 
@@ -193,26 +245,36 @@ class Stragglers:
 
 
 def process_began() -> float:
-    """Return when this process started, in seconds since the epoch; outside of Linux, the present time."""
+    """Return when this process started, in seconds since the epoch; outside of Linux,
+    the present time.
+    """
     with suppress(OSError, ValueError, StopIteration, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
+        boot = next(
+            int(line.split()[1])
+            for line in Path("/proc/stat").read_text().splitlines()
+            if "btime" in line
+        )
         return min(time.time(), boot + ticks / os.sysconf("SC_CLK_TCK"))
     return time.time()
 
 
 def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
-    """Return when SLURM started or requeued the job, or without SLURM, when this process started (s since the epoch)."""
+    """Return when SLURM started or requeued the job, or without SLURM, when this
+    process started (s since the epoch).
+    """
     with suppress(KeyError, ValueError):
         return min(time.time(), float(environment["SLURM_JOB_START_TIME"]))
     return process_began()
 
 
 class Clock:
-    """Count the seconds since the allocation began, by kind, for ``spent`` in metrics.jsonl and events.jsonl.
+    """Count the seconds since the allocation began, by kind, for ``spent`` in
+    metrics.jsonl and events.jsonl.
 
-    The first step, most of which is compilation, counts as start-up, and so does the time before it that has no kind of
-    its own. After the first step, such time belongs to no kind. Setting the machine's clock has no effect.
+    The first step, most of which is compilation, counts as start-up, and so does the
+    time before it that has no kind of its own. After the first step, such time belongs
+    to no kind. Setting the machine's clock has no effect.
     """
 
     def __init__(self, began: float) -> None:
@@ -236,13 +298,18 @@ class Clock:
             self._stepped = self._stepped or kind == "steps"
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds of each kind up to now, including the context that is running."""
+        """Return the seconds of each kind up to now, including the context that is
+        running.
+        """
         seconds, now = dict(self._seconds), self._now()
         kind, since = self._running or ("", now)
         if kind and (self._stepped or kind != "steps"):
             seconds[kind] += now - since
-        if not self._stepped and kind in ("", "steps"):  # everything up to now that has no kind of its own
-            seconds["start_up"] = now - self.began - sum(s for k, s in seconds.items() if k != "start_up")
+        # Everything up to now that has no kind of its own
+        if not self._stepped and kind in ("", "steps"):
+            seconds["start_up"] = (
+                now - self.began - sum(s for k, s in seconds.items() if k != "start_up")
+            )
         return seconds
 
     def rounded(self) -> dict[str, float]:
@@ -251,14 +318,19 @@ class Clock:
 
 
 class StopRequest:
-    """Hold this rank's view of the request to stop, which is a signal or a file in the run folder.
+    """Hold this rank's view of the request to stop, which is a signal or a file in the
+    run folder.
 
-    SLURM signals a job some minutes before its end. The batch script cannot pass the signal on through torchrun (USR1
-    kills torchrun's agent), so it writes the name of the start to the file RUN/stop. A user may create this file, too.
+    SLURM signals a job some minutes before its end. The batch script cannot pass the
+    signal on through torchrun (USR1 kills torchrun's agent), so it writes the name of
+    the start to the file RUN/stop. A user may create this file, too.
     """
 
     def __init__(self, run: Path | None) -> None:
-        """Listen for signals, and remove a stop file that an earlier job left. Only rank 0 has a ``run`` to look in."""
+        """Listen for signals, and remove a stop file that an earlier job left.
+
+        Only rank 0 has a ``run`` to look in.
+        """
         self.file = run / STOP if run is not None else None
         self.reason: str | None = None  # why this rank was asked to stop
         self._signalled = False
@@ -267,19 +339,28 @@ class StopRequest:
             self.done()
         self._previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._heard) for number in SIGNALS}
+            self._previous = {
+                number: signal.signal(number, self._heard) for number in SIGNALS
+            }
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self.reason, self._signalled = signal.Signals(number).name, True
 
     def _is_there(self) -> bool:
-        # An error of the file system counts as no file. ``Path.exists`` would raise most of these errors.
+        # An error of the file system counts as no file. ``Path.exists`` would raise
+        # most of these errors.
         return self.file is not None and os.path.exists(self.file)
 
     def _of_a_job(self) -> str | None:
-        """Return the id in a stop file that a job's script wrote, or None for a user's file or no file."""
+        """Return the id in a stop file that a job's script wrote, or None for a user's
+        file or no file.
+        """
         with suppress(OSError):
-            text = self.file.read_text(errors="replace").strip() if self.file is not None else ""
+            text = (
+                self.file.read_text(errors="replace").strip()
+                if self.file is not None
+                else ""
+            )
             return text if re.fullmatch(r"\d+\.\d+(\.[0-9a-f]{6})?", text) else None
         return None
 
@@ -290,16 +371,21 @@ class StopRequest:
     def __call__(self) -> bool:
         """Look for the file, and return whether this rank was asked to stop."""
         if self.reason is None and self._is_there():
-            self._signalled = self._of_a_job() is not None  # before the reason, which another thread waits for
+            # before the reason, which another thread waits for
+            self._signalled = self._of_a_job() is not None
             self.reason = f"the file {self.file}"
         return self.asked()
 
     def asked(self) -> bool:
-        """Return whether this rank was asked to stop, by a signal or by a file that a call has found."""
+        """Return whether this rank was asked to stop, by a signal or by a file that a
+        call has found.
+        """
         return self.reason is not None
 
     def signalled(self) -> bool:
-        """Return whether a signal was the request, which a job's stop file passes on: then the job may continue the run."""
+        """Return whether a signal was the request, which a job's stop file passes on:
+        then the job may continue the run.
+        """
         return self._signalled
 
     def done(self) -> None:

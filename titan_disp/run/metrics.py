@@ -1,6 +1,8 @@
-"""This module adds to TorchTitan's metrics: each loss term apart, a stable TensorBoard folder, and metrics.jsonl.
+"""This module adds to TorchTitan's metrics: each loss term apart, a stable TensorBoard
+folder, and metrics.jsonl.
 
-Any trainer calls ``should_log`` on every rank in every step, and ``log`` on every rank when a step is logged.
+Any trainer calls ``should_log`` on every rank in every step, and ``log`` on every rank
+when a step is logged.
 """
 
 import contextlib
@@ -35,16 +37,28 @@ from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
 from titan_disp.run.reader import METRICS
 
-HEATMAP_RATIO = 1.25  # smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
+# Smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
+HEATMAP_RATIO = 1.25
 
 
 def _said(data: dict[str, float]) -> str:
-    epochs = [f"{name.partition('/')[2]} {x:.3f}".strip() for name, x in data.items() if name.startswith("epochs_read")]
-    return f"  epochs: {', '.join(epochs)}  waiting for data: {data['wait_fraction']:.0%}" if data else ""
+    epochs = [
+        f"{name.partition('/')[2]} {x:.3f}".strip()
+        for name, x in data.items()
+        if name.startswith("epochs_read")
+    ]
+    return (
+        f"  epochs: {', '.join(epochs)}  waiting for data: {data['wait_fraction']:.0%}"
+        if data
+        else ""
+    )
 
 
 class TensorBoardFolder(BaseLogger):
-    """Log to one TensorBoard folder per run folder, across requeues. TorchTitan would name it by the date."""
+    """Log to one TensorBoard folder per run folder, across requeues.
+
+    TorchTitan would name it by the date.
+    """
 
     def __init__(self, folder: str, run: str) -> None:
         self.folder, self.run = folder, run
@@ -53,7 +67,9 @@ class TensorBoardFolder(BaseLogger):
         self._untrained: np.ndarray | None = None  # mean cosines at step 0
 
     def _open(self, step: int) -> SummaryWriter:
-        if self._writer is None:  # purge_step hides what a killed job wrote after the checkpoint that this job resumed
+        # purge_step hides what a killed job wrote after the checkpoint that this job
+        # resumed
+        if self._writer is None:
             self._writer = SummaryWriter(self.folder, max_queue=1000, purge_step=step)
         return self._writer
 
@@ -63,19 +79,27 @@ class TensorBoardFolder(BaseLogger):
             writer.add_scalar(name, value, step)
 
     def log_heatmap(self, found: Condensation, step: int) -> None:
-        """Log a heatmap at growing distances, because all ranks wait a fifth of a second for each."""
+        """Log a heatmap at growing distances, because all ranks wait a fifth of a
+        second for each.
+        """
         if step < self._next_heatmap:
             return
         self._next_heatmap = HEATMAP_RATIO * step
-        from titan_disp.condensation.heatmap import heatmaps  # imports matplotlib, which only rank 0 needs
+        # Imports matplotlib, which only rank 0 needs
+        from titan_disp.condensation.heatmap import heatmaps
 
         if step == 0:
             self._untrained = found.mean_cosine
         elif self._untrained is None:  # in the first heatmap of a start
-            with contextlib.suppress(ConfigError):  # there is no such file, or it is damaged: the line is left out
-                self._untrained = Condensation.load(Path(self.run, "condensation", "step-0.npz")).mean_cosine
+            # There is no such file, or it is damaged: the line is left out
+            with contextlib.suppress(ConfigError):
+                self._untrained = Condensation.load(
+                    Path(self.run, "condensation", "step-0.npz")
+                ).mean_cosine
         shown = dataclasses.replace(found, untrained_mean_cosine=self._untrained)
-        self._open(step).add_figure("condensation/heatmap", heatmaps([{f"step {step}": shown}]), step)
+        self._open(step).add_figure(
+            "condensation/heatmap", heatmaps([{f"step {step}": shown}]), step
+        )
 
     def close(self) -> None:
         if self._writer is not None:
@@ -83,21 +107,30 @@ class TensorBoardFolder(BaseLogger):
 
 
 class DispersionMetrics(MetricsProcessor):
-    """Log cross-entropy, dispersion and the exact tokens seen to console, TensorBoard (W&B) and metrics.jsonl."""
+    """Log cross-entropy, dispersion and the exact tokens seen to console, TensorBoard
+    (W&B) and metrics.jsonl.
+    """
 
     logger: BaseLogger
-    stragglers: Stragglers | None = None  # titan_disp.train sets it if there are several ranks
+    # titan_disp.train sets it if there are several ranks
+    stragglers: Stragglers | None = None
     clock: Clock | None = None  # set by titan_disp.train
 
     def __init__(
-        self, job_config: JobConfig, parallel_dims: ParallelDims, ledger: LossLedger, loader: StreamLoader | None = None
+        self,
+        job_config: JobConfig,
+        parallel_dims: ParallelDims,
+        ledger: LossLedger,
+        loader: StreamLoader | None = None,
     ) -> None:
         rank = dist.get_rank()
         own = rank if job_config.metrics.save_for_all_ranks else None
         if job_config.metrics.enable_wandb:
             continue_wandb(on_rank_0(wandb_run_id, job_config.job.dump_folder), own)
         stock = copy.copy(job_config)
-        stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
+        stock.metrics = dataclasses.replace(
+            job_config.metrics, enable_tensorboard=False
+        )
         super().__init__(stock, parallel_dims)
         self.job_config = job_config
         self._dp_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
@@ -111,21 +144,34 @@ class DispersionMetrics(MetricsProcessor):
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard: TensorBoardFolder | None = None
         below = [] if own is None else [f"rank_{own}"]
-        self.tensorboard_folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder, *below)
+        self.tensorboard_folder = os.path.join(
+            job_config.job.dump_folder, job_config.metrics.save_tb_folder, *below
+        )
         if job_config.metrics.enable_tensorboard and (rank == 0 or own is not None):
             both = LoggerContainer()
             both.add_logger(self.logger)
-            self._tensorboard = TensorBoardFolder(self.tensorboard_folder, job_config.job.dump_folder)
+            self._tensorboard = TensorBoardFolder(
+                self.tensorboard_folder, job_config.job.dump_folder
+            )
             both.add_logger(self._tensorboard)
             self.logger = both
 
     def tokens_seen(self, step: int) -> int:
-        """Return the tokens trained on after ``step`` steps. TorchTitan's own number counts those of every CP rank."""
+        """Return the tokens trained on after ``step`` steps.
+
+        TorchTitan's own number counts those of every CP rank.
+        """
         return step * tokens_per_step(self.job_config, self._dp_degree)
 
     def progress(self, tokens: int) -> str:
-        """Format the progress, as " of 2,048 (12.5%, 3:10:00 left)", at the pace since this job's first log."""
-        total, now, left = self.tokens_seen(last_step(self.job_config, self._dp_degree)), time.monotonic(), ""
+        """Format the progress, as " of 2,048 (12.5%, 3:10:00 left)", at the pace since
+        this job's first log.
+        """
+        total, now, left = (
+            self.tokens_seen(last_step(self.job_config, self._dp_degree)),
+            time.monotonic(),
+            "",
+        )
         if self._first_log is None:
             self._first_log = (now, tokens)
         else:
@@ -134,19 +180,27 @@ class DispersionMetrics(MetricsProcessor):
         return f" of {total:,} ({tokens / total:.1%}{left})"
 
     def data_metrics(self, seconds: float) -> dict[str, float]:
-        """Combine the loader's counters, and rates over ``seconds``, of all ranks by sum or maximum. A collective call."""
+        """Combine the loader's counters, and rates over ``seconds``, of all ranks by
+        sum or maximum. A collective call.
+        """
         if self._loader is None:
             return {}
         counted, last = self._loader.counters(), self._counted
         self._counted = counted
         counters = counted | {
-            "stored_bytes_per_second": (counted["stored_bytes"] - last.get("stored_bytes", 0)) / seconds,
-            "wait_fraction": (counted["seconds_waited"] - last.get("seconds_waited", 0)) / seconds,
+            "stored_bytes_per_second": (
+                counted["stored_bytes"] - last.get("stored_bytes", 0)
+            )
+            / seconds,
+            "wait_fraction": (counted["seconds_waited"] - last.get("seconds_waited", 0))
+            / seconds,
         }
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
             return counters
-        summed = torch.tensor(list(counters.values()), dtype=torch.float64, device=utils.device_type)
+        summed = torch.tensor(
+            list(counters.values()), dtype=torch.float64, device=utils.device_type
+        )
         most = summed.clone()
         dist.all_reduce(summed, group=mesh.get_group())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group())
@@ -160,7 +214,12 @@ class DispersionMetrics(MetricsProcessor):
         return False
 
     def log(
-        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: Any = None,
     ) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
         terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
@@ -172,15 +231,23 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger.reset()
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
-        extra |= {f"loss_metrics/{re.sub('^ce(?=$|/)', 'cross_entropy', name)}": x for name, x in terms.items()}
+        extra |= {
+            f"loss_metrics/{re.sub('^ce(?=$|/)', 'cross_entropy', name)}": x
+            for name, x in terms.items()
+        }
         seconds = time.perf_counter() - self.time_last_log
         data = self.data_metrics(seconds)
         shares = self._loader.groups if self._loader is not None else []
         if len(shares) > 1:  # each step has as many tokens of every slot
-            data |= {f"tokens{share.suffix}": tokens * share.slots // share.total for share in shares}
+            data |= {
+                f"tokens{share.suffix}": tokens * share.slots // share.total
+                for share in shares
+            }
         extra.update({f"data/{name}": value for name, value in data.items()})
         slowest = self.stragglers.find() if self.stragglers is not None else None
-        tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
+        tps = self.ntokens_since_last_log / (
+            seconds * self.parallel_dims.non_data_parallel_size
+        )
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         color = self.color
         logger.info(
@@ -208,17 +275,24 @@ class DispersionMetrics(MetricsProcessor):
             }
             append_json(self._jsonl, record)
         if self._loader is not None:
-            self._loader.check_counters(data)  # these are counters of all ranks, so that all ranks stop, or none
+            # These are counters of all ranks, so that all ranks stop, or none
+            self._loader.check_counters(data)
 
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
         super().log_validation(loss, step, extra_metrics)
         if self._jsonl is not None:
-            append_json(self._jsonl, {"step": step, "time": time.time(), "validation": loss})
+            append_json(
+                self._jsonl, {"step": step, "time": time.time(), "validation": loss}
+            )
 
     def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
-        """Log a measurement on rank 0: console, TensorBoard (W&B), metrics.jsonl and RUN/condensation/step-N.npz.
+        """Log a measurement on rank 0: console, TensorBoard (W&B), metrics.jsonl and
+        RUN/condensation/step-N.npz.
 
-        Neither the ``seconds`` that the measurement took nor the time to write count in the throughput of training.
+        Neither the ``seconds`` that the measurement took nor the time to write count in
+        the throughput of training.
         """
         began = time.perf_counter()
         self.time_last_log += seconds
@@ -229,13 +303,21 @@ class DispersionMetrics(MetricsProcessor):
             if self._tensorboard is not None:
                 self._tensorboard.log_heatmap(found, step)
             found.save(self._jsonl.parent / "condensation" / f"step-{step}.npz")
-        except Exception as error:  # of matplotlib, or a full disk: a picture must not end a run
+        # of matplotlib, or a full disk: a picture must not end a run
+        except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            logger.warning(f"step {step}: the histograms of condensation could not be saved: {why}")
+            logger.warning(
+                f"step {step}: the histograms of condensation could not be saved: {why}"
+            )
         writing = time.perf_counter() - began
         self.time_last_log += writing
         seconds += writing
-        row = {"step": step, "time": time.time(), "condensation": found.to_json(), "seconds": seconds}
+        row = {
+            "step": step,
+            "time": time.time(),
+            "condensation": found.to_json(),
+            "seconds": seconds,
+        }
         append_json(self._jsonl, row)
         cosines = " ".join(f"{c:.2f}" for c in found.mean_cosine[:-1])
         logger.info(
@@ -247,10 +329,15 @@ class DispersionMetrics(MetricsProcessor):
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
         scalars = {"held_out/cross_entropy": found.cross_entropy}
         for name, parts in found.by_part().items():
-            scalars |= {f"condensation_{name}/{part}": value for part, value in parts.items()}
+            scalars |= {
+                f"condensation_{name}/{part}": value for part, value in parts.items()
+            }
         if self.job_config.condensation.per_layer:  # type: ignore[attr-defined]  # 4 × 29 scalars for 0.6B
             for name, values in found.by_layer().items():
-                scalars |= {f"condensation_{name}/layer_{i:02}": values[i] for i in range(found.last_block + 1)}
+                scalars |= {
+                    f"condensation_{name}/layer_{i:02}": values[i]
+                    for i in range(found.last_block + 1)
+                }
         for where, over_depth in found.over_depth.items():
             scalars[f"condensation/spearman_{where}"] = over_depth.spearman
             scalars[f"condensation/kendall_{where}"] = over_depth.kendall

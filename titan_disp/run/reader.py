@@ -1,4 +1,6 @@
-"""This module reads a run's folder (docs/run_folder.md), of which files may be missing and lines of .jsonl files cut."""
+"""This module reads a run's folder (docs/run_folder.md), of which files may be missing
+and lines of .jsonl files cut.
+"""
 
 import contextlib
 import json
@@ -11,11 +13,19 @@ from typing import Any
 
 from titan_disp.errors import ConfigError
 
-CONFIG, ENVIRONMENT, EVENTS, METRICS = "config.json", "environment.json", "events.jsonl", "metrics.jsonl"
+CONFIG, ENVIRONMENT, EVENTS, METRICS = (
+    "config.json",
+    "environment.json",
+    "events.jsonl",
+    "metrics.jsonl",
+)
 HEARTBEAT, STOP, LOCK, OWNER = "heartbeat.json", "stop", ".lock", "owner.json"
-REQUEUE, SUPERVISOR = "requeue.json", "supervisor.jsonl"  # slurm/supervise.py writes these
-MEASURED = ("condensation", "validation")  # a row of metrics.jsonl with one of these keys is no training row
-NESTED = ("condensation", "data", "spent", "straggler")  # objects in metrics.jsonl; all else in it are numbers or null
+# slurm/supervise.py writes these
+REQUEUE, SUPERVISOR = "requeue.json", "supervisor.jsonl"
+# a row of metrics.jsonl with one of these keys is no training row
+MEASURED = ("condensation", "validation")
+# Objects in metrics.jsonl; all else in it are numbers or null
+NESTED = ("condensation", "data", "spent", "straggler")
 
 
 def is_run(path: str | Path) -> bool:
@@ -24,14 +34,19 @@ def is_run(path: str | Path) -> bool:
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
-    """Read the resolved config of the newest start that trained. Raises ConfigError if it is missing or not one."""
+    """Read the resolved config of the newest start that trained.
+
+    Raises ConfigError if it is missing or not one.
+    """
     path = Path(run) / CONFIG
     try:
         config = _read_object(path)
         if not all(isinstance(section, dict) for section in config.values()):
             raise ValueError("a section is not an object")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error}; expected the config of a run") from error
+        raise ConfigError(
+            f"{str(path)!r} cannot be read: {error}; expected the config of a run"
+        ) from error
     return config
 
 
@@ -42,10 +57,13 @@ def _read_optional(name: str, run: str | Path) -> dict[str, Any]:
     return {}
 
 
-read_environment = partial(_read_optional, ENVIRONMENT)  # what the newest start that trained ran on
-read_heartbeat = partial(_read_optional, HEARTBEAT)  # what rank 0 has announced last, while a process trains
+# What the newest start that trained ran on
+read_environment = partial(_read_optional, ENVIRONMENT)
+# What rank 0 has announced last, while a process trains
+read_heartbeat = partial(_read_optional, HEARTBEAT)
 read_owner = partial(_read_optional, OWNER)  # which start has opened the folder last
-read_failures = partial(_read_optional, REQUEUE)  # failures in a row without a new checkpoint, by the supervisor
+# Failures in a row without a new checkpoint, by the supervisor
+read_failures = partial(_read_optional, REQUEUE)
 
 
 def read_transitions(run: str | Path) -> list[dict[str, Any]]:
@@ -54,8 +72,12 @@ def read_transitions(run: str | Path) -> list[dict[str, Any]]:
 
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
-    """Read the training rows in the order of writing, including steps repeated after a resume."""
-    return [record for record in _records(Path(run) / METRICS) if not is_measured(record)]
+    """Read the training rows in the order of writing, including steps repeated after a
+    resume.
+    """
+    return [
+        record for record in _records(Path(run) / METRICS) if not is_measured(record)
+    ]
 
 
 def is_measured(row: Mapping[str, Any]) -> bool:
@@ -68,7 +90,10 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
-    """Read the training row of the largest step up to ``last``, {} if there is none. A run may have a million rows."""
+    """Read the training row of the largest step up to ``last``, {} if there is none.
+
+    A run may have a million rows.
+    """
     found: dict[str, Any] = {}
     for row in _records(Path(run) / METRICS):
         if not is_measured(row) and found.get("step", 0) <= row["step"] <= last:
@@ -77,7 +102,9 @@ def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
 
 
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
-    """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote them."""
+    """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote
+    them.
+    """
     return _by_step(_records(Path(run) / METRICS), "condensation")
 
 
@@ -87,42 +114,72 @@ def read_validation(run: str | Path) -> dict[int, float]:
 
 
 def read_written(run: str | Path) -> list[dict[str, Any]]:
-    """Read all rows in the order of writing: of training, condensation and validation."""
+    """Read all rows in the order of writing: of training, condensation and
+    validation.
+    """
     return list(_records(Path(run) / METRICS))
 
 
 def validation_losses(rows: Iterable[dict[str, Any]]) -> dict[int, float]:
-    return {step: math.nan if loss is None else loss for step, loss in _by_step(rows, "validation").items()}
+    return {
+        step: math.nan if loss is None else loss
+        for step, loss in _by_step(rows, "validation").items()
+    }
 
 
 def _by_step(rows: Iterable[dict[str, Any]], key: str) -> dict[int, Any]:
-    return {step: row[key] for step, row in by_step([row for row in rows if key in row]).items()}
+    return {
+        step: row[key]
+        for step, row in by_step([row for row in rows if key in row]).items()
+    }
 
 
 def read_events(run: str | Path) -> list[dict[str, Any]]:
-    """Read the events in order, with times in seconds since the epoch as in the rows."""
+    """Read the events in order, with times in seconds since the epoch as in the
+    rows.
+    """
     return list(_records(Path(run) / EVENTS))
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl or events.jsonl. Raises ConfigError at one that titan-disp does not write."""
+    """Yield the records of metrics.jsonl or events.jsonl.
+
+    Raises ConfigError at one that titan-disp does not write.
+    """
     events = path.name == EVENTS
     for record in _json_lines(path):
         sound = False
         with contextlib.suppress(KeyError, TypeError, ValueError):
             if events:
                 record["time"] = datetime.fromisoformat(record["time"]).timestamp()
-            kinds = {"event": str} if events else {k: dict if k in NESTED else int | float | None for k in record}
-            sound = type(record["step"]) is int and record["step"] >= -events and math.isfinite(record["time"])
+            kinds = (
+                {"event": str}
+                if events
+                else {k: dict if k in NESTED else int | float | None for k in record}
+            )
+            sound = (
+                type(record["step"]) is int
+                and record["step"] >= -events
+                and math.isfinite(record["time"])
+            )
             sound &= all(isinstance(record[key], kind) for key, kind in kinds.items())
         if not sound:
-            fields = "'step', 'time' (ISO 8601) and 'event'" if events else "numbers with 'step' and 'time'"
-            raise ConfigError(f"{str(path)!r} cannot be read: expected {fields} in each line, found {str(record):.99}")
+            fields = (
+                "'step', 'time' (ISO 8601) and 'event'"
+                if events
+                else "numbers with 'step' and 'time'"
+            )
+            raise ConfigError(
+                f"{str(path)!r} cannot be read: expected {fields} in each line, found {str(record):.99}"
+            )
         yield record
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a .jsonl file, [] if there is none. Lines that killed processes left unfinished are left out."""
+    """Read the records of a .jsonl file, [] if there is none.
+
+    Lines that killed processes left unfinished are left out.
+    """
     return list(_json_lines(Path(path)))
 
 
@@ -136,7 +193,10 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Index rows by step, ascending. If a step was repeated after a resume, its last row counts."""
+    """Index rows by step, ascending.
+
+    If a step was repeated after a resume, its last row counts.
+    """
     return dict(sorted({row["step"]: row for row in rows}.items()))
 
 
@@ -144,7 +204,11 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a config's values by dotted key. A list is one value."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 

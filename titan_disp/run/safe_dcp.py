@@ -1,8 +1,9 @@
 """DCP checkpoints are read without running code that someone may have put into them.
 
-``.metadata`` is a pickle, and DCP unpickles it, and every entry that is not a tensor, without restriction. Either could
-run any command as the user who reads it. Here both may only hold what checkpoints hold. All of titan_disp reads
-checkpoints through this module.
+``.metadata`` is a pickle, and DCP unpickles it, and every entry that is not a tensor,
+without restriction. Either could run any command as the user who reads it. Here both
+may only hold what checkpoints hold. All of titan_disp reads checkpoints through this
+module.
 """
 
 import collections
@@ -39,13 +40,20 @@ def _member(kind: Any, name: str) -> Any:
     return _ENUM[name]
 
 
-# All names in checkpoints of one process, FSDP2, HSDP and TP, saved synchronously or asynchronously. Names must match
-# exactly, so that a dotted name ("metadata.os.system") is refused.
+# All names in checkpoints of one process, FSDP2, HSDP and TP, saved synchronously or
+# asynchronously. Names must match exactly, so that a dotted name ("metadata.os.system")
+# is refused.
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
         for name in (
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+            *(
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+            ),
             *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
         )
     },
@@ -56,7 +64,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # Python 3.13
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        ("torch", name): value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    },
 }
 _CLASSES = {value for value in _ALLOWED.values() if dataclasses.is_dataclass(value)}
 # These are opcodes of protocols 4 and 5, which Python ≥ 3.8 writes.
@@ -73,7 +85,9 @@ class _Dispatch(dict[int, Any]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Extend Python's unpickler, not C's: there, six bytes (LONG_BINPUT) take 64 GB, and BUILD may change classes."""
+    """Extend Python's unpickler, not C's: there, six bytes (LONG_BINPUT) take 64 GB,
+    and BUILD may change classes.
+    """
 
     _codes = [getattr(pickle, name)[0] for name in _OPCODES.split()]
     dispatch = _Dispatch({code: pickle._Unpickler.dispatch[code] for code in _codes})
@@ -85,7 +99,10 @@ class _Unpickler(pickle._Unpickler):
             raise _refused(f"names {module}.{name}") from None
 
     def load_build(self) -> None:
-        """Set the attributes of an object. Those of a class or a function would change it for the whole process."""
+        """Set the attributes of an object.
+
+        Those of a class or a function would change it for the whole process.
+        """
         kind = type(self.stack[-2])  # type: ignore[attr-defined]
         if kind not in _CLASSES:
             raise _refused(f"sets attributes of a {kind.__name__}")
@@ -94,52 +111,80 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-@functools.lru_cache(maxsize=1)  # a resume reads the same file several times, and Python's unpickler is slow
+# a resume reads the same file several times, and Python's unpickler is slow
+@functools.lru_cache(maxsize=1)
 def parse_metadata(content: bytes) -> Metadata:
     """Return the content of a ``.metadata`` file, which callers must not change.
 
-    Raises UnpicklingError if it names something that no checkpoint needs, and any Exception if it is damaged.
+    Raises UnpicklingError if it names something that no checkpoint needs, and any
+    Exception if it is damaged.
     """
     found = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"it holds {type(found).__name__}, expected Metadata")
+        raise pickle.UnpicklingError(
+            f"it holds {type(found).__name__}, expected Metadata"
+        )
     for key in found.state_dict_metadata:
         if not isinstance(key, str):
-            raise pickle.UnpicklingError(f"it has a key of type {type(key).__name__}, expected str")
+            raise pickle.UnpicklingError(
+                f"it has a key of type {type(key).__name__}, expected str"
+            )
     for info in (found.storage_data or {}).values():
         kinds = type(info.relative_path), type(info.offset), type(info.length)
-        if kinds != (str, int, int) or not 0 <= info.offset <= info.offset + info.length < 2**63:
-            raise pickle.UnpicklingError("it has a storage entry without a valid file name, offset and length")
+        if (
+            kinds != (str, int, int)
+            or not 0 <= info.offset <= info.offset + info.length < 2**63
+        ):
+            raise pickle.UnpicklingError(
+                "it has a storage entry without a valid file name, offset and length"
+            )
     return found
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
-    """Return what ``parse_metadata`` returns of a checkpoint, or raise what it raises, or OSError."""
+    """Return what ``parse_metadata`` returns of a checkpoint, or raise what it raises,
+    or OSError.
+    """
     return parse_metadata((Path(folder) / METADATA).read_bytes())
 
 
 class Reader(dcp.FileSystemReader):
-    """Extend DCP's reader to avoid its unpickling. DCP itself reads tensors with ``weights_only=True``."""
+    """Extend DCP's reader to avoid its unpickling.
+
+    DCP itself reads tensors with ``weights_only=True``.
+    """
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # a rank is for saves without collectives
         found = read_metadata(self.path)
-        own = dataclasses.replace(found.storage_meta or StorageMeta(), load_id=self.load_id)
+        own = dataclasses.replace(
+            found.storage_meta or StorageMeta(), load_id=self.load_id
+        )
         return dataclasses.replace(found, storage_meta=own)
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Extend DCP's planner so that entries that are not tensors can only be numbers, strings, lists and the like."""
+    """Extend DCP's planner so that entries that are not tensors can only be numbers,
+    strings, lists and the like.
+    """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)  # DCP then unpickles only bytes that we wrote
+        # DCP then unpickles only bytes that we wrote
+        torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
 
-def load(state_dict: dict[str, Any], folder: str | os.PathLike[str], no_dist: bool = False) -> None:
+def load(
+    state_dict: dict[str, Any], folder: str | os.PathLike[str], no_dist: bool = False
+) -> None:
     """Load as ``torch.distributed.checkpoint.load`` does, and raise what it raises."""
     with warnings.catch_warnings():
         if no_dist:  # a single process is what was asked for
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state_dict, storage_reader=Reader(folder), planner=LoadPlanner(), no_dist=no_dist)
+        dcp.load(
+            state_dict,
+            storage_reader=Reader(folder),
+            planner=LoadPlanner(),
+            no_dist=no_dist,
+        )

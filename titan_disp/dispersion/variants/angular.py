@@ -12,7 +12,13 @@ from torch import Tensor
 
 from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.variants.base import AngleVariant, bound_of, check_tau, log_of_mean, slope_of_arccos
+from titan_disp.dispersion.variants.base import (
+    AngleVariant,
+    bound_of,
+    check_tau,
+    log_of_mean,
+    slope_of_arccos,
+)
 
 
 @functools.cache
@@ -31,7 +37,8 @@ def angular_pair(tau: float, clamp: float) -> PairFunction:
 @dataclass(frozen=True)
 class Angular(AngleVariant):
     name: ClassVar[str] = "angular"
-    estimators: ClassVar[tuple[str, ...]] = ("exact", "moments", "sampled")  # w is smooth enough for quadratics
+    # w is smooth enough for quadratics
+    estimators: ClassVar[tuple[str, ...]] = ("exact", "moments", "sampled")
 
     tau: float
 

@@ -1,7 +1,9 @@
-"""This module defines what every variant of the loss implements, and what the kinds of variants share.
+"""This module defines what every variant of the loss implements, and what the kinds of
+variants share.
 
-A loss is a function of the cosines of pairs (``CosineVariant``), of the tokens' second moments (``MomentsVariant``), or
-plain autograd code over all tokens (``AutogradVariant``). docs/losses.md shows how to write one.
+A loss is a function of the cosines of pairs (``CosineVariant``), of the tokens' second
+moments (``MomentsVariant``), or plain autograd code over all tokens
+(``AutogradVariant``). docs/losses.md shows how to write one.
 """
 
 import math
@@ -20,18 +22,35 @@ from titan_disp.dispersion.autograd import Result
 from titan_disp.dispersion.kernels import accumulation_dtype, operand_dtype, product
 from titan_disp.dispersion.layers import Compute, Layers
 from titan_disp.dispersion.masks import Count, TokenMask
-from titan_disp.dispersion.moments import Quadratic, fit, gram, over_group, quadratic_sum_, sample, sample_tokens
+from titan_disp.dispersion.moments import (
+    Quadratic,
+    fit,
+    gram,
+    over_group,
+    quadratic_sum_,
+    sample,
+    sample_tokens,
+)
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
-from titan_disp.dispersion.vectors import UNIT_EPS, Normalized, Raw, Units, check_norm_eps
+from titan_disp.dispersion.vectors import (
+    UNIT_EPS,
+    Normalized,
+    Raw,
+    Units,
+    check_norm_eps,
+)
 
-# Takes tokens z [B, n, F], their mask, their units and the units' vectors; returns the quadratics that stand for w.
+# Takes tokens z [B, n, F], their mask, their units and the units' vectors; returns the
+# quadratics that stand for w.
 QuadraticOf = Callable[[Tensor, TokenMask | None, Units, Tensor], Quadratic]
 
 LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.md
 
-# exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such numbers could underflow to 0.
+# exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such
+# numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
-# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds the slope by 1/√(2κ) ≈ 700.
+# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds
+# the slope by 1/√(2κ) ≈ 700.
 MIN_CLAMP = 1e-6
 
 
@@ -55,12 +74,17 @@ def bad_fit(error: float) -> str | None:
 
 def check_tau(tau: float) -> None:
     if not (math.isfinite(tau) and tau >= MIN_TAU):
-        raise ValueError(f"tau is {tau}, expected a number ≥ {MIN_TAU}: exp(-1/tau) must be representable in float32")
+        raise ValueError(
+            f"tau is {tau}, expected a number ≥ {MIN_TAU}: exp(-1/tau) must be representable in float32"
+        )
 
 
 @dataclass(frozen=True)
 class Variant(ABC):
-    """A variant is a frozen dataclass. Its fields are its options, which ``registry`` sets."""
+    """A variant is a frozen dataclass.
+
+    Its fields are its options, which ``registry`` sets.
+    """
 
     name: ClassVar[str]  # in ``VARIANTS``
     estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # which it supports
@@ -72,27 +96,38 @@ class Variant(ABC):
     def exact(self, layers: Layers) -> Tensor:
         """Return the loss over all pairs of the tokens, [L, B]."""
 
-    def cost(self, tokens: int, features: int, shards: int, linear: bool | None = None) -> Cost:
-        """Return the cost for a sequence over this number of shards, by moments (``linear``), by pairs, or by what is less.
+    def cost(
+        self, tokens: int, features: int, shards: int, linear: bool | None = None
+    ) -> Cost:
+        """Return the cost for a sequence over this number of shards, by moments
+        (``linear``), by pairs, or by what is less.
 
-        The cosines take 2N²F FLOPs and V another 2N²F. In a whole sequence, each tile above the diagonal serves both
-        sides, which saves half of the cosines. Of shards, only a rank's own tokens do; this is ignored. By moments, M
-        and its product with the tokens take 2NF² each.
+        The cosines take 2N²F FLOPs and V another 2N²F. In a whole sequence, each tile
+        above the diagonal serves both sides, which saves half of the cosines. Of
+        shards, only a rank's own tokens do; this is ignored. By moments, M and its
+        product with the tokens take 2NF² each.
         """
         if linear or (linear is None and self.linear_in_tokens and features < tokens):
             return Cost(4.0 * tokens * features**2, 0.0, features**2 + features)
-        return Cost((3.0 if shards == 1 else 4.0) * tokens**2 * features, tokens * features, 0.0)
+        return Cost(
+            (3.0 if shards == 1 else 4.0) * tokens**2 * features, tokens * features, 0.0
+        )
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
-        """Return the loss by moments, [L, B]. ``fit_errors`` receives the relative error [B] of every layer's fit."""
+        """Return the loss by moments, [L, B].
+
+        ``fit_errors`` receives the relative error [B] of every layer's fit.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class CosineVariant(Variant):
-    """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two tokens' unit vectors.
+    """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two
+    tokens' unit vectors.
 
-    If w is itself a quadratic, b c + ½ d c², name (b, d): the exact form then takes time linear in N where F < N.
+    If w is itself a quadratic, b c + ½ d c², name (b, d): the exact form then takes
+    time linear in N where F < N.
     """
 
     of_pairs: ClassVar[bool] = True
@@ -104,10 +139,14 @@ class CosineVariant(Variant):
     @property
     @abstractmethod
     def pair(self) -> PairFunction:
-        """Return w and r = dw/dc. Equal options give the same object, so that its compiled code is reused."""
+        """Return w and r = dw/dc.
+
+        Equal options give the same object, so that its compiled code is reused.
+        """
 
     @cached_property
-    def _pair(self) -> PairFunction:  # also of a variant whose ``pair`` is another object every time
+    # Also of a variant whose ``pair`` is another object every time
+    def _pair(self) -> PairFunction:
         return self.pair
 
     def units(self, z: Tensor) -> Units:
@@ -115,7 +154,9 @@ class CosineVariant(Variant):
         return Normalized(z, UNIT_EPS)
 
     def normalize(self, sums: Tensor, pairs: Count) -> Tensor:
-        """Return the loss [L, B], given S [L, B] and the number of pairs i ≠ j per sequence: their mean."""
+        """Return the loss [L, B], given S [L, B] and the number of pairs i ≠ j per
+        sequence: their mean.
+        """
         return sums / pairs
 
     def exact(self, layers: Layers) -> Tensor:
@@ -128,21 +169,35 @@ class CosineVariant(Variant):
             s, w = pair_sums(units, self.units, layers.gather(z), mask, self._pair)
             return s, units.backward_(w.mul_(2 / units.scale))
 
-        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.pairs())
+        return self.normalize(
+            layers.sum_over_group(layers.each(own_part)), layers.pairs()
+        )
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         errors: list[Tensor] = []
 
-        def fitted(z: Tensor, mask: TokenMask | None, units: Units, u: Tensor) -> Quadratic:
-            sampled = sample(z, layers.length, layers.group) if mask is None else sample_tokens(z, mask, layers.group)
+        def fitted(
+            z: Tensor, mask: TokenMask | None, units: Units, u: Tensor
+        ) -> Quadratic:
+            sampled = (
+                sample(z, layers.length, layers.group)
+                if mask is None
+                else sample_tokens(z, mask, layers.group)
+            )
             some = self.units(sampled.z).vectors()
-            quadratic, sums = fit(u, units.scale, some, sampled, self._pair, mask, operand_dtype(z))
+            quadratic, sums = fit(
+                u, units.scale, some, sampled, self._pair, mask, operand_dtype(z)
+            )
             errors.append(sums)
             return quadratic
 
         losses = self.of_quadratic(layers, fitted)
         of_error, of_slope = layers.sum_over_group(torch.cat(errors)).unbind(-1)
-        relative = (of_error / of_slope.clamp_min(torch.finfo(of_slope.dtype).tiny)).sqrt().view_as(losses)
+        relative = (
+            (of_error / of_slope.clamp_min(torch.finfo(of_slope.dtype).tiny))
+            .sqrt()
+            .view_as(losses)
+        )
         if fit_errors is None:
             if warning := bad_fit(relative.max().item()):
                 warnings.warn(warning, stacklevel=4)
@@ -150,29 +205,42 @@ class CosineVariant(Variant):
             fit_errors.extend(relative)
         return losses
 
-    def _same_for_all(self, z: Tensor, mask: TokenMask | None, units: Units, u: Tensor) -> Quadratic:
-        # These are filled on the device. With torch.tensor, the host would wait for the copy.
-        return Quadratic(*(u.new_full((len(u), 1, 1), x) for x in (0.0, *(self.quadratic or ()))))
+    def _same_for_all(
+        self, z: Tensor, mask: TokenMask | None, units: Units, u: Tensor
+    ) -> Quadratic:
+        # These are filled on the device. With torch.tensor, the host would wait for the
+        # copy.
+        return Quadratic(
+            *(u.new_full((len(u), 1, 1), x) for x in (0.0, *(self.quadratic or ())))
+        )
 
     def of_quadratic(self, layers: Layers, quadratic: QuadraticOf) -> Tensor:
-        """Return the loss [L, B] in time linear in the tokens, where w is a quadratic function of c for each token."""
+        """Return the loss [L, B] in time linear in the tokens, where w is a quadratic
+        function of c for each token.
+        """
 
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
             u = units.vectors()
             own = quadratic(z, mask, units, u)
-            s, grad = quadratic_sum_(u, own, layers.tokens(mask), layers.group, operand_dtype(z))
+            s, grad = quadratic_sum_(
+                u, own, layers.tokens(mask), layers.group, operand_dtype(z)
+            )
             return s, units.backward_(grad)
 
-        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.pairs())
+        return self.normalize(
+            layers.sum_over_group(layers.each(own_part)), layers.pairs()
+        )
 
 
 @dataclass(frozen=True)
 class AngleVariant(CosineVariant):
-    """w is a function of the angle D = arccos(c̃)/π between unit vectors, where c̃ = clamp(c, −1+κ, 1−κ).
+    """w is a function of the angle D = arccos(c̃)/π between unit vectors, where c̃ =
+    clamp(c, −1+κ, 1−κ).
 
-    The clamp is straight-through: beyond the bound, the gradient keeps the slope that it has at the bound. A hard clamp
-    would zero the gradient exactly where tokens have collapsed onto each other.
+    The clamp is straight-through: beyond the bound, the gradient keeps the slope that
+    it has at the bound. A hard clamp would zero the gradient exactly where tokens have
+    collapsed onto each other.
     """
 
     clamp: float
@@ -189,22 +257,27 @@ class AngleVariant(CosineVariant):
 
 @dataclass(frozen=True)
 class MomentsVariant(Variant):
-    """The loss is a function of s = Σ u_i [B, F] and M = Σ u_i u_iᵀ [B, F, F] in plain autograd code, with n tokens.
+    """The loss is a function of s = Σ u_i [B, F] and M = Σ u_i u_iᵀ [B, F, F] in plain
+    autograd code, with n tokens.
 
-    Its time is linear in the tokens. It holds F² numbers per sequence. Of the tokens, a rank needs only its own:
+    Its time is linear in the tokens. It holds F² numbers per sequence. Of the tokens, a
+    rank needs only its own:
 
         ∂L/∂u_i = ∂L/∂s + (∂L/∂M + (∂L/∂M)ᵀ) u_i
     """
 
     linear_in_tokens: ClassVar[bool] = True
-    # Whether to take tokens relative to their mean: of a loss that this does not change, it keeps the digits.
+    # Whether to take tokens relative to their mean: of a loss that this does not
+    # change, it keeps the digits.
     centred: ClassVar[bool] = False
 
     @abstractmethod
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
         """Return the loss [B], given s, M and n [B]."""
 
-    def cost(self, tokens: int, features: int, shards: int, linear: bool | None = True) -> Cost:
+    def cost(
+        self, tokens: int, features: int, shards: int, linear: bool | None = True
+    ) -> Cost:
         return super().cost(tokens, features, shards, linear=True)
 
     def units(self, z: Tensor) -> Units:
@@ -215,48 +288,65 @@ class MomentsVariant(Variant):
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
             units, count = self.units(z), layers.tokens(mask)
             u = units.vectors()
-            tokens = count.to(u.dtype) if isinstance(count, Tensor) else u.new_full((len(u),), count)
+            tokens = (
+                count.to(u.dtype)
+                if isinstance(count, Tensor)
+                else u.new_full((len(u),), count)
+            )
             if self.centred:
                 (total,) = over_group([u.sum(1, keepdim=True)], layers.group)
                 u.sub_(total / tokens[:, None, None])
                 u = u if mask is None else u.masked_fill_(~mask.own, 0.0)
             x = u.to(operand_dtype(z))
             s, m = over_group([x.sum(1, dtype=u.dtype), gram(x)], layers.group)
-            value, (of_s, of_m) = _differentiated(self, lambda: self.loss(s, m, tokens), s, m)
+            value, (of_s, of_m) = _differentiated(
+                self, lambda: self.loss(s, m, tokens), s, m
+            )
             grad = product(x, (of_m + of_m.transpose(1, 2)).to(x.dtype))
             return value, units.backward_(grad.add_(of_s[:, None]))
 
-        return layers.each(own_part)  # every rank has the moments of all tokens, and so the whole loss
+        # every rank has the moments of all tokens, and so the whole loss
+        return layers.each(own_part)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a loss may need to know besides the tokens. (Labels and segments of the tokens would be further fields.)"""
+    """What a loss may need to know besides the tokens.
+
+    (Labels and segments of the tokens would be further fields.)
+    """
 
     step: int  # completed training steps
     layer: int  # the index of the layer among those that are dispersed
-    group: dist.ProcessGroup | None  # ranks that compute this loss together, each for the gradient of its own tokens
+    # ranks that compute this loss together, each for the gradient of its own tokens
+    group: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
 class AutogradVariant(Variant):
     """The loss is plain autograd code over all tokens of a sequence.
 
-    It is slower: products are in float32, and every rank of a sharded sequence computes the whole loss.
+    It is slower: products are in float32, and every rank of a sharded sequence computes
+    the whole loss.
     """
 
     bf16_products: ClassVar[bool] = False
 
     @abstractmethod
     def loss(self, z: Tensor, valid: Tensor, context: Context) -> Tensor:
-        """Return the loss [B] of z [B, N, F] in float32 (or float64), where valid [B, N] bool says which are tokens.
+        """Return the loss [B] of z [B, N, F] in float32 (or float64), where valid [B,
+        N] bool says which are tokens.
 
-        z is 0 where there is no token. The loss of a sequence with fewer than two tokens is ignored. The tokens of other
-        ranks have no gradient, and stand in the order of the ranks, which under context parallelism is not theirs.
+        z is 0 where there is no token. The loss of a sequence with fewer than two
+        tokens is ignored. The tokens of other ranks have no gradient, and stand in the
+        order of the ranks, which under context parallelism is not theirs.
         """
 
-    def cost(self, tokens: int, features: int, shards: int, linear: bool | None = None) -> Cost:
-        one = super().cost(tokens, features, 1)  # as a function of pairs: its code is not known
+    def cost(
+        self, tokens: int, features: int, shards: int, linear: bool | None = None
+    ) -> Cost:
+        # as a function of pairs: its code is not known
+        one = super().cost(tokens, features, 1)
         return one._replace(flops=one.flops * shards)  # every rank computes the whole
 
     def exact(self, layers: Layers) -> Tensor:
@@ -266,11 +356,18 @@ class AutogradVariant(Variant):
             def own_part(z: Tensor, mask: TokenMask | None) -> Result:
                 own, others, rank = z.detach().to(accumulation_dtype(z.dtype)), [], 0
                 if (gathering := layers.gather(z)) is not None:
-                    others, rank = [shard.to(own.dtype) for shard in gathering.other_shards()], gathering.rank
+                    others, rank = (
+                        [shard.to(own.dtype) for shard in gathering.other_shards()],
+                        gathering.rank,
+                    )
 
                 def loss() -> Tensor:
                     every = torch.cat([*others[:rank], own, *others[rank:]], dim=1)
-                    valid = every.new_ones(every.shape[:2], dtype=torch.bool) if mask is None else mask.whole
+                    valid = (
+                        every.new_ones(every.shape[:2], dtype=torch.bool)
+                        if mask is None
+                        else mask.whole
+                    )
                     return self.loss(every, valid, context)
 
                 value, (grad,) = _differentiated(self, loss, own)
@@ -281,24 +378,41 @@ class AutogradVariant(Variant):
         return layers.each(*map(of_layer, range(len(layers.features))))
 
 
-def _differentiated(variant: Variant, loss: Callable[[], Tensor], *of: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a loss [B] that autograd code computes of leaves [B, …], and its derivatives with respect to these."""
+def _differentiated(
+    variant: Variant, loss: Callable[[], Tensor], *of: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a loss [B] that autograd code computes of leaves [B, …], and its
+    derivatives with respect to these.
+    """
     with torch.enable_grad():
         for leaf in of:
             leaf.requires_grad_()
         value = loss()
-        if not (isinstance(value, Tensor) and value.shape == of[0].shape[:1] and value.requires_grad):
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        if not (
+            isinstance(value, Tensor)
+            and value.shape == of[0].shape[:1]
+            and value.requires_grad
+        ):
+            found = (
+                f"shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else repr(value)
+            )
             raise ValueError(
                 f"{type(variant).__name__}.loss returned {found}, expected shape ({len(of[0])},), one number per sequence, "
                 "that autograd has computed from the tokens"
             )
-        grads = torch.autograd.grad(value.sum(), of, allow_unused=True, materialize_grads=True)
-    return value.detach(), tuple(grad.contiguous() for grad in grads)  # which are overwritten, and may be expanded
+        grads = torch.autograd.grad(
+            value.sum(), of, allow_unused=True, materialize_grads=True
+        )
+    # which are overwritten, and may be expanded
+    return value.detach(), tuple(grad.contiguous() for grad in grads)
 
 
 def scatter(s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
-    """Return Σ (u_i − ū)(u_i − ū)ᵀ [B, F, F], given the arguments of ``MomentsVariant.loss``."""
+    """Return Σ (u_i − ū)(u_i − ū)ᵀ [B, F, F], given the arguments of
+    ``MomentsVariant.loss``.
+    """
     return m - s[:, :, None] * s[:, None] / tokens[:, None, None]
 
 
@@ -308,10 +422,15 @@ def off_diagonal(x: Tensor) -> Tensor:
 
 
 def log_of_mean(mean: Tensor, least: float) -> Tensor:
-    """Return log(mean) of w ≥ ``least``. If the quadratics of moments give much less than is possible, the loss shows it."""
+    """Return log(mean) of w ≥ ``least``.
+
+    If the quadratics of moments give much less than is possible, the loss shows it.
+    """
     impossible = (mean < least / 2) & (mean != 0)
     # Without any pair, the mean is 0, and the loss is filled in later.
-    return torch.log(mean.masked_fill(impossible, torch.nan).clamp_min(torch.finfo(mean.dtype).tiny))
+    return torch.log(
+        mean.masked_fill(impossible, torch.nan).clamp_min(torch.finfo(mean.dtype).tiny)
+    )
 
 
 def bound_of(clamp: float) -> float:
@@ -320,6 +439,7 @@ def bound_of(clamp: float) -> float:
 
 
 def slope_of_arccos(c: Tensor) -> Tensor:
-    # 1/√(1 − c²) with 1 − c² = (1 − c)(1 + c) = t + tc: near the bound, squaring c would lose the digits that matter.
+    # 1/√(1 − c²) with 1 − c² = (1 − c)(1 + c) = t + tc: near the bound, squaring c
+    # would lose the digits that matter.
     t = 1.0 - c
     return t.addcmul_(t, c).rsqrt_()

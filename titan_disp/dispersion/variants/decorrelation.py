@@ -1,4 +1,6 @@
-"""Decorrelation: L = mean_{i≠j} c_ij², where c is the Pearson correlation of two tokens' features."""
+"""Decorrelation: L = mean_{i≠j} c_ij², where c is the Pearson correlation of two
+tokens' features.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar

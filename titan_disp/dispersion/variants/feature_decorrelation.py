@@ -1,4 +1,5 @@
-"""Feature decorrelation: L = mean_{f≠g} r_fg², where r is the Pearson correlation of two features over the tokens.
+"""Feature decorrelation: L = mean_{f≠g} r_fg², where r is the Pearson correlation of
+two features over the tokens.
 
 ``decorrelation`` has the tokens in the features' place.
 """
@@ -20,7 +21,8 @@ class FeatureDecorrelation(MomentsVariant):
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
         products = scatter(s, m, tokens)
         squares = products.diagonal(dim1=1, dim2=2)
-        # Of a feature that is equal for all tokens, rounding leaves a variance, which has no meaning.
+        # Of a feature that is equal for all tokens, rounding leaves a variance, which
+        # has no meaning.
         varies = squares > 4 * torch.finfo(m.dtype).eps * m.diagonal(dim1=1, dim2=2)
         scale = torch.where(varies, squares, 1.0).rsqrt() * varies
         r = products * scale[:, :, None] * scale[:, None]

@@ -1,4 +1,6 @@
-"""KoLeo (Sablayrolles et al. 2019, arXiv 1806.03198): L = −1/N Σ_i log min_{j≠i} ‖u_i − u_j‖."""
+"""KoLeo (Sablayrolles et al. 2019, arXiv 1806.03198): L = −1/N Σ_i log min_{j≠i} ‖u_i −
+u_j‖.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +17,9 @@ NEAREST = 1e-8  # added to distances, so that equal tokens have a finite loss
 
 @torch.no_grad()
 def nearest(u: Tensor, valid: Tensor) -> Tensor:
-    """Return the index of the token that is nearest to each of the unit vectors u [B, N, F], [B, N]."""
+    """Return the index of the token that is nearest to each of the unit vectors u [B,
+    N, F], [B, N].
+    """
     batch, n, _ = u.shape
     size = max(1, pairwise.TILE_ELEMENTS // max(1, batch * n))
     found = []

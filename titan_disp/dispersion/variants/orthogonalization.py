@@ -1,4 +1,6 @@
-"""Orthogonalization: L = mean_{i≠j} max(0, ½ − D_ij)², D = arccos(c̃)/π, c̃ = clamp(c, −1+κ, 1−κ)."""
+"""Orthogonalization: L = mean_{i≠j} max(0, ½ − D_ij)², D = arccos(c̃)/π, c̃ = clamp(c,
+−1+κ, 1−κ).
+"""
 
 import functools
 import math

@@ -1,4 +1,6 @@
-"""The contrastive term of SimCTG (Su et al. 2022, arXiv 2202.06417): L = mean_{i≠j} max(0, ρ − 1 + c_ij)."""
+"""The contrastive term of SimCTG (Su et al. 2022, arXiv 2202.06417): L = mean_{i≠j}
+max(0, ρ − 1 + c_ij).
+"""
 
 import functools
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ class SimCTG(CosineVariant):
 
     def __post_init__(self) -> None:
         if not 0 < self.margin <= 2:
-            raise ValueError(f"margin is {self.margin}, expected a number in (0, 2]: a cosine is between -1 and 1")
+            raise ValueError(
+                f"margin is {self.margin}, expected a number in (0, 2]: a cosine is between -1 and 1"
+            )
 
     @property
     def pair(self) -> PairFunction:

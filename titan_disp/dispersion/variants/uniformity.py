@@ -1,4 +1,6 @@
-"""Uniformity (Wang & Isola 2020, arXiv 2005.10242): L = log mean_{i≠j} exp(−t ‖u_i − u_j‖²), with ‖u_i − u_j‖² = 2 − 2c."""
+"""Uniformity (Wang & Isola 2020, arXiv 2005.10242): L = log mean_{i≠j} exp(−t ‖u_i −
+u_j‖²), with ‖u_i − u_j‖² = 2 − 2c.
+"""
 
 import functools
 import math

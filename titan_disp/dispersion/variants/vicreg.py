@@ -1,6 +1,8 @@
-"""The variance and covariance terms of VICReg (Bardes et al. 2022, arXiv 2105.04906), over the tokens of a sequence.
+"""The variance and covariance terms of VICReg (Bardes et al. 2022, arXiv 2105.04906),
+over the tokens of a sequence.
 
-C = Σ (z_i − z̄)(z_i − z̄)ᵀ / (N − 1)      L = a/F Σ_f max(0, γ − √(C_ff + ε)) + b/F Σ_{f≠g} C_fg²
+C = Σ (z_i − z̄)(z_i − z̄)ᵀ / (N − 1)      L = a/F Σ_f max(0, γ − √(C_ff + ε)) + b/F
+Σ_{f≠g} C_fg²
 """
 
 import math
@@ -30,7 +32,9 @@ class VICReg(MomentsVariant):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{option} is {value}, expected a number ≥ 0")
         if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ValueError(f"eps is {self.eps}, expected a number > 0: the root has no slope at 0")
+            raise ValueError(
+                f"eps is {self.eps}, expected a number > 0: the root has no slope at 0"
+            )
 
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
         c = scatter(s, m, tokens) / (tokens - 1)[:, None, None]

@@ -1,1 +1,3 @@
-"""This package runs lm-evaluation-harness on models and compares them document by document: ``titan-disp evaluate``."""
+"""This package runs lm-evaluation-harness on models and compares them document by
+document: ``titan-disp evaluate``.
+"""

@@ -1,4 +1,6 @@
-"""``titan-disp evaluate`` checks everything, then evaluates models on tasks and writes its files after each model."""
+"""``titan-disp evaluate`` checks everything, then evaluates models on tasks and writes
+its files after each model.
+"""
 
 import json
 import sys
@@ -17,57 +19,108 @@ from titan_disp.config.options import EvaluateOptions, ExportOptions, check_leas
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import make_writable, no_bars_in_logs
 from titan_disp.lab.evaluate import harness
-from titan_disp.lab.evaluate.compare import Comparison, compare, lines, pooled, to_csv, to_markdown
+from titan_disp.lab.evaluate.compare import (
+    Comparison,
+    compare,
+    lines,
+    pooled,
+    to_csv,
+    to_markdown,
+)
 from titan_disp.lab.export.export import export
-from titan_disp.lab.inspection.targets import Target, find_device, find_targets, name_of, parse_group
+from titan_disp.lab.inspection.targets import (
+    Target,
+    find_device,
+    find_targets,
+    name_of,
+    parse_group,
+)
 from titan_disp.lab.published import HEADINGS, NOTE, Lines, Ours, beside, costs
 from titan_disp.lab.report.gather import gather
 from titan_disp.run.folder import write_json
 from titan_disp.text import duration, markdown_table
 
 Conditions = Mapping[str, Sequence[str]]
-"""The names of models by condition. The models are the seeds of the condition. A single model is its own condition."""
+"""The names of models by condition.
+
+The models are the seeds of the condition. A single model is its own condition.
+"""
 
 
 def evaluate(options: EvaluateOptions) -> Comparison:
-    """Run lm-evaluation-harness on models, compare all with the first, and write the files of ``options.out``.
+    """Run lm-evaluation-harness on models, compare all with the first, and write the
+    files of ``options.out``.
 
-    One model at a time is loaded. The files are written after each model: results.json (all numbers of the harness and
-    of the comparison, settings, versions), samples.jsonl (every metric of every document), table.md and table.csv.
+    One model at a time is loaded. The files are written after each model: results.json
+    (all numbers of the harness and of the comparison, settings, versions),
+    samples.jsonl (every metric of every document), table.md and table.csv.
 
-    Raises ConfigError, before anything is evaluated, if a model, task, data set or device does not exist, or a number is
-    out of range; after the models before it, if weights are missing or damaged, or a run cannot be exported.
+    Raises ConfigError, before anything is evaluated, if a model, task, data set or
+    device does not exist, or a number is out of range; after the models before it, if
+    weights are missing or damaged, or a run cannot be exported.
     """
     check_least(options, limit=1, num_fewshot=0, seed=0)
     if options.batch_size != "auto" and options.batch_size < 1:
-        raise ConfigError(f"--batch-size is {options.batch_size}, expected auto or at least 1")
-    print("loading lm-evaluation-harness and its tasks, which takes up to a minute", file=sys.stderr, flush=True)
-    with reported("evaluate needs EleutherAI's lm-evaluation-harness (pip install 'titan-disp[eval]')", ImportError):
-        import_module("lm_eval.models.huggingface")  # also imports accelerate, which lm_eval does not install
+        raise ConfigError(
+            f"--batch-size is {options.batch_size}, expected auto or at least 1"
+        )
+    print(
+        "loading lm-evaluation-harness and its tasks, which takes up to a minute",
+        file=sys.stderr,
+        flush=True,
+    )
+    with reported(
+        "evaluate needs EleutherAI's lm-evaluation-harness (pip install 'titan-disp[eval]')",
+        ImportError,
+    ):
+        # Also imports accelerate, which lm_eval does not install
+        import_module("lm_eval.models.huggingface")
     chosen, out = harness.PROTOCOLS[options.protocol], options.out
-    device = str(find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    device = str(
+        find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    )
     dtype = chosen.dtype if options.dtype == "auto" else options.dtype
-    settings = harness.Settings(options.limit or chosen.limit, options.batch_size, device, dtype, options.seed)
+    settings = harness.Settings(
+        options.limit or chosen.limit, options.batch_size, device, dtype, options.seed
+    )
     found, conditions = _find_models(list(map(str, options.models)))
     if (out / "results.json").exists():
-        raise ConfigError(f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one")
+        raise ConfigError(
+            f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one"
+        )
     make_writable(out, "--out")
-    (out / "samples.jsonl").unlink(missing_ok=True)  # left by an evaluation that stopped before its first results
+    # left by an evaluation that stopped before its first results
+    (out / "samples.jsonl").unlink(missing_ok=True)
     with harness.warnings_once(), no_bars_in_logs():
-        suite = harness.build_suite(options.tasks, options.include_path, options.num_fewshot, chosen.shots)
-        of_all = {"protocol": options.protocol, **asdict(settings), "rows": [asdict(row) for row in suite.rows]}
+        suite = harness.build_suite(
+            options.tasks, options.include_path, options.num_fewshot, chosen.shots
+        )
+        of_all = {
+            "protocol": options.protocol,
+            **asdict(settings),
+            "rows": [asdict(row) for row in suite.rows],
+        }
         packages = ("titan-disp", "lm_eval", "transformers", "torch", "datasets")
-        content = {"settings": of_all, "versions": {name: version(name) for name in packages}, "conditions": conditions}
+        content = {
+            "settings": of_all,
+            "versions": {name: version(name) for name in packages},
+            "conditions": conditions,
+        }
         results: dict[str, harness.Result] = {}
         ran = Lines()
         with suppress(ConfigError):  # a run that cannot be read has no costs
-            runs = dict.fromkeys(model.run for model in found.values() if model.run is not None)
+            runs = dict.fromkeys(
+                model.run for model in found.values() if model.run is not None
+            )
             ran = beside(costs(gather(list(runs), [])), "the run's folder")
         for name, model in _with_progress(found):
             with _as_hugging_face(model, out) as folder:
                 results[name] = harness.run_model(folder, suite, settings)
             with open(out / "samples.jsonl", "a") as file:
-                file.writelines(json.dumps({"model": name, **sample}) + "\n" for sample in results[name].samples)
+                file.writelines(
+                    json.dumps({"model": name, **sample}) + "\n"
+                    for sample in results[name].samples
+                )
             comparison = _compare(suite, conditions, results)
             published = beside(scores(comparison), "this evaluation")
             notes = _dtype_note(results)
@@ -76,10 +129,18 @@ def evaluate(options: EvaluateOptions) -> Comparison:
             (out / "table.md").write_text(to_markdown(comparison, notes))
             (out / "table.csv").write_text(to_csv(comparison))
             of_models = {
-                name: {"folder": str(found[name].folder.resolve()), "dtype": result.dtype, "harness": result.harness}
+                name: {
+                    "folder": str(found[name].folder.resolve()),
+                    "dtype": result.dtype,
+                    "harness": result.harness,
+                }
                 for name, result in results.items()
             }
-            whole = content | {"comparison": asdict(comparison), "published": published, "models": of_models}
+            whole = content | {
+                "comparison": asdict(comparison),
+                "published": published,
+                "models": of_models,
+            }
             write_json(out / "results.json", whole)
     print(to_markdown(comparison, notes))
     print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
@@ -99,13 +160,18 @@ def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
     if len(models) < len(members):
         raise ConfigError(f"a model is given twice: {', '.join(members)}")
     named = [[name_of(member, models) for member in group] for _, group in groups]
-    conditions = {name or group[0]: group for (name, _), group in zip(groups, named, strict=True)}
+    conditions = {
+        name or group[0]: group for (name, _), group in zip(groups, named, strict=True)
+    }
     if len(conditions) < len(groups):
         raise ConfigError(f"two conditions have the same name: {', '.join(names)}")
     lengths = {name: model.max_tokens for name, model in models.items()}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        print(f"the numbers of positions differ ({told}): some lose the beginning of a long prompt", file=sys.stderr)
+        print(
+            f"the numbers of positions differ ({told}): some lose the beginning of a long prompt",
+            file=sys.stderr,
+        )
     return models, conditions
 
 
@@ -115,13 +181,19 @@ def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]
     for done, (name, model) in enumerate(models.items()):
         each = (time.monotonic() - began) / max(done, 1)
         pace = f", about {duration(each * (len(models) - done))} left" if done else ""
-        print(f"model {done + 1} of {len(models)}{pace}: {name}: {model.folder}", file=sys.stderr)
+        print(
+            f"model {done + 1} of {len(models)}{pace}: {name}: {model.folder}",
+            file=sys.stderr,
+        )
         yield name, model
 
 
 @contextmanager
 def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
-    """Yield the model's folder. A run's checkpoint is exported to a temporary folder next to the results."""
+    """Yield the model's folder.
+
+    A run's checkpoint is exported to a temporary folder next to the results.
+    """
     if model.run is None:
         yield model.folder
         return
@@ -130,26 +202,46 @@ def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
         yield Path(folder) / "model"
 
 
-def _compare(suite: harness.Suite, conditions: Conditions, results: Mapping[str, harness.Result]) -> Comparison:
+def _compare(
+    suite: harness.Suite, conditions: Conditions, results: Mapping[str, harness.Result]
+) -> Comparison:
     models = {}
     for condition, members in conditions.items():
         if done := [results[name].scores for name in members if name in results]:
-            models[condition] = {row.name: pooled([scores[row.name] for scores in done]) for row in suite.rows}
+            models[condition] = {
+                row.name: pooled([scores[row.name] for scores in done])
+                for row in suite.rows
+            }
     return compare(suite.rows, models)
 
 
 def scores(comparison: Comparison) -> Ours:
-    """Return the scores of each task, and differences to the first model. The mean is there if it is of the paper's tasks."""
+    """Return the scores of each task, and differences to the first model.
+
+    The mean is there if it is of the paper's tasks.
+    """
 
     def points(part: float, error: float | None, sign: str = "") -> str:
-        return f"{100 * part:{sign}.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+        return f"{100 * part:{sign}.2f}" + (
+            "" if error is None else f" ± {100 * error:.2f}"
+        )
 
-    found, first = dict[tuple[str, str], Mapping[str, str]](), next(iter(comparison.mean))
+    found, first = (
+        dict[tuple[str, str], Mapping[str, str]](),
+        next(iter(comparison.mean)),
+    )
     for (task, *_), (values, _, errors, _), differences in lines(comparison):
-        if task != "mean" or {one.task for one in comparison.tasks} == harness.PAPER.keys():
-            found[task, "score, %"] = {model: points(value, errors[model]) for model, value in values.items()}
+        if (
+            task != "mean"
+            or {one.task for one in comparison.tasks} == harness.PAPER.keys()
+        ):
+            found[task, "score, %"] = {
+                model: points(value, errors[model]) for model, value in values.items()
+            }
             found[task, "difference, points"] = {
-                f"{other} − {first}": points(one.mean, one.over_seeds and one.over_seeds.standard_error, "+")
+                f"{other} − {first}": points(
+                    one.mean, one.over_seeds and one.over_seeds.standard_error, "+"
+                )
                 for other, one in differences.items()
             }
     return found
@@ -159,4 +251,6 @@ def _dtype_note(results: Mapping[str, harness.Result]) -> list[str]:
     if len({result.dtype for result in results.values()}) < 2:
         return []
     told = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
-    return [f"The models' dtypes differ ({told}): rounding may be part of a difference. --dtype makes them equal."]
+    return [
+        f"The models' dtypes differ ({told}): rounding may be part of a difference. --dtype makes them equal."
+    ]

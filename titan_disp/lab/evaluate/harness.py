@@ -1,6 +1,8 @@
-"""This module is the way to lm-evaluation-harness: it builds tasks, loads their data, runs one model, and thins warnings.
+"""This module is the way to lm-evaluation-harness: it builds tasks, loads their data,
+runs one model, and thins warnings.
 
-The tasks are built before a model is loaded, so that a wrong name or missing data costs nothing.
+The tasks are built before a model is loaded, so that a wrong name or missing data costs
+nothing.
 """
 
 import gc
@@ -21,7 +23,9 @@ from titan_disp.errors import ConfigError, counted, did_you_mean, reported
 from titan_disp.lab.evaluate.compare import Row, Scores, scaled_values
 from titan_disp.lab.export.saved import load_causal_lm, longest_sequence
 
-CPU_BATCH = 8  # the harness searches for the largest batch until memory runs out, which kills the process on a CPU
+# the harness searches for the largest batch until memory runs out, which kills the
+# process on a CPU
+CPU_BATCH = 8
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
 
@@ -29,45 +33,77 @@ SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_rando
 class Protocol:
     shots: Mapping[str, int]  # examples in the prompt of each task
     limit: int | None  # first documents per task; None means all
-    dtype: Literal["auto", "float16"] = "auto"  # of the weights; "auto" means the saved one
+    # of the weights; "auto" means the saved one
+    dtype: Literal["auto", "float16"] = "auto"
 
 
 PAPER = {
-    **dict.fromkeys(("anli_r2", "lambada_openai", "openbookqa", "piqa", "truthfulqa_mc2", "winogrande"), 0),
+    **dict.fromkeys(
+        (
+            "anli_r2",
+            "lambada_openai",
+            "openbookqa",
+            "piqa",
+            "truthfulqa_mc2",
+            "winogrande",
+        ),
+        0,
+    ),
     **dict.fromkeys(("arc_easy", "arc_challenge", "medmcqa", "mmlu"), 5),
 }
 """The ten tasks of arXiv 2602.00217 and their numbers of few-shot examples.
 
-The paper's text names the tasks. The rest follows the authors' released code (github.com/ChenLiu-1996/LM-Dispersion).
-Its mid-training of Qwen3 decides which tasks have examples, and that they have five (with GPT-2, they have one).
-TruthfulQA is MC2 (the probability of the true answers). The metric is ``acc`` for all ten; results.json also has
-``acc_norm`` if the harness has it. The authors' code scores 200 documents per task (Qwen3) or 500 (GPT-2). Scoring all
-documents is our choice.
+The paper's text names the tasks. The rest follows the authors' released code
+(github.com/ChenLiu-1996/LM-Dispersion). Its mid-training of Qwen3 decides which tasks
+have examples, and that they have five (with GPT-2, they have one). TruthfulQA is MC2
+(the probability of the true answers). The metric is ``acc`` for all ten; results.json
+also has ``acc_norm`` if the harness has it. The authors' code scores 200 documents per
+task (Qwen3) or 500 (GPT-2). Scoring all documents is our choice.
 """
 
 PRETRAIN = {
-    **dict.fromkeys(("anli_r1", "anli_r2", "anli_r3", "hellaswag", "lambada_openai", "lambada_standard"), 0),
+    **dict.fromkeys(
+        (
+            "anli_r1",
+            "anli_r2",
+            "anli_r3",
+            "hellaswag",
+            "lambada_openai",
+            "lambada_standard",
+        ),
+        0,
+    ),
     **dict.fromkeys(("openbookqa", "piqa", "truthfulqa_mc2", "winogrande"), 0),
     **dict.fromkeys(("arc_challenge", "arc_easy", "mathqa", "mmlu", "medmcqa"), 5),
 }
-"""The tasks by which the authors' fork of TorchTitan evaluates a run of 156 B tokens (eval/eval_hf.py at e894b93).
+"""The tasks by which the authors' fork of TorchTitan evaluates a run of 156 B tokens
+(eval/eval_hf.py at e894b93).
 
-Its ``anli`` and ``lambada`` are tags, written out here. Its ``paloma_wikitext_103`` is left out: it has only perplexities,
-which cannot be compared document by document, and its data set (allenai/paloma) asks for an agreement on the hub.
+Its ``anli`` and ``lambada`` are tags, written out here. Its ``paloma_wikitext_103`` is
+left out: it has only perplexities, which cannot be compared document by document, and
+its data set (allenai/paloma) asks for an agreement on the hub.
 """
 
 PROTOCOLS = {
     "paper": Protocol(PAPER, limit=None),
     "authors-qwen3": Protocol(PAPER, limit=200),
-    "authors-gpt2": Protocol({task: min(shots, 1) for task, shots in PAPER.items()}, limit=500),
+    "authors-gpt2": Protocol(
+        {task: min(shots, 1) for task, shots in PAPER.items()}, limit=500
+    ),
     "authors-pretrain": Protocol(PRETRAIN, limit=200, dtype="float16"),
 }
-"""By name. Those of the authors follow their scripts (train_configs/authors/README.md)."""
+"""By name.
+
+Those of the authors follow their scripts (train_configs/authors/README.md).
+"""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The tasks of one evaluation. All models use the same objects, and so the same documents and prompts."""
+    """The tasks of one evaluation.
+
+    All models use the same objects, and so the same documents and prompts.
+    """
 
     rows: tuple[Row, ...]
     items: list[Any]  # the harness's Task and Group objects
@@ -80,31 +116,51 @@ def build_suite(
     num_fewshot: int | None = None,
     shots: Mapping[str, int] = PAPER,
 ) -> Suite:
-    """Find the tasks and load their data sets. If the Hugging Face hub does not answer, only its cache is used.
+    """Find the tasks and load their data sets.
 
-    The names are those of the harness's tasks, groups or tags. ``paper`` stands for the tasks in ``shots``. A prompt
-    has ``num_fewshot`` examples, or else the number in ``shots`` or the task's own, unless the task fixes their number.
-    Raises ConfigError if a task or its data do not exist, tasks overlap, or a task has no metric that can be compared.
+    If the Hugging Face hub does not answer, only its cache is used.
+
+    The names are those of the harness's tasks, groups or tags. ``paper`` stands for the
+    tasks in ``shots``. A prompt has ``num_fewshot`` examples, or else the number in
+    ``shots`` or the task's own, unless the task fixes their number. Raises ConfigError
+    if a task or its data do not exist, tasks overlap, or a task has no metric that can
+    be compared.
     """
     from lm_eval.tasks import TaskManager
 
     if not names:
         raise ConfigError("--tasks is empty; expected paper, or names of tasks")
     if include_path is not None and not include_path.is_dir():
-        raise ConfigError(f"--include-path {str(include_path)!r} is not a folder; expected one with *.yaml files")
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    wanted = list(dict.fromkeys(one for name in names for one in (shots if name == "paper" else [name])))
+        raise ConfigError(
+            f"--include-path {str(include_path)!r} is not a folder; expected one with *.yaml files"
+        )
+    manager = TaskManager(
+        include_path=None if include_path is None else str(include_path)
+    )
+    wanted = list(
+        dict.fromkeys(
+            one for name in names for one in (shots if name == "paper" else [name])
+        )
+    )
     for name in wanted:
         if name not in manager.all_tasks:
             known = ["paper", *manager.all_tasks]
-            hint = did_you_mean(name, known, otherwise="; lm-eval ls tasks lists them", most=5)
+            hint = did_you_mean(
+                name, known, otherwise="; lm-eval ls tasks lists them", most=5
+            )
             raise ConfigError(f"lm-evaluation-harness has no task {name!r}{hint}")
     with _offline_if_unreachable() as reachable:
         built = _load(manager, wanted, reachable, include_path)
     items: dict[str, Any] = {}
     for loaded in built:  # without the members of groups
-        inside = {child for group in loaded["groups"].values() for child in group.child_names}
-        items |= {name: item for name, item in (loaded["groups"] | loaded["tasks"]).items() if name not in inside}
+        inside = {
+            child for group in loaded["groups"].values() for child in group.child_names
+        }
+        items |= {
+            name: item
+            for name, item in (loaded["groups"] | loaded["tasks"]).items()
+            if name not in inside
+        }
     with reported("--tasks: name only one of them", ValueError):
         manager.load(list(items.values()))
     for name, item in items.items():
@@ -118,7 +174,10 @@ def build_suite(
 
 
 def _rows(item: Any) -> Iterator[Row]:
-    """Yield the rows of a task or a group. A group without an average has a row for each member."""
+    """Yield the rows of a task or a group.
+
+    A group without an average has a row for each member.
+    """
     from lm_eval.api.group import Group
 
     if not isinstance(item, Group):
@@ -134,15 +193,26 @@ def _rows(item: Any) -> Iterator[Row]:
                     f"the group {item.name!r} averages {averaged.metric!r}, which {task.task_name!r} does not have as a mean "
                     f"over documents; name its tasks instead: {', '.join(item.child_names)}"
                 )
-        yield Row(item.name, averaged.metric, tuple(t.task_name for t in tasks), bool(averaged.weight_by_size))
+        yield Row(
+            item.name,
+            averaged.metric,
+            tuple(t.task_name for t in tasks),
+            bool(averaged.weight_by_size),
+        )
 
 
 def _metrics(task: Any) -> list[str]:
-    """Return the metrics that are means over documents, the higher the better: only these can be compared."""
+    """Return the metrics that are means over documents, the higher the better: only
+    these can be compared.
+    """
     from lm_eval.api.metrics import mean
 
     better = task.higher_is_better()
-    found = [name for name, aggregate in task.aggregation().items() if aggregate is mean and better[name]]
+    found = [
+        name
+        for name, aggregate in task.aggregation().items()
+        if aggregate is mean and better[name]
+    ]
     if not found:
         raise ConfigError(
             f"the task {task.task_name!r} has no metric that is a mean over documents and better when it is higher (it has "
@@ -151,19 +221,32 @@ def _metrics(task: Any) -> list[str]:
     return found
 
 
-def _load(manager: Any, names: Sequence[str], reachable: bool, include_path: Path | None) -> list[Any]:
-    """Load each name. The message lists all failures at once, so that one download can fetch all data."""
+def _load(
+    manager: Any, names: Sequence[str], reachable: bool, include_path: Path | None
+) -> list[Any]:
+    """Load each name.
+
+    The message lists all failures at once, so that one download can fetch all data.
+    """
     loaded, failed = [], {}
     for name in names:
         try:
             loaded.append(manager.load(name))
-        except Exception as error:  # datasets, its file readers, jinja2 and yaml each raise their own
+        # datasets, its file readers, jinja2 and yaml each raise their own
+        except Exception as error:
             failed[name] = error
     if not failed:
         return loaded
-    lines = [f"{name}: {type(error).__name__}: {str(error).strip()}" for name, error in failed.items()]
+    lines = [
+        f"{name}: {type(error).__name__}: {str(error).strip()}"
+        for name, error in failed.items()
+    ]
     message = "these tasks cannot be loaded:\n  " + "\n  ".join(lines)
-    missing = [name for name, error in failed.items() if isinstance(error, (ConnectionError, ValueError))]
+    missing = [
+        name
+        for name, error in failed.items()
+        if isinstance(error, (ConnectionError, ValueError))
+    ]
     if missing and not reachable:
         where = "" if include_path is None else f"include_path={str(include_path)!r}"
         message += (
@@ -177,7 +260,10 @@ def _load(manager: Any, names: Sequence[str], reachable: bool, include_path: Pat
 
 @contextmanager
 def _offline_if_unreachable() -> Iterator[bool]:
-    """Ask the hub once, and go offline if it does not answer. Otherwise each data set would wait 24 s for it."""
+    """Ask the hub once, and go offline if it does not answer.
+
+    Otherwise each data set would wait 24 s for it.
+    """
     import datasets
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -185,10 +271,16 @@ def _offline_if_unreachable() -> Iterator[bool]:
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     reachable = False
     if not any(before):
-        with suppress(Exception):  # of requests, httpx or httpx2, by the version of huggingface_hub
-            reachable = get_session().head(constants.ENDPOINT, timeout=5.0).status_code < 500
+        # of requests, httpx or httpx2, by the version of huggingface_hub
+        with suppress(Exception):
+            reachable = (
+                get_session().head(constants.ENDPOINT, timeout=5.0).status_code < 500
+            )
     if not reachable:
-        print("the Hugging Face hub is offline or does not answer: data sets come from its cache", file=sys.stderr)
+        print(
+            "the Hugging Face hub is offline or does not answer: data sets come from its cache",
+            file=sys.stderr,
+        )
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield reachable
@@ -201,9 +293,11 @@ class Settings:
     """The settings for all models of an evaluation."""
 
     limit: int | None  # first documents per task; None means all
-    batch_size: int | Literal["auto"]  # "auto" means the largest that fits on a GPU, or CPU_BATCH
+    # "auto" means the largest that fits on a GPU, or CPU_BATCH
+    batch_size: int | Literal["auto"]
     device: str
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]  # of the weights; "auto" means the saved one
+    # of the weights; "auto" means the saved one
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
     seed: int  # for the choice of examples, and for everything else that is random
 
 
@@ -211,26 +305,35 @@ class Settings:
 class Result:
     """The harness's results for one model."""
 
-    harness: dict[str, Any]  # all numbers, task configs and versions as JSON values, without documents
-    samples: list[dict[str, Any]]  # task, doc_id, hashes of document and prompt, filter, metrics of each document
+    # all numbers, task configs and versions as JSON values, without documents
+    harness: dict[str, Any]
+    # task, doc_id, hashes of document and prompt, filter, metrics of each document
+    samples: list[dict[str, Any]]
     scores: dict[str, Scores]  # by row of the table
     dtype: str  # of the weights
 
 
 def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
-    """Load a Hugging Face causal language model, run all tasks, and free it. Raises ConfigError as ``load_causal_lm``."""
+    """Load a Hugging Face causal language model, run all tasks, and free it.
+
+    Raises ConfigError as ``load_causal_lm``.
+    """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import handle_non_serializable
     from transformers import AutoTokenizer
 
     on_cpu = torch.device(settings.device).type == "cpu"
-    batch_size = CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
+    batch_size = (
+        CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
+    )
     loaded = load_causal_lm(folder, settings.dtype).to(settings.device)
     model = HFLM(
-        # This is the model rather than its name, because the harness does not report missing weights of a named model.
+        # This is the model rather than its name, because the harness does not report
+        # missing weights of a named model.
         pretrained=loaded,
-        max_length=longest_sequence(loaded.config),  # the harness would use all positions, trained or not
+        # the harness would use all positions, trained or not
+        max_length=longest_sequence(loaded.config),
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         batch_size=batch_size,
     )
@@ -243,7 +346,8 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
             limit=settings.limit,
             batch_size=batch_size,
             device=settings.device,
-            bootstrap_iters=1000,  # for LAMBADA's perplexity; accuracies have closed forms
+            # for LAMBADA's perplexity; accuracies have closed forms
+            bootstrap_iters=1000,
             **dict.fromkeys(SEEDS, settings.seed),
         )
     finally:
@@ -258,19 +362,33 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
         for task, of_task in by_task.items()
         for sample in of_task
     ]
-    return Result(found, samples, {row.name: _scores(row, found, by_task) for row in suite.rows}, dtype)
+    return Result(
+        found,
+        samples,
+        {row.name: _scores(row, found, by_task) for row in suite.rows},
+        dtype,
+    )
 
 
-def _scores(row: Row, found: dict[str, Any], by_task: dict[str, list[dict[str, Any]]]) -> Scores:
-    """Collect the scores of a row. If a task has several filters for a model's answer, the first one counts."""
+def _scores(
+    row: Row, found: dict[str, Any], by_task: dict[str, list[dict[str, Any]]]
+) -> Scores:
+    """Collect the scores of a row.
+
+    If a task has several filters for a model's answer, the first one counts.
+    """
     first = by_task[row.tasks[0]][0]["filter"]
-    values = [np.array([s[row.metric] for s in by_task[task] if s["filter"] == first], float) for task in row.tasks]
+    values = [
+        np.array([s[row.metric] for s in by_task[task] if s["filter"] == first], float)
+        for task in row.tasks
+    ]
     result = found["results"][row.name]
     error = result.get(f"{row.metric}_stderr,{first}")
     shots = {found["n-shot"][task] for task in row.tasks}
     return Scores(
         score=result[f"{row.metric},{first}"],
-        standard_error=error if isinstance(error, float) else None,  # "N/A" for a single document
+        # "N/A" for a single document
+        standard_error=error if isinstance(error, float) else None,
         num_fewshot=shots.pop() if len(shots) == 1 else "mixed",
         values=scaled_values(values, row.weight_by_size),
     )
@@ -278,7 +396,8 @@ def _scores(row: Row, found: dict[str, Any], by_task: dict[str, list[dict[str, A
 
 @contextmanager
 def warnings_once(name: str = "lm_eval") -> Iterator[None]:
-    """Print the first warning of each line of code on stderr, and at the end the number of others.
+    """Print the first warning of each line of code on stderr, and at the end the number
+    of others.
 
     The harness repeats a warning for each of MMLU's 57 subjects of each model.
     """
@@ -299,4 +418,7 @@ def warnings_once(name: str = "lm_eval") -> Iterator[None]:
     finally:
         logger.handlers, logger.propagate = before
         if more := seen.total() - len(seen):
-            print(f"{name} gave {counted(more, 'more warning')} of the same kinds", file=sys.stderr)
+            print(
+                f"{name} gave {counted(more, 'more warning')} of the same kinds",
+                file=sys.stderr,
+            )

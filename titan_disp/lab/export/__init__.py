@@ -1,1 +1,3 @@
-"""This package loads a run's saved models on any machine, exports them to Hugging Face, and generates text."""
+"""This package loads a run's saved models on any machine, exports them to Hugging Face,
+and generates text.
+"""

@@ -27,11 +27,16 @@ DOCUMENTS = 100
 
 
 def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
-    """Yield the first documents of the validation data, or the training data, if they are on this disk."""
+    """Yield the first documents of the validation data, or the training data, if they
+    are on this disk.
+    """
     for dataset in ("c4_validation", "c4") if path and os.path.exists(path) else ():
-        with suppress(DamagedFile, ConfigError):  # training reports these; here, other texts are enough
+        # training reports these; here, other texts are enough
+        with suppress(DamagedFile, ConfigError):
             file = list_files(dataset, path)[0]
-            with closing(Documents(file, StreamOptions(format=Format(text_field)))) as documents:
+            with closing(
+                Documents(file, StreamOptions(format=Format(text_field)))
+            ) as documents:
                 for _ in range(DOCUMENTS):
                     with suppress(BadDocument):
                         if (raw := documents.read()) is not None:
@@ -40,27 +45,36 @@ def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    """Load the weights under Hugging Face's names on the CPU, in float32 at first. A tied embedding is included once.
+    """Load the weights under Hugging Face's names on the CPU, in float32 at first.
 
-    Raises CheckpointError as ``load_weights``, and ConfigError if a weight is not finite in ``dtype``.
+    A tied embedding is included once.
+
+    Raises CheckpointError as ``load_weights``, and ConfigError if a weight is not
+    finite in ``dtype``.
     """
     weights = saved.adapter().to_hf(load_weights(saved))
     for name in weights:
         weights[name] = weights[name].to(TORCH_DTYPE_MAP[dtype])
         if not weights[name].isfinite().all():
-            raise ConfigError(f"{saved.name}: {name} is not finite in {dtype}: export another step or dtype")
+            raise ConfigError(
+                f"{saved.name}: {name} is not finite in {dtype}: export another step or dtype"
+            )
     return weights
 
 
 def export(options: ExportOptions) -> SavedModel:
-    """Write a Hugging Face folder with weights, config, tokenizer and model card, and return the exported checkpoint.
+    """Write a Hugging Face folder with weights, config, tokenizer and model card, and
+    return the exported checkpoint.
 
-    The export is atomic. Raises ConfigError if the checkpoint or the tokenizer does not exist, ``dest`` is not empty, the
-    disk is full, or the tokenizer cannot be converted.
+    The export is atomic. Raises ConfigError if the checkpoint or the tokenizer does not
+    exist, ``dest`` is not empty, the disk is full, or the tokenizer cannot be
+    converted.
     """
     dest, dtype, tokenizer = options.dest.absolute(), options.dtype, options.tokenizer
     if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
-        raise ConfigError(f"{str(dest)!r} already exists; choose a new folder, or remove this one")
+        raise ConfigError(
+            f"{str(dest)!r} already exists; choose a new folder, or remove this one"
+        )
     saved = find_saved(options.target)
     loaded = saved.tokenizer(tokenizer)
     partial = dest.with_name(f".{dest.name}.partial")
@@ -68,17 +82,33 @@ def export(options: ExportOptions) -> SavedModel:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
         stream, training = saved.config["stream"], saved.config["training"]
-        data = stream["sources"][0]["path"] if stream["sources"] else training["dataset_path"]
+        data = (
+            stream["sources"][0]["path"]
+            if stream["sources"]
+            else training["dataset_path"]
+        )
         documents = local_documents(data, stream["text_field"])
-        describe(partial, saved.adapter(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
+        describe(
+            partial,
+            saved.adapter(),
+            saved.tokenizer_folder(tokenizer),
+            loaded,
+            dtype,
+            documents,
+        )
         weights = hf_weights(saved, dtype)
         parameters = sum(w.numel() for w in weights.values())
-        (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, read_environment(saved.run)))
+        (partial / "README.md").write_text(
+            model_card(saved, dest.name, parameters, dtype, read_environment(saved.run))
+        )
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{saved.name}: writing {byte_size(size)}", file=sys.stderr)
         with reported(f"--max-shard-size is {options.max_shard_size!r}", ValueError):
-            save_torch_state_dict(weights, partial, max_shard_size=options.max_shard_size)
-        for file in partial.glob("*.safetensors"):  # safetensors makes them readable for the owner only
+            save_torch_state_dict(
+                weights, partial, max_shard_size=options.max_shard_size
+            )
+        # safetensors makes them readable for the owner only
+        for file in partial.glob("*.safetensors"):
             file.chmod((partial / "config.json").stat().st_mode)
         os.rename(partial, dest)
     except (OSError, SafetensorError) as error:

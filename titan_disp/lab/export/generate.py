@@ -17,15 +17,23 @@ from titan_disp.run.checkpoint import hf_config
 from titan_disp.run.reader import is_run
 
 
-def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer, int]:
-    """Return a transformers model, its tokenizer, and the tokens of its longest sequence."""
+def _load(
+    target: str | Path, tokenizer: str | Path | None
+) -> tuple[Any, BaseTokenizer, int]:
+    """Return a transformers model, its tokenizer, and the tokens of its longest
+    sequence.
+    """
     import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     if (Path(target) / "config.json").is_file() and not is_run(target):
         model = load_causal_lm(target)
-        return model, load_tokenizer(tokenizer or target), longest_sequence(model.config) or sys.maxsize
+        return (
+            model,
+            load_tokenizer(tokenizer or target),
+            longest_sequence(model.config) or sys.maxsize,
+        )
     saved = find_saved(target)
     loaded = saved.tokenizer(tokenizer)
     adapter = saved.adapter()
@@ -36,7 +44,9 @@ def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTo
 
 
 def generate(options: GenerateOptions) -> str:
-    """Return a prompt and its continuation up to EOS, ``max_new_tokens``, or the sequence length of training."""
+    """Return a prompt and its continuation up to EOS, ``max_new_tokens``, or the
+    sequence length of training.
+    """
     from transformers import GenerationConfig
 
     check_least(options, max_new_tokens=1, temperature=0, top_k=0)
@@ -44,9 +54,16 @@ def generate(options: GenerateOptions) -> str:
     begin = [] if loaded.bos_id is None else [loaded.bos_id]
     ids = begin + plain_encoder(loaded)(options.prompt) or [loaded.eos_id]
     if len(ids) >= longest:
-        raise ConfigError(f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of training")
-    sampling = {"temperature": options.temperature, "top_k": options.top_k} if options.temperature else {}
-    # The embedding may have more rows than the tokenizer has tokens: do not sample these rows.
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of training"
+        )
+    sampling = (
+        {"temperature": options.temperature, "top_k": options.top_k}
+        if options.temperature
+        else {}
+    )
+    # The embedding may have more rows than the tokenizer has tokens: do not sample
+    # these rows.
     beyond = list(range(loaded.get_vocab_size(), model.config.vocab_size))
     settings = GenerationConfig(
         max_new_tokens=min(options.max_new_tokens, longest - len(ids)),
@@ -56,9 +73,12 @@ def generate(options: GenerateOptions) -> str:
         do_sample=bool(sampling),
         **sampling,
     )
-    model.generation_config = GenerationConfig()  # a folder's own would fill in what is not set above
+    # a folder's own would fill in what is not set above
+    model.generation_config = GenerationConfig()
     inputs = torch.tensor([ids])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        (output,) = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
+        (output,) = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=settings
+        )
     return loaded.decode(output.tolist())

@@ -1,4 +1,7 @@
-"""This module lists what is in a run's checkpoint folder, and verifies it. No model is loaded."""
+"""This module lists what is in a run's checkpoint folder, and verifies it.
+
+No model is loaded.
+"""
 
 import json
 import os
@@ -14,7 +17,13 @@ from safetensors import safe_open
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import progress
 from titan_disp.models.hf import INDEX
-from titan_disp.run.integrity import damage, has_hashes, is_model_only, problem, read_hashes
+from titan_disp.run.integrity import (
+    damage,
+    has_hashes,
+    is_model_only,
+    problem,
+    read_hashes,
+)
 from titan_disp.run.reader import read_config, read_events
 from titan_disp.run.safe_dcp import METADATA
 from titan_disp.text import byte_size
@@ -37,17 +46,38 @@ class Found:
 
 
 def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
-    """Yield the folders of all checkpoints, or those of one step, sorted by step. Each is verified in its turn."""
+    """Yield the folders of all checkpoints, or those of one step, sorted by step.
+
+    Each is verified in its turn.
+    """
     run = Path(run)
-    with reported(f"{str(run)!r} is not a run's folder: its config.json cannot be read", KeyError, TypeError):
+    with reported(
+        f"{str(run)!r} is not a run's folder: its config.json cannot be read",
+        KeyError,
+        TypeError,
+    ):
         folder = run / read_config(run)["checkpoint"]["folder"]
-    reasons = {e["step"]: e["reason"] for e in read_events(run) if e["event"] == "checkpoint_damaged"}
+    reasons = {
+        e["step"]: e["reason"]
+        for e in read_events(run)
+        if e["event"] == "checkpoint_damaged"
+    }
     names = os.listdir(folder) if folder.is_dir() else []
-    matches = [m for m in (re.fullmatch(r"(step|damaged|purging)-(\d+)x*", name) for name in names) if m]
-    every = sorted((int(m.group(2)), m.group(1) != "step", m.group(0), m.group(1)) for m in matches)
+    matches = [
+        m
+        for m in (
+            re.fullmatch(r"(step|damaged|purging)-(\d+)x*", name) for name in names
+        )
+        if m
+    ]
+    every = sorted(
+        (int(m.group(2)), m.group(1) != "step", m.group(0), m.group(1)) for m in matches
+    )
     if step is not None and all(one[0] != step for one in every):
         there = ", ".join(str(one[0]) for one in every) or "nothing"
-        raise ConfigError(f"{str(folder)!r} has no checkpoint of step {step}; it has {there}")
+        raise ConfigError(
+            f"{str(folder)!r} has no checkpoint of step {step}; it has {there}"
+        )
     for number, _, name, kind in every:
         if step not in (None, number):
             continue
@@ -58,14 +88,20 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
                 damaged, state = _state(folder / name)
             elif kind == "damaged":
                 reason = reasons.get(number)
-                state = f"moved aside as damaged: {reason}" if reason else "moved aside: the run's log says why"
+                state = (
+                    f"moved aside as damaged: {reason}"
+                    if reason
+                    else "moved aside: the run's log says why"
+                )
         except FileNotFoundError:
             continue  # the run has deleted it in the meantime
         yield Found(name, number, modified, size, damaged, state)
 
 
 def verify(folder: str | Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None: first ``problem``, then ``damage`` with a progress bar."""
+    """Return what is wrong with a checkpoint, or None: first ``problem``, then
+    ``damage`` with a progress bar.
+    """
     folder = Path(folder)
     if reason := problem(folder):
         return reason
@@ -77,7 +113,10 @@ def verify(folder: str | Path) -> str | None:
 
 
 def _state(path: Path) -> tuple[bool, str]:
-    """Return (damaged, description) of a folder step-N. Raises FileNotFoundError if the run deletes it in the meantime."""
+    """Return (damaged, description) of a folder step-N.
+
+    Raises FileNotFoundError if the run deletes it in the meantime.
+    """
     if (path / METADATA).exists():
         reason = verify(path)
         if not (path / METADATA).exists():
@@ -85,7 +124,9 @@ def _state(path: Path) -> tuple[bool, str]:
         if reason is not None:
             return True, f"damaged: {reason}"
         kind = "complete, the model only" if is_model_only(path) else "complete"
-        return False, f"{kind}, verified" if has_hashes(path) else f"{kind}, without hashes: not verified"
+        return False, f"{kind}, verified" if has_hashes(
+            path
+        ) else f"{kind}, without hashes: not verified"
     if (path / INDEX).exists():
         if reason := _hugging_face_problem(path):
             return True, f"damaged: {reason}"
@@ -95,8 +136,11 @@ def _state(path: Path) -> tuple[bool, str]:
 
 def _hugging_face_problem(path: Path) -> str | None:
     try:
-        for name in sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values())):
-            with safe_open(path / name, "numpy"):  # this reads the header and checks the length
+        for name in sorted(
+            set(json.loads((path / INDEX).read_text())["weight_map"].values())
+        ):
+            # This reads the header and checks the length
+            with safe_open(path / name, "numpy"):
                 pass
     except Exception as error:  # safetensors raises a type of its own
         return f"{type(error).__name__}: {error}"
@@ -104,7 +148,9 @@ def _hugging_face_problem(path: Path) -> str | None:
 
 
 def _size(path: Path) -> tuple[float, int]:
-    """Return when the save ended, in seconds since the epoch, and the bytes of all files."""
+    """Return when the save ended, in seconds since the epoch, and the bytes of all
+    files.
+    """
     files = [file for file in path.rglob("*") if file.is_file()]
     ends = [file for file in (path / METADATA, path / INDEX) if file.exists()] or [path]
     return ends[0].stat().st_mtime, sum(file.stat().st_size for file in files)

@@ -1,6 +1,8 @@
-"""A run's saved models are loaded on a CPU, from checkpoints of any mesh and without the optimizer.
+"""A run's saved models are loaded on a CPU, from checkpoints of any mesh and without
+the optimizer.
 
-Causal language models of Hugging Face folders are loaded as well; incomplete ones are rejected.
+Causal language models of Hugging Face folders are loaded as well; incomplete ones are
+rejected.
 """
 
 import re
@@ -28,7 +30,9 @@ from titan_disp.run.reader import is_run, read_config
 
 @dataclass(frozen=True)
 class SavedModel:
-    """One checkpoint of a run, in DCP's format or safetensors (``checkpoint.last_save_in_hf``)."""
+    """One checkpoint of a run, in DCP's format or safetensors
+    (``checkpoint.last_save_in_hf``).
+    """
 
     run: Path  # job.dump_folder
     step: int
@@ -48,7 +52,9 @@ class SavedModel:
         return find_model(self.config["model"]["name"])
 
     def model_args(self) -> DispModelArgs:
-        """Return the flavor's arguments with model.overrides and the run's sequence length."""
+        """Return the flavor's arguments with model.overrides and the run's sequence
+        length.
+        """
         model = self.config["model"]
         args = model_args(model["name"], model["flavor"], model["overrides"])
         args.max_seq_len = self.config["training"]["seq_len"]
@@ -63,7 +69,9 @@ class SavedModel:
         return named(self.config["model"]["flavor"], self.config["model"]["overrides"])
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
-        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the folder where the run started."""
+        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the
+        folder where the run started.
+        """
         folder = Path(override or self.config["model"]["hf_assets_path"])
         if not folder.is_dir():
             raise ConfigError(
@@ -73,23 +81,35 @@ class SavedModel:
         return folder
 
     def tokenizer(self, override: str | Path | None = None) -> BaseTokenizer:
-        """Load the tokenizer that the run trained with, which must fit into the model's vocabulary."""
+        """Load the tokenizer that the run trained with, which must fit into the model's
+        vocabulary.
+        """
         folder = self.tokenizer_folder(override)
         tokenizer, args = load_tokenizer(folder), self.model_args()
         advice = "it is not the tokenizer of this run"
-        check_fits(tokenizer.get_vocab_size(), folder, args.vocab_size, self.name, advice)
+        check_fits(
+            tokenizer.get_vocab_size(), folder, args.vocab_size, self.name, advice
+        )
         return tokenizer
 
 
 def saved_models(run: str | Path) -> list[SavedModel]:
-    """Return all complete checkpoints of a run, by ascending step, with step 0 (``checkpoint.create_seed_checkpoint``).
+    """Return all complete checkpoints of a run, by ascending step, with step 0
+    (``checkpoint.create_seed_checkpoint``).
 
-    There is at least one: otherwise, and for a path that is not a run's folder, ConfigError is raised.
+    There is at least one: otherwise, and for a path that is not a run's folder,
+    ConfigError is raised.
     """
     run = Path(run)
     if not is_run(run):
-        what = "does not exist" if not run.exists() else "is not a run's folder (with config.json and metrics.jsonl)"
-        raise ConfigError(f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for a checkpoint")
+        what = (
+            "does not exist"
+            if not run.exists()
+            else "is not a run's folder (with config.json and metrics.jsonl)"
+        )
+        raise ConfigError(
+            f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for a checkpoint"
+        )
     config = read_config(run)
     if (name := config.get("model", {}).get("name")) not in MODELS:
         known = " or ".join(MODELS)
@@ -98,12 +118,16 @@ def saved_models(run: str | Path) -> list[SavedModel]:
     steps = checkpoints(folder, hugging_face=True)
     found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
     if not found:
-        raise ConfigError(f"{str(folder)!r} holds no complete checkpoint: wait for one, or set checkpoint.enable")
+        raise ConfigError(
+            f"{str(folder)!r} holds no complete checkpoint: wait for one, or set checkpoint.enable"
+        )
     return found
 
 
 def find_saved(target: str | Path) -> SavedModel:
-    """Find the checkpoint named ``RUN`` (its newest), ``RUN/300``, ``RUN/step-300`` or ``RUN/checkpoint/step-300``."""
+    """Find the checkpoint named ``RUN`` (its newest), ``RUN/300``, ``RUN/step-300`` or
+    ``RUN/checkpoint/step-300``.
+    """
     path = Path(target)
     matched = re.fullmatch(r"(?:step-)?(\d+)", path.name)
     if is_run(path) or not matched:
@@ -113,24 +137,37 @@ def find_saved(target: str | Path) -> SavedModel:
     for saved in every:
         if saved.step == step:
             return saved
-    raise ConfigError(f"{str(run)!r} has no checkpoint of step {step}; it has {', '.join(str(s.step) for s in every)}")
+    raise ConfigError(
+        f"{str(run)!r} has no checkpoint of step {step}; it has {', '.join(str(s.step) for s in every)}"
+    )
 
 
 def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
-    """Load the weights under the model's names, in float32 on the CPU. A tied ``output.weight`` is left out.
+    """Load the weights under the model's names, in float32 on the CPU.
 
-    Raises CheckpointError, or ConfigError for safetensors, if the checkpoint is damaged, or its model is not the config's.
+    A tied ``output.weight`` is left out.
+
+    Raises CheckpointError, or ConfigError for safetensors, if the checkpoint is
+    damaged, or its model is not the config's.
     """
     args = saved.model_args()
     if saved.in_hf_format:
-        check_weights(saved.folder, saved.adapter(), f"the checkpoint {str(saved.folder)!r}")
+        check_weights(
+            saved.folder, saved.adapter(), f"the checkpoint {str(saved.folder)!r}"
+        )
         hf: dict[str, torch.Tensor] = {}
         for file in sorted(saved.folder.glob("*.safetensors")):
             hf |= load_file(file)
         weights = {k: v.float() for k, v in saved.adapter().from_hf(hf).items()}
-        return {k: v for k, v in weights.items() if k != "output.weight" or not args.enable_weight_tying}
+        return {
+            k: v
+            for k, v in weights.items()
+            if k != "output.weight" or not args.enable_weight_tying
+        }
     if reason := verify(saved.folder):
-        raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
+        raise CheckpointError(
+            f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}"
+        )
     warn_without_hashes(saved.folder)
     with torch.device("meta"):
         wanted = saved.entry.model_cls(args).state_dict()
@@ -147,7 +184,10 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
             f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.flavor!r}: "
             f"it lacks {len(missing)} of {len(wanted)} weights, {missing[0]!r} first"
         )
-    weights = {name: torch.empty(like.shape, dtype=torch.float32) for name, like in wanted.items()}
+    weights = {
+        name: torch.empty(like.shape, dtype=torch.float32)
+        for name, like in wanted.items()
+    }
     for name, like in weights.items():
         if (size := in_checkpoint[name].size) != like.shape:  # type: ignore[union-attr]
             raise CheckpointError(
@@ -158,7 +198,9 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         safe_dcp.load(weights, saved.folder, no_dist=True)
     except (Exception, CheckpointException) as error:  # the second is no Exception
         reason = " ".join(str(error).split())[-400:]
-        raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}") from error
+        raise CheckpointError(
+            f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}"
+        ) from error
     return weights
 
 
@@ -169,19 +211,25 @@ def load_model(saved: SavedModel) -> DispModel:
     model.to_empty(device="cpu")
     model.tie_weights()
     model.init_buffers(torch.device("cpu"))
-    model.load_state_dict(load_weights(saved), strict=False)  # a tied output.weight is not among them
+    # a tied output.weight is not among them
+    model.load_state_dict(load_weights(saved), strict=False)
     return model.eval()
 
 
 def load_causal_lm(
-    folder: str | Path, dtype: str = "float32", device_map: str | None = None, trust_remote_code: bool = False
+    folder: str | Path,
+    dtype: str = "float32",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Load ``AutoModelForCausalLM`` from a local folder, in eval mode.
 
     Args:
         dtype: "float32", "bfloat16", "float16", or "auto" for the saved one.
-        device_map: "auto" spreads the blocks over all GPUs (accelerate); None loads the model on the CPU.
-        trust_remote_code: whether Python files of the folder may run if transformers does not know the model.
+        device_map: "auto" spreads the blocks over all GPUs (accelerate); None loads the
+            model on the CPU.
+        trust_remote_code: whether Python files of the folder may run if transformers
+            does not know the model.
 
     Missing weights are a ConfigError. transformers would initialize them randomly.
     """
@@ -199,14 +247,22 @@ def load_causal_lm(
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         lacks = f"it lacks {counted(len(missing), 'weight')}, {missing[0]!r} first"
-        raise ConfigError(f"{str(folder)!r} holds an incomplete causal language model: {lacks}")
+        raise ConfigError(
+            f"{str(folder)!r} holds an incomplete causal language model: {lacks}"
+        )
     return model.eval()
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return the number of a transformers model's positions, or None if its config has none.
+    """Return the number of a transformers model's positions, or None if its config has
+    none.
 
-    An exported GPT-2 may have more positions than training's sequences had tokens; then it is the latter.
+    An exported GPT-2 may have more positions than training's sequences had tokens; then
+    it is the latter.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
-    return positions if positions is None else min(positions, getattr(config, "trained_seq_len", positions))
+    return (
+        positions
+        if positions is None
+        else min(positions, getattr(config, "trained_seq_len", positions))
+    )

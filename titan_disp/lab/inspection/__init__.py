@@ -1,1 +1,3 @@
-"""This package measures the condensation of trained models: ``titan-disp condensation``."""
+"""This package measures the condensation of trained models: ``titan-disp
+condensation``.
+"""

@@ -1,4 +1,6 @@
-"""``titan-disp condensation`` measures trained models, layer by layer on the same text, and writes numbers and pictures."""
+"""``titan-disp condensation`` measures trained models, layer by layer on the same text,
+and writes numbers and pictures.
+"""
 
 import re
 import sys
@@ -21,76 +23,127 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.files import make_writable, progress
 from titan_disp.lab import plots
 from titan_disp.lab.inspection import targets
-from titan_disp.lab.inspection.texts import MARGIN, contiguous_sequences, cut_sequences, read_texts, surround
+from titan_disp.lab.inspection.texts import (
+    MARGIN,
+    contiguous_sequences,
+    cut_sequences,
+    read_texts,
+    surround,
+)
 from titan_disp.run.folder import write_json
 from titan_disp.text import csv_text, markdown_table, number
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A model, the number of its parameters (a tied embedding counts once), and its measurement."""
+    """A model, the number of its parameters (a tied embedding counts once), and its
+    measurement.
+    """
 
     target: targets.Target
     parameters: int
     condensation: Condensation
 
 
-def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]) -> list[str]:
-    """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for each layer of each target.
+def write_metrics(
+    out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]
+) -> list[str]:
+    """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for
+    each layer of each target.
 
-    Both files name the layers. They give ρ and τ over depth for the sets of layers in ``PLACES``. The names of the files
-    are returned.
+    Both files name the layers. They give ρ and τ over depth for the sets of layers in
+    ``PLACES``. The names of the files are returned.
     """
     content, rows = [], []
     for name, one in found.items():
         told, by_layer = one.condensation.to_json(), one.condensation.by_layer()
-        target = {"name": name, "folder": str(one.target.folder), "step": one.target.step}
+        target = {
+            "name": name,
+            "folder": str(one.target.folder),
+            "step": one.target.step,
+        }
         target |= {"revision": one.target.revision, "parameters": one.parameters}
-        content.append({**target, **told, "mean_cosine_of_last": one.condensation.of_last_layers()})
-        correlations = {f"{rank}_{place}": told[place][rank] for place in PLACES for rank in RANKS}
+        content.append(
+            {**target, **told, "mean_cosine_of_last": one.condensation.of_last_layers()}
+        )
+        correlations = {
+            f"{rank}_{place}": told[place][rank] for place in PLACES for rank in RANKS
+        }
         for layer, layer_name in enumerate(told["layers"]):
             numbers = {key: values[layer] for key, values in by_layer.items()}
-            rows.append({"target": name, "layer": layer, "layer_name": layer_name, **numbers, **correlations})
+            rows.append(
+                {
+                    "target": name,
+                    "layer": layer,
+                    "layer_name": layer_name,
+                    **numbers,
+                    **correlations,
+                }
+            )
     write_json(out / "metrics.json", {**settings, "targets": content})
-    (out / "metrics.csv").write_text(csv_text([list(rows[0]), *(list(row.values()) for row in rows)]))
+    (out / "metrics.csv").write_text(
+        csv_text([list(rows[0]), *(list(row.values()) for row in rows)])
+    )
     return ["metrics.json", "metrics.csv"]
 
 
 def write_figures(
-    out: Path, found: Mapping[str, Measured], families: Mapping[str, Sequence[str]], pairs: Sequence[tuple[str, str]]
+    out: Path,
+    found: Mapping[str, Measured],
+    families: Mapping[str, Sequence[str]],
+    pairs: Sequence[tuple[str, str]],
 ) -> list[str]:
     """Draw all pictures, and return the names of their files.
 
-    These are two heatmaps of each target, all targets' heatmaps of a kind side by side, mean cosines, ρ and τ. Several
-    steps of a run or revisions of a model are drawn over training, families by size, and pairs side by side.
+    These are two heatmaps of each target, all targets' heatmaps of a kind side by side,
+    mean cosines, ρ and τ. Several steps of a run or revisions of a model are drawn over
+    training, families by size, and pairs side by side.
     """
     measured = {name: one.condensation for name, one in found.items()}
     averaged = {name: plots.averaged(one) for name, one in measured.items()}
-    both = {name: {plots.POOLED: one, plots.AVERAGED: averaged[name]} for name, one in measured.items()}
-    figures = {f"heatmap-{name}.png": plots.side_by_side(two, name) for name, two in both.items()}
+    both = {
+        name: {plots.POOLED: one, plots.AVERAGED: averaged[name]}
+        for name, one in measured.items()
+    }
+    figures = {
+        f"heatmap-{name}.png": plots.side_by_side(two, name)
+        for name, two in both.items()
+    }
     figures["side_by_side_pooled.png"] = plots.side_by_side(measured, plots.POOLED)
     figures["side_by_side_averaged.png"] = plots.side_by_side(averaged, plots.AVERAGED)
     figures["mean_cosine.png"] = plots.mean_cosine_by_layer(measured)
     figures["depth.png"] = plots.depth_bars(measured)
     over_training = _over_training(found)
-    by_step = {name: group for name, group in over_training.items() if all(isinstance(step, int) for step in group)}
+    by_step = {
+        name: group
+        for name, group in over_training.items()
+        if all(isinstance(step, int) for step in group)
+    }
     if over_training:
         figures["over_training.png"] = plots.over_training(by_step | over_training)
     if by_step:
         figures["over_steps.png"] = plots.over_steps(by_step)
     if families:
-        sizes = {name: (one.parameters, one.condensation) for name, one in found.items()}
-        by_family = {family: {name: sizes[name] for name in members} for family, members in families.items()}
+        sizes = {
+            name: (one.parameters, one.condensation) for name, one in found.items()
+        }
+        by_family = {
+            family: {name: sizes[name] for name in members}
+            for family, members in families.items()
+        }
         figures["by_size.png"] = plots.by_size(by_family)
     if pairs:
-        figures["pairs.png"] = plots.pairs([((a, measured[a]), (b, measured[b])) for a, b in pairs])
+        figures["pairs.png"] = plots.pairs(
+            [((a, measured[a]), (b, measured[b])) for a, b in pairs]
+        )
     for name, figure in figures.items():
         figure.savefig(out / name, dpi=150)
     return list(figures)
 
 
 def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condensation]]:
-    """Group the measurements of several steps of a run, or revisions of a model, by ascending step.
+    """Group the measurements of several steps of a run, or revisions of a model, by
+    ascending step.
 
     Revisions that do not name steps are grouped by their names, in the given order.
     """
@@ -109,100 +162,192 @@ def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condens
 
 
 def step_of(target: targets.Target) -> int | None:
-    """Return the step of a checkpoint or revision, such as step1000 (Pythia) or stage1-step140000-tokens294B (OLMo)."""
+    """Return the step of a checkpoint or revision, such as step1000 (Pythia) or
+    stage1-step140000-tokens294B (OLMo).
+    """
     matched = re.search(r"step[-_]?(\d+)", target.revision or "")
     return int(matched[1]) if matched else target.step
 
 
 def table(found: Mapping[str, Condensation], last_n: int) -> str:
-    """Render a table of mean cosines, and one of their ρ and τ with depth and of the last block's covariance."""
-    headings = ["embedding", "mid block", "last block", "untrained", "final norm", f"last {last_n}", "logits", "random"]
+    """Render a table of mean cosines, and one of their ρ and τ with depth and of the
+    last block's covariance.
+    """
+    headings = [
+        "embedding",
+        "mid block",
+        "last block",
+        "untrained",
+        "final norm",
+        f"last {last_n}",
+        "logits",
+        "random",
+    ]
     cosines = [["mean cosine", *headings]]
     numbers = [["", *(f"ρ, τ: {place}" for place in PLACES), *OF_COVARIANCE]]
     for name, one in found.items():
         mean, last, before = one.mean_cosine, one.last_block, one.untrained_mean_cosine
-        shown = [*mean[[0, (last + 1) // 2, last]], None if before is None else before[last], mean[last + 1]]
-        shown += [one.of_last_layers()[:last_n][-1], mean[-1] if one.logits else None, 1 / one.tokens]
+        shown = [
+            *mean[[0, (last + 1) // 2, last]],
+            None if before is None else before[last],
+            mean[last + 1],
+        ]
+        shown += [
+            one.of_last_layers()[:last_n][-1],
+            mean[-1] if one.logits else None,
+            1 / one.tokens,
+        ]
         cosines.append([name, *(number(cosine, 3) for cosine in shown)])
-        ranks = [f"{number(at.spearman, 3)} {number(at.kendall, 3)}" for at in one.over_depth.values()]
-        numbers.append([name, *ranks, *(number(one.by_layer()[key][last], 3) for key in OF_COVARIANCE)])
+        ranks = [
+            f"{number(at.spearman, 3)} {number(at.kendall, 3)}"
+            for at in one.over_depth.values()
+        ]
+        numbers.append(
+            [
+                name,
+                *ranks,
+                *(number(one.by_layer()[key][last], 3) for key in OF_COVARIANCE),
+            ]
+        )
     return f"{markdown_table(cosines, 1)}\n\n{markdown_table(numbers, 1)}"
 
 
 @torch.no_grad()
-def measure(name: str, layers: targets.Layers, tokens: Tensor, options: CondensationOptions) -> Condensation:
-    """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar."""
+def measure(
+    name: str, layers: targets.Layers, tokens: Tensor, options: CondensationOptions
+) -> Condensation:
+    """Measure every layer of one model on [count, length] token ids.
+
+    ``name`` is for messages and a progress bar.
+    """
     logits = options.logits
-    pooled, averaged = Accumulator(layers.count + logits, layers.device), AveragedCosines()
-    covariance, root = Covariance(), targets.logits_root(layers.head) if logits else None
+    pooled, averaged = (
+        Accumulator(layers.count + logits, layers.device),
+        AveragedCosines(),
+    )
+    covariance, root = (
+        Covariance(),
+        targets.logits_root(layers.head) if logits else None,
+    )
 
     def take_in(layer: int, z: Tensor) -> None:
         if not z.isfinite().all():
-            raise ConfigError(f"{name}: layer {layer} has values that are not finite: the model has diverged")
+            raise ConfigError(
+                f"{name}: layer {layer} has values that are not finite: the model has diverged"
+            )
         for sums in (pooled, averaged, covariance):
             sums.add(layer, z)
         if root is not None and layer == layers.count - 1:
-            take_in(layers.count, pad(z.double(), (0, 1), value=1.0) @ root.to(z.device))
+            take_in(
+                layers.count, pad(z.double(), (0, 1), value=1.0) @ root.to(z.device)
+            )
 
     with progress(name, "sequence", total=len(tokens)) as bar:
         for batch in tokens.split(options.batch_size):
             layers(batch, take_in)
             bar.update(len(batch))
     found = pooled.result(tokens.shape[1])
-    features = [*[found.features] * layers.count, *([layers.head.out_features] if logits else [])]
-    numbers = np.array([covariance.result(layer, f, options.zeta) for layer, f in enumerate(features)]).T
-    return replace(found, averaged_histogram=averaged.histogram(), covariance=numbers, logits=logits)
+    features = [
+        *[found.features] * layers.count,
+        *([layers.head.out_features] if logits else []),
+    ]
+    numbers = np.array(
+        [covariance.result(layer, f, options.zeta) for layer, f in enumerate(features)]
+    ).T
+    return replace(
+        found,
+        averaged_histogram=averaged.histogram(),
+        covariance=numbers,
+        logits=logits,
+    )
 
 
 def condensation(options: CondensationOptions) -> dict[str, Condensation]:
-    """Measure models on a random sample of a text, and write numbers and pictures to ``options.out``.
+    """Measure models on a random sample of a text, and write numbers and pictures to
+    ``options.out``.
 
-    All models read sequences of the same length, which is limited by the model with the fewest positions. The length
-    matters: the mean over all N² pairs of tokens includes the N pairs of a token with itself. Files of the same names
-    in ``out`` are overwritten. Returns the measurements by target.
+    All models read sequences of the same length, which is limited by the model with the
+    fewest positions. The length matters: the mean over all N² pairs of tokens includes
+    the N pairs of a token with itself. Files of the same names in ``out`` are
+    overwritten. Returns the measurements by target.
 
-    Raises ConfigError, and CheckpointError if the weights of a run cannot be read. Errors of weights may come after the
-    first measurement; all other errors come before it.
+    Raises ConfigError, and CheckpointError if the weights of a run cannot be read.
+    Errors of weights may come after the first measurement; all other errors come before
+    it.
     """
     check_least(options, sequences=1, max_length=2, batch_size=1, last_n=1)
     if not 0 <= options.zeta < 1:
-        raise ConfigError(f"--zeta is {options.zeta}, expected at least 0, and less than 1")
+        raise ConfigError(
+            f"--zeta is {options.zeta}, expected at least 0, and less than 1"
+        )
     device: targets.Device = "auto"
     if options.device != "auto":
         device = targets.find_device(options.device, torch.float64)  # of the cosines
     elif find_spec("accelerate") is None:
-        raise ConfigError("--device auto needs accelerate, which spreads a model over the GPUs: pip install accelerate")
+        raise ConfigError(
+            "--device auto needs accelerate, which spreads a model over the GPUs: pip install accelerate"
+        )
     by_family = dict(_members(family, "--family") for family in options.family)
     by_pair = [_pair(pair) for pair in options.pair]
-    grouped = [member for members in (*by_family.values(), *by_pair) for member in members]
+    grouped = [
+        member for members in (*by_family.values(), *by_pair) for member in members
+    ]
     every = list(dict.fromkeys([*options.targets, *grouped]))
-    models = targets.find_targets(every, options.all_steps, options.tokenizer, options.trust_remote_code)
+    models = targets.find_targets(
+        every, options.all_steps, options.tokenizer, options.trust_remote_code
+    )
     shortest = min(models, key=lambda name: models[name].max_tokens or sys.maxsize)
     length = min(options.max_length, models[shortest].max_tokens or sys.maxsize)
     if length < options.max_length:
         told = f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions"
         print(told, file=sys.stderr)
     cut, out = replace(options, max_length=length), options.out
-    texts = read_texts(options.text, options.dataset, options.seed, options.contiguous, options.text_field)
-    samples = {name: _sample(name, target, texts, cut) for name, target in models.items()}
+    texts = read_texts(
+        options.text,
+        options.dataset,
+        options.seed,
+        options.contiguous,
+        options.text_field,
+    )
+    samples = {
+        name: _sample(name, target, texts, cut) for name, target in models.items()
+    }
     make_writable(out, "--out")
     found: dict[str, Measured] = {}
-    untrained: dict[Path, np.ndarray] = {}  # mean cosines by run or model: its steps or revisions share them
+    # mean cosines by run or model: its steps or revisions share them
+    untrained: dict[Path, np.ndarray] = {}
     for name, target in models.items():
         layers = target.load(device, options.dtype)
-        one, some = measure(name, layers, samples[name], options), samples[name][: options.batch_size]
+        one, some = (
+            measure(name, layers, samples[name], options),
+            samples[name][: options.batch_size],
+        )
         if not options.skip_untrained and target.path not in untrained:
             layers.untrain(options.seed)
-            untrained[target.path] = measure(f"{name}, untrained", layers, some, options).mean_cosine
+            untrained[target.path] = measure(
+                f"{name}, untrained", layers, some, options
+            ).mean_cosine
         one = replace(one, untrained_mean_cosine=untrained.get(target.path))
         found[name] = Measured(target, layers.parameters, one)
         one.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
-    families = {family: [targets.name_of(one, models) for one in members] for family, members in by_family.items()}
-    pairs = [(targets.name_of(base, models), targets.name_of(other, models)) for base, other in by_pair]
+    families = {
+        family: [targets.name_of(one, models) for one in members]
+        for family, members in by_family.items()
+    }
+    pairs = [
+        (targets.name_of(base, models), targets.name_of(other, models))
+        for base, other in by_pair
+    ]
     kept = ("seed", "dtype", "contiguous", "special_tokens", "zeta")
-    settings = {"text": str(options.text or options.dataset), **{name: getattr(options, name) for name in kept}}
-    files = [*write_metrics(out, found, settings), *write_figures(out, found, families, pairs)]
+    settings = {
+        "text": str(options.text or options.dataset),
+        **{name: getattr(options, name) for name in kept},
+    }
+    files = [
+        *write_metrics(out, found, settings),
+        *write_figures(out, found, families, pairs),
+    ]
     measurements = {name: one.condensation for name, one in found.items()}
     print(table(measurements, options.last_n))
     print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")
@@ -212,7 +357,9 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
 def _members(text: str, option: str) -> tuple[str, list[str]]:
     group = targets.parse_group(text)
     if group is None or len(group[1]) < 2:
-        raise ConfigError(f"{option} is {text!r}, expected NAME=MODEL,MODEL,… with at least two models")
+        raise ConfigError(
+            f"{option} is {text!r}, expected NAME=MODEL,MODEL,… with at least two models"
+        )
     return group
 
 
@@ -223,11 +370,23 @@ def _pair(text: str) -> tuple[str, str]:
     return members[0], members[1]
 
 
-def _sample(name: str, target: targets.Target, texts: Sequence[str], options: CondensationOptions) -> Tensor:
-    special = target.special_tokens if options.special_tokens else targets.SpecialTokens()
-    count, length = options.sequences, options.max_length - len(special.before) - len(special.after)
+def _sample(
+    name: str,
+    target: targets.Target,
+    texts: Sequence[str],
+    options: CondensationOptions,
+) -> Tensor:
+    special = (
+        target.special_tokens if options.special_tokens else targets.SpecialTokens()
+    )
+    count, length = (
+        options.sequences,
+        options.max_length - len(special.before) - len(special.after),
+    )
     if length < 2:
-        raise ConfigError(f"--max-length {options.max_length} leaves no room for text next to {name}'s special tokens")
+        raise ConfigError(
+            f"--max-length {options.max_length} leaves no room for text next to {name}'s special tokens"
+        )
     if options.contiguous:
         tokens = contiguous_sequences(texts, target.encode, count, length, options.seed)
         if (
@@ -248,5 +407,8 @@ def _sample(name: str, target: targets.Target, texts: Sequence[str], options: Co
     if tokens.shape != (options.sequences, options.max_length):
         count, n = tokens.shape
         asked = f"{options.sequences} of {options.max_length}"
-        print(f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {asked}", file=sys.stderr)
+        print(
+            f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {asked}",
+            file=sys.stderr,
+        )
     return tokens

@@ -1,8 +1,10 @@
-"""Models to measure are checkpoints of runs, and Hugging Face models in folders and on the hub.
+"""Models to measure are checkpoints of runs, and Hugging Face models in folders and on
+the hub.
 
-A model's activations are read one layer at a time: a block's input is measured before the block runs. transformers'
-``output_hidden_states=True`` keeps the activations of all layers until the end of the forward pass. For a 32B model
-with 64 blocks of width 5120 and 8 sequences of 512 tokens in float32, they take 5.5 GB, and one layer 84 MB.
+A model's activations are read one layer at a time: a block's input is measured before
+the block runs. transformers' ``output_hidden_states=True`` keeps the activations of all
+layers until the end of the forward pass. For a 32B model with 64 blocks of width 5120
+and 8 sequences of 512 tokens in float32, they take 5.5 GB, and one layer 84 MB.
 """
 
 import json
@@ -34,42 +36,61 @@ from titan_disp.lab.export.saved import (
 from titan_disp.models.hf import INDEX
 from titan_disp.run.reader import is_run
 
-WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # config, tokenizer, weights
-PICKLES = "pytorch_model*.bin"  # weights of models that were never converted to safetensors
+# config, tokenizer, weights
+WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
+# weights of models that were never converted to safetensors
+PICKLES = "pytorch_model*.bin"
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 CHUNK = 8192  # rows of an output layer in float64 at a time
 Consume = Callable[[int, Tensor], None]
-"""A function of (layer, z) that gets a layer's activations [B, N, F] on the model's device. It must not keep them."""
+"""A function of (layer, z) that gets a layer's activations [B, N, F] on the model's
+device. It must not keep them.
+"""
 Encode = Callable[[str], list[int]]
 Device = torch.device | Literal["auto"]
-"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first GPU, and the CPU replaces none."""
+"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first
+GPU, and the CPU replaces none.
+"""
 
 
 def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
-    """Return the device of --device if this machine has it and it computes in ``dtype``, or raise ConfigError."""
+    """Return the device of --device if this machine has it and it computes in
+    ``dtype``, or raise ConfigError.
+    """
     try:
         torch.empty(1, dtype=dtype, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def parse_group(text: str) -> tuple[str, list[str]] | None:
-    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, an existing path, or RUN/STEP."""
+    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]).
+
+    Returns None for a text without =, an existing path, or RUN/STEP.
+    """
     path = Path(text)
-    of_a_step = re.fullmatch(r"(step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
+    of_a_step = re.fullmatch(r"(step-)?\d+", path.name) and any(
+        map(is_run, path.parents[:2])
+    )
     if "=" not in text or path.exists() or of_a_step:
         return None
     name, _, rest = text.partition("=")
     members = rest.split(",")
     if not name or not all(members) or len(set(members)) < len(members):
-        raise ConfigError(f"{text!r} is not a group; expected NAME=A,B,C with a name, and each member once")
+        raise ConfigError(
+            f"{text!r} is not a group; expected NAME=A,B,C with a name, and each member once"
+        )
     return name, members
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """``MODEL@REVISION``: an id such as gpt2 or Qwen/Qwen3-0.6B, and a branch, tag or commit. None means main."""
+    """``MODEL@REVISION``: an id such as gpt2 or Qwen/Qwen3-0.6B, and a branch, tag or
+    commit. None means main.
+    """
 
     id: str
     revision: str | None
@@ -78,21 +99,33 @@ class HubModel:
         return [*WANTED, *(["*.py"] if code else [])]
 
     def command(self, code: bool, more: Sequence[str] = ()) -> str:
-        """Return the command that downloads the model to the cache. ``more`` has patterns of further files."""
+        """Return the command that downloads the model to the cache.
+
+        ``more`` has patterns of further files.
+        """
         revision = "" if self.revision is None else f"revision={self.revision!r}, "
         call = f"snapshot_download({self.id!r}, {revision}allow_patterns={[*self.patterns(code), *more]})"
         return f'python -c "from huggingface_hub import snapshot_download; {call}"'
 
 
 def parse_id(name: str) -> HubModel | None:
-    """Parse an id of the hub. Returns None for a name that cannot be one, such as an absolute path."""
+    """Parse an id of the hub.
+
+    Returns None for a name that cannot be one, such as an absolute path.
+    """
     matched = _ID.fullmatch(name)
     return None if matched is None else HubModel(matched["id"], matched["revision"])
 
 
 def find_snapshot(model: HubModel, code: bool) -> Path:
-    """Return the model's folder in the cache, with its Python files if ``code``. It is updated if the hub answers."""
-    download, patterns = partial(snapshot_download, model.id, revision=model.revision), model.patterns(code)
+    """Return the model's folder in the cache, with its Python files if ``code``.
+
+    It is updated if the hub answers.
+    """
+    download, patterns = (
+        partial(snapshot_download, model.id, revision=model.revision),
+        model.patterns(code),
+    )
     try:
         folder = Path(download(allow_patterns=patterns))
         if not any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
@@ -107,21 +140,37 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
             errors.RevisionNotFoundError: f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub",
             errors.RepositoryNotFoundError: f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a "
             "private model needs HF_TOKEN)",
-            # Of requests, httpx or httpx2, by the version of huggingface_hub; or a full disk.
+            # Of requests, httpx or httpx2, by the version of huggingface_hub; or a full
+            # disk.
             Exception: f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}",
         }
-        raise ConfigError(next(told for kind, told in messages.items() if isinstance(error, kind))) from error
+        raise ConfigError(
+            next(told for kind, told in messages.items() if isinstance(error, kind))
+        ) from error
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{model.id!r} has no config.json on the Hugging Face hub: transformers cannot load it")
+        raise ConfigError(
+            f"{model.id!r} has no config.json on the Hugging Face hub: transformers cannot load it"
+        )
     return folder
 
 
 def logits_root(head: Any) -> Tensor:
-    """Return a root R of [W b]ᵀ[W b], [F + 1, F + 1] float64: [h, 1] R has the lengths and angles of the logits W h + b."""
+    """Return a root R of [W b]ᵀ[W b], [F + 1, F + 1] float64: [h, 1] R has the lengths
+    and angles of the logits W h + b.
+    """
     if not isinstance(head, nn.Linear) or head.weight.is_meta:
-        raise ConfigError("--logits needs an output layer that is linear and in memory, which this model has not")
-    rows = head.weight if head.bias is None else torch.cat([head.weight, head.bias[:, None]], 1)
-    chunks = (pad(some.double(), (0, head.in_features + 1 - some.shape[1])) for some in rows.split(CHUNK))
+        raise ConfigError(
+            "--logits needs an output layer that is linear and in memory, which this model has not"
+        )
+    rows = (
+        head.weight
+        if head.bias is None
+        else torch.cat([head.weight, head.bias[:, None]], 1)
+    )
+    chunks = (
+        pad(some.double(), (0, head.in_features + 1 - some.shape[1]))
+        for some in rows.split(CHUNK)
+    )
     values, vectors = torch.linalg.eigh(sum(some.T @ some for some in chunks))
     return vectors * values.clamp_min(0).sqrt()
 
@@ -129,35 +178,47 @@ def logits_root(head: Any) -> Tensor:
 def draw_weights(model: Any, seed: int) -> None:
     """Replace the weights by initial ones of the same architecture."""
     for part in (*model.modules(), *model.parameters(), *model.buffers()):
-        part._is_hf_initialized = False  # otherwise transformers keeps the weights that it has loaded
+        # Otherwise transformers keeps the weights that it has loaded
+        part._is_hf_initialized = False
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model.init_weights()
 
 
 class Layers:
-    """A loaded model in eval mode that passes on the activations of its layers in order.
+    """A loaded model in eval mode that passes on the activations of its layers in
+    order.
 
-    Layer 0 is the input of the first block (the embedding), layer i + 1 is the output of block i, and the last layer is
-    the output of the final norm. transformers' ``hidden_states`` end with the final norm, and lack the last block's
-    output. ``forward`` maps [B, N] token ids to the output of the final norm, and runs ``blocks`` in this order.
-    ``head`` is the output layer, and ``untrain`` draws new weights from a seed.
+    Layer 0 is the input of the first block (the embedding), layer i + 1 is the output
+    of block i, and the last layer is the output of the final norm. transformers'
+    ``hidden_states`` end with the final norm, and lack the last block's output.
+    ``forward`` maps [B, N] token ids to the output of the final norm, and runs
+    ``blocks`` in this order. ``head`` is the output layer, and ``untrain`` draws new
+    weights from a seed.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor], blocks: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[Tensor], Tensor],
+        blocks: Sequence[nn.Module],
+    ) -> None:
         self.forward, self.blocks = forward, blocks
         self.head: Any = None
         self.untrain: Callable[[int], None] = partial(draw_weights, model)
         self.count = len(blocks) + 2
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())  # a tied embedding counts once
+        # a tied embedding counts once
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters()).device
-        # accelerate keeps offloaded weights on the meta device, and moves token ids to where they are needed.
+        # accelerate keeps offloaded weights on the meta device, and moves token ids to
+        # where they are needed.
         self.device = torch.device("cpu") if first.type == "meta" else first
 
     def __call__(self, tokens: Tensor, consume: Consume) -> None:
         """Run [B, N] token ids through the model, and call ``consume`` for each layer.
 
-        ConfigError is raised if a layer is not [B, N, F], as of XLNet, whose layers are [N, B, F].
+        ConfigError is raised if a layer is not [B, N, F], as of XLNet, whose layers are
+        [N, B, F].
         """
 
         def take(layer: int, h: Tensor) -> None:
@@ -168,14 +229,18 @@ class Layers:
                 )
             consume(layer, h)
 
-        def take_input(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def take_input(
+            layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
             take(layer, args[0] if args else kwargs["hidden_states"])
 
         def take_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             take(len(self.blocks), output if isinstance(output, Tensor) else output[0])
 
         hooks = [
-            block.register_forward_pre_hook(partial(take_input, layer), with_kwargs=True)
+            block.register_forward_pre_hook(
+                partial(take_input, layer), with_kwargs=True
+            )
             for layer, block in enumerate(self.blocks)
         ]
         hooks.append(self.blocks[-1].register_forward_hook(take_output))
@@ -188,23 +253,47 @@ class Layers:
 
 
 def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
-    """Find the blocks of a transformers model: an outermost list of ``count`` modules, and of several the largest one.
+    """Find the blocks of a transformers model: an outermost list of ``count`` modules,
+    and of several the largest one.
 
-    Inner lists are not candidates, because a block may have as many experts. The largest list has the most weights.
+    Inner lists are not candidates, because a block may have as many experts. The
+    largest list has the most weights.
     """
-    lists = {name: module for name, module in body.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {
+        name: module
+        for name, module in body.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
     fitting = [name for name, module in lists.items() if len(module) == count]
-    outermost = [lists[name] for name in fitting if not any(name.startswith(f"{other}.") for other in fitting)]
+    outermost = [
+        lists[name]
+        for name in fitting
+        if not any(name.startswith(f"{other}.") for other in fitting)
+    ]
     if not outermost:
-        raise ConfigError(f"{type(body).__name__} has no list of its {count} layers: it cannot be measured")
-    return list(max(outermost, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters())))
+        raise ConfigError(
+            f"{type(body).__name__} has no list of its {count} layers: it cannot be measured"
+        )
+    return list(
+        max(
+            outermost,
+            key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()),
+        )
+    )
 
 
 def hugging_face_layers(model: Any) -> Layers:
-    """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V logits are not needed."""
+    """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V
+    logits are not needed.
+    """
     body, config = model.base_model, model.config.get_text_config()
-    layers = Layers(model, lambda tokens: body(tokens, use_cache=False)[0], find_blocks(body, config.num_hidden_layers))
-    bent = getattr(config, "final_logit_softcapping", None)  # after the output layer, as in Gemma 2
+    layers = Layers(
+        model,
+        lambda tokens: body(tokens, use_cache=False)[0],
+        find_blocks(body, config.num_hidden_layers),
+    )
+    # after the output layer, as in Gemma 2
+    bent = getattr(config, "final_logit_softcapping", None)
     layers.head = None if bent else model.get_output_embeddings()
     return layers
 
@@ -222,12 +311,14 @@ class Target:
     """A model and its tokenizer. The weights are loaded by ``load``.
 
     Attributes:
-        path: path that names the output files: the run's or the model's folder, or the id on the hub.
+        path: path that names the output files: the run's or the model's folder, or the
+            id on the hub.
         max_tokens: tokens in the longest sequence; None means any number.
         encode: maps text to token ids without special tokens.
-        special_tokens: the tokens that the tokenizer adds by default. For a run, the token that begins documents.
-        load: maps (device, dtype) to the model; the dtype is as for ``load_causal_lm``. Raises ConfigError if weights
-            are missing, or the blocks cannot be found.
+        special_tokens: the tokens that the tokenizer adds by default. For a run, the
+            token that begins documents.
+        load: maps (device, dtype) to the model; the dtype is as for ``load_causal_lm``.
+            Raises ConfigError if weights are missing, or the blocks cannot be found.
         run, step: of a checkpoint.
         revision: revision of a model on the hub, if the user named one.
         called: the names by which the user gave this model.
@@ -247,32 +338,48 @@ class Target:
 
 
 def find_targets(
-    names: Sequence[str], all_steps: bool, tokenizer: Path | None, trust_remote_code: bool = False
+    names: Sequence[str],
+    all_steps: bool,
+    tokenizer: Path | None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Target]:
-    """Find models. The keys of the result name files. Each model comes once, in the order of ``names``.
+    """Find models.
 
-    ``names`` are RUN (all its checkpoints, or the newest one), RUN/STEP, a Hugging Face folder, or MODEL or
-    MODEL@REVISION of the Hugging Face hub. ``tokenizer`` is a folder that replaces each model's own. Raises ConfigError
-    if a name is not a model, or a tokenizer does not fit.
+    The keys of the result name files. Each model comes once, in the order of ``names``.
+
+    ``names`` are RUN (all its checkpoints, or the newest one), RUN/STEP, a Hugging Face
+    folder, or MODEL or MODEL@REVISION of the Hugging Face hub. ``tokenizer`` is a
+    folder that replaces each model's own. Raises ConfigError if a name is not a model,
+    or a tokenizer does not fit.
     """
     if not names:
-        raise ConfigError("no target is given; expected a run's folder (job.dump_folder) or Hugging Face model")
+        raise ConfigError(
+            "no target is given; expected a run's folder (job.dump_folder) or Hugging Face model"
+        )
     if all_steps and not any(is_run(name) for name in names):
-        raise ConfigError(f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}")
+        raise ConfigError(
+            f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}"
+        )
     found: dict[Path, Target] = {}
     for name in names:
         for target in _find(name, all_steps, tokenizer, trust_remote_code):
             key = target.folder.resolve()
             known = found.get(key, target)
-            found[key] = replace(known, called=tuple(dict.fromkeys([*known.called, name])))
+            found[key] = replace(
+                known, called=tuple(dict.fromkeys([*known.called, name]))
+            )
     return dict(zip(_file_names(found.values()), found.values(), strict=True))
 
 
-def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool) -> list[Target]:
+def _find(
+    name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool
+) -> list[Target]:
     path = Path(name)
     if (path / "config.json").is_file() and not is_run(path):
         return [_hugging_face_target(path, None, tokenizer, trust_remote_code)]
-    step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
+    step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(
+        map(is_run, path.parents[:2])
+    )
     if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
         folder = find_snapshot(model, trust_remote_code)
         return [_hugging_face_target(folder, model, tokenizer, trust_remote_code)]
@@ -281,25 +388,35 @@ def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code:
 
 
 def _file_names(targets: Iterable[Target]) -> list[str]:
-    """Name files after as many parts of the targets' paths as all names need to be unique, and steps or revisions."""
+    """Name files after as many parts of the targets' paths as all names need to be
+    unique, and steps or revisions.
+    """
     paths = [target.path.parts for target in targets]
     ends = [end_of_name(target) for target in targets]
     for depth in range(1, max(map(len, paths)) + 1):
-        names = ["-".join(parts[-depth:]) + end for parts, end in zip(paths, ends, strict=True)]
+        names = [
+            "-".join(parts[-depth:]) + end
+            for parts, end in zip(paths, ends, strict=True)
+        ]
         if len(set(names)) == len(names):
             return names
-    return [f"{i}-{name}" for i, name in enumerate(names)]  # /a/b-c and /a-b/c give the same name
+    # /a/b-c and /a-b/c give the same name
+    return [f"{i}-{name}" for i, name in enumerate(names)]
 
 
 def end_of_name(target: Target) -> str:
-    """Return the end of a name, which distinguishes steps of a run and revisions of a model."""
+    """Return the end of a name, which distinguishes steps of a run and revisions of a
+    model.
+    """
     if target.revision is not None:
         return "@" + target.revision.replace("/", "-")
     return "" if target.step is None else f"-step-{target.step}"
 
 
 def name_of(called: str, targets: Mapping[str, Target]) -> str:
-    """Return the key of ``find_targets`` for the model that the user called ``called``, or of its newest step."""
+    """Return the key of ``find_targets`` for the model that the user called ``called``,
+    or of its newest step.
+    """
     return [name for name, target in targets.items() if called in target.called][-1]
 
 
@@ -312,19 +429,22 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(saved)
         if dtype != "auto":  # a checkpoint's weights are float32
-            for parameter in model.parameters():  # not the rotary table, which is rounded when it is used
+            # not the rotary table, which is rounded when it is used
+            for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, dtype))
 
         def untrain(seed: int) -> None:
             if (first := saved_models(saved.run)[0]).step == 0:
-                model.load_state_dict(load_weights(first), strict=False)  # as in load_model
+                # as in load_model
+                model.load_state_dict(load_weights(first), strict=False)
             else:
                 own = saved.config["debug"]["seed"]
                 draw_weights(model, seed if own is None else own)
 
         layers = Layers(model.to(device), model, list(model.layers.values()))
         layers.head, layers.untrain = model.output, untrain
-        model.output.forward = lambda h: h  # the "logits" are the final norm's output, not N × V numbers
+        # the "logits" are the final norm's output, not N × V numbers
+        model.output.forward = lambda h: h
         return layers
 
     return Target(
@@ -345,14 +465,19 @@ def _bos(tokenizer: BaseTokenizer) -> SpecialTokens:
 
 
 def _hugging_face_target(
-    folder: Path, model: HubModel | None, tokenizer_folder: Path | None, trust_remote_code: bool
+    folder: Path,
+    model: HubModel | None,
+    tokenizer_folder: Path | None,
+    trust_remote_code: bool,
 ) -> Target:
     import transformers  # the import takes seconds, and runs do not need it
 
     if lacking := _missing_weights(folder):
         advice = "expected a run's folder or a Hugging Face model"
         if model is not None:
-            command = model.command(trust_remote_code, [] if (folder / INDEX).is_file() else [PICKLES])
+            command = model.command(
+                trust_remote_code, [] if (folder / INDEX).is_file() else [PICKLES]
+            )
             advice = f"download them on a machine with internet access:\n  {command}"
         raise ConfigError(f"{str(folder)!r} {lacking}; {advice}")
     try:
@@ -360,19 +485,37 @@ def _hugging_face_target(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         ).get_text_config()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(folder)!r} is no model of transformers: {error}{_about_code(error)}") from error
+        raise ConfigError(
+            f"{str(folder)!r} is no model of transformers: {error}{_about_code(error)}"
+        ) from error
     if tokenizer_folder is not None:
         own = load_tokenizer(tokenizer_folder)
-        encode, tokens, special_tokens = plain_encoder(own), own.get_vocab_size(), _bos(own)
+        encode, tokens, special_tokens = (
+            plain_encoder(own),
+            own.get_vocab_size(),
+            _bos(own),
+        )
     else:
         theirs = _their_tokenizer(folder, trust_remote_code)
-        encode, tokens, special_tokens = partial(_encode_theirs, theirs), len(theirs), _their_special_tokens(theirs)
+        encode, tokens, special_tokens = (
+            partial(_encode_theirs, theirs),
+            len(theirs),
+            _their_special_tokens(theirs),
+        )
     advice = "it is not this model's tokenizer"
-    check_fits(tokens, tokenizer_folder or folder, config.vocab_size, f"the model {str(folder)!r}", advice)
+    check_fits(
+        tokens,
+        tokenizer_folder or folder,
+        config.vocab_size,
+        f"the model {str(folder)!r}",
+        advice,
+    )
 
     def load(device: Device, dtype: str) -> Layers:
         spread = device == "auto"
-        loaded = load_causal_lm(folder, dtype, "auto" if spread else None, trust_remote_code)
+        loaded = load_causal_lm(
+            folder, dtype, "auto" if spread else None, trust_remote_code
+        )
         return hugging_face_layers(loaded if spread else loaded.to(device))
 
     return Target(
@@ -388,14 +531,24 @@ def _hugging_face_target(
 
 
 def _missing_weights(folder: Path) -> str:
-    """Describe missing files of weights, or return "". A download may have been interrupted."""
+    """Describe missing files of weights, or return "".
+
+    A download may have been interrupted.
+    """
     safe = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
     index = folder / (INDEX if safe else "pytorch_model.bin.index.json")
-    if index.is_file() and not (folder / index.name.removesuffix(".index.json")).is_file():
+    if (
+        index.is_file()
+        and not (folder / index.name.removesuffix(".index.json")).is_file()
+    ):
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         missing = [file for file in files if not (folder / file).is_file()]
         every = counted(len(files), "file")
-        return f"lacks {len(missing)} of its {every} of weights, {missing[0]!r} first" if missing else ""
+        return (
+            f"lacks {len(missing)} of its {every} of weights, {missing[0]!r} first"
+            if missing
+            else ""
+        )
     if safe or any(folder.glob(PICKLES)):
         return ""
     return "has a config.json but no weights (*.safetensors or pytorch_model*.bin)"
@@ -403,7 +556,11 @@ def _missing_weights(folder: Path) -> str:
 
 def _about_code(error: Exception) -> str:
     asked = "trust_remote_code" in str(error)
-    return " The code may do anything. If you trust its authors, add --trust-remote-code." if asked else ""
+    return (
+        " The code may do anything. If you trust its authors, add --trust-remote-code."
+        if asked
+        else ""
+    )
 
 
 def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
@@ -411,9 +568,13 @@ def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
     hint = "Name another folder with --tokenizer DIR"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # tokenizers raises plain Exceptions
-        raise ConfigError(f"{str(folder)!r} has no usable tokenizer: {error}.{_about_code(error)} {hint}") from error
+        raise ConfigError(
+            f"{str(folder)!r} has no usable tokenizer: {error}.{_about_code(error)} {hint}"
+        ) from error
     # Without files, transformers 5 creates a tokenizer that has only special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ConfigError(f"{str(folder)!r} holds no tokenizer. {hint}")
@@ -426,8 +587,14 @@ def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
 
 def _their_special_tokens(tokenizer: Any) -> SpecialTokens:
     """Return the tokens before and after those of a text with one letter."""
-    bare, whole = _encode_theirs(tokenizer, "a"), tokenizer("a", verbose=False)["input_ids"]
+    bare, whole = (
+        _encode_theirs(tokenizer, "a"),
+        tokenizer("a", verbose=False)["input_ids"],
+    )
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
-            return SpecialTokens(tuple(whole[:start]), tuple(whole[start + len(bare) :]))
-    return SpecialTokens()  # the tokenizer encodes a text differently next to special tokens
+            return SpecialTokens(
+                tuple(whole[:start]), tuple(whole[start + len(bare) :])
+            )
+    # the tokenizer encodes a text differently next to special tokens
+    return SpecialTokens()

@@ -1,4 +1,7 @@
-"""The text to measure on is sampled. Models with the same tokenizer get the same sample."""
+"""The text to measure on is sampled.
+
+Models with the same tokenizer get the same sample.
+"""
 
 import random
 import sys
@@ -10,41 +13,64 @@ from torch import Tensor
 
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import JSON_LINES, PARQUET, BadDocument, DamagedFile, OtherShape, text_of
+from titan_disp.data.formats import (
+    JSON_LINES,
+    PARQUET,
+    BadDocument,
+    DamagedFile,
+    OtherShape,
+    text_of,
+)
 from titan_disp.data.hub import is_hub_name
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError, DataError, counted, of_options, reported
 
-MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
+# Most characters that are read, so that the time does not grow with the file
+MOST = 64 << 20
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
-HOPELESS = 1000  # documents without the field of the text, before any text: the field is likely to have another name
+# documents without the field of the text, before any text: the field is likely to have
+# another name
+HOPELESS = 1000
 MARGIN = 8  # characters to read per token: English text has about four
-PIECE = 8192  # characters of a plain text that stay together: about four sequences of 512 tokens
+# characters of a plain text that stay together: about four sequences of 512 tokens
+PIECE = 8192
 
 
 def read_texts(
-    text: Path | None, dataset: str | None, seed: int, in_order: bool = False, text_field: str = "text"
+    text: Path | None,
+    dataset: str | None,
+    seed: int,
+    in_order: bool = False,
+    text_field: str = "text",
 ) -> list[str]:
     """Read documents in random order, or in the order of the text.
 
     Args:
-        text: file of documents (named like training data), or of plain UTF-8 text. Plain text is cut at line ends into
-            pieces of about 8192 characters.
-        dataset: folder, whose validation split is used, file or glob of documents, or data set of the hub (hf:…).
-        seed: seed for the order of files and documents. Files are read in this order up to about 64 M characters.
-        in_order: whether the documents of a file keep their order. Then each ends in a blank line, and plain text is
-            cut into lines, so that joining the results gives the text.
+        text: file of documents (named like training data), or of plain UTF-8 text.
+            Plain text is cut at line ends into pieces of about 8192 characters.
+        dataset: folder, whose validation split is used, file or glob of documents, or
+            data set of the hub (hf:…).
+        seed: seed for the order of files and documents. Files are read in this order up
+            to about 64 M characters.
+        in_order: whether the documents of a file keep their order. Then each ends in a
+            blank line, and plain text is cut into lines, so that joining the results
+            gives the text.
         text_field: as stream.text_field of a run.
 
-    Raises ConfigError if none or both of text and dataset are given, if the text is missing, unreadable or empty, or if
-    the first ``HOPELESS`` documents that are not empty have no text.
+    Raises ConfigError if none or both of text and dataset are given, if the text is
+    missing, unreadable or empty, or if the first ``HOPELESS`` documents that are not
+    empty have no text.
     """
     if (text is None) == (dataset is None):
-        raise ConfigError("expected one of --text FILE and --dataset PATH, with the text to measure on")
+        raise ConfigError(
+            "expected one of --text FILE and --dataset PATH, with the text to measure on"
+        )
     shuffle = random.Random(seed).shuffle
     source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
     if text is not None and not text.is_file():
-        raise ConfigError(f"{source} is not a file; expected plain text or {', '.join(_DOCUMENTS)}")
+        raise ConfigError(
+            f"{source} is not a file; expected plain text or {', '.join(_DOCUMENTS)}"
+        )
     reasons: list[str] = []
     if text is not None and not text.name.endswith(_DOCUMENTS):
         documents = _pieces(text, 1 if in_order else PIECE)
@@ -53,16 +79,23 @@ def read_texts(
             if dataset is not None and is_hub_name(dataset):
                 files = list_files(dataset, None, "validation")
             else:
-                files = list_files("c4_validation", str(text or dataset), path_key=source.split()[0])
-        except ConfigError as error:  # for a name of the hub, the message names keys of the config
+                files = list_files(
+                    "c4_validation", str(text or dataset), path_key=source.split()[0]
+                )
+        # for a name of the hub, the message names keys of the config
+        except ConfigError as error:
             message = str(error).replace("validation.dataset is", "--dataset is")
-            raise ConfigError(message.replace("local copy: dataset_path", "local copy: --dataset")) from error
+            raise ConfigError(
+                message.replace("local copy: dataset_path", "local copy: --dataset")
+            ) from error
         shuffle(files)
         found = _documents(files, text_field, reasons)
         documents = (f"{document}\n\n" for document in found) if in_order else found
     taken = next(_groups(documents, MOST), [])
     if not taken:
-        raise ConfigError(f"{source} holds no text{': ' if reasons else ''}{''.join(reasons[:1])}")
+        raise ConfigError(
+            f"{source} holds no text{': ' if reasons else ''}{''.join(reasons[:1])}"
+        )
     if not in_order:
         shuffle(taken)
     return taken
@@ -83,18 +116,31 @@ def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def _pieces(path: Path, size: int) -> Iterator[str]:
-    with reported(f"--text {str(path)!r} is not UTF-8 text", UnicodeDecodeError), open(path, encoding="utf-8") as file:
+    with (
+        reported(f"--text {str(path)!r} is not UTF-8 text", UnicodeDecodeError),
+        open(path, encoding="utf-8") as file,
+    ):
         yield from map("".join, _groups(file, size))
 
 
-def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -> Iterator[str]:
-    """Read documents. Bad documents and the rest of damaged files are skipped and reported on stderr.
+def _documents(
+    files: Iterable[DataFile], text_field: str, reasons: list[str]
+) -> Iterator[str]:
+    """Read documents.
 
-    For each file with bad documents, the reason why the first of them cannot be used is appended to ``reasons``.
+    Bad documents and the rest of damaged files are skipped and reported on stderr.
+
+    For each file with bad documents, the reason why the first of them cannot be used is
+    appended to ``reasons``.
     """
     without, usable = 0, False
     for file in files:
-        reader, bad = Documents(file, StreamOptions(max_document_bytes=MOST, format=Format(text_field))), 0
+        reader, bad = (
+            Documents(
+                file, StreamOptions(max_document_bytes=MOST, format=Format(text_field))
+            ),
+            0,
+        )
         try:
             while (record := reader.read()) is not None:
                 try:
@@ -103,7 +149,8 @@ def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -
                     if not bad:
                         reasons.append(of_options(error))
                     bad += 1
-                    without += isinstance(error, OtherShape)  # not damage, which says nothing about other files
+                    # not damage, which says nothing about other files
+                    without += isinstance(error, OtherShape)
                     if without == HOPELESS and not usable:
                         raise ConfigError(
                             f"{file.url}: the first {HOPELESS:,} documents have no text, the last one for this reason: "
@@ -119,14 +166,20 @@ def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -
         finally:
             reader.close()
         if bad:
-            print(f"{file.url}: skipped {counted(bad, 'bad document')}, the first one: {reasons[-1]}", file=sys.stderr)
+            print(
+                f"{file.url}: skipped {counted(bad, 'bad document')}, the first one: {reasons[-1]}",
+                file=sys.stderr,
+            )
 
 
-def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int) -> Tensor:
-    """Join texts by blank lines, and cut their token ids into sequences of equal length, [count, length] int64.
+def cut_sequences(
+    texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int
+) -> Tensor:
+    """Join texts by blank lines, and cut their token ids into sequences of equal
+    length, [count, length] int64.
 
-    A short text gives fewer sequences. If it does not fill one, the result is a single shorter sequence. A text of fewer
-    than two tokens is a ConfigError.
+    A short text gives fewer sequences. If it does not fill one, the result is a single
+    shorter sequence. A text of fewer than two tokens is a ConfigError.
     """
     ids: list[int] = []
     for text in texts:
@@ -134,25 +187,41 @@ def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], coun
         if len(ids) >= count * length:
             break
     if len(ids) < 2:
-        raise ConfigError(f"the text has {counted(len(ids), 'token')}, expected at least 2: a cosine needs a pair")
+        raise ConfigError(
+            f"the text has {counted(len(ids), 'token')}, expected at least 2: a cosine needs a pair"
+        )
     length = min(length, len(ids))
     count = min(count, len(ids) // length)
     return torch.tensor(ids[: count * length]).view(count, length)
 
 
 def contiguous_sequences(
-    texts: Sequence[str], encode: Callable[[str], list[int]], count: int, length: int, seed: int
+    texts: Sequence[str],
+    encode: Callable[[str], list[int]],
+    count: int,
+    length: int,
+    seed: int,
 ) -> Tensor:
-    """Start sequences at random places of texts in order, as in the paper. The result is [count, length] int64.
+    """Start sequences at random places of texts in order, as in the paper.
 
-    A document or line begins each sequence, and the following ones fill it. Sequences may overlap. One that would
-    exceed the end of the text begins earlier. A text shorter than that is a ConfigError.
+    The result is [count, length] int64.
+
+    A document or line begins each sequence, and the following ones fill it. Sequences
+    may overlap. One that would exceed the end of the text begins earlier. A text
+    shorter than that is a ConfigError.
     """
     generator = random.Random(seed)
-    return torch.tensor([_from(texts, generator.randrange(len(texts)), encode, length) for _ in range(count)])
+    return torch.tensor(
+        [
+            _from(texts, generator.randrange(len(texts)), encode, length)
+            for _ in range(count)
+        ]
+    )
 
 
-def _from(texts: Sequence[str], start: int, encode: Callable[[str], list[int]], length: int) -> list[int]:
+def _from(
+    texts: Sequence[str], start: int, encode: Callable[[str], list[int]], length: int
+) -> list[int]:
     characters = MARGIN * length
     while True:
         end, taken = start, 0
@@ -167,11 +236,16 @@ def _from(texts: Sequence[str], start: int, encode: Callable[[str], list[int]], 
         elif start:
             start //= 2
         else:
-            raise ConfigError(f"the text has {counted(len(ids), 'token')}, expected at least {length:,} for a sequence")
+            raise ConfigError(
+                f"the text has {counted(len(ids), 'token')}, expected at least {length:,} for a sequence"
+            )
 
 
 def surround(tokens: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
     """Add tokens before and after each sequence of [count, length] token ids."""
     count = len(tokens)
-    ends = [torch.tensor(ids, dtype=torch.int64).expand(count, len(ids)) for ids in (before, after)]
+    ends = [
+        torch.tensor(ids, dtype=torch.int64).expand(count, len(ids))
+        for ids in (before, after)
+    ]
     return torch.cat([ends[0], tokens, ends[1]], dim=1)

@@ -1,1 +1,3 @@
-"""This package writes an HTML page about one run or several, from the files in their folders: ``titan-disp report``."""
+"""This package writes an HTML page about one run or several, from the files in their
+folders: ``titan-disp report``.
+"""

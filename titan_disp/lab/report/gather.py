@@ -1,4 +1,5 @@
-"""This module reads each run's folder once, compares the configs of runs, and groups runs that differ only in seeds.
+"""This module reads each run's folder once, compares the configs of runs, and groups
+runs that differ only in seeds.
 
 A run may be training or interrupted, and files may be missing.
 """
@@ -29,9 +30,21 @@ from titan_disp.run.history import Attempt, Goodput, attempts, goodputs, trained
 SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
 # Keys that change neither training nor what is measured.
 WITHOUT_EFFECT = (
-    *("job.", "metrics.", "comm.", "profiling.", "condensation.interval", "condensation.per_layer"),
+    *(
+        "job.",
+        "metrics.",
+        "comm.",
+        "profiling.",
+        "condensation.interval",
+        "condensation.per_layer",
+    ),
     *("validation.freq", "validation.local_batch_size", "training.gc_freq"),
-    *("checkpoint.enable", "checkpoint.folder", "checkpoint.interval", "checkpoint.keep_latest_k"),
+    *(
+        "checkpoint.enable",
+        "checkpoint.folder",
+        "checkpoint.interval",
+        "checkpoint.keep_latest_k",
+    ),
     *("checkpoint.async_mode", "checkpoint.last_save"),
 )
 ABSENT = object()  # stands for the value of a key that a column does not have
@@ -43,16 +56,20 @@ class Run:
 
     path: Path
     name: str  # unique in the report
-    group: str | None  # name that the user gave to several runs, as in off=RUN,RUN; None for a run alone
+    # name that the user gave to several runs, as in off=RUN,RUN; None for a run alone
+    group: str | None
     config: dict[str, Any]
     environment: dict[str, Any]
     step: int  # number of steps done. A resume may lower it
-    written: list[dict[str, Any]]  # rows in the order of writing; steps repeated after a resume come twice
-    rows: list[dict[str, Any]]  # the rows that count: one per step, ascending, none after ``step``
+    # rows in the order of writing; steps repeated after a resume come twice
+    written: list[dict[str, Any]]
+    # the rows that count: one per step, ascending, none after ``step``
+    rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     condensation: dict[int, Condensation]  # by step
     validation: dict[int, float]  # loss by step
-    failures: dict[str, Any]  # about failures in a row without a new checkpoint, or empty
+    # About failures in a row without a new checkpoint, or empty
+    failures: dict[str, Any]
     problems: list[str]  # messages about files that could not be read
 
     @cached_property
@@ -65,7 +82,9 @@ class Run:
 
     @cached_property
     def goodputs(self) -> list[Goodput]:
-        """Return the goodput of every start; empty for a run that did not record how it spent its time."""
+        """Return the goodput of every start; empty for a run that did not record how it
+        spent its time.
+        """
         return goodputs(self.written, self.events)
 
     @cached_property
@@ -84,22 +103,31 @@ class Run:
     @property
     def tokens_per_step(self) -> float:
         """Return the tokens per step; NaN before the first row."""
-        return self.series("tokens")[-1] / self.rows[-1]["step"] if self.rows else float("nan")
+        return (
+            self.series("tokens")[-1] / self.rows[-1]["step"]
+            if self.rows
+            else float("nan")
+        )
 
     @property
     def gpu_seconds(self) -> np.ndarray:
-        """Return the seconds of all ranks in the steps that count: in total, and per token. NaN before the first row."""
+        """Return the seconds of all ranks in the steps that count: in total, and per
+        token. NaN before the first row.
+        """
         tokens = self.series("tokens")
         total = np.nansum(np.diff(tokens, prepend=0.0) / self.series("tps")) or np.nan
         return total / np.array([1.0, tokens[-1] if len(tokens) else np.nan])
 
     def series(self, key: str) -> np.ndarray:
-        """Return a column of ``rows`` as [rows] float64, with NaN for missing numbers."""
+        """Return a column of ``rows`` as [rows] float64, with NaN for missing
+        numbers.
+        """
         return np.array([row.get(key) for row in self.rows], dtype=np.float64)
 
     @property
     def _overrides(self) -> dict[str, Any]:
-        return self.config.get("model", {}).get("overrides", {})  # TorchTitan's own trainer knows none
+        # TorchTitan's own trainer knows none
+        return self.config.get("model", {}).get("overrides", {})
 
     @property
     def model(self) -> str:
@@ -107,8 +135,13 @@ class Run:
 
     @cached_property
     def parameters(self) -> int | None:
-        """Return the number of parameters, with a tied embedding once; None if the model or flavor is unknown."""
-        entry, flavor = MODELS.get(self.settings.get("model.name", "")), self.settings.get("model.flavor", "")
+        """Return the number of parameters, with a tied embedding once; None if the
+        model or flavor is unknown.
+        """
+        entry, flavor = (
+            MODELS.get(self.settings.get("model.name", "")),
+            self.settings.get("model.flavor", ""),
+        )
         if entry is None or flavor not in list(entry.flavors):
             return None
         return _parameters(entry.name, flavor, json.dumps(self._overrides))
@@ -118,7 +151,9 @@ class Run:
 def _parameters(name: str, flavor: str, overrides: str) -> int:
     args = model_args(name, flavor, json.loads(overrides))
     with torch.device("meta"):
-        return args.get_nparams_and_flops(MODELS[name].model_cls(args), args.max_seq_len)[0]
+        return args.get_nparams_and_flops(
+            MODELS[name].model_cls(args), args.max_seq_len
+        )[0]
 
 
 def _read(path: Path, name: str, group: str | None) -> Run:
@@ -133,7 +168,11 @@ def _read(path: Path, name: str, group: str | None) -> Run:
         every, events = reader.read_written(path), reader.read_events(path)
         written = [row for row in every if not reader.is_measured(row)]
         trained = [event for event in events if not trained_nothing(event)]
-        newest = max((*every[-1:], *trained[-1:]), key=lambda record: record["time"], default={"step": 0})
+        newest = max(
+            (*every[-1:], *trained[-1:]),
+            key=lambda record: record["time"],
+            default={"step": 0},
+        )
         step = newest["step"]
 
         def done(by_step: Mapping[int, Any]) -> dict[int, Any]:
@@ -154,30 +193,42 @@ def _read(path: Path, name: str, group: str | None) -> Run:
             failures=reader.read_failures(path),
             problems=problems,
         )
-        _ = run.model, run.parameters, run.attempts, run.goodputs, run.tokens_per_step  # what is malformed shows now
+        # what is malformed shows now
+        _ = run.model, run.parameters, run.attempts, run.goodputs, run.tokens_per_step
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file leads to
-        raise ConfigError(f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     return run
 
 
 def gather(paths: Sequence[str | Path], left_out: list[str] | None = None) -> list[Run]:
-    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one condition, in their order.
+    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one
+    condition, in their order.
 
-    ConfigError is raised if one cannot be read. With ``left_out``, which receives the reason, only if none can.
+    ConfigError is raised if one cannot be read. With ``left_out``, which receives the
+    reason, only if none can.
     """
     given = [parse_group(str(path)) or (None, [str(path)]) for path in paths]
-    folders, groups = [Path(m) for _, members in given for m in members], [g for g, members in given for _ in members]
+    folders, groups = (
+        [Path(m) for _, members in given for m in members],
+        [g for g, members in given for _ in members],
+    )
     if not folders:
-        raise ConfigError("no run to report on: give one or several run folders (job.dump_folder)")
+        raise ConfigError(
+            "no run to report on: give one or several run folders (job.dump_folder)"
+        )
     if missing := [str(folder) for folder in folders if not folder.exists()]:
         raise ConfigError(f"{missing[0]!r} does not exist; expected a job.dump_folder")
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
         raise ConfigError(f"a run is given twice: {', '.join(map(str, folders))}")
     short = [folder.name for folder in resolved]
-    names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    names = (
+        short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    )
     found: list[Run] = []
     errors: list[ConfigError] = []
     for folder, name, group in zip(folders, names, groups, strict=True):
@@ -193,14 +244,20 @@ def gather(paths: Sequence[str | Path], left_out: list[str] | None = None) -> li
 
 
 def defaults() -> dict[str, Any]:
-    """Return the defaults of TorchTitan and titan-disp by dotted key, with values as in config.json."""
+    """Return the defaults of TorchTitan and titan-disp by dotted key, with values as in
+    config.json.
+    """
     # The folder exists, because ConfigManager warns if the default tokenizer does not.
-    parsed = ConfigManager().parse_args(["--job.custom_config_module", MODULE, "--model.hf_assets_path", "."])
+    parsed = ConfigManager().parse_args(
+        ["--job.custom_config_module", MODULE, "--model.hf_assets_path", "."]
+    )
     return reader.flatten(json.loads(json.dumps(type(parsed)().to_dict())))
 
 
 def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return each key of the flat columns with its value in every column, or ``ABSENT``."""
+    """Return each key of the flat columns with its value in every column, or
+    ``ABSENT``.
+    """
     keys = dict.fromkeys(key for column in columns for key in column)
     return {key: [column.get(key, ABSENT) for column in columns] for key in keys}
 
@@ -210,9 +267,11 @@ def unlike(values: Sequence[Any]) -> bool:
 
 
 def conditions(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
-    """Return the conditions in the order of their first runs: their names, and the indices of their runs.
+    """Return the conditions in the order of their first runs: their names, and the
+    indices of their runs.
 
-    Runs that the user gave under one name are a condition. So are other runs with equal configs and different seeds.
+    Runs that the user gave under one name are a condition. So are other runs with equal
+    configs and different seeds.
     """
     groups: dict[object, list[int]] = defaultdict(list)
     for place, run in enumerate(runs):
@@ -222,17 +281,32 @@ def conditions(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
         if isinstance(key, str):
             name = key
         else:  # another run with the same seeds is on its own
-            first = {tuple(map(runs[place].settings.get, SEEDS)): place for place in reversed(places)}
-            found += [(runs[place].name, [place]) for place in places if place not in first.values()]
+            first = {
+                tuple(map(runs[place].settings.get, SEEDS)): place
+                for place in reversed(places)
+            }
+            found += [
+                (runs[place].name, [place])
+                for place in places
+                if place not in first.values()
+            ]
             places = sorted(first.values())
             name = _common_name([runs[place].name for place in places])
-        found.append((f"{name} ({len(places)} seeds)" if len(places) > 1 else name, places))
+        found.append(
+            (f"{name} ({len(places)} seeds)" if len(places) > 1 else name, places)
+        )
     return sorted(found, key=lambda condition: condition[1])
 
 
 def _recipe(run: Run) -> tuple[str, ...]:
-    """Return the keys of the config that change training or measurements, without the seeds."""
-    kept = {k: v for k, v in run.settings.items() if k not in SEEDS and not k.startswith(WITHOUT_EFFECT)}
+    """Return the keys of the config that change training or measurements, without the
+    seeds.
+    """
+    kept = {
+        k: v
+        for k, v in run.settings.items()
+        if k not in SEEDS and not k.startswith(WITHOUT_EFFECT)
+    }
     return tuple(f"{key}={value!r}" for key, value in sorted(kept.items()))
 
 
@@ -243,4 +317,8 @@ def _common_name(names: Sequence[str]) -> str:
     common = os.path.commonprefix(names)
     if any(name[len(common) :][:1].isdigit() for name in names):  # off-1 and off-12
         common = common.rstrip("0123456789")
-    return re.sub(r"[-_. ]*(seed)?[-_. ]*$", "", common) or common.strip("-_. ") or names[0]
+    return (
+        re.sub(r"[-_. ]*(seed)?[-_. ]*$", "", common)
+        or common.strip("-_. ")
+        or names[0]
+    )

@@ -1,4 +1,6 @@
-"""This module decides whether a run is complete, alive or dead, and builds the tables of the page as text."""
+"""This module decides whether a run is complete, alive or dead, and builds the tables
+of the page as text.
+"""
 
 import json
 from collections import Counter
@@ -11,22 +13,40 @@ from typing import Any
 
 import numpy as np
 
-from titan_disp.condensation.record import PLACES, RANKS, Condensation, blocks_mean, over_depth
+from titan_disp.condensation.record import (
+    PLACES,
+    RANKS,
+    Condensation,
+    blocks_mean,
+    over_depth,
+)
 from titan_disp.errors import counted
-from titan_disp.lab.report.gather import ABSENT, Run, conditions, defaults, side_by_side, unlike
+from titan_disp.lab.report.gather import (
+    ABSENT,
+    Run,
+    conditions,
+    defaults,
+    side_by_side,
+    unlike,
+)
 from titan_disp.models.arguments import written_out
 from titan_disp.run.history import Goodput, together, trained_nothing
 from titan_disp.run.reader import flatten
 from titan_disp.text import NOTHING, duration, number
 
-ALIVE = 900.0  # a run counts as dead after so many seconds without a row, or ten log intervals if they are longer
-LAST_ROWS = 10  # rows over which a training loss is averaged, because one batch's loss is noisy
+# a run counts as dead after so many seconds without a row, or ten log intervals if they
+# are longer
+ALIVE = 900.0
+# rows over which a training loss is averaged, because one batch's loss is noisy
+LAST_ROWS = 10
 
 Rows = dict[str, list[str]]  # a cell for each run, by heading
 
 
 def state(run: Run, now: float) -> tuple[str, str]:
-    """Return the state (empty, complete, stopped, running or interrupted), and an explanation."""
+    """Return the state (empty, complete, stopped, running or interrupted), and an
+    explanation.
+    """
     found = run.attempts
     if not found:
         return "empty", "nothing was logged yet"
@@ -47,7 +67,9 @@ def state(run: Run, now: float) -> tuple[str, str]:
 
 def when(seconds: float) -> str:
     """Format seconds since the epoch as a date and time in UTC."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime(
+        "%Y-%m-%d %H:%M:%S UTC"
+    )
 
 
 def _setting(value: Any) -> str:
@@ -63,16 +85,30 @@ def _dispersion(run: Run) -> str:
     s = run.settings
     if not s.get("dispersion.enabled"):
         return "off"
-    named = {"λ": "coeff", "τ": "tau", "layers": "layers", "variant": "variant", "estimator": "estimator"}
-    told = [f"{name} {s.get(f'dispersion.{key}', NOTHING)}" for name, key in named.items()]
+    named = {
+        "λ": "coeff",
+        "τ": "tau",
+        "layers": "layers",
+        "variant": "variant",
+        "estimator": "estimator",
+    }
+    told = [
+        f"{name} {s.get(f'dispersion.{key}', NOTHING)}" for name, key in named.items()
+    ]
     section = run.config["dispersion"]
     further = [f"and {written_out(table)}" for table in section.get("losses", [])]
-    return ", ".join(filter(None, [*told, written_out(section.get("options", {})), *further]))
+    return ", ".join(
+        filter(None, [*told, written_out(section.get("options", {})), *further])
+    )
 
 
 def _failures(run: Run) -> str:
     count = run.failures.get("failures")
-    return f"{count} in a row; the last: {run.failures.get('reason', NOTHING)}" if count else NOTHING
+    return (
+        f"{count} in a row; the last: {run.failures.get('reason', NOTHING)}"
+        if count
+        else NOTHING
+    )
 
 
 def _percent(part: Goodput) -> str:
@@ -83,21 +119,31 @@ def _goodput(run: Run) -> str:
     if not run.goodputs:
         return NOTHING
     every = together(run.goodputs)
-    lost = ", ".join(f"{name} {duration(seconds)}" for name, seconds in every.lost().items())
-    return f"{_percent(every)} of {duration(every.total)}" + (f"; {lost}" if lost else "")
+    lost = ", ".join(
+        f"{name} {duration(seconds)}" for name, seconds in every.lost().items()
+    )
+    return f"{_percent(every)} of {duration(every.total)}" + (
+        f"; {lost}" if lost else ""
+    )
 
 
 def _stragglers(run: Run) -> str:
     """Describe the ranks that the others waited for, the most frequent first."""
-    slow = [(row["step"], row["straggler"]) for row in run.written if row.get("straggler")]
+    slow = [
+        (row["step"], row["straggler"]) for row in run.written if row.get("straggler")
+    ]
     if not slow:
         return NOTHING
     last = {(found["host"], found["rank"]): (step, found) for step, found in slow}
     told = []
-    for (host, rank), count in Counter((found["host"], found["rank"]) for _, found in slow).most_common(3):
+    for (host, rank), count in Counter(
+        (found["host"], found["rank"]) for _, found in slow
+    ).most_common(3):
         step, found = last[host, rank]
         often = f"in {count} of {len(run.written)} rows, last at step {number(step)}"
-        seconds = f"{number(found['seconds'], 3)} s, median {number(found['median'], 3)} s"
+        seconds = (
+            f"{number(found['seconds'], 3)} s, median {number(found['median'], 3)} s"
+        )
         told.append(f"rank {rank} on {host} {often}: {seconds}")
     return "; ".join(told) + (f"; and {len(last) - 3} more" if len(last) > 3 else "")
 
@@ -107,8 +153,12 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
         end = run.attempts[-1].ended
         return f"{when(end)}, {duration(now - end)} before this report"
 
-    several = [(name, members) for name, members in conditions(runs) if len(members) > 1]
-    of_condition = {runs[place].name: name for name, members in several for place in members}
+    several = [
+        (name, members) for name, members in conditions(runs) if len(members) > 1
+    ]
+    of_condition = {
+        runs[place].name: name for name, members in several for place in members
+    }
     cells: dict[str, Callable[[Run], str]] = {
         "condition": lambda run: of_condition.get(run.name, NOTHING),
         "state": lambda run: ": ".join(state(run, now)),
@@ -128,7 +178,9 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
         "folder": lambda run: str(run.path),
         "not readable": lambda run: "; ".join(run.problems) or NOTHING,
     }
-    return _filled({heading: [cell(run) for run in runs] for heading, cell in cells.items()})
+    return _filled(
+        {heading: [cell(run) for run in runs] for heading, cell in cells.items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -143,21 +195,42 @@ class Cell:
 def _with_steps(cells: Sequence[Cell]) -> list[str]:
     """Format numbers of several runs. If their steps differ, each shows its own."""
     numbers = [number(cell.value) for cell in cells]
-    differ = len({cell.step for cell, shown in zip(cells, numbers, strict=True) if shown != NOTHING}) > 1
+    differ = (
+        len(
+            {
+                cell.step
+                for cell, shown in zip(cells, numbers, strict=True)
+                if shown != NOTHING
+            }
+        )
+        > 1
+    )
 
     def with_notes(cell: Cell, shown: str) -> str:
         step = f"step {number(cell.step)}" if differ and cell.step is not None else ""
-        notes = ", ".join(filter(None, [cell.note, step])).replace(" ", "\N{NO-BREAK SPACE}")
+        notes = ", ".join(filter(None, [cell.note, step])).replace(
+            " ", "\N{NO-BREAK SPACE}"
+        )
         return f"{shown} ({notes})" if notes and shown != NOTHING else shown
 
     return list(map(with_notes, cells, numbers))
 
 
 def final_numbers(runs: Sequence[Run]) -> Rows:
-    """Collect the final numbers, and compare runs of different lengths at the latest step that all have logged."""
+    """Collect the final numbers, and compare runs of different lengths at the latest
+    step that all have logged.
+    """
     shared = set.intersection(*({row["step"] for row in run.rows} for run in runs))
-    found = [_final_numbers(run, max(shared) if len(runs) > 1 and shared else None) for run in runs]
-    return _filled({heading: _with_steps([cells[heading] for cells in found]) for heading in found[0]})
+    found = [
+        _final_numbers(run, max(shared) if len(runs) > 1 and shared else None)
+        for run in runs
+    ]
+    return _filled(
+        {
+            heading: _with_steps([cells[heading] for cells in found])
+            for heading in found[0]
+        }
+    )
 
 
 def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
@@ -173,7 +246,9 @@ def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
         return Cell(read(found), at)
 
     ce, tps = run.series("ce")[-LAST_ROWS:], run.series("tps")
-    ce_there = next((row.get("ce") for row in run.rows if row["step"] == compared), None)
+    ce_there = next(
+        (row.get("ce") for row in run.rows if row["step"] == compared), None
+    )
     few = f"of {counted(len(ce), 'row')}" if len(ce) < LAST_ROWS else ""
     highest = Cell()
     if run.condensation:
@@ -181,27 +256,50 @@ def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
         highest = Cell(blocks_mean(run.condensation[most]), note=f"step {number(most)}")
     return {
         "cross-entropy, last row": last("ce"),
-        f"cross-entropy, mean of the last {LAST_ROWS} rows": Cell(ce.mean(), step, few) if run.rows else Cell(),
-        f"cross-entropy at step {number(compared)}, the latest shared step": Cell(ce_there),
-        "validation loss, last": Cell(*list(run.validation.items())[-1][::-1]) if run.validation else Cell(),
-        "cross-entropy on held-out text, last": measured(lambda found: found.cross_entropy),
+        f"cross-entropy, mean of the last {LAST_ROWS} rows": Cell(ce.mean(), step, few)
+        if run.rows
+        else Cell(),
+        f"cross-entropy at step {number(compared)}, the latest shared step": Cell(
+            ce_there
+        ),
+        "validation loss, last": Cell(*list(run.validation.items())[-1][::-1])
+        if run.validation
+        else Cell(),
+        "cross-entropy on held-out text, last": measured(
+            lambda found: found.cross_entropy
+        ),
         "dispersion loss, last row": last("dispersion") if run.disperses else Cell(),
         "gradient norm, last row": last("grad_norm"),
-        "tokens/s of one rank, median": Cell(np.median(tps[np.isfinite(tps)])) if np.isfinite(tps).any() else Cell(),
+        "tokens/s of one rank, median": Cell(np.median(tps[np.isfinite(tps)]))
+        if np.isfinite(tps).any()
+        else Cell(),
         "mean cosine of all blocks, highest": highest,
-        "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
-        "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[found.last_block]),
-        "mean cosine after the final norm, last": measured(lambda found: found.mean_cosine[-1]),
+        "mean cosine of the last block, first": measured(
+            lambda found: found.mean_cosine[found.last_block], 0
+        ),
+        "mean cosine of the last block, last": measured(
+            lambda found: found.mean_cosine[found.last_block]
+        ),
+        "mean cosine after the final norm, last": measured(
+            lambda found: found.mean_cosine[-1]
+        ),
         **{
             f"{name} {told}, last": measured(over_depth(place, rank))
             for rank, name in RANKS.items()
             for place, told in PLACES.items()
         },
-        "effective rank of the last block, last": measured(lambda found: found.effective_rank[found.last_block]),
+        "effective rank of the last block, last": measured(
+            lambda found: found.effective_rank[found.last_block]
+        ),
     }
 
 
-SEEN = {"tokens": "tokens", "documents": "documents", "bytes of text": "text_bytes", "epochs": "epochs_read"}
+SEEN = {
+    "tokens": "tokens",
+    "documents": "documents",
+    "bytes of text": "text_bytes",
+    "epochs": "epochs_read",
+}
 
 
 def _counters(run: Run) -> dict[str, float]:
@@ -209,36 +307,56 @@ def _counters(run: Run) -> dict[str, float]:
 
 
 def seen(runs: Sequence[Run]) -> Rows:
-    """Return what each of several sources has given up to the last row (``SEEN``), and its cross-entropy, by run and source."""
+    """Return what each of several sources has given up to the last row (``SEEN``), and
+    its cross-entropy, by run and source.
+    """
     rows = {}
     for run in runs:
         counters = _counters(run)
-        for source in [key.partition("/")[2] for key in counters if key.startswith("tokens/")]:
+        for source in [
+            key.partition("/")[2] for key in counters if key.startswith("tokens/")
+        ]:
             ce = run.series(f"ce/{source}")[-LAST_ROWS:].mean()
             values = [*(counters.get(f"{name}/{source}") for name in SEEN.values()), ce]
-            rows[f"{run.name}: {source}" if len(runs) > 1 else source] = list(map(number, values))
+            rows[f"{run.name}: {source}" if len(runs) > 1 else source] = list(
+                map(number, values)
+            )
     return rows
 
 
 def data_counters(runs: Sequence[Run]) -> Rows:
-    """Return the loaders' other counters at the last row: sums over ranks, but maxima for epoch and waiting time."""
+    """Return the loaders' other counters at the last row: sums over ranks, but maxima
+    for epoch and waiting time.
+    """
     counters = [
-        {key: x for key, x in one.items() if f"tokens/{key.partition('/')[2]}" not in one}
+        {
+            key: x
+            for key, x in one.items()
+            if f"tokens/{key.partition('/')[2]}" not in one
+        }
         for one in map(_counters, runs)
     ]
     steps = [number(run.rows[-1]["step"]) if run.rows else NOTHING for run in runs]
     told = {"up to step": steps} if any(counters) and len(set(steps)) > 1 else {}
     return told | {
-        key.replace("_", " "): [number(None if value is ABSENT else value) for value in values]
+        key.replace("_", " "): [
+            number(None if value is ABSENT else value) for value in values
+        ]
         for key, values in side_by_side(counters).items()
     }
 
 
 def config_differences(runs: Sequence[Run]) -> tuple[Rows, Rows]:
-    """Compare configs: keys in which runs differ, and keys with a common value that is not the default."""
+    """Compare configs: keys in which runs differ, and keys with a common value that is
+    not the default.
+    """
     every = side_by_side([defaults(), *(run.settings for run in runs)])
     differ = {key: values for key, values in every.items() if unlike(values[1:])}
-    shared = {key: values for key, values in every.items() if unlike(values) and key not in differ}
+    shared = {
+        key: values
+        for key, values in every.items()
+        if unlike(values) and key not in differ
+    }
     return _as_settings(differ), _as_settings(shared)
 
 
@@ -247,13 +365,18 @@ def environments(runs: Sequence[Run]) -> Rows:
 
 
 def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
-    return {key: [NOTHING if value is ABSENT else _setting(value) for value in values] for key, values in rows.items()}
+    return {
+        key: [NOTHING if value is ABSENT else _setting(value) for value in values]
+        for key, values in rows.items()
+    }
 
 
 def starts(run: Run, now: float) -> list[list[str]]:
     """Return a line for each start, with the cells that page.html.j2 names."""
     found = run.attempts
-    goodputs = [_percent(part.in_its_allocation()) for part in run.goodputs] or [NOTHING] * len(found)
+    goodputs = [_percent(part.in_its_allocation()) for part in run.goodputs] or [
+        NOTHING
+    ] * len(found)
     ends = [one.how() for one in found]
     if state(run, now)[0] == "running":
         ends[-1] = "not yet"
@@ -264,9 +387,19 @@ def starts(run: Run, now: float) -> list[list[str]]:
             repeated = number(max(0, one.last_step - following.first_step))
             gap = duration(following.began - one.ended)
         seconds = one.ended - one.began
-        pace = (one.last_step - one.first_step) * run.tokens_per_step / seconds if seconds > 1 else None
+        pace = (
+            (one.last_step - one.first_step) * run.tokens_per_step / seconds
+            if seconds > 1
+            else None
+        )
         begin = [str(i + 1), one.job or NOTHING, when(one.began), duration(seconds)]
-        steps = [number(one.first_step), number(one.last_step), number(pace, 4), repeated, goodputs[i]]
+        steps = [
+            number(one.first_step),
+            number(one.last_step),
+            number(pace, 4),
+            repeated,
+            goodputs[i],
+        ]
         lines.append([*begin, *steps, gap, ends[i]])
     return lines
 
@@ -275,14 +408,24 @@ def _detail(name: str, value: Any) -> str:
     if name == "allocated":
         return when(value)
     if name == "spent":
-        return ", ".join(f"{kind.replace('_', '-')} {duration(seconds)}" for kind, seconds in value.items() if seconds)
+        return ", ".join(
+            f"{kind.replace('_', '-')} {duration(seconds)}"
+            for kind, seconds in value.items()
+            if seconds
+        )
     if name == "config_changes":
-        return ", ".join(f"{key} {_setting(old)} → {_setting(new)}" for key, (old, new) in value.items())
+        return ", ".join(
+            f"{key} {_setting(old)} → {_setting(new)}"
+            for key, (old, new) in value.items()
+        )
     return value if isinstance(value, str) else _setting(value)
 
 
 def events(run: Run) -> list[list[str]]:
-    """Return time, event, step and details of each event. Consecutive checkpoints share a line, and so do skips."""
+    """Return time, event, step and details of each event.
+
+    Consecutive checkpoints share a line, and so do skips.
+    """
 
     def key(place: int) -> str | int:
         event = run.events[place]["event"]
@@ -298,7 +441,9 @@ def events(run: Run) -> list[list[str]]:
             if name not in ("time", "event", "step") and value not in ({}, "", None)
         ]
         time = when(first["time"]) + (f" – {when(last['time'])}" if others else "")
-        event = first["event"].replace("_", " ") + (f" × {len(group)}" if others else "")
+        event = first["event"].replace("_", " ") + (
+            f" × {len(group)}" if others else ""
+        )
         step = number(first["step"]) + (f" – {number(last['step'])}" if others else "")
         lines.append([time, event, step, "; ".join(details)])
     return lines

@@ -1,7 +1,8 @@
-"""This module compares a sweep's conditions by one number of each run, and writes tables and a picture of it.
+"""This module compares a sweep's conditions by one number of each run, and writes
+tables and a picture of it.
 
-The number is the run's metric after its last step. A condition has its mean over seeds, and its difference to one
-condition, the baseline, is paired by seed.
+The number is the run's metric after its last step. A condition has its mean over seeds,
+and its difference to one condition, the baseline, is paired by seed.
 """
 
 import math
@@ -19,17 +20,38 @@ from titan_disp.condensation.record import OF_PAPER, RANKS, Condensation, over_d
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, make_writable
 from titan_disp.lab.plots import OKABE_ITO
-from titan_disp.lab.statistics import EXACT, Difference, paired_by_seed, standard_error, with_error, with_holm
+from titan_disp.lab.statistics import (
+    EXACT,
+    Difference,
+    paired_by_seed,
+    standard_error,
+    with_error,
+    with_holm,
+)
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.lab.sweeps.folder import state
-from titan_disp.run.reader import last_row, read_condensation, read_events, read_validation
+from titan_disp.run.reader import (
+    last_row,
+    read_condensation,
+    read_events,
+    read_validation,
+)
 from titan_disp.text import NOTHING, csv_text, markdown_table
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
 BY_PART = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
-PARTS = ("blocks", "early_blocks", "middle_blocks", "late_blocks", "last_block", "final_norm")  # of a deep model
+# of a deep model
+PARTS = (
+    "blocks",
+    "early_blocks",
+    "middle_blocks",
+    "late_blocks",
+    "last_block",
+    "final_norm",
+)
 FALLBACK = "ce"
-DEFAULTS = ("validation", "cross_entropy", FALLBACK)  # the first one that any finished run has is the default
+# the first one that any finished run has is the default
+DEFAULTS = ("validation", "cross_entropy", FALLBACK)
 LABELS = {
     "validation": "held-out cross-entropy (validation)",
     "cross_entropy": "held-out cross-entropy",
@@ -37,7 +59,10 @@ LABELS = {
     "loss": "training loss of the last logged step",
     "dispersion": "dispersion loss of the last logged step",
     "grad_norm": "gradient norm of the last logged step",
-} | {name: f"{rank} of the mean cosine with depth, without the embedding" for name, rank in RANKS.items()}
+} | {
+    name: f"{rank} of the mean cosine with depth, without the embedding"
+    for name, rank in RANKS.items()
+}
 
 
 def check_metric(name: str) -> None:
@@ -52,20 +77,25 @@ def check_metric(name: str) -> None:
 
 
 def label(name: str) -> str:
-    return LABELS.get(name) or " of the ".join(part.replace("_", " ") for part in _parts(name))
+    return LABELS.get(name) or " of the ".join(
+        part.replace("_", " ") for part in _parts(name)
+    )
 
 
 def final_metric(run: Path, name: str) -> float | None:
-    """Return a number at the end of a run, or None if the run has not measured it or it is not finite.
+    """Return a number at the end of a run, or None if the run has not measured it or it
+    is not finite.
 
     Raises ConfigError if a file of the run cannot be read.
 
-    ``validation`` is TorchTitan's validation loss. The run measures ``cross_entropy`` and everything about cosines on
-    held-out text after its last step (``[condensation]``).
+    ``validation`` is TorchTitan's validation loss. The run measures ``cross_entropy``
+    and everything about cosines on held-out text after its last step
+    (``[condensation]``).
     """
     check_metric(name)
     row = last_row(run)
-    last = max([row.get("step", 0), *(event["step"] for event in read_events(run))])  # the last step may not be logged
+    # the last step may not be logged
+    last = max([row.get("step", 0), *(event["step"] for event in read_events(run))])
     if name in TRAINING:
         value = row.get(name)
     elif name == "validation":
@@ -92,11 +122,17 @@ def _measured(run: Path, name: str, last: int) -> float | None:
     if not file.is_file():
         return None
     measured = Condensation.load(file)
-    return over_depth(OF_PAPER, name)(measured) if name in RANKS else measured.by_part()[kind].get(part)
+    return (
+        over_depth(OF_PAPER, name)(measured)
+        if name in RANKS
+        else measured.by_part()[kind].get(part)
+    )
 
 
 def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
-    """Return the newest entry, or None if the run logged later steps, because it is then not from the end."""
+    """Return the newest entry, or None if the run logged later steps, because it is
+    then not from the end.
+    """
     newest = max(by_step, default=-1)
     return by_step[newest] if newest >= last else None
 
@@ -106,7 +142,10 @@ Seeds = tuple[tuple[str, object], ...]  # keys and values of the config
 
 @dataclass(frozen=True)
 class Member:
-    """Represent a point of a condition. ``value`` is its metric, or None with the reason in ``missing``."""
+    """Represent a point of a condition.
+
+    ``value`` is its metric, or None with the reason in ``missing``.
+    """
 
     name: str
     seeds: Seeds
@@ -120,13 +159,19 @@ class Condition:
 
     name: str
     members: tuple[Member, ...]
-    pairs: tuple[Seeds, ...] = ()  # the seeds that this condition and the baseline have in common
-    difference: Difference | None = None  # over these pairs; None for the baseline itself, and without pairs
+    # the seeds that this condition and the baseline have in common
+    pairs: tuple[Seeds, ...] = ()
+    # over these pairs; None for the baseline itself, and without pairs
+    difference: Difference | None = None
 
     @property
     def values(self) -> dict[Seeds, float]:
         """Return the metric by seeds, for points that have it."""
-        return {member.seeds: member.value for member in self.members if member.value is not None}
+        return {
+            member.seeds: member.value
+            for member in self.members
+            if member.value is not None
+        }
 
     @property
     def mean(self) -> float | None:
@@ -144,64 +189,115 @@ class Comparison:
     metric: str
     against: str | None  # name of the baseline
     conditions: list[Condition]
-    held_out_is_missing: bool  # the metric is training cross-entropy because no run has measured held-out text
+    # the metric is training cross-entropy because no run has measured held-out text
+    held_out_is_missing: bool
 
 
-def compare(sweep: Sweep, metric: str | None = None, against: str | None = None) -> Comparison:
-    """Read the runs of a sweep and compare them by a metric of ``final_metric`` with the condition ``against``.
+def compare(
+    sweep: Sweep, metric: str | None = None, against: str | None = None
+) -> Comparison:
+    """Read the runs of a sweep and compare them by a metric of ``final_metric`` with
+    the condition ``against``.
 
-    The defaults are the sweep's own. Without a metric of its own, it is the first of ``DEFAULTS`` that any run has.
+    The defaults are the sweep's own. Without a metric of its own, it is the first of
+    ``DEFAULTS`` that any run has.
     """
-    every, asked, against = points(sweep), metric or sweep.metric, against or sweep.against
+    every, asked, against = (
+        points(sweep),
+        metric or sweep.metric,
+        against or sweep.against,
+    )
     for name in [asked] if asked else DEFAULTS:
         check_metric(name)
         by_condition: dict[str, list[Member]] = {}
         for point in every:
             by_condition.setdefault(point.condition, []).append(_member(point, name))
-        if any(member.value is not None for members in by_condition.values() for member in members):
+        if any(
+            member.value is not None
+            for members in by_condition.values()
+            for member in members
+        ):
             break
     if against is not None and against not in by_condition:
-        raise ConfigError(f"sweep.against or --against is {against!r}, expected one of {', '.join(by_condition)}")
-    conditions = [Condition(condition, tuple(members)) for condition, members in by_condition.items()]
-    return Comparison(name, against, differences(conditions, against), not asked and name == FALLBACK)
+        raise ConfigError(
+            f"sweep.against or --against is {against!r}, expected one of {', '.join(by_condition)}"
+        )
+    conditions = [
+        Condition(condition, tuple(members))
+        for condition, members in by_condition.items()
+    ]
+    return Comparison(
+        name, against, differences(conditions, against), not asked and name == FALLBACK
+    )
 
 
 def _member(point: Point, metric: str) -> Member:
-    """Return a point with its metric if it has finished. One run that cannot be read must not cost the others' table."""
+    """Return a point with its metric if it has finished.
+
+    One run that cannot be read must not cost the others' table.
+    """
     value = None
     try:
         word, detail = state(point.folder)
         missing = f"{word}: {detail}"
         if word == "finished":
             value = final_metric(point.folder, metric)
-            missing = "" if value is not None else f"finished without a finite {metric} at its end"
+            missing = (
+                ""
+                if value is not None
+                else f"finished without a finite {metric} at its end"
+            )
     except ConfigError as error:
         missing = f"unreadable: {error}"
     return Member(point.name, tuple(sorted(point.seeds.items())), value, missing)
 
 
-def differences(conditions: Sequence[Condition], against: str | None) -> list[Condition]:
-    """Add the differences to one condition, and Holm's p values over all differences."""
-    baseline = next((condition for condition in conditions if condition.name == against), None)
+def differences(
+    conditions: Sequence[Condition], against: str | None
+) -> list[Condition]:
+    """Add the differences to one condition, and Holm's p values over all
+    differences.
+    """
+    baseline = next(
+        (condition for condition in conditions if condition.name == against), None
+    )
     if baseline is None:
         return list(conditions)
     values = baseline.values
-    paired = [((), None) if one is baseline else paired_by_seed(one.values, values) for one in conditions]
+    paired = [
+        ((), None) if one is baseline else paired_by_seed(one.values, values)
+        for one in conditions
+    ]
     # A single pair is no test: its p would be 1, whatever was measured.
-    adjusted = with_holm([difference if len(pairs) > 1 else None for pairs, difference in paired])
+    adjusted = with_holm(
+        [difference if len(pairs) > 1 else None for pairs, difference in paired]
+    )
     return [
         replace(one, pairs=pairs, difference=tested or difference)
-        for one, (pairs, difference), tested in zip(conditions, paired, adjusted, strict=True)
+        for one, (pairs, difference), tested in zip(
+            conditions, paired, adjusted, strict=True
+        )
     ]
 
 
-def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None, against: str | None = None) -> str:
-    """Write table.md, table.csv, values.csv and table.png to ``out`` or the sweep's folder, and return the Markdown."""
+def write_table(
+    sweep: Sweep,
+    out: Path | None = None,
+    metric: str | None = None,
+    against: str | None = None,
+) -> str:
+    """Write table.md, table.csv, values.csv and table.png to ``out`` or the sweep's
+    folder, and return the Markdown.
+    """
     comparison = compare(sweep, metric, against)
     out = out or sweep.folder
     make_writable(out, "--out")
     text = to_markdown(comparison)
-    contents = {"table.md": text, "table.csv": to_csv(comparison), "values.csv": values_csv(comparison)}
+    contents = {
+        "table.md": text,
+        "table.csv": to_csv(comparison),
+        "values.csv": values_csv(comparison),
+    }
     for name, content in contents.items():
         with atomic_write(out / name) as partial:
             partial.write_text(content)
@@ -212,28 +308,58 @@ def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Return Markdown with a row for each condition, with an explanation and the missing points below."""
+    """Return Markdown with a row for each condition, with an explanation and the
+    missing points below.
+    """
     header = ["condition", "seeds", label(comparison.metric)]
     if comparison.against is not None:
-        header += [f"difference to {comparison.against}", "pairs", "95 % interval", "p", "Holm"]
+        header += [
+            f"difference to {comparison.against}",
+            "pairs",
+            "95 % interval",
+            "p",
+            "Holm",
+        ]
     rows = [_row(condition)[: len(header)] for condition in comparison.conditions]
     table = markdown_table([header, *rows], left=1)
     return "\n\n".join([table, *_notes(comparison)]) + "\n"
 
 
 def _row(condition: Condition) -> list[str]:
-    mean = NOTHING if condition.mean is None else with_error(condition.mean, condition.standard_error)
-    cells = [condition.name, f"{len(condition.values)} of {len(condition.members)}", mean]
+    mean = (
+        NOTHING
+        if condition.mean is None
+        else with_error(condition.mean, condition.standard_error)
+    )
+    cells = [
+        condition.name,
+        f"{len(condition.values)} of {len(condition.members)}",
+        mean,
+    ]
     found = condition.difference
     if found is None:
         return [*cells, *[NOTHING] * 5]
-    interval = NOTHING if found.low is None or found.high is None else f"{found.low:+.4f} … {found.high:+.4f}"
-    p_values = [NOTHING if p is None else f"{p:.2g}" for p in (found.p_value, found.holm)]
-    return [*cells, with_error(found.mean, found.standard_error, "+"), str(len(condition.pairs)), interval, *p_values]
+    interval = (
+        NOTHING
+        if found.low is None or found.high is None
+        else f"{found.low:+.4f} … {found.high:+.4f}"
+    )
+    p_values = [
+        NOTHING if p is None else f"{p:.2g}" for p in (found.p_value, found.holm)
+    ]
+    return [
+        *cells,
+        with_error(found.mean, found.standard_error, "+"),
+        str(len(condition.pairs)),
+        interval,
+        *p_values,
+    ]
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    notes = [f"Numbers are means ± standard errors over seeds of the {label(comparison.metric)}."]
+    notes = [
+        f"Numbers are means ± standard errors over seeds of the {label(comparison.metric)}."
+    ]
     if comparison.held_out_is_missing:
         notes[0] += " (No finished run has measured held-out text.)"
     if comparison.against is not None:
@@ -242,40 +368,79 @@ def _notes(comparison: Comparison) -> list[str]:
             "by Student's t.\np is the two-sided p value of the sign-flip test, which is exact for up to "
             f"{EXACT} pairs, and at least 2/2ⁿ for n pairs. Holm is p adjusted for the number of differences."
         )
-    members = [member for condition in comparison.conditions for member in condition.members]
-    missing = [f"- {member.name}: {member.missing}" for member in members if member.missing]
+    members = [
+        member for condition in comparison.conditions for member in condition.members
+    ]
+    missing = [
+        f"- {member.name}: {member.missing}" for member in members if member.missing
+    ]
     if missing:
-        count = f"**The table lacks {len(missing)} of {counted(len(members), 'point')}**"
-        notes.append(f"{count}. The numbers are those of the others.\n\n" + "\n".join(missing))
+        count = (
+            f"**The table lacks {len(missing)} of {counted(len(members), 'point')}**"
+        )
+        notes.append(
+            f"{count}. The numbers are those of the others.\n\n" + "\n".join(missing)
+        )
     return notes
 
 
 def to_csv(comparison: Comparison) -> str:
     """Return CSV with a row for each condition. Undefined cells are empty."""
     header = ["point", "points", "finished", "mean", "standard_error"]
-    header += ["against", "pairs", "difference", "difference_standard_error", "low", "high", "p", "holm"]
+    header += [
+        "against",
+        "pairs",
+        "difference",
+        "difference_standard_error",
+        "low",
+        "high",
+        "p",
+        "holm",
+    ]
     rows: list[list[Any]] = [header]
     for one in comparison.conditions:
         compared: list[Any] = [None] * 8
         if d := one.difference:
             numbers = (d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm)
             compared = [comparison.against, len(one.pairs), *numbers]
-        rows.append([one.name, len(one.members), len(one.values), one.mean, one.standard_error, *compared])
+        rows.append(
+            [
+                one.name,
+                len(one.members),
+                len(one.values),
+                one.mean,
+                one.standard_error,
+                *compared,
+            ]
+        )
     return csv_text(rows)
 
 
 def values_csv(comparison: Comparison) -> str:
-    """Return CSV with a row for each run, with the numbers behind the table and the reasons for missing ones."""
+    """Return CSV with a row for each run, with the numbers behind the table and the
+    reasons for missing ones.
+    """
     rows: list[list[Any]] = [["run", "point", "seeds", "metric", "value", "missing"]]
     for condition in comparison.conditions:
         for member in condition.members:
             seeds = " ".join(f"{key}={value}" for key, value in member.seeds)
-            rows.append([member.name, condition.name, seeds, comparison.metric, member.value, member.missing])
+            rows.append(
+                [
+                    member.name,
+                    condition.name,
+                    seeds,
+                    comparison.metric,
+                    member.value,
+                    member.missing,
+                ]
+            )
     return csv_text(rows)
 
 
 def draw(comparison: Comparison) -> Figure:
-    """Draw a row of dots for each condition, one per seed, with mean ± standard error, and the paired differences."""
+    """Draw a row of dots for each condition, one per seed, with mean ± standard error,
+    and the paired differences.
+    """
     conditions = comparison.conditions
     two = any(condition.difference is not None for condition in conditions)
     figure = new_figure(10 if two else 6.5, 1.6 + 0.36 * len(conditions))
@@ -284,18 +449,56 @@ def draw(comparison: Comparison) -> Figure:
         axes.locator_params(axis="x", nbins=6)
         axes.grid(axis="x", alpha=0.3)
     for place, condition in enumerate(conditions):
-        values, mean, error = list(condition.values.values()), condition.mean, condition.standard_error
-        panels[0].plot(values, [place] * len(values), "o", color=OKABE_ITO[5], markersize=5, alpha=0.8)
+        values, mean, error = (
+            list(condition.values.values()),
+            condition.mean,
+            condition.standard_error,
+        )
+        panels[0].plot(
+            values,
+            [place] * len(values),
+            "o",
+            color=OKABE_ITO[5],
+            markersize=5,
+            alpha=0.8,
+        )
         if mean is not None:
-            panels[0].errorbar(mean, place, xerr=error, fmt="|", color="black", markersize=12, capsize=4)
+            panels[0].errorbar(
+                mean,
+                place,
+                xerr=error,
+                fmt="|",
+                color="black",
+                markersize=12,
+                capsize=4,
+            )
         if found := condition.difference:
-            low, high = (found.mean if end is None else end for end in (found.low, found.high))
+            low, high = (
+                found.mean if end is None else end for end in (found.low, found.high)
+            )
             reach = [[found.mean - low], [high - found.mean]]
-            panels[1].errorbar(found.mean, place, xerr=reach, fmt="o", color=OKABE_ITO[0], markersize=6, capsize=4)
-    panels[0].set_yticks(range(len(conditions)), [plain(fill(condition.name, 40)) for condition in conditions])
+            panels[1].errorbar(
+                found.mean,
+                place,
+                xerr=reach,
+                fmt="o",
+                color=OKABE_ITO[0],
+                markersize=6,
+                capsize=4,
+            )
+    panels[0].set_yticks(
+        range(len(conditions)),
+        [plain(fill(condition.name, 40)) for condition in conditions],
+    )
     panels[0].set_ylim(len(conditions) - 0.5, -0.5)
-    panels[0].set_xlabel(fill(label(comparison.metric), 40) + "\n(a dot per seed; mean ± standard error)")
+    panels[0].set_xlabel(
+        fill(label(comparison.metric), 40) + "\n(a dot per seed; mean ± standard error)"
+    )
     if two:
         panels[1].axvline(0, color="black", linewidth=0.8)
-        panels[1].set_xlabel(plain(f"difference to {comparison.against}, paired by seed\n(95 % interval)"))
+        panels[1].set_xlabel(
+            plain(
+                f"difference to {comparison.against}, paired by seed\n(95 % interval)"
+            )
+        )
     return figure

@@ -1,4 +1,6 @@
-"""This module reads a sweep's file, which docs/sweeps.md describes, and lists its points. A point is one run."""
+"""This module reads a sweep's file, which docs/sweeps.md describes, and lists its
+points. A point is one run.
+"""
 
 import hashlib
 import re
@@ -21,15 +23,19 @@ KNOWN = {
     "[sweep]": ("config", "folder", "overrides", "against", "metric"),
     "[[points]]": ("name", "overrides", "grid"),
 }
-SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"  # a name is a valid file name everywhere, and does not look like an option
-VALUE = str | float | list[float] | list[str] | list[list[str]]  # what TorchTitan's command line can take
+# a name is a valid file name everywhere, and does not look like an option
+SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+# What TorchTitan's command line can take
+VALUE = str | float | list[float] | list[str] | list[list[str]]
 LONGEST = 200  # most characters in a point's name; file systems allow 255
 OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Represent a line of a grid: keys of the config, which take the same value, and their values."""
+    """Represent a line of a grid: keys of the config, which take the same value, and
+    their values.
+    """
 
     keys: tuple[str, ...]
     values: tuple[Any, ...]
@@ -50,7 +56,10 @@ class Listed:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Hold the content of a sweep's file. The paths are relative to where titan-disp runs."""
+    """Hold the content of a sweep's file.
+
+    The paths are relative to where titan-disp runs.
+    """
 
     config: str
     folder: Path
@@ -63,27 +72,44 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """Represent one run of a sweep. Points of two conditions with the same seeds are a pair."""
+    """Represent one run of a sweep.
+
+    Points of two conditions with the same seeds are a pair.
+    """
 
     name: str  # of its folder; unique in the sweep
-    condition: str  # the name without the seeds; points of one condition differ only in their seeds
+    # the name without the seeds; points of one condition differ only in their seeds
+    condition: str
     folder: Path  # the run's (job.dump_folder)
     config: str
     overrides: tuple[str, ...]  # options for keys of the config, without the folder
     seeds: Mapping[str, Any] = field(default_factory=dict)  # by key
 
     def argv(self, config: str | Path | None = None) -> list[str]:
-        """Return CONFIG and its overrides, as for ``titan-disp train``. ``config`` replaces the sweep's file."""
-        return [str(config or self.config), *self.overrides, "--job.dump_folder", str(self.folder)]
+        """Return CONFIG and its overrides, as for ``titan-disp train``.
+
+        ``config`` replaces the sweep's file.
+        """
+        return [
+            str(config or self.config),
+            *self.overrides,
+            "--job.dump_folder",
+            str(self.folder),
+        ]
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read and check a sweep's file. ``folder.prepare`` checks the configs of its points."""
+    """Read and check a sweep's file.
+
+    ``folder.prepare`` checks the configs of its points.
+    """
     toml = read_toml(str(path))
     _check_keys(toml, "", path)
     sweep = toml.get("sweep")
     if not isinstance(sweep, dict):
-        raise ConfigError(f"{str(path)!r} has no [sweep] section with config and folder")
+        raise ConfigError(
+            f"{str(path)!r} has no [sweep] section with config and folder"
+        )
     _check_keys(sweep, "[sweep]", path)
     for key in ("config", "folder"):
         if key not in sweep:
@@ -91,32 +117,54 @@ def read_sweep(path: str | Path) -> Sweep:
     for key in ("config", "folder", "against", "metric"):
         if key in sweep and (not isinstance(sweep[key], str) or not sweep[key]):
             raise ConfigError(f"sweep.{key} is {sweep[key]!r}, expected a string")
-    listed, axes = _listed(toml.get("points", []), path), _axes(toml.get("grid", {}), "[grid]")
+    listed, axes = (
+        _listed(toml.get("points", []), path),
+        _axes(toml.get("grid", {}), "[grid]"),
+    )
     if not listed and not axes:
-        raise ConfigError(f"nothing varies in {str(path)!r}: add a [grid] or [[points]]")
+        raise ConfigError(
+            f"nothing varies in {str(path)!r}: add a [grid] or [[points]]"
+        )
     for one in listed:
-        both = {key for axis in one.axes for key in axis.keys} & {key for axis in axes for key in axis.keys}
+        both = {key for axis in one.axes for key in axis.keys} & {
+            key for axis in axes for key in axis.keys
+        }
         if both:
-            raise ConfigError(f"{', '.join(sorted(both))} is in the grid of {one.name!r} and in [grid]: name it once")
+            raise ConfigError(
+                f"{', '.join(sorted(both))} is in the grid of {one.name!r} and in [grid]: name it once"
+            )
     overrides = _overrides(sweep.get("overrides", []), "sweep.overrides")
-    parsed = {"folder": Path(sweep["folder"]), "overrides": overrides, "listed": listed or (Listed(),), "axes": axes}
+    parsed = {
+        "folder": Path(sweep["folder"]),
+        "overrides": overrides,
+        "listed": listed or (Listed(),),
+        "axes": axes,
+    }
     return Sweep(**(sweep | parsed))
 
 
 def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> None:
     for key in table:
         if key not in KNOWN[section]:
-            hint = did_you_mean(key, KNOWN[section], otherwise=f"; expected {', '.join(KNOWN[section])}")
-            raise ConfigError(f"unknown key in {' '.join(filter(None, (section, 'of', repr(str(path)))))}: {key}{hint}")
+            hint = did_you_mean(
+                key, KNOWN[section], otherwise=f"; expected {', '.join(KNOWN[section])}"
+            )
+            raise ConfigError(
+                f"unknown key in {' '.join(filter(None, (section, 'of', repr(str(path)))))}: {key}{hint}"
+            )
 
 
 def _overrides(value: Any, where: str) -> tuple[str, ...]:
     if not _is(value, list[str]):
-        raise ConfigError(f'{where} is {value!r}, expected a list of options, such as ["--training.steps=4"]')
+        raise ConfigError(
+            f'{where} is {value!r}, expected a list of options, such as ["--training.steps=4"]'
+        )
     for word in value:
         key = word.partition("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("--") and key in OURS:
-            raise ConfigError(f"{where} has {word!r}, which the sweep sets itself: sweep.config and sweep.folder")
+            raise ConfigError(
+                f"{where} has {word!r}, which the sweep sets itself: sweep.config and sweep.folder"
+            )
     return tuple(value)
 
 
@@ -126,27 +174,43 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
     found: list[Axis] = []
     for text, values in grid.items():
         if isinstance(values, dict):
-            raise ConfigError(f'{where}: {text} is a table; quote keys with dots: "{text}.{[*values, "key"][0]}" = […]')
+            raise ConfigError(
+                f'{where}: {text} is a table; quote keys with dots: "{text}.{[*values, "key"][0]}" = […]'
+            )
         keys = tuple(key.strip() for key in text.split(","))
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"{where}: {text} is {values!r}, expected a list of values")
+            raise ConfigError(
+                f"{where}: {text} is {values!r}, expected a list of values"
+            )
         for key in keys:
             if not re.fullmatch(r"\w+(\.\w+)+", key) or key in OURS:
-                raise ConfigError(f'{where}: {key!r} cannot vary; expected a key, such as "dispersion.coeff"')
+                raise ConfigError(
+                    f'{where}: {key!r} cannot vary; expected a key, such as "dispersion.coeff"'
+                )
         for value in values:
-            is_value = _is(value, VALUE) and not (isinstance(value, list) and [] in value)
-            if not is_value and not (isinstance(value, dict) and TABLES.keys() >= set(keys)):
+            is_value = _is(value, VALUE) and not (
+                isinstance(value, list) and [] in value
+            )
+            if not is_value and not (
+                isinstance(value, dict) and TABLES.keys() >= set(keys)
+            ):
                 raise ConfigError(
                     f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of numbers, of strings "
                     "or of lists of strings"
                 )
-            if not TABLES.keys() >= set(keys) and (joined := [one for one in _strings(value) if "," in one]):
+            if not TABLES.keys() >= set(keys) and (
+                joined := [one for one in _strings(value) if "," in one]
+            ):
                 raise ConfigError(
                     f"{where}: {text} has {joined[0]!r}, which has a comma: TorchTitan's command line splits it there. Write the "
                     "parts as strings of their own"
                 )
         found.append(Axis(keys, tuple(values)))
-    twice = [key for key, count in Counter(key for axis in found for key in axis.keys).items() if count > 1]
+    twice = [
+        key
+        for key, count in Counter(key for axis in found for key in axis.keys).items()
+        if count > 1
+    ]
     if twice:
         raise ConfigError(f"{where} varies {', '.join(twice)} twice")
     return tuple(found)
@@ -154,7 +218,9 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
 
 def _is(value: Any, expected: Any) -> bool:
     try:
-        check_type(value, expected, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+        check_type(
+            value, expected, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS
+        )
     except TypeCheckError:
         return False
     return True
@@ -164,67 +230,112 @@ def _strings(value: Any) -> list[str]:
     """Return the strings in a list, or in the lists of a list."""
     if not isinstance(value, list):
         return []
-    return [text for one in value for text in ([one] if isinstance(one, str) else _strings(one))]
+    return [
+        text
+        for one in value
+        for text in ([one] if isinstance(one, str) else _strings(one))
+    ]
 
 
 def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
     if not _is(tables, list[dict]):
-        raise ConfigError(f"points is {tables!r}, expected tables, each written [[points]]")
+        raise ConfigError(
+            f"points is {tables!r}, expected tables, each written [[points]]"
+        )
     found = []
     for table in tables:
         _check_keys(table, "[[points]]", path)
         name = table.get("name")
         if not isinstance(name, str) or not re.fullmatch(SAFE, name):
-            raise ConfigError(f"the name of one of [[points]] is {name!r}, expected letters, digits and . _ + -")
+            raise ConfigError(
+                f"the name of one of [[points]] is {name!r}, expected letters, digits and . _ + -"
+            )
         where = f"the point {name!r}"
         overrides = _overrides(table.get("overrides", []), f"overrides of {where}")
-        found.append(Listed(name, overrides, _axes(table.get("grid", {}), f"the grid of {where}")))
+        found.append(
+            Listed(
+                name, overrides, _axes(table.get("grid", {}), f"the grid of {where}")
+            )
+        )
     return tuple(found)
 
 
 def points(sweep: Sweep) -> list[Point]:
-    """Return all points of a sweep, in the order of its file. The last line of a grid varies fastest."""
+    """Return all points of a sweep, in the order of its file.
+
+    The last line of a grid varies fastest.
+    """
     found = [point for listed in sweep.listed for point in _combinations(sweep, listed)]
     for name, count in Counter(point.name for point in found).items():
         if count > 1:
-            raise ConfigError(f"{count} points of the sweep have the name {name!r}: remove the repeated value or name")
+            raise ConfigError(
+                f"{count} points of the sweep have the name {name!r}: remove the repeated value or name"
+            )
         if len(name) > LONGEST:
-            raise ConfigError(f"the name {name!r} is too long for a folder: list the points as [[points]] with names")
+            raise ConfigError(
+                f"the name {name!r} is too long for a folder: list the points as [[points]] with names"
+            )
     return found
 
 
 def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
     axes = (*listed.axes, *sweep.axes)
     named = [
-        [(axis, value, f"{label}-{text}") for value, text in zip(axis.values, _texts(axis.values), strict=True)]
+        [
+            (axis, value, f"{label}-{text}")
+            for value, text in zip(axis.values, _texts(axis.values), strict=True)
+        ]
         for axis, label in zip(axes, _labels(axes), strict=True)
     ]
     for parts in product(*named):
         first = [listed.name] if listed.name else []
-        condition = "_".join([*first, *(text for axis, _, text in parts if not axis.is_seed)])
+        condition = "_".join(
+            [*first, *(text for axis, _, text in parts if not axis.is_seed)]
+        )
         name = "_".join([*first, *(text for _, _, text in parts)])
-        varied = [word for axis, value, _ in parts for key in axis.keys for word in option(key, value)]
+        varied = [
+            word
+            for axis, value, _ in parts
+            for key in axis.keys
+            for word in option(key, value)
+        ]
         yield Point(
             name=name,
             condition=condition or Path(sweep.config).stem,
             folder=sweep.folder / name,
             config=sweep.config,
             overrides=(*sweep.overrides, *listed.overrides, *varied),
-            seeds={key: value for axis, value, _ in parts if axis.is_seed for key in axis.keys},
+            seeds={
+                key: value
+                for axis, value, _ in parts
+                if axis.is_seed
+                for key in axis.keys
+            },
         )
 
 
 def _labels(axes: Sequence[Axis]) -> list[str]:
-    """Label each axis with the last part of its first key, or with the whole key if two labels would be equal."""
+    """Label each axis with the last part of its first key, or with the whole key if two
+    labels would be equal.
+    """
     short = [axis.keys[0].rpartition(".")[2] for axis in axes]
-    return [label if short.count(label) == 1 else axis.keys[0] for label, axis in zip(short, axes, strict=True)]
+    return [
+        label if short.count(label) == 1 else axis.keys[0]
+        for label, axis in zip(short, axes, strict=True)
+    ]
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """Turn values into parts of a file name. A hash is added to those that would be equal."""
+    """Turn values into parts of a file name.
+
+    A hash is added to those that would be equal.
+    """
     texts = [_text(value) for value in values]
     hashes = [hashlib.sha256(repr(value).encode()).hexdigest()[:6] for value in values]
-    return [text if texts.count(text) == 1 else f"{text}-{end}" for text, end in zip(texts, hashes, strict=True)]
+    return [
+        text if texts.count(text) == 1 else f"{text}-{end}"
+        for text, end in zip(texts, hashes, strict=True)
+    ]
 
 
 def _text(value: Any) -> str:
@@ -232,18 +343,29 @@ def _text(value: Any) -> str:
         return _text(written_out(value))
     if isinstance(value, list):
         return "+".join(map(_text, value)) or "none"
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", shown(value))[:60].strip("-" if isinstance(value, str) else "") or "empty"
+    return (
+        re.sub(r"[^A-Za-z0-9._+-]+", "-", shown(value))[:60].strip(
+            "-" if isinstance(value, str) else ""
+        )
+        or "empty"
+    )
 
 
 def option(key: str, value: Any) -> list[str]:
     """Write a key and its value as options of TorchTitan's command line."""
     if key in TABLES:
-        return [f"--{key}={written_out(value) if isinstance(value, (list, dict)) else value}"]
+        return [
+            f"--{key}={written_out(value) if isinstance(value, (list, dict)) else value}"
+        ]
     if isinstance(value, bool):
         section, _, name = key.rpartition(".")
         return [f"--{key}" if value else f"--{section}.no-{name}"]
     if isinstance(value, list):
-        if value and _is(value, list[str]):  # one word, which TorchTitan splits at the commas
+        # one word, which TorchTitan splits at the commas
+        if value and _is(value, list[str]):
             return [f"--{key}={','.join(value)}"]
-        return [f"--{key}", *(",".join(one) if isinstance(one, list) else str(one) for one in value)]
+        return [
+            f"--{key}",
+            *(",".join(one) if isinstance(one, list) else str(one) for one in value),
+        ]
     return [f"--{key}={value}"]

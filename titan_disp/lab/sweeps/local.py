@@ -1,7 +1,9 @@
-"""This module trains a sweep's points on this machine, some at a time, in separate processes with one core per rank.
+"""This module trains a sweep's points on this machine, some at a time, in separate
+processes with one core per rank.
 
-Finished points are skipped. An interrupted point continues from its newest checkpoint. A point without a checkpoint
-starts again in the same run folder. ``titan-disp train`` would do the same, so no checkpoint is ever deleted here.
+Finished points are skipped. An interrupted point continues from its newest checkpoint.
+A point without a checkpoint starts again in the same run folder. ``titan-disp train``
+would do the same, so no checkpoint is ever deleted here.
 """
 
 import contextlib
@@ -33,12 +35,16 @@ LOG = "sweep.log"
 LOCK = ".point.lock"  # the run itself takes another lock
 PAUSE = 0.2  # seconds between checks of the processes
 REPORT = 60.0  # seconds between progress lines
-IN_USE = 60.0  # seconds to wait at the end for points that other processes use, because they may be ending
+# seconds to wait at the end for points that other processes use, because they may be
+# ending
+IN_USE = 60.0
 GRACE = 300.0  # seconds for the current step and its save, before processes are killed
 TOLD = "titan-disp: error: "
-RAISED = r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"  # an exception's line, of a rank
+# An exception's line, of a rank
+RAISED = r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load anything before it calls exec
+# Loaded here, because a child must not load anything before it calls exec
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -51,23 +57,34 @@ class Result:
     detail: str  # an explanation; for a failed point, its first error
 
 
-def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train") -> list[Result]:
-    """Train all unfinished points, ``jobs`` at a time, and print progress and the time left.
+def run(
+    sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train"
+) -> list[Result]:
+    """Train all unfinished points, ``jobs`` at a time, and print progress and the time
+    left.
 
-    SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A second signal kills them.
+    SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A
+    second signal kills them.
 
-    Returns one result per point, in the sweep's order. Each point runs ``module`` on ``nproc`` ranks. If one config cannot
-    work, ConfigError is raised, and nothing has run.
+    Returns one result per point, in the sweep's order. Each point runs ``module`` on
+    ``nproc`` ranks. If one config cannot work, ConfigError is raised, and nothing has
+    run.
     """
     for name, value in (("jobs", jobs), ("nproc", nproc)):
         if value < 1:
             raise ConfigError(f"--{name} is {value}, expected at least 1")
     prepared = prepare(sweep, nproc)
     states = {one.point.name: state(one.point.folder) for one in prepared}
-    results = {name: Result(name, "finished", detail) for name, (word, detail) in states.items() if word == "finished"}
+    results = {
+        name: Result(name, "finished", detail)
+        for name, (word, detail) in states.items()
+        if word == "finished"
+    }
     todo = [one for one in prepared if one.point.name not in results]
     every = counted(len(prepared), "point")
-    _say(f"{every} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time")
+    _say(
+        f"{every} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time"
+    )
     runner = _Runner(todo, jobs, nproc, module)
     with stop_signals(runner.heard), contextlib.closing(runner):
         results |= runner.run()
@@ -75,13 +92,22 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Return lines with the number of points by outcome, and each point that is not finished."""
-    open_ones = [f"  {one.name}: {one.outcome}: {one.detail}" for one in results if one.outcome != "finished"]
+    """Return lines with the number of points by outcome, and each point that is not
+    finished.
+    """
+    open_ones = [
+        f"  {one.name}: {one.outcome}: {one.detail}"
+        for one in results
+        if one.outcome != "finished"
+    ]
     return [", ".join(_counts(results)), *open_ones]
 
 
 def _counts(results: Iterable[Result]) -> list[str]:
-    return [f"{count} {word}" for word, count in Counter(result.outcome for result in results).items()]
+    return [
+        f"{count} {word}"
+        for word, count in Counter(result.outcome for result in results).items()
+    ]
 
 
 @dataclass
@@ -96,7 +122,9 @@ class _Training:
 
 
 class _Runner:
-    def __init__(self, todo: Sequence[Prepared], jobs: int, nproc: int, module: str) -> None:
+    def __init__(
+        self, todo: Sequence[Prepared], jobs: int, nproc: int, module: str
+    ) -> None:
         self.todo, self.jobs, self.nproc, self.module = deque(todo), jobs, nproc, module
         self.free = list(range(jobs))
         self.training: list[_Training] = []
@@ -118,10 +146,16 @@ class _Runner:
         while self.training or (self.todo and not self.signals):
             if self.signals and stopped_at is None:
                 stopped_at = time.monotonic()
-                _say(f"stopping: {counted(len(self.training), 'point')} will save and end; a second signal kills them")
+                _say(
+                    f"stopping: {counted(len(self.training), 'point')} will save and end; a second signal kills them"
+                )
                 for one in self.training:
                     one.process.terminate()
-            if self.training and stopped_at is not None and (self.signals > 1 or time.monotonic() - stopped_at > GRACE):
+            if (
+                self.training
+                and stopped_at is not None
+                and (self.signals > 1 or time.monotonic() - stopped_at > GRACE)
+            ):
                 for one in self.training:
                     _kill(one)
             ended = [one for one in self.training if one.process.poll() is not None]
@@ -142,11 +176,18 @@ class _Runner:
         for left in self.todo:
             name = left.point.name
             holder = self.in_use.get(name)
-            self.results[name] = Result(name, "in use", holder) if holder else Result(name, "stopped", "not begun")
+            self.results[name] = (
+                Result(name, "in use", holder)
+                if holder
+                else Result(name, "stopped", "not begun")
+            )
         return self.results
 
     def _fill(self) -> bool:
-        """Start points while there is room, and return whether any started. Points in use move to the queue's end."""
+        """Start points while there is room, and return whether any started.
+
+        Points in use move to the queue's end.
+        """
         begun = False
         for _ in range(len(self.todo)):
             if not self.free:
@@ -167,7 +208,9 @@ class _Runner:
         name, folder = one.point.name, one.point.folder
         lock = lock_folder(folder, LOCK)
         try:
-            lock_folder(folder).close()  # the run's own lock: a SLURM job, or processes of a killed sweep, may hold it
+            # the run's own lock: a SLURM job, or processes of a killed sweep, may hold
+            # it
+            lock_folder(folder).close()
         except InUseError:
             lock.close()
             raise
@@ -193,41 +236,62 @@ class _Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that Ctrl-C reaches only this process, which asks the others to save
+                # so that Ctrl-C reaches only this process, which asks the others to
+                # save
+                start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         steps = checkpoints(folder / one.checkpoints)
         first = steps[-1] if steps else 0
-        _say(f"{name}: {'from step ' + str(first) if first else 'from the start'}; log: {folder / LOG}")
-        self.training.append(_Training(one, process, lock, slot, time.time(), first, begin))
+        _say(
+            f"{name}: {'from step ' + str(first) if first else 'from the start'}; log: {folder / LOG}"
+        )
+        self.training.append(
+            _Training(one, process, lock, slot, time.time(), first, begin)
+        )
 
     def _command(self, one: Prepared) -> list[str]:
         config, *overrides = one.argv
         arguments = ["-m", self.module, "--job.config_file", config, *overrides]
         if self.nproc == 1:  # torchrun would cost a second process and time
             return arguments
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}", "--max-restarts=0"]
+        torchrun = [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self.nproc}",
+            "--max-restarts=0",
+        ]
         return ["-m", *torchrun, *arguments]
 
     def _environment(self, slot: int) -> dict[str, str]:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **_devices(slot, self.nproc)}
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            **_devices(slot, self.nproc),
+        }
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(GRACE))
         if self.nproc == 1:  # torchrun would set these; port 0 means any free port
             environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-            # The loader divides the machine's cores by this number to choose its threads.
+            # The loader divides the machine's cores by this number to choose its
+            # threads.
             environment["LOCAL_WORLD_SIZE"] = str(self.jobs)
         return environment
 
     def _end(self, one: _Training) -> None:
         self.training.remove(one)
         self.free.append(one.slot)
-        name, folder, status = one.prepared.point.name, one.prepared.point.folder, one.process.returncode
+        name, folder, status = (
+            one.prepared.point.name,
+            one.prepared.point.folder,
+            one.process.returncode,
+        )
         self.steps_done += _steps_done(one)
         word, detail = state(folder)
         if word == "finished":
             self.results[name] = Result(name, "finished", detail)
-        elif self.signals or status == 0:  # stopped by a signal to the sweep, or by RUN/stop
+        # stopped by a signal to the sweep, or by RUN/stop
+        elif self.signals or status == 0:
             self.results[name] = Result(name, "stopped", detail)
         else:
             reason = f"{first_error(folder / LOG, one.log_begin)} ({_status(status)}; {folder / LOG})"
@@ -239,12 +303,22 @@ class _Runner:
 
     def _progress(self, elapsed: float) -> str:
         under_way = sum(map(_steps_done, self.training))
-        left = sum(one.prepared.steps - one.first_step for one in self.training) - under_way
+        left = (
+            sum(one.prepared.steps - one.first_step for one in self.training)
+            - under_way
+        )
         left += sum(one.steps for one in self.todo)
         done = self.steps_done + under_way
-        seconds = elapsed * left / done if done else 0.0  # at the speed so far, in steps of all points
-        counts = [*_counts(self.results.values()), f"{len(self.training)} training", f"{len(self.todo)} waiting"]
-        return ", ".join(counts) + (f"; about {duration(seconds)} left" if seconds else "")
+        # at the speed so far, in steps of all points
+        seconds = elapsed * left / done if done else 0.0
+        counts = [
+            *_counts(self.results.values()),
+            f"{len(self.training)} training",
+            f"{len(self.todo)} waiting",
+        ]
+        return ", ".join(counts) + (
+            f"; about {duration(seconds)} left" if seconds else ""
+        )
 
 
 def _steps_done(one: _Training) -> int:
@@ -255,12 +329,22 @@ def _steps_done(one: _Training) -> int:
 
 
 def first_error(log: Path, begin: int) -> str:
-    """Return the error in a log from byte ``begin`` on: titan-disp's error line, the last exception, or the last lines."""
+    """Return the error in a log from byte ``begin`` on: titan-disp's error line, the
+    last exception, or the last lines.
+    """
     with open(log, "rb") as file:
         file.seek(begin)
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in file.read().decode(errors="replace").splitlines()
+            if line.strip()
+        ]
     told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
-    raised = [found.group(1) for line in lines if "ChildFailedError" not in line and (found := re.match(RAISED, line))]
+    raised = [
+        found.group(1)
+        for line in lines
+        if "ChildFailedError" not in line and (found := re.match(RAISED, line))
+    ]
     return next(iter([*told, *raised[::-1]]), " / ".join(lines[-3:]) or "no output")
 
 
@@ -277,11 +361,17 @@ def _devices(slot: int, nproc: int) -> Mapping[str, str]:
         return {}
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = names if len(names) == count else [str(i) for i in range(count)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(names[(slot * nproc + i) % count] for i in range(nproc)))}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(
+            dict.fromkeys(names[(slot * nproc + i) % count] for i in range(nproc))
+        )
+    }
 
 
 def _end_with_parent() -> None:
-    """Ask Linux, in the child before exec, for SIGTERM when the sweep is killed: the child then saves and ends."""
+    """Ask Linux, in the child before exec, for SIGTERM when the sweep is killed: the
+    child then saves and ends.
+    """
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -293,7 +383,9 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _kill(one: _Training) -> None:
-    """Kill a point's processes. torchrun's ranks have their own sessions and would outlive it."""
+    """Kill a point's processes. torchrun's ranks have their own sessions and would
+    outlive it.
+    """
     for pid in [*_descendants(one.process.pid), one.process.pid]:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
