@@ -63,7 +63,9 @@ SKIPPED = re.compile(
     r"(?<=man/)man1/perl|/doc-base/|/lintian/|/bug/|/(copyright|changelog|CREDITS|NEWS|MAINTAINERS|Makefile|Kconfig)[^/]*$"
 )
 TRAIN_FILES = 16
-SHINGLE, SAMPLED = 8, 8  # words in a run; one in how many runs is sampled
+# words in a run; one in how many runs is sampled
+SHINGLE = 8
+SAMPLED = 8
 MOST_SEEN = 0.5  # fraction of a document's runs that are in documents kept before it
 LEAST_LETTERS = 0.6  # fractions of the characters that are not white space
 LEAST_ASCII = 0.95
@@ -260,7 +262,8 @@ def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
     """Return training text without rare characters, which would replace words in a
     small vocabulary.
     """
-    texts, characters = list[str](), 0
+    texts = list[str]()
+    characters = 0
     for document in documents:
         texts.append(document.text)
         characters += len(document.text)
@@ -348,7 +351,8 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
         "left_out": {},
         "sizes": {},
     }
-    encode, digest = None, hashlib.sha256()
+    encode = None
+    digest = hashlib.sha256()
     for part, documents in parts.items():
         kept, left_out = without_duplicates(
             progress(f"reading {part}", "document", items=documents)

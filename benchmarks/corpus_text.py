@@ -191,7 +191,8 @@ def from_pod(source: str) -> str:
         text = re.sub(rf"([A-Z])<{{{n}}}\s(.*?)\s>{{{n}}}", _pod_code, text, flags=re.S)
     before = None
     while before != text:  # from the inside out: B<I<x>>
-        before, text = text, re.sub(r"([A-Z])<([^<>]*)>", _pod_code, text)
+        before = text
+        text = re.sub(r"([A-Z])<([^<>]*)>", _pod_code, text)
     return text
 
 
@@ -263,7 +264,8 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
         word, offset, length = line.split("\t")[:3]
         if not word.startswith(("00-database", "00database")):
             places.setdefault((number(offset), number(length)), word)
-    name, page = "", ""
+    name = ""
+    page = ""
     for (offset, length), word in sorted(places.items()):
         name = name or word
         entry = entries[offset : offset + length].decode("utf-8", "replace").strip()
@@ -271,7 +273,8 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
         page += re.sub(r"\n *\[[^]\n]*]$", "", entry, flags=re.M) + "\n\n"
         if len(page) >= PAGE:
             yield name, page
-            name, page = "", ""
+            name = ""
+            page = ""
     if page:
         yield name, page
 
@@ -315,7 +318,8 @@ def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
     The path of the file decides its format; ``.gz`` is unpacked.
     """
     if name.endswith(".gz"):
-        name, data = name.removesuffix(".gz"), gzip.decompress(data)
+        name = name.removesuffix(".gz")
+        data = gzip.decompress(data)
     suffix = PurePosixPath(name).suffix
     if suffix in (".json", ".jsonl"):
         for i, line in enumerate(data.splitlines()):

@@ -118,7 +118,9 @@ class Free(BaseTokenizer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bos_id, self.eos_id, self._ids = None, 0, [1] * (1 << 20)
+        self.bos_id = None
+        self.eos_id = 0
+        self._ids = [1] * (1 << 20)
 
     def encode(self, text: str, **_: bool) -> list[int]:  # type: ignore[override]
         return self._ids[: 1 + len(text) // 4]
@@ -177,7 +179,9 @@ def measure(loader, options: Options) -> dict[str, float | None]:
     batches = iter(loader)
     next(batches)
     first = time.perf_counter() - start
-    start, count, read = time.perf_counter(), 0, read_by_this_process()
+    start = time.perf_counter()
+    count = 0
+    read = read_by_this_process()
     while time.perf_counter() - start < options.seconds:
         count += next(batches)[1].numel()
     seconds = time.perf_counter() - start
@@ -267,7 +271,8 @@ def bounds(case: str, folder: Path, options: Options) -> dict[str, Any]:
     # as at a resume
     loader.positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]] = skip
     before = resident_bytes()
-    start, batches = time.perf_counter(), iter(loader)
+    start = time.perf_counter()
+    batches = iter(loader)
     next(batches)
     first = time.perf_counter() - start
     for _ in range(slots * rounds - 1):
@@ -329,7 +334,8 @@ def deep_resume(folder: Path) -> dict[str, float]:
     texts = [d["text"] for d in documents()]
     path = folder / "deep" / "train.json.gz"
     path.parent.mkdir()
-    count, size = 0, 0
+    count = 0
+    size = 0
     with gzip.open(path, "wb", compresslevel=6) as file:
         while size < 300 << 20:
             line = (

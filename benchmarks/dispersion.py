@@ -103,10 +103,8 @@ def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
 
 
 def times(options: Options, n: int) -> dict[str, dict[str, float]]:
-    z, synchronize = (
-        tokens(options, n),
-        torch.get_device_module(options.device).synchronize,
-    )
+    z = tokens(options, n)
+    synchronize = torch.get_device_module(options.device).synchronize
     calls = {name: call(name, options) for name in options.estimators}
     in_a_row = {"seconds": 1} | (
         {"seconds_in_a_row": 10} if options.device == "cuda" else {}
@@ -174,7 +172,8 @@ def peak_bytes(options: Options, n: int, estimator: str) -> int:
 def rows(options: Options) -> list[dict[str, Any]]:
     found = []
     for n in options.n:
-        seconds, closeness = times(options, n), agreement(options, n)
+        seconds = times(options, n)
+        closeness = agreement(options, n)
         for name in options.estimators:
             row = {
                 "estimator": name,

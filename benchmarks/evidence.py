@@ -135,11 +135,9 @@ class Experiment:
 
     def missing(self, part: str) -> list[Job]:
         """Return the runs that have no finished row with their recipe and corpus."""
-        known, config, corpus = (
-            newest(self.rows),
-            self.options.config,
-            self.corpus["sha256"][:12],
-        )
+        known = newest(self.rows)
+        config = self.options.config
+        corpus = self.corpus["sha256"][:12]
         finished = {
             key: (row["recipe"], row["corpus"])
             for key, row in known.items()
@@ -270,8 +268,10 @@ class Experiment:
         It is called in a process of its own, on one core.
         """
         torch.set_num_threads(1)
-        saved, data = find_saved(self.folder(job)), self.options.data
-        model, length = load_model(saved), saved.config["training"]["seq_len"]
+        saved = find_saved(self.folder(job))
+        data = self.options.data
+        model = load_model(saved)
+        length = saved.config["training"]["seq_len"]
         return {
             name: score(
                 model, _text(data / TEXTS[name], data / "tokenizer", length), length

@@ -156,7 +156,8 @@ class Outcome(Paired):
         )
 
     def _says(self) -> str:
-        word, family = "better" if self.mean < 0 else "worse", self.family
+        word = "better" if self.mean < 0 else "worse"
+        family = self.family
         if self.low > -MARGIN and self.high < MARGIN:
             says = f"no difference of {MARGIN:g} or more"
             if self.clear:
@@ -553,7 +554,8 @@ def together(
 
 def complete(rows: Sequence[Row], *parts: str) -> bool:
     """Return whether all runs of these parts of the second experiment have a row."""
-    known, wanted = newest(rows), [design.jobs(part, rows) for part in parts]
+    known = newest(rows)
+    wanted = [design.jobs(part, rows) for part in parts]
     every = design.tuned(rows, "widths-tuning") and all(wanted)
     return bool(every) and all(job.key in known for jobs in wanted for job in jobs)
 
@@ -562,7 +564,9 @@ def second_experiment(rows: Sequence[Row], value: Value) -> dict[str, Paired]:
     """Return on − off by MLP width, and at the middle one with other seeds, or nothing
     while runs are missing.
     """
-    parts, middle, seeds = ("widths", "widths-again"), WIDTHS[1], design.AGAIN_SEEDS
+    parts = ("widths", "widths-again")
+    middle = WIDTHS[1]
+    seeds = design.AGAIN_SEEDS
     if not complete(rows, *parts):
         return {}
     found = {str(width): together(rows, parts[:1], width, value) for width in WIDTHS}
@@ -606,10 +610,8 @@ def width_verdict(rows: Sequence[Row]) -> tuple[Paired, str]:
     """Return the second experiment's primary outcome, and what its rules say: the first
     that holds.
     """
-    change, tuned = (
-        over_widths(by_width(rows, "widths", loss("test"))),
-        at_equal_rates(rows).values(),
-    )
+    change = over_widths(by_width(rows, "widths", loss("test")))
+    tuned = at_equal_rates(rows).values()
     lost = Counter(
         row["condition"] for row in failures(rows) if row["part"] == "widths"
     )

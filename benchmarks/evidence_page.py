@@ -208,11 +208,9 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
     model = model_args(config["model"]["name"], config["model"]["flavor"])
     with torch.device("meta"):
         parameters = sum(one.numel() for one in Qwen3DispModel(model).parameters())
-    shares, rates, noise = (
-        analysis.token_shares(rows) or {},
-        analysis.by_learning_rate(rows),
-        analysis.noise(rows),
-    )
+    shares = analysis.token_shares(rows) or {}
+    rates = analysis.by_learning_rate(rows)
+    noise = analysis.noise(rows)
     known = dict.fromkeys(key[:2] for key in newest(rows))
     second = [abs(d) for d in analysis.restored(rows)]
 

@@ -12,22 +12,31 @@ from typing import Any
 import tomli
 
 CONFIG = "train_configs/evidence.toml"
-STEPS, LONG, MIDTRAINING = 600, 2400, 200
+STEPS = 600
+LONG = 2400
+MIDTRAINING = 200
 QUARTER = STEPS // 4  # the steps in which on-first-quarter has dispersion
-NARROW, DEEP = 16, 12  # the MLP's width, and the layers
+# the MLP's width, and the layers
+NARROW = 16
+DEEP = 12
 NOISE_ALPHA = 5  # NEFTune's α
 # as fractions of off's learning rate and of the steps
-MIDTRAINING_LR, MIDTRAINING_WARMUP = 0.1, 0.2
+MIDTRAINING_LR = 0.1
+MIDTRAINING_WARMUP = 0.2
 SEEDS = tuple(range(1, 9))
 FEW_SEEDS = SEEDS[:4]  # for the parts that take longer
 TUNING_SEEDS = (101, 102)  # used in no other part
 # the first experiment's suggested the second
-SECOND_SEEDS, AGAIN_SEEDS = tuple(range(11, 19)), tuple(range(21, 29))
-LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
+SECOND_SEEDS = tuple(range(11, 19))
+AGAIN_SEEDS = tuple(range(21, 29))
+LRS = (1e-3, 2e-3, 4e-3, 8e-3)
+WARMUPS = (0.05, 0.2)
 ALL_LRS = (LRS[0] / 2, *LRS, LRS[-1] * 2)  # and those beyond
 STATES = ("off", "on")
 # the second experiment
-WIDTHS, WIDTH_LRS, WIDTH_WARMUP = (16, 192, 768), (0.016, 0.032, 0.064), 0.2
+WIDTHS = (16, 192, 768)
+WIDTH_LRS = (0.016, 0.032, 0.064)
+WIDTH_WARMUP = 0.2
 # nats; of learning rates that differ by less, the second experiment takes the lowest
 TIE = 0.01
 OTHER_LOSSES = (
@@ -194,7 +203,8 @@ def tuning_losses(
     """Return the development cross-entropy of the seeds; it is infinite for a failed
     run, which then ranks last.
     """
-    known, found = newest(rows), {}
+    known = newest(rows)
+    found = {}
     for recipe in (Recipe(lr, warmup) for lr in lrs for warmup in _grid(part)[2]):
         own = [
             known.get((part, _tried(part, name, recipe), seed)) for seed in TUNING_SEEDS
@@ -238,10 +248,8 @@ def learning_rates(
     grid is at its edge.
     """
     _, lrs, _ = _grid(part)
-    best, beyond = (
-        best_recipe(rows, name, part, lrs),
-        {lrs[-1]: (lrs[-1] * 2,), lrs[0]: (lrs[0] / 2,)},
-    )
+    best = best_recipe(rows, name, part, lrs)
+    beyond = {lrs[-1]: (lrs[-1] * 2,), lrs[0]: (lrs[0] / 2,)}
     return lrs if best is None else lrs + beyond.get(best.lr, ())
 
 
@@ -342,10 +350,8 @@ def jobs(part: str, rows: Sequence[Row]) -> list[Job]:
         return _noise(off)
     if part == "midtraining":
         return _midtraining(off)
-    seeds, steps = (
-        SEEDS if part in ("main", "width") else FEW_SEEDS,
-        LONG if part == "long" else STEPS,
-    )
+    seeds = SEEDS if part in ("main", "width") else FEW_SEEDS
+    steps = LONG if part == "long" else STEPS
     shape = {
         "width": (f"--model.overrides=hidden_dim={NARROW}",),
         "depth": (f"--model.overrides=n_layers={DEEP}",),

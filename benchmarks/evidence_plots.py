@@ -98,10 +98,8 @@ def cosine_maps(rows: Sequence[Row]) -> Figure:
 
 def contrasts(rows: Sequence[Row]) -> Figure:
     """Draw every contrast with off."""
-    found, places = (
-        analysis.outcomes(rows),
-        {"midtraining": lambda text: f"mid-training, {TEXTS[text]}"},
-    )
+    found = analysis.outcomes(rows)
+    places = {"midtraining": lambda text: f"mid-training, {TEXTS[text]}"}
     labels = [
         f"{places[part](text) if part in places else PARTS[part]}: {NAMES[name]}"
         for part, name, text in found

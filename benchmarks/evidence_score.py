@@ -91,10 +91,8 @@ def passage(
         found = re.search(r" ([A-Za-z]{3,})\.$", paragraph.rstrip())
         if found is None or len(paragraph.split()) <= LEAST_WORDS:
             continue
-        before, ids = (
-            encode(paragraph[: found.start()]),
-            encode(paragraph[: found.end(1)]),
-        )
+        before = encode(paragraph[: found.start()])
+        ids = encode(paragraph[: found.end(1)])
         if ids[: len(before)] == before and before and len(ids) > len(before):
             return before[-(length - (len(ids) - len(before))) :], ids[len(before) :]
     return None
@@ -130,13 +128,12 @@ def token_losses(
     """Return for each window the sum of its tokens' cross-entropies, how many the model
     ranks first, and their number.
     """
-    sums, right, number = (
-        np.zeros(len(windows)),
-        np.zeros(len(windows), int),
-        np.zeros(len(windows), int),
-    )
+    sums = np.zeros(len(windows))
+    right = np.zeros(len(windows), int)
+    number = np.zeros(len(windows), int)
     for places, ids in _batches(windows):
-        logits, labels = model(ids[:, :-1].clamp(min=0)), ids[:, 1:]
+        logits = model(ids[:, :-1].clamp(min=0))
+        labels = ids[:, 1:]
         losses = cross_entropy(
             logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
         )
@@ -217,7 +214,8 @@ def history(run: Path) -> dict[str, Any]:
             mean_cosine is also by layer.
         seconds: the time of all starts, by what it was spent on.
     """
-    rows, measured = read_metrics(run), read_condensation(run)
+    rows = read_metrics(run)
+    measured = read_condensation(run)
     steps = list(measured)
     blocks = [float(np.mean(found["mean_cosine"][1:-1])) for found in measured.values()]
     seconds: dict[str, float] = {}

@@ -48,7 +48,8 @@ class Check:
 
 def checks(options: Options, gpus: int) -> Iterator[Check]:
     """Yield the checks of a machine with so many GPUs; without any, they are small."""
-    out, ranks = options.out, gpus or 2
+    out = options.out
+    ranks = gpus or 2
     small = gpus == 0
     yield Check(
         "environment", "versions and devices", ("-m", "torch.utils.collect_env")
@@ -113,7 +114,8 @@ def trained(options: Options, gpus: int) -> Iterator[Check]:
     """Yield ten steps of the debug model in every way of training that only GPUs
     have.
     """
-    one, two = "" if gpus else "it needs a GPU", "" if gpus > 1 else "it needs two GPUs"
+    one = "" if gpus else "it needs a GPU"
+    two = "" if gpus > 1 else "it needs two GPUs"
     around = "--stream.document_mask --stream.restart_positions --dispersion.within_documents --compile.enable"
     torchao = (
         "" if importlib.util.find_spec("torchao") else "it needs the package torchao"

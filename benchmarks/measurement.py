@@ -35,7 +35,8 @@ from titan_disp.run.metrics import HEATMAP_RATIO
 
 # NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of
 # which we expect 60; 3.35 TB/s.
-FLOAT64_FLOPS, MEMORY_BANDWIDTH = 60e12, 3.35e12
+FLOAT64_FLOPS = 60e12
+MEMORY_BANDWIDTH = 3.35e12
 # Logits are written and read in bf16, then converted to float32 for the logarithms, 512
 # tokens at a time: 20 bytes.
 BYTES_PER_LOGIT = 20
@@ -116,10 +117,12 @@ def busiest_rank(
 
 def heatmaps(measurements: Sequence[int]) -> int:
     """Return how many heatmaps are drawn at the steps of the measurements."""
-    drawn, following = 0, 0.0
+    drawn = 0
+    following = 0.0
     for step in measurements:
         if step >= following:
-            drawn, following = drawn + 1, HEATMAP_RATIO * step
+            drawn = drawn + 1
+            following = HEATMAP_RATIO * step
     return drawn
 
 
@@ -129,8 +132,11 @@ def cost(
     """Return seconds of each part, of all parts and of the steps between two
     measurements, and the fraction of the time.
     """
-    section, args = job_config.condensation, args_of(job_config)  # type: ignore[attr-defined]
-    n, layers = min(section.max_tokens, plan.batch.seq_len), args.n_layers + 2
+    # type: ignore[attr-defined]
+    section = job_config.condensation
+    args = args_of(job_config)
+    n = min(section.max_tokens, plan.batch.seq_len)
+    layers = args.n_layers + 2
     sequences, pairs = busiest_rank(
         plan.mesh.data_parallel, section.sequences, plan.batch.local_batch_size, layers
     )
@@ -152,7 +158,8 @@ def cost(
         "files": taken["files"],
         "heatmaps": taken["heatmap"] * heatmaps(measurements) / len(measurements),
     }
-    everything, steps = sum(parts.values()), section.interval * plan.time.step_seconds
+    everything = sum(parts.values())
+    steps = section.interval * plan.time.step_seconds
     return {
         "layers": pairs,
         **parts,

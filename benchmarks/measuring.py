@@ -35,7 +35,8 @@ def timed(
     """Return seconds and this process's CPU seconds, which depend less on how busy the
     machine is.
     """
-    start, cpu = time.perf_counter(), clock()
+    start = time.perf_counter()
+    cpu = clock()
     function(*args)
     return time.perf_counter() - start, clock() - cpu
 

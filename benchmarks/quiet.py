@@ -80,11 +80,13 @@ class Counted:
     """
 
     def __init__(self) -> None:
-        self.on, self.calls = False, Counter[str]()
+        self.on = False
+        self.calls = Counter[str]()
         sys.addaudithook(
             lambda event, args: self._file() if event in FILE_EVENTS else None
         )
-        stat, to_list = os.stat, torch.Tensor.tolist
+        stat = os.stat
+        to_list = torch.Tensor.tolist
 
         # the interpreter does not audit it
         def counted_stat(*args: Any, **kwargs: Any) -> os.stat_result:
@@ -96,7 +98,9 @@ class Counted:
             self.calls["late_reads" if late else "host_reads"] += self.on
             return to_list(tensor)
 
-        os.stat, torch.Tensor.tolist = counted_stat, counted_list  # type: ignore[assignment,method-assign]
+        # type: ignore[assignment,method-assign]
+        os.stat = counted_stat
+        torch.Tensor.tolist = counted_list
 
     def _file(self) -> None:
         main = threading.current_thread() is threading.main_thread()
@@ -184,7 +188,8 @@ def count(
     """
     trainer = trainer_of(case, argv, layers)
     batches = trainer.batch_generator(trainer.dataloader)
-    optimizer_step, in_optimizer = trainer.optimizers.step, []
+    optimizer_step = trainer.optimizers.step
+    in_optimizer = []
 
     def step() -> None:
         trainer.step += 1

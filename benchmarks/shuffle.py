@@ -46,11 +46,14 @@ def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, f
     job.stream.shuffle_window = window
     loader = data.ours(job, 1, slots, data.Free())
     before = resident_bytes()
-    start, batches = time.process_time(), iter(loader)
+    start = time.process_time()
+    batches = iter(loader)
     for _ in range(slots):
         next(batches)
     first = time.process_time() - start
-    start, count, slowest = time.process_time(), 0, 0.0
+    start = time.process_time()
+    count = 0
+    slowest = 0.0
     while (now := time.process_time()) - start < options.seconds:
         next(batches)
         count += 1

@@ -95,7 +95,8 @@ class LossTime:
 
     def take(self) -> float:
         """Return the seconds since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
+        seconds = self.seconds
+        self.seconds = 0.0
         return seconds
 
     def alone(self) -> float:
@@ -121,7 +122,8 @@ def tracked_peak(trainer: Any, batches: Iterator[Any]) -> int:
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    tracker, one = MemTracker(), trainer.forward_backward_step
+    tracker = MemTracker()
+    one = trainer.forward_backward_step
     tracker.track_external(*trainer.model_parts, *trainer.optimizers.optimizers)
 
     def microbatch(**kwargs: Any) -> torch.Tensor:
@@ -166,11 +168,14 @@ def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, 
     batches = trainer.batch_generator(trainer.dataloader)
     on_gpu = torch.cuda.is_available()
     loss_time = None if on_gpu else LossTime()
-    seconds, cpu_seconds, loss_seconds = [], [], []
+    seconds = []
+    cpu_seconds = []
+    loss_seconds = []
     for step in range(warmup + steps):
         if step == warmup and on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu_start = time.process_time()
         trainer.step += 1
         trainer.train_step(batches)
         if on_gpu:

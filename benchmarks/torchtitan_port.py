@@ -85,7 +85,8 @@ def imported_by(package: Path) -> set[Imported]:
 
 def names_in(source: str) -> tuple[set[str], set[str]]:
     """Return the names that a module's top level defines, and those that it imports."""
-    defined, taken = set(), set()
+    defined = set()
+    taken = set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             defined.add(node.name)

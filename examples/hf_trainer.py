@@ -30,7 +30,9 @@ from transformers import (
 
 from titan_disp.dispersion import attach
 
-PAD, VOCABULARY = 256, 257  # after the bytes
+# after the bytes
+PAD = 256
+VOCABULARY = 257
 IGNORED = -100  # the label of positions that the cross-entropy ignores
 
 

@@ -24,17 +24,16 @@ VOCABULARY = 256  # bytes
 class Transformer(nn.Module):
     def __init__(self, seq_len: int, width: int, depth: int) -> None:
         super().__init__()
-        self.tokens, self.positions = (
-            nn.Embedding(VOCABULARY, width),
-            nn.Embedding(seq_len, width),
-        )
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(seq_len, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
             )
             for _ in range(depth)
         )
-        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Map tokens [B, N] to logits [B, N, V] and the blocks' outputs [B, N, F]; the

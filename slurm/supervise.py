@@ -40,18 +40,17 @@ import time
 import urllib.request
 from datetime import datetime, timezone
 
-UNPACK, FREEZE, CHECK, PREPARE, TRAIN, DECIDE = (
-    "unpack",
-    "freeze",
-    "check nodes",
-    "prepare",
-    "train",
-    "decide",
-)
+UNPACK = "unpack"
+FREEZE = "freeze"
+CHECK = "check nodes"
+PREPARE = "prepare"
+TRAIN = "train"
+DECIDE = "decide"
 FINAL = REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 # These marks precede JSON that is meant for this program, on a line of output that may
 # contain anything else.
-NODE_REPORT, LAUNCH = "titan-disp-node-report: ", "titan-disp-launch: "
+NODE_REPORT = "titan-disp-node-report: "
+LAUNCH = "titan-disp-launch: "
 # exit status of titan_disp.cluster.job_check if another job uses the run folder
 IN_USE = 3
 # added to the exit status, so that common.sh can tell it from that of a killed program
@@ -72,10 +71,8 @@ WHOLE_LINES = (
     "Extra",
 )
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
-REQUEUED, UNKNOWN = (
-    "SLURM has requeued the job itself",
-    "[the options that you gave to sbatch]",
-)
+REQUEUED = "SLURM has requeued the job itself"
+UNKNOWN = "[the options that you gave to sbatch]"
 LATER_SIGNAL = "sbatch --signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
 # A command that submits the job again sets all variables but those of one start.
 GIVEN = r"TITAN_DISP_(?!(START|RUN|ENDPOINT|HEAD|NOTIFY|SITE_FILE|LAUNCH_POINTER|PREFIX_WORDS)$)"
@@ -361,7 +358,8 @@ class Supervisor:
     """
 
     def __init__(self, argv, signals, environment=None, of_array=False, here=HERE):
-        self.argv, self.signals = list(argv), signals
+        self.argv = list(argv)
+        self.signals = signals
         self.environment = dict(os.environ if environment is None else environment)
         self.given = [
             item
@@ -396,22 +394,25 @@ class Supervisor:
                 "CHECK_SECONDS", 600, "a number above 0", r"^\d{1,9}([.]\d*)?$", 1e-9
             )
         )
-        self.here, self.run, self.launch = here, "", {}
+        self.here = here
+        self.run = ""
+        self.launch = {}
         self._read_launch(os.path.dirname(here))
         self.heard = None  # the signal that this process received itself
-        self.fields, self.hosts = {}, []  # of the job: scontrol's fields, its nodes
+        # of the job: scontrol's fields, its nodes
+        self.fields = {}
+        self.hosts = []
         self.dropped = set()  # nodes of this job that have failed
         self.messages = []  # threads that tell somebody
-        self.starts, self.trained = 0, False
+        self.starts = 0
+        self.trained = False
         # Seconds between two looks at signals, heartbeat and step; between calls of
         # scontrol, because slurmctld may be busy or failing over; that a step may take
         # to end; that SLURM may take to end this script after a requeue.
-        self.pause, self.requeue_pauses, self.kill_wait, self.last_wait = (
-            0.5,
-            (1, 2, 4, 8, 16),
-            60.0,
-            60.0,
-        )
+        self.pause = 0.5
+        self.requeue_pauses = (1, 2, 4, 8, 16)
+        self.kill_wait = 60.0
+        self.last_wait = 60.0
         # seconds without a heartbeat while Python and torchrun start or end
         self.quiet = 1800.0
         # seconds that reading or writing a small file of the run folder may take
@@ -454,11 +455,9 @@ class Supervisor:
             # The batch script starts again if this fails.
             with open(os.path.join(folder, "launch.json"), **TEXT) as file:
                 self.launch = json.load(file)
-            self.argv, self.run, self.here = (
-                self.launch["argv"],
-                self.launch["run"],
-                os.path.join(folder, "slurm"),
-            )
+            self.argv = self.launch["argv"]
+            self.run = self.launch["run"]
+            self.here = os.path.join(folder, "slurm")
 
     def file(self, *names):
         return os.path.join(self.run, *names)
@@ -752,7 +751,8 @@ class Supervisor:
         """Ask every node what is wrong with it; the answers must come within
         ``check_seconds``.
         """
-        expected, needed = self.nodes(), self.needed()
+        expected = self.nodes()
+        needed = self.needed()
         if self._setting("CHECK_NODES", "1") == "0":
             return Outcome(PREPARE, "the check of the nodes is switched off")
         reports, status = self._node_reports(expected)
@@ -1010,8 +1010,10 @@ class Supervisor:
         self.looking = None  # the thread that reads the heartbeat
         self.seen = False  # whether this start has had a heartbeat
         # Bytes of events.jsonl when it was last read; whether a step was skipped
-        self.read, self.skips = 0, False
-        self.began, self.trained = self.noted, True
+        self.read = 0
+        self.skips = False
+        self.began = self.noted
+        self.trained = True
         command = self.script("node.sh", "train", "--job.config_file", *self.argv)
         process = self.begin_step(command, self.used, stderr=subprocess.PIPE, **TEXT)
         reader = threading.Thread(
@@ -1072,15 +1074,14 @@ class Supervisor:
         self.looking.join(self.pause)
         beat, since = self.beat
         silent = time.monotonic() - since
-        allowed, doing = self.quiet, "at its end" if self.seen else "at its start"
+        allowed = self.quiet
+        doing = "at its end" if self.seen else "at its start"
         if beat.get("start") == self.start and isinstance(
             beat.get("allowed_seconds"), (int, float)
         ):
             self.seen = True
-            allowed, doing = (
-                beat["allowed_seconds"],
-                "at step {} ({})".format(beat.get("step"), beat.get("doing")),
-            )
+            allowed = beat["allowed_seconds"]
+            doing = "at step {} ({})".format(beat.get("step"), beat.get("doing"))
         # another module may not write heartbeats
         elif not self.seen and self._setting("MODULE"):
             return ""
@@ -1108,7 +1109,8 @@ class Supervisor:
         """Choose the next state from what this start has left in the run folder."""
         ends = events(self.run, self.start, "complete", "stop", "refused")
         last = ends[-1] if ends else {}
-        kind, reason = last.get("event"), last.get("reason", "")
+        kind = last.get("event")
+        reason = last.get("reason", "")
         signals = self.signalled()
         if kind == "complete":
             self.forget()
@@ -1134,10 +1136,8 @@ class Supervisor:
                 2,
             )
         if kind == "stop":
-            asked, options = (
-                signals or last.get("kind") == "signal",
-                section(self.run, "checkpoint"),
-            )
+            asked = signals or last.get("kind") == "signal"
+            options = section(self.run, "checkpoint")
             stopped = "stopped at step {}".format(last["step"])
             if asked and (
                 options.get("enable") is False or options.get("load_only") is True
@@ -1222,11 +1222,9 @@ class Supervisor:
         path = self.file("requeue.json")
         before = read_json(path)
         step = newest_checkpoint(self.run)
-        failures, reached, again = (
-            before.get("failures", 0),
-            before.get("step", -1),
-            before.get("again", 0),
-        )
+        failures = before.get("failures", 0)
+        reached = before.get("step", -1)
+        again = before.get("again", 0)
         if (
             not (
                 isinstance(failures, int)
@@ -1235,11 +1233,14 @@ class Supervisor:
             )
             or step > reached
         ):
-            failures, reached, again = 0, step, 0
+            failures = 0
+            reached = step
+            again = 0
         elif again < self.max_retries and events(self.run, self.start, "checkpoint"):
             # It repeated steps after damaged checkpoints. A run whose checkpoints are
             # always damaged must end, however.
-            failures, again = 0, again + 1
+            failures = 0
+            again = again + 1
         failures += 1
         try:
             write(

@@ -162,23 +162,27 @@ class FakeHub:
             self.ranges.append((path, request.headers.get("Range")))
         if self.faulty(request, "resolve", body):
             return
-        content, status = (root / path).read_bytes(), 200
+        content = (root / path).read_bytes()
+        status = 200
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
         headers = {"ETag": etag, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if path in self.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if self.packed:
-            content, headers = gzip.compress(content), {"Content-Encoding": "gzip"}
+            content = gzip.compress(content)
+            headers = {"Content-Encoding": "gzip"}
         elif wanted and not self.ignore_range:
-            first, size = int(wanted[1]), len(content)
+            first = int(wanted[1])
+            size = len(content)
             last = min(
                 int(wanted[2] or size - 1),
                 size - 1,
                 first + self.short - 1 if self.short else size,
             )
             headers["Content-Range"] = f"bytes {first}-{last}/{size}"
-            content, status = content[first : last + 1], 206
+            content = content[first : last + 1]
+            status = 206
         self.send(
             request, status, content, headers, body, self.cut or self.stall or None
         )
@@ -197,7 +201,8 @@ class FakeHub:
     @staticmethod
     def entry(root, name):
         content = (root / name).read_bytes()
-        size, lfs = len(content), hashlib.sha256(content).hexdigest()
+        size = len(content)
+        lfs = hashlib.sha256(content).hexdigest()
         about = {"oid": lfs, "size": size, "pointerSize": 1}
         return {
             "type": "file",

@@ -35,7 +35,8 @@ def faults():
 
 def active(name, step):
     """Whether a fault is due at this step on this rank."""
-    rank, once = int(os.environ.get("RANK", "0")), os.environ.get("FAULTS_ONCE")
+    rank = int(os.environ.get("RANK", "0"))
+    once = os.environ.get("FAULTS_ONCE")
     if not any(
         fault == name and step in steps and of == rank for fault, steps, of in faults()
     ):

@@ -24,7 +24,9 @@ from titan_disp.dispersion.autograd import process_group
 from titan_disp.models.decoder import canonical_name
 from titan_disp.models.registry import MODELS, model_args
 
-GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
+GLOBAL_BATCH = 8
+SEQ_LEN = 32
+VOCAB = 2048
 
 
 def of_loss(variant, estimator):
@@ -103,7 +105,8 @@ def documents():
         torch.rand(GLOBAL_BATCH, SEQ_LEN, generator=torch.Generator().manual_seed(3))
         < 0.15
     )
-    begins[0], begins[1, :2] = False, True
+    begins[0] = False
+    begins[1, :2] = True
     return begins.cumsum(1).int() - begins[:, :1].int()
 
 
@@ -140,7 +143,8 @@ def assert_one_group(model):
     """Tied embeddings are one group of FSDP with the final norm; others are gathered
     and reduced by themselves.
     """
-    tied, head = model.model_args.enable_weight_tying, (model.norm, model.output)
+    tied = model.model_args.enable_weight_tying
+    head = (model.norm, model.output)
     groups = [m._get_fsdp_state()._modules for m in (model.tok_embeddings, *head)]
     one = (*model.embeddings, *head) if tied else head
     assert groups == [one if tied else tuple(model.embeddings), one, one]
@@ -151,7 +155,8 @@ def plain_model(before, overrides, name="qwen3_disp", activations=()):
     with.
     """
     args = model_args(name, "nano", overrides)
-    args.activations, args.max_seq_len = activations, SEQ_LEN
+    args.activations = activations
+    args.max_seq_len = SEQ_LEN
     model = MODELS[name].model_cls(args)
     model.init_weights()
     with torch.no_grad():
@@ -251,12 +256,12 @@ def step(trainer):
 
     Returns the gradients that the optimizer saw.
     """
-    dims, job, gradients = trainer.parallel_dims, trainer.job_config, {}
+    dims = trainer.parallel_dims
+    job = trainer.job_config
+    gradients = {}
     dp_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
-    masked, size = (
-        job.stream.document_mask or job.dispersion.within_documents,
-        job.training.local_batch_size,
-    )
+    masked = job.stream.document_mask or job.dispersion.within_documents
+    size = job.training.local_batch_size
     of_ranks = (
         x.chunk(dims.dp_replicate * dims.dp_shard)
         for x in (*global_batch(), documents())
@@ -342,7 +347,8 @@ def run_cases(sample, folder, cases, checkpoint):
     for name, options in cases.items():
         options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]
         trainer = build(sample, Path(folder) / f"run_{name}", *options)
-        model, tied = trainer.model_parts[0], "untied" not in name
+        model = trainer.model_parts[0]
+        tied = "untied" not in name
         assert_tied(model, tied)
         if trainer.parallel_dims.fsdp_enabled:
             assert_one_group(model)
@@ -406,7 +412,8 @@ def alone(model, tokens, segments, restart):
     """What a model without masks returns for every document by itself, put together
     again: logits, activations.
     """
-    rows, places = [], torch.arange(tokens.shape[1], device=tokens.device)[None]
+    rows = []
+    places = torch.arange(tokens.shape[1], device=tokens.device)[None]
     for row, ids in zip(tokens, segments, strict=True):
         parts = parts_of(ids.tolist())
         found = [

@@ -215,7 +215,8 @@ def results(folder: Path) -> tuple[int, list[Survivor]]:
     from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 
-    total, survivors = 0, []
+    total = 0
+    survivors = []
     os.chdir(folder)  # mutmut looks for its files in the current folder
     for source, name, code in verdicts(folder):
         total += code is not None
@@ -328,7 +329,8 @@ def main() -> None:
     if untried := sum(code is None for _, _, code in verdicts(folder)):
         print(f"{untried} mutants have not been tried")
     same = list(filter(equivalent(), survivors))
-    noticed, possible = total - len(survivors), total - len(same)
+    noticed = total - len(survivors)
+    possible = total - len(same)
     print("\n".join(str(s) for s in survivors if s not in same))
     print(
         f"{args.room}: {noticed} of {possible} mutants noticed ({noticed / possible:.1%}); "

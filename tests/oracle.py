@@ -148,7 +148,8 @@ def moments_oracle(variant, z, stride, tau=1.0, options=None):
             * compared
         )
         p = p / p.sum(1, keepdim=True)
-        mean_c, mean_r = (p * c).sum(1, keepdim=True), (p * slope).sum(1, keepdim=True)
+        mean_c = (p * c).sum(1, keepdim=True)
+        mean_r = (p * slope).sum(1, keepdim=True)
         variance = (p * (c - mean_c) ** 2).sum(1, keepdim=True) + 1e-6
         d = (p * (c - mean_c) * (slope - mean_r)).sum(1, keepdim=True) / variance
         b = mean_r - d * mean_c
@@ -259,7 +260,8 @@ class Largest(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype | None = None):
         super().__init__()
-        self.elements, self.dtype = 0, dtype
+        self.elements = 0
+        self.dtype = dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -275,10 +277,8 @@ class Largest(TorchDispatchMode):
 
 
 def of_sequence(z, numbers, variant, options):
-    same, itself = (
-        numbers[:, None] == numbers,
-        torch.eye(len(numbers), dtype=torch.bool),
-    )
+    same = numbers[:, None] == numbers
+    itself = torch.eye(len(numbers), dtype=torch.bool)
     if torch.equal(same, itself):
         return 0 * z.sum()
     with mock.patch(

@@ -17,13 +17,12 @@ def check_published(name, flavor, config, parameters, multiplying, others, folde
     config.json as an import reads it; FLOPs.
     """
     entry = MODELS[name]
-    args, tied = entry.flavors[flavor], config.tie_word_embeddings
+    args = entry.flavors[flavor]
+    tied = config.tie_word_embeddings
     adapter = entry.adapter(args, None)
     with torch.device("meta"):
-        model, theirs = (
-            entry.model_cls(args),
-            getattr(transformers, adapter.transformers_class)(config),
-        )
+        model = entry.model_cls(args)
+        theirs = getattr(transformers, adapter.transformers_class)(config)
     assert (
         (model.output.weight is model.tok_embeddings.weight)
         == args.enable_weight_tying

@@ -91,7 +91,8 @@ def check_run(run: Path) -> None:
     held = {
         int(path.name.removeprefix("step-")) for path in run.glob("checkpoint/step-*")
     }
-    rows, begins = kinds[0], _starts(read_events(run), held)
+    rows = kinds[0]
+    begins = _starts(read_events(run), held)
     for kind in kinds:
         times = [row["time"] for row in kind]
         assert times == sorted(times), "rows of two writers"
@@ -151,9 +152,12 @@ def _starts(events: list[dict], held: set[int]) -> list[tuple[int, float]]:
     Return step and time of each start.
     """
     starts: list[tuple[int, float]] = []
-    training, saved = False, 0
+    training = False
+    saved = 0
     for event in events:
-        name, step, time = event["event"], event["step"], event["time"]
+        name = event["event"]
+        step = event["step"]
+        time = event["time"]
         assert name in EVENTS, f"docs/run_folder.md names no such event: {name}"
         assert name != "resume" or step in held, (
             f"no checkpoint to resume from: {event}"
@@ -162,7 +166,8 @@ def _starts(events: list[dict], held: set[int]) -> list[tuple[int, float]]:
             assert (name == "start") == (step == 0), event
             assert not starts or time >= starts[-1][1], event
             starts.append((step, time))
-            training, saved = True, step
+            training = True
+            saved = step
         elif name in ENDS:
             assert training or "allocated" in event, (
                 f"an end without a beginning: {event}"

@@ -109,7 +109,8 @@ def llm_c(magic, version, count, content):
 
 def ids_as(ids, layout="raw", dtype="<u2"):
     """Store ids as the named projects do, with numpy only."""
-    ids, file = np.asarray(ids, dtype), io.BytesIO()
+    ids = np.asarray(ids, dtype)
+    file = io.BytesIO()
     if layout == "numpy":
         np.save(file, ids)
         return file.getvalue()
@@ -174,7 +175,8 @@ def streams_of(
         if positions is None
         else positions
     )
-    how, parts = StreamOptions(seq_len=seq_len, **options), of_ranks(slots, ranks)
+    how = StreamOptions(seq_len=seq_len, **options)
+    parts = of_ranks(slots, ranks)
     return [
         RankStreams(
             files, part, positions[part.start : part.stop], assignment, encode, how
@@ -206,7 +208,8 @@ def through(make, phases):
     """Return what ``batches`` returns for a run that is stopped and resumed; ``make``
     takes a number of ranks and positions.
     """
-    got, positions = [], None
+    got = []
+    positions = None
     for ranks, steps in phases:
         part, positions = batches(make(ranks, positions), steps)
         got.append(part)
@@ -232,7 +235,8 @@ def first_epoch(ranks):
     """The numbers of the documents of all slots' first epoch, sorted, and the positions
     [slots, k] at its end.
     """
-    numbers, positions = [], []
+    numbers = []
+    positions = []
     for slot in (slot for rank in ranks for slot in rank.slots.values()):
         numbers += [
             number_of(document.content)
@@ -292,7 +296,8 @@ def parts_by_hand(files, counts, slots, slot, epoch):
             near if abs(near - cuts[-1] - share) < share / 8 else cuts[-1] + share
         )
     begin, end = [*cuts, edges[-1]][slot : slot + 2]
-    parts, whole_before = [], False
+    parts = []
+    whole_before = False
     for i, f in enumerate(line):
         low, high = [
             (min(max(x, edges[i]), edges[i + 1]) - edges[i]) / files[f].size
@@ -307,7 +312,8 @@ def parts_by_hand(files, counts, slots, slot, epoch):
         part = [
             (f, k) for k, key in enumerate(keys) if low <= Fraction(key, 2**64) < high
         ]
-        size, whole = (high - low) * files[f].size, high - low == 1
+        size = (high - low) * files[f].size
+        whole = high - low == 1
         if whole and whole_before:  # all whole files together are one part
             parts[-1] = (parts[-1][0] + size, parts[-1][1] + part)
         else:
@@ -321,7 +327,9 @@ def order_by_hand(files, counts, slots, slot, epoch, size):
     gives the bytes of a document's text.
     """
     parts = parts_by_hand(files, counts, slots, slot, epoch)
-    read, taken, order = [0] * len(parts), [0] * len(parts), []
+    read = [0] * len(parts)
+    taken = [0] * len(parts)
+    order = []
     while left := [
         i for i, (_, documents) in enumerate(parts) if read[i] < len(documents)
     ]:

@@ -30,7 +30,9 @@ from titan_disp.run.reader import (
     read_metrics,
 )
 
-STEPS, FIRST = 5, 3  # all steps, and those of the first start
+# all steps, and those of the first start
+STEPS = 5
+FIRST = 3
 TOKENS = GLOBAL_BATCH * SEQ_LEN  # of a step
 # λ at each step: a warm-up of two steps, then linear to a quarter at the last one
 COEFF = (0.5, 1.0, 1.0, 0.625, 0.25)
@@ -134,7 +136,8 @@ def resume(sample, run, *options):
     What it is made of is joined as it should be. Its last heartbeat is kept.
     """
     with trainer_of(sample, run, *options) as trainer:
-        saved, guard = trainer.checkpointer, trainer.optimizers
+        saved = trainer.checkpointer
+        guard = trainer.optimizers
         assert saved.hooks is saved.states["train_state"] is trainer
         identity = json.loads(saved.states["identity"]["json"])
         assert (identity["hidden_dim"], identity["tokens of a step"]) == (192, TOKENS)
@@ -151,7 +154,8 @@ def resume(sample, run, *options):
 
 @contextmanager
 def console(file):
-    handler, logger = logging.FileHandler(file), logging.getLogger()
+    handler = logging.FileHandler(file)
+    logger = logging.getLogger()
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     yield
@@ -253,16 +257,15 @@ def run(folder):
 
 
 def test_a_run_of_two_starts_equals_one_of_one_start(folder, found):
-    whole, parts = read_metrics(folder / "whole"), read_metrics(folder / "parts")
+    whole = read_metrics(folder / "whole")
+    parts = read_metrics(folder / "parts")
     assert list(whole) == list(parts) == [1, 2, 3, 4, 5]
     for name in ("loss", "ce", "dispersion", "grad_norm", "lr", "tokens"):
         assert [row[name] for row in whole.values()] == [
             row[name] for row in parts.values()
         ], name
-    (_, weights, data), (_, resumed_weights, resumed_data) = (
-        found["whole"],
-        found["last"],
-    )
+    (_, weights, data) = found["whole"]
+    (_, resumed_weights, resumed_data) = found["last"]
     assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
     assert str(data) == str(resumed_data)
 
@@ -303,7 +306,8 @@ def test_a_budget_between_two_steps_is_reached(folder, found):
 
 
 def test_the_seed_draws_the_weights(found):
-    seed, other = found["first"][0], found["seed"]
+    seed = found["first"][0]
+    other = found["seed"]
     assert all(torch.equal(seed[name], found["whole"][0][name]) for name in seed)
     drawn = [name for name, weight in seed.items() if weight.std() > 0]
     assert len(drawn) >= len(seed) / 2
@@ -351,7 +355,8 @@ def test_two_nodes(folder, sample):
     # with condensation at the start and at the end of the first start
     assert steps == [0, 1, 2, 3, 3, 4, 5]
     assert len(list((run / "tb").iterdir())) == 2  # one writer in each start
-    rows, expected = read_metrics(run), read_metrics(folder / "whole")
+    rows = read_metrics(run)
+    expected = read_metrics(folder / "whole")
     assert [row["tokens"] for row in rows.values()] == [
         row["tokens"] for row in expected.values()
     ]
@@ -385,10 +390,12 @@ def test_the_page_names_every_file(run):
 
 
 def test_the_page_names_every_field(run):
-    config, environment = read_config(run), reader.read_environment(run)
+    config = read_config(run)
+    environment = reader.read_environment(run)
     assert config.keys() == loaded("train_configs/demo_cpu.toml").to_dict().keys()
     assert environment.keys() <= named("config.json and environment.json")
-    events, rows = read_events(run), reader.read_rows(run)
+    events = read_events(run)
+    rows = reader.read_rows(run)
     assert {e["event"] for e in events} == {
         "start",
         "checkpoint",
@@ -492,11 +499,9 @@ def test_what_is_said_of_a_run(run):
     }
     said = "Dispersion forms products of float32. Its kernels: epilogue eager: on a CPU; normalize_backward eager: on a CPU"
     assert console.count(said) == 2  # in both starts
-    found, rows, losses = (
-        reader.read_condensation(run),
-        read_metrics(run),
-        reader.read_validation(run),
-    )
+    found = reader.read_condensation(run)
+    rows = read_metrics(run)
+    losses = reader.read_validation(run)
     # also where it stopped
     assert (list(found), list(losses)) == ([0, 2, 3, 4, 5], [1, 2, 4])
     assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
@@ -522,7 +527,8 @@ def test_what_is_said_of_a_run(run):
         ]
     # of the second start
     events = {event["event"]: event for event in read_events(run)}
-    began, end = events["resume"], events["complete"]
+    began = events["resume"]
+    end = events["complete"]
     assert began["allocated"] < began["time"]
     assert sum(end["spent"].values()) <= end["time"] - began["allocated"] + 0.01
     # steps, checkpoints, condensation and validation

@@ -66,7 +66,9 @@ def test_a_model_in_training():
     model = Qwen3DispModel(args)
     model.init_weights()
     done = [4]
-    alpha, n, seed = 300.0, 6, 5_000_000_011
+    alpha = 300.0
+    n = 6
+    seed = 5_000_000_011
     noise = NoisyEmbedding(
         alpha, n, seed, lambda: done[0], slots=3, own_slots=3, first_slot=0, per_step=3
     )
@@ -94,12 +96,15 @@ def test_a_model_in_training():
     done[0] = 5
     check(added([0]), [0], range(n))
     # A rank of context parallelism has the first and the last quarter.
-    done[0], own = 6, [0, 1, 4, 5]
-    tokens, clean = tokens[:, own], clean[:, own]
+    done[0] = 6
+    own = [0, 1, 4, 5]
+    tokens = tokens[:, own]
+    clean = clean[:, own]
     positions = torch.tensor([own], dtype=torch.int32).expand(3, 4)
     check(added([0, 1, 2], positions=positions), [0, 1, 2], own)
     # The second rank of tensor parallelism among it has the second half of these.
-    noise.tp_rank, done[0] = 1, 7
+    noise.tp_rank = 1
+    done[0] = 7
     noise._before_model(model, (tokens,), {"positions": positions})
     half = (
         noise._after_embedding(
@@ -147,7 +152,9 @@ def test_learning_rate_of_forgetting():
     assert [lr_factor(step, 4, 0.0) for step in range(4)] == pytest.approx(
         [0.75, 0.5, 0.25, 0.0]
     )
-    steps, every, ramp = 3000, 1000, 240
+    steps = 3000
+    every = 1000
+    ramp = 240
     for t in (0, 10, 79, 80, 500, 999, 1000, 2999):
         at = (t + 1) * (steps // every) % steps
         factor = at / ramp if at < ramp else (steps - at) / (steps - ramp)
@@ -156,14 +163,19 @@ def test_learning_rate_of_forgetting():
 
 def test_draws_of_forgetting():
     shape = torch.Size([500, 200])
-    found, n = draw(shape, 3, 1000), 500 * 200
+    found = draw(shape, 3, 1000)
+    n = 500 * 200
     assert abs(found.mean()) < 5 * 0.02 / math.sqrt(n)
     assert found.std() == pytest.approx(0.02, rel=5 / math.sqrt(2 * n))
     for other in (draw(shape, 3, 2000), draw(shape, 4, 1000)):
         assert abs((found * other).mean()) < 5 * 0.02**2 / math.sqrt(n)
 
 
-EVERY, LR, EMBEDDING_LR, WEIGHT_DECAY, STEPS = 3, 1e-3, 4e-3, 0.3, 7
+EVERY = 3
+LR = 1e-3
+EMBEDDING_LR = 4e-3
+WEIGHT_DECAY = 0.3
+STEPS = 7
 SMALL = ("--model.overrides", "n_layers=2")
 UNTIED = ("--model.overrides", "n_layers=2,enable_weight_tying=false")
 PLAIN = (
@@ -268,12 +280,11 @@ def test_active_forgetting_against_a_plain_loop(trained, name, options):
 
     Its K = 3 steps have a warm-up of 1.5.
     """
-    after, before = trained[name]["after"], trained[name]["before"]
+    after = trained[name]["after"]
+    before = trained[name]["before"]
     model = plain_model(before, options[1])
-    embedding, adam = (
-        model.tok_embeddings.weight,
-        {"betas": (0.9, 0.95), "weight_decay": WEIGHT_DECAY},
-    )
+    embedding = model.tok_embeddings.weight
+    adam = {"betas": (0.9, 0.95), "weight_decay": WEIGHT_DECAY}
     body = torch.optim.AdamW(
         [p for p in model.parameters() if p is not embedding], **adam
     )

@@ -85,7 +85,8 @@ def test_cost_of_a_measurement(monkeypatch):
     from benchmarks.measurement import cost
     from titan_disp.config.options import Machine
 
-    job_config, found = loaded(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"), {}
+    job_config = loaded(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
+    found = {}
     for ranks, step_seconds in ((8, 6.8), (64, 0.858), (640, 0.088)):
         plan = SimpleNamespace(
             machine=Machine(gpu="H100"),

@@ -20,7 +20,8 @@ from titan_disp.config.checks import (
 from titan_disp.data.validation import validation_sequences
 from titan_disp.errors import ConfigError
 
-few, degrees = st.integers(1, 12), st.integers(1, 4)
+few = st.integers(1, 12)
+degrees = st.integers(1, 4)
 # Other work on the machine may take the time of an example
 quick = settings(deadline=None)
 
@@ -36,13 +37,11 @@ def runs(draw):
 
     The global batch may be -1.
     """
-    dp, cp, tp, local, microbatches = (
-        draw(few),
-        draw(degrees),
-        draw(degrees),
-        draw(few),
-        draw(few),
-    )
+    dp = draw(few)
+    cp = draw(degrees)
+    tp = draw(degrees)
+    local = draw(few)
+    microbatches = draw(few)
     size = draw(st.sampled_from([-1, local * microbatches * dp]))
     keys = {
         "local_batch_size": local,
@@ -54,7 +53,8 @@ def runs(draw):
         "parallelism.context_parallel_degree": cp,
         "parallelism.tensor_parallel_degree": tp,
     }
-    job, size = changed(loaded(DEMO), keys), local * dp if size == -1 else size
+    job = changed(loaded(DEMO), keys)
+    size = local * dp if size == -1 else size
     return SimpleNamespace(
         job=job,
         ranks=dp * cp * tp,
@@ -86,7 +86,8 @@ def test_steps_cover_the_budget_and_the_stop(run, tokens, fraction):
     job.budget.stop_at_tokens = steps * run.tokens + 1
     with pytest.raises(ConfigError, match="stop_at_tokens"):
         batch.resolve_steps(job, run.ranks)
-    job.training.steps, job.budget.stop_at_tokens = steps + 1, 0
+    job.training.steps = steps + 1
+    job.budget.stop_at_tokens = 0
     with pytest.raises(ConfigError, match=r"training\.steps is"):
         batch.resolve_steps(job, run.ranks)
 
@@ -118,8 +119,10 @@ def test_a_batch_is_divided_into_equal_parts_or_refused(run, data):
 @quick
 @given(runs(), st.integers(1, 16))
 def test_replicas_use_every_rank(run, most):
-    job, p = run.job, run.job.parallelism
-    p.data_parallel_replicate_degree, p.data_parallel_shard_degree = -1, most
+    job = run.job
+    p = run.job.parallelism
+    p.data_parallel_replicate_degree = -1
+    p.data_parallel_shard_degree = most
     if run.dp % min(most, run.dp):
         with pytest.raises(ConfigError, match=f"but there are {run.ranks}"):
             resolve_replicas(job, run.ranks)

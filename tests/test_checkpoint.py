@@ -58,7 +58,8 @@ class Run:
         self.hooks = SimpleNamespace(
             healthy=lambda: True, owns_folder=lambda: False, taken_by=lambda: None
         )
-        self.hooks.check_resume, self.hooks.event = lambda step: None, self.note
+        self.hooks.check_resume = lambda step: None
+        self.hooks.event = self.note
         self.hooks.busy = lambda doing, step: nullcontext()
         self.manager = DispCheckpointManager(
             hooks=self.hooks,
@@ -164,7 +165,8 @@ def test_one_rank_keeps_the_newest_complete_ones(start, monkeypatch, keep, rank,
 
 
 def test_a_save_is_due_forced_or_put_off(start):
-    run, told = start(interval=2), []
+    run = start(interval=2)
+    told = []
     run.hooks.busy = lambda doing, step: nullcontext(told.append(step))
     run.save(1, 2, 3)
     assert checkpoints(run.folder) == told == [run.manager.saved_step] == [2]
@@ -273,11 +275,9 @@ def test_an_asynchronous_save(start, monkeypatch):
     for step in (1, 2):
         run.save(step)
         run.manager.wait()
-    gate, create, events = (
-        threading.Event(),
-        FileSystem.create_stream,
-        [("checkpoint", step) for step in (1, 2, 3, 4)],
-    )
+    gate = threading.Event()
+    create = FileSystem.create_stream
+    events = [("checkpoint", step) for step in (1, 2, 3, 4)]
     monkeypatch.setattr(
         FileSystem, "create_stream", lambda *args: gate.wait(20) and create(*args)
     )
@@ -323,7 +323,9 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     file.write_bytes(b"\xff" * file.stat().st_size)
     unfinished(run.folder / "step-9")
     (run.folder / "damaged-8").mkdir()  # from an earlier start
-    again, before, asked = start(), run.names, []
+    again = start()
+    before = run.names
+    asked = []
     again.hooks.check_resume = mock.Mock(side_effect=ConfigError("other data"))
     with pytest.raises(ConfigError, match="^other data$"):  # a refusal is no damage
         again.manager.load()
@@ -458,7 +460,8 @@ def test_hugging_faces_weights_to_begin_with(tmp_path):
     tests/test_hf_import.py tries folders.
     """
     adapter = Qwen3HfAdapter(flavors["nano"], None)
-    there, beside = str(tmp_path / "a"), str(tmp_path / "b")
+    there = str(tmp_path / "a")
+    beside = str(tmp_path / "b")
     for path, assets, where in (
         (there, beside, there),
         (None, beside, beside),

@@ -44,7 +44,8 @@ def test_every_file_has_its_hash(start, async_mode):
     run = start(async_mode=async_mode)
     run.save(7)
     run.manager.wait()
-    folder, names = run.folder / "step-7", {".metadata", "__0_0.distcp"}
+    folder = run.folder / "step-7"
+    names = {".metadata", "__0_0.distcp"}
     files = {
         name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in names
     }
@@ -85,7 +86,8 @@ def test_every_flipped_bit_is_noticed(start):
     """
     run = start()
     run.save(1)
-    folder, chance = run.folder / "step-1", random.Random(0)
+    folder = run.folder / "step-1"
+    chance = random.Random(0)
     file = folder / "hashes.json"
 
     def flips(name, number=None):
@@ -365,7 +367,8 @@ def test_unfinished_saves_and_deletions_are_deleted(start, caplog, monkeypatch):
     assert sorted(os.listdir(run.folder / "step-40")) == [".saving", DISTCP]
     (run.folder / "step-50").mkdir()
     for owns in (False, True):
-        before, again = run.names, start(load_only=not owns)
+        before = run.names
+        again = start(load_only=not owns)
         again.hooks.owns_folder = lambda: True
         assert again.manager.load()
         assert owns or run.names == before
@@ -444,7 +447,8 @@ def test_a_deletion_holds_up_nothing(tmp_path, monkeypatch):
     for expected in ("purging-3x", "purging-3xx"):
         (tmp_path / "step-3").mkdir()
         assert rename_step(tmp_path / "step-3", "purging") == tmp_path / expected
-    seen, delete = [], integrity._delete
+    seen = []
+    delete = integrity._delete
     monkeypatch.setattr(
         integrity,
         "_delete",

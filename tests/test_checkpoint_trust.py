@@ -115,11 +115,10 @@ def test_metadata_that_python_3_11_2_wrote_can_be_read(tmp_path, monkeypatch):
     assert properties.memory_format is torch.contiguous_format
 
 
-ENUM, PATH = (
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("pathlib", "PosixPath"),
-)
-LAYOUT, GETATTR = ("torch.serialization", "_get_layout"), ("builtins", "getattr")
+ENUM = ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+PATH = ("pathlib", "PosixPath")
+LAYOUT = ("torch.serialization", "_get_layout")
+GETATTR = ("builtins", "getattr")
 SET = (b"N}", "poisoned", b"K\x01s\x86b")  # BUILD with (None, {name: value})
 
 
@@ -156,10 +155,8 @@ def test_nothing_in_metadata_reaches_or_changes_more_than_it_needs():
 
 
 def test_no_command_runs_it(tmp_path, sample, text, monkeypatch, capsys):
-    ran, run = (
-        tmp_path / "ran",
-        save_run(tmp_path / "run", random_model(), sample / "tokenizer"),
-    )
+    ran = tmp_path / "ran"
+    run = save_run(tmp_path / "run", random_model(), sample / "tokenizer")
     folder = run / "checkpoint" / "step-30"
     (folder / ".metadata").write_bytes(next(crafted(f"touch {ran}")))
     refused = "names posix.system, which no checkpoint needs"

@@ -106,7 +106,8 @@ def test_all_subcommands_with_a_config_are_tested_here():
 
 
 def test_train_hands_its_overrides_to_the_ranks(monkeypatch, tmp_path):
-    checked, started = [], []
+    checked = []
+    started = []
     # Torchrun's folder for logs is created in the run's, which is relative
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "check_inputs", checked.append)
@@ -159,11 +160,9 @@ def test_plan(monkeypatch, capsys):
 
 
 def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
-    started, counts = (
-        [],
-        dict.fromkeys(
-            ("accumulation", "parameters", "own_parameters", "seconds", "peak_bytes"), 1
-        ),
+    started = []
+    counts = dict.fromkeys(
+        ("accumulation", "parameters", "own_parameters", "seconds", "peak_bytes"), 1
     )
 
     def one_step(command, **_):
@@ -192,7 +191,8 @@ def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
 def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
     monkeypatch.chdir(tmp_path)
-    started, done = [], SimpleNamespace(returncode=3)
+    started = []
+    done = SimpleNamespace(returncode=3)
     monkeypatch.setattr(
         launch.subprocess, "run", lambda line, env: started.append(line) or done
     )
@@ -229,7 +229,8 @@ def test_sweep(monkeypatch, capsys, tmp_path):
     file.write_text(
         f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/runs"\n[grid]\n"debug.seed" = [1, 2]\n'
     )
-    called, second = [], ["failed"] * 2 + ["finished"] * 2
+    called = []
+    second = ["failed"] * 2 + ["finished"] * 2
 
     def run(sweep, jobs, nproc):
         called.append((sweep.folder.name, jobs, nproc))

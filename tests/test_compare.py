@@ -43,10 +43,8 @@ def test_paired_difference_is_the_paired_t_test():
     baseline = rng.integers(0, 2, 300).astype(float)
     # Mostly equal answers, far smaller error than unpaired
     values = np.where(rng.random(300) < 0.8, baseline, 1.0)
-    found, theirs = (
-        paired_difference(values, baseline),
-        stats.ttest_rel(values, baseline),
-    )
+    found = paired_difference(values, baseline)
+    theirs = stats.ttest_rel(values, baseline)
     expected = (
         np.mean(values - baseline),
         stats.sem(values - baseline),
@@ -225,8 +223,10 @@ def test_seeds_of_one_condition():
     np.testing.assert_allclose(off.values, [1 / 3, 1, 2 / 3, 0])
     assert off.standard_error == pytest.approx(stats.sem([1 / 3, 1, 2 / 3, 0]))
     found = compare(rows_of("x"), {"off": {"x": off}, "on": {"x": on}})
-    (task,), mean = found.tasks, found.mean_difference["on"]
-    difference, d = task.differences["on"], np.array([2 / 3, 0, -1 / 6, 1 / 2])
+    (task,) = found.tasks
+    mean = found.mean_difference["on"]
+    difference = task.differences["on"]
+    d = np.array([2 / 3, 0, -1 / 6, 1 / 2])
     assert difference.mean == mean.mean == 0.25
     assert difference.standard_error == pytest.approx(stats.sem(d))
     assert difference.p_value == pytest.approx(stats.ttest_1samp(d, 0).pvalue)

@@ -172,10 +172,8 @@ def test_depth():
         "block 1",
         "final norm",
     ]
-    flat, steep = (
-        condensed(0.101, 0.104, 0.11, 0.3),
-        condensed(0.101, 0.104, 0.112, 0.3),
-    )
+    flat = condensed(0.101, 0.104, 0.11, 0.3)
+    steep = condensed(0.101, 0.104, 0.112, 0.3)
     for one, place, (spearman, kendall, span) in (
         (found, "before_norm", (0.5, 1 / 3, 0.2)),
         (found, "after_norm", (1, 1, 0.3)),
@@ -255,11 +253,10 @@ def test_covariance_by_hand():
 def test_covariance_against_the_plain_formulas(zeta):
     """Rudman & Eickhoff's Algorithm 1 step by step. The tokens lie far from zero."""
     points = tokens(1, 100, 6, mean=0.0)[0] * torch.arange(1.0, 7) + 3000
-    x, n = points.double().numpy(), 6
-    singular, shrinkage = (
-        np.linalg.svd(x - x.mean(0), compute_uv=False),
-        np.cov(x.T).trace() / n * np.eye(n),
-    )
+    x = points.double().numpy()
+    n = 6
+    singular = np.linalg.svd(x - x.mean(0), compute_uv=False)
+    shrinkage = np.cov(x.T).trace() / n * np.eye(n)
     eigenvalues = np.linalg.eigvalsh((1 - zeta) * np.cov(x.T) + zeta * shrinkage)
     defect = np.linalg.norm(
         np.sqrt(n) * eigenvalues / np.linalg.norm(eigenvalues) - 1
@@ -356,7 +353,9 @@ def test_ranks_divide_sequences_and_layers(ranks, batch_size, monkeypatch):
 
     monkeypatch.setattr(measure, "Accumulator", Recorder)
     monkeypatch.setattr(measure, "replace", lambda _, cross_entropy: cross_entropy)
-    sequences, cross_entropy, most = torch.arange(5)[:, None].expand(5, 4), 0.0, 0
+    sequences = torch.arange(5)[:, None].expand(5, 4)
+    cross_entropy = 0.0
+    most = 0
     for rank in range(ranks):
         before = seen.total()
         cross_entropy += measure.Monitor(
@@ -379,7 +378,8 @@ def check_a_sharded_sequence():
             for seed in range(2)
         ]
     )
-    table, parts = tokens(17, 16, 5).double(), torch.arange(16).chunk(4)
+    table = tokens(17, 16, 5).double()
+    parts = torch.arange(16).chunk(4)
 
     def forward(tokens, labels, own=slice(None)):
         z = table[tokens, torch.arange(16)] + torch.linspace(0, 2, 16)[:, None]
@@ -388,7 +388,8 @@ def check_a_sharded_sequence():
         )
 
     expected = measure.Monitor(sequences, 2, 5).measure(forward)
-    data, cp = mesh.get_local_rank("data"), mesh.get_local_rank("cp")
+    data = mesh.get_local_rank("data")
+    cp = mesh.get_local_rank("cp")
     own = torch.cat([parts[cp], parts[3 - cp]])
     groups = [mesh["data"].get_group(), mesh["cp"].get_group(), mesh["cp"].get_group()]
     monitor = measure.Monitor(sequences, 1, 5, (data, 2), *groups)
@@ -436,12 +437,14 @@ def test_averaged_cosines_against_the_plain_formula():
         tokens(1, 40, 8, seed, 0.0) + tokens(6, 40, 8, 2 + seed, 0.0) for seed in (0, 1)
     ]
     layers[1] *= 1e-25  # whose squares are no float32 numbers
-    averaged, pooled = AveragedCosines(), Accumulator(2)
+    averaged = AveragedCosines()
+    pooled = Accumulator(2)
     for layer, z in enumerate(layers):
         for some in (z[:4], z[4:]):
             averaged.add(layer, some)
         pooled.add(layer, z)
-    histograms, of_pairs = averaged.histogram(), pooled.result(40)
+    histograms = averaged.histogram()
+    of_pairs = pooled.result(40)
     for layer, z in enumerate(layers):
         u = z.double().numpy() / np.linalg.norm(
             z.double().numpy(), axis=-1, keepdims=True
@@ -486,7 +489,8 @@ def hidden_states(text):
     """[1, 6, 5] of four layers, by a formula that any machine computes alike; tokens
     come closer with depth.
     """
-    n, f = torch.arange(1.0, 7)[:, None], torch.arange(1.0, 6)
+    n = torch.arange(1.0, 7)[:, None]
+    f = torch.arange(1.0, 6)
     return [
         (torch.sin(n * f * (0.7 + 0.1 * layer) + text) + 0.5 * layer)[None]
         for layer in range(4)
@@ -496,7 +500,8 @@ def hidden_states(text):
 def test_recorded_numbers_of_the_authors_package():
     """ρ and τ are scipy's of the means over all pairs, as the package has none."""
     recorded = np.array(json.loads(RECORDED.read_text()))
-    averaged, pooled = AveragedCosines(), Accumulator(4)
+    averaged = AveragedCosines()
+    pooled = Accumulator(4)
     for layer, z in (
         (layer, z) for text in range(3) for layer, z in enumerate(hidden_states(text))
     ):
@@ -505,7 +510,8 @@ def test_recorded_numbers_of_the_authors_package():
     np.testing.assert_allclose(
         [averaged.matrix(layer) for layer in range(4)], recorded, atol=1e-5
     )
-    found, means = pooled.result(6), recorded.mean((1, 2))
+    found = pooled.result(6)
+    means = recorded.mean((1, 2))
     # as if the third layer were the last block, which hidden states leave out
     hidden = np.delete(means, 2)
     np.testing.assert_allclose(found.mean_cosine, means, atol=1e-5)

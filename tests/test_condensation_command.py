@@ -175,7 +175,8 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     # By the paper's formulas: test_condensation
     expected = measured(*hidden_states(folder, tokens, norm))
 
-    found, mean = Condensation.load(tmp_path / f"{name}.npz"), expected.mean_cosine
+    found = Condensation.load(tmp_path / f"{name}.npz")
+    mean = expected.mean_cosine
     for key in ("mean_cosine", "std_cosine", "mean_angle"):
         # float32 forward passes with other batch sizes
         np.testing.assert_allclose(
@@ -225,10 +226,8 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
 
 @pytest.mark.parametrize("name", ["gpt2", "run"])
 def test_the_logits(name, request, command, text, tmp_path):
-    folder, options = (
-        request.getfixturevalue(name),
-        ("--sequences", 4, "--max-length", N, "--batch-size", 2),
-    )
+    folder = request.getfixturevalue(name)
+    options = ("--sequences", 4, "--max-length", N, "--batch-size", 2)
     command(folder, "--text", text, "--out", tmp_path, "--logits", *options)
     found = Condensation.load(next(tmp_path.glob("*.npz")))
     (target,) = find_targets([str(folder)], False, None).values()
@@ -302,7 +301,8 @@ def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
 def test_the_same_sample_from_a_seed_and_from_each_source(
     command, gpt2, sample, tmp_path
 ):
-    split, found = sample / "en" / "c4-validation.00000-of-00001.json.gz", []
+    split = sample / "en" / "c4-validation.00000-of-00001.json.gz"
+    found = []
     data_sets = [("--dataset", sample), ("--dataset", f"{sample}/en/*valid*")]
     for source in (*data_sets, ("--text", split), ("--text", split, "--seed", 4)):
         command(gpt2, *source, "--out", tmp_path, "--sequences", 2)
@@ -317,7 +317,8 @@ def test_the_same_sample_from_a_seed_and_from_each_source(
 def test_names_tell_targets_apart(gpt2, run, tmp_path):
     for name in ("a", "b"):
         shutil.copytree(gpt2, tmp_path / name / "model")
-    one, two = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    one = tmp_path / "a" / "model"
+    two = tmp_path / "b" / "model"
     assert list(find_targets([str(one), str(run)], False, None)) == [
         "model",
         "run-step-20",
@@ -391,10 +392,8 @@ def test_what_the_cache_lacks_is_told_with_the_command(
         )
     # An index of pickles that were not downloaded does not matter, but one of two files
     # of weights does.
-    folder, of_step20 = (
-        hub / "snapshots" / ("b" * 40),
-        "snapshot_download('lab/tiny', revision='step20', ",
-    )
+    folder = hub / "snapshots" / ("b" * 40)
+    of_step20 = "snapshot_download('lab/tiny', revision='step20', "
     pickles = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(pickles))
     assert command("lab/tiny@step20", *rest) == 0
@@ -509,10 +508,8 @@ def surrounded(gpt2, folder, template):
 def test_special_tokens_are_those_of_transformers(gpt2, tmp_path, text):
     folder = surrounded(gpt2, tmp_path / "model", "! $A # #")
     (target,) = find_targets([str(folder)], False, None).values()
-    special, theirs = (
-        target.special_tokens,
-        transformers.AutoTokenizer.from_pretrained(folder),
-    )
+    special = target.special_tokens
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
     cut = contiguous_sequences(
         read_texts(text, None, 0, in_order=True), target.encode, 4, 20 - 3, seed=1
     )
@@ -522,7 +519,8 @@ def test_special_tokens_are_those_of_transformers(gpt2, tmp_path, text):
 
 
 def test_the_papers_protocol(gpt2, text, command, tmp_path):
-    folder, out = surrounded(gpt2, tmp_path / "with_bos", "! $A"), tmp_path / "out"
+    folder = surrounded(gpt2, tmp_path / "with_bos", "! $A")
+    out = tmp_path / "out"
     command(
         folder,
         "--text",

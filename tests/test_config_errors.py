@@ -26,11 +26,10 @@ from titan_disp.config.options import TrainOptions
 from titan_disp.errors import EXIT_CODE, ConfigError
 from titan_disp.job_config import all_keys
 
-TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
-SHARDS, REPLICAS = (
-    "parallelism.data_parallel_shard_degree",
-    "parallelism.data_parallel_replicate_degree",
-)
+TP = "parallelism.tensor_parallel_degree"
+CP = "parallelism.context_parallel_degree"
+SHARDS = "parallelism.data_parallel_shard_degree"
+REPLICAS = "parallelism.data_parallel_replicate_degree"
 VALIDATION = "validation.enable true validation.steps 1"
 SHIPPED = [
     *sorted((ROOT / "train_configs").glob("*.toml")),

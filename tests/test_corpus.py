@@ -63,7 +63,8 @@ def words(*numbers):
 
 def test_duplicates_whatever_the_order():
     # Three quarters of it are in the other
-    whole, half = words(*range(2000)), words(*range(1200), *range(5000, 5400))
+    whole = words(*range(2000))
+    half = words(*range(1200), *range(5000, 5400))
     third = words(*range(600), *range(7000, 8200))
     documents = [
         Document("a", str(i), text)
@@ -126,7 +127,8 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     (source / "deep" / "c4.json.gz").write_bytes(gzip.compress(lines.encode()))
     options = {"folder": source, "held_out": 4, "vocab_size": 400}
     facts = main(Options(one, **options))
-    urls, encode = {}, load_tokenizer(one / "tokenizer").encode
+    urls = {}
+    encode = load_tokenizer(one / "tokenizer").encode
     for name, dataset, path in (
         ("train", "c4", one),
         ("development", "", one),
@@ -165,7 +167,8 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
 
 
 def test_every_document_once_in_an_order_that_hashes_fix(tmp_path, monkeypatch):
-    texts, written = [f"Text {i} of some words. " * 20 for i in range(90)], []
+    texts = [f"Text {i} of some words. " * 20 for i in range(90)]
+    written = []
     for order in (texts, [*texts[::-1], *texts[:9], "too short"]):
         monkeypatch.setattr(
             module,

@@ -32,7 +32,8 @@ def test_no_unknown_mfu_in_the_log(one_rank, colours, caplog):
     """
     cpu.install()
     metrics = MetricsProcessor(load_config([]), dims(1))
-    metrics.color, metrics.num_flops_per_token = colours, 1
+    metrics.color = colours
+    metrics.num_flops_per_token = 1
     metrics.ntokens_since_last_log = 10
     metrics.data_loading_times.append(0.0)
     with caplog.at_level(logging.INFO, logger.name):

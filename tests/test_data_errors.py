@@ -35,7 +35,8 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
 from titan_disp.lab.inspection.texts import read_texts
 
-EOS, VOCABULARY = 7, 5000
+EOS = 7
+VOCABULARY = 5000
 DOCUMENT = b'{"text": "a document", "url": "u"}\n'
 HTML = b"<!DOCTYPE html>\n<html><body>503</body></html>\n"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234\n"
@@ -48,10 +49,8 @@ FIELD = "set stream.text_field to the field of the text"
 TEXT = Format(eos_id=EOS, vocab_size=VOCABULARY)
 # A format in place of a name is that of a file "a.json" or "a.bin".
 BODY = replace(TEXT, text_field="meta.body")
-UINT32, LARGE_EOS = (
-    replace(TEXT, token_dtype="uint32"),
-    replace(TEXT, eos_id=70_000, vocab_size=80_000),
-)
+UINT32 = replace(TEXT, token_dtype="uint32")
+LARGE_EOS = replace(TEXT, eos_id=70_000, vocab_size=80_000)
 
 # What the config names, the files of the folder, and what the message says.
 NAMED = [
@@ -323,12 +322,11 @@ def reading(how):
 def test_what_is_bad_has_a_message(tmp_path, case):
     given, content, *words = case
     how = given if isinstance(given, Format) else TEXT
-    options, files = (
-        {"path": "", "dataset": "text"},
-        {{BODY: "a.json"}.get(how, "a.bin"): content},
-    )
+    options = {"path": "", "dataset": "text"}
+    files = {{BODY: "a.json"}.get(how, "a.bin"): content}
     if isinstance(given, dict):
-        options, files = options | given, content
+        options = options | given
+        files = content
     elif isinstance(given, str):
         files = {given: content}
     path = (
@@ -378,7 +376,8 @@ SOUND = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_left_to_the_run(tmp_path, name):
-    files, split = SOUND[name], "blank_lines" if name == "a long block" else "file"
+    files = SOUND[name]
+    split = "blank_lines" if name == "a long block" else "file"
     options = reading(Format(text_split=split, eos_id=EOS, vocab_size=40_000))
     listed = list_and_check(documents_in(written(tmp_path, files)), options)
     assert len(listed) == len(files)
@@ -484,10 +483,8 @@ def test_documents_before_the_damage_are_used(tmp_path, suffix, spoil):
     """In zstd all of them, although pyarrow drops what the failing read has
     decompressed; in gzip all but the last 8 KiB.
     """
-    content, path = (
-        write_texts(tmp_path / "whole.jsonl", TEXTS).read_bytes(),
-        tmp_path / f"a.jsonl.{suffix}",
-    )
+    content = write_texts(tmp_path / "whole.jsonl", TEXTS).read_bytes()
+    path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(SPOILED[spoil](stored(content, path.name)))
     *found, end = records_of(path)
     least = 3010 - (8192 // 200 if suffix == "gz" else 0)
@@ -518,7 +515,8 @@ def test_parquet_files_without_rows(tmp_path):
 
 
 def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
-    offsets, content = np.array([0, 1, 3, 4], "<i4"), b"a\xff\xfeb"
+    offsets = np.array([0, 1, 3, 4], "<i4")
+    content = b"a\xff\xfeb"
     column = pyarrow.Array.from_buffers(
         pyarrow.string(), 3, [None, *map(pyarrow.py_buffer, (offsets, content))]
     )
@@ -547,10 +545,8 @@ def test_a_wrong_column_stops_the_run_at_once(tmp_path):
 
 
 def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
-    texts, tokenizer = (
-        [f"Some words, number {i}." for i in range(40)],
-        load_tokenizer(sample / "tokenizer"),
-    )
+    texts = [f"Some words, number {i}." for i in range(40)]
+    tokenizer = load_tokenizer(sample / "tokenizer")
     write_texts(tmp_path / "validation.jsonl", texts)
     there = sum(len(tokenizer.encode(text)) + 1 for text in texts) // 17
     whole = 4 * (there // 4)

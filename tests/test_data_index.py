@@ -59,10 +59,8 @@ def test_shares_are_of_text(tmp_path):
     for i, rows in enumerate(np.random.default_rng(0).integers(1, 5000, (32, 60, 200))):
         texts = [" ".join(map(str, row[: 150 + row[0] % 50])) for row in rows]
         write_texts(tmp_path / f"{i}.{suffixes[i % 4]}", texts)
-    files, seen = (
-        measured(list_files("text", str(tmp_path)), StreamOptions()),
-        Counter(),
-    )
+    files = measured(list_files("text", str(tmp_path)), StreamOptions())
+    seen = Counter()
     share = sum(file.size * file.density for file in files) / 32
     for rank in streams_of(files, 32, 8, encode=lambda text: [1] * len(text)):
         for slot in rank.slots.values():
@@ -135,10 +133,8 @@ def test_files_of_megatrons_library(tmp_path):
 @pytest.mark.usefixtures("small_blocks")
 def test_every_epoch_has_an_order_of_its_own(tmp_path):
     words = lambda i: 1 + i % 5 + (i == 1000) * 250_000  # noqa: E731  # one is longer than a block that is read at once
-    files, how = (
-        measured(write_files(tmp_path, (2000,), words, "jsonl"), OPTIONS),
-        {"max_document_bytes": 1 << 21},
-    )
+    files = measured(write_files(tmp_path, (2000,), words, "jsonl"), OPTIONS)
+    how = {"max_document_bytes": 1 << 21}
     (cursor,) = [
         slot.cursor for slot in streams_of(files, 1, 1, **how)[0].slots.values()
     ]
@@ -176,7 +172,9 @@ def test_sorted_files_are_mixed(tmp_path, how, least, most):
     """The variance of a domain's share in a batch, as a multiple of the multinomial
     one; files are sorted by domain.
     """
-    generator, domains, slots = np.random.default_rng(0), 20, 30
+    generator = np.random.default_rng(0)
+    domains = 20
+    slots = 30
     for f in range(16):
         lengths = generator.integers(60, 140, 1600)
         write_texts(
@@ -469,7 +467,8 @@ def test_what_is_lost_is_counted_in_bytes_and_stops_the_run(
     """Of ten files, one is spoiled: stored = used + skipped on any ranks, and the limit
     is met although few documents are bad.
     """
-    generator, how = np.random.default_rng(0), vars(LEDGER)
+    generator = np.random.default_rng(0)
+    how = vars(LEDGER)
     for f in range(10):  # of documents of about 900 bytes of text
         numbers = [generator.integers(1000, 4999, 150 + i % 60) for i in range(150)]
         write_texts(
@@ -492,7 +491,8 @@ def test_what_is_lost_is_counted_in_bytes_and_stops_the_run(
     def make(ranks, at):
         return streams_of(files, 4, ranks, positions=at, **how)
 
-    expected, resumed = through(make, [(1, 90)]), through(make, [(4, 31), (2, 59)])
+    expected = through(make, [(1, 90)])
+    resumed = through(make, [(4, 31), (2, 59)])
     assert all(np.array_equal(a, b) for a, b in zip(expected, resumed, strict=True))
     one = loader(files, sample, slots=4)
     one.positions[:] = one.positions.new_tensor(position)

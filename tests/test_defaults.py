@@ -24,10 +24,8 @@ AUTHORS = ROOT / "train_configs" / "authors"
 FINEWEB, C4, WHOLE_C4 = (
     AUTHORS / f"pretrain_0.6b_{data}.toml" for data in ("fineweb_edu", "c4", "c4_156b")
 )
-MIDTRAIN, GPT2 = (
-    AUTHORS / "midtrain_qwen3_0.6b_wikitext.toml",
-    AUTHORS / "midtrain_gpt2_wikitext.toml",
-)
+MIDTRAIN = AUTHORS / "midtrain_qwen3_0.6b_wikitext.toml"
+GPT2 = AUTHORS / "midtrain_gpt2_wikitext.toml"
 # Whose the numbers of the loss are, by hand. The rest of [dispersion] is our choice.
 PAPER = {"coeff", "tau", "variant"}
 RELEASED = {
@@ -161,7 +159,8 @@ def test_recipes():
     assert set(AUTHORS.glob("*.toml")) == set(RECIPES) == set(BOUNDS)
     for file, own in RECIPES.items():
         can_start(8, file)
-        config, known = can_start(1, file), {}
+        config = can_start(1, file)
+        known = {}
         for table in map(tomli.loads, (*SHARED[file], own)):
             known |= {
                 (section, key): table[section][key]

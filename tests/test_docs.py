@@ -38,7 +38,8 @@ from titan_disp.data.hub import is_hub_name
 from titan_disp.lab.inspection.targets import parse_group, parse_id
 from titan_disp.lab.sweeps.definition import points, read_sweep
 
-README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
+README = ROOT / "README.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
 PAGES = [
     README,
     *sorted((ROOT / "docs").glob("*.md")),
@@ -288,7 +289,8 @@ def test_page(page, tmp_path):
 
 
 def test_a_newcomer_finds_every_page():
-    found, new = set(), {README}
+    found = set()
+    new = {README}
     while new:
         found |= new
         new = {
@@ -308,7 +310,8 @@ def test_a_newcomer_finds_every_page():
 
 def test_requirements():
     asked = {re.match(r"[\w-]+", line)[0]: line for line in PROJECT["dependencies"]}
-    readme, page = README.read_text(), (ROOT / "docs" / "compatibility.md").read_text()
+    readme = README.read_text()
+    page = (ROOT / "docs" / "compatibility.md").read_text()
     assert f"`{asked['torch']}`" in readme
     assert f"Python {PROJECT['requires-python'].replace('>=', '≥ ')}" in readme
     for wanted in (
@@ -366,11 +369,9 @@ def test_the_loss_alone():
             return SimpleNamespace(loss=super().forward(z).mean())
 
     torch.manual_seed(0)
-    model, z, outputs = (
-        Model(*(torch.nn.Linear(4, 4) for _ in range(3))),
-        torch.randn(2, 6, 4),
-        [],
-    )
+    model = Model(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    z = torch.randn(2, 6, 4)
+    outputs = []
     names = {"model": model, "batch": {"z": z}}
     (block,) = blocks(README.read_text(), "python")
     exec(block, names)
@@ -384,7 +385,8 @@ def test_the_loss_alone():
         z.mean().item() + 0.1 * dispersion.item(), rel=1e-5
     )
     _, block = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
-    z, mask = outputs[0], torch.ones(2, 6, dtype=torch.int64)
+    z = outputs[0]
+    mask = torch.ones(2, 6, dtype=torch.int64)
     given = {
         "hidden_states": outputs,
         "z": z,
@@ -614,10 +616,8 @@ def fragments():
 
 def test_fragments_are_of_messages():
     """A fragment of placeholders and colons would be found in every message."""
-    known, found = (
-        "\n".join(literal for path in SOURCES for literal in literals(path)),
-        fragments(),
-    )
+    known = "\n".join(literal for path in SOURCES for literal in literals(path))
+    found = fragments()
     assert [fragment for fragment in found if fragment not in known] == []
     assert [
         fragment for fragment in found if len(re.findall("[A-Za-z]", fragment)) < 8
@@ -627,10 +627,8 @@ def test_fragments_are_of_messages():
 
 def test_every_message_is_found_by_a_fragment():
     """Where this fails, add a piece of the message to the row of its subject."""
-    found, messages = (
-        fragments(),
-        [(path.name, *one) for path in SOURCES[:-1] for one in raised(path)],
-    )
+    found = fragments()
+    messages = [(path.name, *one) for path in SOURCES[:-1] for one in raised(path)]
     assert len(messages) > 150
     assert [
         one for one in messages if not any(fragment in one[2] for fragment in found)

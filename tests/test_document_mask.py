@@ -52,18 +52,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_a_packed_sequence_equal_those_of_each_document(name, restart):
     args = model_args(name, "nano")
-    args.activations, args.max_seq_len, args.attn_type, args.restart_positions = (
-        (6, 7),
-        SEQ_LEN,
-        "flex",
-        restart,
-    )
+    args.activations = (6, 7)
+    args.max_seq_len = SEQ_LEN
+    args.attn_type = "flex"
+    args.restart_positions = restart
     model = MODELS[name].model_cls(args)
     torch.manual_seed(4)
     model.init_weights()
     plain = plain_model(model.state_dict(), (), name, activations=(6, 7)).to(DEVICE)
     model = model.to(DEVICE)
-    inputs, segments = global_batch()[0].to(DEVICE), documents().to(DEVICE)
+    inputs = global_batch()[0].to(DEVICE)
+    segments = documents().to(DEVICE)
     # Among them one, and documents of one token
     assert len({len(parts_of(row.tolist())) for row in segments}) > 3
     masks = model.get_attention_masks(inputs, None, {"segments": segments})
@@ -133,7 +132,8 @@ def test_segments_are_the_documents(tmp_path, window):
         files, 1, 1, seq_len=10, segments=True, shuffle_window=window
     )
     (slot,) = rank.slots.values()
-    found, stream = np.zeros((2, 70, 11), dtype=np.int64), []
+    found = np.zeros((2, 70, 11), dtype=np.int64)
+    stream = []
     for tokens, segments in zip(*found, strict=True):
         slot.fill(tokens, segments)
     if window:  # the tokens but EOS say which document they are of
@@ -287,7 +287,8 @@ def held_out_losses(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["two", "tp"])
 def test_two_ranks_train_as_one_process(runs, mesh):
-    one, two = read_metrics(runs / "whole"), read_metrics(runs / mesh)
+    one = read_metrics(runs / "whole")
+    two = read_metrics(runs / mesh)
     for name in ("loss", "ce", "dispersion", "grad_norm"):
         assert [row[name] for row in two.values()] == pytest.approx(
             [row[name] for row in one.values()], rel=1e-4

@@ -28,11 +28,13 @@ def ids(n, batch=3):
     generator = torch.Generator().manual_seed(n)
     found = torch.full((batch, n), -1)
     for b in range(batch - 1):
-        at, number = 0, 7 * b
+        at = 0
+        number = 7 * b
         while at < n:
             length = int(torch.randint(1, n // 3 + 2, (), generator=generator))
             found[b, at : at + length] = number
-            at, number = at + length, number + 1
+            at = at + length
+            number = number + 1
     found[0, : n // 8] = -1
     found[-1, :3] = torch.arange(3)
     return found
@@ -56,11 +58,15 @@ def test_documents(monkeypatch, variant, estimator, more, features, wide):
 
 def check(variant, estimator, more, features, group=None, rank=0, ranks=1):
     """Of this rank's tokens, if ``group`` shares the sequences."""
-    n, options = (
-        80,
-        {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 50)},
-    )
-    segments, weights = ids(n), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    n = 80
+    options = {
+        "variant": variant,
+        "estimator": estimator,
+        **more,
+        **drawn(estimator, 50),
+    }
+    segments = ids(n)
+    weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     own = torch.arange(n).chunk(ranks)[rank]
     clean = [tokens(3, n, features, seed=seed).double() for seed in (1, 2)]
     zs = [

@@ -126,7 +126,8 @@ def own(tmp_path_factory, models):
     """Task files for local documents: "choice" among 4, "word" (like LAMBADA), and
     "both", their average.
     """
-    folder, rng = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(0)
     words = ["tree", "stone", "a river", "sky", "old house", "bread"]
     choice = [
         {
@@ -266,7 +267,9 @@ def test_the_task_of_the_page(models, tmp_path, monkeypatch):
 def test_end_to_end_against_plain_transformers(
     models, own, tmp_path, include_paths, monkeypatch, capsys
 ):
-    out, loaded, load = tmp_path / "new" / "folder", [], harness.load_causal_lm
+    out = tmp_path / "new" / "folder"
+    loaded = []
+    load = harness.load_causal_lm
 
     def load_alone(*args):
         assert all(model() is None for model in loaded), (
@@ -276,7 +279,8 @@ def test_end_to_end_against_plain_transformers(
         loaded.append(weakref.ref(model))
         return model
 
-    lengths, init = [], HFLM.__init__
+    lengths = []
+    init = HFLM.__init__
     monkeypatch.setattr(
         HFLM,
         "__init__",
@@ -349,7 +353,8 @@ def test_end_to_end_against_plain_transformers(
 
 @pytest.mark.slow
 def test_group_whose_tasks_count_alike(models, own, tmp_path):
-    a, of_one = by_hand(models[0], own), {"models": models[:1], "include_path": own}
+    a = by_hand(models[0], own)
+    of_one = {"models": models[:1], "include_path": own}
     comparison = evaluate(
         EvaluateOptions(tasks=["both"], out=tmp_path / "all", **of_one)
     )
@@ -600,7 +605,8 @@ def answers(monkeypatch):
 
 
 def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, capsys):
-    third, out = tmp_path / "c" / "hf", tmp_path / "out"
+    third = tmp_path / "c" / "hf"
+    out = tmp_path / "out"
     shutil.copytree(models[1], third)
     given = [models[0], f"pair={models[1]},{third}"]
     (task,) = evaluate(
@@ -616,7 +622,8 @@ def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, 
     ]
     assert [s["acc"] for s in samples_of(out, "c-hf")] == RIGHT["c"]
     assert task.scores == {"a-hf": 0.4, "pair": pytest.approx((0.8 + 0.6) / 2)}
-    markdown, told = (out / "table.md").read_text(), capsys.readouterr().err
+    markdown = (out / "table.md").read_text()
+    told = capsys.readouterr().err
     # a single seed has no uncertainty
     assert table(markdown)[0][4:] == ["a-hf", "pair (2 seeds)", "pair − a-hf"]
     assert "dtypes differ (a-hf float32, b-hf float32, c-hf bfloat16)" in markdown
@@ -672,7 +679,8 @@ def test_warnings_of_the_harness_come_once(capsys):
 
 
 def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
-    given, build = [], mock.Mock(wraps=build_suite)
+    given = []
+    build = mock.Mock(wraps=build_suite)
     monkeypatch.setattr(harness, "build_suite", build)
     monkeypatch.setattr(
         harness,

@@ -162,10 +162,8 @@ def width_rows(best, beyond=False, missing=""):
 
 def test_a_difference_is_what_scipy_makes_of_the_pairs():
     d = np.array([-0.11, -0.2, -0.05, -0.13, -0.31, -0.02, -0.08, -0.17])
-    found, theirs = (
-        outcomes(made_up(d))[PRIMARY],
-        stats.ttest_1samp(d, 0).confidence_interval(),
-    )
+    found = outcomes(made_up(d))[PRIMARY]
+    theirs = stats.ttest_1samp(d, 0).confidence_interval()
     assert (found.mean, found.low, found.high) == pytest.approx(
         (d.mean(), theirs.low, theirs.high)
     )
@@ -209,7 +207,9 @@ def widths(change, rates=(1, 1, 1), spread=0.01, seeds=SECOND_SEEDS):
     """On − off is 0.02 at the middle width (on the log scale) and ``change`` from end
     to end, ± ``spread`` by seed.
     """
-    rows, part, tuning = [], "widths-tuning", evidence_parts.TUNING_SEEDS
+    rows = []
+    part = "widths-tuning"
+    tuning = evidence_parts.TUNING_SEEDS
     for w in WIDTHS:
         place = math.log(w / WIDTHS[0]) / math.log(WIDTHS[-1] / WIDTHS[0]) - 0.5
         d = [0.02 + place * (change + spread * (-1) ** seed) for seed in seeds]
@@ -332,7 +332,8 @@ def test_the_parts_are_the_design_s():
 
 def test_a_width_takes_the_best_learning_rate_and_one_beyond_the_edge():
     best = {"off-16": 0.016, "on-768": 0.064}
-    rows, grid = width_rows(best), evidence_parts.WIDTH_LRS
+    rows = width_rows(best)
+    grid = evidence_parts.WIDTH_LRS
     lrs = {"off-16": (*grid, 0.008), "on-16": grid, "on-768": (*grid, 0.128)}
     assert {
         name: evidence_parts.learning_rates(rows, name, "widths-tuning") for name in lrs
@@ -356,7 +357,8 @@ def test_a_width_takes_the_best_learning_rate_and_one_beyond_the_edge():
 
 @pytest.mark.slow
 def test_jobs_are_configs_that_can_run(sample):
-    rows, by_condition = tuning_rows(INSIDE) + width_rows({}), ("main", "losses")
+    rows = tuning_rows(INSIDE) + width_rows({})
+    by_condition = ("main", "losses")
     every = {
         (part, job.condition * (part in by_condition)): job
         for part in PARTS
@@ -377,10 +379,8 @@ def test_jobs_are_configs_that_can_run(sample):
 
 
 def test_the_readme_has_the_answer_of_the_rows():
-    found, readme = (
-        outcomes(RECORDED),
-        " ".join((ROOT / "README.md").read_text().split()),
-    )
+    found = outcomes(RECORDED)
+    readme = " ".join((ROOT / "README.md").read_text().split())
     main, long, width = (
         found[part, "on", "test"] for part in ("main", "long", "width")
     )
@@ -413,7 +413,8 @@ def test_the_demo_has_the_recipe_that_tuning_chose():
 
 
 def test_rows_of_another_recipe_or_corpus_do_not_count():
-    rows, config = RECORDED, ROOT / evidence_parts.CONFIG
+    rows = RECORDED
+    config = ROOT / evidence_parts.CONFIG
     assert evidence.current(rows, config) == rows
     one = next(row for row in rows if "condition" in row)
     again = {
@@ -658,7 +659,8 @@ def test_windows_and_last_words():
 
     assert window("one two three", encode, 0, 8) == [3, 3, 5, 0]
     long = " ".join("x" * (i % 50 + 1) for i in range(300))
-    found, every = window(long, encode, 0, 16), [*encode(long), 0]
+    found = window(long, encode, 0, 16)
+    every = [*encode(long), 0]
     assert any(every[i : i + 17] == found for i in range(len(every) - 16))
     others = {tuple(window(f"{long} {'y' * i}", encode, 0, 16)) for i in range(1, 20)}
     assert len(others) > 10  # the text decides the place
@@ -751,7 +753,8 @@ def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
     for name, value in smaller.items():
         for module in (evidence_parts, evidence, evidence_analysis, evidence_page):
             monkeypatch.setattr(module, name, value, raising=module is evidence_parts)
-    every, few = evidence_parts.jobs, ("off", "on", "on-0.5", "before", "on-moments")
+    every = evidence_parts.jobs
+    few = ("off", "on", "on-0.5", "before", "on-moments")
 
     def chosen(part, rows):
         # which makes it infinite
@@ -767,7 +770,8 @@ def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
         ]
 
     monkeypatch.setattr(evidence, "jobs", chosen)
-    file, runs = tmp_path / "rows.jsonl", tmp_path / "runs"
+    file = tmp_path / "rows.jsonl"
+    runs = tmp_path / "runs"
     options = evidence.Options(
         part="tuning,main", data=tmp_path / "data", runs=runs, rows=file, docs=tmp_path
     )
@@ -784,17 +788,16 @@ def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
         "midtraining": 3,
     }
     by_job = {(r["part"], r.get("condition")): r for r in rows}
-    again, on, run = (
-        by_job["restored", None],
-        by_job["main", "on"],
-        runs / "main" / "on_seed-1",
-    )
+    again = by_job["restored", None]
+    on = by_job["main", "on"]
+    run = runs / "main" / "on_seed-1"
     assert again["of"] == ["main", "off", 1]
     # one machine, one core: the same sums
     assert again["numbers"] == by_job["main", "off"]["numbers"]
     # Most runs of the design are missing
     assert not (tmp_path / "evidence.md").exists()
-    measured, test = read_condensation(run), on["numbers"]["test"]
+    measured = read_condensation(run)
+    test = on["numbers"]["test"]
     assert on["history"]["steps"] == list(measured) == [0, 5]
     assert on["history"]["cross_entropy"][-1] == pytest.approx(
         measured[5]["cross_entropy"], abs=1e-4

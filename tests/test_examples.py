@@ -41,7 +41,8 @@ LOOPS = {
 def test_loops(name, monkeypatch, capsys):
     pytest.importorskip("accelerate") if name == "accelerate_loop" else None
     monkeypatch.syspath_prepend(ROOT / "examples")
-    example, found = load(name), {}
+    example = load(name)
+    found = {}
     for coeff in ("0", "1"):
         typed(monkeypatch, example, *LOOPS[name].split(), "--coeff", coeff)
         numbers = re.findall(
@@ -67,7 +68,9 @@ def by_hand(model, batches, coeff):
     """Loss and gradient norm of a step, summed over tokens, and each dispersion: its
     sequences one by one, not padded.
     """
-    outputs, total, dispersions = [], 0.0, []
+    outputs = []
+    total = 0.0
+    dispersions = []
     for block in getattr(model.base_model, "h", None) or model.base_model.layers:
         block.register_forward_hook(lambda module, args, output: outputs.append(output))
     for batch in batches:
@@ -98,7 +101,9 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(
         every=1,
     )
     trainer = hf.build_trainer(small, str(tmp_path))
-    before, batches, items = copy.deepcopy(trainer.model), [], []
+    before = copy.deepcopy(trainer.model)
+    batches = []
+    items = []
     compute_loss = trainer.compute_loss
 
     def recorded(model, inputs, num_items_in_batch):
@@ -117,7 +122,8 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(
     assert logged["grad_norm"] * items[0] == pytest.approx(norm, rel=1e-4)
     # of the last microbatch
     assert logged["dispersion"] == pytest.approx(np.mean(dispersions[-2:]), rel=1e-4)
-    batch, model = hf.collate(trainer.train_dataset[:3]), trainer.model.eval()
+    batch = hf.collate(trainer.train_dataset[:3])
+    model = trainer.model.eval()
     assert not torch.equal(
         model.get_input_embeddings().weight, before.get_input_embeddings().weight
     )

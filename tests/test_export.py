@@ -109,11 +109,9 @@ def test_untied_model_of_other_sizes(sample, tmp_path):
     Its output has its own matrix.
     """
     sizes = "enable_weight_tying=false,hidden_dim=48,n_layers=2,n_heads=6,head_dim=32"
-    args, untied, dest = (
-        model_args("qwen3_disp", "nano", sizes),
-        random_model(overrides=sizes),
-        tmp_path / "out",
-    )
+    args = model_args("qwen3_disp", "nano", sizes)
+    untied = random_model(overrides=sizes)
+    dest = tmp_path / "out"
     run = save_run(
         tmp_path / "run", untied, sample / "tokenizer", "--model.overrides", sizes
     )
@@ -189,10 +187,8 @@ def test_nothing_is_left_of_a_failed_export(run, tmp_path):
             export(ExportOptions(target, tmp_path / dest, **options))
     (tmp_path / ".x.partial").mkdir()  # left by an export that was killed
     (tmp_path / ".x.partial/model-00007-of-00009.safetensors").touch()
-    before, ignored = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(ConfigError, match="cannot write .*File too large"):
@@ -350,7 +346,8 @@ def test_files_are_those_of_an_index_unless_it_lacks_a_weight(tmp_path):
 
 
 def test_a_checkpoint_in_hugging_face_format_that_is_not_whole(model, sample, tmp_path):
-    run, out = save_run(tmp_path / "run", model, sample / "tokenizer"), tmp_path / "out"
+    run = save_run(tmp_path / "run", model, sample / "tokenizer")
+    out = tmp_path / "out"
     export(ExportOptions(run, out, max_shard_size="400KB"))
     shutil.rmtree(run / "checkpoint" / "step-30")
     out.rename(step := run / "checkpoint" / "step-30")
@@ -397,10 +394,8 @@ def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):
     process, has nothing to warn about.
     """
     export(ExportOptions(run, folder := tmp_path / "hf"))
-    logger, handler = (
-        logging.getLogger("transformers"),
-        mock.Mock(level=logging.WARNING),
-    )
+    logger = logging.getLogger("transformers")
+    handler = mock.Mock(level=logging.WARNING)
     type(logger).warning_once.cache_clear()
     monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
     said = []

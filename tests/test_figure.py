@@ -26,13 +26,13 @@ DOCS = ROOT / "docs"
 
 def test_the_page_is_made_of_the_numbers_beside_it():
     """Means, ranges and Student's t intervals are computed in another way here."""
-    content, page = (
-        json.loads((DOCS / "condensation.json").read_text()),
-        figure.PAGE.read_text(),
-    )
+    content = json.loads((DOCS / "condensation.json").read_text())
+    page = figure.PAGE.read_text()
     assert page == figure.markdown(content)
-    lines, said = page.splitlines(), " ".join(page.split())
-    during, after = content["while_training"], content["after_training"]
+    lines = page.splitlines()
+    said = " ".join(page.split())
+    during = content["while_training"]
+    after = content["after_training"]
     cosine, loss = (
         np.array([[r[key] for r in during[s]] for s in STATES])
         for key in ("mean_cosine", "cross_entropy")

@@ -35,7 +35,8 @@ from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import first_sequences
 from titan_disp.errors import DataError
 
-EOS, VOCABULARY = 7, 5000
+EOS = 7
+VOCABULARY = 5000
 
 
 class TestTextField:
@@ -54,10 +55,8 @@ class TestTextField:
 
         A struct that is null has no text.
         """
-        column, coded = (
-            [f"b {i}" for i in range(700)],
-            [f"c {i % 5}" for i in range(700)],
-        )
+        column = [f"b {i}" for i in range(700)]
+        coded = [f"c {i % 5}" for i in range(700)]
         columns = {
             "meta": pyarrow.array(
                 [
@@ -86,11 +85,9 @@ class TestTextField:
         )
         # a rank that tries for longer looks like one that hangs
         assert stream_options(job).retry_seconds == 30
-        job.stream.text_field, job.stream.text_split, job.stream.token_dtype = (
-            "body",
-            "blank_lines",
-            "uint32",
-        )
+        job.stream.text_field = "body"
+        job.stream.text_split = "blank_lines"
+        job.stream.token_dtype = "uint32"
         tokenizer = load_tokenizer(sample / "tokenizer")
         assert stream_options(job, tokenizer=tokenizer).format == Format(
             "body", "blank_lines", "uint32", 1, 2048
@@ -102,10 +99,8 @@ TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
 
 @pytest.mark.parametrize(("length", "count"), [(8000, 3000), (400_000, 60)])
 def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
-    text, path = (
-        np.random.default_rng(0).bytes(length * 6).hex(),
-        tmp_path / "a.parquet",
-    )
+    text = np.random.default_rng(0).bytes(length * 6).hex()
+    path = tmp_path / "a.parquet"
     table = pyarrow.table(
         {"text": [f"{i} {text[i % 10 * length :][:length]}" for i in range(count)]}
     )
@@ -114,7 +109,8 @@ def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
     )
     del table
     tracemalloc.start()
-    before, held = pyarrow.total_allocated_bytes(), 0
+    before = pyarrow.total_allocated_bytes()
+    held = 0
     documents = Documents(
         DataFile(path.name, str(path), path.stat().st_size), StreamOptions()
     )
@@ -176,7 +172,8 @@ class TestPlainText:
 
 
 def documents_by_hand(ids, eos, longest):
-    found, run = [], []
+    found = []
+    run = []
     for i in ids:
         if len(run) == longest:
             found.append(run)
@@ -204,7 +201,8 @@ class TestTokenIds:
         """A header takes precedence over stream.token_dtype."""
         ids = np.random.default_rng(0).integers(10, VOCABULARY, 3000)
         ids[::17] = EOS
-        path, layout = tmp_path / file, file[:-4]
+        path = tmp_path / file
+        layout = file[:-4]
         path.write_bytes(ids_as(ids, layout, dtype))
         expected = documents_by_hand(ids.tolist(), EOS, 1 << 16)
         said = "uint16" if (dtype == "<u2") == (layout == "raw") else "uint32"
@@ -233,10 +231,8 @@ class TestTokenIds:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_ids, "_BLOCK", block)
             patch.setattr(token_ids, "LONGEST", longest)
-            file, how = (
-                DataFile("a.bin", "a.bin", len(content)),
-                Format(eos_id=EOS, vocab_size=20),
-            )
+            file = DataFile("a.bin", "a.bin", len(content))
+            how = Format(eos_id=EOS, vocab_size=20)
             layout = token_ids.layout_of(io.BytesIO(content), file, how)
             found = [
                 record.tolist()
@@ -275,11 +271,9 @@ class TestTokenIds:
         """In the first block, it stops the run; later, it is a bad document, because a
         flipped bit may be the cause.
         """
-        ids, how, path = (
-            np.tile([11, 12, EOS], 20_000),
-            {"eos_id": EOS, "vocab_size": 20},
-            tmp_path / "a.bin",
-        )
+        ids = np.tile([11, 12, EOS], 20_000)
+        how = {"eos_id": EOS, "vocab_size": 20}
+        path = tmp_path / "a.bin"
         ids[50_001] = 20
         path.write_bytes(ids_as(ids))
         found = ids_of(path, **how)
@@ -333,12 +327,14 @@ class TestTokenIds:
         )
         tokenizer = load_tokenizer(hf_tokenizer)
         # the bytes of documents decide where windows end
-        job.stream.slots, job.stream.shuffle_window = 1, 0
+        job.stream.slots = 1
+        job.stream.shuffle_window = 0
         stored = open_stream(job, list_files("text", str(tmp_path)), tokenizer, 1, 0)
         text = open_stream(
             job, list_files("c4_validation", str(sample)), tokenizer, 1, 0
         )
-        a, b = iter(stored), iter(text)
+        a = iter(stored)
+        b = iter(text)
         assert all(
             torch.equal(next(a)[0]["input"], next(b)[0]["input"]) for _ in range(20)
         )

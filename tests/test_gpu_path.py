@@ -130,7 +130,8 @@ def test_epilogue_compiles_to_one_kernel(variant, diagonal, padding):
 
 def test_in_place_kernels_compile_on_views():
     """They change slices of their first argument: Inductor's result is eager's."""
-    g, z = tokens(2, 40, 24), tokens(2, 40, 24, mean=1.0).bfloat16()
+    g = tokens(2, 40, 24)
+    z = tokens(2, 40, 24, mean=1.0).bfloat16()
     norm = torch.linalg.vector_norm(z.float(), dim=-1, keepdim=True)
     quadratic = moments.Quadratic(*torch.rand(3, 2, 40, 1)[:, :, 8:24])
     for function, arguments in (
@@ -147,7 +148,8 @@ def test_in_place_kernels_compile_on_views():
         ),
     ):
         torch._dynamo.reset()
-        expected, found = g.clone(), g.clone()
+        expected = g.clone()
+        found = g.clone()
         value = function(expected[:, 8:24], *arguments)
         compiled_value = torch.compile(function.__wrapped__)(found[:, 8:24], *arguments)
         assert not torch.equal(expected, g)
@@ -158,8 +160,10 @@ def test_in_place_kernels_compile_on_views():
 def test_moments_compile():
     torch._dynamo.reset()
     u = torch.nn.functional.normalize(tokens(2, 64, 24), dim=-1)
-    compiled, eager = torch.compile(moments._fit.__wrapped__), moments._fit.__wrapped__
-    c, ones = u @ u[:, ::4].transpose(1, 2), torch.ones(2, 64, 1)
+    compiled = torch.compile(moments._fit.__wrapped__)
+    eager = moments._fit.__wrapped__
+    c = u @ u[:, ::4].transpose(1, 2)
+    ones = torch.ones(2, 64, 1)
     valid = (torch.arange(64) < torch.tensor([[40], [0]]))[..., None]
     for mask, filled in ((None, None), (valid, valid[:, ::4, 0])):
         some = ones[:, ::4].transpose(1, 2), torch.arange(0, 64, 4)[None], filled

@@ -94,7 +94,8 @@ def test_a_finite_step_is_taken():
 
 
 def test_steps_in_a_row_end_the_run(caplog):
-    training, bad = Training(max_skipped_steps=3), (math.nan, 1.0)
+    training = Training(max_skipped_steps=3)
+    bad = (math.nan, 1.0)
     for gradients in (bad, bad, (1.0, 1.0), bad, bad):
         training.step(*gradients)
         assert training.optimizers.bad_terms == ["gradient norm"] * (gradients == bad)
@@ -111,7 +112,8 @@ def test_steps_in_a_row_end_the_run(caplog):
 
 def test_the_state_goes_on_after_a_resume():
     """The counts and the momentum continue: v = 0.5 v + g, w = w − 0.5 v."""
-    before, after = Training(), Training(max_skipped_steps=2)
+    before = Training()
+    after = Training(max_skipped_steps=2)
     before.step(1.0, 1.0)
     before.step(math.nan, 1.0)
     state = before.optimizers.state_dict()
@@ -124,7 +126,8 @@ def test_the_state_goes_on_after_a_resume():
 
 
 def test_flags_are_asked_once_a_step(caplog):
-    training, asked = Training(), []
+    training = Training()
+    asked = []
     training.optimizers.flags["stop"] = lambda: (
         bool(asked.append("stop")) or len(asked) > 2
     )
@@ -279,29 +282,27 @@ def trainer(monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", lambda self, data: None)
     trainer = object.__new__(DispTrainer)
     trainer.calls = calls = []
-    trainer.step, trainer.last_step = 5, 9
+    trainer.step = 5
+    trainer.last_step = 9
     trainer.optimizers = SimpleNamespace(
         bad_terms=[], in_a_row=0, agreed={"stop": False, "save_failed": False}
     )
     trainer.optimizers.settle = lambda: calls.append("settle")
     trainer.metrics_processor = SimpleNamespace(should_log=lambda step: step == 4)
     trainer._record_path = lambda: None  # of what ran so far in this process
-    trainer.run_folder, trainer.aside = (
-        object(),
-        SimpleNamespace(wake=lambda: calls.append("wake")),
-    )
+    trainer.run_folder = object()
+    trainer.aside = SimpleNamespace(wake=lambda: calls.append("wake"))
     trainer.checkpointer = SimpleNamespace(
         wait=lambda: calls.append("wait"), force=lambda: calls.append("force")
     )
-    comm, training = (
-        SimpleNamespace(mode="default", train_timeout_seconds=77),
-        SimpleNamespace(steps=9),
-    )
+    comm = SimpleNamespace(mode="default", train_timeout_seconds=77)
+    training = SimpleNamespace(steps=9)
     condensation = SimpleNamespace(interval=5)
     trainer.job_config = SimpleNamespace(
         condensation=condensation, comm=comm, training=training
     )
-    trainer.parallel_dims, trainer.clock = None, Clock(0.0)
+    trainer.parallel_dims = None
+    trainer.clock = Clock(0.0)
     trainer.heartbeat = SimpleNamespace(
         begin=lambda doing, step: None, step=lambda step: None
     )
@@ -319,7 +320,8 @@ def test_a_full_disk_does_not_hide_why_a_run_ends(trainer, monkeypatch):
     monkeypatch.setattr(
         Trainer, "close", Mock(side_effect=OSError(28, "No space left on device"))
     )
-    trainer.taken_by, trainer._start_step = lambda: None, 5
+    trainer.taken_by = lambda: None
+    trainer._start_step = 5
     for name in ("aside", "heartbeat", "stop_request", "dataloader", "run_folder"):
         setattr(trainer, name, Mock())
     trainer.close()
@@ -348,7 +350,8 @@ def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
 
 
 def test_what_went_wrong_in_a_step(trainer):
-    trainer.optimizers.bad_terms, trainer.optimizers.in_a_row = ["dispersion"], 2
+    trainer.optimizers.bad_terms = ["dispersion"]
+    trainer.optimizers.in_a_row = 2
     for late, step in ((True, 4), (False, 5)):
         trainer._skipped(late)
         assert trainer.calls[-1] == (
@@ -370,7 +373,8 @@ def test_what_went_wrong_in_a_step(trainer):
 def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
     """An asynchronous one may take minutes, which are the checkpoints'."""
     monkeypatch.setattr(Trainer, "train", lambda self: None)
-    trainer.step, trainer.report = 9, lambda: None
+    trainer.step = 9
+    trainer.report = lambda: None
     trainer.stop_request = SimpleNamespace(held=lambda: False, done=lambda: None)
     wait = lambda: trainer.calls.append("wait") or time.sleep(0.05)  # noqa: E731
     trainer.checkpointer = SimpleNamespace(ended_at=lambda: None, wait=wait)
@@ -384,7 +388,8 @@ def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer, caplog):
     """Not step 0, where this start is, as nothing was loaded: reports show what the run
     has up to its newest event.
     """
-    trainer.step, trainer.clock = 0, Clock(123.0)
+    trainer.step = 0
+    trainer.clock = Clock(123.0)
     trainer.checkpointer = SimpleNamespace(newest=lambda: 6, ended_at=lambda: 9)
     trainer.run_folder = SimpleNamespace(
         config_changes={"dispersion.enabled": [True, False]}

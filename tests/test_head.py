@@ -22,7 +22,10 @@ from titan_disp.models.head import (
 from titan_disp.models.registry import MODELS
 from titan_disp.run.reader import read_condensation, read_metrics
 
-B, N, F, V = 2, 1024, 64, 2000
+B = 2
+N = 1024
+F = 64
+V = 2000
 CHUNKED = ("--training.head_chunk_tokens", "24")
 
 
@@ -183,7 +186,8 @@ def real_trainers(sample, folder):
             )
             trainer.train()
         trainer.close()
-    validation, found = found, {}
+    validation = found
+    found = {}
     for name, start in (("whole", ()), ("chunked", CHUNKED)):
         low = ("--training.mixed_precision_param", "bfloat16")
         job = job_config(
@@ -242,10 +246,8 @@ def test_a_run_is_the_same_with_a_chunked_head_or_large_layers(folder):
 
 def test_the_logits_never_exist_in_full_under_the_stock_trainer(folder):
     _, found = torch.load(folder / "found_0.pt")
-    (whole, gradients, weights), (chunked, of_chunks, chunked_weights) = (
-        found["whole"],
-        found["chunked"],
-    )
+    (whole, gradients, weights) = found["whole"]
+    (chunked, of_chunks, chunked_weights) = found["chunked"]
     assert whole >= 4 * 32 * VOCAB > chunked
     assert max(relative(of_chunks.values(), gradients.values())) < 2e-2
     assert max(relative(chunked_weights.values(), weights.values())) < 1e-2

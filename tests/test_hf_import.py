@@ -171,12 +171,11 @@ def test_another_network(published, tmp_path, changes, message):
 
 def test_damaged_folders(published, tmp_path):
     folder = shutil.copytree(published["qwen3_disp"], tmp_path / "folder")
-    file, config, norm = (
-        folder / "model.safetensors",
-        folder / "config.json",
-        "model.norm.weight",
-    )
-    weights, whole = load_file(file), file.read_bytes()
+    file = folder / "model.safetensors"
+    config = folder / "config.json"
+    norm = "model.norm.weight"
+    weights = load_file(file)
+    whole = file.read_bytes()
     without = {k: v for k, v in weights.items() if k != norm}
     for damage, message in (
         (
@@ -269,7 +268,8 @@ def test_import_and_export_are_inverse_on_a_mesh(published, stepped, tmp_path, n
     """Bit for bit, from a folder of the hub, through FSDP2 × TP 2×2 and a step at
     learning rate 0.
     """
-    before, saved = load_file(published[name] / "model.safetensors"), {}
+    before = load_file(published[name] / "model.safetensors")
+    saved = {}
     if name == "qwen3_disp":
         before = {name: w.bfloat16().float() for name, w in before.items()}
     files = list((stepped / name / "checkpoint/step-2").glob("*.safetensors"))
@@ -307,7 +307,8 @@ def test_wikitext_as_articles(tmp_path, monkeypatch):
     )
     one = ["", " = One = \n", "", " a = b \n", " = = Section = = \n", " body \n", ""]
     two = [" = Two : A tale = \n", " text \n"]
-    more, three = [" more \n"], [" = Three = \n", " end \n"]
+    more = [" more \n"]
+    three = [" = Three = \n", " end \n"]
     raw.mkdir()
     archive.mkdir()
     for name, rows in {

@@ -98,14 +98,16 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-14)
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_against_hidden_states(name):
-    model, (blocks, of_blocks) = model_of(name), COMPARED[name]
+    model = model_of(name)
+    (blocks, of_blocks) = COMPARED[name]
     out = model(**batch(), output_hidden_states=True)
     losses = dispersion_losses(out.hidden_states[of_blocks], valid=TOKENS, tau=0.5)
     by_hand = backward(model, out.loss + 2 * losses.mean())
     with attach(model, blocks, coeff=2, tau=0.5) as handle:
         close(step(model, handle), by_hand)
         close(torch.stack([*handle.losses.values()]), losses.detach().mean(1))
-        handle.mask, weights = TOKENS.flip(0), torch.arange(4.0).double()
+        handle.mask = TOKENS.flip(0)
+        weights = torch.arange(4.0).double()
         model(**batch())
         losses = dispersion_losses(
             out.hidden_states[of_blocks], valid=TOKENS.flip(0), tau=0.5
@@ -117,12 +119,10 @@ def test_against_hidden_states(name):
 
 
 def test_torchs_own_encoder():
-    model, z, padding, zs = (
-        encoder(batch_first=True),
-        torch.randn(4, 12, 16).double(),
-        ~TOKENS,
-        [],
-    )
+    model = encoder(batch_first=True)
+    z = torch.randn(4, 12, 16).double()
+    padding = ~TOKENS
+    zs = []
     handle = attach(model, coeff=2)
     found = backward(
         model, model(z, src_key_padding_mask=padding).square().mean() + handle.loss()
@@ -175,7 +175,8 @@ def test_a_positional_mask_of_a_wrapped_model():
     """torch.compile's wrapper, like DDP's, takes any arguments; their names are those
     of the model within.
     """
-    model, given = model_of("LlamaForCausalLM"), batch()
+    model = model_of("LlamaForCausalLM")
+    given = batch()
     with attach(model) as handle:
         expected = step(model, handle)
     handle = attach(wrapped := torch.compile(model, backend="eager"))
@@ -189,7 +190,8 @@ def test_accumulation_with_others_in_between():
     What was generated, evaluated or forgotten in between counts for nothing.
     """
     model = model_of("GPT2LMHeadModel")
-    parts, handle = [batch(slice(0, 2)), batch(slice(2, 4))], attach(model)
+    parts = [batch(slice(0, 2)), batch(slice(2, 4))]
+    handle = attach(model)
     expected = [
         sum(both)
         for both in zip(

@@ -328,7 +328,8 @@ def test_a_hub_that_is_busy_is_asked_again(hub, sample, dataset):
 
 def test_every_node_asks_the_hub_once(hub, sample):
     job = config(sample)
-    job.training.dataset, job.training.dataset_path = "hf:some/prose:split", None
+    job.training.dataset = "hf:some/prose:split"
+    job.training.dataset_path = None
     assert input_problems(job) == []
     assert hub.requests == {"info": 1}
     hub.gated.add("some/prose")
@@ -341,7 +342,8 @@ def names_of(files):
 
 
 def test_mirror(hub, tmp_path, monkeypatch, capsys):
-    mirror, split = tmp_path / "mirror", "hf:some/prose:split"
+    mirror = tmp_path / "mirror"
+    split = "hf:some/prose:split"
     assert typed(monkeypatch, "data", "fetch", mirror, "--dataset", split) == 0
     said = capsys.readouterr().out
     assert (
@@ -434,7 +436,8 @@ def test_a_mirror_of_some_files(hub, tmp_path, monkeypatch, capsys):
 
 
 def test_stream_from_the_hub_is_the_local_copys(c4, sample):
-    job, ahead = config(sample), config(sample, "--stream.prefetch", "4")
+    job = config(sample)
+    ahead = config(sample, "--stream.prefetch", "4")
     c4.faults["resolve"] = [*[(200, {})] * 4, (503, {})] * 99
     job.training.dataset_path = ahead.training.dataset_path = None
     streamed = digest(job, 12, [(0, 1)])

@@ -48,7 +48,8 @@ def long_text(where):
 def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     if write is not folder_of_texts:  # which measures the speed
         monkeypatch.setattr("titan_disp.lab.init._cpu_flops", lambda *_: 2e10)
-    text, run = write(tmp_path), tmp_path / "my run [*]"
+    text = write(tmp_path)
+    run = tmp_path / "my run [*]"
     assert typed(monkeypatch, "init", run, "--text", text, "--text-field", "body") == 0
     _, held, *_, train, _, off = capsys.readouterr().out.splitlines()
     assert (held == "held out   7 files, by a hash of their names") == (
@@ -98,7 +99,8 @@ def test_a_gpu(name, tmp_path, monkeypatch, capsys):
 
 
 def test_sizes_follow_text_and_time(monkeypatch):
-    h100s, cpu = (8, Machine(1, 8, "H100")), (0, Machine(1, 1, "H100"))
+    h100s = (8, Machine(1, 8, "H100"))
+    cpu = (0, Machine(1, 1, "H100"))
     rows = _sized(1e12, 16384, 2048, *h100s, None)
     assert (rows["model.overrides"][0]["dim"], rows["optimizer.lr"][0]) == (768, 6e-4)
     assert _sized(1e12, 16384, 2048, *h100s, 2400)["model.flavor"][0] == "0.6B"

@@ -52,7 +52,8 @@ def tokens(count=2, length=12):
 
 
 def largest_number_alive(layers):
-    alive, most = [], 0
+    alive = []
+    most = 0
 
     def take_in(_, z):
         nonlocal most
@@ -135,7 +136,8 @@ def test_blocks_are_found_by_what_they_are():
 def test_layers_of_a_run(tmp_path, hf_tokenizer):
     run = save_run(tmp_path / "run", random_model(), hf_tokenizer)
     (target,) = targets.find_targets([str(run)], False, None).values()
-    layers, got = target.load(torch.device("cpu"), "float32"), {}
+    layers = target.load(torch.device("cpu"), "float32")
+    got = {}
     layers(tokens(length=16), lambda layer, z: got.update({layer: z}))
     model = load_model(find_saved(run))
     _, expected = model(tokens(length=16), return_activations=range(8))
@@ -168,14 +170,11 @@ def test_layers_of_a_run(tmp_path, hf_tokenizer):
 
 
 def test_the_root_of_logits_with_a_bias():
-    head, h = (
-        torch.nn.Linear(5, 9000),
-        torch.randn(4, 5, generator=torch.Generator().manual_seed(0)),
-    )
-    logits, like = (
-        head(h).double(),
-        torch.nn.functional.pad(h.double(), (0, 1), value=1.0)
-        @ targets.logits_root(head),
+    head = torch.nn.Linear(5, 9000)
+    h = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    logits = head(h).double()
+    like = torch.nn.functional.pad(h.double(), (0, 1), value=1.0) @ targets.logits_root(
+        head
     )
     torch.testing.assert_close(like @ like.T, logits @ logits.T, rtol=1e-5, atol=1e-2)
     with pytest.raises(
@@ -269,7 +268,8 @@ def test_plain_text_is_read_whole_and_shuffled(text):
 
 
 def test_another_field_of_the_text(tmp_path):
-    file, table = tmp_path / "some.jsonl", tmp_path / "some.parquet"
+    file = tmp_path / "some.jsonl"
+    table = tmp_path / "some.parquet"
     file.write_text('{"meta": {"body": "one"}}\n{"meta": {"body": "two"}}\n')
     table.write_bytes(parquet(body=["one", "two"]))
     for source, field, message in (

@@ -54,7 +54,8 @@ def test_ranks_get_sigterm_from_the_first_signal(
     rank, monkeypatch, capsys, number, closed
 ):
     """Also if Ctrl-C has ended tee, so that stderr is closed."""
-    ranks, stop = [rank(), rank()], StopRanks()
+    ranks = [rank(), rank()]
+    stop = StopRanks()
     before = signal.getsignal(number)
     if closed:
         monkeypatch.setattr(sys.stderr, "write", mock.Mock(side_effect=BrokenPipeError))
@@ -70,7 +71,8 @@ def test_ranks_get_sigterm_from_the_first_signal(
 def test_a_later_signal_kills_the_ranks(rank, monkeypatch):
     now = [50.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    one, stop = rank("true"), StopRanks()
+    one = rank("true")
+    stop = StopRanks()
     with stop_signals(stop.heard):
         signal.raise_signal(signal.SIGTERM)
         assert one.stdout.readline() == "SIGTERM\n"

@@ -142,13 +142,15 @@ def aside(monkeypatch, opened):
 
 
 def test_the_heartbeat_is_that_of_the_main_thread(tmp_path, clock, heartbeat, aside):
-    beat, turns = heartbeat(tmp_path), []
+    beat = heartbeat(tmp_path)
+    turns = []
     writer = aside(beat.write, lambda: turns.append(threading.current_thread()))
     file = tmp_path / "heartbeat.json"
     beat.begin("step", 1)
     writer.wake()
     until(file.exists)
-    before, done = file.stat().st_mtime_ns, len(turns)
+    before = file.stat().st_mtime_ns
+    done = len(turns)
     clock.now += 100
     until(lambda: len(turns) > done + 3)
     assert file.stat().st_mtime_ns == before
@@ -159,7 +161,8 @@ def test_the_heartbeat_is_that_of_the_main_thread(tmp_path, clock, heartbeat, as
 
 
 def test_a_file_system_that_hangs_delays_no_step(aside):
-    release, turns = threading.Event(), []
+    release = threading.Event()
+    turns = []
     writer = aside(lambda: turns.append(release.wait()))
     start = time.monotonic()
     for _ in range(1000):
@@ -330,7 +333,8 @@ def test_the_stop_file_of_this_start_stops_it(tmp_path, start):
 def test_a_users_stop_file_holds(tmp_path, start, monkeypatch, text, job):
     if job is None:
         monkeypatch.delenv("SLURM_JOB_ID")
-    file, request = tmp_path / "stop", start()
+    file = tmp_path / "stop"
+    request = start()
     assert not request()
     file.write_bytes(text)
     assert (request(), request.signalled()) == (True, False)

@@ -152,7 +152,8 @@ def test_dangling_links_are_refused(tmp_path, name):
 def test_what_cannot_be_read_is_refused(tmp_path, monkeypatch, below, function, ends):
     """Root can read everything, so that it is simulated."""
     write(tmp_path / "data", "a.jsonl", "open/a.jsonl", "closed/b.jsonl")
-    path, allowed = f"{tmp_path}/data{below}", getattr(os, function)
+    path = f"{tmp_path}/data{below}"
+    allowed = getattr(os, function)
     assert f"{tmp_path}/data/closed/b.jsonl" in [
         file.url for file in list_files("text", path)
     ]

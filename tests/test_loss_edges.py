@@ -105,7 +105,8 @@ def test_fit_error_is_reported():
     ):
         length = np.linalg.norm(z, axis=-1, keepdims=True) + 1e-2
         u = z / length
-        residuals, slopes = [], []
+        residuals = []
+        slopes = []
         for i in range(24):
             others = np.delete(u, i, axis=0)
             c = others @ u[i]
@@ -190,7 +191,8 @@ def test_what_is_not_finite_shows(variant, estimator, value, features):
     z = tokens(2, 64, features)
     options = {"variant": variant, "estimator": estimator, **drawn(estimator, 40)}
     expected, _ = loss_and_gradient(dispersion_loss, z, **options)
-    z[1, ::2, 3], z[1, 1::2, 3] = value, -value
+    z[1, ::2, 3] = value
+    z[1, 1::2, 3] = -value
     loss, _ = loss_and_gradient(dispersion_loss, z, **options)
     assert not loss[1].isfinite()
     assert torch.equal(loss[0], expected[0])

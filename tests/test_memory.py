@@ -23,7 +23,8 @@ from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.models.head import chunked, chunked_cross_entropy, loss_and_gradient
 from titan_disp.models.registry import MODELS
 
-LAYERS, TOKENS = 4, 1024
+LAYERS = 4
+TOKENS = 1024
 # Of each model, the smallest flavor of a size that is trained: logits and norms would
 # be most of a nano's memory.
 SMALLEST = [
@@ -98,10 +99,8 @@ def live(monkeypatch):
             )
         entry = MODELS[model[0]]
         args = entry.flavors[model[1]]
-        args.n_layers, args.activations = (
-            layers,
-            tuple(range(1, layers + 1)) if estimator else (),
-        )
+        args.n_layers = layers
+        args.activations = tuple(range(1, layers + 1)) if estimator else ()
         flash_on_cpu = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         )

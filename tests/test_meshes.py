@@ -160,7 +160,8 @@ def plain_gradients(model, case, coeff=1.0):
     time.
     """
     inputs, labels = mesh.global_batch()
-    weights, masked = (labels != -100).sum(1), "mask" in case or "restart" in case
+    weights = (labels != -100).sum(1)
+    masked = "mask" in case or "restart" in case
     segments = mesh.documents()
     logits, layers = (
         mesh.alone(model, inputs, segments, "restart" in case)
@@ -272,10 +273,10 @@ def test_bytes_of_the_plan(of, sample, ranks, name, gpus_per_node):
 )
 def test_gradients_equal_one_process(of, kind, name):
     """Initial weights too, which do not depend on the mesh."""
-    found, reference = (
-        of(kind)[name],
-        of(kind)[next((r for r in REFERENCES if name.startswith(r)), "reference")],
-    )
+    found = of(kind)[name]
+    reference = of(kind)[
+        next((r for r in REFERENCES if name.startswith(r)), "reference")
+    ]
     assert all(
         torch.equal(found["before"][n], w) for n, w in reference["before"].items()
     )

@@ -41,16 +41,12 @@ class DamagedFiles:
     check_counters = StreamLoader.check_counters
 
     def __init__(self, skipped):
-        self.groups, self.options = (
-            [Share("", 0, 8, 8, 1.0)],
-            SimpleNamespace(max_skipped_fraction=0.2),
-        )
-        self.files, self.skipped, self.read, self.waited = (
-            [DataFile("", "", 1)] * 100,
-            skipped,
-            0,
-            0.5,
-        )
+        self.groups = [Share("", 0, 8, 8, 1.0)]
+        self.options = SimpleNamespace(max_skipped_fraction=0.2)
+        self.files = [DataFile("", "", 1)] * 100
+        self.skipped = skipped
+        self.read = 0
+        self.waited = 0.5
         self.texts = [1.0]
 
     def counters(self):
@@ -128,10 +124,8 @@ def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
 
 def test_tokens_are_those_of_all_replicas_once(one_rank, tmp_path):
     built = metrics(tmp_path, dp_replicate=2, dp_shard=3, cp=5)
-    (
-        built.job_config.training.global_batch_size,
-        built.job_config.training.local_batch_size,
-    ) = -1, 7
+    built.job_config.training.global_batch_size = -1
+    built.job_config.training.local_batch_size = 7
     assert built.tokens_seen(11) == 11 * 2 * 3 * 7 * 32
 
 
@@ -152,7 +146,8 @@ def test_data_since_the_last_log(one_rank, tmp_path, clock, caplog):
         (200.0, 0.0),
     ]
     assert "epochs: 0.375  waiting for data: 25%" in caplog.text
-    loader.skipped, clock.now = 21, 5020.0
+    loader.skipped = 21
+    clock.now = 5020.0
     with pytest.raises(DataError, match="21 of 100 files are damaged"):
         log(logged, 5020)
     # the step that ends the run is on disk too
@@ -211,7 +206,8 @@ def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "titan_disp.condensation.heatmap.heatmaps", lambda rows: [*rows[0].values()][0]
     )
-    drawn, before = {}, condensed(0.1, 0.2, 0.3)
+    drawn = {}
+    before = condensed(0.1, 0.2, 0.3)
     writer = SimpleNamespace(
         add_figure=lambda tag, shown, at: drawn.update(
             {at: shown.untrained_mean_cosine}
@@ -389,7 +385,8 @@ def test_same_numbers_on_every_mesh(sample, tmp_path):
 @pytest.mark.slow
 def test_training_is_the_same_with_it(sample, tmp_path):
     spawn(2, train_with_and_without, sample, tmp_path)
-    keys, run = ("loss", "ce", "dispersion", "grad_norm", "tokens"), tmp_path / "2"
+    keys = ("loss", "ce", "dispersion", "grad_norm", "tokens")
+    run = tmp_path / "2"
     with_it, without = (
         {step: [row[key] for key in keys] for step, row in read_metrics(folder).items()}
         for folder in (run, tmp_path / "0")

@@ -142,10 +142,8 @@ def test_a_config_with_sources_from_listing_to_batches(job, tmp_path):
 def test_a_resume_with_other_weights_is_refused(job):
     saved = built(job).state_dict()
     web, code = job.stream.sources
-    doubled, equal = (
-        [Source(4.0, web.path), Source(2.0, code.path)],
-        [Source(1.0, web.path), code],
-    )
+    doubled = [Source(4.0, web.path), Source(2.0, code.path)]
+    equal = [Source(1.0, web.path), code]
     built(changed(job, {"stream.sources": doubled})).load_state_dict(saved)
     for keys, message in (
         (
@@ -192,10 +190,8 @@ def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
     within a window as large as an epoch.
     """
     lengths = lambda i: 9 + i * 7919 % 81  # noqa: E731
-    files, found = (
-        measured(write_files(tmp_path, [300, 120, 200], lengths), StreamOptions()),
-        [],
-    )
+    files = measured(write_files(tmp_path, [300, 120, 200], lengths), StreamOptions())
+    found = []
     for ranks, prefetch, parts in ((1, 0, [201]), (3, 4, [90, 111])):
         states = [{}] * ranks
         for part in parts:
@@ -358,7 +354,9 @@ def test_blocks_of_an_index_are_read_ahead_and_through_links(
     (tmp_path / "linked").mkdir()
     for path in (tmp_path / "web").iterdir():
         (tmp_path / "linked" / path.name).symlink_to(path)
-    found, small.training.dataset_path, small.stream.index = [], None, "memory"
+    found = []
+    small.training.dataset_path = None
+    small.stream.index = "memory"
     for folder, prefetch, phases in (
         ("web", 0, [(0, 1)]),
         ("linked", 3, [(0, 2), (3, 4)]),
@@ -404,7 +402,8 @@ def test_the_same_file_twice_is_refused(small, tmp_path, section, link):
             "raise the weight of the other",
         )
     else:
-        small.validation.enable, small.validation.dataset = True, "text_validation"
+        small.validation.enable = True
+        small.validation.dataset = "text_validation"
         small.validation.dataset_path = os.path.relpath(other)
     for check in (check_inputs, partial(missing_inputs, strict=True), built):
         with pytest.raises(ConfigError) as error:
@@ -425,11 +424,9 @@ def test_what_is_not_the_same_file_is_not_refused(small, tmp_path, caplog):
     ]
     write_texts(tmp_path / "val" / "web-val.jsonl", ["a"] * 9)
     section = small.validation
-    section.enable, section.dataset, section.dataset_path = (
-        True,
-        "text_validation",
-        str(tmp_path / "val"),
-    )
+    section.enable = True
+    section.dataset = "text_validation"
+    section.dataset_path = str(tmp_path / "val")
     check_inputs(small)
     assert len(built(small).files) == 9  # those of training
     found = [

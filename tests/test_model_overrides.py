@@ -65,7 +65,8 @@ def test_ways_to_write_them(tmp_path, key, toml, words, found):
             resolve_tables(changed(config, {key: wrong}))
 
 
-NANO, GPT2 = flavors["nano"], gpt2.flavors["nano"]
+NANO = flavors["nano"]
+GPT2 = gpt2.flavors["nano"]
 
 
 def test_refused():
@@ -97,10 +98,8 @@ def test_refused():
 
 
 def test_arguments_with_overrides():
-    args, changes = (
-        copy.copy(GPT2),
-        {"n_heads": 2, "norm_eps": 1.0, "enable_weight_tying": False},
-    )
+    args = copy.copy(GPT2)
+    changes = {"n_heads": 2, "norm_eps": 1.0, "enable_weight_tying": False}
     for _ in range(2):  # TorchTitan's hook may come after another caller
         apply_overrides(args, "n_heads=2,norm_eps=1,enable_weight_tying=false")
     assert repr(args) == repr(dataclasses.replace(GPT2, **changes))

@@ -50,7 +50,8 @@ def pair(entry, tied=True):
     depend on every one of them.
     """
     args = entry.flavors["nano"]
-    args.enable_weight_tying, args.max_seq_len = tied, 48
+    args.enable_weight_tying = tied
+    args.max_seq_len = 48
     adapter = entry.adapter(args, None)
     config = transformers.AutoConfig.for_model(
         **adapter.architecture(), **adapter.extras()
@@ -106,7 +107,8 @@ def test_final_norm_is_the_authors_mid_training(entry):
     """Cross-entropy + λ · dispersion of transformers' hidden_states[1:]: loss, and the
     gradient of every weight.
     """
-    (theirs, ours), labels = pair(entry), TOKENS.roll(-1, 1)
+    (theirs, ours) = pair(entry)
+    labels = TOKENS.roll(-1, 1)
     options = [
         "--dispersion.enabled",
         "--dispersion.final_norm",
@@ -236,7 +238,8 @@ def test_initial_distribution_is_torchtitans(tied):
 
 def test_seed_and_name_decide_the_weights():
     """Activation checkpointing and torch.compile do not."""
-    args, shape = qwen3.flavors["nano"], torch.Size([8, 8])
+    args = qwen3.flavors["nano"]
+    shape = torch.Size([8, 8])
     drawn = [(0, 1), (0, 1), (1, 1), (0, 2)]
     one, *others = (
         draw(f"layers.{layer}.attention.wq.weight", shape, args, seed)
@@ -257,7 +260,8 @@ def test_activations_of_a_config():
 
     The final norm's replaces the last's.
     """
-    config, args = load_config([]), qwen3.flavors["nano"]
+    config = load_config([])
+    args = qwen3.flavors["nano"]
     config.dispersion.enabled = False
     args.update_from_config(config)
     assert args.activations == ()
@@ -385,10 +389,8 @@ def test_odd_rows_of_gpt2_under_tensor_parallelism():
 
 
 def test_text_and_card_of_an_exported_gpt2(hf_tokenizer, tmp_path):
-    words, dest = (
-        ("--model.name", "gpt2_disp", "--model.flavor", "nano"),
-        tmp_path / "exported",
-    )
+    words = ("--model.name", "gpt2_disp", "--model.flavor", "nano")
+    dest = tmp_path / "exported"
     run = save_run(
         tmp_path / "run", random_model(name="gpt2_disp"), hf_tokenizer, *words
     )

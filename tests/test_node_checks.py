@@ -22,7 +22,8 @@ from titan_disp.cluster.bandwidth import (
     slow_nodes,
 )
 
-H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+H100 = "NVIDIA H100 80GB HBM3"
+H200 = "NVIDIA H200"
 
 
 def ring(count, **slow):
@@ -177,7 +178,8 @@ def test_report(tmp_path, monkeypatch, capsys):
         "clock_skew": skew,
     }
     (tmp_path / "bandwidth.json").write_text(json.dumps(measured))
-    expected, demo = ["n10", "n1", "n2", "n3", "n4"], ["--job.config_file", str(DEMO)]
+    expected = ["n10", "n1", "n2", "n3", "n4"]
+    demo = ["--job.config_file", str(DEMO)]
 
     def run(what, *more):
         words = [
@@ -308,11 +310,9 @@ class TestGpuHealth:
 
         return write
 
-    ECC, FAILED, PENDING = (
-        "ecc.errors.uncorrected.volatile.total",
-        "remapped_rows.failure",
-        "remapped_rows.pending",
-    )
+    ECC = "ecc.errors.uncorrected.volatile.total"
+    FAILED = "remapped_rows.failure"
+    PENDING = "remapped_rows.pending"
     SOUND = {ECC: "0", FAILED: "No", PENDING: "No", "gpu_recovery_action": "None"}
 
     def nvidia(self, tool, field, value):
@@ -444,7 +444,8 @@ def test_node_health_with_a_config(monkeypatch, sample, tmp_path):
         node_health.main()
         return json.loads((out / f"{name}.json").read_text())
 
-    run, out = tmp_path / "run", tmp_path / "out"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     options = (
         "--model.hf_assets_path",

@@ -53,7 +53,8 @@ def test_sums_over_valid_tokens_whatever_the_accumulation(batch, size):
     The ledger has the means without weights, and nothing of validation.
     """
     logits, layers, labels = batch
-    ledger, valid = LossLedger(), (labels != -100).sum().item()
+    ledger = LossLedger()
+    valid = (labels != -100).sum().item()
     losses = {
         "angular": (1.0, DispersionLoss(**PARAMETERS)),
         "other": (3.0, DispersionLoss(tau=0.5)),
@@ -66,7 +67,8 @@ def test_sums_over_valid_tokens_whatever_the_accumulation(batch, size):
         loss((logits[i], [z[i] for z in layers]), labels[i])
         for i in torch.arange(4).split(size)
     )
-    ce, first = cross_entropy(logits, labels), summed_dispersion(layers, labels)
+    ce = cross_entropy(logits, labels)
+    first = summed_dispersion(layers, labels)
     second = summed_dispersion(layers, labels, tau=0.5)
     torch.testing.assert_close(found, ce + 0.5 * (first + 3 * second))
     # or it would keep the graph of every step until the next log
@@ -122,7 +124,8 @@ def test_plain_logits_give_cross_entropy(batch):
 
 def test_ledger_receives_the_worst_fit_of_training(batch):
     logits, layers, labels = batch
-    ledger, errors = LossLedger(), []
+    ledger = LossLedger()
+    errors = []
     moments = DispersionLoss(**PARAMETERS, estimator="moments")
     moments(layers, fit_errors=errors)
     with torch.no_grad():
@@ -167,7 +170,8 @@ def test_gradients_in_the_backward_pass(
     """They are those of the forward pass, with every factor; the terms are known
     afterwards, and nothing holds a layer.
     """
-    tokens, labels = torch.randn(2, 2, 9, 6), torch.randint(6, (2, 9))
+    tokens = torch.randn(2, 2, 9, 6)
+    labels = torch.randint(6, (2, 9))
     labels[0, 3:] = -100
     monkeypatch.setattr(OfLayer, "seen", seen := [])
     gc.disable()
@@ -180,7 +184,10 @@ def test_gradients_in_the_backward_pass(
     losses = dict(zip("abc", zip((1.0, 3.0, 0.5), every, strict=True), strict=True))
     found = {}
     for defer in (False, True):
-        model, ledger, layers, printed = Blocks(), LossLedger(), [], []
+        model = Blocks()
+        ledger = LossLedger()
+        layers = []
+        printed = []
         loss = objective(loss=losses, ledger=ledger, defer=defer)
         for microbatch in tokens.unbind():
             predictions = model(microbatch)
@@ -220,10 +227,8 @@ class OfLayer(AutogradVariant):
 @pytest.mark.parametrize("defer", [False, True])
 def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer):
     losses = {"a": (1.0, DispersionLoss()), "b": (2.0, DispersionLoss("l2_repel"))}
-    segments, labels = (
-        torch.arange(9).div(3).int().expand(3, 9),
-        torch.zeros(3, 9, dtype=torch.long),
-    )
+    segments = torch.arange(9).div(3).int().expand(3, 9)
+    labels = torch.zeros(3, 9, dtype=torch.long)
     loss = objective(loss=losses, defer=defer, within_documents=True)
     with mock.patch.object(masks, "_ranges", wraps=masks._ranges) as ranges:
         loss((*Blocks()(torch.randn(3, 9, 6)), segments), labels).backward()
@@ -231,11 +236,9 @@ def test_the_host_waits_for_documents_once_a_microbatch(every_layer_alone, defer
 
 
 def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
-    model, tokens, labels = (
-        Blocks(),
-        torch.randn(3, 9, 6),
-        torch.zeros(3, 9, dtype=torch.long),
-    )
+    model = Blocks()
+    tokens = torch.randn(3, 9, 6)
+    labels = torch.zeros(3, 9, dtype=torch.long)
     h, activations = model(tokens)
     value = objective(defer=True)((h, (model[0](tokens), *activations)), labels)
     with pytest.raises(

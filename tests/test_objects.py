@@ -34,17 +34,16 @@ class FakeStore(FakeHub):
 
     def __init__(self, root):
         super().__init__(root, "")
-        self.root, self.asked = root, Counter()
+        self.root = root
+        self.asked = Counter()
         # ("cut", bytes), ("short", bytes) or ("stall", bytes) of the next answers with
         # content
         self.broken = []
 
     def answer(self, request, body):
         path, _, query = request.path.partition("?")
-        prefix, name = (
-            parse_qs(query).get("prefix", [""])[0],
-            unquote(path.removeprefix("/bucket")[1:]),
-        )
+        prefix = parse_qs(query).get("prefix", [""])[0]
+        name = unquote(path.removeprefix("/bucket")[1:])
         kind = "list" if not name else "content" if body else "info"
         self.asked[kind] += 1
         if self.faulty(request, kind, body):
@@ -97,7 +96,9 @@ def served(tmp_path_factory):
 
 @pytest.fixture
 def store(served):
-    served.faults, served.broken, served.ignore_range = {}, [], False
+    served.faults = {}
+    served.broken = []
+    served.ignore_range = False
     shutil.rmtree(served.root, ignore_errors=True)
     return served
 
@@ -130,10 +131,8 @@ def test_every_format_and_place(store, monkeypatch):
         "ids/val.npy",
         "b.txt",
     ):
-        local, remote = (
-            list_files("text", f"{store.root}/{place}"),
-            list_files("text", f"s3://bucket/{place}"),
-        )
+        local = list_files("text", f"{store.root}/{place}")
+        remote = list_files("text", f"s3://bucket/{place}")
         assert [(file.name, file.size) for file in remote] == [
             (file.name, file.size) for file in local
         ]
@@ -235,7 +234,8 @@ def test_a_changed_object_is_noticed(store, sample, monkeypatch):
     monkeypatch.setattr(storage, "UNCHECKED_SECONDS", 0.0)
     monkeypatch.setattr(storage, "BLOCK", 1000)
     file = one_file(store)
-    documents, saved = Documents(file, OPTIONS), loader([file], sample).state_dict()
+    documents = Documents(file, OPTIONS)
+    saved = loader([file], sample).state_dict()
     documents.read()
     write_texts(store.root / "a.jsonl", TEXTS[::-1])
     with pytest.raises(

@@ -181,10 +181,8 @@ def test_what_an_autograd_loss_is_given(monkeypatch):
             (7, 1, None),
         ]
         for layer, (z, found, _) in enumerate(Recorded.seen):
-            order, expected = (
-                drawing_order(10, 0, 7, layer).tolist(),
-                torch.zeros(2, 10, 4),
-            )
+            order = drawing_order(10, 0, 7, layer).tolist()
+            expected = torch.zeros(2, 10, 4)
             assert z.dtype == torch.float32
             for b in (0, 1):
                 chosen = sorted(

@@ -60,7 +60,8 @@ def without_padding(z, valid, weights, case, layer):
     variant, estimator, options = case
     options = {name: value for name, value in options.items() if name != "max_tokens"}
     order = drawing_order(z.shape[1], seed=3, step=5, layer=layer).tolist()
-    values, grad = torch.zeros(len(z), dtype=torch.float64), torch.zeros_like(z)
+    values = torch.zeros(len(z), dtype=torch.float64)
+    grad = torch.zeros_like(z)
     for b, tokens in enumerate(valid.sum(1).tolist()):
         if tokens < 2:
             continue
@@ -75,7 +76,8 @@ def without_padding(z, valid, weights, case, layer):
         else:
             value = oracle(variant, short, **options)
         (weights[b] * value).sum().backward()
-        values[b], grad[b, where] = value.detach(), short.grad
+        values[b] = value.detach()
+        grad[b, where] = short.grad
     return values, grad
 
 
@@ -154,7 +156,8 @@ def test_one_padded_token_has_no_pair():
 def test_fit_errors_of_padded_sequences():
     """Of a sequence without two tokens there is nothing to fit, and no error."""
     z, valid = padded(tuple(STRIDES), 6)
-    errors, alone = [], []
+    errors = []
+    alone = []
     loss = DispersionLoss(estimator="moments")
     loss([z], fit_errors=errors, valid=valid)
     for b, tokens in enumerate(STRIDES):

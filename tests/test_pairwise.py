@@ -133,7 +133,8 @@ def test_small_layers_are_computed_together(
         monkeypatch.setattr(layers, "BATCH_ELEMENTS", sequence)
         monkeypatch.setattr(vectors, "BLOCK_ELEMENTS", rows)
         monkeypatch.setattr(moments, "GRAM_BLOCK", features)
-        leaves, errors = [z.clone().requires_grad_() for z in zs], []
+        leaves = [z.clone().requires_grad_() for z in zs]
+        errors = []
         losses = DispersionLoss(**options)(
             leaves, step=3, fit_errors=errors, valid=valid
         )
@@ -145,11 +146,9 @@ def test_small_layers_are_computed_together(
     assert sizes == ([2, 1, 1, 1] if estimator != "sampled" else [2, 2, 1])
 
 
-BASE, OTHERS, ZEROS = (
-    tokens(1, 1, 32).expand(1, 20, 32),
-    tokens(1, 20, 32, seed=1),
-    torch.zeros(1, 20, 32),
-)
+BASE = tokens(1, 1, 32).expand(1, 20, 32)
+OTHERS = tokens(1, 20, 32, seed=1)
+ZEROS = torch.zeros(1, 20, 32)
 # so long that ε does not show: cosines of −1 in fp32
 LONG = OTHERS * torch.tensor([1e6, 1.0]).repeat(10)[:, None]
 EXTREME = {
@@ -255,10 +254,8 @@ def test_value_and_gradient_are_the_authors(variant, case):
 
     Their code takes one sequence without padding at a time.
     """
-    z, valid = (
-        tokens(3, 40, 16, mean=0.0).double() / 4,
-        torch.ones(3, 40, dtype=torch.bool),
-    )
+    z = tokens(3, 40, 16, mean=0.0).double() / 4
+    valid = torch.ones(3, 40, dtype=torch.bool)
     if case == "collapsed":
         z = z[:, :1] + 1e-3 * z
     elif case == "identical":
@@ -295,7 +292,8 @@ def test_accurate_far_from_the_origin(variant, options, padded):
         if variant == "l2_repel"
         else {"rtol": 1e-4, "atol": 0}
     )
-    z, valid = tokens(2, 50, 16) + 1000.0, torch.ones(2, 50, dtype=torch.bool)
+    z = tokens(2, 50, 16) + 1000.0
+    valid = torch.ones(2, 50, dtype=torch.bool)
     if padded:
         valid[1, 9:] = False
     for value, expected, error, norm in by_sequence(

@@ -30,7 +30,8 @@ def condensed(*mean_cosine, pairs=()):
 
 # ρ and τ by hand, without embedding and last block: ranks 3, 1, 2, 4 are 1 − 6·6/60 and
 # (4 − 2)/6.
-RISING, FALLING = condensed(0.1, 0.2, 0.05, 0.3), condensed(0.9, 0.5, 0.6, 0.1)
+RISING = condensed(0.1, 0.2, 0.05, 0.3)
+FALLING = condensed(0.9, 0.5, 0.6, 0.1)
 SOME = condensed(0.3, 0.5, 0.1, 0.25, 0.8, 0.75)
 
 
@@ -80,7 +81,8 @@ def test_heatmap():
 def test_baselines_of_a_heatmap():
     """The column of random vectors is that of sampled ones, of averages as well."""
     z = torch.randn(9, 256, 12, generator=torch.Generator().manual_seed(0))
-    averages, sums = AveragedCosines(), Accumulator(2)
+    averages = AveragedCosines()
+    sums = Accumulator(2)
     for layer in (0, 1):
         averages.add(layer, z)
         sums.add(layer, z)
@@ -128,7 +130,8 @@ def test_mean_cosine_by_layer():
     }
     assert axes.get_xlabel() == "layer (0: embedding, 1: last block, 2: final norm)"
     assert texts(figure.legends[0].texts) == [r" _a\$1\$", "b"]
-    small, large = condensed(0.1, 0.2, 0.6), condensed(0.1, 0.3, 0.4, 0.5, 0.7)
+    small = condensed(0.1, 0.2, 0.6)
+    large = condensed(0.1, 0.3, 0.4, 0.5, 0.7)
     (axes,) = plots.mean_cosine_by_layer({"small": small, "large": large}).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [
         [0, 1, 1.05],

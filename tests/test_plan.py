@@ -24,12 +24,12 @@ from titan_disp.job_config import Source
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 
 PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
-TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
-SHARDS, REPLICAS = (
-    "parallelism.data_parallel_shard_degree",
-    "parallelism.data_parallel_replicate_degree",
-)
-RESHARD, MODE = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode"
+TP = "parallelism.tensor_parallel_degree"
+CP = "parallelism.context_parallel_degree"
+SHARDS = "parallelism.data_parallel_shard_degree"
+REPLICAS = "parallelism.data_parallel_replicate_degree"
+RESHARD = "parallelism.fsdp_reshard_after_forward"
+MODE = "activation_checkpoint.mode"
 MOST = 250  # nodes
 
 
@@ -61,7 +61,9 @@ def every_node_count(monkeypatch, few_node_counts):
 
 def test_the_papers_run():
     plan = make_plan(config(), Machine(80, 8))
-    batch, memory, shard = plan.batch, plan.memory, 596_049_920 // 8 * 4
+    batch = plan.batch
+    memory = plan.memory
+    shard = 596_049_920 // 8 * 4
     assert plan.model.parameters == 596_049_920
     assert (
         plan.mesh.replicate,
@@ -104,12 +106,11 @@ def test_flops_and_days_by_hand():
     plan = make_plan(config(), Machine(80, 8, "MI250X-GCD", mfu=0.5))
     # Forward and backward: 6 per weight that multiplies (the tied embedding does, as
     # output), and attention's two products.
-    model, dispersed = (
-        (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048,
-        1920 * 28 * 3 * 2048**2 * 1024,
-    )
+    model = (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048
+    dispersed = 1920 * 28 * 3 * 2048**2 * 1024
     assert (plan.model.flops, plan.model.dispersion_flops) == (model, dispersed)
-    peak, fp32 = 640 * 191.5e12 * 0.5, 640 * 47.85e12 * 0.5
+    peak = 640 * 191.5e12 * 0.5
+    fp32 = 640 * 47.85e12 * 0.5
     seconds = [
         (model + 2 * dispersed) / peak,
         model / peak,
@@ -142,11 +143,9 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
     plan = make_plan(config(), Machine(80, 8))
     time = plan.time
     assert ROOT_GROUP + BLOCKS == 596_049_920
-    gathered_once, gathered_twice, reduced = (
-        2 * ROOT_GROUP,
-        2 * 2 * BLOCKS,
-        4 * (ROOT_GROUP + BLOCKS),
-    )
+    gathered_once = 2 * ROOT_GROUP
+    gathered_twice = 2 * 2 * BLOCKS
+    reduced = 4 * (ROOT_GROUP + BLOCKS)
     assert time.within_bytes == pytest.approx(
         3 * 7 / 8 * (gathered_once + gathered_twice + reduced)
     )
@@ -176,12 +175,10 @@ def test_bytes_of_an_untied_model_by_hand():
 
     Output and norm stay gathered.
     """
-    hows, matrix, norm, sent = (
-        ("default", "never", "always"),
-        151_936 * 4096,
-        4096,
-        120 * 7 / 8,
-    )
+    hows = ("default", "never", "always")
+    matrix = 151_936 * 4096
+    norm = 4096
+    sent = 120 * 7 / 8
     plans = {
         how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8))
         for how in hows
@@ -225,15 +222,11 @@ def test_every_size(flavor):
 
     A tied matrix has two names.
     """
-    plan, args = (
-        make_plan(config({"model.flavor": flavor}), Machine(2, 8)),
-        flavors[flavor],
-    )
-    own, parameters, tied = (
-        plan.model.parameters_non_embedding,
-        plan.model.parameters,
-        args.enable_weight_tying,
-    )
+    plan = make_plan(config({"model.flavor": flavor}), Machine(2, 8))
+    args = flavors[flavor]
+    own = plan.model.parameters_non_embedding
+    parameters = plan.model.parameters
+    tied = args.enable_weight_tying
     assert own / 1e9 == pytest.approx(NON_EMBEDDING[flavor], rel=0.015)
     vocabulary = 151_936 * args.dim
     assert parameters == own + (1 if tied else 2) * vocabulary
@@ -289,7 +282,8 @@ def test_bytes_of_context_parallel(sample, mode, gathers):
     plan = make_plan(
         demo(sample, {CP: 2, MODE: mode} | FOUR_MICROBATCHES), Machine(1, 2)
     )
-    root, blocks = 2048 * 64 + 64, 427_008 - (2048 * 64 + 64)
+    root = 2048 * 64 + 64
+    blocks = 427_008 - (2048 * 64 + 64)
     fsdp = root * (4 + 4) + blocks * (2 * 4 + 4)
     keys_and_values = 2 * (2 * 32 * 2 * 16) * 4
     ring = 6 * (gathers * keys_and_values / 2 + 2 * keys_and_values / 2)
@@ -409,7 +403,10 @@ def test_dispersion_traffic(sample):
             demo(sample, {"training.seq_len": 512, TP: 2} | changes), Machine(1, 2)
         ).time.within_bytes
 
-    off, sequences, n, f = sent(enabled=False), 16, 512, 64
+    off = sent(enabled=False)
+    sequences = 16
+    n = 512
+    f = 64
     for changes, elements in (
         ({}, n / 2 * f),
         ({"estimator": "moments"}, f * f + f),
@@ -428,10 +425,8 @@ def test_checkpoint_and_memory_of_the_real_model_and_optimizer(sample):
     optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 1e-3})
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     optimizers.step()
-    plan, moments = (
-        make_plan(demo(sample), Machine(1, 1)),
-        optimizers.optimizers[0].state.values(),
-    )
+    plan = make_plan(demo(sample), Machine(1, 1))
+    moments = optimizers.optimizers[0].state.values()
     sizes = [
         sum(w.nbytes for w in model.parameters()),
         sum(w.grad.nbytes for w in model.parameters()),
@@ -489,10 +484,8 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
     # So small a model's steps take microseconds on a GPU
     complete = demo(sample, {"checkpoint.enable": False})
     assert make_plan(complete, Machine(1, 1), strict=True).warnings == []
-    complete.model.hf_assets_path, complete.training.dataset_path = (
-        "/nowhere/tokenizer",
-        "/nowhere/data",
-    )
+    complete.model.hf_assets_path = "/nowhere/tokenizer"
+    complete.training.dataset_path = "/nowhere/data"
     hub = {"training.dataset_path": None}  # which is not asked
     names = {
         "validation.enable": True,
@@ -612,10 +605,8 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     # the replicas follow
     mesh = make_plan(config(both | {SHARDS: 4}), Machine(10, 8)).mesh
     assert (mesh.replicate, mesh.shard, mesh.context, mesh.tensor) == (5, 4, 2, 2)
-    whole, parts = (
-        make_plan(paper(10), Machine(10, 8)),
-        make_plan(paper(10, both), Machine(10, 8)),
-    )
+    whole = make_plan(paper(10), Machine(10, 8))
+    parts = make_plan(paper(10, both), Machine(10, 8))
     assert (
         parts.mesh.shard,
         parts.mesh.data_parallel,

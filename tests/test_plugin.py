@@ -38,10 +38,8 @@ def fresh(script, folder=ROOT):
 
 
 def test_the_version_is_in_one_place():
-    metadata, version = (
-        tomli.loads((ROOT / "pyproject.toml").read_text()),
-        titan_disp.__version__,
-    )
+    metadata = tomli.loads((ROOT / "pyproject.toml").read_text())
+    version = titan_disp.__version__
     assert metadata["project"]["dynamic"] == ["version"]
     assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {
         "attr": "titan_disp.__version__"
@@ -124,7 +122,8 @@ def test_the_loss_needs_torch_alone():
 
 @pytest.mark.slow
 def test_the_wheel_of_the_loss_has_all_it_imports(tmp_path):
-    copy, site = tmp_path / "packages" / "loss", tmp_path / "site"
+    copy = tmp_path / "packages" / "loss"
+    site = tmp_path / "site"
     shutil.copytree(
         ROOT / "packages" / "loss",
         copy,
@@ -282,7 +281,9 @@ def test_nothing_imports_in_a_circle():
     """Neither packages of the picture, even on one line of it, nor modules of one
     package.
     """
-    by_place, by_module, own = {}, {}, modules()
+    by_place = {}
+    by_module = {}
+    own = modules()
     for module, path in own.items():
         others = {
             other if other in own else other.rpartition(".")[0]

@@ -49,20 +49,16 @@ def test_every_number_has_its_source():
 
 def ours(tasks):
     """By seed, off has the scores 0.25 and 0.75, and on 0.75 and 0.75."""
-    off, on = (
-        of_seeds(np.array([[0.0, 0, 0, 1], [1, 1, 1, 0]])),
-        of_seeds(np.array([[1.0, 1, 0, 1], [1, 1, 1, 0]])),
-    )
+    off = of_seeds(np.array([[0.0, 0, 0, 1], [1, 1, 1, 0]]))
+    on = of_seeds(np.array([[1.0, 1, 0, 1], [1, 1, 1, 0]]))
     models = {"off": dict.fromkeys(tasks, off), "on": dict.fromkeys(tasks, on)}
     return beside(scores(compare(rows_of(tasks), models)), "ours")
 
 
 def test_only_the_same_task_or_average_is_shown():
     assert ours(["arc_easy", "winogrande"]) == []
-    what, published = (
-        "difference, points",
-        "dispersion − off (Qwen3-0.6B, 156 B tokens of C4)",
-    )
+    what = "difference, points"
+    published = "dispersion − off (Qwen3-0.6B, 156 B tokens of C4)"
     piqa = [
         ("piqa", what, "on − off", "+25.00 ± 25.00", "ours"),
         ("piqa", what, published, "4.0", "P, §5.4"),

@@ -111,7 +111,8 @@ def quiet_run(sample, run, *options, at=lambda step: 1.0):
         *QUIET,
     )
     trainer = build(sample, run, *usual, "--checkpoint.interval", "100", *options)
-    cross_entropy, weights = trainer.loss_fn.cross_entropy, {}
+    cross_entropy = trainer.loss_fn.cross_entropy
+    weights = {}
 
     def faulty(logits, labels):
         if trainer.step not in weights:
@@ -146,14 +147,16 @@ def counted(run, step):
 
 
 def two_ranks(sample, folder):
-    folder, rank = Path(folder), dist.get_rank()
+    folder = Path(folder)
+    rank = dist.get_rank()
 
     def nan_on_rank_1(*steps):
         return lambda step: float("nan") if rank == 1 and step in steps else 1.0
 
     # One rank's NaN in steps 3, 4 and 8: no rank changes its weights. At step 4 a save
     # is due, which is put off.
-    run, bad = folder / "skips", (3, 4, 8)
+    run = folder / "skips"
+    bad = (3, 4, 8)
     _, weights = quiet_run(
         sample, run, "--checkpoint.interval", "4", at=nan_on_rank_1(*bad)
     )

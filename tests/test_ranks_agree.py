@@ -41,7 +41,8 @@ GOOD = ((1.0, -2.0), {})
 
 def check_verdicts():
     """(the steps of rank 0 and rank 1, the terms that both name)."""
-    rank, nothing = dist.get_rank(), ((0.0, 0.0), {})
+    rank = dist.get_rank()
+    nothing = ((0.0, 0.0), {})
     training = Training(max_skipped_steps=10)
     training.optimizers.flags["stop"] = lambda: rank == 1
     training.optimizers.flags["save_failed"] = lambda: False
@@ -219,7 +220,8 @@ def check_late_ranks(folder):
             run.save(late)
             run.manager.wait()
             set_timeout(timedelta(seconds=COLLECTIVE))
-            FileSystem.create_stream, run.hooks.taken_by = create_stream, lambda: None
+            FileSystem.create_stream = create_stream
+            run.hooks.taken_by = lambda: None
         run.manager.close()
         assert checkpoints(run.folder) == [0, 1]
 
@@ -266,7 +268,8 @@ def check_damage(folder):
     assert again.loaded == (1, 1)
     dist.barrier()
     assert again.names == ["damaged-2", "damaged-3", "step-1"]
-    read, hash_file = [], integrity.hash_file
+    read = []
+    hash_file = integrity.hash_file
     integrity.hash_file = lambda path, *others: (
         read.append(path.name) or hash_file(path)
     )

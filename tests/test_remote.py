@@ -147,7 +147,8 @@ def test_the_hubs_own_pauses(hub, monkeypatch):
         ((503, {"Retry-After": "Sun, 09 Sep 2001 01:47:20 GMT"}), (40.0, 50.0)),
         ((503, {"Retry-After": "Sun, 09 Sep 2001 01:40:00 GMT"}), (0.0, 1.0)),
     ]
-    asked, waited = [], []
+    asked = []
+    waited = []
     monkeypatch.setattr(
         retry,
         "uniform",
@@ -212,13 +213,15 @@ def test_a_proxy_that_packs_what_it_passes_on(hub):
     """
     content = "".join(f"{i} " for i in range(9000)).encode()
     (hub.datasets["some/data"] / "text.bin").write_bytes(content)
-    hub.packed, hub.cut = True, 8000
+    hub.packed = True
+    hub.cut = 8000
     file = RemoteFile(on_hub(hub, "text.bin"), StreamOptions(retry_seconds=0.05))
     file.seek(7000)
     # it can never get further
     with pytest.raises(Exception, match="incomplete|without sending"):
         read_all(file)
-    hub.cut, at = 0, file.tell()
+    hub.cut = 0
+    at = file.tell()
     assert 7000 <= at < len(content)
     assert read_all(file) == content[at:]
 
@@ -261,10 +264,8 @@ def test_requests_for_a_file(hub, kind, requests):
     """Of 200 documents of 100,000 characters: twice as many as their stored bytes in
     gzip.
     """
-    generator, path = (
-        np.random.default_rng(0),
-        hub.datasets["some/data"] / f"train.{kind}",
-    )
+    generator = np.random.default_rng(0)
+    path = hub.datasets["some/data"] / f"train.{kind}"
     texts = [f"{number} {generator.bytes(50_000).hex()}" for number in range(200)]
     write_texts(path, texts)
     if kind == "parquet":

@@ -198,10 +198,8 @@ def compared(tmp_path_factory):
 
     Their names and texts are hostile.
     """
-    folder, hostile = (
-        tmp_path_factory.mktemp("runs"),
-        {"description": "<script>document.title = 'broken'</script>"},
-    )
+    folder = tmp_path_factory.mktemp("runs")
+    hostile = {"description": "<script>document.title = 'broken'</script>"}
     cosines = [(0, 0.1), (50, 0.2), (100, 0.3)]
     on = write_run(
         folder / "_on$1$2",
@@ -342,10 +340,8 @@ def test_what_was_seen(tmp_path):
         )
         for s in range(1, 13)
     ]
-    mixed, plain = (
-        write_run(tmp_path / "mixed", rows),
-        write_run(tmp_path / "plain", *whole(12)),
-    )
+    mixed = write_run(tmp_path / "mixed", rows)
+    plain = write_run(tmp_path / "plain", *whole(12))
     expected = [*["3.5"] * 4, "7.5"]
     assert (
         cells(page_of(mixed), "<web>")
@@ -569,10 +565,8 @@ def test_bands_by_hand():
     )
 
     runs = [one(f"off-{i}", i) for i in range(3)]  # the third one has only begun
-    a, b = (
-        Line("a", np.array([1.0, 3]), np.ones(2), 0),
-        Line("b", np.array([2.0, 4]), np.ones(2), 1),
-    )
+    a = Line("a", np.array([1.0, 3]), np.ones(2), 0)
+    b = Line("b", np.array([2.0, 4]), np.ones(2), 1)
     found = [(line.name, line.place, line.low) for line in by_condition(runs, [a, b])]
     assert found == [("a", 0, None), ("b", 0, None)]
     a_hole = Line("a", np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]), 0)
@@ -594,7 +588,8 @@ def test_many_points_keep_their_extremes():
     (axes,) = curves([line], "step", "loss", charts.without_the_beginning).axes
     assert axes.get_ylim()[0] < -10
     rng = np.random.default_rng(0)
-    x, y = np.arange(40000.0), rng.standard_normal(40000)
+    x = np.arange(40000.0)
+    y = rng.standard_normal(40000)
     y[[5, 6, 12345]] = np.nan, np.inf, 99
     a, mean, low, high = binned(x, y)
     finite = np.isfinite(y)
@@ -665,7 +660,8 @@ def test_only_what_counts_after_a_resume(tmp_path):
 
 def test_states(tmp_path):
     rows, events = faulty()
-    late, failed = T0 + 1e6, event("save_failed", 40, T0 + 410, error="no space")
+    late = T0 + 1e6
+    failed = event("save_failed", 40, T0 + 410, error="no space")
     # and knew of no step
     trained_nothing = event("stop", 0, T0 + 420, allocated=T0 + 410, reason="RUN/stop")
     after_the_end = event("stop", 0, T0 + 9000, allocated=T0 + 8990, reason="RUN/stop")
@@ -723,7 +719,8 @@ def test_bare_runs(tmp_path):
         for s in range(1, 9)
     ]
     del rows[5]["lr"], rows[5]["data"]
-    bare, empty = write_run(tmp_path / "bare", rows), write_run(tmp_path / "empty")
+    bare = write_run(tmp_path / "bare", rows)
+    empty = write_run(tmp_path / "empty")
     (bare / "environment.json").unlink()
     page = page_of(bare)
     # CE, learning rate, throughput, history; no gradient norm
@@ -874,10 +871,8 @@ def test_many_runs(tmp_path):
     assert "those of r0, r1, r2, r3, r4, r5: the first run" in page
     assert page.count("<h3>r") == 13
     lines = [Line(f"r{i}", np.arange(1000.0), np.arange(1000.0), i) for i in range(13)]
-    figure, few = (
-        curves(lines, "step", "y", as_it_is, False),
-        curves(lines[:5], "step", "y", as_it_is),
-    )
+    figure = curves(lines, "step", "y", as_it_is, False)
+    few = curves(lines[:5], "step", "y", as_it_is)
     assert (figure.legends, len(figure.axes[0].collections), len(few.legends)) == (
         [],
         0,
@@ -1023,10 +1018,8 @@ def test_in_a_browser(compared, tmp_path):
     """Everything is drawn, nothing is wider than the window, and no text of a run is
     executed, even with scripts on.
     """
-    browser, page = (
-        next(filter(None, map(shutil.which, CHROMIUM)), None),
-        compared.read_text(),
-    )
+    browser = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    page = compared.read_text()
     try:
         # Ubuntu's may be a stub that asks for a snap
         run_command(browser or "chromium", "--version")
@@ -1098,7 +1091,9 @@ def test_a_collapse_is_in_the_pictures_by_layer(tmp_path, monkeypatch):
 
     Steps at equal distances missed it.
     """
-    high, runs, figures = {"one": 30, "other": 60}, [], []
+    high = {"one": 30, "other": 60}
+    runs = []
+    figures = []
     for name, step in high.items():
         measured = [(s, 0.9 if s == step else 0.2) for s in range(0, 310, 10)]
         runs.append(write_run(tmp_path / name, *whole(300), measured, steps=300))

@@ -45,7 +45,8 @@ MODEL = {
     "stream.document_mask",
     "stream.restart_positions",
 }
-STEP, EPOCH = 7, 2
+STEP = 7
+EPOCH = 2
 
 
 def start(job, tokenizer, checkpoint):

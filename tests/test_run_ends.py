@@ -55,10 +55,8 @@ def train(sample, run, *options, faults="", seed=False):
         "1",
     )
     usual += ("--model.overrides", "n_layers=1")
-    trainer, heartbeat = (
-        FaultyTrainer(job_config(sample, run, *usual, *options)),
-        run / "heartbeat.json",
-    )
+    trainer = FaultyTrainer(job_config(sample, run, *usual, *options))
+    heartbeat = run / "heartbeat.json"
     try:
         trainer.save_seed() if seed else trainer.train()
         assert heartbeat.exists() or dist.get_rank() > 0

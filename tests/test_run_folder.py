@@ -109,7 +109,9 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Else a node that dies may leave an empty config.json, and no start of the run
     would get past it.
     """
-    done, fsync, replace = [], os.fsync, os.replace
+    done = []
+    fsync = os.fsync
+    replace = os.replace
     monkeypatch.setattr(
         os,
         "fsync",
@@ -140,7 +142,8 @@ def test_a_garbled_config_is_one_error(tmp_path):
 
 def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
     first = started(job_config(tmp_path))
-    before, second = (tmp_path / "config.json").read_bytes(), job_config(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    second = job_config(tmp_path)
     second.training.steps = 7
     with pytest.raises(InUseError, match="in use by another job.*pid"):
         RunFolder(second, world_size=1)

@@ -22,14 +22,10 @@ from titan_disp.run.reader import read_metrics
 from titan_disp.spec import cross_entropies
 from titan_disp.train import DispTrainer
 
-TP, CP = (
-    {"parallelism.tensor_parallel_degree": 2},
-    {"parallelism.context_parallel_degree": 2},
-)
-HSDP, ONE_BY_ONE = (
-    {"parallelism.data_parallel_replicate_degree": 2},
-    {"training.local_batch_size": 1},
-)
+TP = {"parallelism.tensor_parallel_degree": 2}
+CP = {"parallelism.context_parallel_degree": 2}
+HSDP = {"parallelism.data_parallel_replicate_degree": 2}
+ONE_BY_ONE = {"training.local_batch_size": 1}
 CHUNKED = {"training.head_chunk_tokens": 24}
 CASES = {
     1: {"alone": {}, "off": {"dispersion.enabled": False}, "chunked": CHUNKED},
@@ -113,8 +109,10 @@ def test_rows_are_told_apart_by_their_place():
 
     What is not finite stays with its source.
     """
-    logits, labels = torch.randn(6, 5, 9, dtype=torch.float64), torch.randint(9, (6, 5))
-    labels[:, 0], labels[:, 1:][torch.rand(6, 4) < 0.4] = 1, -100
+    logits = torch.randn(6, 5, 9, dtype=torch.float64)
+    labels = torch.randint(9, (6, 5))
+    labels[:, 0] = 1
+    labels[:, 1:][torch.rand(6, 4) < 0.4] = -100
     losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none").unflatten(
         0, (2, 3)
     )

@@ -32,7 +32,9 @@ from titan_disp.dispersion import (
 )
 from titan_disp.spec import sequence_mesh
 
-B, N, F = 3, 48, 16
+B = 3
+N = 48
+F = 16
 PARAMETERS = {"tau": 0.5, "clamp": 0.25, "norm_eps": 1e-2}
 
 
@@ -43,7 +45,8 @@ def check_every_loss(mesh, data):
     For exact losses, rank r holds chunks r and 2·ranks − 1 − r, as under context
     parallelism. The others depend on the order.
     """
-    rank, ranks = mesh.get_local_rank(), mesh.size()
+    rank = mesh.get_local_rank()
+    ranks = mesh.size()
     halves = torch.arange(256).chunk(2 * ranks)
     permuted = torch.cat([halves[rank], halves[2 * ranks - 1 - rank]])
     # 256 tokens: the moments' fit then takes the same ones on every mesh.
@@ -72,7 +75,8 @@ def check_bf16(mesh):
     """It travels as bf16, also from a view that is not contiguous; compared with one
     process on the same values.
     """
-    rank, ranks = mesh.get_local_rank(), mesh.size()
+    rank = mesh.get_local_rank()
+    ranks = mesh.size()
     whole = tokens(B, N, F).bfloat16().requires_grad_(True)
     alone = dispersion_loss(whole, **PARAMETERS)
     alone.sum().backward()
@@ -150,10 +154,8 @@ def check_objective(meshes):
     Both terms and the gradients equal one process's.
     """
     generator = torch.Generator().manual_seed(5)
-    z, logits = (
-        tokens(B, N, F).double(),
-        torch.randn(B, N, 11, generator=generator).double(),
-    )
+    z = tokens(B, N, F).double()
+    logits = torch.randn(B, N, 11, generator=generator).double()
     labels = torch.randint(11, (B, N), generator=generator)
     # sequences weigh differently, and so do the CP ranks' parts of the first
     labels[0, :30] = -100
@@ -166,7 +168,9 @@ def check_objective(meshes):
     (2.0 * dispersion).backward()
     ce = cross_entropy(logits, labels)
 
-    cp, both, ledger = meshes.get_mesh("cp"), sequence_mesh(meshes), LossLedger()
+    cp = meshes.get_mesh("cp")
+    both = sequence_mesh(meshes)
+    ledger = LossLedger()
     labels_here = torch.arange(N).chunk(cp.size())[cp.get_local_rank()]
     tokens_here = labels_here.chunk(4 // cp.size())[dist.get_rank() % (4 // cp.size())]
     loss = DispersionLoss(**PARAMETERS)

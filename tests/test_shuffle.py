@@ -59,7 +59,9 @@ def shuffled_by_hand(order, size, window, slot, epoch):
     """(document, number of its window, place in it) of ``order``, computed as
     shuffle.py's docstring describes.
     """
-    waiting, out, number = deque(order), [], 0
+    waiting = deque(order)
+    out = []
+    number = 0
     while waiting:
         spread = Fraction(
             (slot * STEP + first_64_bits(f"{SEED}/{epoch}")) % 2**64, 2**64
@@ -107,7 +109,8 @@ def test_order_of_the_documents(tmp_path, counts, slots, window, longer):
     (rank,) = streams_of(files, slots, 1, shuffle_window=window)
     columns = [Field.EPOCH, Field.DOCUMENTS, Field.BYTES, Field.OFFSET]
     for slot in range(slots):
-        count, total = 0, 0
+        count = 0
+        total = 0
         for epoch in (0, 1):
             plain = order_by_hand(files, counts, slots, slot, epoch, size)
             shuffled = shuffled_by_hand(plain, size, max(window, 1), slot, epoch)
@@ -122,7 +125,8 @@ def test_order_of_the_documents(tmp_path, counts, slots, window, longer):
                         number,
                         place,
                     ]
-                count, total = count + 1, total + size(*document)
+                count = count + 1
+                total = total + size(*document)
                 assert found.end[columns].tolist() == [epoch, count, total, 0]
 
 
@@ -134,7 +138,8 @@ def test_a_resume_at_every_position(tmp_path):
         for i in (18, 12, 6):
             lines.insert(i + f, b"broken")
         (tmp_path / f"{f}.json").write_bytes(b"\n".join(lines))
-    files, steps = list_files("text", str(tmp_path)), 90
+    files = list_files("text", str(tmp_path))
+    steps = 90
     options = {"seq_len": 4, "shuffle_window": 5, "max_skipped_fraction": 1.0}
     (rank,) = streams_of(files, 2, 1, **options)
     tokens, positions = zip(*(batches([rank], 1) for _ in range(steps)), strict=True)
@@ -162,7 +167,8 @@ def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
 
     The queue for different speeds is tiny here.
     """
-    slots, window = 24, 64
+    slots = 24
+    window = 64
     files = write_files(tmp_path, [4800], words=lambda i: 30 + i % 50)
     (rank,) = streams_of(
         files,
@@ -173,7 +179,8 @@ def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
         queue_bytes=20_000,
         tokenizer_threads=1,
     )
-    held, every = [], list(rank.slots.values())
+    held = []
+    every = list(rank.slots.values())
     while any(slot.position[Field.EPOCH] == 0 for slot in every):
         for slot in every:
             sequence(slot)
@@ -198,7 +205,8 @@ def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
 def test_a_window_that_has_shrunk_is_refused(tmp_path):
     """A position in it would mean other documents. Here the first window has 10."""
     # two documents per sequence
-    path, options = tmp_path / "train.json", {"seq_len": 3, "shuffle_window": 30}
+    path = tmp_path / "train.json"
+    options = {"seq_len": 3, "shuffle_window": 30}
     for used, window, left in ((4, 0, 2), (8, 1, 0)):
         path.write_text('{"text": "7"}\n' * 40)
         _, positions = batches(

@@ -32,7 +32,8 @@ def commands(heading):
 
 @pytest.mark.slow
 def test_an_environment_in_a_fresh_home(tmp_path):
-    home, local = tmp_path / "home", tmp_path / "local"
+    home = tmp_path / "home"
+    local = tmp_path / "local"
     home.mkdir()
     local.mkdir()
     # A site's `module load` gives an interpreter with torch and the other packages of

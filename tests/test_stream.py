@@ -90,16 +90,13 @@ class TestAssignment:
         A cut that is moved to a file's edge changes one by an eighth, which later runs
         divide.
         """
-        assignment, epoch = (
-            Assignment(of_sizes(sizes), slots, seed=1),
-            data.draw(st.integers(0, 3)),
-        )
-        owned, lengths = (
-            {file: [] for file in range(len(sizes))},
-            [max(size, 1) for size in sizes],
-        )
+        assignment = Assignment(of_sizes(sizes), slots, seed=1)
+        epoch = data.draw(st.integers(0, 3))
+        owned = {file: [] for file in range(len(sizes))}
+        lengths = [max(size, 1) for size in sizes]
         for slot in range(slots):
-            run, share = assignment.run(slot, epoch), 0
+            run = assignment.run(slot, epoch)
+            share = 0
             assert all((s.low, s.high) == (0, 2**64) for s in run.body)
             for segment in run.segments:
                 owned[segment.file].append((segment.low, segment.high))
@@ -174,11 +171,10 @@ def write_source(folder, kind, counts, first):
     """
     folder.mkdir()
     for f, count in enumerate(counts):
-        path, texts = (
-            folder / f"{f}.{kind}",
-            [words_of(number) for number in range(first, first + count)],
-        )
-        first, bad = first + count, range(count // 2, -1, -6)
+        path = folder / f"{f}.{kind}"
+        texts = [words_of(number) for number in range(first, first + count)]
+        first = first + count
+        bad = range(count // 2, -1, -6)
         if kind == "megatron":
             documents = [encode(text)[:-1] for text in texts]
             sizes = np.array([len(ids) for ids in documents], "<i4")
@@ -235,9 +231,12 @@ def test_any_run_against_the_list_of_documents(
     """Each document once per epoch of its source; through any stops, on any ranks and
     threads, the same batches.
     """
-    folder, first, numbers = tmp_path_factory.mktemp("corpus"), 1, {}
+    folder = tmp_path_factory.mktemp("corpus")
+    first = 1
+    numbers = {}
     for i, (_, kind, counts) in enumerate(corpus):
-        begin, first = first, write_source(folder / NAMES[i], kind, counts, first)
+        begin = first
+        first = write_source(folder / NAMES[i], kind, counts, first)
         numbers[NAMES[i]] = list(range(begin, first))
     weights = {NAMES[i]: weight for i, (weight, _, _) in enumerate(corpus)}
     slots = data.draw(
@@ -404,16 +403,15 @@ def fill(folder, files, content, suffix="json"):
 class TestBadData:
     def test_skipped_named_and_counted_or_refused(self, tmp_path, caplog):
         sound = [json.dumps({"text": f"{i} " * 20}).encode() for i in range(1, 400)]
-        bad, whole = (
-            [b"{not json", b'{"url": "no text"}', b"null"],
-            gzip.compress(b"\n".join(sound[30:])),
-        )
+        bad = [b"{not json", b'{"url": "no text"}', b"null"]
+        whole = gzip.compress(b"\n".join(sound[30:]))
         (tmp_path / "a.json").write_bytes(
             b"\n".join([*sound[:10], *bad, *sound[10:30], b'"' + b"9 " * 40000 + b'"'])
         )
         (tmp_path / "b.json.gz").write_bytes(whole[: len(whole) // 2])
         (tmp_path / "c.json").write_bytes(b"\n".join(sound[60:90]))
-        files, how = list_files("c4", str(tmp_path)), {"max_document_bytes": 1 << 16}
+        files = list_files("c4", str(tmp_path))
+        how = {"max_document_bytes": 1 << 16}
         _, end = batches(streams_of(files, 3, 1, max_skipped_fraction=1.0, **how), 3000)
         for said in (
             "document 10: malformed JSON",
@@ -515,7 +513,8 @@ class TestBadData:
         line = json.dumps({"text": "x" * (14 * wrong // good - 13)}) + "\n"
         fill(tmp_path, files - 1, line.encode() * good)
         (tmp_path / "wrong.json").write_text('{"other": 12}\n' * wrong)
-        listed, ends = list_files("text", str(tmp_path)), []
+        listed = list_files("text", str(tmp_path))
+        ends = []
         for ranks in (1, 2):
             streams = streams_of(
                 listed, slots, ranks, encode=lambda text: [1] * 7 + [EOS]
@@ -536,7 +535,8 @@ class TestBadData:
         """This holds for compressed files, where flipped bytes cause it; not for plain
         ones. Empty texts are no garbage.
         """
-        good, empty = json.dumps({"text": "5 " * 20}), json.dumps({"text": " "})
+        good = json.dumps({"text": "5 " * 20})
+        empty = json.dumps({"text": " "})
         # which are one too few
         seven = [empty] * 40 + ["{ga"] * 7 + ['{"text": "8"}'] * 60
         spoiled = [good] * 100 + seven + ["rbage}"] * 300 + ['{"text": "666"}'] * 200
@@ -544,10 +544,8 @@ class TestBadData:
         (tmp_path / "b.json").write_text(
             "\n".join([good] * 200 + ["garbage"] * 20 + ['{"text": "7"}'] * 100)
         )
-        files, phases = (
-            list_files("text", str(tmp_path)),
-            [1, 1, 1, 2, 3, 5, 8, 29, 500],
-        )
+        files = list_files("text", str(tmp_path))
+        phases = [1, 1, 1, 2, 3, 5, 8, 29, 500]
         streams = partial(streams_of, files, 4, max_skipped_fraction=1.0)
         tokens, positions = batches(streams(1), sum(phases))
         assert positions[:, Field.EPOCH].min() >= 1
@@ -585,7 +583,9 @@ class TestBadData:
         """This holds for any format, although its library may raise errors of its own:
         the file is not damaged.
         """
-        rng, reads, fail = np.random.default_rng(0), iter(range(10**6)), set()
+        rng = np.random.default_rng(0)
+        reads = iter(range(10**6))
+        fail = set()
         # 2 MB even when compressed, so that no reader holds all of them in its buffers.
         large = write_texts(
             tmp_path / f"train.{kind}", [rng.bytes(1000).hex() for _ in range(2000)]
@@ -632,14 +632,17 @@ def test_position_is_of_batches_consumed_not_prefetched(sample):
     ahead, plain = (
         loader(files, sample, prefetch=n, seq_len=100, segments=True) for n in (4, 0)
     )
-    a, b = iter(ahead), iter(plain)
+    a = iter(ahead)
+    b = iter(plain)
     for _ in range(32):  # the eight slots have four turns
-        (x, _), (y, _) = next(a), next(b)
+        (x, _) = next(a)
+        (y, _) = next(b)
         assert x.keys() == {"input", "segments"}
         assert all(torch.equal(x[key], y[key]) for key in x)
     saved = ahead.state_dict()["positions"]
     assert torch.equal(saved, plain.positions)
-    before, _ = saved.clone(), next(a)
+    before = saved.clone()
+    _ = next(a)
     assert torch.equal(saved, before), "state_dict must return a copy"
     assert (x["segments"].dtype, x["segments"][:, 0].any().item()) == (
         torch.int32,
@@ -655,12 +658,11 @@ def test_batches_before_an_error_come_first(sample, tmp_path):
         ("c", texts[120:]),
     ):
         write_texts(tmp_path / f"{name}.json", part)
-    files, found = list_files("c4", str(tmp_path)), []
+    files = list_files("c4", str(tmp_path))
+    found = []
     for prefetch in (0, 4):
-        one, tokens = (
-            loader(files, sample, prefetch=prefetch, slots=3, on_bad_data="fail"),
-            [],
-        )
+        one = loader(files, sample, prefetch=prefetch, slots=3, on_bad_data="fail")
+        tokens = []
         with pytest.raises(DataError, match="document 40: "):
             tokens.extend(x["input"].clone() for x, _ in one)
         found.append((torch.stack(tokens), one.positions))
@@ -749,7 +751,8 @@ def test_bad_documents_are_judged_over_all_ranks(sample, tmp_path):
             one.encode = lambda text: [1] * 32 + [EOS]
             # without threads, which take longer
             one.options = dataclasses.replace(one.options, fast_tokenizer=True)
-        batches, said = [iter(one) for one in loaders], []
+        batches = [iter(one) for one in loaders]
+        said = []
         for step in range(1, 43):
             for own in batches:
                 for _ in range(12 // ranks):
@@ -796,10 +799,8 @@ def test_a_run_stops_at_many_damaged_files(sample):
             if len(files) > 1
             else (),
         )
-        one.positions[:, Field.DOCUMENTS], one.positions[0, Field.SKIPPED_FILES] = (
-            10**8,
-            damaged,
-        )
+        one.positions[:, Field.DOCUMENTS] = 10**8
+        one.positions[0, Field.SKIPPED_FILES] = damaged
         one.positions[[0, -1][: len(files)], Field.EPOCH] = torch.tensor(epochs)
         begun = sum(
             count * (epoch + 1) for count, epoch in zip(files, epochs, strict=True)
@@ -815,7 +816,8 @@ def test_broken_validation_data_is_refused(sample, tmp_path):
     (tmp_path / "x.json").write_text(
         "".join('{"text": "a word"}\n' if i % 10 else "broken\n" for i in range(2000))
     )
-    job, tokenizer = config(sample), load_tokenizer(sample / "tokenizer")
+    job = config(sample)
+    tokenizer = load_tokenizer(sample / "tokenizer")
     first_sequences(list_files("text", str(tmp_path)), tokenizer, job, 8, 50, "")
     with pytest.raises(
         DataError,
@@ -929,7 +931,8 @@ def test_validation_is_the_same_on_any_ranks(sample):
 def test_held_out_sequences_are_the_first_of_the_validation_split(
     sample, tmp_path, caplog
 ):
-    tokenizer, job = load_tokenizer(sample / "tokenizer"), config(sample)
+    tokenizer = load_tokenizer(sample / "tokenizer")
+    job = config(sample)
     expected = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 5, 33)
     (found,) = held_out_sequences(job, tokenizer, 5)
     assert torch.equal(found, expected)
@@ -938,11 +941,9 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(
         sample / "en" / "c4-train.00002-of-00008.json.gz", tmp_path / "valid.json.gz"
     )
     section = job.validation
-    section.enable, section.dataset, section.dataset_path = (
-        True,
-        "text_validation",
-        str(tmp_path),
-    )
+    section.enable = True
+    section.dataset = "text_validation"
+    section.dataset_path = str(tmp_path)
     section.seq_len = 64  # of validation; held-out sequences have training's
     (found,) = held_out_sequences(job, tokenizer, 5)
     assert torch.equal(found, first_sequences_by_hand(other, sample, 5, 33))
@@ -955,7 +956,8 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(
     ]
     assert all(torch.equal(found, every[0]) for found in every)
 
-    section.enable, job.training.dataset_path = False, None
+    section.enable = False
+    job.training.dataset_path = None
     beside = (
         Source(1.0, other),
         Source(1.0, str(write_texts(tmp_path / "train" / "train.json", ["a"]).parent)),

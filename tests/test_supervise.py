@@ -55,14 +55,14 @@ esac"""
     REPORTS = 'case "$*" in *check) cat FOLDER/bin/reports; exit;; esac; '
 
     def __init__(self, folder):
-        self.folder, self.commands, self.run = folder, folder / "bin", folder / "run"
+        self.folder = folder
+        self.commands = folder / "bin"
+        self.run = folder / "run"
         self.commands.mkdir()
         self.run.mkdir()
-        self.signals, self.log, self.checkpoints = (
-            folder / "signals",
-            folder / "job.out",
-            "checkpoint",
-        )
+        self.signals = folder / "signals"
+        self.log = folder / "job.out"
+        self.checkpoints = "checkpoint"
         self.signals.touch()
         self.log.write_text("the job's\nown lines\n")
         self.job = {
@@ -129,12 +129,15 @@ esac"""
         }
         given |= {"PYTHON": self.commands / "python", "LOCAL": self.folder}
         argv = ["config.toml", "--job.dump_folder", str(self.run), *overrides]
-        signals, given = str(self.signals), self.environment(**(given | environment))
+        signals = str(self.signals)
+        given = self.environment(**(given | environment))
         supervisor = supervise.Supervisor(argv, signals, given, of_array)
         # as ``freeze`` does
-        supervisor.run, supervisor.launch = str(self.run), {"argv": argv}
+        supervisor.run = str(self.run)
+        supervisor.launch = {"argv": argv}
         supervisor.start = f"7.{restart}"
-        supervisor.pause, supervisor.requeue_pauses = 0.02, (0, 0, 0)
+        supervisor.pause = 0.02
+        supervisor.requeue_pauses = (0, 0, 0)
         supervisor.kill_wait = supervisor.last_wait = 0.5
         supervisor.grace = 0.0
         return supervisor
@@ -236,7 +239,8 @@ esac"""
     def node(self, script, *words, **variables):
         """Run node.sh, with this script as its Python."""
         self.write("a python", script)
-        python, local = str(self.commands / "a python"), str(self.folder)
+        python = str(self.commands / "a python")
+        local = str(self.folder)
         given = {
             "PATH": os.environ["PATH"],
             "TITAN_DISP_PYTHON": python,
@@ -321,7 +325,8 @@ TAKEN = "by another job (host n9, SLURM job {}.0.abcdef)"
 SEVEN = "the number of visible GPUs is 7, expected 8"
 MANY = "2 of 4 nodes fail their check, which counts as the job's failure and not as theirs: "
 LACK = dict.fromkeys(FOUR, (7, []))
-HALF, UNLIKE = {**LACK, "n3": (8, []), "n4": (8, [])}, {**FOUR, "n1": (), "n2": (9, [])}
+HALF = {**LACK, "n3": (8, []), "n4": (8, [])}
+UNLIKE = {**FOUR, "n1": (), "n2": (9, [])}
 MOST = "node n{}: the number of visible GPUs is {}, but most nodes have 8"
 THREE = {node: FOUR[node] for node in ("n1", "n3", "n4")}
 SLEEP = "exec sleep 60"
@@ -330,10 +335,8 @@ ONE_HANGS = {
     "srun": f"cat FOLDER/bin/reports; {SLEEP}",
     "CHECK_SECONDS": "0.7",
 }
-DOWN, NOBODY = (
-    "echo 'n1 allocated'; echo 'n3 down*'",
-    "failed as a whole (srun's status 1): no node answered",
-)
+DOWN = "echo 'n1 allocated'; echo 'n3 down*'"
+NOBODY = "failed as a whole (srun's status 1): no node answered"
 TWO_DOWN = "printf 'n1 down*\\nn2 idle~\\nn3 failing\\n'"
 LATE = f'[ $(wc -l < "$0.calls") -gt 1 ] || exit 1; {Cluster.SHOW}'
 FIX = "the config could not be checked (status 1); the lines above say why. Not requeued: fix the config or the environment"
@@ -997,7 +1000,8 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
         restart=given.get("restart", 0), LAUNCH_POINTER=pointer, **variables
     )
     if "fresh" in given:  # one that has not read its config
-        supervisor.run, supervisor.launch = "", {}
+        supervisor.run = ""
+        supervisor.launch = {}
     for name, usual in (("status", 1), ("quiet", 1800.0), ("kill_wait", 0.5)):
         setattr(supervisor, name, given.get(name, usual))
     # as run/folder.py locks it
@@ -1028,11 +1032,9 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
         assert pointer.exists() is (reason == supervise.REQUEUED)
     assert cluster.blamed() == given.get("blamed", [])
     assert " ".join(sorted(supervisor.dropped)) == given.get("dropped", "")
-    out, ended, stop = (
-        capsys.readouterr().out,
-        given.get("ended", False),
-        cluster.run / "stop",
-    )
+    out = capsys.readouterr().out
+    ended = given.get("ended", False)
+    stop = cluster.run / "stop"
     # The ranks look for the stop file. A user's own one is not changed.
     asked = (
         "asking all ranks to save and stop" in out
@@ -1161,7 +1163,8 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
         other.with_name("stdout.log").write_text(self.DUMP)
         (cluster.run / "logs" / "7.0" / "node-1" / "stderr.log").symlink_to("nowhere")
         supervisor = cluster.supervisor()
-        supervisor.stalled, supervisor.status = "rank 0 has been silent", 1
+        supervisor.stalled = "rank 0 has been silent"
+        supervisor.status = 1
         expected = "node 0 rank 1: save in checkpoint.py:213; node 1 rank 0: save in checkpoint.py:213"
         assert f"rank 0 has been silent ({expected})" in supervisor.decide().reason
         long.write_text(self.DUMP + "x" * (1 << 16))  # its end alone is read
@@ -1187,7 +1190,8 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
             Path(prefix + name).touch()
             os.utime(prefix + name, (100.0, 100.0))
         os.symlink("nowhere", prefix + "0")
-        supervisor, said = cluster.supervisor(), []
+        supervisor = cluster.supervisor()
+        said = []
         supervisor.note(Outcome("train"))
         for script in ("exit 1", f"touch {prefix}{{10,9,2}}; exit 1"):
             cluster.write("srun", script)
@@ -1331,10 +1335,8 @@ class TestPrepare:
         from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE
         from titan_disp.run.folder import lock_folder
 
-        run, config = (
-            cluster.folder / "läufe" / os.fsdecode(b"\xff"),
-            cluster.folder / "config.toml",
-        )
+        run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
+        config = cluster.folder / "config.toml"
         config.write_text(DEMO.read_text())
         (cluster.folder / "launch.json").write_text(
             '{"code": "another", "packages": {"torch": "99"}}'
@@ -1373,10 +1375,8 @@ def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
     """
     from titan_disp.cluster import freeze
 
-    config, run = (
-        cluster.folder / "config.toml",
-        cluster.folder / "läufe" / os.fsdecode(b"\xff"),
-    )
+    config = cluster.folder / "config.toml"
+    run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
     config.write_text(DEMO.read_text())
 
     def frozen(run, name):
@@ -1389,14 +1389,16 @@ def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
         return options, out.buffer.getvalue().strip()
 
     options, said = frozen(run, "7.0.abcdef")
-    launch, pointer = run / "launch" / "7.0.abcdef", cluster.folder / "home" / "7"
+    launch = run / "launch" / "7.0.abcdef"
+    pointer = cluster.folder / "home" / "7"
     assert freeze.differences(launch / "config.toml") == []
     (cluster.folder / "said").write_bytes(
         b"0: a banner\n0: %b\x1b[0m\n0: the container has ended\n" % said
     )
     cluster.write("python", "cat FOLDER/said")
     first = cluster.supervisor(LAUNCH_POINTER=pointer)
-    first.run, first.launch = "", {}
+    first.run = ""
+    first.launch = {}
     assert first.freeze() == Outcome("check nodes", f"this job runs {launch}")
     assert cluster.calls(
         "python",
@@ -1812,7 +1814,8 @@ def test_the_program(cluster, monkeypatch, capsys):
     monkeypatch.setattr(
         supervise, "open", functools.partial(open, encoding="ascii"), raising=False
     )
-    met, handlers = [], {}
+    met = []
+    handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
 
     def supervised(self):
@@ -1944,10 +1947,8 @@ class TestSupervise:
         # whose first start has another name in its environment
         supervisor = cluster.supervisor()
         assert supervisor.supervise() == 0
-        told, again = (
-            cluster.transitions(),
-            ["check nodes", "prepare", "train", "decide"],
-        )
+        told = cluster.transitions()
+        again = ["check nodes", "prepare", "train", "decide"]
         assert [record["state"] for record in told] == [
             "unpack",
             "freeze",
@@ -2028,7 +2029,8 @@ class TestUnpack:
         )
 
     def test_what_dead_jobs_left_on_a_node_is_removed(self, cluster, tmp_path):
-        local, archive = tmp_path / "local", tmp_path / "local" / "titan-disp-7.tar"
+        local = tmp_path / "local"
+        archive = tmp_path / "local" / "titan-disp-7.tar"
         kept = {"titan-disp-6", "titan-disp-7", "titan-disp-x", "titan-disp-cache-0"}
         for name in (*kept, "titan-disp-5"):
             (local / name).mkdir(parents=True)

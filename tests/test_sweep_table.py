@@ -72,10 +72,8 @@ def condition(name, values):
 
 class TestDifferences:
     def test_only_shared_seeds_are_pairs(self):
-        off, on = (
-            condition("off", {1: 1.0, 2: 2.0, 3: None}),
-            condition("on", {2: 2.5, 3: 9.0, 4: 7.0}),
-        )
+        off = condition("off", {1: 1.0, 2: 2.0, 3: None})
+        on = condition("on", {2: 2.5, 3: 9.0, 4: 7.0})
         _, found = differences([off, on], "off")
         assert found.pairs == ((("debug.seed", 2),),)
         assert found.difference.mean == 0.5
@@ -211,7 +209,8 @@ def test_the_table(sweep):
     assert "- on_coeff-1.0_seed-1: unfinished: stop at step 2: SIGTERM" in text
     assert "- on_coeff-1.0_seed-2: finished without a finite cross_entropy" in text
     rows = read_csv(sweep.folder / "table.csv")
-    half, on = 0.05 * 12.70620474, rows["on_coeff-0.1"]
+    half = 0.05 * 12.70620474
+    on = rows["on_coeff-0.1"]
     assert [on.pop(name) for name in ("points", "finished", "against", "pairs")] == [
         "2",
         "2",

@@ -103,7 +103,8 @@ class TestPoints:
             assert (
                 point.folder.parent / point.name
             ).resolve() == point.folder.resolve()
-        first, last = found[0], found[-1]
+        first = found[0]
+        last = found[-1]
         assert re.fullmatch(
             r"enabled-true_layers-all_dataset_path-a-b-c-\w+_debug.seed--1_stream.seed-3",
             first.name,
@@ -335,10 +336,8 @@ class TestPrepare:
                 prepare(sweep(ONE, *nano(sample), *other), 1)
 
     def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):
-        made, file = (
-            sweep(ONE, *nano(sample)),
-            tmp_path / "runs" / "seed-1" / "point.json",
-        )
+        made = sweep(ONE, *nano(sample))
+        file = tmp_path / "runs" / "seed-1" / "point.json"
         prepare(made, 1)
         (file.parent / "owner.json").touch()
         record = json.loads(file.read_text())
@@ -352,7 +351,8 @@ class TestPrepare:
             prepare(made, 1)
 
     def test_a_folder_that_is_something_else(self, sweep, sample, tmp_path):
-        made, run = sweep(ONE, *nano(sample)), tmp_path / "runs" / "seed-1"
+        made = sweep(ONE, *nano(sample))
+        run = tmp_path / "runs" / "seed-1"
         run.mkdir(parents=True)
         for name in ("point.toml", ".point.json.partial", "metrics.jsonl"):
             (run / name).touch()
@@ -378,7 +378,8 @@ def write_events(run, lines):
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
 
 
-START, COMPLETE = ("start", 0, ""), ("complete", 4, "")
+START = ("start", 0, "")
+COMPLETE = ("complete", 4, "")
 
 
 def test_the_last_event_or_a_failure_decides_the_state(tmp_path):
@@ -473,7 +474,8 @@ class TestRun:
         results = prepared(**{NAMES[1]: "fail", NAMES[2]: "crash", NAMES[3]: "die"})
         assert [result.name for result in results] == NAMES
         assert outcomes(results) == ["finished", "failed", "failed", "failed"]
-        told, log = summary(results), tmp_path / "runs" / NAMES[1] / "sweep.log"
+        told = summary(results)
+        log = tmp_path / "runs" / NAMES[1] / "sweep.log"
         assert told[:2] == [
             "1 finished, 3 failed",
             f"  {NAMES[1]}: failed: the data is not there (status 2; {log})",
@@ -552,7 +554,8 @@ class TestRun:
     ):
         prepared(text=ONE)
         events = tmp_path / "runs" / "seed-1" / "events.jsonl"
-        complete, lock = events.read_text(), local.lock_folder
+        complete = events.read_text()
+        lock = local.lock_folder
         events.unlink()
         monkeypatch.setattr(
             local,
@@ -690,7 +693,8 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
     said = [
         int(number) for number in re.search(pattern, file.read_text(), re.S).groups()
     ]
-    main, first = read_sweep(file), read_sweep(tuning)
+    main = read_sweep(file)
+    first = read_sweep(tuning)
     minutes = {}
     for point in points(main):
         if point.seeds == {"debug.seed": 1, "stream.seed": 1}:
@@ -721,7 +725,8 @@ def test_killed_in_the_middle(sample, tmp_path):
     )
     command = [sys.executable, "-m", "titan_disp.cli", "sweep"]
     options = {"cwd": ROOT, "env": environment(), "text": True}
-    first, runs = subprocess.Popen([*command, str(file)], **options), tmp_path / "runs"
+    first = subprocess.Popen([*command, str(file)], **options)
+    runs = tmp_path / "runs"
     deadline = time.monotonic() + SECONDS
     while not any(e["event"] == "start" for e in read_events(runs / NAMES[1])):
         assert time.monotonic() < deadline

@@ -118,10 +118,8 @@ def test_text_makes_no_special_tokens(sample, hf_tokenizer, tmp_path, kind):
         (tmp_path / "plain.model").write_bytes(model)
         plain = SentencePieceProcessor(model_proto=model).encode
     else:
-        made, config = (
-            Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json"),
-            {"eos_token": "<|endoftext|>"},
-        )
+        made = Tokenizer.from_file(f"{hf_tokenizer}/tokenizer.json")
+        config = {"eos_token": "<|endoftext|>"}
         if kind == "of Qwen's kind":  # with an added word that is not special
             made.add_tokens([AddedToken("<think>", normalized=False)])
             made.add_special_tokens(["<|im_end|>"])
@@ -134,7 +132,8 @@ def test_text_makes_no_special_tokens(sample, hf_tokenizer, tmp_path, kind):
         without = Tokenizer.from_str(json.dumps(content | {"added_tokens": words}))
         plain = lambda text: without.encode(text).ids  # noqa: E731
     loaded = load_tokenizer(tmp_path)
-    encode, eos = encoder(loaded), loaded.eos_id
+    encode = encoder(loaded)
+    eos = loaded.eos_id
     fast = fast_encoder(loaded, str(tmp_path), encode)
     for text in [
         *NAMES,
@@ -187,7 +186,8 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
     """GPT-2's tokenizer_config.json names no token, so that config.json decides what
     ends a document.
     """
-    files, options = list_files("c4", str(sample)), StreamOptions(seq_len=8)
+    files = list_files("c4", str(sample))
+    options = StreamOptions(seq_len=8)
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|one|>", "<|other|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -131,8 +131,10 @@ def test_killed_at_random_moments_equals_uninterrupted(sample, tmp_path):
             "0.01",
         ),
     )
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    metrics, events = run / "metrics.jsonl", run / "events.jsonl"
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
+    metrics = run / "metrics.jsonl"
+    events = run / "events.jsonl"
 
     def log():
         return "".join(file.read_text()[-4000:] for file in tmp_path.glob("*.log"))
@@ -172,7 +174,8 @@ def test_killed_at_random_moments_equals_uninterrupted(sample, tmp_path):
     rows = [(row["step"], [row[key] for key in keys]) for row in read_rows(run)]
     assert all(values == expected[step] for step, values in rows)
     assert {step for step, _ in rows} == set(expected)
-    saved, resumed = 0, 0
+    saved = 0
+    resumed = 0
     for event in read_events(run):
         if event["event"] == "checkpoint":
             saved = event["step"]
@@ -316,15 +319,15 @@ def test_elastic_resume(sample, tmp_path):
     """
     options = (*SHORT, "--checkpoint.interval", "3", "--training.local_batch_size", "2")
     options += ("--lr_scheduler.total_steps", "9", "--training.steps")
-    run, whole = tmp_path / "elastic", tmp_path / "whole"
+    run = tmp_path / "elastic"
+    whole = tmp_path / "whole"
     train(DEMO, sample, whole, *options, "9", nproc=2)
-    hsdp, tp = (
-        ("--parallelism.data_parallel_replicate_degree", "2"),
-        ("--parallelism.tensor_parallel_degree", "2"),
-    )
+    hsdp = ("--parallelism.data_parallel_replicate_degree", "2")
+    tp = ("--parallelism.tensor_parallel_degree", "2")
     for nproc, steps, mesh in ((4, "3", hsdp), (2, "6", tp), (1, "9", ())):
         train(DEMO, sample, run, *options, steps, *mesh, nproc=nproc)
-    expected, got = read_metrics(whole), read_metrics(run)
+    expected = read_metrics(whole)
+    got = read_metrics(run)
     assert list(got) == list(range(1, 10))
     for step, record in got.items():
         # The same batches exactly; losses to fp32 in another order of summation, which

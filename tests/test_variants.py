@@ -149,10 +149,8 @@ def test_wrong_layers_are_refused(zs, message):
 )
 def test_an_option_reaches_its_variants_and_is_refused_by_others(option):
     """Those that have no key of their own are in a table."""
-    users, key = (
-        [kind for kind in VARIANTS.values() if option in options_of(kind)],
-        option in OF_VARIANTS,
-    )
+    users = [kind for kind in VARIANTS.values() if option in options_of(kind)]
+    key = option in OF_VARIANTS
     assert (
         option in {field.name for field in dataclasses.fields(DispersionLoss)}
     ) == key
@@ -190,7 +188,8 @@ def test_every_variant_is_documented(variant):
     """In docs/losses.md: its estimators, its options, which a user would otherwise have
     to guess, and their defaults.
     """
-    kind, page = VARIANTS[variant], (ROOT / "docs" / "losses.md").read_text()
+    kind = VARIANTS[variant]
+    page = (ROOT / "docs" / "losses.md").read_text()
     found = re.findall(rf"(?m)^\| `{variant}` \| (?:.+ \| ){{2}}(.+) \| (.+) \|$", page)
     assert len(found) == 1, f"add a row for {variant!r} to the table in docs/losses.md"
     ((estimators, options),) = found
@@ -237,11 +236,9 @@ def test_schedule_of_a_config():
     all, so that step 8 is the last.
     """
     config = load_config(["--training.steps", "9"])
-    (
-        config.dispersion.coeff,
-        config.dispersion.warmup_steps,
-        config.dispersion.final_coeff,
-    ) = 0.4, 2, 0.1
+    config.dispersion.coeff = 0.4
+    config.dispersion.warmup_steps = 2
+    config.dispersion.final_coeff = 0.1
     after_warmup = {
         "constant": lambda step: 0.4,
         "linear": lambda step: 0.4 - 0.3 * (step - 2) / 6,
@@ -297,7 +294,9 @@ def moments_during_training(sample, folder):
     )
     trainer = build(sample, Path(folder) / "run", *words)
     batches = trainer.batch_generator(trainer.dataloader)
-    inputs, model, condensed = next(batches)[0]["input"], trainer.model_parts[0], []
+    inputs = next(batches)[0]["input"]
+    model = trainer.model_parts[0]
+    condensed = []
     for step in range(41):
         if step <= 15 or step == 40:
             with torch.no_grad():

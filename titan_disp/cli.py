@@ -28,7 +28,8 @@ from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_yo
 def sample_data(options: opts.SampleOptions) -> None:
     from titan_disp.lab.sample import is_complete, write_sample
 
-    folder, vocab_size = options.folder, options.vocab_size
+    folder = options.folder
+    vocab_size = options.vocab_size
     if is_complete(folder):
         print(f"{folder} already holds the sample corpus")
         return
@@ -105,7 +106,8 @@ def plan(options: opts.PlanOptions) -> None:
     from titan_disp.config.load import load_config
 
     job_config = load_config(options.argv)
-    made, found = make_plan(job_config, options, options.strict), []
+    made = make_plan(job_config, options, options.strict)
+    found = []
     if options.suggest:
         from titan_disp.cluster.suggest import suggest
 
@@ -145,7 +147,8 @@ def report(options: opts.ReportOptions) -> None:
 def export(options: opts.ExportOptions) -> None:
     from titan_disp.lab.export.export import export as run
 
-    saved, dest = run(options), options.dest
+    saved = run(options)
+    dest = options.dest
     print(
         f"{saved.name} is in {dest}: load it with AutoModelForCausalLM.from_pretrained({str(dest)!r})"
     )
@@ -267,7 +270,8 @@ def _find(commands: Commands, args: Sequence[str], prog: str) -> Command | None:
     found = commands.get(args[0])
     if found is None:
         files = ["a TOML file"] if commands is COMMANDS["sweep"] else []
-        hint, expected = did_you_mean(args[0], commands), ", ".join([*files, *commands])
+        hint = did_you_mean(args[0], commands)
+        expected = ", ".join([*files, *commands])
         # tyro would call the word an unrecognized option
         raise ConfigError(
             f"{args[0]!r} is not a subcommand of {prog}{hint}; expected {expected}"

@@ -134,7 +134,8 @@ def _masked_attention(
     """Attend as flex attention does, q [B, heads, N, head_dim], but with the whole
     mask, [B, 1, N, N] bool.
     """
-    batch, place = torch.arange(len(q)).view(-1, 1, 1, 1), torch.arange(q.shape[2])
+    batch = torch.arange(len(q)).view(-1, 1, 1, 1)
+    place = torch.arange(q.shape[2])
     mask = block_mask.mask_mod(batch, torch.zeros_like(batch), place[:, None], place)
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa

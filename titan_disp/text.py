@@ -49,7 +49,8 @@ def duration(seconds: float) -> str:
     """Format whole seconds in at most two units, such as ``2 d 3 h``, ``3 h 12 min``,
     ``4 min 5 s`` or ``12 s``.
     """
-    left, parts = round(seconds), list[str]()
+    left = round(seconds)
+    parts = list[str]()
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, size)
         if parts or count or unit == "s":

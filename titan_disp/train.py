@@ -116,7 +116,8 @@ class DispTrainer(Trainer):
         )
         # TorchTitan's checkpoint manager is not part of the spec: it is disabled here,
         # and ours is built afterwards.
-        enable, job_config.checkpoint.enable = job_config.checkpoint.enable, False
+        enable = job_config.checkpoint.enable
+        job_config.checkpoint.enable = False
         try:
             with self._refusals(job_config):
                 super().__init__(job_config)
@@ -143,7 +144,8 @@ class DispTrainer(Trainer):
         self.optimizers.on_skip = self._skipped
 
     def _build_checkpointer(self) -> DispCheckpointManager:
-        adapter, job = self.train_spec.state_dict_adapter, self.job_config
+        adapter = self.train_spec.state_dict_adapter
+        job = self.job_config
         self.identity = identity.of_model(job, self.model_args) | {
             identity.STEP: self.metrics_processor.tokens_seen(1)
         }
@@ -310,10 +312,8 @@ class DispTrainer(Trainer):
         "restart" and only the data does: then the data streams begin a new epoch.
         CheckpointError means that the checkpoint cannot be read.
         """
-        folder, checkpoint = (
-            self.checkpointer._create_checkpoint_id(step),
-            self.job_config.checkpoint,
-        )
+        folder = self.checkpointer._create_checkpoint_id(step)
+        checkpoint = self.job_config.checkpoint
         other_loss = self.job_config.checkpoint.allow_other_loss  # type: ignore[attr-defined]
         counts = step > 0 and any(vars(self.job_config.budget).values())  # type: ignore[attr-defined]
         now = {
@@ -434,7 +434,8 @@ class DispTrainer(Trainer):
             super().train()
         with self.busy("save", self.step):
             self.checkpointer.wait()
-        trained, complete = self.step > self._start_step, self.step >= steps
+        trained = self.step > self._start_step
+        complete = self.step >= steps
         if trained and not complete:
             # a stopped job has to end soon
             measure = not self.optimizers.agreed["stop"]
@@ -558,7 +559,8 @@ class DispTrainer(Trainer):
 
         The first access is a collective call.
         """
-        job, section = self.job_config, self.job_config.condensation  # type: ignore[attr-defined]
+        job = self.job_config
+        section = self.job_config.condensation
         if not section.interval or job.comm.mode != "default":
             return None
         assert self.tokenizer is not None

@@ -19,13 +19,16 @@ from tests.slurm.test_pretrain import Jobs
 from titan_disp.run.history import goodputs, together
 from titan_disp.run.reader import read_events, read_rows
 
-STEPS, MEAN, SEEDS = 160, 40, (0, 1, 2)
+STEPS = 160
+MEAN = 40
+SEEDS = (0, 1, 2)
 NAMES = {"none": "no failure", "0": "requeue", "1": "restart within the job"}
 
 
 def draw(seed: int) -> list[int]:
     """Return the steps after which a process is killed."""
-    chance, kills = random.Random(seed), [0]
+    chance = random.Random(seed)
+    kills = [0]
     while kills[-1] < STEPS:
         kills.append(kills[-1] + 1 + int(chance.expovariate(1 / MEAN)))
     return kills[1:-1]
@@ -57,7 +60,8 @@ def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> tuple[float, 
 
 
 def main() -> None:
-    sample, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    sample = Path(sys.argv[1])
+    folder = Path(sys.argv[2])
     folder.mkdir(parents=True)
     local.install()
     local.CONFIG = local.CONFIG.replace("cred_expire=5", "cred_expire=120")
@@ -69,7 +73,8 @@ def main() -> None:
         flush=True,
     )
     with local.LocalSlurm(folder / "slurm") as slurm:
-        jobs, whole = Jobs(slurm, sample, folder), 0.0
+        jobs = Jobs(slurm, sample, folder)
+        whole = 0.0
         for inside, name in NAMES.items():
             kills = [draw(seed) if inside != "none" else [] for seed in SEEDS]
             found = [

@@ -22,7 +22,8 @@ from titan_disp.run.reader import read_json_lines, read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 SCRIPT = ROOT / "slurm" / "pretrain.sbatch"
-STEPS, INTERVAL = 16, 4
+STEPS = 16
+INTERVAL = 4
 OPTIONS = (
     *(
         "--training.seq_len",
@@ -65,7 +66,10 @@ def whole(sample, tmp_path_factory):
 
 class Jobs:
     def __init__(self, slurm, sample, folder):
-        self.slurm, self.sample, self.folder, self.submitted = slurm, sample, folder, []
+        self.slurm = slurm
+        self.sample = sample
+        self.folder = folder
+        self.submitted = []
 
     def submit(
         self,

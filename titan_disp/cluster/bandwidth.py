@@ -98,7 +98,8 @@ def slow_links(pairs: Sequence[Pair]) -> list[Pair]:
 
     A bad cable may be the cause.
     """
-    limit, slow = SLOW * usual_bandwidth(pairs), slow_nodes(pairs)
+    limit = SLOW * usual_bandwidth(pairs)
+    slow = slow_nodes(pairs)
     return [
         pair
         for pair in pairs

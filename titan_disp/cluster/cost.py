@@ -88,7 +88,9 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
     """Count the saved activations of all blocks: elements per token of a CP rank."""
     ac = job_config.activation_checkpoint
     saved = args.saved_elements(job_config.parallelism.tensor_parallel_degree)
-    none, full, layers = saved["none"], saved["full"], args.n_layers
+    none = saved["none"]
+    full = saved["full"]
+    layers = args.n_layers
     if ac.mode == "memory_budget":  # the compiler interpolates: 0 is full, 1 is none
         return layers * (full + ac.memory_budget * (none - full))
     if ac.mode != "selective":
@@ -106,7 +108,8 @@ def saved_gradients(
     """Count the elements of ∂S/∂z that a rank saves in forward, or has when backward
     has ``spread`` sampled ones out.
     """
-    p, t = job_config.parallelism, job_config.training
+    p = job_config.parallelism
+    t = job_config.training
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
     layer = torch.empty(
@@ -173,11 +176,15 @@ def estimate(
     FSDP shards over ``fsdp_degree`` ranks, those of CP too. ``accumulating``: whether a
     step has several microbatches.
     """
-    p, t, args = job_config.parallelism, job_config.training, model.model_args
-    tp, ac = p.tensor_parallel_degree, job_config.activation_checkpoint.mode
+    p = job_config.parallelism
+    t = job_config.training
+    args = model.model_args
+    tp = p.tensor_parallel_degree
+    ac = job_config.activation_checkpoint.mode
     dtype = compute_dtype(job_config, fsdp_degree)
     parameter_bytes = 0 if t.enable_cpu_offload else TORCH_DTYPE_MAP[t.dtype].itemsize
-    whole, (blocks, _, rest) = elements(model, tp), fsdp_groups(model, tp)
+    whole = elements(model, tp)
+    (blocks, _, rest) = fsdp_groups(model, tp)
     shard = -(-whole // fsdp_degree) * parameter_bytes
     # Autocast keeps the cast weights for backward; they have no gradients of their own
     if fsdp_degree == 1:
@@ -194,7 +201,8 @@ def estimate(
         unsharded = gathered * dtype.itemsize * 2
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
     token = tokens * dtype.itemsize
-    saved, block = block_elements(job_config, args) * token, args.saved_elements(tp)
+    saved = block_elements(job_config, args) * token
+    block = args.saved_elements(tp)
     working = (block["gradients"] + (0 if ac == "none" else block["none"])) * token
     head = (args.dim / tp + args.dim) * token  # the final norm's input and output
     # Autocast leaves the outputs of blocks, and so their gradients, in the dtype of the
@@ -203,10 +211,8 @@ def estimate(
     dispersed = saved_gradients(job_config, args) * output
     # of all layers, before backward comes to the head
     spread = saved_gradients(job_config, args, spread=True) * output
-    logits, chunked = (
-        logit_bytes(job_config, args, dtype.itemsize, tokens),
-        t.head_chunk_tokens > 0,
-    )  # type: ignore[attr-defined]
+    logits = logit_bytes(job_config, args, dtype.itemsize, tokens)
+    chunked = t.head_chunk_tokens > 0
     matrix = args.vocab_size * args.dim // tp
     # by a chunked head, in forward
     computed = args.dim * token + matrix * 4 if chunked else 0
@@ -251,7 +257,8 @@ def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
     """Return how many checkpoints are saved over the run, how many are kept, and the
     most on disk at any time.
     """
-    c, steps = job_config.checkpoint, job_config.training.steps
+    c = job_config.checkpoint
+    steps = job_config.training.steps
     if not c.enable or c.load_only:
         return 0, 0, 0
     saved = -(-steps // c.interval)  # the last step is saved too
@@ -392,7 +399,9 @@ def find_gpu(machine: Machine) -> Gpu:
     Raises:
         ConfigError: The table does not have it, and its memory or FLOP/s are not given.
     """
-    name, memory, flops = gpu_name(machine.gpu), machine.gpu_memory, machine.gpu_flops
+    name = gpu_name(machine.gpu)
+    memory = machine.gpu_memory
+    flops = machine.gpu_flops
     if name not in GPUS and not (memory and flops):
         raise ConfigError(
             f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory (GB) and --gpu-flops (dense bf16 TFLOP/s)"
@@ -480,7 +489,8 @@ def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
 
     Autograd code counts as a function of pairs.
     """
-    p, tokens = job_config.parallelism, job_config.training.seq_len
+    p = job_config.parallelism
+    tokens = job_config.training.seq_len
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
     segmented = job_config.dispersion.within_documents  # type: ignore[attr-defined]
@@ -497,12 +507,12 @@ def traffic(
     """Count the communication of a step of a checked config, with the model on the meta
     device.
     """
-    p, t, args = job_config.parallelism, job_config.training, model.model_args
-    tp, cp, replicas = (
-        p.tensor_parallel_degree,
-        p.context_parallel_degree,
-        p.data_parallel_replicate_degree,
-    )
+    p = job_config.parallelism
+    t = job_config.training
+    args = model.model_args
+    tp = p.tensor_parallel_degree
+    cp = p.context_parallel_degree
+    replicas = p.data_parallel_replicate_degree
     # number of shards; ranks of context parallelism are among them
     fsdp = world_size // (replicas * tp)
     dp = data_parallel_degree(job_config, world_size)

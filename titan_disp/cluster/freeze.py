@@ -122,7 +122,8 @@ def differences(config: str | Path) -> list[str]:
     file = Path(config).with_name("launch.json")
     if not file.is_file():
         return []
-    then, now = json.loads(file.read_text(errors="surrogateescape")), installed()
+    then = json.loads(file.read_text(errors="surrogateescape"))
+    now = installed()
     changed = [
         f"{name} {then['packages'].get(name)} then, {version} now"
         for name, version in now["packages"].items()

@@ -77,7 +77,8 @@ def hub_warnings(
     nodes = nodes or -(-ranks // 8)
     if nodes <= FEW_NODES:
         return []
-    warnings, streams = [], data_parallel_degree(job_config, ranks)
+    warnings = []
+    streams = data_parallel_degree(job_config, ranks)
     for data in training_sets(job_config):
         if not data.on_hub:
             continue

@@ -166,7 +166,8 @@ class StopRanks:
         ranks = _ranks()
         if not ranks:  # they have not started, or have ended
             raise SystemExit(128 + (self.number or number))
-        first, self.number = not self.number, self.number or number
+        first = not self.number
+        self.number = self.number or number
         stop, sent = (os.kill, signal.SIGTERM) if first else (os.killpg, signal.SIGKILL)
         for rank in ranks:
             with contextlib.suppress(OSError):  # it has ended

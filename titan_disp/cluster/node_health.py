@@ -317,7 +317,8 @@ def main() -> None:
         "--local", required=True, help="a folder on the node's own disk"
     )
     args, titan = parser.parse_known_args()
-    job_config, unreadable = None, []
+    job_config = None
+    unreadable = []
     try:
         job_config = load_config(titan) if titan else None
     except ConfigError as error:

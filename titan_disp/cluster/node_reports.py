@@ -152,7 +152,8 @@ def make_report(
     problems by themselves.
     """
     reports, problems = collect(out / "nodes", expected)
-    able, file = able_nodes(reports, nproc), out / "bandwidth.json"
+    able = able_nodes(reports, nproc)
+    file = out / "bandwidth.json"
     bandwidth = json.loads(file.read_text()) if file.exists() else None
     wrong, notes = config_problem(argv, len(expected), nproc, reports)
     found = [gpu_problems(reports, nproc), {"the config": wrong}]
@@ -220,7 +221,8 @@ def render(report: Report, expected: Sequence[str]) -> list[str]:
 
     Equal problems of several nodes share a line.
     """
-    bandwidth, problems = report["bandwidth"], report["problems"]
+    bandwidth = report["bandwidth"]
+    problems = report["problems"]
     head = [
         "node",
         "GPUs",

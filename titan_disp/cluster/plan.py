@@ -146,8 +146,10 @@ def admitted_node_counts(
     Two meshes are tried for each number: as many replicas of the same shard degree as
     fit, and the config as it is. The replicas come first if one fits into a node.
     """
-    steps, trial = job_config.training.steps, copy.deepcopy(job_config)
-    p, given = trial.parallelism, job_config.parallelism
+    steps = job_config.training.steps
+    trial = copy.deepcopy(job_config)
+    p = trial.parallelism
+    given = job_config.parallelism
     inside = shard * p.context_parallel_degree * p.tensor_parallel_degree
     admitted = []
     for nodes in range(1, MAX_NODES + 1):
@@ -187,7 +189,8 @@ def unseen_shares(
     Lengths of documents add to it: the fewer a slot has, and the more they differ, the
     more.
     """
-    found, options = {}, stream_options(job_config)
+    found = {}
+    options = stream_options(job_config)
     own = {share.name: share.slots for share in shares}
     for one, files in listed:
         # no index of token ids without a tokenizer, or too much for memory
@@ -244,12 +247,11 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     Raises ConfigError if the run would fail at its start, or a number of the machine is
     out of range.
     """
-    machine, given, job_config = (
-        find_machine(machine),
-        job_config,
-        copy.deepcopy(job_config),
-    )
-    gpu, world = cost.find_gpu(machine), machine.nodes * machine.gpus_per_node
+    machine = find_machine(machine)
+    given = job_config
+    job_config = copy.deepcopy(job_config)
+    gpu = cost.find_gpu(machine)
+    world = machine.nodes * machine.gpus_per_node
     try:
         check_config(job_config, world)
     except ConfigError as error:
@@ -276,10 +278,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             f"communication that computing cannot hide takes {time.exposed_seconds / time.step_seconds:.0%} of a step: use "
             "fewer nodes, or raise training.local_batch_size, which splits the same batch into fewer microbatches"
         )
-    size, (saved, kept, on_disk) = (
-        cost.checkpoint_bytes(job_config, module),
-        cost.checkpoint_counts(job_config),
-    )
+    size = cost.checkpoint_bytes(job_config, module)
+    (saved, kept, on_disk) = cost.checkpoint_counts(job_config)
     between = job_config.checkpoint.interval * time.step_seconds if saved else 0.0
     checkpoints = Checkpoints(
         size,
@@ -294,10 +294,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             f"a checkpoint is saved every {between:.1f} s and takes about {checkpoints.seconds:.1f} s to write: raise "
             "checkpoint.interval"
         )
-    config, counts = (
-        job_config.job.config_file or "",
-        admitted_node_counts(given, machine.gpus_per_node, mesh.shard),
-    )
+    config = job_config.job.config_file or ""
+    counts = admitted_node_counts(given, machine.gpus_per_node, mesh.shard)
     unseen = unseen_shares(job_config, listed, slots, sources)
     return Plan(
         config,
@@ -321,23 +319,18 @@ def measured(
     """Return what follows from a checked config, its model on the meta device and a
     machine of ``find_machine``.
     """
-    p, t, world = (
-        job_config.parallelism,
-        job_config.training,
-        machine.nodes * machine.gpus_per_node,
-    )
-    cp, tp, replicate = (
-        p.context_parallel_degree,
-        p.tensor_parallel_degree,
-        p.data_parallel_replicate_degree,
-    )
+    p = job_config.parallelism
+    t = job_config.training
+    world = machine.nodes * machine.gpus_per_node
+    cp = p.context_parallel_degree
+    tp = p.tensor_parallel_degree
+    replicate = p.data_parallel_replicate_degree
     dp = data_parallel_degree(job_config, world)
     mesh = Mesh(replicate, world // (replicate * cp * tp), cp, tp, dp)
-    sequences, step_tokens = (
-        global_batch_size(job_config, dp),
-        tokens_per_step(job_config, dp),
-    )
-    accumulation, total = sequences // (t.local_batch_size * dp), t.steps * step_tokens
+    sequences = global_batch_size(job_config, dp)
+    step_tokens = tokens_per_step(job_config, dp)
+    accumulation = sequences // (t.local_batch_size * dp)
+    total = t.steps * step_tokens
     batch = Batch(
         t.seq_len,
         t.local_batch_size,
@@ -354,10 +347,8 @@ def measured(
         for part in (*module.embeddings, module.output)
         for w in part.parameters()
     }
-    flops, dispersed = (
-        flops_per_token * step_tokens,
-        sequences * cost.dispersion_cost(job_config, args).flops,
-    )
+    flops = flops_per_token * step_tokens
+    dispersed = sequences * cost.dispersion_cost(job_config, args).flops
     model = Model(
         parameters,
         parameters - sum(embeddings.values()),
@@ -382,8 +373,10 @@ def _time(
 ) -> Time:
     assert machine.node_bandwidth is not None  # ``find_machine`` has filled it in
     assert machine.network_bandwidth is not None
-    within, between = machine.node_bandwidth * 1e9, machine.network_bandwidth * 1e9
-    world, gpu = machine.nodes * machine.gpus_per_node, cost.find_gpu(machine)
+    within = machine.node_bandwidth * 1e9
+    between = machine.network_bandwidth * 1e9
+    world = machine.nodes * machine.gpus_per_node
+    gpu = cost.find_gpu(machine)
     sent = cost.traffic(job_config, module, machine.gpus_per_node, world)
     bf16, fp32 = (
         world * machine.mfu * peak for peak in (gpu.bf16_flops, gpu.fp32_flops)
@@ -448,18 +441,22 @@ def _node_counts(counts: list[NodeCount]) -> str:
 
 def render(plan: Plan) -> str:
     """Render the plan as about 35 lines of text."""
-    machine, mesh, batch, model = plan.machine, plan.mesh, plan.batch, plan.model
-    m, c, t = plan.memory, plan.checkpoints, plan.time
+    machine = plan.machine
+    mesh = plan.mesh
+    batch = plan.batch
+    model = plan.model
+    m = plan.memory
+    c = plan.checkpoints
+    t = plan.time
     kinds = {
         "unsharded": " of gathered weights and their gradients",
         "dispersion": " of saved gradients",
     }
-    gpu, took = cost.find_gpu(machine), estimated_duration
+    gpu = cost.find_gpu(machine)
+    took = estimated_duration
     gpus = f"{counted(machine.nodes, 'node')} × {machine.gpus_per_node} {machine.gpu}"
-    ranks, share = (
-        counted(mesh.data_parallel, "rank"),
-        model.dispersion_flops / model.flops,
-    )
+    ranks = counted(mesh.data_parallel, "rank")
+    share = model.dispersion_flops / model.flops
     degrees = f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} × tensor {mesh.tensor}"
     microbatches = f"{batch.local_batch_size} × {ranks} × {counted(batch.accumulation_steps, 'accumulation step')}"
     sequences = (

@@ -85,7 +85,8 @@ def small_flavor(job_config: JobConfig, ranks: int) -> str:
         if name == job_config.model.flavor:
             break
         other = copy.deepcopy(job_config)
-        other.model.flavor, other.model.overrides = name, {}  # type: ignore[attr-defined]
+        other.model.flavor = name
+        other.model.overrides = {}
         with suppress(ConfigError):
             if args.enable_weight_tying == tied:
                 check_mesh(other, ranks)
@@ -164,7 +165,8 @@ def _one_step(r: Reduced) -> None:
 def for_cpu(r: Reduced) -> None:
     """Switch off what only accelerators support."""
     job = r.job_config
-    p, t = job.parallelism, job.training
+    p = job.parallelism
+    t = job.training
     cp = p.context_parallel_degree
     if cp > 1:
         # FSDP shards over data_parallel_shard × context ranks, so the shards keep their
@@ -337,7 +339,8 @@ class RandomTokens(BaseDataLoader):
     """
 
     def __init__(self, vocab_size: int, job_config: JobConfig) -> None:
-        generator, training = torch.Generator().manual_seed(0), job_config.training
+        generator = torch.Generator().manual_seed(0)
+        training = job_config.training
         tokens = torch.randint(
             vocab_size,
             (training.local_batch_size, training.seq_len + 1),
@@ -367,10 +370,9 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
         return RandomTokens(vocab_size, job_config)
 
     # With masks, the trainer asserts that there is a tokenizer.
-    spec.build_tokenizer_fn, spec.build_dataloader_fn = (
-        lambda job_config: object(),
-        build_data,
-    )  # type: ignore[assignment, return-value]
+    # type: ignore[assignment, return-value]
+    spec.build_tokenizer_fn = lambda job_config: object()
+    spec.build_dataloader_fn = build_data
     try:
         yield
     finally:

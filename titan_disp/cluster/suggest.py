@@ -65,7 +65,8 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
     is.
     """
     machine = find_machine(machine)
-    module, memory = meta_model(job_config), FILLED * find_gpu(machine).memory
+    module = meta_model(job_config)
+    memory = FILLED * find_gpu(machine).memory
     own = {key: attrgetter(key)(job_config) for key in KEYS}
     found: dict[tuple[str, ...], tuple[Suggestion, dict[str, Any]]] = {}
     for values in [own, *_tries(job_config, machine, own)]:
@@ -125,7 +126,8 @@ def _tries(
     job_config: JobConfig, machine: Machine, own: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     trial = copy.deepcopy(job_config)
-    world, p = machine.nodes * machine.gpus_per_node, job_config.parallelism
+    world = machine.nodes * machine.gpus_per_node
+    p = job_config.parallelism
     check_config(trial, world)
     sequences = global_batch_size(trial, data_parallel_degree(trial, world))
     powers = [2**i for i in range(20)]

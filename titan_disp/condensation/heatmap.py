@@ -37,7 +37,8 @@ def layer_label(found: Sequence[Condensation], gap: str = " ") -> str:
 
     ``gap`` may break it into two lines.
     """
-    last, logits = found[0].last_block, ", logits" * found[0].logits
+    last = found[0].last_block
+    logits = ", logits" * found[0].logits
     if any(one.last_block != last for one in found):
         return f"layer (0: embedding,{gap}last {'three' if logits else 'two'}: last block, final norm{logits})"
     return (
@@ -81,7 +82,8 @@ def heatmaps(
         for axes in axes_row[len(row) :]:
             axes.set_axis_off()
         for axes, (title, found) in zip(axes_row, row.items(), strict=False):
-            layers, columns = len(found.mean_cosine), found.histogram
+            layers = len(found.mean_cosine)
+            columns = found.histogram
             if found.features:
                 columns = np.vstack(
                     [columns, of_random_vectors(found.tokens, found.features)]

@@ -120,7 +120,8 @@ class Accumulator:
     def result(self, tokens: int) -> Condensation:
         """Return the averages over sequences of N ``tokens``."""
         sums = self.sums.cpu().numpy()
-        rows, sequences = sums[:-1] / sums[-1, 0], int(sums[-1, 0])
+        rows = sums[:-1] / sums[-1, 0]
+        sequences = int(sums[-1, 0])
         mean, square, angle, rank = rows[:, :SCALARS].T
         std = (square - mean**2).clip(0) ** 0.5
         return Condensation(
@@ -212,11 +213,13 @@ class Covariance:
         fraction.
         """
         _, sums = self._sums[layer]
-        count, total = sums[-1, -1], sums[-1, :-1]
+        count = sums[-1, -1]
+        total = sums[-1, :-1]
         variances = torch.linalg.eigvalsh(
             sums[:-1, :-1] - total.outer(total) / count
         ).clamp_min(0)
-        whole, kept = variances.sum(), (1 - zeta) ** 2
+        whole = variances.sum()
+        kept = (1 - zeta) ** 2
         ratio = whole**2 / (
             kept * variances.square().sum() + (1 - kept) * whole**2 / dimensions
         )
@@ -301,7 +304,8 @@ class Monitor:
         segments: Tensor | None = None,
     ) -> None:
         rank, number = ranks
-        count, n = sequences.shape[0], sequences.shape[1] - 1
+        count = sequences.shape[0]
+        n = sequences.shape[1] - 1
         # the same on all ranks, as a forward is a collective call
         forwards = -(-count // (number * batch_size))
         # in all ranks' batches, filled with the sequences over and over
@@ -319,11 +323,9 @@ class Monitor:
         self.positions = (
             torch.linspace(0, n - 1, self.tokens, dtype=torch.float64).round().long()
         )
-        self.data_group, self.sequence_group, self.label_group = (
-            data_group,
-            sequence_group,
-            label_group,
-        )
+        self.data_group = data_group
+        self.sequence_group = sequence_group
+        self.label_group = label_group
 
     @torch.no_grad()
     def measure(self, forward: Callable[..., Forward]) -> Condensation:

@@ -57,10 +57,8 @@ class OverDepth:
         if not spread >= LEAST_RANGE:
             return cls(math.nan, math.nan, spread)
         depth = np.arange(len(mean_cosine))
-        spearman, kendall = (
-            stats.spearmanr(depth, mean_cosine),
-            stats.kendalltau(depth, mean_cosine),
-        )
+        spearman = stats.spearmanr(depth, mean_cosine)
+        kendall = stats.kendalltau(depth, mean_cosine)
         return cls(float(spearman.statistic), float(kendall.statistic), spread)
 
     def to_json(self) -> dict[str, float | None]:
@@ -128,7 +126,8 @@ class Condensation:
     @cached_property
     def over_depth(self) -> dict[str, OverDepth]:
         """Return ρ and τ over each set of layers in ``PLACES``."""
-        before, after = self.mean_cosine[: self.last_block + 1], self._hidden_states
+        before = self.mean_cosine[: self.last_block + 1]
+        after = self._hidden_states
         sets = (before, after, before[1:], after[1:])
         return {
             place: OverDepth.of(cosines)

@@ -46,7 +46,8 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
 
     A second call changes nothing.
     """
-    training, budget = job_config.training, job_config.budget  # type: ignore[attr-defined]
+    training = job_config.training
+    budget = job_config.budget
     per_step = tokens_per_step(job_config, data_parallel_degree(job_config, world_size))
     if budget.tokens:
         steps = -(-budget.tokens // per_step)

@@ -95,7 +95,8 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
 
 def resolve_tables(job_config: JobConfig) -> None:
     """Turn what may be written as words into tables."""
-    model, dispersion = job_config.model, job_config.dispersion  # type: ignore[attr-defined]
+    model = job_config.model
+    dispersion = job_config.dispersion
     model.overrides = parse_overrides(model.overrides)  # type: ignore[attr-defined]
     dispersion.options = parse_overrides(dispersion.options, OPTIONS)
 
@@ -135,10 +136,8 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
             f"= {shard * inside} ranks, but there are {world_size}: use another number of ranks, or set "
             f"data_parallel_shard_degree to a divisor of {left}"
         )
-    p.data_parallel_shard_degree, p.data_parallel_replicate_degree = (
-        shard,
-        left // shard,
-    )
+    p.data_parallel_shard_degree = shard
+    p.data_parallel_replicate_degree = left // shard
 
 
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
@@ -154,7 +153,8 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
 
 def _check_degrees(job_config: JobConfig, world_size: int) -> None:
     p = job_config.parallelism
-    tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
+    tp = p.tensor_parallel_degree
+    cp = p.context_parallel_degree
     if p.pipeline_parallel_degree > 1:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree is {p.pipeline_parallel_degree}, expected 1: pipeline stages pass "
@@ -182,11 +182,9 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
     weights.
     """
     p = job_config.parallelism
-    tp, cp, replicate = (
-        p.tensor_parallel_degree,
-        p.context_parallel_degree,
-        p.data_parallel_replicate_degree,
-    )
+    tp = p.tensor_parallel_degree
+    cp = p.context_parallel_degree
+    replicate = p.data_parallel_replicate_degree
     if replicate < 1:
         raise ConfigError(
             f"data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 to compute it"
@@ -221,11 +219,10 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
 
     ``shards`` share the weights.
     """
-    tp, cp = (
-        job_config.parallelism.tensor_parallel_degree,
-        job_config.parallelism.context_parallel_degree,
-    )
-    args, flavor = args_of(job_config), _flavor(job_config)
+    tp = job_config.parallelism.tensor_parallel_degree
+    cp = job_config.parallelism.context_parallel_degree
+    args = args_of(job_config)
+    flavor = _flavor(job_config)
     for name, size in (
         ("attention heads", args.n_heads),
         ("key/value heads", args.n_kv_heads),
@@ -257,7 +254,8 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
 
 
 def _check_supported(job_config: JobConfig) -> None:
-    p, compiled = job_config.parallelism, job_config.compile
+    p = job_config.parallelism
+    compiled = job_config.compile
     for key, why in NOT_WITH_CP.items():
         if p.context_parallel_degree > 1 and operator.attrgetter(key)(job_config):
             raise ConfigError(
@@ -335,7 +333,8 @@ def check_validation(job_config: JobConfig) -> None:
 
     Rotary embeddings are computed for training.seq_len positions.
     """
-    v, seq_len = job_config.validation, job_config.training.seq_len
+    v = job_config.validation
+    seq_len = job_config.training.seq_len
     if not v.enable:
         return
     if v.seq_len == -1:
@@ -355,7 +354,8 @@ def check_validation(job_config: JobConfig) -> None:
 def check_stream(job_config: JobConfig, world_size: int) -> None:
     """Check the slots, their sources, and the number of validation sequences."""
     dp = data_parallel_degree(job_config, world_size)
-    batch, slots = global_batch_size(job_config, dp), slot_count(job_config, dp)
+    batch = global_batch_size(job_config, dp)
+    slots = slot_count(job_config, dp)
     if slots < 1 or batch % slots or slots % dp:
         raise ConfigError(
             f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the "
@@ -509,10 +509,8 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is
     large enough for it.
     """
-    folder, model = (
-        job_config.model.hf_assets_path,
-        f"model.flavor {_flavor(job_config)!r}",
-    )
+    folder = job_config.model.hf_assets_path
+    model = f"model.flavor {_flavor(job_config)!r}"
     tokenizer = load_tokenizer(folder)
     encoder(tokenizer)  # raises ConfigError if it has no EOS token
     size = tokenizer.get_vocab_size()
@@ -530,7 +528,8 @@ def build_dispersion_losses(
     The first one is that of [dispersion]. ``debug.seed`` decides which positions are
     sampled.
     """
-    section, seed = job_config.dispersion, job_config.debug.seed or 0  # type: ignore[attr-defined]
+    section = job_config.dispersion
+    seed = job_config.debug.seed or 0
 
     def build(where: str, values: Mapping[str, Any]) -> DispersionLoss:
         with _named(where):
@@ -575,7 +574,8 @@ def build_dispersion_losses(
                 key: checked(key, value, known[key]) for key, value in given.items()
             }
         loss = build(f"{where}.", values)
-        name, count = loss.name, 1
+        name = loss.name
+        count = 1
         # dispersion_fit_error is another number of metrics.jsonl
         while name in (*found, "fit_error"):
             count += 1
@@ -596,7 +596,8 @@ def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
     """Return λ over the run, as [dispersion] describes it. training.steps must be
     known.
     """
-    section, steps = job_config.dispersion, job_config.training.steps  # type: ignore[attr-defined]
+    section = job_config.dispersion
+    steps = job_config.training.steps
     keys = {
         f.name: getattr(section, f.name)
         for f in fields(CoeffSchedule)

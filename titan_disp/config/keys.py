@@ -55,10 +55,8 @@ class Facts:
     @property
     def range(self) -> str:
         """Such as "≥ 0" or "in [0, 1)", or an empty text."""
-        low, high = (
-            self.least if self.above is None else self.above,
-            self.most if self.below is None else self.below,
-        )
+        low = self.least if self.above is None else self.above
+        high = self.most if self.below is None else self.below
         if low is not None and high is not None:
             return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
         if high is not None:

@@ -120,7 +120,8 @@ def _boolean(key: str, values: list[str], types: Mapping[str, Any]) -> str | Non
 
 
 def _list(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
-    type_, text = types.get(key), " ".join(values)
+    type_ = types.get(key)
+    text = " ".join(values)
     items = re.findall(r"[^\s,\[\]\"']+", text)
     if not items:
         return None

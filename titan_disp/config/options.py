@@ -285,7 +285,8 @@ class DigestOptions(ConfigOptions):
         """The first step and the ranks of each phase. Raises ConfigError if they do not
         fit together.
         """
-        steps, ranks = list(self.resume_at), list(self.resume_ranks)
+        steps = list(self.resume_at)
+        ranks = list(self.resume_ranks)
         if (
             len(steps) != len(ranks)
             or steps != sorted(set(steps))

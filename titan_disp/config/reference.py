@@ -178,7 +178,8 @@ def _sections(source: Path) -> dict[str, Section]:
     found: dict[str, Section] = {}
 
     def read(cls: ast.ClassDef, name: str) -> None:
-        keys, nested = [], []
+        keys = []
+        nested = []
         for field, below in zip(cls.body, [*cls.body[1:], None], strict=True):
             if not (
                 isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)

@@ -86,7 +86,8 @@ class Segment:
         )
 
     def owns_any(self, start: int, end: int) -> bool:
-        low, high = np.uint64(self.low), np.uint64(self.high - 1)
+        low = np.uint64(self.low)
+        high = np.uint64(self.high - 1)
         for first in range(start, end, _BLOCK):
             index = np.arange(first, min(first + _BLOCK, end), dtype=np.uint64)
             keys = index * np.uint64(STEP) + np.uint64(self.shift)  # modulo KEYS
@@ -152,9 +153,12 @@ class Assignment:
         Slots and files are numbered from ``first_slot`` and ``first_file`` on, if there
         are other sources before it.
         """
-        self.names, self.slots, self.seed = [file.name for file in files], slots, seed
+        self.names = [file.name for file in files]
+        self.slots = slots
+        self.seed = seed
         # the first file of each source
-        self.first_slot, self.first_files = first_slot, [first_file]
+        self.first_slot = first_slot
+        self.first_files = [first_file]
         self.least = min((file.density for file in files if file.density), default=1.0)
         # In units of 1/S byte, so that no run is empty. An empty file counts as one
         # byte: some slot must report it.
@@ -185,7 +189,8 @@ class Assignment:
         )
         hashes = [hashlib.sha256(name).digest() for name in named]
         order = sorted(range(len(hashes)), key=hashes.__getitem__)
-        edges, place = [0], [0] * len(order)
+        edges = [0]
+        place = [0] * len(order)
         for i, file in enumerate(order):
             place[file] = i
             edges.append(edges[-1] + self.lengths[file])
@@ -208,10 +213,14 @@ class Assignment:
         )
 
     def _segment(self, line: _Line, i: int, begin: int, end: int) -> Segment:
-        first, length = line.edges[i], line.edges[i + 1] - line.edges[i]
-        begin, end = max(begin - first, 0), min(end - first, length)
+        first = line.edges[i]
+        length = line.edges[i + 1] - line.edges[i]
+        begin = max(begin - first, 0)
+        end = min(end - first, length)
         text = int((end - begin) / self.slots * self.least)
-        low, high, file = begin * KEYS // length, end * KEYS // length, line.order[i]
+        low = begin * KEYS // length
+        high = end * KEYS // length
+        file = line.order[i]
         return Segment(
             self.first_files[0] + file,
             low,
@@ -223,12 +232,11 @@ class Assignment:
         )
 
     def owners(self, file: int, epoch: int) -> range:
-        line, first = self._line(epoch), self.first_slot
+        line = self._line(epoch)
+        first = self.first_slot
         i = line.place[file - self.first_files[0]]
-        begin, end = (
-            bisect_right(line.cuts, line.edges[i]) - 1,
-            bisect_left(line.cuts, line.edges[i + 1]),
-        )
+        begin = bisect_right(line.cuts, line.edges[i]) - 1
+        end = bisect_left(line.cuts, line.edges[i + 1])
         return range(first + begin, first + end)
 
     def unseen(self) -> float:
@@ -325,7 +333,8 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
             f"stream.sources: {slots} slots are too few for {', '.join(without)}, whose weight asks for {asked} of them: "
             f"raise training.global_batch_size (and stream.slots, if set) to have at least {least} slots, or the weight"
         )
-    found, first = [], 0
+    found = []
+    first = 0
     for name, count in counts.items():
         found.append(Share(name, first, count, slots, float(quotas[name] / slots)))
         first += count
@@ -365,9 +374,11 @@ class Mixture(Assignment):
         """``files`` are the ``prefixed`` files of all sources, in the order of
         ``shares``.
         """
-        self.slots, self.seed = sum(share.slots for share in shares), seed
+        self.slots = sum(share.slots for share in shares)
+        self.seed = seed
         self._parts: list[Assignment] = []
-        self.first_files, self.dealt = [], []
+        self.first_files = []
+        self.dealt = []
         for share in shares:
             own = [file for file in files if share.owns(file)]
             self._parts.append(

@@ -58,10 +58,8 @@ class Faults:
         first_files: Sequence[int] = (0,),
     ) -> None:
         """``first_files`` holds the index of each source's first file."""
-        self.names, self.sizes = (
-            [file.name for file in files],
-            [file.size for file in files],
-        )
+        self.names = [file.name for file in files]
+        self.sizes = [file.size for file in files]
         self.options = options
         self._first_files = first_files
         self._sources = [
@@ -148,7 +146,9 @@ class Cursor:
     """
 
     def __init__(self, position: Position, passes: Passes, faults: Faults) -> None:
-        self.position, self.passes, self.faults = position, passes, faults
+        self.position = position
+        self.passes = passes
+        self.faults = faults
         self._search = _Search()
 
     def next(self) -> Document:
@@ -161,7 +161,8 @@ class Cursor:
         return document
 
     def next_of_epoch(self) -> Document | None:
-        position, p = self.position, self.position.values
+        position = self.position
+        p = self.position.values
         while True:
             part = position.choose()
             if part is None:
@@ -203,9 +204,11 @@ class Cursor:
             search.empty += 1
         else:
             self.faults.bad(segment.file, index, str(error))
-            search.bad, search.counted = search.bad + 1, search.counted + 1
+            search.bad = search.bad + 1
+            search.counted = search.counted + 1
             self.position.values[[Field.SKIPPED, Field.SKIPPED_BYTES]] += 1, size
-            search.row, search.row_bytes = search.row + 1, search.row_bytes + size
+            search.row = search.row + 1
+            search.row_bytes = search.row_bytes + size
         garbage = isinstance(error, Garbage) and self.faults.names[
             segment.file
         ].endswith(COMPRESSED)
@@ -221,12 +224,11 @@ class Cursor:
             self._give_up()
 
     def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
-        p, search = self.position.values, self._search
-        row, row_bytes, rest = (
-            search.row,
-            search.row_bytes,
-            segment.text - self.position.taken(part),
-        )
+        p = self.position.values
+        search = self._search
+        row = search.row
+        row_bytes = search.row_bytes
+        rest = segment.text - self.position.taken(part)
         search.row = search.row_bytes = search.garbage = 0
         self.position.end_file(part)
         if damage is not None:
@@ -261,7 +263,8 @@ class Cursor:
             self._give_up()
 
     def _give_up(self) -> None:
-        search, slots = self._search, self.position.assignment.slots
+        search = self._search
+        slots = self.position.assignment.slots
         names = self.faults.beside(self.position.run().segments[0].file)
         advice = "They hold no documents for this slot: add data, or lower stream.slots"
         if search.bad or search.damaged:

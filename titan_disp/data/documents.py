@@ -41,7 +41,8 @@ class _Zstd(io.RawIOBase):
     """
 
     def __init__(self, stored: io.BufferedReader) -> None:
-        self._stored, self._place = stored, 0
+        self._stored = stored
+        self._place = 0
         self._error: Exception | None = None
         self._open()
 
@@ -66,7 +67,8 @@ class _Zstd(io.RawIOBase):
             raw: Any = self._stored.raw
             if raw.error is not None:  # the content is not to blame
                 raise
-            data, self._error = self._up_to(self._place + len(buffer)), error
+            data = self._up_to(self._place + len(buffer))
+            self._error = error
             if not data:
                 raise
         buffer[: len(data)] = data
@@ -77,7 +79,8 @@ class _Zstd(io.RawIOBase):
         """Return what can be decompressed from ``_place`` on, before the failure."""
         self._stored.seek(0)
         self._open()
-        left, found = self._place, bytearray()
+        left = self._place
+        found = bytearray()
         while left:
             left -= len(self._stream.read(min(left, 1 << 18)))
         with suppress(Exception):
@@ -106,10 +109,14 @@ class Documents:
         With ``visits``, the file is read block by block, without the visits that
         ``wants`` refuses.
         """
-        self.file, self.options, self.position = file, options, start
-        self.visits, self.wants = visits, lambda visit: True
+        self.file = file
+        self.options = options
+        self.position = start
+        self.visits = visits
+        self.wants = lambda visit: True
         # the next visit; whether the one before is of a block that is dealt out
-        self._visit, self._in_block = 0, False
+        self._visit = 0
+        self._in_block = False
         self._earlier_bytes = 0
         self._raw: RetryingFile | None = None
         self.stored: io.BufferedReader | None = None
@@ -154,12 +161,11 @@ class Documents:
             if not self._in_block:
                 raise
             assert self.visits is not None
-            visit, begin = self._visit - 1, self.position
+            visit = self._visit - 1
+            begin = self.position
             self.close()
-            self.position, (first, last) = (
-                self.visits.first[visit + 1],
-                self.visits.spans[visit],
-            )
+            self.position = self.visits.first[visit + 1]
+            (first, last) = self.visits.spans[visit]
             part = (self.position - begin) / max(
                 self.position - self.visits.first[visit], 1
             )
@@ -239,7 +245,8 @@ class Documents:
         self.stored = io.BufferedReader(self._raw, buffer)
         self._at = self._reader(self.stored)
         if self.visits is not None:
-            self._visit, self._records = self.visits.of(self.position), iter(())
+            self._visit = self.visits.of(self.position)
+            self._records = iter(())
         else:
             self._records = self._at()
             deque(islice(self._records, self.position), maxlen=0)
@@ -249,7 +256,8 @@ class Documents:
         self._in_block = False
         if self.visits is None:
             return False
-        first, spans = self.visits.first, self.visits.spans
+        first = self.visits.first
+        spans = self.visits.spans
         while self._visit < len(spans) and not self.wants(self._visit):
             self._visit += 1
         begin = first[self._visit]
@@ -261,7 +269,8 @@ class Documents:
             self.position - begin,
             first[self._visit + 1] - begin,
         )
-        self._visit, self._in_block = self._visit + 1, self.visits.dealt
+        self._visit = self._visit + 1
+        self._in_block = self.visits.dealt
         return True
 
     def _reader(self, stored: io.BufferedReader) -> Callable[..., Iterator[Record]]:
@@ -320,5 +329,6 @@ class Documents:
         """Close the file. A later ``read`` opens it again and continues."""
         if self._raw is not None:
             self._earlier_bytes += self._raw.count
-            raw, self._raw = self._raw, None
+            raw = self._raw
+            self._raw = None
             raw.close()

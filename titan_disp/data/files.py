@@ -98,11 +98,9 @@ def list_files(
     data set, or None for the hub. ConfigError is raised if there is no such data, it
     cannot be read, or the hub cannot be reached.
     """
-    split, where, path_key = (
-        split_of(dataset, key),
-        f"{key}.dataset is {dataset!r}",
-        path_key or f"{key}.dataset_path",
-    )
+    split = split_of(dataset, key)
+    where = f"{key}.dataset is {dataset!r}"
+    path_key = path_key or f"{key}.dataset_path"
     path_is = f"{path_key} is {dataset_path!r}"
     if dataset_path is None and not streams_from_hub(dataset, None):
         raise ConfigError(

@@ -43,7 +43,8 @@ def _eos_of_model(folder: str) -> int | None:
     ``tokenizer_hash`` covers those files. It leaves out config.json, which may change
     for other reasons.
     """
-    own, model = Path(folder) / "tokenizer_config.json", Path(folder) / "config.json"
+    own = Path(folder) / "tokenizer_config.json"
+    model = Path(folder) / "config.json"
     if find_tokenizer(folder).suffix == ".model" or not model.is_file():
         return None
     names = json.loads(own.read_text()) if own.is_file() else {}
@@ -109,13 +110,16 @@ INDEX = "index of the data"
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe each difference between two fingerprints in words."""
     # With an index and without, hashes are of different parts of the files.
-    found, other = [], (saved.get(INDEX, "none") == "none") != (now[INDEX] == "none")
+    found = []
+    other = (saved.get(INDEX, "none") == "none") != (now[INDEX] == "none")
     for key in now | saved:
         if other and key in ("contents", "text per stored byte"):
             continue
-        then, today = saved.get(key), now.get(key)
+        then = saved.get(key)
+        today = now.get(key)
         if key == "files":  # in any order
-            then, today = dict(then or []), dict(now[key])
+            then = dict(then or [])
+            today = dict(now[key])
         # Unknown on the hub; a copy elsewhere has one of the two
         elif key in ("contents", "etags"):
             then, today = (

@@ -276,7 +276,8 @@ def whole_text(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
 
     Then it is never in memory as a whole.
     """
-    parts, size = [], 0
+    parts = []
+    size = 0
     while part := stream.read(min(1 << 20, max_bytes + 1 - size)):
         parts.append(part)
         size += len(part)
@@ -293,7 +294,9 @@ def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
     at the end (\\n or \\r\\n).
     """
     block: list[bytes] = []
-    size, at_line_start, first = 0, True, True
+    size = 0
+    at_line_start = True
+    first = True
 
     def end() -> str | BadDocument:
         return (
@@ -304,7 +307,8 @@ def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
 
     while piece := stream.readline(max_bytes + 1):  # a longer line comes in pieces
         if first:
-            piece, first = piece.removeprefix(codecs.BOM_UTF8), False
+            piece = piece.removeprefix(codecs.BOM_UTF8)
+            first = False
         blank = at_line_start and not piece.strip()
         at_line_start = piece.endswith(b"\n")
         if not blank:
@@ -315,7 +319,8 @@ def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
                 block.clear()
         elif size:
             yield end()
-            block, size = [], 0
+            block = []
+            size = 0
     if size:
         yield end()
 
@@ -361,7 +366,8 @@ def parquet_records(
     DataError is raised for a sound file without such a column: the config has to
     change.
     """
-    field, max_bytes = options.format.text_field, options.max_document_bytes
+    field = options.format.text_field
+    max_bytes = options.max_document_bytes
     _check_column(table.schema_arrow, name, field)
     chosen = list(range(*groups)) if groups else None
     for batch in table.iter_batches(
@@ -391,10 +397,8 @@ def rows_at_a_time(metadata: Any) -> int:
 def _check_column(schema: Any, name: str, field: str) -> None:
     import pyarrow.types as types
 
-    columns, advice = (
-        dict(_leaves(schema)),
-        "set stream.text_field to the column of the text",
-    )
+    columns = dict(_leaves(schema))
+    advice = "set stream.text_field to the column of the text"
     if field not in columns:
         found = ", ".join(
             f"{column} ({kind})" for column, kind in list(columns.items())[:12]

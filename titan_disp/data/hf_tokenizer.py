@@ -45,7 +45,8 @@ def read_model(file: str | Path) -> Any:
     Refuse one that ``tokenizers`` cannot express.
     """
     model = protobuf.ModelProto.FromString(Path(file).read_bytes())
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    trainer = model.trainer_spec
+    normalizer = model.normalizer_spec
     features = {
         f"model type {protobuf.TrainerSpec.ModelType.Name(trainer.model_type)}": trainer.model_type
         not in _TYPES,
@@ -268,7 +269,8 @@ def check_same_ids(
 ) -> None:
     """Raise ConfigError if two tokenizers give different ids for a text."""
     for text in texts:
-        expected, got = ours(text), theirs(text)
+        expected = ours(text)
+        got = theirs(text)
         if expected == got:
             continue
         at = next(

@@ -194,7 +194,8 @@ def resolve(name: HubName, where: str) -> HubDataset:
     """
     repository, commit = commit_of(name, where)
     root = f"hf://datasets/{repository}"
-    splits, inside = splits_in(root, name, commit, where), f"{root}@{commit}/"
+    splits = splits_in(root, name, commit, where)
+    inside = f"{root}@{commit}/"
     paths = {
         split: [url.removeprefix(inside) for url in urls]
         for split, urls in splits.items()
@@ -214,7 +215,8 @@ def commit_of(name: HubName, where: str) -> tuple[str, str]:
         RevisionNotFoundError,
     )
 
-    api, page = HfApi(), f"huggingface.co/datasets/{name.repository}"
+    api = HfApi()
+    page = f"huggingface.co/datasets/{name.repository}"
     token = "a token of an account that has it (hf auth login, or HF_TOKEN)"
     try:
         info = patiently(
@@ -267,14 +269,10 @@ def splits_in(
     except DatasetNotFoundError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # see cannot_list
-        problem, expected = (
-            str(error),
-            f"expected files that end in {', '.join(SUFFIXES)}",
-        )
-        missing, unknown = (
-            "Config name is missing" in problem,
-            f"'{name.config}' not found" in problem,
-        )
+        problem = str(error)
+        expected = f"expected files that end in {', '.join(SUFFIXES)}"
+        missing = "Config name is missing" in problem
+        unknown = f"'{name.config}' not found" in problem
         if "scripts are no longer supported" in problem:
             problem = (
                 "the data set is made by a script on the hub, which datasets no longer runs. Use a copy: "

@@ -112,11 +112,14 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     # before the content, so that a change in the meantime is noticed
     about = _about(file)
     file = replace(file, blocks=megatron.blocks_of(file))
-    documents, least = Documents(file, options), max(_LEAST, file.size // _MOST)
+    documents = Documents(file, options)
+    least = max(_LEAST, file.size // _MOST)
     text_of = partial(formats.text_of, field=options.format.text_field)
     hashes: list[int] = []
     blocks: list[tuple[int, int]] = []  # the documents before each, and its place
-    text, end, damage = 0, 0, None
+    text = 0
+    end = 0
+    damage = None
     try:
         for begin, place, record in _records(documents):
             if not blocks or begin >= blocks[-1][1] + least:
@@ -160,10 +163,8 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
         blocks = []
     else:
         blocks.append((count, end))
-    stored, about["sha256"] = (
-        end if damage else file.size,
-        sha256_of(*megatron.paths_of(file)),
-    )
+    stored = end if damage else file.size
+    about["sha256"] = sha256_of(*megatron.paths_of(file))
     found = np.array(blocks, np.int64).reshape(-1, 2).T
     return FileIndex(
         about, text, stored, damage, count, np.array(hashes, np.uint64), found
@@ -175,10 +176,8 @@ def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:
 
     The folder may be moved together with the data.
     """
-    relative, how = (
-        os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder)),
-        options.format,
-    )
+    relative = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder))
+    how = options.format
     ids = file.name.endswith(formats.TOKEN_IDS)
     kind = (how.token_dtype, how.eos_id) if ids else (how.text_field, how.text_split)
     # Links of several names may lead to one file
@@ -227,7 +226,8 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
 
     Other processes and nodes may do the same at the same time.
     """
-    path, about = _path(folder, options, file), _about(file)
+    path = _path(folder, options, file)
+    about = _about(file)
     found = _load(path, hashes=True)
     why = _differences(found, about)
     if found and not why:
@@ -285,7 +285,8 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
         for file, why in zip(files, found, strict=True)
         if isinstance(why, str)
     ]:
-        number, (url, why) = counted(len(missing), "file"), missing[0]
+        number = counted(len(missing), "file")
+        (url, why) = missing[0]
         there = "" if os.path.isdir(folder) else ", which does not exist"
         raise ConfigError(
             f"stream.index is {folder!r}{there}: {number} of the data cannot be read by it, such as {url!r}, which {why}. "

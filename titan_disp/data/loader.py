@@ -104,7 +104,8 @@ class StreamLoader(BaseDataLoader):
             raise ConfigError(
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
             )
-        self.files, self.options = files, options
+        self.files = files
+        self.options = options
         self.assignment = (
             Mixture(files, shares, options.seed)
             if shares
@@ -117,7 +118,8 @@ class StreamLoader(BaseDataLoader):
             else encode
         )
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
-        self.local_batch_size, self.pin_memory = local_batch_size, False
+        self.local_batch_size = local_batch_size
+        self.pin_memory = False
         self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
         self.groups = list(shares) or [Share("", 0, slots, slots, 1.0)]
@@ -144,11 +146,9 @@ class StreamLoader(BaseDataLoader):
             self._running = None
 
     def _batches(self) -> Generator[Batch, None, None]:
-        batch, prefetch, mine = (
-            self.local_batch_size,
-            self.options.prefetch,
-            self.positions.numpy(),
-        )
+        batch = self.local_batch_size
+        prefetch = self.options.prefetch
+        mine = self.positions.numpy()
         # Microbatches are sent in groups: each transfer costs both processes as much as
         # thousands of tokens.
         group = (
@@ -180,7 +180,8 @@ class StreamLoader(BaseDataLoader):
         batches = iter(
             DataLoader(sequences, None, collate_fn=lambda batch: batch, **workers)
         )  # type: ignore[arg-type]
-        turn, own = 0, len(self.slots)
+        turn = 0
+        own = len(self.slots)
         try:
             while True:
                 start = time.perf_counter()
@@ -343,7 +344,8 @@ def build_dataloader(
             f"data: {dealt} of {counted(len(files), 'file')} are read block by block (docs/data.md)"
         )
     loader.pin_memory = job_config.training.dataloader.pin_memory
-    own, window = len(loader.slots), loader.options.shuffle_window
+    own = len(loader.slots)
+    window = loader.options.shuffle_window
     if dp_rank == 0 and window > 1:
         usual, most = (
             byte_size(memory(own, window, length), 3)

@@ -87,7 +87,9 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
     )
     # once for each folder: it calls the file system for every part of the path
     resolved = cache(os.path.realpath)
-    folders, found, again = [], dict[str, str](), []
+    folders = []
+    found = dict[str, str]()
+    again = []
     for path in matched:
         # As in a folder, a link to a file counts as another file, but files in linked
         # folders are not counted twice.
@@ -205,7 +207,8 @@ def _walk(folder: str, where: str) -> list[str]:
     def refuse(error: OSError) -> None:
         raise _cannot_be_read(error.filename, error, where) from error
 
-    found, seen = [], {os.path.realpath(folder)}
+    found = []
+    seen = {os.path.realpath(folder)}
     for at, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         into = []
         for name in sorted(folders):
@@ -320,4 +323,5 @@ def _counts(paths: Iterable[str]) -> str:
 
 
 # Checks, training and validation list the same folder, but it is logged once.
-_warn, _say = cache(logger.warning), cache(logger.info)
+_warn = cache(logger.warning)
+_say = cache(logger.info)

@@ -63,7 +63,8 @@ class _Index:
                 f"{path} has version {version}, ids of type {code} and {os.path.getsize(path):,} bytes; expected version 1, "
                 f"type 8 (uint16) or 4 (int32), and at least {expected:,} bytes: write it again"
             )
-        self.dtype, self.documents = _DTYPES[code], bounds - 1
+        self.dtype = _DTYPES[code]
+        self.documents = bounds - 1
         parts = np.cumsum(
             [_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds]
         ).tolist()

@@ -25,10 +25,8 @@ def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, in
     """List (path, size) of a split's files in a mirror, or in a full copy of its
     repository. None may be missing.
     """
-    root, fetch = (
-        Path(folder),
-        f"titan-disp data fetch {quote(folder)} --dataset '{name}'",
-    )
+    root = Path(folder)
+    fetch = f"titan-disp data fetch {quote(folder)} --dataset '{name}'"
     if not root.is_dir():
         raise ConfigError(
             f"{where}, which is not a folder. Expected a mirror, as titan-disp data fetch {fetch_arguments(name)} makes "

@@ -61,7 +61,8 @@ def stream_options(
 
     Without a tokenizer, token ids on disk cannot be read.
     """
-    stream, dispersion = job_config.stream, job_config.dispersion  # type: ignore[attr-defined]
+    stream = job_config.stream
+    dispersion = job_config.dispersion
     same = (
         "seed",
         "shuffle_window",

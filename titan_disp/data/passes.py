@@ -45,12 +45,15 @@ class _Pass:
     def __init__(
         self, epoch: int, documents: Documents, queues: dict[int, _Queue]
     ) -> None:
-        self.epoch, self.documents, self.queues = epoch, documents, queues
+        self.epoch = epoch
+        self.documents = documents
+        self.queues = queues
         documents.wants = self.wants
         self.queued = 0  # bytes in all queues
         self.counted = 0  # stored bytes at the last call of newly_read
         # all documents read, whichever slot owns them
-        self.read, self.read_bytes = 0, 0
+        self.read = 0
+        self.read_bytes = 0
         self.ended = False
         self.damage: str | None = None
         # Sorted by the first of their keys, for bisection.
@@ -99,7 +102,8 @@ class _Pass:
         size = size_of(document)
         self.read += 1
         self.read_bytes += size
-        index, queue = self.documents.position - 1, self.owner(self.documents.unit)
+        index = self.documents.position - 1
+        queue = self.owner(self.documents.unit)
         if queue is not None and queue.fed and index >= queue.start:
             queue.documents.append((index, document))
             queue.bytes += size
@@ -115,7 +119,8 @@ class _Pass:
                 others[max(others, key=lambda s: others[s].bytes)].fed = False
 
     def newly_read(self) -> int:
-        before, self.counted = self.counted, self.documents.bytes_read
+        before = self.counted
+        self.counted = self.documents.bytes_read
         return self.counted - before
 
     def limit(self) -> float:
@@ -123,10 +128,8 @@ class _Pass:
 
         A slot that fills its window reads a window ahead of the others.
         """
-        options, mean = (
-            self.documents.options,
-            min(self.read_bytes / self.read, DOCUMENT_BYTES),
-        )
+        options = self.documents.options
+        mean = min(self.read_bytes / self.read, DOCUMENT_BYTES)
         return options.queue_bytes + len(self.queues) * options.shuffle_window * mean
 
 
@@ -139,11 +142,9 @@ class Passes:
         positions: Sequence[Position],
         options: StreamOptions,
     ) -> None:
-        self.files, self.positions, self.options = (
-            files,
-            {position.slot: position for position in positions},
-            options,
-        )
+        self.files = files
+        self.positions = {position.slot: position for position in positions}
+        self.options = options
         self._open: dict[int, list[_Pass]] = {}
         # For each file that was read to its end: its number of documents, and what was
         # damaged.
@@ -155,7 +156,8 @@ class Passes:
         """Return the number of stored bytes read since the last call, by (epoch,
         file).
         """
-        new, self._closed_bytes = self._closed_bytes, Counter()
+        new = self._closed_bytes
+        self._closed_bytes = Counter()
         for file, passes in self._open.items():
             for one in passes:
                 new[one.epoch, file] += one.newly_read()
@@ -210,11 +212,13 @@ class Passes:
                     new = self._begin(slot, position.epoch, segment, start)
                     if new.documents.position:
                         waiting.add(executor.submit(new.documents.seek))
-        every, began = len(waiting), time.monotonic()
+        every = len(waiting)
+        began = time.monotonic()
         while waiting:
             _, waiting = futures.wait(waiting, timeout=PROGRESS_SECONDS)
             if waiting:
-                done, seconds = every - len(waiting), time.monotonic() - began
+                done = every - len(waiting)
+                seconds = time.monotonic() - began
                 left = (
                     f", about {seconds * len(waiting) / done:.0f} s left"
                     if done

@@ -58,7 +58,9 @@ class Position:
     """
 
     def __init__(self, slot: int, values: np.ndarray, assignment: Assignment) -> None:
-        self.slot, self.values, self.assignment = slot, values, assignment
+        self.slot = slot
+        self.values = values
+        self.assignment = assignment
 
     @property
     def epoch(self) -> int:
@@ -72,10 +74,8 @@ class Position:
 
         Return None if all are read.
         """
-        taken, weights = (
-            [int(self.values[column]) for column in TAKEN],
-            self.run().weights,
-        )
+        taken = [int(self.values[column]) for column in TAKEN]
+        weights = self.run().weights
         best = None
         # the smallest taken / weight, compared without rounding; of equal ones the
         # first

@@ -38,25 +38,24 @@ def retried(
     A pause is at least as long as the hub asks for. Its range is so wide that the ranks
     wait for different times.
     """
-    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+    deadline = time.monotonic() + seconds
+    pause = FIRST_PAUSE
     while True:
         try:
             return attempt()
         # Httpx, huggingface_hub and datasets raise their own
         except Exception as error:
-            asked, left = seconds_asked(error), deadline - time.monotonic()
-            shortest, longest = pause / 2, pause * 3 / 2
+            asked = seconds_asked(error)
+            left = deadline - time.monotonic()
+            shortest = pause / 2
+            longest = pause * 3 / 2
             if asked is not None:
-                shortest, longest = (
-                    asked,
-                    asked + min(max(1.0, asked / 4), LONGEST_PAUSE),
-                )
+                shortest = asked
+                longest = asked + min(max(1.0, asked / 4), LONGEST_PAUSE)
             if not may_pass(error) or shortest > left:
                 raise
-            wait, reason = (
-                min(uniform(shortest, longest), left),
-                (str(error).splitlines() or [""])[0],
-            )
+            wait = min(uniform(shortest, longest), left)
+            reason = (str(error).splitlines() or [""])[0]
             logger.warning(
                 f"data: {name}: {reason or type(error).__name__}: trying again in {wait:.2g} s"
             )
@@ -78,7 +77,8 @@ def response_of(error: Exception) -> Any:
     ``headers``, or None.
     """
     for one in chain(error):
-        response, code = getattr(one, "response", None), getattr(one, "code", None)
+        response = getattr(one, "response", None)
+        code = getattr(one, "code", None)
         if isinstance(response, dict):  # of S3
             about = response.get("ResponseMetadata", {})
             after = about.get("HTTPHeaders", {}).get("retry-after", "")

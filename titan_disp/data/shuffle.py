@@ -47,7 +47,8 @@ class Shuffle:
         """The cursor's position is one that this class has stored, or that of the
         beginning.
         """
-        self.cursor, self.window = cursor, window
+        self.cursor = cursor
+        self.window = window
         # The unused documents of the window, the next one last. As UTF-8: a str may
         # take four bytes per character.
         self._documents: list[bytes | np.ndarray] = []
@@ -66,7 +67,8 @@ class Shuffle:
         """
         if not self._documents:
             self._fill()
-        start, stored = self._position, self._documents.pop()
+        start = self._position
+        stored = self._documents.pop()
         if self._documents:
             end = start.copy()
             end[Field.IN_WINDOW] += 1
@@ -83,16 +85,15 @@ class Shuffle:
         while not (documents := self._read()) and not self._used:
             self.cursor.end_epoch()
             begin = self.cursor.position.values.copy()
-        position, epoch, window = (
-            self.cursor.position,
-            int(begin[Field.EPOCH]),
-            int(begin[Field.WINDOW]),
-        )
+        position = self.cursor.position
+        epoch = int(begin[Field.EPOCH])
+        window = int(begin[Field.WINDOW])
         order = permutation(
             _hash(position.assignment.seed, epoch, position.slot, window),
             len(documents),
         )
-        used, self._used = self._used, 0
+        used = self._used
+        self._used = 0
         if used >= len(documents):
             raise DataError(
                 f"slot {position.slot} had used {used} documents of window {window} in epoch {epoch} when the checkpoint "
@@ -113,7 +114,8 @@ class Shuffle:
         epoch.
         """
         documents: list[bytes | np.ndarray] = []
-        most, size = self._most(), 0
+        most = self._most()
+        size = 0
         while len(documents) < most and size < most * DOCUMENT_BYTES:
             document = self.cursor.next_of_epoch()
             if document is None:

@@ -202,7 +202,8 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
                 twice.setdefault(other.key, []).append((first.url, file.url))
             seen.setdefault(identity, (data, file))
         for key, pairs in twice.items():
-            number, (one, again) = counted(len(pairs), "file"), pairs[0]
+            number = counted(len(pairs), "file")
+            (one, again) = pairs[0]
             if key == data.key:
                 logger.warning(
                     f"{key} data: {number}, such as {again!r}, lead to files that are read under another name ({one!r}), "
@@ -316,7 +317,8 @@ def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -
     one document that is too long. Single bad documents and damaged files are left to
     the run (``stream.on_bad_data``).
     """
-    format, max_bytes = options.format, options.max_document_bytes
+    format = options.format
+    max_bytes = options.max_document_bytes
     local = [file for file in files if not file.url.startswith("hf://")]
     if format.eos_id is None:
         local = [file for file in local if not file.name.endswith(formats.TOKEN_IDS)]
@@ -336,7 +338,8 @@ def _cause(file: DataFile, options: StreamOptions) -> str | None:
 
     An empty or too long one says nothing.
     """
-    format, cause = options.format, None
+    format = options.format
+    cause = None
     documents = Documents(file, options)
     try:
         for _ in range(DOCUMENTS):

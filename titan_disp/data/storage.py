@@ -39,7 +39,9 @@ class RetryingFile(io.RawIOBase):
     """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
-        self._name, self._size, self._place = file.url, file.size, 0
+        self._name = file.url
+        self._size = file.size
+        self._place = 0
         self._end = file.size
         self.count = 0  # bytes that a buffer has read
         self._held: Any = None  # what is open between reads
@@ -61,7 +63,8 @@ class RetryingFile(io.RawIOBase):
         # the documents before them are sound
         if self._zeros and (at := data.find(self._zeros)) >= 0:
             self.damage = f"{len(ZEROS):,} bytes of zeros in a row, as a disk that was full or failed leaves them"
-            self._end, data = self._place - len(data) + at, data[:at]
+            self._end = self._place - len(data) + at
+            data = data[:at]
             self._place = self._end
         buffer[: len(data)] = data
         self.count += len(data)
@@ -168,8 +171,10 @@ class ObjectFile(RetryingFile):
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         super().__init__(file, options)
-        self._etag, self._checked = file.etag, -math.inf
-        self._begin, self._block = 0, b""
+        self._etag = file.etag
+        self._checked = -math.inf
+        self._begin = 0
+        self._block = b""
 
     def _read(self, size: int) -> bytes:
         if not self._begin <= self._place < self._begin + len(self._block):
@@ -183,7 +188,8 @@ class ObjectFile(RetryingFile):
                 raise OSError(
                     f"asked for {asked} bytes from {self._place} on, the store answered {len(block)}"
                 )
-            self._begin, self._block = self._place, block
+            self._begin = self._place
+            self._block = block
         first = self._place - self._begin
         return self._block[first : first + size]
 
@@ -222,7 +228,8 @@ class RemoteFile(RetryingFile):
             matched[1], matched[3], repo_type="dataset", revision=matched[2]
         )
         # seconds of waiting for bytes, and those that came
-        self._waited, self._came = 0.0, 0
+        self._waited = 0.0
+        self._came = 0
         self._slow = 0.0  # seconds for which the hub has been too slow
 
     def _read(self, size: int) -> bytes:
@@ -244,10 +251,13 @@ class RemoteFile(RetryingFile):
         return found
 
     def _check_speed(self, came: int, seconds: float) -> None:
-        self._came, self._waited = self._came + came, self._waited + seconds
+        self._came = self._came + came
+        self._waited = self._waited + seconds
         if self._waited >= REQUEST_SECONDS:
-            speed, waited = self._came / self._waited, self._waited
-            self._came, self._waited = 0, 0.0
+            speed = self._came / self._waited
+            waited = self._waited
+            self._came = 0
+            self._waited = 0.0
             self._slow = self._slow + waited if speed < SLOWEST else 0.0
             if self._slow:
                 raise OSError(
@@ -302,7 +312,8 @@ class _Answer:
             if piece is None:
                 raise OSError(f"the hub's answer ended at byte {self.place}")
             self._piece = memoryview(piece)
-        taken, self._piece = self._piece[:size], self._piece[size:]
+        taken = self._piece[:size]
+        self._piece = self._piece[size:]
         self.place += len(taken)
         return bytes(taken)
 
@@ -318,10 +329,8 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
         # A proxy may pack what it passes on. The length is then that of the packed
         # content, if it is told.
         packed = response.headers.get("Content-Encoding", "identity") != "identity"
-        first, right = (
-            0,
-            packed or response.headers.get("Content-Length", str(size)) == str(size),
-        )
+        first = 0
+        right = packed or response.headers.get("Content-Length", str(size)) == str(size)
     else:
         found = re.fullmatch(
             r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "")

@@ -63,7 +63,8 @@ class RankStreams:
         ``files`` are those of all sources. ``encode`` makes token ids that end in EOS
         of a text; several threads call it.
         """
-        self.encode, self.options = encode, options
+        self.encode = encode
+        self.options = options
         own = [
             Position(slot, values.copy(), assignment)
             for slot, values in zip(slots, positions, strict=True)
@@ -87,7 +88,8 @@ class RankStreams:
         """
         sequence = (self.options.seq_len + 1) * self._bytes_per_token
         window = min(AHEAD_SEQUENCES, max(2, math.ceil(AHEAD_BYTES / sequence)))
-        own, first = len(self.slots), next(iter(self.slots))
+        own = len(self.slots)
+        first = next(iter(self.slots))
         for j in range(min(window, own)):
             rounds = math.ceil((window - j) / own)
             self.slots[first + (slot - first + j) % own].read_ahead(rounds * sequence)
@@ -108,7 +110,8 @@ class RankStreams:
         return lambda: done
 
     def _tokenize(self, contents: list[str | np.ndarray]) -> list[np.ndarray]:
-        eos_id, found = self.options.format.eos_id, []
+        eos_id = self.options.format.eos_id
+        found = []
         for content in contents:
             if isinstance(content, str):
                 content = np.asarray(self.encode(content), dtype=np.int32)
@@ -133,7 +136,8 @@ class Slot:
     """
 
     def __init__(self, cursor: Cursor, streams: RankStreams) -> None:
-        self.cursor, self.streams = cursor, streams
+        self.cursor = cursor
+        self.streams = streams
         self.position = cursor.position.values.copy()
         # tokens already taken from the next document
         self._offset = int(cursor.position.values[Field.OFFSET])
@@ -150,7 +154,8 @@ class Slot:
     def read_ahead(self, size: float) -> None:
         """Read on until ``size`` bytes of text are tokenized or being tokenized."""
         while self._bytes < size:
-            documents, total = [], 0
+            documents = []
+            total = 0
             while self._bytes + total < size and total < TASK_BYTES:
                 documents.append(self.source.next())
                 total += documents[-1].size
@@ -238,7 +243,9 @@ class Sequences(IterableDataset):
     """
 
     def __init__(self, make: Any, batch: int, group: int) -> None:
-        self.make, self.batch, self.group = make, batch, group
+        self.make = make
+        self.batch = batch
+        self.group = group
 
     def __iter__(self) -> Iterator[Any]:
         streams: RankStreams | None = None
@@ -255,7 +262,8 @@ class Sequences(IterableDataset):
                 positions = np.empty(
                     (self.batch * self.group, len(Field)), dtype=np.int64
                 )
-                done, failed = 0, None
+                done = 0
+                failed = None
                 try:
                     for *row, position in zip(*arrays, positions, strict=True):
                         slot = slots[turn]

@@ -73,7 +73,8 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
     and DamagedFile at the file's end.
     """
     size = layout.dtype.itemsize
-    begin_of_file, end_of_file = layout.begin, layout.begin + layout.count * size
+    begin_of_file = layout.begin
+    end_of_file = layout.begin + layout.count * size
     begin, end = span or (begin_of_file, end_of_file)
     vocab_size = layout.vocab_size
     stored.seek(begin)
@@ -86,7 +87,8 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
         if place == begin_of_file and len(block):
             _check_first(block, layout)
         ids = np.concatenate([rest, block])
-        fits, at = int(ids.max(initial=0)) < vocab_size, place - len(rest) * size
+        fits = int(ids.max(initial=0)) < vocab_size
+        at = place - len(rest) * size
         begins, ends, rest_begin = _runs(ids, layout.eos_id)
         for first, last in zip(begins, ends, strict=True):
             # Copied, so that a document does not keep the whole block in memory.
@@ -113,7 +115,8 @@ def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[int], list[int], int]:
     begins = np.concatenate([[0], ends])
     open_begin = int(begins[-1])
     more = ends - begins[:-1] > 1  # EOS alone is no document
-    begins, ends = begins[:-1][more], ends[more]
+    begins = begins[:-1][more]
+    ends = ends[more]
     # Nearly always
     if (ends - begins).max(initial=0) <= LONGEST and len(ids) - open_begin <= LONGEST:
         return begins.tolist(), ends.tolist(), open_begin
@@ -150,7 +153,9 @@ def check_known(found: str, ids: np.ndarray, vocab_size: int, fix: str = "") -> 
 
 def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
     """Return the layout, from the header if the file has one."""
-    name, size, eos_id = file.url, file.size, how.eos_id
+    name = file.url
+    size = file.size
+    eos_id = how.eos_id
     if eos_id is None:
         raise DataError(f"{name} holds token ids, expected text: name a file of text")
     head = stored.read(_LLM_C_HEADER)
@@ -232,7 +237,8 @@ def _check_first(ids: np.ndarray, layout: Layout) -> None:
     """Refuse a file whose first block holds ids of another type, or ids that the
     tokenizer does not have.
     """
-    name, vocab_size = layout.name, layout.vocab_size
+    name = layout.name
+    vocab_size = layout.vocab_size
     other = "uint32" if layout.dtype.itemsize == 2 else "uint16"
     found = f"{name} is read as {layout.dtype.name}"
     fix = (
@@ -243,7 +249,8 @@ def _check_first(ids: np.ndarray, layout: Layout) -> None:
     check_known(f"{found} and", ids, vocab_size, fix)
     if layout.dtype.itemsize == 2 and not layout.declared and len(ids) >= 64:
         # the halves of uint32 ids, if they are uint32
-        low, high = ids[0 : len(ids) & ~1 : 2], ids[1::2]
+        low = ids[0 : len(ids) & ~1 : 2]
+        high = ids[1::2]
         if int(high.max()) <= (vocab_size - 1) >> 16 < int(low.max()):
             second = f"every second id is at most {int(high.max())}, as in uint32"
             raise DataError(f'{found}, but {second}: set stream.token_dtype = "uint32"')

@@ -30,19 +30,16 @@ class SentencePieceTokenizer(BaseTokenizer):
     def __init__(self, model_file: str | Path) -> None:
         super().__init__()
         self.processor = SentencePieceProcessor(model_file=str(model_file))
-        bos_id, eos_id = self.processor.bos_id(), self.processor.eos_id()
-        self.bos_id, self.eos_id = (
-            bos_id if bos_id >= 0 else None,
-            eos_id if eos_id >= 0 else None,
-        )
+        bos_id = self.processor.bos_id()
+        eos_id = self.processor.eos_id()
+        self.bos_id = bos_id if bos_id >= 0 else None
+        self.eos_id = eos_id if eos_id >= 0 else None
 
     def encode(
         self, text: str, add_bos: bool = False, add_eos: bool = False
     ) -> list[int]:  # type: ignore[override]
-        begin, end = (
-            add_bos and self.bos_id is not None,
-            add_eos and self.eos_id is not None,
-        )
+        begin = add_bos and self.bos_id is not None
+        end = add_eos and self.eos_id is not None
         return self.processor.encode(text, add_bos=begin, add_eos=end)
 
     def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
@@ -145,10 +142,8 @@ def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
     if tokenizer.bos_id is not None:
         named = tokenizer._get_token_from_config(tokenizer.config or {}, "eos_token")
         if named == tokenizer.bos_token and not tokenizer.hf_adds_bos:
-            tokenizer.eos_token, tokenizer.eos_id = (
-                tokenizer.bos_token,
-                tokenizer.bos_id,
-            )
+            tokenizer.eos_token = tokenizer.bos_token
+            tokenizer.eos_id = tokenizer.bos_id
             tokenizer.bos_token = tokenizer.bos_id = None
     elif (folder / "config.json").is_file():
         of_model = json.loads((folder / "config.json").read_text()).get("eos_token_id")
@@ -158,7 +153,8 @@ def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
             else None
         )
         if token is not None and token.special:
-            tokenizer.eos_token, tokenizer.eos_id = token.content, of_model
+            tokenizer.eos_token = token.content
+            tokenizer.eos_id = of_model
             tokenizer._infer_should_add_bos_eos()  # which knew no EOS before
 
 

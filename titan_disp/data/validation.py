@@ -30,7 +30,8 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
     """Return the number of validation sequences over all ranks: a multiple of what they
     take in one step.
     """
-    v, wanted = job_config.validation, job_config.stream.validation_sequences  # type: ignore[attr-defined]
+    v = job_config.validation
+    wanted = job_config.stream.validation_sequences
     if v.local_batch_size < 1:
         raise ConfigError(
             f"validation.local_batch_size is {v.local_batch_size}, expected at least 1"
@@ -70,14 +71,13 @@ def first_sequences(
     """
     options = replace(stream_options(job_config, seq_len, tokenizer), shuffle_window=0)
     check_content(files, options, "validation")
-    begin, assignment = (
-        np.zeros((1, len(Field)), dtype=np.int64),
-        Assignment(files, slots=1, seed=0),
-    )
+    begin = np.zeros((1, len(Field)), dtype=np.int64)
+    assignment = Assignment(files, slots=1, seed=0)
     with closing(
         RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)
     ) as streams:
-        slot, found = streams.slots[0], empty_rows(count, options, np.int32)
+        slot = streams.slots[0]
+        found = empty_rows(count, options, np.int32)
         for done, row in enumerate(zip(*found, strict=True)):
             slot.fill(*row)
             if slot.position[Field.EPOCH] > 0:
@@ -139,10 +139,8 @@ class _ValidationSet:
     ) -> None:
         v = job_config.validation
         files = on_rank_0(list_files, v.dataset, v.dataset_path, "validation")
-        count, step = (
-            validation_sequences(job_config, dp_world_size),
-            v.local_batch_size * dp_world_size,
-        )
+        count = validation_sequences(job_config, dp_world_size)
+        step = v.local_batch_size * dp_world_size
         asked = (
             f"set stream.validation_sequences to a smaller multiple of {step} (validation.local_batch_size "
             f"{v.local_batch_size} × {dp_world_size} data-parallel ranks), or lower validation.steps"

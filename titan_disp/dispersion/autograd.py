@@ -45,7 +45,8 @@ class Gathering:
     """
 
     def __init__(self, z: Tensor, group: dist.ProcessGroup) -> None:
-        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.gathered = z.new_empty((self.world * z.shape[0], *z.shape[1:]))
         self.work = all_gather(
             self.gathered, z.contiguous(), group=group, async_op=True
@@ -146,7 +147,8 @@ class _Factor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, factor: list[Tensor], *zs: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.factor, ctx.none = factor, (None,) * (1 + len(zs))
+        ctx.factor = factor
+        ctx.none = (None,) * (1 + len(zs))
         return zs[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
@@ -169,7 +171,8 @@ class SavedRows(torch.autograd.Function):
     ) -> Tensor:  # type: ignore[override]
         value = value.clone()
         ctx.save_for_backward(rows, positions, value)
-        ctx.shape, ctx.dtype = z.shape, z.dtype
+        ctx.shape = z.shape
+        ctx.dtype = z.dtype
         return value
 
     @staticmethod

@@ -62,14 +62,14 @@ class attach(AbstractContextManager["attach"]):
         variant: str | Variant = "angular",
         **options: Any,
     ) -> None:
-        self.coeff, self._dispersion = coeff, DispersionLoss(variant, **options)
-        self.step, self.losses = 0, dict[str, Tensor]()
+        self.coeff = coeff
+        self._dispersion = DispersionLoss(variant, **options)
+        self.step = 0
+        self.losses = dict[str, Tensor]()
         self.mask: Tensor | None = None
-        self._in_forward, self._inputs, self._outputs = (
-            False,
-            dict[str, Tensor](),
-            list[tuple[str, Tensor]](),
-        )
+        self._in_forward = False
+        self._inputs = dict[str, Tensor]()
+        self._outputs = list[tuple[str, Tensor]]()
         self._arguments = _arguments(model)
         if "decoder_input_ids" in self._arguments:
             raise ValueError(
@@ -106,8 +106,12 @@ class attach(AbstractContextManager["attach"]):
             ValueError: the outputs or the mask do not have the shape that the model's
                 input implies.
         """
-        outputs, inputs, mask = self._outputs, self._inputs, self.mask
-        self._outputs, self._inputs, self.mask = [], {}, None
+        outputs = self._outputs
+        inputs = self._inputs
+        mask = self.mask
+        self._outputs = []
+        self._inputs = {}
+        self.mask = None
         if not outputs:
             if not torch.is_grad_enabled():
                 return torch.zeros(())
@@ -132,7 +136,8 @@ class attach(AbstractContextManager["attach"]):
         """Remove the hooks, and forget what they have collected."""
         for hook in self._hooks:
             hook.remove()
-        self._outputs, self._inputs = [], {}
+        self._outputs = []
+        self._inputs = {}
 
     __exit__ = detach
 
@@ -150,10 +155,10 @@ class attach(AbstractContextManager["attach"]):
                 | dict(zip(self._arguments, args, strict=False))
                 | kwargs
             )
-            self._inputs, self._outputs = (
-                {name: x for name, x in given.items() if isinstance(x, Tensor)},
-                [],
-            )
+            self._inputs = {
+                name: x for name, x in given.items() if isinstance(x, Tensor)
+            }
+            self._outputs = []
 
     def _collect(
         self, name: str, block: nn.Module, args: tuple[Any, ...], output: Any
@@ -171,7 +176,8 @@ def _arguments(model: nn.Module) -> list[str]:
     """Return the names of the arguments of forward, within DDP and torch.compile, which
     take any.
     """
-    arguments, inner = inspect.signature(model.forward).parameters, cast(Any, model)
+    arguments = inspect.signature(model.forward).parameters
+    inner = cast(Any, model)
     while any(one.kind is one.VAR_POSITIONAL for one in arguments.values()):
         inner = getattr(inner, "_orig_mod", getattr(inner, "module", None))
         if inner is None:
@@ -218,11 +224,9 @@ def _find_blocks(
     """Return the named blocks, or those of the longest list, if no other has half as
     many. Lists in it do not count.
     """
-    modules, blocks, lists = (
-        dict(model.named_modules()),
-        dict[str, nn.Module](),
-        dict[str, dict[str, nn.Module]](),
-    )
+    modules = dict(model.named_modules())
+    blocks = dict[str, nn.Module]()
+    lists = dict[str, dict[str, nn.Module]]()
     for name in [layers] if isinstance(layers, str) else layers or ():
         if name not in modules:
             raise ValueError(

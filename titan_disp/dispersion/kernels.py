@@ -19,7 +19,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # how ``path`` says it
-EAGER_ON_CPU, BF16_PRODUCTS = "eager: on a CPU", "bfloat16, added in float32"
+EAGER_ON_CPU = "eager: on a CPU"
+BF16_PRODUCTS = "bfloat16, added in float32"
 _functions: dict[str, str] = {}
 _products: set[str] = set()
 
@@ -83,7 +84,8 @@ def _float32_results(device: torch.device, kind: str) -> bool:
         right = bool((found == 257).all())  # which bf16 rounds to 256
         why = "its result is rounded"
     except (RuntimeError, TypeError) as error:
-        right, why = False, str(error).splitlines()[0]
+        right = False
+        why = str(error).splitlines()[0]
     if not right:
         _products.add(f"float32, as torch.{kind} cannot add bfloat16 in float32")
         warnings.warn(

@@ -148,8 +148,12 @@ class WholeLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        self.zs, self.mask, self.group, self.in_bf16 = zs, mask, group, in_bf16
-        self.length, self.features = length, [z.shape[2] for z in zs]
+        self.zs = zs
+        self.mask = mask
+        self.group = group
+        self.in_bf16 = in_bf16
+        self.length = length
+        self.features = [z.shape[2] for z in zs]
         self.segmented = mask is not None and mask.segments is not None
 
         self._following: list[Tensor] = []  # the layers that are computed next
@@ -174,7 +178,8 @@ class WholeLayers(Layers):
         """
         if self.group is None:
             return None
-        gathering, self._ahead = self._ahead or Gathering(z, self.group), None
+        gathering = self._ahead or Gathering(z, self.group)
+        self._ahead = None
         if self._following:
             self._ahead = Gathering(
                 self._prepared(*self._together(self._following)), self.group

@@ -101,14 +101,16 @@ class DispersionLoss:
             if value == option.default:
                 continue
             if option.name == "max_tokens" and self.estimator != "sampled":
-                not_using, using = f"estimator {self.estimator!r}", "sampled"
+                not_using = f"estimator {self.estimator!r}"
+                using = "sampled"
             elif option.name in OF_VARIANTS and option.name not in used:
                 variants = [
                     name
                     for name, kind in VARIANTS.items()
                     if option.name in options_of(kind)
                 ]
-                not_using, using = f"variant {self.variant!r}", ", ".join(variants)
+                not_using = f"variant {self.variant!r}"
+                using = ", ".join(variants)
             else:
                 continue
             raise ValueError(
@@ -215,7 +217,8 @@ class DispersionLoss:
         Source: arXiv 2602.00217, Table 1; ``variants`` and ``moments`` have the
         formulas.
         """
-        pg, variant = process_group(group), self._variant
+        pg = process_group(group)
+        variant = self._variant
         if isinstance(zs, Tensor):
             raise ValueError(
                 f"zs is a tensor of shape {tuple(zs.shape)}, expected one tensor per layer in a list: for a single "
@@ -262,7 +265,8 @@ class DispersionLoss:
                 )
             else:
                 layers = WholeLayers(zs, length, mask, pg, in_bf16)
-            layers.step, layers.first = step, first
+            layers.step = step
+            layers.first = first
             losses = (
                 variant.moments(layers, fit_errors)
                 if self.estimator == "moments"

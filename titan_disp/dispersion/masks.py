@@ -115,9 +115,11 @@ def token_mask(given: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
     ranges of segments.
     """
     valid = given.dtype == torch.bool
-    shards, rank = [given], 0
+    shards = [given]
+    rank = 0
     if group is not None:
-        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        world = dist.get_world_size(group)
+        rank = dist.get_rank(group)
         own = (given.to(torch.uint8) if valid else given).contiguous()
         every = own.new_empty((world * own.shape[0], own.shape[1]))
         all_gather(every, own, group=group)
@@ -176,7 +178,8 @@ def own_tokens(
     Return also which of them this rank holds, [B, m, 1] bool, and their indices in z,
     [B, m].
     """
-    n, rank = z.shape[1], 0 if group is None else dist.get_rank(group)
+    n = z.shape[1]
+    rank = 0 if group is None else dist.get_rank(group)
     mine = (positions // n == rank)[..., None]
     local = (positions - rank * n).clamp(0, n - 1)
     return (

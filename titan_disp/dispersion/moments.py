@@ -156,7 +156,8 @@ def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
     own = z[:, rows]
     if group is None:
         return Sample(own, rows[None])
-    world, m = dist.get_world_size(group), own.shape[1]
+    world = dist.get_world_size(group)
+    m = own.shape[1]
     every = own.new_empty((world * own.shape[0], *own.shape[1:]))
     all_gather(every, own, group=group)
     every_row = rows.new_full((1, world * m), -1)
@@ -175,7 +176,8 @@ def sample_tokens(
     """Return what ``sample`` would take from each sequence without its padding, in 2
     FIT_TOKENS slots (``masks``).
     """
-    length, counts = mask.whole.shape[1], mask.counts[:, None]
+    length = mask.whole.shape[1]
+    counts = mask.counts[:, None]
     size = torch.ones_like(counts)
     twice = 2 * FIT_TOKENS
     while twice <= length:
@@ -213,8 +215,10 @@ def fit(
     sampled ones. e is the error for this pair of the slope fitted without it; each pair
     is weighted by the length of its contribution to the gradient.
     """
-    x, some = u.to(dtype), some.to(dtype)
-    squares, some_squares = norms(x).square_(), norms(some).square_().transpose(1, 2)
+    x = u.to(dtype)
+    some = some.to(dtype)
+    squares = norms(x).square_()
+    some_squares = norms(some).square_().transpose(1, 2)
     c = product(x, some.transpose(1, 2))
     index = torch.arange(u.shape[1], device=u.device)[:, None]
     coefficients = u.new_empty(*u.shape[:2], 3)

@@ -70,10 +70,8 @@ class LossLedger:
                 for term in (ce, dispersion, tokens, *losses.values())
             ]
         )
-        self._names, self._sums = (
-            list(losses),
-            terms if self._sums is None else self._sums + terms,
-        )
+        self._names = list(losses)
+        self._sums = terms if self._sums is None else self._sums + terms
 
     def add_rows(self, ce: Tensor, tokens: Tensor) -> None:
         """Add the next sequences' cross-entropies, each summed over its valid tokens,
@@ -124,7 +122,8 @@ class LossLedger:
         if mesh is not None:
             dist.all_reduce(sums, group=mesh.get_group())
         ce, dispersion, tokens, *others = sums.tolist()
-        tokens, n = tokens or math.nan, len(self._names)
+        tokens = tokens or math.nan
+        n = len(self._names)
         losses = zip(self._names, others[:n], strict=True)
         # nothing, before ``add_rows``
         of_sources = zip(self.sources, others[n::2], others[n + 1 :: 2], strict=False)
@@ -241,7 +240,9 @@ class DispersionObjective:
         if cp_group is not None:
             weights = weights.clone()
             dist.all_reduce(weights, group=cp_group)
-        step, layers, fit_errors = self.step(), len(activations), list[Tensor]()
+        step = self.step()
+        layers = len(activations)
+        fit_errors = list[Tensor]()
         coeff = self.coeff(step)
         segments = (
             self._own_segments(*predictions[2:]) if self.within_documents else None
@@ -256,12 +257,10 @@ class DispersionObjective:
             return torch.stack([(weights * loss).sum() for loss in every])
 
         if self.deferred(activations):
-            self._awaited, found, plain, in_bf16 = (
-                True,
-                list[Tensor](),
-                ce.detach(),
-                bf16_autocast(ce.device.type),
-            )
+            self._awaited = True
+            found = list[Tensor]()
+            plain = ce.detach()
+            in_bf16 = bf16_autocast(ce.device.type)
 
             # activations hold it, so that it must not refer to them
             def of_layer(layer: int, z: Tensor) -> Tensor:
@@ -274,7 +273,8 @@ class DispersionObjective:
                     late = self._record(
                         plain, torch.stack(found).sum(0), local_tokens, fit_errors
                     )
-                    self._late, self._awaited = coeff * late, False
+                    self._late = coeff * late
+                    self._awaited = False
                 return self._together(losses)
 
             return ce + coeff * add_in_backward(activations, of_layer)
@@ -314,7 +314,8 @@ class DispersionObjective:
             raise RuntimeError(
                 "the gradients of some activations have not arrived, so that these were not dispersed"
             )
-        late, self._late = self._late, None
+        late = self._late
+        self._late = None
         return late
 
     def _together(self, losses: Tensor) -> Tensor:
@@ -388,7 +389,8 @@ class CoeffSchedule:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}, expected a number ≥ 0")
-        warmup, total = self.warmup_steps, self.total_steps
+        warmup = self.warmup_steps
+        total = self.total_steps
         if not 0 <= warmup <= total:
             raise ValueError(
                 f"warmup_steps is {warmup}, expected 0 to {total}, the steps of the run"

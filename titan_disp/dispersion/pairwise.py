@@ -128,11 +128,13 @@ class Tiles:
         tile: int | None = None,
         wide: bool | None = None,
     ) -> None:
-        self.x, self.scale = x, scale
+        self.x = x
+        self.scale = scale
         self.marks = marks
         self.dtype = operand_dtype(x)
         self.wide = x.device.type != "cpu" if wide is None else wide
-        n, side = x.shape[1], tile or tile_size(x.shape[1], x.shape[0], x.device.type)
+        n = x.shape[1]
+        side = tile or tile_size(x.shape[1], x.shape[0], x.device.type)
         self.slices = [slice(i, min(i + side, n)) for i in range(0, n, side)]
         self.reach = {
             i.start: None if marks is None else marks.span(i) for i in self.slices
@@ -154,10 +156,8 @@ class Tiles:
         """Return Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j; q in
         ``out`` if it is given.
         """
-        products, s_cols = (
-            product(rows, cols.transpose(1, 2)),
-            other.scale[:, j].transpose(1, 2),
-        )
+        products = product(rows, cols.transpose(1, 2))
+        s_cols = other.scale[:, j].transpose(1, 2)
         marks = None
         if self.marks is not None and other.marks is not None:
             marks = self.marks.tokens[:, i], other.marks.tokens[:, j].transpose(1, 2)
@@ -185,7 +185,8 @@ class Tiles:
             yield span
 
     def _meets(self, i: slice, others: "Tiles", j: slice) -> bool:
-        own, other = self.reach[i.start], others.reach[j.start]
+        own = self.reach[i.start]
+        other = others.reach[j.start]
         return not (own and other) or (own[0] <= other[1] and other[0] <= own[1])
 
     def span_pairs(
@@ -202,8 +203,10 @@ class Tiles:
         If these are own tokens too, the pairs beyond the tile on the diagonal count
         twice.
         """
-        begin, end = span[0].start, span[-1].stop
-        x, s = others[begin:end], self.scale.new_zeros(self.x.shape[0])
+        begin = span[0].start
+        end = span[-1].stop
+        x = others[begin:end]
+        s = self.scale.new_zeros(self.x.shape[0])
         q = None
         if (
             len(span) > 1
@@ -262,7 +265,8 @@ def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
         for span in tiles.spans(i, tiles, k):
             sums, q, x = tiles.span_pairs(rows, i, tiles, span, pair)
             s += sums
-            begin, end = span[0].start, span[-1].stop
+            begin = span[0].start
+            end = span[-1].stop
             add_product_(w[:, i], q, x, to_zero=fresh and begin == 0)
             below = max(begin, i.stop)
             if below < end:

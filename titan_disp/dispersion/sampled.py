@@ -46,12 +46,10 @@ class SampledLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        self.zs, self.length, self.features, self.in_bf16 = (
-            zs,
-            count,
-            [z.shape[2] for z in zs],
-            in_bf16,
-        )
+        self.zs = zs
+        self.length = count
+        self.features = [z.shape[2] for z in zs]
+        self.in_bf16 = in_bf16
         rank = 0 if group is None else dist.get_rank(group)
         dtype = reduce(torch.promote_types, (z.dtype for z in zs))
         self.z = zs[0].new_zeros(
@@ -59,9 +57,11 @@ class SampledLayers(Layers):
         )
         # For each layer: which of the drawn tokens this rank holds, [k], and their
         # indices in z, [k].
-        self.mine, self.local = [], []
+        self.mine = []
+        self.local = []
         for z, order, gathered in zip(zs, orders, self.z, strict=True):
-            positions, n = order[:count].sort().values, z.shape[1]
+            positions = order[:count].sort().values
+            n = z.shape[1]
             own = (positions // n == rank).nonzero()[:, 0]
             self.mine.append(own.to(z.device, non_blocking=True))
             self.local.append(
@@ -113,15 +113,16 @@ class SampledTokens(SampledLayers):
         in_bf16: bool,
         mask: TokenMask,
     ) -> None:
-        self.zs, self.length, self.features, self.in_bf16 = (
-            zs,
-            count,
-            [z.shape[2] for z in zs],
-            in_bf16,
-        )
+        self.zs = zs
+        self.length = count
+        self.features = [z.shape[2] for z in zs]
+        self.in_bf16 = in_bf16
         # For each layer: which of the drawn tokens this rank holds, [B, m, 1], and
         # their indices in z, [B, m].
-        tokens, self.mine, self.local, segments = [], [], [], []
+        tokens = []
+        self.mine = []
+        self.local = []
+        segments = []
         whole = None if mask.segments is None else torch.cat(mask.segments, dim=1)
         for z, order in zip(zs, orders, strict=True):
             chosen = first_of_order(mask, order.to(z.device, non_blocking=True), count)
@@ -133,7 +134,8 @@ class SampledTokens(SampledLayers):
                 segments.append(whole.gather(1, positions).masked_fill(~filled, -1))
             self.mine.append(mine)
             self.local.append(local)
-        self.mask, self.segmented = TokenMask((filled,)), whole is not None
+        self.mask = TokenMask((filled,))
+        self.segmented = whole is not None
         every = (torch.cat(segments),) if segments else None
         self.mask_of_all = TokenMask(self.mask.repeat(len(zs)).shards, segments=every)
         self.z = torch.stack(tokens)

@@ -71,10 +71,8 @@ class Raw:
     """The tokens themselves: u = z."""
 
     def __init__(self, z: Tensor) -> None:
-        self.x, self.scale = (
-            z,
-            z.new_ones((*z.shape[:2], 1), dtype=accumulation_dtype(z.dtype)),
-        )
+        self.x = z
+        self.scale = z.new_ones((*z.shape[:2], 1), dtype=accumulation_dtype(z.dtype))
 
     def vectors(self) -> Tensor:
         return self.x.to(self.scale.dtype, copy=True)
@@ -90,7 +88,8 @@ class Normalized:
     """
 
     def __init__(self, z: Tensor, norm_eps: float) -> None:
-        self.x, self.norm_eps = z, norm_eps
+        self.x = z
+        self.norm_eps = norm_eps
         self.norm = norms(z)
         self.scale = 1 / (self.norm + norm_eps)
 
@@ -108,7 +107,8 @@ class Normalized:
 
 @fused
 def _normalize_backward_(g: Tensor, z: Tensor, norm: Tensor, norm_eps: float) -> None:
-    z, scale = z.to(g.dtype), norm + norm_eps
+    z = z.to(g.dtype)
+    scale = norm + norm_eps
     # Two divisions, because the product of the two numbers could underflow to 0.
     radial = (
         (z * g).sum(-1, keepdim=True)
@@ -146,7 +146,9 @@ class Standardized:
 
     def backward_(self, grad: Tensor) -> Tensor:
         for rows in row_blocks(grad):
-            u, g, norm = self.u[:, rows], grad[:, rows], self.norm[:, rows]
+            u = self.u[:, rows]
+            g = grad[:, rows]
+            norm = self.norm[:, rows]
             g.sub_(g.mean(-1, keepdim=True)).addcmul_(
                 u, (u * g).sum(-1, keepdim=True), value=-1
             )

@@ -83,7 +83,8 @@ def _listings(
 ) -> list[tuple[HubName | None, list[HubFile]]]:
     if not is_hub_name(dataset):
         raise ConfigError(f"--dataset is {dataset!r}, expected c4, {FORM}")
-    name, where = parse_name(dataset, "--dataset"), f"--dataset is {dataset!r}"
+    name = parse_name(dataset, "--dataset")
+    where = f"--dataset is {dataset!r}"
     if name.split is not None and split not in ("both", name.split):
         raise ConfigError(
             f"{where}, but --split is {split!r}: name the split in one of them"
@@ -135,7 +136,8 @@ def _mirror(
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return f"{file.path}: {problem}"
 
-    left, total = [], sum(file.size for file in files)
+    left = []
+    total = sum(file.size for file in files)
     with (
         ThreadPoolExecutor(workers) as pool,
         progress(files[0].repository, "B", total=total) as bar,

@@ -33,10 +33,8 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     """
     sets = training_sets(job_config)
     listed = [one.check() for one in sets]
-    training, others = (
-        [file for files in listed for file in files],
-        _held_out(job_config),
-    )
+    training = [file for files in listed for file in files]
+    others = _held_out(job_config)
     if not all(listed) or any(file.remote for file in [*training, *others]):
         raise ConfigError(
             "data in a store or on the hub cannot be indexed: titan-disp data fetch copies from the hub"
@@ -94,7 +92,8 @@ def write_index(
         f.size for f in files if isinstance(current(folder, options, f), str)
     ):
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    found, ordered = {}, sorted(files, key=lambda file: -file.size)
+    found = {}
+    ordered = sorted(files, key=lambda file: -file.size)
     with pool, progress("indexing", "B", total=total) as bar:
         for file, one in in_parallel(
             pool, partial(index_file, folder, options), ordered
@@ -112,9 +111,11 @@ def lines(training: Sequence[FileIndex], others: Sequence[FileIndex]) -> Iterato
         np.concatenate([np.zeros(0, np.uint64), *(f.hashes for f in part)])
         for part in (training, others)
     )
-    usable, held = hashes[hashes > 0], held[held > 0]
+    usable = hashes[hashes > 0]
+    held = held[held > 0]
     different = np.unique(usable)
-    text, files = sum(one.text for one in training), counted(len(training), "file")
+    text = sum(one.text for one in training)
+    files = counted(len(training), "file")
     yield f"{len(hashes):,} documents, {text:,} bytes of text, in {files}"
     parts = {
         "have no text, or cannot be used": len(hashes) - len(usable),

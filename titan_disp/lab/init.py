@@ -51,7 +51,10 @@ from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.text import byte_size, estimated_duration, short
 
 # bytes or characters of text
-LEAST, READ, COPIED, LEARNED_FROM = 200_000, 200_000_000, 2_000_000_000, 20_000_000
+LEAST = 200_000
+READ = 200_000_000
+COPIED = 2_000_000_000
+LEARNED_FROM = 20_000_000
 # Characters of text → size of the tokenizer's vocabulary; on a CPU, at most the second.
 VOCABULARIES = ((5e6, 2048), (20e6, 4096), (100e6, 8192), (math.inf, 16384))
 MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
@@ -115,10 +118,8 @@ def init(options: InitOptions) -> str:
 
     Raises ConfigError.
     """
-    folder, path = (
-        options.folder.absolute(),
-        options.text if is_url(options.text) else os.path.abspath(options.text),
-    )
+    folder = options.folder.absolute()
+    path = options.text if is_url(options.text) else os.path.abspath(options.text)
     _check(options, folder, path)
     files = list_files("text", path, path_key="--text")
     if files[0].name.endswith(TOKEN_IDS):
@@ -127,10 +128,8 @@ def init(options: InitOptions) -> str:
             "(model.hf_assets_path) and stream.token_dtype: docs/data.md#token-ids"
         )
     # A few .txt files, or long ones, are no documents: they hold some.
-    plain, largest = (
-        all(file.name.endswith(PLAIN_TEXT) for file in files),
-        max(file.size for file in files),
-    )
+    plain = all(file.name.endswith(PLAIN_TEXT) for file in files)
+    largest = max(file.size for file in files)
     long = len(files) < 100 or largest > StreamOptions.max_document_bytes
     stream = StreamOptions(
         format=Format(options.text_field, "blank_lines" if plain and long else "file")
@@ -158,7 +157,8 @@ def init(options: InitOptions) -> str:
                     data / f"{name}.jsonl.gz", ({"text": text} for text in part)
                 )
             # no glob: FOLDER may have a [
-            train, validation = str(data / "train"), str(data / "validation.jsonl.gz")
+            train = str(data / "train")
+            validation = str(data / "validation.jsonl.gz")
         characters, read = (
             sum(len(of(text)) for text in texts) for of in (str, str.encode)
         )
@@ -172,12 +172,11 @@ def init(options: InitOptions) -> str:
                 _tokenizer(texts, characters * all_of_it, bool(gpus))
             )
         tokenizer = load_tokenizer(assets)
-        encode, some = encoder(tokenizer), texts[:: max(1, len(texts) // 500)]
+        encode = encoder(tokenizer)
+        some = texts[:: max(1, len(texts) // 500)]
         per_token = sum(map(len, some)) / sum(len(encode(text)) for text in some)
-        tokens, vocab_size = (
-            characters * all_of_it / per_token,
-            tokenizer.get_vocab_size(),
-        )
+        tokens = characters * all_of_it / per_token
+        vocab_size = tokenizer.get_vocab_size()
         rows = _sized(tokens, vocab_size, seq_len, gpus, machine, options.minutes)
         step = max(1, 8 // ranks) * ranks
         sequences = (
@@ -218,7 +217,8 @@ def init(options: InitOptions) -> str:
         file.write_text(
             _toml(rows).replace(_quoted(str(partial))[:-1], _quoted(str(folder))[:-1])
         )
-    where, own = shlex.quote(str(options.folder)), "" if gpus else f" --nproc {ranks}"
+    where = shlex.quote(str(options.folder))
+    own = "" if gpus else f" --nproc {ranks}"
     kind = (
         "blocks between blank lines"
         if stream.format.text_split == "blank_lines"
@@ -285,7 +285,8 @@ def _read(
 
     A run will log what is bad.
     """
-    found, read = dict[bytes, str](), 0
+    found = dict[bytes, str]()
+    read = 0
     for file in files:
         with closing(Documents(file, options)) as documents, suppress(DamagedFile):
             while read <= most and (record := documents.read()) is not None:
@@ -329,7 +330,9 @@ def _split(
         )
     if named:
         return list(found.values()), list(_read(named, options, wanted).values()), named
-    held_out, held, most = list[str](), 0, total // 20
+    held_out = list[str]()
+    held = 0
+    most = total // 20
     target = min(max(total // 100, wanted), most)
     for key in sorted(found):  # a random order, which is always the same
         if held < target and held + len(found[key]) <= most:
@@ -382,12 +385,11 @@ def _cpu_flops(vocab_size: int, seq_len: int) -> float:
     """Measure FLOP/s of nano, forward and backward, on one core."""
     own: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": seq_len}
     args = replace(flavors["nano"], **own)
-    model, tokens = (
-        Qwen3DispModel(args),
-        torch.arange(4 * seq_len).view(4, -1) % vocab_size,
-    )
+    model = Qwen3DispModel(args)
+    tokens = torch.arange(4 * seq_len).view(4, -1) % vocab_size
     model.init_weights()
-    threads, seconds = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
+    seconds = []
     torch.set_num_threads(1)
     for _ in range(5):
         begin = time.perf_counter()
@@ -415,11 +417,9 @@ def _sized(
 
     Return rows of the config.
     """
-    minutes, ranks, gpu = (
-        minutes or (240 if gpus else 4),
-        _ranks(gpus),
-        find_gpu(machine),
-    )
+    minutes = minutes or (240 if gpus else 4)
+    ranks = _ranks(gpus)
+    gpu = find_gpu(machine)
     speed = (
         gpus * MFU * gpu.bf16_flops
         if gpus
@@ -468,7 +468,8 @@ def _sized(
     took = estimated_duration(
         max(tokens * flops / speed, steps * LAUNCHES if gpus else 0)
     )
-    per, epochs = tokens / parameters, tokens / text_tokens
+    per = tokens / parameters
+    epochs = tokens / text_tokens
     by = f"{took} of steps by {'an assumed' if gpus else 'the measured'} speed"
     about = (
         f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {by}"
@@ -512,7 +513,8 @@ def _sized(
 
 def _fitted(job_config: JobConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
     """Halve the local batch until the plan fits into a GPU's memory."""
-    training, memory = job_config.training, FILLED * find_gpu(machine).memory
+    training = job_config.training
+    memory = FILLED * find_gpu(machine).memory
     while measured(job_config, meta_model(job_config), machine)[3].total > memory:
         if training.local_batch_size % 2:
             raise ConfigError(

@@ -90,7 +90,8 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
     axes = figure.subplots()
     relative = len({one.last_block for one in found.values()}) > 1
     for (name, one), style in zip(found.items(), styles(), strict=False):
-        depth, last = np.arange(len(one.mean_cosine)), one.last_block
+        depth = np.arange(len(one.mean_cosine))
+        last = one.last_block
         if relative:
             depth = np.where(depth <= last, depth / last, 1 + 0.05 * (depth - last))
         axes.plot(depth, one.mean_cosine, label=plain(name), markersize=5, **style)
@@ -220,7 +221,8 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> F
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("parameters")
-    lines, names = [], []
+    lines = []
+    names = []
     for (family, members), style in zip(families.items(), styles(), strict=False):
         ordered = sorted(members.items(), key=lambda member: member[1][0])
         parameters = [n for _, (n, _) in ordered]

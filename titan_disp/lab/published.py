@@ -30,7 +30,8 @@ def beside(ours: Ours, source: str) -> Lines:
     for group in tomli.loads(
         (Path(__file__).parent / "published.toml").read_text(encoding="utf-8")
     )["published"]:
-        key, run = (group["task"], group["what"]), group["run"]
+        key = (group["task"], group["what"])
+        run = group["run"]
         if own := ours.get(key):
             found += [(*key, name, shown, source) for name, shown in own.items()]
             found += [

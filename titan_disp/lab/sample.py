@@ -161,10 +161,8 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
             f"{folder} exists and is not a sample corpus: choose another folder or remove it"
         )
     records = documents()
-    validation, train = (
-        records[::VALIDATION_SHARE],
-        [r for i, r in enumerate(records) if i % VALIDATION_SHARE],
-    )
+    validation = records[::VALIDATION_SHARE]
+    train = [r for i, r in enumerate(records) if i % VALIDATION_SHARE]
     if not is_complete(folder):
         with atomic_folder(folder) as partial:
             (partial / "en").mkdir()

@@ -114,10 +114,8 @@ def accuracy(device: torch.device) -> Iterator[Found]:
     for (kind, mean, clamp), precision, estimator in product(
         CASES, precisions, ESTIMATORS
     ):
-        loss, z = (
-            DispersionLoss(estimator=estimator, clamp=clamp),
-            tokens(mean, 512, precision, device),
-        )
+        loss = DispersionLoss(estimator=estimator, clamp=clamp)
+        z = tokens(mean, 512, precision, device)
         drawn = (
             order(512, 0, 1, 0)[: loss.max_tokens]
             if estimator == "sampled"
@@ -153,10 +151,8 @@ def path(device: torch.device) -> Iterator[Found]:
             x.to(kernels.operand_dtype(x))[None]
             for x in tokens(0, 4096, precision, device)
         )
-        right, added = (
-            a.mT.double() @ b.double(),
-            torch.zeros(1, 256, 256, device=device),
-        )
+        right = a.mT.double() @ b.double()
+        added = torch.zeros(1, 256, 256, device=device)
         kernels.add_product_(added, a.mT, b)
         found = {"bmm": kernels.product(a.mT, b), "baddbmm": added}
         wrong = {
@@ -188,12 +184,11 @@ def meshes(device: torch.device) -> Iterator[Found]:
         mesh = init_device_mesh(
             device.type, (world // size, size), mesh_dim_names=("data", "sequence")
         )["sequence"]
-        own, length = mesh.get_local_rank(), 8 * size * math.ceil(64 / size)
+        own = mesh.get_local_rank()
+        length = 8 * size * math.ceil(64 / size)
         for precision, estimator in product(TOLERANCES, ESTIMATORS):
-            loss, z = (
-                DispersionLoss(estimator=estimator),
-                tokens(10, length, precision, device),
-            )
+            loss = DispersionLoss(estimator=estimator)
+            z = tokens(10, length, precision, device)
             value, gradient = loss_and_gradient(lambda z: loss([z], step=1)[0], z)  # noqa: B023
             sharded = loss_and_gradient(
                 lambda z: loss([z], mesh, step=1)[0],  # noqa: B023
@@ -269,7 +264,8 @@ def measured(
     forward = torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu")(
         forward
     )
-    names, threads = {"forward": forward, "then": then}, torch.get_num_threads()
+    names = {"forward": forward, "then": then}
+    threads = torch.get_num_threads()
     timer = Timer(
         "out = forward(); out.backward(out.detach()); then()",
         globals=names,
@@ -282,10 +278,8 @@ def measured(
             "MiB": "not counted on a CPU",
         }
     torch.accelerator.reset_peak_memory_stats()
-    before, seconds = (
-        torch.accelerator.memory_allocated(),
-        timer.blocked_autorange().median,
-    )
+    before = torch.accelerator.memory_allocated()
+    seconds = timer.blocked_autorange().median
     return {
         "ms": 1e3 * seconds,
         "MiB": torch.accelerator.max_memory_allocated() - before >> 20,
@@ -301,10 +295,8 @@ def nano_step(device: torch.device, estimator: str) -> Values:
     model = MODELS["qwen3_disp"].model_cls(args).to(device)
     model.init_weights(device)
     loss = DispersionLoss(estimator="exact" if estimator == "off" else estimator)
-    objective, optimizer = (
-        DispersionObjective(cross_entropy_loss, loss, lambda step: 0.1),
-        AdamW(model.parameters()),
-    )
+    objective = DispersionObjective(cross_entropy_loss, loss, lambda step: 0.1)
+    optimizer = AdamW(model.parameters())
     text = torch.randint(
         args.vocab_size, (2, 512), generator=torch.Generator().manual_seed(0)
     ).to(device)
@@ -366,7 +358,8 @@ def page(result: Values) -> str:
 
     cells = [["", "section", "check", "found", "expected"]]
     for row in result["rows"]:
-        found, expected = shown(row["found"]), shown(row["expected"], "≤ ")
+        found = shown(row["found"])
+        expected = shown(row["expected"], "≤ ")
         cells.append(
             [
                 "ok" if row["ok"] else "FAILED",
@@ -393,7 +386,8 @@ def selftest(options: SelftestOptions) -> int:
     world, rank, local = (
         int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
     )
-    device, module = torch.device(utils.device_type), utils.device_module
+    device = torch.device(utils.device_type)
+    module = utils.device_module
     module.set_device(local)
     if world > 1 and not dist.is_initialized():
         # for which ranks wait for rank 0

@@ -131,7 +131,8 @@ class DispModelArgs(BaseModelArgs):
         apply_overrides(self, job_config.model.overrides)  # type: ignore[attr-defined]
         super().update_from_config(job_config, **kwargs)
         self.max_seq_len = job_config.training.seq_len
-        dispersion, stream = job_config.dispersion, job_config.stream  # type: ignore[attr-defined]
+        dispersion = job_config.dispersion
+        stream = job_config.stream
         self.attn_type = "flex" if stream.document_mask else "sdpa"
         self.restart_positions = stream.restart_positions
         if dispersion.enabled:

@@ -49,7 +49,8 @@ _WORD = 0xFFFFFFFF
 def check_baseline(job_config: JobConfig) -> None:
     """Check [baseline], or raise ConfigError. training.steps must be known."""
     section = job_config.baseline  # type: ignore[attr-defined]
-    method, dispersion = section.method, job_config.dispersion.enabled  # type: ignore[attr-defined]
+    method = section.method
+    dispersion = job_config.dispersion.enabled
     for name, of in OPTIONS.items():
         if method != of and getattr(section, name) != getattr(type(section)(), name):
             raise ConfigError(
@@ -164,10 +165,12 @@ class NoisyEmbedding:
         if not (embedding.training and torch.is_grad_enabled()):
             return None
         assert self._positions is not None
-        step, n = self.step(), h.shape[1]
+        step = self.step()
+        n = h.shape[1]
         # the latter if a checkpoint was loaded again
         if step != self._step or self._seen >= self.per_step:
-            self._step, self._seen = step, 0
+            self._step = step
+            self._seen = 0
         positions = self._positions
         # TP shards the output along the sequence, in equal parts
         if n < positions.shape[1]:
@@ -196,10 +199,8 @@ def build_noise(
     job_config: JobConfig, parallel_dims: ParallelDims, step: Callable[[], int]
 ) -> NoisyEmbedding:
     dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
-    batch, tp = (
-        parallel_dims.get_optional_mesh("batch"),
-        parallel_dims.get_optional_mesh("tp"),
-    )
+    batch = parallel_dims.get_optional_mesh("batch")
+    tp = parallel_dims.get_optional_mesh("tp")
     slots = slot_count(job_config, dp)
     own = slots // dp
     return NoisyEmbedding(
@@ -246,13 +247,13 @@ class ForgettingOptimizers(OptimizersContainer):
     ) -> None:
         section = job_config.baseline  # type: ignore[attr-defined]
         self.steps_completed = steps_completed
-        self.every, self.seed, lr = (
-            section.forget_every,
-            job_config.debug.seed or 0,
-            section.forget_lr,
-        )
-        self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
-        (model,), (optimizer,) = self.model_parts, self.optimizers
+        self.every = section.forget_every
+        self.seed = job_config.debug.seed or 0
+        lr = section.forget_lr
+        self.optimizers = inner.optimizers
+        self.model_parts = inner.model_parts
+        (model,) = self.model_parts
+        (optimizer,) = self.optimizers
         self.embedding: nn.Parameter = model.get_submodule("tok_embeddings").weight  # type: ignore[assignment]
         (body,) = optimizer.param_groups
         body["params"] = [p for p in body["params"] if p is not self.embedding]

@@ -226,7 +226,9 @@ def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor
     if initial.std == 0:
         return torch.full(shape, initial.mean)
     generator = generator_of(seed, name)
-    mean, std, cut = initial.mean, initial.std, initial.cut
+    mean = initial.mean
+    std = initial.std
+    cut = initial.cut
     # In torch 2.11, trunc_normal_ inverts the distribution function, at 0 and 1 too,
     # and so sets one in millions to the cut.
     if cut > 10 * std:

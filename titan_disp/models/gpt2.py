@@ -88,7 +88,8 @@ class GPT2DispModelArgs(DispModelArgs):
         return Initial(std=0.02 / (2 * self.n_layers) ** 0.5 if residual else 0.02)
 
     def saved_elements(self, tp: int) -> dict[str, float]:
-        d, h = self.dim, self.hidden_dim
+        d = self.dim
+        h = self.hidden_dim
         return {
             # Both residuals; both normalized inputs; q, k, v and the attention's
             # output; w1's output and its GELU.
@@ -178,7 +179,8 @@ class GPT2DispModel(DispModel):
 
     def __init__(self, args: GPT2DispModelArgs) -> None:
         super().__init__(args)
-        self.model_args, self.n_layers = args, args.n_layers
+        self.model_args = args
+        self.n_layers = args.n_layers
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.pos_embeddings = nn.Embedding(args.context, args.dim)
         self.layers = nn.ModuleDict(

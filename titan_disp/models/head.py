@@ -98,14 +98,16 @@ def chunked_cross_entropy(
     ``chunk`` tokens exist at a time. ``of_chunk`` is ``loss_and_gradient``, which may
     be compiled if there is no TP.
     """
-    h, weight = hidden.h, hidden.weight
+    h = hidden.h
+    weight = hidden.weight
     if isinstance(h, DTensor) and isinstance(weight, DTensor):
         mesh = weight.device_mesh
         # as DTensor divides rows
         first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
         of_chunk = partial(loss_and_gradient, first=first, group=mesh.get_group())
         # Each rank has the part of h's gradient that comes from its rows of the weight.
-        h, weight = h.to_local(grad_placements=[Partial()]), weight.to_local()
+        h = h.to_local(grad_placements=[Partial()])
+        weight = weight.to_local()
     device = h.device.type
     if torch.is_autocast_enabled(device):  # as for nn.Linear
         h, weight = (x.to(torch.get_autocast_dtype(device)) for x in (h, weight))
@@ -130,7 +132,8 @@ def loss_and_gradient(
     """
     # Multiplied here, because a caller could not let go of the logits: ``partial`` and
     # torch.compile hold arguments.
-    dtype, p = weight.dtype, (h @ weight.T).float()
+    dtype = weight.dtype
+    p = (h @ weight.T).float()
     counts = labels != IGNORE_INDEX
     own = counts & (labels >= first) & (labels < first + p.shape[1])
     at = (
@@ -180,7 +183,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else:
                 weight_gradient += gradient.T @ h[some]
             del gradient  # the next chunk's logits take its place
-        ctx.gradients, ctx.dtype = (h_gradient, weight_gradient), weight.dtype
+        ctx.gradients = (h_gradient, weight_gradient)
+        ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
 
@@ -193,7 +197,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "the chunked head keeps its gradients for one backward pass, but this is the second one"
             )
-        (h_gradient, weight_gradient), ctx.gradients = ctx.gradients, None
+        (h_gradient, weight_gradient) = ctx.gradients
+        ctx.gradients = None
         return (
             h_gradient.mul_(grad),
             weight_gradient.mul_(grad).to(ctx.dtype),

@@ -49,8 +49,10 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
         return Initial(std=0.02, cut=2.0)
 
     def saved_elements(self, tp: int) -> dict[str, float]:
-        d, h = self.dim, self.hidden_dim
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        d = self.dim
+        h = self.hidden_dim
+        q = self.n_heads * self.head_dim
+        kv = self.n_kv_heads * self.head_dim
         return {
             # Both residuals; both normalized inputs; q and k before their norm; q, k, v
             # and the attention's output; w1's output, its SiLU, w3's output and their

@@ -210,10 +210,8 @@ class DispCheckpointManager(CheckpointManager):
         super()._save_last_step(curr_step)
         if not self.last_save_in_hf or dist.get_rank() != 0:
             return
-        folder, assets = (
-            Path(self._create_checkpoint_id(curr_step)),
-            self.sd_adapter.hf_assets_path,
-        )
+        folder = Path(self._create_checkpoint_id(curr_step))
+        assets = self.sd_adapter.hf_assets_path
         try:
             describe(
                 folder,
@@ -322,7 +320,9 @@ class DispCheckpointManager(CheckpointManager):
         """
         if not self.enable or self.save_future is None:
             return
-        future, step, self.save_future = self.save_future, self._saving, None
+        future = self.save_future
+        step = self._saving
+        self.save_future = None
         try:
             future.result()
         except BaseException as error:
@@ -448,7 +448,8 @@ class DispCheckpointManager(CheckpointManager):
             raise CheckpointError(
                 f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}"
             )
-        folder, self.folder = self.folder, os.path.join(self.folder, ".none")
+        folder = self.folder
+        self.folder = os.path.join(self.folder, ".none")
         try:
             return super().load(-1)
         finally:

@@ -204,10 +204,8 @@ class RunFolder:
 
         A killed start leaves one, too.
         """
-        owner, beat = (
-            _read(reader.read_owner, self.path),
-            _read(reader.read_heartbeat, self.path),
-        )
+        owner = _read(reader.read_owner, self.path)
+        beat = _read(reader.read_heartbeat, self.path)
         same_job = (
             job_id() and str(owner.get("job")).split(".")[0] == job_id().split(".")[0]
         )
@@ -252,10 +250,8 @@ class RunFolder:
         if not file.exists():
             return {}
         try:
-            old, new = (
-                reader.flatten(reader.read_config(self.path)),
-                reader.flatten(self._config),
-            )
+            old = reader.flatten(reader.read_config(self.path))
+            new = reader.flatten(self._config)
         except ValueError as error:
             raise ConfigError(
                 f"{error}. It records the config that this run was started with. To continue, move it away, after "

@@ -48,12 +48,11 @@ class GuardedOptimizers(OptimizersContainer):
         cross-entropy and local dispersion are not finite. It returns None if there was
         no loss.
         """
-        self.inner, self.non_finite_terms, self.max_skipped_steps = (
-            inner,
-            non_finite_terms,
-            max_skipped_steps,
-        )
-        self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
+        self.inner = inner
+        self.non_finite_terms = non_finite_terms
+        self.max_skipped_steps = max_skipped_steps
+        self.optimizers = inner.optimizers
+        self.model_parts = inner.model_parts
         self._parameters = [p for group in inner.param_groups for p in group["params"]]
         self._post_init(self._parameters, inner.defaults)
         # steps, skipped, in a row; saved in checkpoints
@@ -111,7 +110,8 @@ class GuardedOptimizers(OptimizersContainer):
         """
         if self._unread is None:
             return
-        (message, arrived), self._unread = self._unread, None
+        (message, arrived) = self._unread
+        self._unread = None
         if arrived is not None:
             arrived.synchronize()
         any_gradient, bad_gradient, bad_ce, bad_dispersion, *agreed = map(
@@ -131,7 +131,8 @@ class GuardedOptimizers(OptimizersContainer):
             self._counts[2] = 0
             return
         self._counts[1:] += 1
-        step, terms = int(self._counts[0]), " and ".join(self.bad_terms)
+        step = int(self._counts[0])
+        terms = " and ".join(self.bad_terms)
         logger.warning(
             f"step {step} is skipped on all ranks: {terms} not finite ({self.in_a_row} in a row)"
         )

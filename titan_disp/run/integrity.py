@@ -52,12 +52,10 @@ class _HashedStream:
     def __init__(self, file: Any) -> None:
         self._file = file
         self.hash = xxhash.xxh3_128()
-        self.tell, self.flush, self.fileno, self.close = (
-            file.tell,
-            file.flush,
-            file.fileno,
-            file.close,
-        )
+        self.tell = file.tell
+        self.flush = file.flush
+        self.fileno = file.fileno
+        self.close = file.close
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -163,7 +161,8 @@ def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
 
 
 def hash_file(path: Path, read: Callable[[int], object] | None = None) -> str:
-    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    found = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
             found.update(buffer[:size])

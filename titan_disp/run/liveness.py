@@ -44,7 +44,8 @@ class Aside:
 
     def __init__(self, *errands: Callable[[], object]) -> None:
         self.errands = [*errands]
-        self._woken, self._closing = threading.Event(), False
+        self._woken = threading.Event()
+        self._closing = False
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
@@ -96,11 +97,14 @@ class Heartbeat:
 
     def __init__(self, run: Path | None, job_config: JobConfig) -> None:
         self.file = run / HEARTBEAT if run is not None else None
-        self.comm, self.guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
+        self.comm = job_config.comm
+        self.guard = job_config.guard
         # seconds of the slowest step so far, without the first one, which compiles
         self.slowest = 0.0
         self._steps = 0
-        self._doing, self._said, self._began = "", -PAUSE, time.monotonic()
+        self._doing = ""
+        self._said = -PAUSE
+        self._began = time.monotonic()
         self._content: dict[str, Any] = {}
         self._written = self._content
 
@@ -148,7 +152,8 @@ class Heartbeat:
 
     def write(self) -> None:
         """Write what ``begin`` has announced since the last call."""
-        content, file = self._content, self.file
+        content = self._content
+        file = self.file
         if content is self._written or file is None:
             return
         self._written = content
@@ -230,7 +235,9 @@ class Stragglers:
             if self._since is not None
             else 0.0
         )
-        self._since, self._waited, self._steps = now, 0.0, 0
+        self._since = now
+        self._waited = 0.0
+        self._steps = 0
         return own
 
     def find(self) -> dict[str, Any] | None:
@@ -294,14 +301,16 @@ class Clock:
         try:
             yield
         finally:
-            self._seconds, self._running = self.spent(), None
+            self._seconds = self.spent()
+            self._running = None
             self._stepped = self._stepped or kind == "steps"
 
     def spent(self) -> dict[str, float]:
         """Return the seconds of each kind up to now, including the context that is
         running.
         """
-        seconds, now = dict(self._seconds), self._now()
+        seconds = dict(self._seconds)
+        now = self._now()
         kind, since = self._running or ("", now)
         if kind and (self._stepped or kind != "steps"):
             seconds[kind] += now - since
@@ -344,7 +353,8 @@ class StopRequest:
             }
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        self.reason, self._signalled = signal.Signals(number).name, True
+        self.reason = signal.Signals(number).name
+        self._signalled = True
 
     def _is_there(self) -> bool:
         # An error of the file system counts as no file. ``Path.exists`` would raise

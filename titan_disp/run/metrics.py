@@ -61,7 +61,8 @@ class TensorBoardFolder(BaseLogger):
     """
 
     def __init__(self, folder: str, run: str) -> None:
-        self.folder, self.run = folder, run
+        self.folder = folder
+        self.run = run
         self._writer: SummaryWriter | None = None
         self._next_heatmap = 0.0  # step
         self._untrained: np.ndarray | None = None  # mean cosines at step 0
@@ -167,11 +168,9 @@ class DispersionMetrics(MetricsProcessor):
         """Format the progress, as " of 2,048 (12.5%, 3:10:00 left)", at the pace since
         this job's first log.
         """
-        total, now, left = (
-            self.tokens_seen(last_step(self.job_config, self._dp_degree)),
-            time.monotonic(),
-            "",
-        )
+        total = self.tokens_seen(last_step(self.job_config, self._dp_degree))
+        now = time.monotonic()
+        left = ""
         if self._first_log is None:
             self._first_log = (now, tokens)
         else:
@@ -185,7 +184,8 @@ class DispersionMetrics(MetricsProcessor):
         """
         if self._loader is None:
             return {}
-        counted, last = self._loader.counters(), self._counted
+        counted = self._loader.counters()
+        last = self._counted
         self._counted = counted
         counters = counted | {
             "stored_bytes_per_second": (

@@ -13,15 +13,17 @@ from typing import Any
 
 from titan_disp.errors import ConfigError
 
-CONFIG, ENVIRONMENT, EVENTS, METRICS = (
-    "config.json",
-    "environment.json",
-    "events.jsonl",
-    "metrics.jsonl",
-)
-HEARTBEAT, STOP, LOCK, OWNER = "heartbeat.json", "stop", ".lock", "owner.json"
+CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
+EVENTS = "events.jsonl"
+METRICS = "metrics.jsonl"
+HEARTBEAT = "heartbeat.json"
+STOP = "stop"
+LOCK = ".lock"
+OWNER = "owner.json"
 # slurm/supervise.py writes these
-REQUEUE, SUPERVISOR = "requeue.json", "supervisor.jsonl"
+REQUEUE = "requeue.json"
+SUPERVISOR = "supervisor.jsonl"
 # a row of metrics.jsonl with one of these keys is no training row
 MEASURED = ("condensation", "validation")
 # Objects in metrics.jsonl; all else in it are numbers or null

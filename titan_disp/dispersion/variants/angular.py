@@ -24,7 +24,8 @@ from titan_disp.dispersion.variants.base import (
 @functools.cache
 def angular_pair(tau: float, clamp: float) -> PairFunction:
     """w = exp(−D/τ); r = w / (πτ √(1 − c̃²))."""
-    k, bound = 1.0 / (math.pi * tau), bound_of(clamp)
+    k = 1.0 / (math.pi * tau)
+    bound = bound_of(clamp)
 
     def pair(c: Tensor) -> tuple[Tensor, Tensor]:
         slope = slope_of_arccos(c.clamp_(-bound, bound))

@@ -286,7 +286,8 @@ class MomentsVariant(Variant):
 
     def exact(self, layers: Layers) -> Tensor:
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
-            units, count = self.units(z), layers.tokens(mask)
+            units = self.units(z)
+            count = layers.tokens(mask)
             u = units.vectors()
             tokens = (
                 count.to(u.dtype)
@@ -354,12 +355,12 @@ class AutogradVariant(Variant):
             context = Context(layers.step, layers.first + layer, layers.group)
 
             def own_part(z: Tensor, mask: TokenMask | None) -> Result:
-                own, others, rank = z.detach().to(accumulation_dtype(z.dtype)), [], 0
+                own = z.detach().to(accumulation_dtype(z.dtype))
+                others = []
+                rank = 0
                 if (gathering := layers.gather(z)) is not None:
-                    others, rank = (
-                        [shard.to(own.dtype) for shard in gathering.other_shards()],
-                        gathering.rank,
-                    )
+                    others = [shard.to(own.dtype) for shard in gathering.other_shards()]
+                    rank = gathering.rank
 
                 def loss() -> Tensor:
                     every = torch.cat([*others[:rank], own, *others[rank:]], dim=1)

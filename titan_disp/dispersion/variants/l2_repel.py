@@ -119,7 +119,9 @@ class PairExponents:
             self.centre = rows.sum(1, keepdim=True) / valid.sum(
                 1, keepdim=True
             ).clamp_min(1)
-        self.rows, self.tau, self.marks = rows - self.centre, tau, marks
+        self.rows = rows - self.centre
+        self.tau = tau
+        self.marks = marks
         self.maximum = rows.new_full((rows.shape[0],), -torch.inf)
         # Not 0, because its log is infinite, and not so small that 4/(τ·total) is: rows
         # may have no pair.

@@ -112,10 +112,8 @@ def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndar
     """
     if weight_by_size:
         return np.concatenate(values)
-    average, share = (
-        np.mean([v.mean() for v in values]),
-        sum(map(len, values)) / len(values),
-    )
+    average = np.mean([v.mean() for v in values])
+    share = sum(map(len, values)) / len(values)
     return np.concatenate([average + (v - v.mean()) * share / len(v) for v in values])
 
 

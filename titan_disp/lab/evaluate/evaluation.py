@@ -75,7 +75,8 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     ):
         # Also imports accelerate, which lm_eval does not install
         import_module("lm_eval.models.huggingface")
-    chosen, out = harness.PROTOCOLS[options.protocol], options.out
+    chosen = harness.PROTOCOLS[options.protocol]
+    out = options.out
     device = str(
         find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     )
@@ -226,10 +227,8 @@ def scores(comparison: Comparison) -> Ours:
             "" if error is None else f" ± {100 * error:.2f}"
         )
 
-    found, first = (
-        dict[tuple[str, str], Mapping[str, str]](),
-        next(iter(comparison.mean)),
-    )
+    found = dict[tuple[str, str], Mapping[str, str]]()
+    first = next(iter(comparison.mean))
     for (task, *_), (values, _, errors, _), differences in lines(comparison):
         if (
             task != "mean"

@@ -186,7 +186,8 @@ def _rows(item: Any) -> Iterator[Row]:
         for member in item:
             yield from _rows(member)
     else:
-        tasks, averaged = item.get_all_tasks(), item.aggregate_metric_list[0]
+        tasks = item.get_all_tasks()
+        averaged = item.aggregate_metric_list[0]
         for task in tasks:
             if averaged.metric not in _metrics(task):
                 raise ConfigError(
@@ -228,7 +229,8 @@ def _load(
 
     The message lists all failures at once, so that one download can fetch all data.
     """
-    loaded, failed = [], {}
+    loaded = []
+    failed = {}
     for name in names:
         try:
             loaded.append(manager.load(name))
@@ -408,11 +410,13 @@ def warnings_once(name: str = "lm_eval") -> Iterator[None]:
         seen[place] += 1
         return seen[place] == 1
 
-    logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger(name)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.addFilter(is_first)
     before = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [handler], False
+    logger.handlers = [handler]
+    logger.propagate = False
     try:
         yield
     finally:

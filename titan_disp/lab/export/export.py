@@ -70,7 +70,9 @@ def export(options: ExportOptions) -> SavedModel:
     exist, ``dest`` is not empty, the disk is full, or the tokenizer cannot be
     converted.
     """
-    dest, dtype, tokenizer = options.dest.absolute(), options.dtype, options.tokenizer
+    dest = options.dest.absolute()
+    dtype = options.dtype
+    tokenizer = options.tokenizer
     if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
         raise ConfigError(
             f"{str(dest)!r} already exists; choose a new folder, or remove this one"
@@ -81,7 +83,8 @@ def export(options: ExportOptions) -> SavedModel:
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
-        stream, training = saved.config["stream"], saved.config["training"]
+        stream = saved.config["stream"]
+        training = saved.config["training"]
         data = (
             stream["sources"][0]["path"]
             if stream["sources"]

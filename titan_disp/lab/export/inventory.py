@@ -83,7 +83,8 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
             continue
         try:
             modified, size = _size(folder / name)
-            damaged, state = False, "being deleted"
+            damaged = False
+            state = "being deleted"
             if kind == "step":
                 damaged, state = _state(folder / name)
             elif kind == "damaged":

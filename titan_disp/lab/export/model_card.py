@@ -54,7 +54,9 @@ def _data(saved: SavedModel) -> str:
             f"; in total {_listed(files)}" if (files := _files(saved)) else ""
         )
     training = saved.config["training"]
-    path, files, dataset = training["dataset_path"], _files(saved), training["dataset"]
+    path = training["dataset_path"]
+    files = _files(saved)
+    dataset = training["dataset"]
     if dataset.startswith("c4"):
         name = "laid out as allenai/c4" if path else "allenai/c4"
     else:
@@ -82,7 +84,9 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
 def _condensation(measured: Mapping[str, Any]) -> str:
     """Describe the output of ``Condensation.to_json``."""
     mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
-    blocks, over_depth = mean[1:-1], measured.get(OF_PAPER, {})  # older rows have none
+    # older rows have none
+    blocks = mean[1:-1]
+    over_depth = measured.get(OF_PAPER, {})
     told = (
         f"mean cosine of two tokens {mean[0]:.3f} in the embedding, {sum(blocks) / len(blocks):.3f} on average over the "
         f"blocks, {blocks[-1]:.3f} after the last block, {mean[-1]:.3f} after the final norm"
@@ -125,8 +129,10 @@ def model_card(
     ``environment`` is the run's environment.json, or {} if it is missing.
     """
     config = saved.config
-    training, schedule = config["training"], config["lr_scheduler"]
-    together, each = training["global_batch_size"], training["local_batch_size"]
+    training = config["training"]
+    schedule = config["lr_scheduler"]
+    together = training["global_batch_size"]
+    each = training["local_batch_size"]
     model = f"{saved.entry.title}, {parameters:,} parameters (flavor {saved.flavor})"
     facts = {
         "architecture": f"{model}, weights in {dtype}",

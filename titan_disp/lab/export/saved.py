@@ -85,7 +85,8 @@ class SavedModel:
         vocabulary.
         """
         folder = self.tokenizer_folder(override)
-        tokenizer, args = load_tokenizer(folder), self.model_args()
+        tokenizer = load_tokenizer(folder)
+        args = self.model_args()
         advice = "it is not the tokenizer of this run"
         check_fits(
             tokenizer.get_vocab_size(), folder, args.vocab_size, self.name, advice
@@ -133,7 +134,8 @@ def find_saved(target: str | Path) -> SavedModel:
     if is_run(path) or not matched:
         return saved_models(path)[-1]
     run = next((p for p in (path.parent, path.parent.parent) if is_run(p)), path.parent)
-    every, step = saved_models(run), int(matched.group(1))
+    every = saved_models(run)
+    step = int(matched.group(1))
     for saved in every:
         if saved.step == step:
             return saved

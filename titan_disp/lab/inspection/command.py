@@ -54,9 +54,11 @@ def write_metrics(
     Both files name the layers. They give ρ and τ over depth for the sets of layers in
     ``PLACES``. The names of the files are returned.
     """
-    content, rows = [], []
+    content = []
+    rows = []
     for name, one in found.items():
-        told, by_layer = one.condensation.to_json(), one.condensation.by_layer()
+        told = one.condensation.to_json()
+        by_layer = one.condensation.by_layer()
         target = {
             "name": name,
             "folder": str(one.target.folder),
@@ -186,7 +188,9 @@ def table(found: Mapping[str, Condensation], last_n: int) -> str:
     cosines = [["mean cosine", *headings]]
     numbers = [["", *(f"ρ, τ: {place}" for place in PLACES), *OF_COVARIANCE]]
     for name, one in found.items():
-        mean, last, before = one.mean_cosine, one.last_block, one.untrained_mean_cosine
+        mean = one.mean_cosine
+        last = one.last_block
+        before = one.untrained_mean_cosine
         shown = [
             *mean[[0, (last + 1) // 2, last]],
             None if before is None else before[last],
@@ -221,14 +225,10 @@ def measure(
     ``name`` is for messages and a progress bar.
     """
     logits = options.logits
-    pooled, averaged = (
-        Accumulator(layers.count + logits, layers.device),
-        AveragedCosines(),
-    )
-    covariance, root = (
-        Covariance(),
-        targets.logits_root(layers.head) if logits else None,
-    )
+    pooled = Accumulator(layers.count + logits, layers.device)
+    averaged = AveragedCosines()
+    covariance = Covariance()
+    root = targets.logits_root(layers.head) if logits else None
 
     def take_in(layer: int, z: Tensor) -> None:
         if not z.isfinite().all():
@@ -301,7 +301,8 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     if length < options.max_length:
         told = f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions"
         print(told, file=sys.stderr)
-    cut, out = replace(options, max_length=length), options.out
+    cut = replace(options, max_length=length)
+    out = options.out
     texts = read_texts(
         options.text,
         options.dataset,
@@ -318,10 +319,8 @@ def condensation(options: CondensationOptions) -> dict[str, Condensation]:
     untrained: dict[Path, np.ndarray] = {}
     for name, target in models.items():
         layers = target.load(device, options.dtype)
-        one, some = (
-            measure(name, layers, samples[name], options),
-            samples[name][: options.batch_size],
-        )
+        one = measure(name, layers, samples[name], options)
+        some = samples[name][: options.batch_size]
         if not options.skip_untrained and target.path not in untrained:
             layers.untrain(options.seed)
             untrained[target.path] = measure(
@@ -379,10 +378,8 @@ def _sample(
     special = (
         target.special_tokens if options.special_tokens else targets.SpecialTokens()
     )
-    count, length = (
-        options.sequences,
-        options.max_length - len(special.before) - len(special.after),
-    )
+    count = options.sequences
+    length = options.max_length - len(special.before) - len(special.after)
     if length < 2:
         raise ConfigError(
             f"--max-length {options.max_length} leaves no room for text next to {name}'s special tokens"

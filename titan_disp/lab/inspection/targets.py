@@ -122,10 +122,8 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
 
     It is updated if the hub answers.
     """
-    download, patterns = (
-        partial(snapshot_download, model.id, revision=model.revision),
-        model.patterns(code),
-    )
+    download = partial(snapshot_download, model.id, revision=model.revision)
+    patterns = model.patterns(code)
     try:
         folder = Path(download(allow_patterns=patterns))
         if not any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
@@ -203,7 +201,8 @@ class Layers:
         forward: Callable[[Tensor], Tensor],
         blocks: Sequence[nn.Module],
     ) -> None:
-        self.forward, self.blocks = forward, blocks
+        self.forward = forward
+        self.blocks = blocks
         self.head: Any = None
         self.untrain: Callable[[int], None] = partial(draw_weights, model)
         self.count = len(blocks) + 2
@@ -286,7 +285,8 @@ def hugging_face_layers(model: Any) -> Layers:
     """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V
     logits are not needed.
     """
-    body, config = model.base_model, model.config.get_text_config()
+    body = model.base_model
+    config = model.config.get_text_config()
     layers = Layers(
         model,
         lambda tokens: body(tokens, use_cache=False)[0],
@@ -442,7 +442,8 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
                 draw_weights(model, seed if own is None else own)
 
         layers = Layers(model.to(device), model, list(model.layers.values()))
-        layers.head, layers.untrain = model.output, untrain
+        layers.head = model.output
+        layers.untrain = untrain
         # the "logits" are the final norm's output, not N × V numbers
         model.output.forward = lambda h: h
         return layers
@@ -490,18 +491,14 @@ def _hugging_face_target(
         ) from error
     if tokenizer_folder is not None:
         own = load_tokenizer(tokenizer_folder)
-        encode, tokens, special_tokens = (
-            plain_encoder(own),
-            own.get_vocab_size(),
-            _bos(own),
-        )
+        encode = plain_encoder(own)
+        tokens = own.get_vocab_size()
+        special_tokens = _bos(own)
     else:
         theirs = _their_tokenizer(folder, trust_remote_code)
-        encode, tokens, special_tokens = (
-            partial(_encode_theirs, theirs),
-            len(theirs),
-            _their_special_tokens(theirs),
-        )
+        encode = partial(_encode_theirs, theirs)
+        tokens = len(theirs)
+        special_tokens = _their_special_tokens(theirs)
     advice = "it is not this model's tokenizer"
     check_fits(
         tokens,
@@ -587,10 +584,8 @@ def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
 
 def _their_special_tokens(tokenizer: Any) -> SpecialTokens:
     """Return the tokens before and after those of a text with one letter."""
-    bare, whole = (
-        _encode_theirs(tokenizer, "a"),
-        tokenizer("a", verbose=False)["input_ids"],
-    )
+    bare = _encode_theirs(tokenizer, "a")
+    whole = tokenizer("a", verbose=False)["input_ids"]
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return SpecialTokens(

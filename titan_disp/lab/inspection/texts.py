@@ -110,7 +110,8 @@ def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
         characters += len(text)
         if characters >= size:
             yield group
-            group, characters = [], 0
+            group = []
+            characters = 0
     if group:
         yield group
 
@@ -133,14 +134,13 @@ def _documents(
     For each file with bad documents, the reason why the first of them cannot be used is
     appended to ``reasons``.
     """
-    without, usable = 0, False
+    without = 0
+    usable = False
     for file in files:
-        reader, bad = (
-            Documents(
-                file, StreamOptions(max_document_bytes=MOST, format=Format(text_field))
-            ),
-            0,
+        reader = Documents(
+            file, StreamOptions(max_document_bytes=MOST, format=Format(text_field))
         )
+        bad = 0
         try:
             while (record := reader.read()) is not None:
                 try:
@@ -224,7 +224,8 @@ def _from(
 ) -> list[int]:
     characters = MARGIN * length
     while True:
-        end, taken = start, 0
+        end = start
+        taken = 0
         while end < len(texts) and taken < characters:
             taken += len(texts[end])
             end += 1

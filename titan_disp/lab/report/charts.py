@@ -94,10 +94,8 @@ class Line:
 
     @property
     def style(self) -> dict[str, Any]:
-        dashes, width = (
-            LINES[self.place % len(LINES)],
-            1.5 * (1 + self.place // (len(OKABE_ITO) * len(LINES)) % 2),
-        )
+        dashes = LINES[self.place % len(LINES)]
+        width = 1.5 * (1 + self.place // (len(OKABE_ITO) * len(LINES)) % 2)
         return {
             "color": OKABE_ITO[self.place % len(OKABE_ITO)],
             "linestyle": dashes,
@@ -143,7 +141,8 @@ def binned(
     ``count`` bins of equal width in x.
     """
     finite = np.isfinite(x) & np.isfinite(y)
-    x, y = x[finite], y[finite]
+    x = x[finite]
+    y = y[finite]
     if len(x) <= count:
         return x, y, y, y
     means, _, place = binned_statistic(x, [x, y], "mean", count)
@@ -203,10 +202,8 @@ def draw_lines(
     for line in lines:
         x, y, low, high = binned(line.x, line.y, count)
         if line.low is not None and line.high is not None:
-            low, high = (
-                binned(line.x, line.low, count)[2],
-                binned(line.x, line.high, count)[3],
-            )
+            low = binned(line.x, line.low, count)[2]
+            high = binned(line.x, line.high, count)[3]
         if (len(x) == count and len(lines) <= MANY) or line.low is not None:
             axes.fill_between(
                 x, low, high, color=line.style["color"], alpha=0.2, linewidth=0
@@ -215,7 +212,8 @@ def draw_lines(
         axes.plot(
             x, y, label=plain(line.name), marker=marker, markersize=3, **line.style
         )
-        heights, on_axis = [0.025] * len(line.resumes), axes.get_xaxis_transform()
+        heights = [0.025] * len(line.resumes)
+        on_axis = axes.get_xaxis_transform()
         axes.plot(
             line.resumes,
             heights,

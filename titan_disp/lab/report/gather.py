@@ -138,10 +138,8 @@ class Run:
         """Return the number of parameters, with a tied embedding once; None if the
         model or flavor is unknown.
         """
-        entry, flavor = (
-            MODELS.get(self.settings.get("model.name", "")),
-            self.settings.get("model.flavor", ""),
-        )
+        entry = MODELS.get(self.settings.get("model.name", ""))
+        flavor = self.settings.get("model.flavor", "")
         if entry is None or flavor not in list(entry.flavors):
             return None
         return _parameters(entry.name, flavor, json.dumps(self._overrides))
@@ -165,7 +163,8 @@ def _read(path: Path, name: str, group: str | None) -> Run:
         raise ConfigError(f"{str(path)!r} {what}; expected a job.dump_folder")
     problems: list[str] = []
     try:
-        every, events = reader.read_written(path), reader.read_events(path)
+        every = reader.read_written(path)
+        events = reader.read_events(path)
         written = [row for row in every if not reader.is_measured(row)]
         trained = [event for event in events if not trained_nothing(event)]
         newest = max(
@@ -212,10 +211,8 @@ def gather(paths: Sequence[str | Path], left_out: list[str] | None = None) -> li
     reason, only if none can.
     """
     given = [parse_group(str(path)) or (None, [str(path)]) for path in paths]
-    folders, groups = (
-        [Path(m) for _, members in given for m in members],
-        [g for g, members in given for _ in members],
-    )
+    folders = [Path(m) for _, members in given for m in members]
+    groups = [g for g, members in given for _ in members]
     if not folders:
         raise ConfigError(
             "no run to report on: give one or several run folders (job.dump_folder)"

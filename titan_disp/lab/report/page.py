@@ -276,10 +276,8 @@ def render(
         lstrip_blocks=True,
     )
     differ, shared = tables.config_differences(runs)
-    names, firsts = (
-        [name for name, _ in conditions(runs)],
-        [runs[members[0]] for _, members in conditions(runs)],
-    )
+    names = [name for name, _ in conditions(runs)]
+    firsts = [runs[members[0]] for _, members in conditions(runs)]
     # Those with pictures of their own
     some = runs if len(runs) <= MANY else firsts[: MANY // 2]
     pictured = [run.name for run in some]
@@ -371,7 +369,8 @@ def write_report(
             else json.loads((evaluation / "results.json").read_text())["published"]
         )
         scores = [list(map(str, line)) for line in lines]
-    runs, now = gather(paths, left_out), time.time()
+    runs = gather(paths, left_out)
+    now = time.time()
     try:
         html = render(runs, now, left_out, scores)
     except Exception:  # numbers of a run that can be read, but not shown

@@ -245,7 +245,8 @@ def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
         at, found = list(run.condensation.items())[which]
         return Cell(read(found), at)
 
-    ce, tps = run.series("ce")[-LAST_ROWS:], run.series("tps")
+    ce = run.series("ce")[-LAST_ROWS:]
+    tps = run.series("tps")
     ce_there = next(
         (row.get("ce") for row in run.rows if row["step"] == compared), None
     )

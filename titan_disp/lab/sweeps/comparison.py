@@ -202,11 +202,9 @@ def compare(
     The defaults are the sweep's own. Without a metric of its own, it is the first of
     ``DEFAULTS`` that any run has.
     """
-    every, asked, against = (
-        points(sweep),
-        metric or sweep.metric,
-        against or sweep.against,
-    )
+    every = points(sweep)
+    asked = metric or sweep.metric
+    against = against or sweep.against
     for name in [asked] if asked else DEFAULTS:
         check_metric(name)
         by_condition: dict[str, list[Member]] = {}
@@ -449,11 +447,9 @@ def draw(comparison: Comparison) -> Figure:
         axes.locator_params(axis="x", nbins=6)
         axes.grid(axis="x", alpha=0.3)
     for place, condition in enumerate(conditions):
-        values, mean, error = (
-            list(condition.values.values()),
-            condition.mean,
-            condition.standard_error,
-        )
+        values = list(condition.values.values())
+        mean = condition.mean
+        error = condition.standard_error
         panels[0].plot(
             values,
             [place] * len(values),

@@ -117,10 +117,8 @@ def read_sweep(path: str | Path) -> Sweep:
     for key in ("config", "folder", "against", "metric"):
         if key in sweep and (not isinstance(sweep[key], str) or not sweep[key]):
             raise ConfigError(f"sweep.{key} is {sweep[key]!r}, expected a string")
-    listed, axes = (
-        _listed(toml.get("points", []), path),
-        _axes(toml.get("grid", {}), "[grid]"),
-    )
+    listed = _listed(toml.get("points", []), path)
+    axes = _axes(toml.get("grid", {}), "[grid]")
     if not listed and not axes:
         raise ConfigError(
             f"nothing varies in {str(path)!r}: add a [grid] or [[points]]"

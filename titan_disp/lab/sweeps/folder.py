@@ -47,7 +47,9 @@ from titan_disp.run.reader import (
     read_transitions,
 )
 
-RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
+RECORD = "point.json"
+CONFIG = "point.toml"
+LIST = "points.json"
 FAILED = "failed.json"  # ``local`` writes it
 NAMED = 5  # most problems in one message
 State = Literal["finished", "failed", "unfinished", "not started"]
@@ -148,7 +150,8 @@ def prepare(
 
 class _Preparation:
     def __init__(self, world_size: int, inputs: bool) -> None:
-        self.world_size, self.inputs = world_size, inputs
+        self.world_size = world_size
+        self.inputs = inputs
         self.known = defaults()
         self.read: set[str] = set()  # inputs that were checked
         # points with their records
@@ -157,7 +160,8 @@ class _Preparation:
         self.new: list[tuple[Point, dict[str, Any]]] = []
 
     def check(self, point: Point) -> None:
-        before, fingerprint = _record(point), self._fingerprint(point)
+        before = _record(point)
+        fingerprint = self._fingerprint(point)
         unchanged = before is not None and before.get("fingerprint") == fingerprint
         if (
             before is not None
@@ -351,7 +355,8 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
         write=not options.dry_run,
     )
     todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
-    every, finished = counted(len(prepared), "point"), len(prepared) - len(todo)
+    every = counted(len(prepared), "point")
+    finished = len(prepared) - len(todo)
     print(f"{every} in {sweep.folder}: {finished} finished, {len(todo)} to submit")
     if not todo:
         return 0

@@ -125,7 +125,10 @@ class _Runner:
     def __init__(
         self, todo: Sequence[Prepared], jobs: int, nproc: int, module: str
     ) -> None:
-        self.todo, self.jobs, self.nproc, self.module = deque(todo), jobs, nproc, module
+        self.todo = deque(todo)
+        self.jobs = jobs
+        self.nproc = nproc
+        self.module = module
         self.free = list(range(jobs))
         self.training: list[_Training] = []
         self.in_use: dict[str, str] = {}  # who uses which point of todo
@@ -205,7 +208,8 @@ class _Runner:
 
     def _begin(self, one: Prepared) -> None:
         """Start a point, or raise InUseError if another sweep or job uses it."""
-        name, folder = one.point.name, one.point.folder
+        name = one.point.name
+        folder = one.point.folder
         lock = lock_folder(folder, LOCK)
         try:
             # the run's own lock: a SLURM job, or processes of a killed sweep, may hold
@@ -281,11 +285,9 @@ class _Runner:
     def _end(self, one: _Training) -> None:
         self.training.remove(one)
         self.free.append(one.slot)
-        name, folder, status = (
-            one.prepared.point.name,
-            one.prepared.point.folder,
-            one.process.returncode,
-        )
+        name = one.prepared.point.name
+        folder = one.prepared.point.folder
+        status = one.process.returncode
         self.steps_done += _steps_done(one)
         word, detail = state(folder)
         if word == "finished":
