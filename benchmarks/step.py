@@ -153,11 +153,11 @@ def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, 
     from torchtitan.train import Trainer
 
     import titan_disp.plugin  # noqa: F401 — device type
+    from titan_disp.checks import resolve_replicas
     from titan_disp.cluster.cost import estimate
     from titan_disp.cluster.plan import meta_model
     from titan_disp.cluster.preflight import synthetic_inputs
     from titan_disp.config.batch import tokens_per_step
-    from titan_disp.config.checks import resolve_replicas
     from titan_disp.config.load import load_config
 
     job_config = load_config(argv)

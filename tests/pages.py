@@ -116,7 +116,7 @@ def changed(config, changes):
 
 
 def can_start(ranks, *words):
-    from titan_disp.config.checks import check_config
+    from titan_disp.checks import check_config
 
     config = changed(loaded(*words), {})
     check_config(config, ranks)

@@ -111,7 +111,7 @@ def test_cost_of_a_measurement(monkeypatch):
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_checks_of_a_gpu(gpus, monkeypatch):
     from benchmarks.gpu import Options, checks
-    from titan_disp.config.checks import check_config
+    from titan_disp.checks import check_config
 
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     found = {check.name: check for check in checks(Options(), gpus)}

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.command_line import DEMO
 from tests.pages import changed, loaded
-from titan_disp.config import batch
-from titan_disp.config.checks import (
+from titan_disp.checks import (
     build_coeff_schedule,
     check_batch,
     check_stream,
     resolve_replicas,
 )
+from titan_disp.config import batch
 from titan_disp.data.validation import validation_sequences
 from titan_disp.errors import ConfigError
 

@@ -13,13 +13,13 @@ from torchtitan.tools.logging import logger as torchtitan_logger
 from tests.command_line import DEMO, ROOT
 from tests.pages import can_start, changed, loaded
 from titan_disp import train
-from titan_disp.cluster.launch import launch
-from titan_disp.config.checks import (
+from titan_disp.checks import (
     check_config,
     check_device,
     check_inputs,
     check_ranges,
 )
+from titan_disp.cluster.launch import launch
 from titan_disp.config.keys import facts_of
 from titan_disp.config.load import load_config
 from titan_disp.config.options import TrainOptions

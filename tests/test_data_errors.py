@@ -22,7 +22,7 @@ from tests.streams import (
     streams_of,
     write_texts,
 )
-from titan_disp.config.checks import check_inputs, missing_inputs
+from titan_disp.checks import check_inputs, missing_inputs
 from titan_disp.data import sources
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents

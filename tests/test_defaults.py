@@ -13,12 +13,13 @@ import tomli
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.pages import can_start, changed, loaded
-from titan_disp.config.checks import build_dispersion_losses
+from titan_disp.checks import build_dispersion_losses
 from titan_disp.config.keys import SOURCES, facts_of
 from titan_disp.config.load import load_config
-from titan_disp.dispersion import CoeffSchedule, DispersionLoss
+from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.variants.base import MIN_TAU
 from titan_disp.job_config import all_keys
+from titan_disp.objective import CoeffSchedule
 
 AUTHORS = ROOT / "train_configs" / "authors"
 FINEWEB, C4, WHOLE_C4 = (

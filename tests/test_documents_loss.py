@@ -49,10 +49,7 @@ def test_documents(monkeypatch, variant, estimator, more, features, wide):
     # Two of the six sequences of two layers at a time
     monkeypatch.setattr(layers, "BATCH_ELEMENTS", 2 * 80 * features)
     if wide:
-        init = pairwise.Tiles.__init__
-        monkeypatch.setattr(
-            pairwise.Tiles, "__init__", lambda *a, **k: init(*a, **{**k, "wide": True})
-        )
+        monkeypatch.setattr(pairwise.Shard, "wide", True)
     check(variant, estimator, more, features)
 
 
@@ -115,7 +112,7 @@ def test_tiles_without_pairs_are_left_out(monkeypatch):
         (places % 2, 8 * 9 / 2),
     ):
         with mock.patch.object(
-            pairwise.Tiles, "pairs", autospec=True, side_effect=pairwise.Tiles.pairs
+            pairwise, "tile_pairs", side_effect=pairwise.tile_pairs
         ) as pairs:
             dispersion_loss(
                 tokens(2, 1024, 4),

@@ -16,7 +16,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.train import Trainer
 
 from titan_disp import train
-from titan_disp.dispersion import LossLedger
 from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
@@ -24,6 +23,7 @@ from titan_disp.errors import (
     DataError,
     NonFiniteError,
 )
+from titan_disp.objective import LossLedger
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.liveness import Clock
 from titan_disp.train import DispTrainer

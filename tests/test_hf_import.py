@@ -19,7 +19,7 @@ from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import SEQ_LEN, assert_tied, build, job_config, step
 from tests.streams import parquet
-from titan_disp.config.checks import check_inputs
+from titan_disp.checks import check_inputs
 from titan_disp.config.options import ExportOptions
 from titan_disp.data.files import list_files
 from titan_disp.data.tokenizer import encoder, load_tokenizer

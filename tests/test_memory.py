@@ -19,9 +19,10 @@ from tests.command_line import ROOT
 from tests.pages import changed, loaded
 from titan_disp.cluster.cost import block_elements, estimate
 from titan_disp.cluster.plan import meta_model
-from titan_disp.dispersion import DispersionLoss, DispersionObjective
+from titan_disp.dispersion import DispersionLoss
 from titan_disp.models.head import chunked, chunked_cross_entropy, loss_and_gradient
 from titan_disp.models.registry import MODELS
+from titan_disp.objective import DispersionObjective
 
 LAYERS = 4
 TOKENS = 1024

@@ -13,9 +13,9 @@ from tests import mesh
 from tests.distributed import spawn
 from tests.mesh import errors, job_config, options_of
 from tests.oracle import EVERY_ESTIMATOR, PAPERS, within
+from titan_disp.checks import check_config
 from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
-from titan_disp.config.checks import check_config
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.models.registry import MODELS
 

@@ -29,8 +29,8 @@ from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Share
 from titan_disp.data.files import DataFile
 from titan_disp.data.loader import StreamLoader
-from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
+from titan_disp.objective import LossLedger
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
 from titan_disp.run.reader import read_condensation, read_json_lines, read_metrics
 

@@ -26,8 +26,8 @@ from tests.streams import (
     write_files,
     write_texts,
 )
+from titan_disp.checks import check_inputs, missing_inputs
 from titan_disp.cluster.node_health import input_problems
-from titan_disp.config.checks import check_inputs, missing_inputs
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Mixture, prefixed, shares
 from titan_disp.data.files import DataFile, list_files
@@ -350,7 +350,7 @@ def test_blocks_of_an_index_are_read_ahead_and_through_links(
     small, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("titan_disp.data.index._LEAST", 256)
-    monkeypatch.setattr("titan_disp.data.assignment._BLOCKS", 1)
+    monkeypatch.setattr("titan_disp.data.assignment._MIN_BLOCKS", 1)
     (tmp_path / "linked").mkdir()
     for path in (tmp_path / "web").iterdir():
         (tmp_path / "linked" / path.name).symlink_to(path)

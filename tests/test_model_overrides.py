@@ -13,16 +13,17 @@ import torch.distributed.checkpoint as dcp
 from tests.command_line import DEMO
 from tests.pages import both_ways, changed, loaded
 from tests.saved_run import change_config, random_model, save_run
+from titan_disp.checks import check_config, resolve_tables
 from titan_disp.cluster import plan as plans
-from titan_disp.config.checks import check_config, resolve_tables
 from titan_disp.config.options import Machine
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.report.gather import gather
 from titan_disp.models import gpt2
-from titan_disp.models.arguments import TABLES, apply_overrides, architecture_of
+from titan_disp.models.arguments import apply_overrides, architecture_of
 from titan_disp.models.qwen3 import flavors
 from titan_disp.run.identity import to_state
+from titan_disp.tables import TABLES
 
 NARROW = {"hidden_dim": 16, "n_layers": 2}
 # Embedding; of two blocks: q, k, v and output matrices, norms of q and k, the

@@ -22,10 +22,10 @@ from tests.mesh import assert_tied, errors, job_config
 from tests.oracle import angular
 from tests.published import check_published
 from tests.saved_run import SEQ_LEN, random_model, save_run
-from titan_disp.config.checks import check_config
+from titan_disp.checks import check_config
 from titan_disp.config.load import load_config
 from titan_disp.config.options import ExportOptions, GenerateOptions
-from titan_disp.dispersion import DispersionLoss, DispersionObjective
+from titan_disp.dispersion import DispersionLoss
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export
 from titan_disp.lab.export.generate import generate
@@ -34,6 +34,7 @@ from titan_disp.models import gpt2, qwen3
 from titan_disp.models.arguments import block_indices
 from titan_disp.models.decoder import canonical_name, draw
 from titan_disp.models.registry import MODELS
+from titan_disp.objective import DispersionObjective
 
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2048
 # After the final norm of nano's six blocks: transformers' last hidden state

@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from tests.oracle import angular, cross_entropy, drawing_order
-from titan_disp.dispersion import (
-    AutogradVariant,
-    DispersionLoss,
-    DispersionObjective,
-    LossLedger,
-    masks,
-)
+from titan_disp.dispersion import AutogradVariant, DispersionLoss, masks
+from titan_disp.objective import DispersionObjective, LossLedger
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
 

@@ -25,7 +25,7 @@ from tests.oracle import (
     tokens,
 )
 from tests.pages import blocks, both_ways, loaded
-from titan_disp.config.checks import build_dispersion_losses
+from titan_disp.checks import build_dispersion_losses
 from titan_disp.dispersion import (
     AutogradVariant,
     CosineVariant,

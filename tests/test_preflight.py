@@ -8,8 +8,8 @@ import pytest
 from tests.command_line import ROOT
 from tests.pages import changed, loaded
 from titan_disp import cpu
+from titan_disp.checks import check_config
 from titan_disp.cluster.preflight import preflight, prepare, reduce, small_flavor
-from titan_disp.config.checks import check_config
 from titan_disp.config.options import PreflightOptions
 from titan_disp.errors import ConfigError
 

@@ -18,8 +18,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import build
+from titan_disp import safe_dcp
 from titan_disp.errors import NonFiniteError
-from titan_disp.run import safe_dcp
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_events, read_metrics

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.command_line import DEMO
 from tests.pages import changed, loaded
+from titan_disp.checks import tokenizer_of
 from titan_disp.config.batch import tokens_per_step
-from titan_disp.config.checks import tokenizer_of
 from titan_disp.config.keys import facts_of
 from titan_disp.data.loader import open_stream
 from titan_disp.data.options import StreamOptions, stream_options

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.distributed import spawn
+from titan_disp import safe_dcp
 from titan_disp.errors import CheckpointError, RefusedError
-from titan_disp.run import safe_dcp
 from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import (
     read_condensation,

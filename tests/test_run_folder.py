@@ -21,9 +21,9 @@ from torchtitan.config import JobConfig
 
 from tests.distributed import spawn
 from tests.mesh import build, dims
-from titan_disp.config.checks import check_device
-from titan_disp.dispersion import LossLedger
+from titan_disp.checks import check_device
 from titan_disp.errors import ConfigError, InUseError
+from titan_disp.objective import LossLedger
 from titan_disp.run import reader
 from titan_disp.run.folder import RunFolder, append_json, continue_wandb, write_json
 from titan_disp.run.metrics import DispersionMetrics

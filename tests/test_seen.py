@@ -15,9 +15,10 @@ from tests.mesh import GLOBAL_BATCH, SEQ_LEN, job_config, plain_model, weights
 from tests.pages import changed
 from tests.run_invariants import check_run, check_sources
 from tests.streams import write_texts
-from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger
+from titan_disp.dispersion import DispersionLoss
 from titan_disp.job_config import Source
 from titan_disp.lab.digest import global_batch
+from titan_disp.objective import DispersionObjective, LossLedger
 from titan_disp.run.reader import read_metrics
 from titan_disp.spec import cross_entropies
 from titan_disp.train import DispTrainer

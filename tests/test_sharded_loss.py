@@ -22,14 +22,8 @@ from tests.oracle import (
     loss_and_gradient,
     tokens,
 )
-from titan_disp.dispersion import (
-    DispersionLoss,
-    DispersionObjective,
-    LossLedger,
-    autograd,
-    dispersion_loss,
-    layers,
-)
+from titan_disp.dispersion import DispersionLoss, autograd, dispersion_loss, layers
+from titan_disp.objective import DispersionObjective, LossLedger
 from titan_disp.spec import sequence_mesh
 
 B = 3

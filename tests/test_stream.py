@@ -260,7 +260,7 @@ def test_any_run_against_the_list_of_documents(
         [s.asked for s in found], abs=1 / slots
     )
 
-    with mock.patch("titan_disp.data.assignment._BLOCKS", 1):
+    with mock.patch("titan_disp.data.assignment._MIN_BLOCKS", 1):
         mixture = Mixture(files, found, seed=0)
 
     def streams(ranks, positions=None):

@@ -19,9 +19,9 @@ from torchtitan.config import ConfigManager
 
 from tests.command_line import DEMO, ROOT, SECONDS, children, environment, train
 from tests.pages import can_start, changed, loaded
+from titan_disp.checks import check_config
 from titan_disp.cluster import plan as plans
 from titan_disp.config import load
-from titan_disp.config.checks import check_config
 from titan_disp.config.options import Machine, SweepOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.sweeps import folder, local

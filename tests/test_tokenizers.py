@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from tests.command_line import DEMO
 from tests.pages import loaded
 from tests.streams import VALIDATION_FILE, texts_of
-from titan_disp.config.checks import tokenizer_of
+from titan_disp.checks import tokenizer_of
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder

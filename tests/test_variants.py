@@ -18,18 +18,14 @@ from tests.distributed import spawn
 from tests.mesh import build
 from tests.oracle import EVERY_LOSS, drawn, loss_and_gradient, tokens
 from tests.pages import changed
-from titan_disp.config.checks import build_coeff_schedule, build_dispersion_losses
+from titan_disp.checks import build_coeff_schedule, build_dispersion_losses
 from titan_disp.config.load import load_config
-from titan_disp.dispersion import (
-    CoeffSchedule,
-    DispersionLoss,
-    dispersion_loss,
-    dispersion_losses,
-)
+from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.loss import ESTIMATORS, OF_VARIANTS
 from titan_disp.dispersion.registry import options_of
 from titan_disp.dispersion.variants import VARIANTS, Variant
 from titan_disp.job_config import Dispersion
+from titan_disp.objective import CoeffSchedule
 
 
 @pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)

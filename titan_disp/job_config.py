@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from titan_disp.config.keys import facts_of, key
 from titan_disp.errors import ConfigError, did_you_mean
-from titan_disp.models.arguments import Losses, Options, Overrides
+from titan_disp.tables import Losses, Options, Overrides
 
 
 @dataclass

@@ -16,15 +16,14 @@ from torchtitan.components.lr_scheduler import (
 )
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import JobConfig
 from torchtitan.config.job_config import LRScheduler
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from titan_disp.config import checks
+from titan_disp import checks
+from titan_disp.config.types import JobConfig
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
-from titan_disp.dispersion import DispersionObjective, LossLedger
 from titan_disp.models.baselines import (
     ForgettingOptimizers,
     build_noise,
@@ -37,6 +36,7 @@ from titan_disp.models.head import (
     loss_and_gradient,
 )
 from titan_disp.models.registry import MODELS, ModelEntry
+from titan_disp.objective import DispersionObjective, LossLedger
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.metrics import DispersionMetrics
 
@@ -89,7 +89,7 @@ def build_cross_entropy(
     cross-entropy is computed in chunks. If there are several sources of data, the
     cross-entropy of each token follows.
     """
-    several = len(job_config.stream.sources) > 1  # type: ignore[attr-defined]
+    several = len(job_config.stream.sources) > 1
     loss_parallel = (
         parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
     )
@@ -104,7 +104,7 @@ def build_cross_entropy(
         )
     elif compiled:
         whole = torch.compile(whole, backend=job_config.compile.backend)
-    chunk = job_config.training.head_chunk_tokens  # type: ignore[attr-defined]
+    chunk = job_config.training.head_chunk_tokens
     if not chunk:
         return whole
     of_chunk = loss_and_gradient
@@ -154,7 +154,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
         tokenizer: BaseTokenizer,
         job_config: JobConfig,
     ) -> StreamLoader:
-        shared.max_skipped_steps = job_config.guard.max_skipped_steps  # type: ignore[attr-defined]
+        shared.max_skipped_steps = job_config.guard.max_skipped_steps
         shared.loader = build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         shared.ledger.sources = shared.loader.own if len(shared.loader.own) > 1 else {}
         return shared.loader
@@ -166,7 +166,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
         if shared.loader is not None:
             shared.loader.mesh = parallel_dims.get_optional_mesh("batch")
         entry.parallelize(model, parallel_dims, job_config)
-        method = job_config.baseline.method  # type: ignore[attr-defined]
+        method = job_config.baseline.method
         shared.forgetting = job_config if method == "active_forgetting" else None
         if method == "noisy_embedding":
             build_noise(job_config, parallel_dims, shared.steps_completed).install(
@@ -184,7 +184,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
             step=shared.steps_completed,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),
-            within_documents=job_config.dispersion.within_documents,  # type: ignore[attr-defined]
+            within_documents=job_config.dispersion.within_documents,
             ledger=shared.ledger,
             ignore_index=IGNORE_INDEX,
         )

@@ -5,7 +5,7 @@ Each *start* continues from the run's newest checkpoint.
 TorchTitan's trainer runs the steps; what titan-disp adds to each is, in their order:
 
     batch_generator         data.loader hands out the next batch of this rank's slots
-    forward_backward_step   models.decoder returns (logits, activations), dispersion.objective takes both as predictions
+    forward_backward_step   models.decoder returns (logits, activations), objective takes both as predictions
     optimizers.step         run.guard lets all ranks agree whether the step is finite, and whether to stop
     metrics_processor.log   run.metrics writes metrics.jsonl and TensorBoard
     checkpointer.save       run.checkpoint saves at its interval, or when ``train_step`` has asked for it
@@ -25,23 +25,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.config import JobConfig
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
+from titan_disp.checks import check_config, check_device
 from titan_disp.condensation.measure import Forward, Monitor, cross_entropies
 from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
-from titan_disp.config.checks import check_config, check_device
 from titan_disp.config.load import load_config
+from titan_disp.config.types import JobConfig
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import StreamValidator, held_out_sequences
-from titan_disp.dispersion import DispersionObjective, kernels
+from titan_disp.dispersion import kernels
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import (
     EXIT_CODE,
@@ -51,6 +51,7 @@ from titan_disp.errors import (
     RefusedError,
     UserError,
 )
+from titan_disp.objective import DispersionObjective
 from titan_disp.run import identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
@@ -151,7 +152,7 @@ class DispTrainer(Trainer):
         }
         return DispCheckpointManager(
             hooks=self,
-            save_seconds=self.job_config.guard.save_seconds,  # type: ignore[attr-defined]
+            save_seconds=self.job_config.guard.save_seconds,
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
@@ -163,7 +164,7 @@ class DispTrainer(Trainer):
             checkpoint_config=self.job_config.checkpoint,
             sd_adapter=adapter(self.model_args, self.job_config.model.hf_assets_path)
             if adapter
-            else None,  # type: ignore[arg-type]
+            else None,
             base_folder=self.job_config.job.dump_folder,
         )
 
@@ -314,8 +315,8 @@ class DispTrainer(Trainer):
         """
         folder = self.checkpointer._create_checkpoint_id(step)
         checkpoint = self.job_config.checkpoint
-        other_loss = self.job_config.checkpoint.allow_other_loss  # type: ignore[attr-defined]
-        counts = step > 0 and any(vars(self.job_config.budget).values())  # type: ignore[attr-defined]
+        other_loss = self.job_config.checkpoint.allow_other_loss
+        counts = step > 0 and any(vars(self.job_config.budget).values())
         now = {
             key: value
             for key, value in self.identity.items()
@@ -330,7 +331,7 @@ class DispTrainer(Trainer):
         try:
             check_fingerprint(saved, self.dataloader.fingerprint)
         except ConfigError as error:
-            if self.job_config.stream.on_mismatch != "restart":  # type: ignore[attr-defined]
+            if self.job_config.stream.on_mismatch != "restart":
                 raise
             logger.warning(f"the data streams restart with epoch {epoch + 1}: {error}")
             self.checkpointer.exclude_from_loading = [
@@ -476,7 +477,7 @@ class DispTrainer(Trainer):
         self.event("stop", 0, kind="seed", reason="checkpoint.create_seed_checkpoint")
 
     def _due(self) -> bool:
-        interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
+        interval = self.job_config.condensation.interval
         return interval > 0 and self.step % interval == 0
 
     def _measured(self) -> bool:
@@ -579,8 +580,8 @@ class DispTrainer(Trainer):
             section.max_tokens,
             (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1),
             mesh.get_group() if mesh is not None else None,
-            process_group(self.loss_fn.group),  # type: ignore[attr-defined]
-            process_group(self.loss_fn.cp_group),  # type: ignore[attr-defined]
+            process_group(self.loss_fn.group),
+            process_group(self.loss_fn.cp_group),
             *segments,
         )
 
@@ -594,7 +595,7 @@ class DispTrainer(Trainer):
             if self.monitor is None:
                 return
             model = self.model_parts[0]
-            layers = range(self.model_args.n_layers + 2)  # type: ignore[attr-defined]
+            layers = range(self.model_args.n_layers + 2)
 
             def forward(
                 tokens: torch.Tensor,

@@ -18,17 +18,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP
 
+from titan_disp.checks import build_dispersion_losses
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
-from titan_disp.config.checks import build_dispersion_losses
 from titan_disp.config.options import Machine
+from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.layers import GPU_BATCH_ELEMENTS
-from titan_disp.dispersion.objective import in_backward
 from titan_disp.dispersion.variants.base import Cost
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.decoder import DispModel
+from titan_disp.objective import in_backward
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def logit_bytes(
         and "loss" in job_config.compile.components
         and not loss_parallel
     )
-    chunk = min(job_config.training.head_chunk_tokens, tokens)  # type: ignore[attr-defined]
+    chunk = min(job_config.training.head_chunk_tokens, tokens)
     if not chunk:
         # A compiled loss holds the logits and their gradient. An eager loss holds three
         # tensors in fp32: the log-probabilities, their gradient, and the gradient of
@@ -493,7 +494,7 @@ def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
     tokens = job_config.training.seq_len
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
-    segmented = job_config.dispersion.within_documents  # type: ignore[attr-defined]
+    segmented = job_config.dispersion.within_documents
     every = zip(
         *(loss.cost(tokens, args.dim, shards, segmented) for loss in losses),
         strict=True,
@@ -528,7 +529,7 @@ def traffic(
     # Weights are gathered for forward, and for backward if they were resharded.
     # Gradients are reduced after backward.
     policy = p.fsdp_reshard_after_forward
-    chunked = job_config.training.head_chunk_tokens > 0  # type: ignore[attr-defined]
+    chunked = job_config.training.head_chunk_tokens > 0
     again = head * (policy == "always" and not chunked)  # backward begins with the head
     outer_bytes = outer * (parameter + gradient) + again * parameter
     inner_bytes = (

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config import JobConfig
-
 from titan_disp.config.load import load_config
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError
 from titan_disp.run.folder import versions, writing
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torchtitan.config import JobConfig
 
+from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.cluster.freeze import differences
 from titan_disp.config.batch import data_parallel_degree
-from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
+from titan_disp.config.types import JobConfig
 from titan_disp.data.hub import fetch_arguments, is_hub_name, parse_name
 from titan_disp.data.sources import training_sets
 from titan_disp.errors import (

@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
-from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
 from titan_disp.config.options import (
     SlurmOptions,

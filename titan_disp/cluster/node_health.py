@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.config import JobConfig
 
-from titan_disp.config.checks import tokenizer_of
+from titan_disp.checks import tokenizer_of
 from titan_disp.config.load import load_config
+from titan_disp.config.types import JobConfig
 from titan_disp.data.files import check_hub
 from titan_disp.data.sources import DataSet, data_sets
 from titan_disp.errors import ConfigError

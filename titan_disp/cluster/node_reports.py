@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_disp.checks import check_config, check_device
 from titan_disp.cluster.bandwidth import (
     best_bandwidths,
     slow_links,
@@ -26,7 +27,6 @@ from titan_disp.cluster.bandwidth import (
 )
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.node_health import in_order, writable
-from titan_disp.config.checks import check_config, check_device
 from titan_disp.config.load import load_config
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted
 

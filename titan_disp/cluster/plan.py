@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torchtitan.config import JobConfig
 
+from titan_disp.checks import check_config, missing_inputs
 from titan_disp.cluster import cost
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import (
@@ -20,8 +20,8 @@ from titan_disp.config.batch import (
     slot_count,
     tokens_per_step,
 )
-from titan_disp.config.checks import check_config, missing_inputs
 from titan_disp.config.options import Machine
+from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import Assignment, Share, far_from_weights
 from titan_disp.data.files import DataFile
 from titan_disp.data.options import stream_options
@@ -439,40 +439,34 @@ def _node_counts(counts: list[NodeCount]) -> str:
     return f"{', '.join(shown)} {nodes}; data_parallel_replicate_degree {degree} (tried up to {MAX_NODES})"
 
 
+# name and text; a name that begins with blanks belongs to the row above
+Row = tuple[str, str]
+
+
 def render(plan: Plan) -> str:
     """Render the plan as about 35 lines of text."""
+    rows = (
+        _run_rows(plan) + _memory_rows(plan) + _checkpoint_rows(plan) + _time_rows(plan)
+    )
+    rows.append(("also runs on", _node_counts(plan.node_counts)))
+    lines = [f"{name:<15} {text}" for name, text in rows]
+    return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])
+
+
+def _run_rows(plan: Plan) -> list[Row]:
     machine = plan.machine
     mesh = plan.mesh
     batch = plan.batch
     model = plan.model
-    m = plan.memory
-    c = plan.checkpoints
-    t = plan.time
-    kinds = {
-        "unsharded": " of gathered weights and their gradients",
-        "dispersion": " of saved gradients",
-    }
-    gpu = cost.find_gpu(machine)
-    took = estimated_duration
     gpus = f"{counted(machine.nodes, 'node')} × {machine.gpus_per_node} {machine.gpu}"
-    ranks = counted(mesh.data_parallel, "rank")
-    share = model.dispersion_flops / model.flops
     degrees = f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} × tensor {mesh.tensor}"
+    ranks = counted(mesh.data_parallel, "rank")
     microbatches = f"{batch.local_batch_size} × {ranks} × {counted(batch.accumulation_steps, 'accumulation step')}"
     sequences = (
         f"{counted(batch.global_batch_size, 'sequence')} of {batch.seq_len:,} tokens"
     )
-    written = f"written in {took(c.seconds)} at {machine.storage_bandwidth:g} GB/s (--storage-bandwidth)"
-    total = model.flops * batch.steps
-    dispersed = (
-        f"{model.dispersion_flops:.3e} and {model.dispersion_flops * batch.steps:.3e}"
-    )
-    node = f"{machine.node_bandwidth:g} GB/s (--node-bandwidth)"
-    network = f"{machine.network_bandwidth:g} GB/s (--network-bandwidth)"
-    peak = (
-        f"{machine.mfu:.0%} of the bf16 peak, {gpu.bf16_flops / 1e12:g} TFLOP/s per GPU"
-    )
-    rows = [
+    source_names = ["sources"] + [""] * len(plan.sources)  # one heading for all
+    return [
         ("plan", plan.config),
         (
             "machine",
@@ -484,64 +478,84 @@ def render(plan: Plan) -> str:
             "steps",
             f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = {batch.total_tokens:,} tokens",
         ),
-        *(
-            ("sources" if i == 0 else "", str(source))
-            for i, source in enumerate(plan.sources)
-        ),
+        *zip(source_names, map(str, plan.sources), strict=False),
         *(
             (
                 f"data {name}".strip(),
-                f"at least {part:.1%} of an epoch is not read in its tokens",
+                f"at least {fraction:.1%} of an epoch is not read in its tokens",
             )
-            for name, part in plan.unseen.items()
+            for name, fraction in plan.unseen.items()
         ),
         (
             "parameters",
             f"{model.parameters:,}; {model.parameters_non_embedding:,} without embedding and output",
         ),
-        (
-            "memory",
-            f"{_size(m.total)} of {gpu.memory / 1e9:.0f} GB per GPU at the peak, estimated (1 GB = 1e9 bytes)",
-        ),
-        *(
-            (f"  {name}", _size(count) + kinds.get(name, ""))
-            for name, count in vars(m).items()
-        ),
-        ("checkpoint", _size(c.size)),
+    ]
+
+
+def _memory_rows(plan: Plan) -> list[Row]:
+    notes = {
+        "unsharded": " of gathered weights and their gradients",
+        "dispersion": " of saved gradients",
+    }
+    memory = plan.memory
+    limit = f"{cost.find_gpu(plan.machine).memory / 1e9:.0f} GB"
+    total = f"{_size(memory.total)} of {limit} per GPU at the peak, estimated (1 GB = 1e9 bytes)"
+    parts = [
+        (f"  {part}", _size(size) + notes.get(part, ""))
+        for part, size in vars(memory).items()
+    ]
+    return [("memory", total), *parts]
+
+
+def _checkpoint_rows(plan: Plan) -> list[Row]:
+    saves = plan.checkpoints
+    every = "never"
+    if saves.saved:
+        bandwidth = f"{plan.machine.storage_bandwidth:g} GB/s (--storage-bandwidth)"
+        interval = estimated_duration(saves.interval_seconds)
+        every = (
+            f"{interval}; written in {estimated_duration(saves.seconds)} at {bandwidth}"
+        )
+    return [
+        ("checkpoint", _size(saves.size)),
         (
             "  over the run",
-            f"{c.saved} saved, {c.kept} kept; at most {_size(c.disk)} on disk",
+            f"{saves.saved} saved, {saves.kept} kept; at most {_size(saves.disk)} on disk",
         ),
-        ("  every", f"{took(c.interval_seconds)}; {written}" if c.saved else "never"),
-        (
-            "FLOPs",
-            f"{model.flops:.3e} per step, {total:.3e} in total; dispersion adds {dispersed} ({share:.1%}, at half the speed)",
-        ),
-        (
-            "step",
-            f"{took(t.step_seconds)}: {took(t.computing_seconds)} of computing at {peak}, plus communication",
-        ),
-        (
-            "  within nodes",
-            f"{_size(t.within_bytes)} sent per GPU, {took(t.within_seconds)} at {node}",
-        ),
-        (
-            "  between",
-            f"{_size(t.between_bytes)}, {took(t.between_seconds)} at {network}",
-        ),
-        (
-            "  not hidden",
-            f"{took(t.exposed_seconds)}, {t.exposed_seconds / t.step_seconds:.1%} of a step",
-        ),
-        ("throughput", f"{t.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"),
-        ("time", f"{_days(t.days)} for all steps"),
+        ("  every", every),
     ]
-    if share:
-        fp32 = f"{_days(t.days_fp32_dispersion)} if dispersion computes in fp32 (fp32 activations or l2_repel)"
-        rows += [
-            ("  without", f"{_days(t.days_without_dispersion)} with dispersion off"),
-            ("  fp32", fp32),
-        ]
-    rows.append(("also runs on", _node_counts(plan.node_counts)))
-    lines = [f"{name:<15} {text}" for name, text in rows]
-    return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])
+
+
+def _time_rows(plan: Plan) -> list[Row]:
+    machine = plan.machine
+    model = plan.model
+    time = plan.time
+    took = estimated_duration
+    steps = plan.batch.steps
+    total = f"{model.flops:.3e} per step, {model.flops * steps:.3e} in total"
+    dispersion = (
+        f"{model.dispersion_flops:.3e} and {model.dispersion_flops * steps:.3e}"
+    )
+    share = f"{model.dispersion_flops / model.flops:.1%}, at half the speed"
+    peak = f"{cost.find_gpu(machine).bf16_flops / 1e12:g} TFLOP/s per GPU"
+    computing = f"{took(time.computing_seconds)} of computing at {machine.mfu:.0%} of the bf16 peak, {peak}"
+    node = f"{took(time.within_seconds)} at {machine.node_bandwidth:g} GB/s (--node-bandwidth)"
+    network = f"{took(time.between_seconds)} at {machine.network_bandwidth:g} GB/s (--network-bandwidth)"
+    exposed = f"{time.exposed_seconds / time.step_seconds:.1%} of a step"
+    rows = [
+        ("FLOPs", f"{total}; dispersion adds {dispersion} ({share})"),
+        ("step", f"{took(time.step_seconds)}: {computing}, plus communication"),
+        ("  within nodes", f"{_size(time.within_bytes)} sent per GPU, {node}"),
+        ("  between", f"{_size(time.between_bytes)}, {network}"),
+        ("  not hidden", f"{took(time.exposed_seconds)}, {exposed}"),
+        ("throughput", f"{time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"),
+        ("time", f"{_days(time.days)} for all steps"),
+    ]
+    if model.dispersion_flops:
+        fp32 = "if dispersion computes in fp32 (fp32 activations or l2_repel)"
+        rows.append(
+            ("  without", f"{_days(time.days_without_dispersion)} with dispersion off")
+        )
+        rows.append(("  fp32", f"{_days(time.days_fp32_dispersion)} {fp32}"))
+    return rows

@@ -1,7 +1,7 @@
 """A preflight runs one real step of rank 0 of the whole mesh in one process, before a
 user requests hundreds of GPUs.
 
-It finds what ``titan_disp.config.checks`` cannot find: the model cannot be built or
+It finds what ``titan_disp.checks`` cannot find: the model cannot be built or
 sharded, or a step fails. What one step on this machine cannot run or does not need is
 switched off first.
 
@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
@@ -39,15 +38,17 @@ from torchtitan.train import Trainer
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
+from titan_disp.checks import check_config, check_mesh
 from titan_disp.cluster.job_check import hub_warnings
-from titan_disp.config.checks import check_config, check_mesh
 from titan_disp.config.load import load_config
 from titan_disp.config.options import PreflightOptions
+from titan_disp.config.types import JobConfig
 from titan_disp.data.options import stream_options
 from titan_disp.data.stream import Batch, as_batch
 from titan_disp.errors import ConfigError, counted
-from titan_disp.models.arguments import activation_indices, named, shown
+from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.registry import args_of, find_model
+from titan_disp.tables import shown
 
 SEQ_LEN = 128  # tokens per sequence without an accelerator
 TIMEOUT = 1800  # seconds; compiling the full model takes minutes
@@ -123,7 +124,7 @@ def reduce(
         if flavor != job_config.model.flavor:
             r.set("model.overrides", {}, "they are for the config's own flavor")
         try:
-            dispersion = r.job_config.dispersion  # type: ignore[attr-defined]
+            dispersion = r.job_config.dispersion
             activation_indices(
                 dispersion.layers, dispersion.final_norm, args_of(r.job_config).n_layers
             )
@@ -270,7 +271,7 @@ def preflight(options: PreflightOptions) -> Report:
         config=job.job.config_file or "the config",
         ranks=options.ranks,
         reduced=reduced.changes,
-        flavor=named(job.model.flavor, job.model.overrides),  # type: ignore[attr-defined]
+        flavor=named(job.model.flavor, job.model.overrides),
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
         warnings=hub_warnings(whole, options.ranks),
@@ -370,7 +371,6 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
         return RandomTokens(vocab_size, job_config)
 
     # With masks, the trainer asserts that there is a tokenizer.
-    # type: ignore[assignment, return-value]
     spec.build_tokenizer_fn = lambda job_config: object()
     spec.build_dataloader_fn = build_data
     try:
@@ -387,7 +387,7 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     monitor = trainer.metrics_processor.device_memory_monitor
-    monitor.reset_peak_stats = lambda: None  # type: ignore[method-assign] # at the end of every step's log
+    monitor.reset_peak_stats = lambda: None  # at the end of every step's log
     trainer.step = 1
     start = time.perf_counter()
     trainer.train_step(trainer.batch_generator(trainer.dataloader))

@@ -1,1 +1,17 @@
-"""A run's config: keys as data, loading, checks, and the reference page."""
+"""A run's config: keys as data, loading, and the reference page."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titan_disp.config.load import load_config
+
+__all__ = ["load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``load_config`` when it is asked for, because it needs TorchTitan."""
+    if name != "load_config":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from titan_disp.config.load import load_config
+
+    return load_config

@@ -5,8 +5,7 @@ A *slot* is one of the run's document streams. Each data-parallel rank reads som
 slots.
 """
 
-from torchtitan.config import JobConfig
-
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, counted
 
 
@@ -33,7 +32,7 @@ def global_batch_size(job_config: JobConfig, dp_degree: int) -> int:
 
 def slot_count(job_config: JobConfig, dp_degree: int) -> int:
     """Return the number of slots: stream.slots, or the global batch size."""
-    return job_config.stream.slots or global_batch_size(job_config, dp_degree)  # type: ignore[attr-defined]
+    return job_config.stream.slots or global_batch_size(job_config, dp_degree)
 
 
 def tokens_per_step(job_config: JobConfig, dp_degree: int) -> int:
@@ -72,7 +71,7 @@ def last_step(job_config: JobConfig, dp_degree: int) -> int:
     """Return the step after which this job ends: that of budget.stop_at_tokens, or the
     last of all steps.
     """
-    stop = job_config.budget.stop_at_tokens  # type: ignore[attr-defined]
+    stop = job_config.budget.stop_at_tokens
     steps = job_config.training.steps
     return (
         min(steps, -(-stop // tokens_per_step(job_config, dp_degree)))

@@ -16,12 +16,13 @@ from typing import Any, Union, get_args, get_origin
 
 import tomli
 import typeguard
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.keys import facts_of
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, did_you_mean, reported
-from titan_disp.models.arguments import TABLES, parse_overrides, written_out
+from titan_disp.tables import TABLES, parse_overrides, written_out
 
 _WORDS = {
     bool: "true or false",

@@ -1,32 +1,33 @@
-"""The files, the number of slots S, seed and epoch decide which slot reads which
-documents; the ranks do not.
+"""Decide which documents each slot reads in each epoch.
 
-In every epoch the files are laid end to end, each as long as its stored bytes (times
-its text per stored byte, if it is not the same in all files), in an order that (seed,
-epoch) decides. This line is cut into S runs of equal length (``_cut``), and slot s
-reads run s. Ranks own contiguous slots and therefore contiguous runs. A file is read
-only by the ranks whose runs it overlaps, so that an epoch takes at most files + ranks
-reads.
+The result depends on the files, the number of slots, the seed and the epoch. It does
+not depend on the number of ranks.
 
-The documents of a file that contains cuts are dealt out to its slots by their *keys*,
-(index · STEP + shift) mod 2⁶⁴, which are spread evenly, however many documents there
-are. A slot whose run covers the file from fraction a to fraction b owns the keys from a
-· 2⁶⁴ to b · 2⁶⁴. If an index of the data knows enough places where reading can begin,
-whole blocks are dealt out in this way instead of documents (``blocks``), and a rank
-reads only the blocks of its slots.
+In each epoch, the files of a source are laid end to end on a line and the line is cut
+into one *run* per slot::
 
-A slot's run consists of the end of one file (``head``), whole files (``body``) and the
-beginning of another file (``tail``). A slot *interleaves* them in proportion to their
-bytes. All slots are then at about the same fraction of every file that they share, and
-one pass over a file serves all slots of a rank. Read one after another, these parts
-would have neighbours at different places of the shared file, and a rank would read this
-file twice or hold it in memory.
+    files   |    f3    | f0 |        f2        |   f1    |     in an order that (seed, epoch) decides
+    runs    |     slot 0     |     slot 1     |   slot 2   |     of equal length
 
-Of several sources ([[stream.sources]]), each has some of the S slots and epochs of its
-own. Its documents come as in a run of this source alone with this name and this number
-of slots. (Only the shuffling differs, because it depends on the slot's number.) The
-name counts because otherwise copies of a file in two sources would come at the same
-time. The slots of a source are contiguous, so that a rank reads files of few sources.
+The length of a file on the line is its size in bytes. If the files of a source hold
+different amounts of text per byte, it is the size times that amount. A rank owns
+neighbouring slots, and therefore one stretch of the line. It reads only the files of
+this stretch, so all ranks together open a file at most files + ranks times.
+
+A run consists of the end of one file (*head*), whole files (*body*) and the beginning
+of one file (*tail*). The slot alternates between them so that it is always at the same
+fraction of each. All slots that share a file are therefore at about the same place in
+it, and a rank can serve all its slots with one pass over the file.
+
+When a cut falls inside a file, the file's documents are divided by *key*: (index · STEP
++ shift) mod 2⁶⁴. Keys are spread evenly over 0 … 2⁶⁴, so a slot whose run covers a
+fraction of the file owns the same fraction of the keys. If the file has an index with
+enough blocks, whole blocks are divided in this way instead, and a rank skips the blocks
+of other ranks (see ``blocks``).
+
+With several sources ([[stream.sources]]), each source has its own slots, lines and
+epochs, as if it were alone. Its name is part of its files' names, so that two sources
+with the same files read them in different orders.
 """
 
 import hashlib
@@ -36,6 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -43,42 +45,44 @@ from titan_disp.data.blocks import STEP, Blocks, Visits
 from titan_disp.data.files import DataFile
 from titan_disp.errors import ConfigError
 
-# part of the fingerprint: under another version, the same position means other
+# part of the fingerprint: increment it whenever the same position would mean other
 # documents
 VERSION = 6
 KEYS = 1 << 64
-# a cut closer to the edge of a file than 1/8 of a run is moved there: a slot that owns
-# a sliver reads it all
-_EDGE = 8
-_BLOCKS = 16  # blocks are dealt out if a slot has at least so many of the file
-_BLOCK = 1 << 16
-_KEPT = 1 << 18  # bound on the files and cuts in all cached lines: about 20 MB
+# a cut closer to a file's edge than 1/8 of a run moves to it: for a sliver, a slot
+# would read the file
+_MIN_PART = 8
+# blocks are divided, instead of documents, if each slot would get at least this many
+_MIN_BLOCKS = 16
+_KEYS_AT_ONCE = 1 << 16
+_CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Describe the documents of one file that a slot owns: those with ``low ≤ (index ·
-    STEP + shift) mod KEYS < high``.
+    """The documents of one file that a slot owns: those whose key is in [low, high)."""
 
-    ``file`` is the index of the file; ``length`` is the segment's stored bytes, times
-    the number of slots; ``text`` is about the bytes of its text.
-    """
-
-    file: int
+    file: int  # index of the file
     low: int
     high: int
-    shift: int
-    length: int
-    text: int = 0
-    # whether the blocks of the file are dealt out, by their visits, instead of its
-    # documents
+    shift: int  # of the keys, see ``key``
+    length: int  # on the line, in 1/S byte
+    text: int = 0  # estimated bytes of text
+    # whether the file is divided by blocks. ``key`` then takes the number of a visit of
+    # a block
     dealt: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return self.low == 0 and self.high == KEYS
 
     def key(self, index: int) -> int:
         return (index * STEP + self.shift) % KEYS
 
     def visits(self, blocks: Blocks | None) -> Visits | None:
-        """Return how the file is read in this epoch."""
+        """Return the order in which this epoch reads the file's blocks, or None if it
+        has none.
+        """
         return (
             None
             if blocks is None
@@ -86,19 +90,23 @@ class Segment:
         )
 
     def owns_any(self, start: int, end: int) -> bool:
+        """Return whether any of the documents ``start`` … ``end`` − 1 belongs to this
+        segment.
+        """
         low = np.uint64(self.low)
-        high = np.uint64(self.high - 1)
-        for first in range(start, end, _BLOCK):
-            index = np.arange(first, min(first + _BLOCK, end), dtype=np.uint64)
-            keys = index * np.uint64(STEP) + np.uint64(self.shift)  # modulo KEYS
-            if ((low <= keys) & (keys <= high)).any():
+        last = np.uint64(self.high - 1)  # ``high`` itself may be 2⁶⁴
+        for first in range(start, end, _KEYS_AT_ONCE):
+            index = np.arange(first, min(first + _KEYS_AT_ONCE, end), dtype=np.uint64)
+            # uint64 wraps around: this is modulo KEYS
+            keys = index * np.uint64(STEP) + np.uint64(self.shift)
+            if ((low <= keys) & (keys <= last)).any():
                 return True
         return False
 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what one slot reads in one epoch: the end of a file, whole files, and the
+    """What one slot reads in one epoch: the end of a file, whole files, and the
     beginning of a file.
     """
 
@@ -112,31 +120,34 @@ class Run:
 
     @cached_property
     def weights(self) -> tuple[int, int, int]:
-        """Return the lengths of head, body and tail, which are their shares in the
-        interleaving.
+        """The lengths of head, body and tail.
+
+        The slot takes text from them in these proportions.
         """
-        head, tail = (part.length if part else 0 for part in (self.head, self.tail))
-        return head, sum(s.length for s in self.body), tail
+        return (
+            self.head.length if self.head else 0,
+            sum(segment.length for segment in self.body),
+            self.tail.length if self.tail else 0,
+        )
 
 
 @dataclass(frozen=True)
 class _Line:
-    """Hold the files of one epoch laid end to end, and where this line is cut.
+    """The files of one epoch laid end to end, and the cuts between the slots' runs.
 
-    Its unit is 1/S of a stored byte.
+    Edges and cuts are in units of 1/S byte, where S is the number of slots: even one
+    byte can be cut into S runs.
     """
 
-    order: list[int]  # indices of the files, in the order of the line
-    shifts: list[int]  # the shift of each file's keys, in the same order
-    place: list[int]  # the place in ``order`` of each file
-    edges: list[int]  # where each file begins, and where the last one ends
-    cuts: list[int]  # where each slot's run begins, and where the last one ends
+    order: list[int]  # for each place on the line, the file
+    place: list[int]  # for each file, its place
+    shifts: list[int]  # for each place, the shift of the file's keys
+    edges: list[int]  # for each place, where the file begins; then the end of the line
+    cuts: list[int]  # for each slot, where its run begins; then the end of the line
 
 
 class Assignment:
-    """Compute the runs of all slots in every epoch: ``run(slot, epoch)`` returns
-    one.
-    """
+    """The runs of all slots in every epoch: ``run(slot, epoch)`` returns one."""
 
     def __init__(
         self,
@@ -146,109 +157,103 @@ class Assignment:
         first_slot: int = 0,
         first_file: int = 0,
     ) -> None:
-        """Only the names of the files, their sizes and their densities decide.
+        """``files`` are the files of one source.
 
-        They are all files of one source.
+        Only their names, sizes and densities matter.
 
-        Slots and files are numbered from ``first_slot`` and ``first_file`` on, if there
-        are other sources before it.
+        ``first_slot`` and ``first_file`` are the numbers of its first slot and file, if
+        other sources come before it.
         """
         self.names = [file.name for file in files]
         self.slots = slots
         self.seed = seed
-        # the first file of each source
         self.first_slot = first_slot
-        self.first_files = [first_file]
-        self.least = min((file.density for file in files if file.density), default=1.0)
-        # In units of 1/S byte, so that no run is empty. An empty file counts as one
-        # byte: some slot must report it.
+        self.first_files = [first_file]  # one for each source, see ``Mixture``
+        self.min_density = min(
+            (file.density for file in files if file.density), default=1.0
+        )
+        # An empty file has a length of one byte, because some slot must read it to
+        # report that it is empty.
         self.lengths = [
-            max(round(file.size * file.density / self.least), 1) * slots
+            max(round(file.size * file.density / self.min_density), 1) * slots
             for file in files
         ]
-        whole = sum(self.lengths)
         self.dealt = [
             file.blocks is not None
-            and len(file.blocks) * whole >= _BLOCKS * slots * length
+            and len(file.blocks) * sum(self.lengths) >= _MIN_BLOCKS * slots * length
             for file, length in zip(files, self.lengths, strict=True)
         ]
-        # With few documents, slots can be many epochs apart and need many lines. The
-        # cache bounds the memory.
-        self._line = lru_cache(maxsize=max(8, _KEPT // (len(files) + slots)))(
+        # If there are few documents, slots can be many epochs apart, and each epoch has
+        # its own line.
+        self._line = lru_cache(maxsize=max(8, _CACHED_NUMBERS // (len(files) + slots)))(
             self._make_line
         )
         self.run = lru_cache(maxsize=8 * slots)(self._run)
 
     def _make_line(self, epoch: int) -> _Line:
-        # A hash instead of a library's shuffle: the order must not change with the
-        # version of Python or numpy. Names of files are bytes: those that are not UTF-8
-        # have surrogates.
-        named = (
-            f"{self.seed}/{epoch}/{name}".encode(errors="surrogateescape")
-            for name in self.names
-        )
-        hashes = [hashlib.sha256(name).digest() for name in named]
-        order = sorted(range(len(hashes)), key=hashes.__getitem__)
-        edges = [0]
+        hashes = [_hash(f"{self.seed}/{epoch}/{name}") for name in self.names]
+        order = sorted(range(len(hashes)), key=lambda file: hashes[file])
         place = [0] * len(order)
         for i, file in enumerate(order):
             place[file] = i
-            edges.append(edges[-1] + self.lengths[file])
+        edges = list(accumulate((self.lengths[file] for file in order), initial=0))
         shifts = [int.from_bytes(hashes[file][-8:], "big") for file in order]
-        return _Line(order, shifts, place, edges, _cut(edges, self.slots))
+        return _Line(order, place, shifts, edges, cuts=_cut(edges, self.slots))
 
     def _run(self, slot: int, epoch: int) -> Run:
         line = self._line(epoch)
-        first = slot - self.first_slot
-        begin, end = line.cuts[first : first + 2]
-        parts = range(bisect_right(line.edges, begin) - 1, bisect_left(line.edges, end))
-        segments = [self._segment(line, i, begin, end) for i in parts]
-        whole = [segment.low == 0 and segment.high == KEYS for segment in segments]
-        head = segments[0] if segments and not whole[0] else None
-        tail = segments[-1] if len(segments) > 1 and not whole[-1] else None
-        return Run(
-            head,
-            tuple(segments[head is not None : len(segments) - (tail is not None)]),
-            tail,
-        )
+        begin = line.cuts[slot - self.first_slot]
+        end = line.cuts[slot - self.first_slot + 1]
+        segments = [
+            self._segment(line, i, begin, end)
+            for i in _overlapping(line.edges, begin, end)
+        ]
+        # Only the first and the last segment can be parts of files.
+        head = tail = None
+        if not segments[0].whole:
+            head = segments[0]
+        if len(segments) > 1 and not segments[-1].whole:
+            tail = segments[-1]
+        return Run(head, tuple(segment for segment in segments if segment.whole), tail)
 
-    def _segment(self, line: _Line, i: int, begin: int, end: int) -> Segment:
-        first = line.edges[i]
-        length = line.edges[i + 1] - line.edges[i]
-        begin = max(begin - first, 0)
-        end = min(end - first, length)
-        text = int((end - begin) / self.slots * self.least)
-        low = begin * KEYS // length
-        high = end * KEYS // length
-        file = line.order[i]
+    def _segment(self, line: _Line, place: int, begin: int, end: int) -> Segment:
+        """Return the part between ``begin`` and ``end`` of the file at this place on
+        the line.
+        """
+        file = line.order[place]
+        length = self.lengths[file]
+        begin = max(begin - line.edges[place], 0)
+        end = min(end - line.edges[place], length)
         return Segment(
-            self.first_files[0] + file,
-            low,
-            high,
-            line.shifts[i],
-            end - begin,
-            text,
-            self.dealt[file],
+            file=self.first_files[0] + file,
+            low=begin * KEYS // length,
+            high=end * KEYS // length,
+            shift=line.shifts[place],
+            length=end - begin,
+            text=int((end - begin) / self.slots * self.min_density),
+            dealt=self.dealt[file],
         )
 
     def owners(self, file: int, epoch: int) -> range:
+        """Return the slots that own documents of a file in an epoch."""
         line = self._line(epoch)
-        first = self.first_slot
-        i = line.place[file - self.first_files[0]]
-        begin = bisect_right(line.cuts, line.edges[i]) - 1
-        end = bisect_left(line.cuts, line.edges[i + 1])
-        return range(first + begin, first + end)
+        place = line.place[file - self.first_files[0]]
+        runs = _overlapping(line.cuts, line.edges[place], line.edges[place + 1])
+        return range(self.first_slot + runs.start, self.first_slot + runs.stop)
 
     def unseen(self) -> float:
-        """Return the fraction of the text that the slots have not read after an epoch's
-        bytes, as far as cuts decide.
+        """Estimate the fraction of the text that is still unread when the slots have
+        read one epoch's number of bytes.
+
+        Slots read equally fast, so this is the text by which some runs are longer than
+        the average run.
         """
         text = [
             sum(segment.text for segment in self.run(slot, 0).segments)
             for slot in range(self.slots)
         ]
         mean = sum(text) / self.slots
-        return sum(max(0.0, own - mean) for own in text) / max(1, sum(text))
+        return sum(max(0.0, of_slot - mean) for of_slot in text) / max(1, sum(text))
 
     def files_of(self, slots: range, epoch: int) -> set[int]:
         """Return the indices of the files that a rank with these slots reads in an
@@ -259,45 +264,65 @@ class Assignment:
         }
 
 
-def _cut(edges: list[int], slots: int) -> list[int]:
-    """Cut the line, [slots + 1]: each run takes an equal part of what the runs before
-    it have left.
+def _hash(name: str) -> bytes:
+    """A hash instead of a library's shuffle: the order must not change with the version
+    of Python or numpy.
     """
+    # names of files need not be UTF-8
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
+def _overlapping(edges: list[int], begin: int, end: int) -> range:
+    """Return the numbers of the intervals [edges[i], edges[i + 1]) that overlap [begin,
+    end).
+    """
+    return range(bisect_right(edges, begin) - 1, bisect_left(edges, end))
+
+
+def _cut(edges: list[int], slots: int) -> list[int]:
+    """Return where each slot's run begins on the line, and where the last one ends.
+
+    A run gets an equal share of what the runs before it have left. A cut close to the
+    edge of a file moves to the edge.
+    """
+    end = edges[-1]
     cuts = [0]
-    for left in range(slots, 1, -1):
-        share = (edges[-1] - cuts[-1]) // left
+    for remaining_slots in range(slots, 1, -1):
+        share = (end - cuts[-1]) // remaining_slots
         cut = cuts[-1] + share
-        after = bisect_left(edges, cut)
-        near = min(edges[after - 1 : after + 1], key=lambda edge: abs(edge - cut))
-        cuts.append(near if abs(near - cut) * _EDGE < share else cut)
-    return [*cuts, edges[-1]]
+        i = bisect_left(edges, cut)
+        edge = min(edges[i - 1], edges[i], key=lambda edge: abs(edge - cut))
+        is_close = abs(edge - cut) * _MIN_PART < share
+        cuts.append(edge if is_close else cut)
+    return [*cuts, end]
 
 
 @dataclass(frozen=True)
 class Share:
-    """Describe one source's slots: ``slots`` of them from ``first`` on, of ``total`` in
-    the run.
+    """One source's slots: ``slots`` of the run's ``total``, from number ``first``
+    on.
     """
 
     name: str
     first: int
     slots: int
     total: int
-    asked: float  # the fraction of the tokens that the weight asks for
+    asked: float  # the source's weight divided by the sum of the weights
 
     def owns(self, file: DataFile) -> bool:
         """Return whether a ``prefixed`` file belongs to this source.
 
-        One without a name owns all.
+        A source without a name owns all files.
         """
         return not self.name or file.name.startswith(f"{self.name}/")
 
     @property
     def suffix(self) -> str:
-        """Return what is appended to the names of the source's counters."""
+        """What is appended to the names of the source's counters."""
         return f"/{self.name}" if self.name else ""
 
     def slots_among(self, slots: range) -> int:
+        """Return how many of ``slots`` belong to this source."""
         return len(
             range(
                 max(self.first, slots.start), min(self.first + self.slots, slots.stop)
@@ -306,6 +331,10 @@ class Share:
 
     @property
     def tokens(self) -> float:
+        """The fraction of the run's tokens that come from this source.
+
+        Every slot supplies the same number.
+        """
         return self.slots / self.total
 
     def __str__(self) -> str:
@@ -314,8 +343,10 @@ class Share:
 
 
 def shares(weights: dict[str, float], slots: int) -> list[Share]:
-    """Divide S slots among the sources by largest remainder of their weights (> 0);
-    ties go to the first source.
+    """Divide the slots among the sources in proportion to their weights (> 0).
+
+    Slots that remain after rounding down go to the largest remainders, and among equal
+    ones to the first source. Raises ConfigError if a source gets no slot.
     """
     # 0.1 is exactly one tenth
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
@@ -324,7 +355,8 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
     }
     counts = {name: math.floor(quota) for name, quota in quotas.items()}
     by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
-    for name in by_remainder[: slots - sum(counts.values())]:
+    unassigned = slots - sum(counts.values())
+    for name in by_remainder[:unassigned]:
         counts[name] += 1
     if without := [name for name, count in counts.items() if not count]:
         least = math.ceil(slots / min(quotas.values()))
@@ -333,21 +365,20 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
             f"stream.sources: {slots} slots are too few for {', '.join(without)}, whose weight asks for {asked} of them: "
             f"raise training.global_batch_size (and stream.slots, if set) to have at least {least} slots, or the weight"
         )
-    found = []
-    first = 0
-    for name, count in counts.items():
-        found.append(Share(name, first, count, slots, float(quotas[name] / slots)))
-        first += count
-    return found
+    first_slots = accumulate(counts.values(), initial=0)
+    return [
+        Share(name, first, counts[name], slots, asked=float(quotas[name] / slots))
+        for name, first in zip(counts, first_slots, strict=False)
+    ]
 
 
-def far_from_weights(found: Sequence[Share]) -> str | None:
-    """Return a warning if a source's share of the tokens is off by more than a tenth of
-    what its weight asks for.
+def far_from_weights(shares: Sequence[Share]) -> str | None:
+    """Return a warning if a source's share of the tokens differs from its weight by
+    more than a tenth of the weight.
     """
     far = [
         str(share)
-        for share in found
+        for share in shares
         if abs(share.tokens - share.asked) > 0.1 * share.asked
     ]
     if not far:
@@ -359,14 +390,17 @@ def far_from_weights(found: Sequence[Share]) -> str | None:
 
 
 def prefixed(name: str, files: Sequence[DataFile]) -> list[DataFile]:
-    """Put the source's name before its files' names, because other sources may have
-    files of the same names.
+    """Put the source's name before the names of its files, because other sources may
+    have files of the same names.
     """
     return [replace(file, name=f"{name}/{file.name}") for file in files]
 
 
 class Mixture(Assignment):
-    """Compute all slots' runs, with one ``Assignment`` for each source."""
+    """The runs of all slots of several sources.
+
+    Each source has an ``Assignment`` of its own.
+    """
 
     def __init__(
         self, files: Sequence[DataFile], shares: Sequence[Share], seed: int
@@ -376,21 +410,24 @@ class Mixture(Assignment):
         """
         self.slots = sum(share.slots for share in shares)
         self.seed = seed
-        self._parts: list[Assignment] = []
+        self._sources: list[Assignment] = []
         self.first_files = []
         self.dealt = []
         for share in shares:
-            own = [file for file in files if share.owns(file)]
-            self._parts.append(
-                Assignment(own, share.slots, seed, share.first, len(self.dealt))
+            of_source = [file for file in files if share.owns(file)]
+            source = Assignment(
+                of_source, share.slots, seed, share.first, first_file=len(self.dealt)
             )
-            self.first_files += self._parts[-1].first_files
-            self.dealt += self._parts[-1].dealt
+            self._sources.append(source)
+            self.first_files += source.first_files
+            self.dealt += source.dealt
         self._first_slots = [share.first for share in shares]
         self.run = lru_cache(maxsize=8 * self.slots)(self._run)
 
     def _run(self, slot: int, epoch: int) -> Run:
-        return self._parts[bisect_right(self._first_slots, slot) - 1].run(slot, epoch)
+        source = bisect_right(self._first_slots, slot) - 1
+        return self._sources[source].run(slot, epoch)
 
     def owners(self, file: int, epoch: int) -> range:
-        return self._parts[bisect_right(self.first_files, file) - 1].owners(file, epoch)
+        source = bisect_right(self.first_files, file) - 1
+        return self._sources[source].owners(file, epoch)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from titan_disp import safe_dcp
 from titan_disp.data.assignment import VERSION, Share
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import suffix_of
@@ -23,7 +24,6 @@ from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, RefusedError, counted
 from titan_disp.files import sha256_of
 from titan_disp.job_config import fixed
-from titan_disp.run import safe_dcp
 
 
 def tokenizer_hash(folder: str) -> str:

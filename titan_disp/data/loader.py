@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.batch import slot_count
+from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import Assignment, Mixture, Share, far_from_weights
 from titan_disp.data.cursor import check_bytes, check_documents, check_files
 from titan_disp.data.files import DataFile, on_rank_0
@@ -179,7 +179,7 @@ class StreamLoader(BaseDataLoader):
         # worker.
         batches = iter(
             DataLoader(sequences, None, collate_fn=lambda batch: batch, **workers)
-        )  # type: ignore[arg-type]
+        )
         turn = 0
         own = len(self.slots)
         try:

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import JobConfig
 
+from titan_disp.config.types import JobConfig
 from titan_disp.files import cores
 
 

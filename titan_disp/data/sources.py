@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 import numpy as np
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.types import JobConfig
 from titan_disp.data import formats, megatron
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
@@ -90,7 +90,7 @@ def source_name(source: Source) -> str:
 
 def check_sources(job_config: JobConfig) -> None:
     """Check [[stream.sources]] as far as the config alone allows."""
-    sources = job_config.stream.sources  # type: ignore[attr-defined]
+    sources = job_config.stream.sources
     path = job_config.training.dataset_path
     if sources and path is not None:
         raise ConfigError(
@@ -123,7 +123,7 @@ def source_shares(job_config: JobConfig, slots: int) -> list[Share]:
     sources.
     """
     check_sources(job_config)
-    sources = job_config.stream.sources  # type: ignore[attr-defined]
+    sources = job_config.stream.sources
     return (
         shares({source_name(source): source.weight for source in sources}, slots)
         if sources
@@ -136,7 +136,7 @@ def training_sets(job_config: JobConfig) -> list[DataSet]:
     the config.
     """
     training = job_config.training
-    sources = job_config.stream.sources  # type: ignore[attr-defined]
+    sources = job_config.stream.sources
     if not sources:
         return [DataSet(training.dataset, training.dataset_path, "training")]
     named = [(source_name(source), source) for source in sources]

@@ -37,12 +37,12 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     def encode(
         self, text: str, add_bos: bool = False, add_eos: bool = False
-    ) -> list[int]:  # type: ignore[override]
+    ) -> list[int]:
         begin = add_bos and self.bos_id is not None
         end = add_eos and self.eos_id is not None
         return self.processor.encode(text, add_bos=begin, add_eos=end)
 
-    def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
+    def decode(self, token_ids: list[int]) -> str:
         return self.processor.decode(token_ids)
 
     def get_vocab_size(self) -> int:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import check_documents
 from titan_disp.data.files import DataFile, list_files, on_rank_0
@@ -184,7 +184,7 @@ class StreamValidator(Validator):
         self.tokenizer = tokenizer
         self.validation_dataloader = _ValidationSet(
             job_config, tokenizer, dp_world_size, dp_rank
-        )  # type: ignore[assignment]
+        )
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         with self.around(step):

@@ -7,21 +7,24 @@ generalization in small language models" (ICML 2026, arXiv 2602.00217).
 Shapes: B sequences, N tokens per sequence, F features per token, L layers. A sequence
 may be sharded over p ranks; each rank then holds n = N/p tokens.
 
-objective     cross-entropy + λ · dispersion, as TorchTitan calls a loss; hooks: the
-loss of a model as it is
+hooks         the loss of a model as it is
   ▼
-loss          checks options, and combines a variant with an estimator; sampled: draws
-positions; masks: padding
-  ▼
+loss          checks options, and combines a variant with an estimator
 registry      finds a variant, also of another package, and sets its options
   ▼
 layers        layers of one shape together, sharded or not
+sampled       the tokens at drawn positions
+masks         padding and documents
   ▼
-variants      each loss; base: what they share; pairwise: exact sums over tiles;
-moments: in linear time; kernels: fused steps
+variants      the formula of each loss
+base          what kinds of variants share
   ▼
-autograd      the gradient that forward has saved, and the collectives; vectors: norms
-and their derivatives
+pairwise      exact sums over tiles of pairs
+moments       sums over all pairs in linear time
+kernels       fused steps
+  ▼
+autograd      the gradient that forward has saved, and the collectives
+vectors       norms and their derivatives
 """
 
 from titan_disp.dispersion.hooks import attach
@@ -29,11 +32,6 @@ from titan_disp.dispersion.loss import (
     DispersionLoss,
     dispersion_loss,
     dispersion_losses,
-)
-from titan_disp.dispersion.objective import (
-    CoeffSchedule,
-    DispersionObjective,
-    LossLedger,
 )
 from titan_disp.dispersion.variants.base import (
     AutogradVariant,
@@ -43,11 +41,8 @@ from titan_disp.dispersion.variants.base import (
 
 __all__ = [
     "AutogradVariant",
-    "CoeffSchedule",
     "CosineVariant",
     "DispersionLoss",
-    "DispersionObjective",
-    "LossLedger",
     "MomentsVariant",
     "attach",
     "dispersion_loss",

@@ -74,7 +74,7 @@ class SavedGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[], Result], *zs: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, compute: Callable[[], Result], *zs: Tensor) -> Tensor:
         value, grad = compute()
         value = value.view(len(zs), -1)
         if any(ctx.needs_input_grad):
@@ -83,7 +83,7 @@ class SavedGradient(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor | None, ...]:
         grad, value = ctx.saved_tensors
         with torch.no_grad():
             out = torch.empty_like(grad) if _graph_is_retained() else grad
@@ -146,13 +146,13 @@ class _Factor(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: list[Tensor], *zs: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, factor: list[Tensor], *zs: Tensor) -> Tensor:
         ctx.factor = factor
         ctx.none = (None,) * (1 + len(zs))
         return zs[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.factor.append(grad)
         return ctx.none
 
@@ -168,7 +168,7 @@ class SavedRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, value: Tensor, rows: Tensor, positions: Tensor
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         value = value.clone()
         ctx.save_for_backward(rows, positions, value)
         ctx.shape = z.shape
@@ -176,7 +176,7 @@ class SavedRows(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None]:
         rows, positions, value = ctx.saved_tensors
         with torch.no_grad():
             grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
@@ -206,11 +206,11 @@ def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Te
 
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(
             "the dispersion loss has no second derivative: its gradient is computed in forward and saved"
         )
@@ -223,13 +223,13 @@ class SumOverGroup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -240,7 +240,7 @@ class LogSumExpOverGroup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         world = dist.get_world_size(group)
         every = x.new_empty((world * x.shape[0], *x.shape[1:]))
         all_gather(every, x.contiguous(), group=group)
@@ -249,6 +249,6 @@ class LogSumExpOverGroup(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (share,) = ctx.saved_tensors
         return grad * share, None

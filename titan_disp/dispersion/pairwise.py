@@ -1,22 +1,30 @@
-"""The exact estimator sums over all pairs of a sequence's tokens in one pass, with
-O(N·F) memory.
+"""The exact estimator: sums over all pairs of tokens of a sequence, in one pass and
+with O(N·F) memory.
 
-Most variants are functions w of cosines c, summed over pairs (arXiv 2602.00217, Table
-1):
+Most variants sum a function w of the cosine c over all pairs of tokens (arXiv
+2602.00217, Table 1)::
 
-    u_i = s_i x_i     c_ij = u_i·u_j     S = Σ_{i≠j} w(c_ij)
-    r = dw/dc         V_i = Σ_{j≠i} r(c_ij) u_j     ∂S/∂u_i = 2 V_i
+    u_i = s_i x_i       c_ij = u_i·u_j            S = Σ_{i≠j} w(c_ij)
+    r = dw/dc           V_i = Σ_{j≠i} r(c_ij) u_j     ∂S/∂u_i = 2 V_i
 
-One walk over tiles of c therefore yields both S and ∂S/∂z. ``variants`` defines w and
-r. Products are formed of x (see ``vectors``), and c is the product times s_i s_j. W is
-what the walk adds up, with the symmetric q:
+``variants`` defines w and r. Both S and the gradient need each cosine once, so the
+matrix of cosines is computed tile by tile and never stored.
 
-    q_ij = s_i r_ij s_j     W_i = Σ_{j≠i} q_ij x_j = s_i V_i
+Products are formed of x instead of u, because x is exact in its own dtype (see
+``vectors``). The cosine is then the product times s_i s_j, and the function returns W
+instead of V::
+
+    q_ij = s_i r_ij s_j       W_i = Σ_{j≠i} q_ij x_j = s_i V_i
+
+The N tokens of a shard are divided into *blocks*. A block of rows and a block of
+columns make a *tile*.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -42,39 +50,41 @@ PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
 # tiles on 132 cores).
 CPU_TILE = 768
 GPU_TILE = 2048
-# elements of one tile of c over the whole batch: 64 MiB in fp32, independent of N
+# elements of one tile over the whole batch: 64 MiB in fp32, independent of N
 TILE_ELEMENTS = 1 << 24
 
 
 def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
-    """Return the number of rows (and columns) of a tile such that ``batch`` tiles hold
+    """Return the number of tokens of a block, so that a tile of ``batch`` sequences has
     at most TILE_ELEMENTS elements.
 
-    GPU kernels are compiled for the shape of a tile. The size on a GPU is therefore a
-    multiple of 128, or else of 16, that divides ``tokens`` and is more than half of the
-    largest size allowed. Without one, the last tile is smaller.
+    A GPU kernel is compiled for each shape of tile, so blocks should be equal. On a
+    GPU, the size is the largest multiple of 128 that divides ``tokens``, or else of 16,
+    if it is more than half of the largest size allowed. If there is none, the last
+    block is smaller than the others.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
-    most = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
-    if device == "cpu" or tokens <= most:
-        return min(tokens, most)
-    for unit in (128, 16):
-        for equal in range(most // unit * unit, most // 2, -unit):
-            if tokens % equal == 0:
-                return equal
-    unit = min(128, most)
-    count = math.ceil(tokens / (most // unit * unit))
-    return math.ceil(tokens / count / unit) * unit
+    largest = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
+    if device == "cpu" or tokens <= largest:
+        return min(tokens, largest)
+    for multiple in (128, 16):
+        for size in range(largest // multiple * multiple, largest // 2, -multiple):
+            if tokens % size == 0:
+                return size
+    multiple = min(128, largest)
+    blocks = math.ceil(tokens / (largest // multiple * multiple))
+    return math.ceil(tokens / blocks / multiple) * multiple
 
 
 @functools.cache
 def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function from a tile of products to Σ w [B] and q [B, m, n], cached as
-    compiling it takes seconds.
+    """Return the function that turns a tile of products into Σ w [B] and q [B, m, n].
+
+    Cached, because it is compiled.
     """
 
     def epilogue(
-        c: Tensor,
+        products: Tensor,
         s_rows: Tensor,
         s_cols: Tensor,
         diagonal: bool,
@@ -82,147 +92,170 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
         marks: TileMarks | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        # in place, the compiled kernel would have to write c back
-        cosines = (c * s_rows).mul_(s_cols)
+        # a new tensor: in place, the kernel would write the products, too
+        cosines = (products * s_rows).mul_(s_cols)
         w, r = pair(cosines)
-        # A pair function may return one tensor as both, or one that it keeps, so that
-        # neither is overwritten. The results take the memory of tiles that are not read
-        # again, but a compiled kernel would have to write these, too.
-        memory_q, memory_w = (
-            (None, None) if torch.compiler.is_compiling() else (c, cosines)
-        )
+        # On a CPU, q and w reuse the memory of tiles that are not needed any more. A
+        # compiled kernel stores no temporaries. w and r themselves are not overwritten:
+        # a pair function may return one tensor as both, or one that it keeps.
+        eager = not torch.compiler.is_compiling()
+        memory_q = products if eager else None
+        memory_w = cosines if eager else None
         q = torch.mul(r, s_rows, out=memory_q).mul_(s_cols).to(dtype)
+        zero = w.new_zeros(())
         if diagonal:  # a token and itself are not a pair
-            index = torch.arange(c.shape[1], device=c.device)
+            index = torch.arange(products.shape[1], device=products.device)
             same = index[:, None] == index
-            w = torch.where(same, w.new_zeros(()), w, out=memory_w)
+            w = torch.where(same, zero, w, out=memory_w)
             q.masked_fill_(same, 0.0)
         if marks is not None:
             # Subtracting w(0) from the sum afterwards would cancel digits at small τ.
-            none = apart(*marks)
-            w = torch.where(none, w.new_zeros(()), w, out=memory_w)
-            # of padding alone, q multiplies x = 0 in the gradient of a token
-            if marks[0].dtype != torch.bool:
-                q.masked_fill_(none, 0.0)
+            no_pair = apart(*marks)
+            w = torch.where(no_pair, zero, w, out=memory_w)
+            has_segments = marks[0].dtype != torch.bool
+            # else x is 0 where there is no pair, at padding, and q does not matter
+            if has_segments:
+                q.masked_fill_(no_pair, 0.0)
         return w.sum(-1).sum(-1), q if out is None else out.copy_(q)
 
-    # Dynamo counts recompilations by code. With code of its own, no function uses up
-    # another one's.
+    # Dynamo limits recompilations per code object. With a copy of the code, each pair
+    # function has its own limit.
     epilogue.__code__ = epilogue.__code__.replace(co_name=f"epilogue_{id(pair)}")
     return fused(epilogue)
 
 
-class Tiles:
-    """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles; with ``marks``
-    where not all form pairs.
+@dataclass(frozen=True)
+class Block:
+    """Consecutive tokens of a shard: the rows or the columns of a tile."""
 
-    ``wide``: whether q of a whole block of rows is kept, so that one product adds it to
-    W. By default, this is so on a GPU. The cache of a CPU's core holds q of one tile.
+    shard: "Shard"
+    where: slice  # the tokens' positions in the shard
+    x: Tensor  # [B, m, F], in the dtype of products
+    scale: Tensor  # [B, m, 1]
+    marks: Tensor | None  # [B, m, 1]; None if all tokens form pairs
+
+    def part(self, where: slice) -> "Block":
+        """Return some of the tokens, given their positions in the shard."""
+        local = slice(where.start - self.where.start, where.stop - self.where.start)
+        marks = None if self.marks is None else self.marks[:, local]
+        return replace(
+            self,
+            where=where,
+            x=self.x[:, local],
+            scale=self.scale[:, local],
+            marks=marks,
+        )
+
+
+class Shard:
+    """One rank's tokens x [B, n, F] and scales s [B, n, 1], divided into blocks.
+
+    Attributes:
+        marks: which tokens form pairs; None if all do.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        scale: Tensor,
-        marks: Marks | None = None,
-        tile: int | None = None,
-        wide: bool | None = None,
-    ) -> None:
+    def __init__(self, x: Tensor, scale: Tensor, marks: Marks | None = None) -> None:
         self.x = x
         self.scale = scale
         self.marks = marks
-        self.dtype = operand_dtype(x)
-        self.wide = x.device.type != "cpu" if wide is None else wide
-        n = x.shape[1]
-        side = tile or tile_size(x.shape[1], x.shape[0], x.device.type)
-        self.slices = [slice(i, min(i + side, n)) for i in range(0, n, side)]
-        self.reach = {
-            i.start: None if marks is None else marks.span(i) for i in self.slices
+        batch, tokens, _ = x.shape
+        size = tile_size(tokens, batch, x.device.type)
+        self.blocks = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
+        self.segments = {
+            i.start: None if marks is None else marks.span(i) for i in self.blocks
         }
 
-    def __getitem__(self, where: slice) -> Tensor:
-        return self.x[:, where].to(self.dtype)
+    @property
+    def wide(self) -> bool:
+        """Whether one product adds neighbouring tiles to W.
 
-    def pairs(
-        self,
-        rows: Tensor,
-        i: slice,
-        other: "Tiles",
-        cols: Tensor,
-        j: slice,
-        pair: PairFunction,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j; q in
-        ``out`` if it is given.
+        On a CPU each tile is added while it is in the core's cache.
         """
-        products = product(rows, cols.transpose(1, 2))
-        s_cols = other.scale[:, j].transpose(1, 2)
-        marks = None
-        if self.marks is not None and other.marks is not None:
-            marks = self.marks.tokens[:, i], other.marks.tokens[:, j].transpose(1, 2)
-        diagonal = other is self and i == j
-        return _epilogue(pair)(
-            products, self.scale[:, i], s_cols, diagonal, self.dtype, marks, out
+        return self.x.device.type != "cpu"
+
+    def block(self, where: slice) -> Block:
+        marks = None if self.marks is None else self.marks.tokens[:, where]
+        x = self.x[:, where].to(operand_dtype(self.x))
+        return Block(
+            shard=self, where=where, x=x, scale=self.scale[:, where], marks=marks
         )
 
-    def spans(self, i: slice, others: "Tiles", first: int = 0) -> Iterator[list[slice]]:
-        """Yield the other's tiles from the ``first`` one on, in groups of those of
-        whose q one product is formed.
+    def spans(self, rows: Block, first: int = 0) -> Iterator[list[slice]]:
+        """Yield lists of neighbouring blocks for one product each: a single block, or
+        as many as possible if ``wide``.
 
-        They are neighbours. Tiles that have no segment in common with the own tokens i
-        are left out.
+        They begin with block number ``first``. Blocks that have no segment in common
+        with ``rows`` are left out.
         """
-        span: list[slice] = []
-        for j in others.slices[first:]:
-            meets = self._meets(i, others, j)
-            if span and not (meets and others.wide):
-                yield span
-                span = []
-            if meets:
-                span.append(j)
-        if span:
-            yield span
-
-    def _meets(self, i: slice, others: "Tiles", j: slice) -> bool:
-        own = self.reach[i.start]
-        other = others.reach[j.start]
-        return not (own and other) or (own[0] <= other[1] and other[0] <= own[1])
-
-    def span_pairs(
-        self,
-        rows: Tensor,
-        i: slice,
-        others: "Tiles",
-        span: list[slice],
-        pair: PairFunction,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Σ w [B] and q [B, m, n] of own tokens i and a span of ``others``, and
-        the tokens of the span.
-
-        If these are own tokens too, the pairs beyond the tile on the diagonal count
-        twice.
-        """
-        begin = span[0].start
-        end = span[-1].stop
-        x = others[begin:end]
-        s = self.scale.new_zeros(self.x.shape[0])
-        q = None
-        if (
-            len(span) > 1
-            # of the width of the whole, so that the strides, for which kernels are
-            # compiled, stay the same
+        for may_pair, blocks in groupby(
+            self.blocks[first:], key=lambda cols: self._may_pair(rows, cols)
         ):
-            q = x.new_empty(x.shape[0], i.stop - i.start, others.x.shape[1])[
-                ..., begin:end
-            ]
-        for j in span:
-            at = slice(j.start - begin, j.stop - begin)
-            sums, found = self.pairs(
-                rows, i, others, x[:, at], j, pair, None if q is None else q[..., at]
-            )
-            s += 2 * sums if others is self and i != j else sums
-        return s, found if q is None else q, x
+            if may_pair and self.wide:
+                yield list(blocks)
+            elif may_pair:
+                yield from ([block] for block in blocks)
+
+    def _may_pair(self, rows: Block, cols: slice) -> bool:
+        """Return False if it is known that no token of the rows has the segment of a
+        token of the columns.
+        """
+        a = rows.shard.segments[rows.where.start]
+        b = self.segments[cols.start]
+        if a is None or b is None:
+            return True
+        return a[0] <= b[1] and b[0] <= a[1]
+
+
+def tile_pairs(
+    rows: Block, cols: Block, pair: PairFunction, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return Σ w [B] and q [B, m, n] of one tile. q is written into ``out``, if
+    given.
+    """
+    marks = None
+    if rows.marks is not None and cols.marks is not None:
+        marks = (rows.marks, cols.marks.transpose(1, 2))
+    diagonal = rows.shard is cols.shard and rows.where == cols.where
+    products = product(rows.x, cols.x.transpose(1, 2))
+    return _epilogue(pair)(
+        products,
+        rows.scale,
+        cols.scale.transpose(1, 2),
+        diagonal,
+        rows.x.dtype,
+        marks,
+        out,
+    )
+
+
+def span_pairs(
+    rows: Block, cols: Block, span: list[slice], pair: PairFunction
+) -> tuple[Tensor, Tensor]:
+    """Return S [B] and q [B, m, n] of ``rows`` with ``cols``, whose blocks are
+    ``span``.
+
+    S counts the tiles beside the diagonal of a shard twice, because their transposes
+    are not computed.
+    """
+    if len(span) == 1:
+        sums, q = tile_pairs(rows, cols, pair)
+        return _multiplicity(rows, cols) * sums, q
+    # As wide as all columns of the shard: kernels are compiled for strides, which are
+    # then the same for every span.
+    whole = cols.x.new_empty(*rows.x.shape[:2], cols.shard.x.shape[1])
+    s = rows.scale.new_zeros(len(rows.x))
+    for where in span:
+        tile_cols = cols.part(where)
+        sums, _ = tile_pairs(rows, tile_cols, pair, out=whole[..., where])
+        s += _multiplicity(rows, tile_cols) * sums
+    return s, whole[..., cols.where]
+
+
+def _multiplicity(rows: Block, cols: Block) -> int:
+    """Return 2 for a tile beside the diagonal of one shard, which also stands for its
+    transpose, and else 1.
+    """
+    return 2 if rows.shard is cols.shard and rows.where != cols.where else 1
 
 
 def pair_sums(
@@ -232,62 +265,62 @@ def pair_sums(
     mask: TokenMask | None,
     pair: PairFunction,
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of S [B], and W [B, n, F] of its rows.
+    """Return this rank's part of S, [B], and W of its tokens, [B, n, F].
 
-    ``units`` are ``to_units(z)`` of this rank's tokens, which are 0 where the mask has
-    no token. ``gathering`` is that of z.
+    Args:
+        units: of this rank's tokens. They are 0 where the mask has no token.
+        to_units: the function that turned z into ``units``.
+        gathering: the all-gather of z, if the sequence is sharded.
     """
-    own = Tiles(units.x, units.scale, None if mask is None else mask.marks(mask.rank))
-    s, w = all_pairs(own, pair)
+    shard = Shard(units.x, units.scale, None if mask is None else mask.marks(mask.rank))
+    s, w = all_pairs(shard, pair)
     if gathering is not None:
-        for shard, marks in zip(
-            gathering.other_shards(), others_of(mask), strict=False
-        ):
-            others = to_units(shard)
-            s += add_pairs_with(own, Tiles(others.x, others.scale, marks), w, pair)
+        for z, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
+            other = to_units(z)
+            s += add_pairs_with(shard, Shard(other.x, other.scale, marks), w, pair)
     return s, w
 
 
-def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
-    """Return S [B] and W [B, N, F] over all i ≠ j.
+def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
+    """Return S [B] and W [B, N, F] over all i ≠ j of a shard.
 
-    Each tile above the diagonal serves both sides.
+    Only the tiles on and above the diagonal are computed. One above it also stands for
+    its transpose below it.
     """
-    s = tiles.scale.new_zeros(tiles.x.shape[0])
-    fresh = (
-        tiles.marks is None or tiles.marks.ranges is None
-    )  # no tile is left out, so that the first row writes all of W
-    w = (torch.empty_like if fresh else torch.zeros_like)(
-        tiles.x, dtype=accumulation_dtype(tiles.x.dtype)
-    )
-    for k, i in enumerate(tiles.slices):
-        rows = tiles[i]
-        for span in tiles.spans(i, tiles, k):
-            sums, q, x = tiles.span_pairs(rows, i, tiles, span, pair)
-            s += sums
+    s = shard.scale.new_zeros(len(shard.x))
+    # If no tile is left out, the first row of tiles writes every element of W, so that
+    # W need not begin at 0.
+    all_written = shard.marks is None or shard.marks.ranges is None
+    new = torch.empty_like if all_written else torch.zeros_like
+    w = new(shard.x, dtype=accumulation_dtype(shard.x.dtype))
+    for k, i in enumerate(shard.blocks):
+        rows = shard.block(i)
+        for span in shard.spans(rows, first=k):
             begin = span[0].start
             end = span[-1].stop
-            add_product_(w[:, i], q, x, to_zero=fresh and begin == 0)
+            cols = shard.block(slice(begin, end))
+            sums, q = span_pairs(rows, cols, span, pair)
+            s += sums
+            add_product_(w[:, i], q, cols.x, to_zero=all_written and begin == 0)
             below = max(begin, i.stop)
             if below < end:
+                transposed = q[..., below - begin :].transpose(1, 2)
                 add_product_(
-                    w[:, below:end],
-                    q[..., below - begin :].transpose(1, 2),
-                    rows,
-                    to_zero=fresh and k == 0,
+                    w[:, below:end], transposed, rows.x, to_zero=all_written and k == 0
                 )
     return s, w
 
 
-def add_pairs_with(own: Tiles, others: Tiles, w: Tensor, pair: PairFunction) -> Tensor:
-    """Return S [B] over all pairs of an own and another shard's token, and add their
-    part of W to ``w`` [B, n, F].
+def add_pairs_with(shard: Shard, other: Shard, w: Tensor, pair: PairFunction) -> Tensor:
+    """Add what the pairs of this shard's tokens with the other's contribute to W, to
+    ``w`` [B, n, F]; return their S, [B].
     """
-    s = w.new_zeros(w.shape[0])
-    for i in own.slices:
-        rows = own[i]
-        for span in own.spans(i, others):
-            sums, q, x = own.span_pairs(rows, i, others, span, pair)
+    s = w.new_zeros(len(w))
+    for i in shard.blocks:
+        rows = shard.block(i)
+        for span in other.spans(rows):
+            cols = other.block(slice(span[0].start, span[-1].stop))
+            sums, q = span_pairs(rows, cols, span, pair)
             s += sums
-            add_product_(w[:, i], q, x)
+            add_product_(w[:, i], q, cols.x)
     return s

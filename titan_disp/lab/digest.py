@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torchtitan.config import JobConfig
 
 from titan_disp.config.batch import global_batch_size, slot_count
+from titan_disp.config.types import JobConfig
 from titan_disp.data.loader import StreamLoader, open_stream, together
 from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
@@ -50,7 +50,7 @@ def global_batch(
     token.
     """
     ranks = len(iterators)
-    names = ["input", "segments"] if job_config.stream.document_mask else ["input"]  # type: ignore[attr-defined]
+    names = ["input", "segments"] if job_config.stream.document_mask else ["input"]
     own: list[torch.Tensor] = []
     for iterator in iterators:
         microbatches = [

@@ -10,8 +10,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from torchtitan.config import JobConfig
 
+from titan_disp.config.types import JobConfig
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import TOKEN_IDS
 from titan_disp.data.index import FOLDER, IN_MEMORY, FileIndex, current, index_file

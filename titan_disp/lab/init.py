@@ -16,20 +16,21 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torchtitan.config import JobConfig
 
+from titan_disp.checks import check_config, check_inputs
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import find_machine, measured, meta_model
 from titan_disp.cluster.suggest import FILLED
-from titan_disp.config.checks import check_config, check_inputs
 from titan_disp.config.load import load_config
 from titan_disp.config.options import InitOptions, Machine
+from titan_disp.config.types import JobConfig
 from titan_disp.data import sources
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
@@ -97,7 +98,9 @@ RATES = (
     (2.7e9, 1.6e-4),
     (6.7e9, 1.2e-4),
 )
-ALWAYS: dict[str, tuple[Any, str]] = {
+# "section.key" of the config → value, and the comment that gives the reason
+Rows = dict[str, tuple[Any, str]]
+ALWAYS: Rows = {
     "job.custom_config_module": ("titan_disp.job_config", ""),
     "experimental.custom_import": ("titan_disp.plugin", ""),
     "model.name": ("qwen3_disp", ""),
@@ -113,136 +116,200 @@ ALWAYS: dict[str, tuple[Any, str]] = {
 }
 
 
-def init(options: InitOptions) -> str:
-    """Write the folder, and return what was found and the commands to type.
+@dataclass(frozen=True)
+class _Text:
+    """The documents of --text."""
 
-    Raises ConfigError.
+    path: str
+    training: list[str]  # if ``named``, only the first READ bytes or so
+    held_out: list[str]
+    # files held out by name; if there are none, ``held_out`` was chosen here
+    named: list[DataFile]
+    size: float  # estimated bytes of text in all files
+    split: str  # stream.text_split
+    seq_len: int
+
+    @cached_property
+    def scale(self) -> float:
+        """How many times as much text there is as in ``training``."""
+        if not self.named or self.size <= READ:
+            return 1.0
+        return self.size / sum(len(document.encode()) for document in self.training)
+
+    @cached_property
+    def characters(self) -> float:
+        return self.scale * sum(map(len, self.training))
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    vocab_size: int
+    per_token: float  # characters
+    training: float  # estimated tokens of text for training
+    held_out: int
+
+    def __str__(self) -> str:
+        return f"{self.vocab_size:,} tokens of {self.per_token:.1f} characters"
+
+
+def init(options: InitOptions) -> str:
+    """Write a run's folder.
+
+    Return what was found and the commands to type. Raises ConfigError.
     """
     folder = options.folder.absolute()
     path = options.text if is_url(options.text) else os.path.abspath(options.text)
     _check(options, folder, path)
+    gpus, machine = _machine()
+    ranks = _ranks(gpus)
+    text = _find_text(options, path, gpus)
+    with atomic_folder(folder) as partial:
+        if not text.named:
+            _write_documents(text, partial / "data")
+        if not options.tokenizer:
+            (partial / "tokenizer").mkdir()
+            model = _tokenizer(text.training, text.characters, bool(gpus))
+            (partial / "tokenizer/tokenizer.model").write_bytes(model)
+        tokens = _count_tokens(text, options.tokenizer or partial / "tokenizer")
+        size = _sized(
+            tokens.training,
+            tokens.vocab_size,
+            text.seq_len,
+            gpus,
+            machine,
+            options.minutes,
+        )
+        config = partial / "config.toml"
+        config.write_text(
+            _toml(size | _data_rows(partial, options, text, tokens, ranks))
+        )
+        job_config = load_config(["--job.config_file", str(config)])
+        check_config(job_config, ranks)
+        check_inputs(job_config)
+        if gpus:
+            size |= _fitted(job_config, machine)
+        # ``partial`` gets this name
+        config.write_text(
+            _toml(size | _data_rows(folder, options, text, tokens, ranks))
+        )
+    return _summary(options, text, tokens, size, "" if gpus else f" --nproc {ranks}")
+
+
+def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
+    """Read --text, check it, and hold some of it out."""
     files = list_files("text", path, path_key="--text")
     if files[0].name.endswith(TOKEN_IDS):
         raise ConfigError(
             f"--text is {path!r}, which holds token ids; expected text. To train on ids, write a config with their tokenizer "
             "(model.hf_assets_path) and stream.token_dtype: docs/data.md#token-ids"
         )
-    # A few .txt files, or long ones, are no documents: they hold some.
-    plain = all(file.name.endswith(PLAIN_TEXT) for file in files)
-    largest = max(file.size for file in files)
-    long = len(files) < 100 or largest > StreamOptions.max_document_bytes
-    stream = StreamOptions(
-        format=Format(options.text_field, "blank_lines" if plain and long else "file")
+    # A few .txt files, or long ones, are not documents but hold some.
+    is_plain = all(file.name.endswith(PLAIN_TEXT) for file in files)
+    is_long = (
+        len(files) < 100
+        or max(file.size for file in files) > StreamOptions.max_document_bytes
     )
-    gpus, machine = _machine()
-    ranks = _ranks(gpus)
+    split = "blank_lines" if is_plain and is_long else "file"
+    stream = StreamOptions(format=Format(options.text_field, split))
     try:
         sources.check_content(files, stream, "training")
         size = sum(file.size * file.density for file in sources.measured(files, stream))
-        # Little text has little to hold out
-        seq_len = 256 if not gpus or size < 1e7 else 1024 if size < 1e9 else 2048
-        texts, held_out, named = _split(path, files, stream, size, 64 * seq_len * 5)
+        # Of little text, little can be held out: sequences are then short.
+        if not gpus or size < 1e7:
+            seq_len = 256
+        elif size < 1e9:
+            seq_len = 1024
+        else:
+            seq_len = 2048
+        training, held_out, named = _split(
+            path, files, stream, size, wanted=64 * seq_len * 5
+        )
     except ConfigError as error:
         raise ConfigError(of_options(error)) from error
-    with atomic_folder(folder) as partial:
-        train = validation = path
-        if not named:
-            data = partial / "data"
-            (data / "train").mkdir(parents=True)
-            for name, part in {
-                "validation": held_out,
-                **{f"train/train-{i}": texts[i::8] for i in range(8)},
-            }.items():
-                write_shard(
-                    data / f"{name}.jsonl.gz", ({"text": text} for text in part)
-                )
-            # no glob: FOLDER may have a [
-            train = str(data / "train")
-            validation = str(data / "validation.jsonl.gz")
-        characters, read = (
-            sum(len(of(text)) for text in texts) for of in (str, str.encode)
-        )
-        all_of_it = size / read if named and size > READ else 1.0
-        assets = (
-            options.tokenizer.absolute() if options.tokenizer else partial / "tokenizer"
-        )
-        if not options.tokenizer:
-            assets.mkdir()
-            (assets / "tokenizer.model").write_bytes(
-                _tokenizer(texts, characters * all_of_it, bool(gpus))
-            )
-        tokenizer = load_tokenizer(assets)
-        encode = encoder(tokenizer)
-        some = texts[:: max(1, len(texts) // 500)]
-        per_token = sum(map(len, some)) / sum(len(encode(text)) for text in some)
-        tokens = characters * all_of_it / per_token
-        vocab_size = tokenizer.get_vocab_size()
-        rows = _sized(tokens, vocab_size, seq_len, gpus, machine, options.minutes)
-        step = max(1, 8 // ranks) * ranks
-        sequences = (
-            min(64, sum(len(encode(text)) for text in held_out) // (seq_len + 1))
-            // step
-            * step
-        )
-        if not sequences:
-            needed = f"{counted(step, 'sequence')} of {seq_len} tokens"
-            raise ConfigError(
-                f"the held-out text has fewer than {needed}: hold out more, or name more text"
-            )
-        rows |= {
-            "job.dump_folder": (str(folder / "run"), ""),
-            "model.hf_assets_path": (
-                str(assets),
-                f"{vocab_size:,} tokens of {per_token:.1f} characters",
-            ),
-            "training.dataset_path": (train, ""),
-            "validation.dataset_path": (validation, ""),
-            "validation.local_batch_size": (step // ranks, ""),
-            "stream.validation_sequences": (sequences, ""),
-            "condensation.sequences": (min(8, sequences), ""),
-            "stream.text_field": (options.text_field if named else "text", ""),
-            "stream.text_split": (
-                stream.format.text_split,
-                "what a document of a .txt file is",
-            ),
-        }
-        file = partial / "config.toml"
-        file.write_text(_toml(rows))
-        job_config = load_config(["--job.config_file", str(file)])
-        check_config(job_config, ranks)
-        check_inputs(job_config)
-        if gpus:
-            rows |= _fitted(job_config, machine)
-        # its name, soon
-        file.write_text(
-            _toml(rows).replace(_quoted(str(partial))[:-1], _quoted(str(folder))[:-1])
-        )
-    where = shlex.quote(str(options.folder))
-    own = "" if gpus else f" --nproc {ranks}"
-    kind = (
-        "blocks between blank lines"
-        if stream.format.text_split == "blank_lines"
-        else "documents"
+    return _Text(
+        path, training, held_out, named, size=size, split=split, seq_len=seq_len
     )
-    held = (
-        f"{len(held_out):,} {kind}, by a hash, copied with the others to {where}/data"
+
+
+def _write_documents(text: _Text, folder: Path) -> None:
+    (folder / "train").mkdir(parents=True)
+    parts = {f"train/train-{i}": text.training[i::8] for i in range(8)}
+    for name, documents in {"validation": text.held_out, **parts}.items():
+        write_shard(
+            folder / f"{name}.jsonl.gz", ({"text": document} for document in documents)
+        )
+
+
+def _count_tokens(text: _Text, assets: Path) -> _Tokens:
+    tokenizer = load_tokenizer(assets)
+    encode = encoder(tokenizer)
+    sample = text.training[:: max(1, len(text.training) // 500)]
+    per_token = sum(map(len, sample)) / sum(
+        len(encode(document)) for document in sample
     )
-    if named:
-        says = files_named([file.name for file in named], "validation", True)
-        held = f"{counted(len(named), 'file')}, by {'their names' if says else 'a hash of their names'}"
-    return "\n".join(
-        [
-            f"text       {len(texts) * all_of_it:,.0f} {kind}, {short(tokens * per_token, 3)} characters for training",
-            f"held out   {held}",
-            f"tokenizer  {vocab_size:,} tokens of {per_token:.1f} characters: {short(tokens, 3)} tokens of text",
-            f"model      {rows['model.flavor'][1]}",
-            f"run        {rows['training.steps'][0]:,} steps: {rows['training.steps'][1]}",
-            "",
-            f"titan-disp train {where}/config.toml{own}",
-            f"titan-disp report {where}/run --out {where}/report.html",
-            f"titan-disp train {where}/config.toml{own} --dispersion.enabled false --job.dump_folder {where}/off",
-        ]
+    held_out = sum(len(encode(document)) for document in text.held_out)
+    return _Tokens(
+        tokenizer.get_vocab_size(), per_token, text.characters / per_token, held_out
     )
+
+
+def _data_rows(
+    root: Path, options: InitOptions, text: _Text, tokens: _Tokens, ranks: int
+) -> Rows:
+    """Return the rows of text and tokenizer, if the run's folder is ``root``."""
+    train = validation = text.path
+    if not text.named:
+        # not a glob: the folder's name may contain a [
+        train = str(root / "data/train")
+        validation = str(root / "data/validation.jsonl.gz")
+    assets = options.tokenizer.absolute() if options.tokenizer else root / "tokenizer"
+    batch = max(1, 8 // ranks)  # sequences of a rank in one validation step
+    step = batch * ranks
+    sequences = min(64, tokens.held_out // (text.seq_len + 1)) // step * step
+    if not sequences:
+        needed = f"{counted(step, 'sequence')} of {text.seq_len} tokens"
+        raise ConfigError(
+            f"the held-out text has fewer than {needed}: hold out more, or name more text"
+        )
+    return {
+        "job.dump_folder": (str(root / "run"), ""),
+        "model.hf_assets_path": (str(assets), str(tokens)),
+        "training.dataset_path": (train, ""),
+        "validation.dataset_path": (validation, ""),
+        "validation.local_batch_size": (batch, ""),
+        "stream.validation_sequences": (sequences, ""),
+        "condensation.sequences": (min(8, sequences), ""),
+        "stream.text_field": (options.text_field if text.named else "text", ""),
+        "stream.text_split": (text.split, "what a document of a .txt file is"),
+    }
+
+
+def _summary(
+    options: InitOptions, text: _Text, tokens: _Tokens, size: Rows, nproc: str
+) -> str:
+    folder = shlex.quote(str(options.folder))
+    documents = (
+        "blocks between blank lines" if text.split == "blank_lines" else "documents"
+    )
+    held_out = f"{len(text.held_out):,} {documents}, by a hash, copied with the others to {folder}/data"
+    if text.named:
+        by_name = files_named([file.name for file in text.named], "validation", True)
+        held_out = f"{counted(len(text.named), 'file')}, by {'their names' if by_name else 'a hash of their names'}"
+    count = len(text.training) * text.scale
+    _, model = size["model.flavor"]
+    steps, limit = size["training.steps"]
+    lines = [
+        f"text       {count:,.0f} {documents}, {short(text.characters, 3)} characters for training",
+        f"held out   {held_out}",
+        f"tokenizer  {tokens}: {short(tokens.training, 3)} tokens of text",
+        f"model      {model}",
+        f"run        {steps:,} steps: {limit}",
+        "",
+        f"titan-disp train {folder}/config.toml{nproc}",
+        f"titan-disp report {folder}/run --out {folder}/report.html",
+        f"titan-disp train {folder}/config.toml{nproc} --dispersion.enabled false --job.dump_folder {folder}/off",
+    ]
+    return "\n".join(lines)
 
 
 def _check(options: InitOptions, folder: Path, text: str) -> None:
@@ -405,27 +472,35 @@ def _cpu_flops(vocab_size: int, seq_len: int) -> float:
     )
 
 
-def _sized(
+@dataclass(frozen=True)
+class _Model:
+    """A model of SIZES, and how many tokens it can be trained on."""
+
+    flavor: str
+    overrides: dict[str, Any]
+    parameters: int
+    flops: int  # per token, forward and backward
+    limits: dict[str, float]  # reason → tokens
+
+    @property
+    def tokens(self) -> float:
+        return min(self.limits.values())
+
+
+def _largest_model(
     text_tokens: float,
     vocab_size: int,
     seq_len: int,
-    gpus: int,
-    machine: Machine,
-    minutes: float | None,
-) -> dict[str, tuple[Any, str]]:
-    """Choose the largest model that text and time give 20 tokens per parameter.
+    minutes: float,
+    speed: float,
+    memory: float,
+) -> _Model:
+    """Return the largest model that can have 20 tokens per parameter and fits, or else
+    the smallest.
 
-    Return rows of the config.
+    ``speed`` is in FLOP/s, and ``memory`` is that of all GPUs in bytes.
     """
-    minutes = minutes or (240 if gpus else 4)
-    ranks = _ranks(gpus)
-    gpu = find_gpu(machine)
-    speed = (
-        gpus * MFU * gpu.bf16_flops
-        if gpus
-        else ranks * SHARE * _cpu_flops(vocab_size, seq_len)
-    )
-    chosen: tuple[Any, ...] = ()
+    chosen: _Model | None = None
     for flavor, shape in SIZES:
         overrides: dict[str, Any] = {"vocab_size": vocab_size}
         if shape:
@@ -446,37 +521,66 @@ def _sized(
             "4 epochs of the text (Muennighoff et al. 2023)": 4 * text_tokens,
             f"{minutes:g} minute{'s' * (minutes != 1)}": minutes * 60 * speed / flops,
         }
-        if chosen and (
-            min(limits.values()) < 20 * parameters
-            or 16 * parameters > max(gpus, 1) * gpu.memory / 2
+        model = _Model(flavor, overrides, parameters, flops, limits)
+        adamw = 16 * parameters  # bytes, in fp32
+        if chosen is not None and (
+            model.tokens < 20 * parameters or adamw > memory / 2
         ):
-            break  # AdamW in fp32 takes 16 bytes per parameter
-        chosen = flavor, overrides, parameters, flops, limits
-    flavor, overrides, parameters, flops, limits = chosen
-    limit, least = min(limits.items(), key=lambda one: one[1])
-    sequences = min(max(least / 2000 / seq_len, 16), 2**19 / seq_len)
+            break
+        chosen = model
+    assert chosen is not None
+    return chosen
+
+
+def _sized(
+    text_tokens: float,
+    vocab_size: int,
+    seq_len: int,
+    gpus: int,
+    machine: Machine,
+    minutes: float | None,
+) -> Rows:
+    """Choose the model, the batch and the number of steps.
+
+    Return rows of the config.
+    """
+    minutes = minutes or (240 if gpus else 4)
+    ranks = _ranks(gpus)
+    gpu = find_gpu(machine)
+    speed = (
+        gpus * MFU * gpu.bf16_flops
+        if gpus
+        else ranks * SHARE * _cpu_flops(vocab_size, seq_len)
+    )
+    model = _largest_model(
+        text_tokens, vocab_size, seq_len, minutes, speed, max(gpus, 1) * gpu.memory
+    )
+    sequences = min(max(model.tokens / 2000 / seq_len, 16), 2**19 / seq_len)
     # a rank's share can be halved until it fits
     batch = ranks * 2 ** int(math.log2(max(sequences / ranks, 1)))
-    batch *= 2 if batch < 16 else 1
-    # so that the last one is validated and saved
-    steps = 4 * max(5, round(least / (4 * batch * seq_len)))
+    if batch < 16:
+        batch *= 2
+    # A multiple of 4, so that the last step is validated and saved.
+    steps = 4 * max(5, round(model.tokens / (4 * batch * seq_len)))
     tokens = steps * batch * seq_len
-    rate = math.exp(np.interp(math.log(parameters), *np.log(RATES).T))
-    kind = (
+    seconds = max(tokens * model.flops / speed, steps * LAUNCHES if gpus else 0)
+    speed_is = "an assumed" if gpus else "the measured"
+    length = (
+        f"{short(tokens, 3)} tokens, {tokens / model.parameters:.1f} per parameter, {tokens / text_tokens:.1f} epochs, "
+        f"{estimated_duration(seconds)} of steps by {speed_is} speed"
+    )
+    limit = min(model.limits, key=model.limits.__getitem__)
+    why = f"The limit is {limit}" if steps > 20 else "No run is shorter"
+    hardware = (
         f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(ranks, "core")
     )
-    took = estimated_duration(
-        max(tokens * flops / speed, steps * LAUNCHES if gpus else 0)
-    )
-    per = tokens / parameters
-    epochs = tokens / text_tokens
-    by = f"{took} of steps by {'an assumed' if gpus else 'the measured'} speed"
-    about = (
-        f"{short(tokens, 3)} tokens, {per:.1f} per parameter, {epochs:.1f} epochs, {by}"
-    )
+    lr = math.exp(np.interp(math.log(model.parameters), *np.log(RATES).T))
     return {
-        "model.flavor": (flavor, f"{short(parameters, 3)} parameters, for {kind}"),
-        "model.overrides": (overrides, ""),
+        "model.flavor": (
+            model.flavor,
+            f"{short(model.parameters, 3)} parameters, for {hardware}",
+        ),
+        "model.overrides": (model.overrides, ""),
         "dispersion.enabled": (True, "false: cross-entropy alone"),
         "training.seq_len": (seq_len, ""),
         "training.local_batch_size": (
@@ -487,21 +591,18 @@ def _sized(
             batch,
             "for 2,000 steps, but at least 16, at most GPT-3's 0.5 M tokens",
         ),
-        "training.steps": (
-            steps,
-            f"{about}. {f'The limit is {limit}' if steps > 20 else 'No run is shorter'}",
-        ),
+        "training.steps": (steps, f"{length}. {why}"),
         "training.mixed_precision_param": (
             "bfloat16" if gpus else "float32",
             "bf16 is slow on most CPUs",
         ),
         "optimizer.lr": (
-            float(f"{rate:.2g}"),
+            float(f"{lr:.2g}"),
             "docs/evidence.md up to 1 M parameters; then towards GPT-3's",
         ),
         "optimizer.implementation": ("fused" if gpus else "foreach", ""),
         "lr_scheduler.warmup_steps": (
-            steps // (5 if parameters < 1e7 else 20),
+            steps // (5 if model.parameters < 1e7 else 20),
             "20 %, as in docs/evidence.md; 5 % above 10 M parameters",
         ),
         "validation.freq": (max(1, steps // 4), ""),
@@ -511,7 +612,7 @@ def _sized(
     }
 
 
-def _fitted(job_config: JobConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
+def _fitted(job_config: JobConfig, machine: Machine) -> Rows:
     """Halve the local batch until the plan fits into a GPU's memory."""
     training = job_config.training
     memory = FILLED * find_gpu(machine).memory
@@ -536,7 +637,7 @@ def _quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _toml(rows: dict[str, tuple[Any, str]]) -> str:
+def _toml(rows: Rows) -> str:
     """Write rows, section.key → value and reason, with those that every run has."""
     sections: dict[str, list[str]] = {}
     for name, (value, why) in (ALWAYS | rows).items():

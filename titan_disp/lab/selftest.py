@@ -32,11 +32,12 @@ from torchtitan.tools import utils
 # The device type, and on CPUs gloo groups of one thread.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.config.options import SelftestOptions
-from titan_disp.dispersion import DispersionLoss, DispersionObjective, kernels
+from titan_disp.dispersion import DispersionLoss, kernels
 from titan_disp.dispersion.loss import ESTIMATORS
 from titan_disp.dispersion.sampled import order
 from titan_disp.lab.sample import write_sample
 from titan_disp.models.registry import MODELS, model_args
+from titan_disp.objective import DispersionObjective
 from titan_disp.run.folder import versions
 from titan_disp.run.reader import read_rows
 from titan_disp.text import markdown_table

@@ -8,69 +8,23 @@ which gives the reason for each.
 
 import copy
 import dataclasses
-import json
 import math
 from collections import UserDict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import nn
-from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
-from tyro.constructors import PrimitiveConstructorSpec
 
+from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.registry import fits
 from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.tables import OVERRIDES, Written, parse_overrides, shown
 
-KEY = "model.overrides"
-OPTIONS = "dispersion.options"
-LOSSES = "dispersion.losses"
-# The keys that are written as tables, or as words as in these examples.
-TABLES = {KEY: "hidden_dim=16,n_layers=2", OPTIONS: "variance_coeff=1,gamma=2"}
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
 _KINDS = {bool: "true or false", int: "a whole number ≥ 1", float: "a number > 0"}
-# a table, a list of "key=value", or "key=value,key=value"
-Written = Mapping[str, Any] | Sequence[str] | str
-
-
-def _as_one_word(key: str) -> PrimitiveConstructorSpec:
-    # The values are a table in TOML, and one word on the command line, which replaces
-    # the table. By itself, tyro would make an option of every key in the TOML file, and
-    # accept no others.
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="KEY=VALUE,...",
-        instance_from_str=lambda words: parse_overrides(words[0], key),
-        is_instance=lambda value: isinstance(value, (dict, list, str)),
-        str_from_instance=lambda value: [written_out(value)],
-    )
-
-
-Overrides = Annotated[dict[str, Any] | list[str] | str, _as_one_word(KEY)]
-Options = Annotated[dict[str, Any] | list[str] | str, _as_one_word(OPTIONS)]
-Losses = Annotated[
-    list[dict[str, Any]],
-    PrimitiveConstructorSpec(  # as the tables of Options, which tyro would take apart
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda words: _tables(words[0]),
-        is_instance=lambda value: isinstance(value, list),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
 Args = TypeVar("Args", bound="DispModelArgs")
-
-
-def _tables(word: str) -> list[dict[str, Any]]:
-    try:
-        found = json.loads(word)
-    except ValueError as error:
-        raise ConfigError(
-            f'{LOSSES} is {word!r}, which is not JSON ({error}): write \'[{{"variant": "cosine"}}]\''
-        ) from error
-    return found if isinstance(found, list) else [found]
 
 
 @dataclass(frozen=True)
@@ -128,7 +82,7 @@ class DispModelArgs(BaseModelArgs):
         """Set what the config decides, before TorchTitan builds the model of the chosen
         flavor.
         """
-        apply_overrides(self, job_config.model.overrides)  # type: ignore[attr-defined]
+        apply_overrides(self, job_config.model.overrides)
         super().update_from_config(job_config, **kwargs)
         self.max_seq_len = job_config.training.seq_len
         dispersion = job_config.dispersion
@@ -238,57 +192,6 @@ def architecture_of(args: Any) -> dict[str, Any]:
     }
 
 
-def parse_overrides(written: Written, name: str = KEY) -> dict[str, Any]:
-    """Return the overrides as a dict, or raise ConfigError if they cannot be read or a
-    field is given twice.
-
-    ``name`` is the key that they are the value of.
-    """
-    if isinstance(written, Mapping):
-        return dict(written)
-    pairs = written.split(",") if isinstance(written, str) else written
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        if not isinstance(pair, str) or not (pair.strip() == "" or "=" in pair):
-            raise ConfigError(
-                f"{name} has {pair!r}, expected key=value, as in --{name} {TABLES[name]}, or a table"
-            )
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if key in found:
-            raise ConfigError(
-                f"{name}.{key} is given twice: {found[key]!r} and {value}. Remove one of them"
-            )
-        if key or value:
-            found[key] = _literal(value)
-    return found
-
-
-def _literal(text: str) -> bool | int | float | str:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
-
-
-def shown(value: Any) -> str:
-    """Format a config value for people and for the command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def written_out(overrides: Written, name: str = KEY) -> str:
-    """Format overrides, the value of the key ``name``, as the command line takes
-    them.
-    """
-    return ",".join(
-        f"{key}={shown(value)}"
-        for key, value in parse_overrides(overrides, name).items()
-    )
-
-
 def apply_overrides(args: Any, overrides: Written) -> None:
     """Set fields of a dataclass of arguments in place, or raise ConfigError.
 
@@ -306,15 +209,19 @@ def apply_overrides(args: Any, overrides: Written) -> None:
     fixed = NOT_OVERRIDABLE | getattr(args, "not_overridable", {})
     for key, value in found.items():
         if key in fixed:
-            raise ConfigError(f"{KEY}.{key} cannot be set: {fixed[key]}. Leave it out")
+            raise ConfigError(
+                f"{OVERRIDES}.{key} cannot be set: {fixed[key]}. Leave it out"
+            )
         if key not in kinds:
             known = [name for name in kinds if name not in fixed]
             raise ConfigError(
-                f"{KEY}.{key} is not known{did_you_mean(key, known)}; expected {', '.join(known)}"
+                f"{OVERRIDES}.{key} is not known{did_you_mean(key, known)}; expected {', '.join(known)}"
             )
         kind = kinds[key]
         if not fits(value, kind) or (kind is not bool and not 0 < value < math.inf):
-            raise ConfigError(f"{KEY}.{key} is {value!r}, expected {_KINDS[kind]}")
+            raise ConfigError(
+                f"{OVERRIDES}.{key} is {value!r}, expected {_KINDS[kind]}"
+            )
         setattr(args, key, kind(value))
     _check_heads(args)
 
@@ -326,15 +233,15 @@ def _check_heads(args: Any) -> None:
     )
     if heads and kv_heads and heads % kv_heads:
         raise ConfigError(
-            f"{KEY}: n_heads {heads} is not a multiple of n_kv_heads {kv_heads}: set both so that it is"
+            f"{OVERRIDES}: n_heads {heads} is not a multiple of n_kv_heads {kv_heads}: set both so that it is"
         )
     if heads and not head_dim and own.get("dim") and own["dim"] % heads:
         raise ConfigError(
-            f"{KEY}: dim {own['dim']} is not a multiple of n_heads {heads}: set both so that it is"
+            f"{OVERRIDES}: dim {own['dim']} is not a multiple of n_heads {heads}: set both so that it is"
         )
     if head_dim and head_dim % 2 and "rope_theta" in own:
         raise ConfigError(
-            f"{KEY}.head_dim is {head_dim}, expected an even number: rotary embeddings rotate pairs"
+            f"{OVERRIDES}.head_dim is {head_dim}, expected an even number: rotary embeddings rotate pairs"
         )
 
 

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.batch import global_batch_size, slot_count
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError
 from titan_disp.models.decoder import fill_, generator_of
 
@@ -48,7 +48,7 @@ _WORD = 0xFFFFFFFF
 
 def check_baseline(job_config: JobConfig) -> None:
     """Check [baseline], or raise ConfigError. training.steps must be known."""
-    section = job_config.baseline  # type: ignore[attr-defined]
+    section = job_config.baseline
     method = section.method
     dispersion = job_config.dispersion.enabled
     for name, of in OPTIONS.items():
@@ -204,7 +204,7 @@ def build_noise(
     slots = slot_count(job_config, dp)
     own = slots // dp
     return NoisyEmbedding(
-        alpha=job_config.baseline.noise_alpha,  # type: ignore[attr-defined]
+        alpha=job_config.baseline.noise_alpha,
         seq_len=job_config.training.seq_len,
         seed=job_config.debug.seed or 0,
         step=step,
@@ -245,7 +245,7 @@ class ForgettingOptimizers(OptimizersContainer):
         job_config: JobConfig,
         steps_completed: Callable[[], int],
     ) -> None:
-        section = job_config.baseline  # type: ignore[attr-defined]
+        section = job_config.baseline
         self.steps_completed = steps_completed
         self.every = section.forget_every
         self.seed = job_config.debug.seed or 0
@@ -254,7 +254,7 @@ class ForgettingOptimizers(OptimizersContainer):
         self.model_parts = inner.model_parts
         (model,) = self.model_parts
         (optimizer,) = self.optimizers
-        self.embedding: nn.Parameter = model.get_submodule("tok_embeddings").weight  # type: ignore[assignment]
+        self.embedding: nn.Parameter = model.get_submodule("tok_embeddings").weight
         (body,) = optimizer.param_groups
         body["params"] = [p for p in body["params"] if p is not self.embedding]
         optimizer.add_param_group(
@@ -305,11 +305,11 @@ def forgetting_schedule(
     """Return schedulers that keep TorchTitan's schedule for the first group and give
     the embedding ``lr_factor``.
     """
-    section = job_config.baseline  # type: ignore[attr-defined]
+    section = job_config.baseline
     (scheduler,) = schedulers.schedulers
     # A partial, as in TorchTitan: a checkpoint would store the attributes of another
     # kind of callable object.
     own = functools.partial(
         lr_factor, every=section.forget_every, warmup=section.forget_warmup
     )
-    return LRSchedulersContainer([scheduler.optimizer], [scheduler.lr_lambdas[0], own])  # type: ignore[arg-type,list-item,attr-defined]
+    return LRSchedulersContainer([scheduler.optimizer], [scheduler.lr_lambdas[0], own])

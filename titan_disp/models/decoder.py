@@ -64,7 +64,7 @@ class DispModel(ModelProtocol):
         input_batch: Tensor,
         tokenizer: BaseTokenizer | None = None,
         extra_inputs: dict[str, Tensor] | None = None,
-    ) -> BlockMask | None:  # type: ignore[override]
+    ) -> BlockMask | None:
         """Return the mask of ``extra_inputs["segments"]``, or None without
         ``stream.document_mask``.
         """

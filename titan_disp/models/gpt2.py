@@ -34,7 +34,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.futures import Future
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.models.attention import (
@@ -45,6 +44,7 @@ from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 from torchtitan.protocols.model import AttentionMasksType
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.types import JobConfig
 from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
@@ -28,6 +28,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.tools.logging import logger
 
 from titan_disp import cpu
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.head import ChunkedHead, chunked
@@ -45,14 +46,14 @@ def parallelize_model(
     """Apply everything that the config asks for to a model on the meta device, in
     place.
 
-    The config must have passed ``config.checks.check_config``, which refuses
+    The config must have passed ``checks.check_config``, which refuses
     combinations that do not work.
     """
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     tp_mesh = parallel_dims.get_optional_mesh("tp")
     if tp_mesh is not None:
         apply_tp(model, parallel_dims, job_config)
-    if job_config.training.head_chunk_tokens:  # type: ignore[attr-defined]
+    if job_config.training.head_chunk_tokens:
         if type(model.output) is not nn.Linear:
             raise ConfigError(
                 f"training.head_chunk_tokens needs an output layer of class Linear, but model.converters made it a "
@@ -75,7 +76,7 @@ def parallelize_model(
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compiled,
-            op_sac_save_list=saved_ops,  # type: ignore[arg-type]
+            op_sac_save_list=saved_ops,
             base_folder=job_config.job.dump_folder,
         )
     if compiled:

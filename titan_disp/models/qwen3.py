@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.infra.parallelize import (
@@ -18,6 +17,7 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model import AttentionMasksType
 
+from titan_disp.config.types import JobConfig
 from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.models import gpt2, qwen3
-from titan_disp.models.arguments import DispModelArgs, Flavors, Written, apply_overrides
+from titan_disp.models.arguments import DispModelArgs, Flavors, apply_overrides
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
 from titan_disp.models.parallelize import ApplyTP, parallelize_model
+from titan_disp.tables import Written
 
 
 @dataclass(frozen=True)
@@ -91,4 +92,4 @@ def args_of(job_config: JobConfig) -> DispModelArgs:
     ``update_from_config``.
     """
     model = job_config.model
-    return model_args(model.name, model.flavor, model.overrides)  # type: ignore[attr-defined]
+    return model_args(model.name, model.flavor, model.overrides)

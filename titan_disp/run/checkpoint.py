@@ -26,6 +26,7 @@ from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titan_disp import safe_dcp
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.tokenizer import load_tokenizer
@@ -37,7 +38,7 @@ from titan_disp.errors import (
     UserError,
 )
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
-from titan_disp.run import identity, integrity, safe_dcp
+from titan_disp.run import identity, integrity
 from titan_disp.run.folder import write_json
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.files import atomic_write
 from titan_disp.run import reader

@@ -12,13 +12,13 @@ from pickle import UnpicklingError
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
+from titan_disp import safe_dcp
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import CheckpointError, RefusedError
 from titan_disp.job_config import all_keys, fixed
 from titan_disp.models.arguments import architecture_of
-from titan_disp.run import safe_dcp
 
 STEP = "tokens of a step"  # compared if [budget] counts tokens, as steps of one size
 NAME = "identity"  # its name among the states of a checkpoint
@@ -39,7 +39,7 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
 
 def of_loss(job_config: JobConfig) -> dict[str, Any]:
     """Return the keys that decide the loss: one if it is off."""
-    section = job_config.dispersion  # type: ignore[attr-defined]
+    section = job_config.dispersion
     own = vars(section) if section.enabled else {"enabled": False}
     return {f"dispersion.{key}": value for key, value in own.items()}
 

@@ -28,7 +28,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.files import atomic_write
 from titan_disp.models.hf import INDEX
-from titan_disp.run.safe_dcp import METADATA, parse_metadata, read_metadata
+from titan_disp.safe_dcp import METADATA, parse_metadata, read_metadata
 
 HASHES = "hashes.json"
 _UNNAMED = f"{METADATA}.tmp"  # DCP writes it, and renames it at the end

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.config import JobConfig
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.autograd import all_gather
 from titan_disp.run.folder import job_id
 from titan_disp.run.reader import HEARTBEAT, STOP

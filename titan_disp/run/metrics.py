@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_disp.condensation.record import OF_PAPER, Condensation
 from titan_disp.config.batch import last_step, tokens_per_step
+from titan_disp.config.types import JobConfig
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import StreamLoader, is_largest
-from titan_disp.dispersion import LossLedger
 from titan_disp.dispersion.variants.base import bad_fit
 from titan_disp.errors import ConfigError
+from titan_disp.objective import LossLedger
 from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
 from titan_disp.run.reader import METRICS
@@ -41,16 +41,20 @@ from titan_disp.run.reader import METRICS
 HEATMAP_RATIO = 1.25
 
 
-def _said(data: dict[str, float]) -> str:
-    epochs = [
-        f"{name.partition('/')[2]} {x:.3f}".strip()
-        for name, x in data.items()
-        if name.startswith("epochs_read")
-    ]
+def _format_data(data: dict[str, float]) -> str:
+    """Return the end of the console's line, or "" without a loader.
+
+    With several sources, each has its epoch.
+    """
+    if not data:
+        return ""
+    epochs = []
+    for name, epoch in data.items():
+        counter, _, source = name.partition("/")
+        if counter == "epochs_read":
+            epochs.append(f"{source} {epoch:.3f}".strip())
     return (
         f"  epochs: {', '.join(epochs)}  waiting for data: {data['wait_fraction']:.0%}"
-        if data
-        else ""
     )
 
 
@@ -92,7 +96,7 @@ class TensorBoardFolder(BaseLogger):
         if step == 0:
             self._untrained = found.mean_cosine
         elif self._untrained is None:  # in the first heatmap of a start
-            # There is no such file, or it is damaged: the line is left out
+            # there is no such file, or it is damaged: the line is left out
             with contextlib.suppress(ConfigError):
                 self._untrained = Condensation.load(
                     Path(self.run, "condensation", "step-0.npz")
@@ -221,38 +225,33 @@ class DispersionMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: Any = None,
     ) -> None:
-        mesh = self.parallel_dims.get_optional_mesh("loss")
-        terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
-        if (fit_error := self.ledger.worst_fit(mesh)) is not None:
-            terms["dispersion_fit_error"] = fit_error
-            if (warning := bad_fit(fit_error)) and not self._bad_fit:
-                self._bad_fit = True
-                logger.warning(f"step {step}: {warning}")
-        self.ledger.reset()
-        extra = dict(extra_metrics or {})
-        extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
-        extra |= {
-            f"loss_metrics/{re.sub('^ce(?=$|/)', 'cross_entropy', name)}": x
-            for name, x in terms.items()
-        }
+        """Log a step to the console, to TensorBoard or W&B, and to metrics.jsonl.
+
+        A collective call.
+
+        Raises DataError on all ranks if too much of the data is damaged. The step is
+        then on disk already.
+        """
+        terms = self._loss_terms(step, global_avg_loss)
         seconds = time.perf_counter() - self.time_last_log
-        data = self.data_metrics(seconds)
-        shares = self._loader.groups if self._loader is not None else []
-        if len(shares) > 1:  # each step has as many tokens of every slot
-            data |= {
-                f"tokens{share.suffix}": tokens * share.slots // share.total
-                for share in shares
-            }
-        extra.update({f"data/{name}": value for name, value in data.items()})
+        tokens = self.tokens_seen(step)
+        data = self.data_metrics(seconds) | self._source_tokens(tokens)
         slowest = self.stragglers.find() if self.stragglers is not None else None
+        extra = dict(extra_metrics or {}, n_tokens_seen=tokens)
+        for name, value in terms.items():
+            extra[f"loss_metrics/{re.sub('^ce(?=$|/)', 'cross_entropy', name)}"] = value
+        for name, value in data.items():
+            extra[f"data/{name}"] = value
         tps = self.ntokens_since_last_log / (
             seconds * self.parallel_dims.non_data_parallel_size
         )
+        # Sets the tokens back to 0
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         color = self.color
         logger.info(
             f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  {color.magenta}dispersion: "
-            f"{terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{self.progress(tokens)}{_said(data)}{color.reset}"
+            f"{terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{self.progress(tokens)}{_format_data(data)}"
+            f"{color.reset}"
         )
         if slowest is not None:
             logger.warning(
@@ -260,23 +259,59 @@ class DispersionMetrics(MetricsProcessor):
                 f"{slowest['seconds']:.3f} s per step, and that of half of the ranks at most {slowest['median']:.3f} s"
             )
         if self._jsonl is not None:
-            record = {
+            row: dict[str, Any] = {
                 "step": step,
                 "time": time.time(),
                 "loss": global_avg_loss,
                 **terms,
+            }
+            row |= {
                 "grad_norm": grad_norm,
                 "lr": extra.get("lr"),
                 "tokens": tokens,
                 "tps": tps,
                 "data": data,
-                **({} if slowest is None else {"straggler": slowest}),
-                **({} if self.clock is None else {"spent": self.clock.rounded()}),
             }
-            append_json(self._jsonl, record)
+            if slowest is not None:
+                row["straggler"] = slowest
+            if self.clock is not None:
+                row["spent"] = self.clock.rounded()
+            append_json(self._jsonl, row)
         if self._loader is not None:
-            # These are counters of all ranks, so that all ranks stop, or none
+            # They are those of all ranks, so either all raise or none
             self._loader.check_counters(data)
+
+    def _loss_terms(self, step: int, global_avg_loss: float) -> dict[str, float]:
+        """Return the means since the last log by name (see ``LossLedger.mean``), and
+        reset the ledger. A collective call.
+
+        They contain "dispersion_fit_error" if the moments estimator is used. The first
+        bad fit is warned of.
+        """
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
+        fit_error = self.ledger.worst_fit(mesh)
+        self.ledger.reset()
+        if fit_error is not None:
+            terms["dispersion_fit_error"] = fit_error
+            warning = bad_fit(fit_error)
+            if warning and not self._bad_fit:
+                self._bad_fit = True
+                logger.warning(f"step {step}: {warning}")
+        return terms
+
+    def _source_tokens(self, tokens: int) -> dict[str, float]:
+        """Return how many of the ``tokens`` seen came from each source, if there are
+        several.
+        """
+        shares = self._loader.groups if self._loader is not None else []
+        if len(shares) < 2:
+            return {}
+        # Every slot supplies the same number of tokens to a step.
+        return {
+            f"tokens{share.suffix}": tokens * share.slots // share.total
+            for share in shares
+        }
 
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
@@ -332,7 +367,7 @@ class DispersionMetrics(MetricsProcessor):
             scalars |= {
                 f"condensation_{name}/{part}": value for part, value in parts.items()
             }
-        if self.job_config.condensation.per_layer:  # type: ignore[attr-defined]  # 4 × 29 scalars for 0.6B
+        if self.job_config.condensation.per_layer:  # 4 × 29 scalars for 0.6B
             for name, values in found.by_layer().items():
                 scalars |= {
                     f"condensation_{name}/layer_{i:02}": values[i]

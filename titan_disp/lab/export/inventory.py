@@ -25,7 +25,7 @@ from titan_disp.run.integrity import (
     read_hashes,
 )
 from titan_disp.run.reader import read_config, read_events
-from titan_disp.run.safe_dcp import METADATA
+from titan_disp.safe_dcp import METADATA
 from titan_disp.text import byte_size
 
 

@@ -11,9 +11,9 @@ from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
-from titan_disp.models.arguments import written_out
 from titan_disp.models.baselines import OPTIONS
 from titan_disp.run.reader import last_row, read_condensation, read_validation
+from titan_disp.tables import written_out
 from titan_disp.text import byte_size
 
 SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one

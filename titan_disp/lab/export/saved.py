@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from titan_disp import safe_dcp
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, counted, reported
 from titan_disp.lab.export.inventory import verify
@@ -22,7 +23,6 @@ from titan_disp.models.arguments import DispModelArgs, architecture_of, named
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter, check_weights
 from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_args
-from titan_disp.run import safe_dcp
 from titan_disp.run.identity import differences, read_identity
 from titan_disp.run.integrity import checkpoints, warn_without_hashes
 from titan_disp.run.reader import is_run, read_config

@@ -29,9 +29,9 @@ from titan_disp.lab.report.gather import (
     side_by_side,
     unlike,
 )
-from titan_disp.models.arguments import written_out
 from titan_disp.run.history import Goodput, together, trained_nothing
 from titan_disp.run.reader import flatten
+from titan_disp.tables import written_out
 from titan_disp.text import NOTHING, duration, number
 
 # a run counts as dead after so many seconds without a row, or ten log intervals if they

@@ -16,7 +16,7 @@ from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 from titan_disp.config.load import read_toml
 from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.lab.report.gather import SEEDS
-from titan_disp.models.arguments import TABLES, shown, written_out
+from titan_disp.tables import TABLES, shown, written_out
 
 KNOWN = {
     "": ("sweep", "grid", "points"),

@@ -18,25 +18,23 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.config import JobConfig
-
-from titan_disp.cluster.freeze import SCRIPTS
-from titan_disp.cluster.launch import command, send
-from titan_disp.cluster.plan import make_plan, render
-from titan_disp.config.batch import data_parallel_degree, last_step
-from titan_disp.config.checks import (
+from titan_disp.checks import (
     check_config,
     check_device,
     check_inputs,
     resolve_tables,
 )
+from titan_disp.cluster.freeze import SCRIPTS
+from titan_disp.cluster.launch import command, send
+from titan_disp.cluster.plan import make_plan, render
+from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.load import load_config
 from titan_disp.config.options import SweepOptions
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, counted, reported
 from titan_disp.files import atomic_write, progress
 from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
-from titan_disp.models.arguments import TABLES
 from titan_disp.run.folder import write_json
 from titan_disp.run.history import BEGIN, END, trained_nothing
 from titan_disp.run.reader import (
@@ -46,6 +44,7 @@ from titan_disp.run.reader import (
     read_heartbeat,
     read_transitions,
 )
+from titan_disp.tables import TABLES
 
 RECORD = "point.json"
 CONFIG = "point.toml"

@@ -18,7 +18,6 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import JobConfig
 
 from titan_disp import cpu
 from titan_disp.config.batch import (
@@ -28,6 +27,7 @@ from titan_disp.config.batch import (
     slot_count,
 )
 from titan_disp.config.keys import facts_of
+from titan_disp.config.types import JobConfig
 from titan_disp.data.files import DataFile
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.options import stream_options
@@ -45,21 +45,17 @@ from titan_disp.data.tokenizer import (
     load_tokenizer,
 )
 from titan_disp.data.validation import validation_sequences
-from titan_disp.dispersion import CoeffSchedule, DispersionLoss
+from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.registry import checked
 from titan_disp.errors import ConfigError, counted, did_you_mean
 from titan_disp.job_config import all_keys
-from titan_disp.models.arguments import (
-    LOSSES,
-    OPTIONS,
-    activation_indices,
-    named,
-    parse_overrides,
-)
+from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
+from titan_disp.objective import CoeffSchedule
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
+from titan_disp.tables import LOSSES, OPTIONS, parse_overrides
 
 T = TypeVar("T")
 NOT_WITH_CP = {  # keys, and why
@@ -97,7 +93,7 @@ def resolve_tables(job_config: JobConfig) -> None:
     """Turn what may be written as words into tables."""
     model = job_config.model
     dispersion = job_config.dispersion
-    model.overrides = parse_overrides(model.overrides)  # type: ignore[attr-defined]
+    model.overrides = parse_overrides(model.overrides)
     dispersion.options = parse_overrides(dispersion.options, OPTIONS)
 
 
@@ -262,7 +258,7 @@ def _check_supported(job_config: JobConfig) -> None:
                 f"{key} is true, but context_parallel_degree is {p.context_parallel_degree}: TorchTitan 0.2.2 {why}. Set "
                 f"context_parallel_degree = 1 or {key} = false"
             )
-    stream = job_config.stream  # type: ignore[attr-defined]
+    stream = job_config.stream
     if stream.restart_positions and not stream.document_mask:
         raise ConfigError(
             "stream.restart_positions is true, but stream.document_mask is false: attention across documents needs "
@@ -285,7 +281,7 @@ def _check_supported(job_config: JobConfig) -> None:
 
 
 def _flavor(job_config: JobConfig) -> str:
-    return named(job_config.model.flavor, job_config.model.overrides)  # type: ignore[attr-defined]
+    return named(job_config.model.flavor, job_config.model.overrides)
 
 
 def check_batch(job_config: JobConfig, world_size: int) -> None:
@@ -310,7 +306,7 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
 def check_model(job_config: JobConfig) -> None:
     """Check the flavor, the training length and the [dispersion] section."""
     args = args_of(job_config)
-    dispersion = job_config.dispersion  # type: ignore[attr-defined]
+    dispersion = job_config.dispersion
     training = job_config.training
     if training.seq_len < 1 + dispersion.enabled:
         raise ConfigError(
@@ -362,7 +358,7 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
             f"number of data-parallel ranks, {dp}"
         )
     source_shares(job_config, slots)
-    if not job_config.stream.text_field:  # type: ignore[attr-defined]
+    if not job_config.stream.text_field:
         raise ConfigError(
             'stream.text_field is "", expected the name of a field: most corpora call it "text"'
         )

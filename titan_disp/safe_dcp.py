@@ -63,7 +63,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): pathlib.PosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # Python 3.13
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     **{
         ("torch", name): value
         for name, value in vars(torch).items()
@@ -154,7 +154,7 @@ class Reader(dcp.FileSystemReader):
     DCP itself reads tensors with ``weights_only=True``.
     """
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # a rank is for saves without collectives
+    def read_metadata(self) -> Metadata:  # a rank is for saves without collectives
         found = read_metadata(self.path)
         own = dataclasses.replace(
             found.storage_meta or StorageMeta(), load_id=self.load_id

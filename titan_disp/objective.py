@@ -1,0 +1,483 @@
+"""The training objective is CE + λ · dispersion, scaled for a trainer that sums its
+losses.
+
+TorchTitan 0.2.2 sums CE over the local tokens, divides by the *global* number of valid
+tokens, and sums gradients over ranks and microbatches. A mean auxiliary loss added
+naively would therefore be multiplied by ranks × accumulation steps. Here each
+sequence's dispersion is multiplied by its number of valid labels (over the whole
+sequence). The same division then makes it a mean over sequences, weighted by their
+valid labels, for any mesh and any accumulation. λ may change over a run
+(``CoeffSchedule``).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan_disp.dispersion.autograd import Group, add_in_backward, process_group
+from titan_disp.dispersion.kernels import bf16_autocast
+from titan_disp.dispersion.layers import packed
+from titan_disp.dispersion.loss import DispersionLoss
+from titan_disp.dispersion.masks import TokenMask, token_mask
+
+# Logits, or (logits, activations), or (logits, activations, segments).
+Predictions = (
+    Tensor | tuple[Tensor, Sequence[Tensor]] | tuple[Tensor, Sequence[Tensor], Tensor]
+)
+
+
+class LossLedger:
+    """Accumulate the loss terms since the last reset.
+
+    The sums stay on the device, so adding never waits for the GPU.
+
+    Attributes:
+        sources: number of this rank's slots of each source of data, in the order of the
+            slots, if each source shall have a mean of its own. The sequences of a rank
+            come from its slots in turn.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[str, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        self._names: list[str] = []
+        self._sums: Tensor | None = None  # [names] float64, on this rank
+        # for each microbatch [2, B]: cross-entropy and valid tokens of each sequence
+        self._rows: list[Tensor] = []
+        self._worst_fit: Tensor | None = None
+
+    def add(
+        self,
+        ce: Tensor,
+        dispersion: Tensor,
+        tokens: Tensor,
+        losses: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Add a microbatch.
+
+        Args:
+            ce: cross-entropy, summed over the valid tokens.
+            dispersion: dispersion without λ, summed over the valid tokens.
+            tokens: number of valid tokens.
+            losses: if dispersion is a weighted sum of several losses, each without its
+                weight.
+        """
+        self._names = [
+            "ce",
+            "dispersion",
+            "tokens",
+            *(f"dispersion_{name}" for name in losses),
+        ]
+        sums = torch.stack(
+            [
+                term.detach().double()
+                for term in (ce, dispersion, tokens, *losses.values())
+            ]
+        )
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def add_rows(self, ce: Tensor, tokens: Tensor) -> None:
+        """Add the next sequences: the cross-entropy [B] summed over the valid tokens of
+        each, and their number [B].
+        """
+        self._rows.append(torch.stack([ce.detach().double(), tokens.double()]))
+
+    def add_fit_errors(self, errors: Tensor) -> None:
+        """Keep the largest of these relative errors of the moments estimator's fits (of
+        any shape) and all earlier ones.
+        """
+        worst = errors.detach().max()
+        self._worst_fit = (
+            worst if self._worst_fit is None else torch.maximum(self._worst_fit, worst)
+        )
+
+    def non_finite(self) -> Tensor | None:
+        """Return whether CE and dispersion are not finite on this rank: [2] bool on the
+        device; None before any add.
+        """
+        return None if self._sums is None else ~self._sums[:2].isfinite()
+
+    def worst_fit(self, mesh: DeviceMesh | None) -> float | None:
+        """Return the largest error on all ranks of ``mesh``, or None if nothing was
+        fitted. A collective call.
+        """
+        if self._worst_fit is None:
+            return None
+        worst = self._worst_fit.clone()
+        if mesh is not None:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        return worst.item()
+
+    def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
+        """Return the means over the valid tokens of all ranks of ``mesh``.
+
+        A collective call.
+
+        Returns:
+            "ce" and "dispersion"; "dispersion_NAME" for each loss, if there are
+                several; "ce/NAME" for each source, if
+            rows were added. A mean over no token is NaN. None before any add.
+        """
+        if self._sums is None:
+            return None
+        sums = torch.cat([self._sums, *self._source_sums()])
+        if mesh is not None:
+            dist.all_reduce(sums, group=mesh.get_group())
+        of_terms, of_sources = sums.cpu().tensor_split([len(self._names)])
+        terms = dict(zip(self._names, of_terms.tolist(), strict=True))
+        tokens = terms.pop("tokens") or math.nan
+        means = {name: total / tokens for name, total in terms.items()}
+        for source, (ce, tokens) in zip(
+            self.sources, of_sources.view(-1, 2).tolist(), strict=False
+        ):
+            means[f"ce/{source}"] = ce / (tokens or math.nan)
+        return means
+
+    def _source_sums(self) -> list[Tensor]:
+        """Return this rank's cross-entropy and valid tokens of each source, [2]
+        float64. Empty without rows.
+        """
+        if not self._rows:
+            return []
+        slots = list(self.sources.values())
+        by_slot = torch.cat(self._rows, 1).unflatten(1, (-1, sum(slots))).sum(1)
+        return [of_source.sum(1) for of_source in by_slot.split(slots, 1)]
+
+
+def in_backward(
+    losses: Iterable[DispersionLoss], zs: Sequence[Tensor], sharded: bool
+) -> bool:
+    """Return whether a trainer's backward pass should compute the gradients of losses
+    of layers ``zs``.
+
+    This needs layers so large that each is computed alone anyway, and whole sequences:
+    of shards, the next layer is gathered while one is computed, and a rank saves only
+    its part. Sampled losses save little.
+    """
+    return (
+        not sharded
+        and all(loss.estimator != "sampled" for loss in losses)
+        and len(packed(zs)) == len(zs)
+    )
+
+
+@dataclass
+class _Microbatch:
+    """What the losses of one forward pass need.
+
+    Hooks on the activations hold it, so it must not hold the activations: neither would
+    be freed.
+    """
+
+    ce: Tensor  # detached; summed over this rank's valid tokens
+    tokens: Tensor  # number of this rank's valid tokens
+    weights: Tensor  # [B], number of valid labels of each whole sequence
+    step: int
+    layers: int
+    # the documents, if the losses take only the pairs within them
+    mask: TokenMask | None
+    fit_errors: list[Tensor] = field(default_factory=list)  # which the losses append
+
+
+@dataclass
+class DispersionObjective:
+    """Compute TorchTitan's ``loss_fn(predictions, labels)`` with dispersion added.
+
+    Attributes:
+        cross_entropy: takes logits [B, N, V], or what the model returns in their place,
+            and labels [B, N]. Returns CE summed over the valid tokens, or a pair of
+            this and CE of each token [B · N], which the ledger needs to tell sources
+            apart.
+        losses: the dispersion loss, or a dict from name to (weight, loss).
+        coeff: λ as a function of the number of completed steps.
+        step: returns the number of completed steps, which also decides which positions
+            are sampled.
+        group: ranks over which the sequence of the activations is sharded (TP, CP, or
+            CP×TP flattened).
+        cp_group: ranks over which the labels are sharded too (CP).
+        within_documents: whether the losses take only the pairs within documents.
+            Predictions must then have segments.
+        defer: whether to compute the gradients of large layers in the backward pass, so
+            that none is saved. The loss returned then does not contain dispersion:
+            ``take_late`` returns it after the backward pass.
+        ledger: receives all terms separately, in training only.
+        ignore_index: the label of tokens that do not count.
+    """
+
+    cross_entropy: Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+    losses: DispersionLoss | Mapping[str, tuple[float, DispersionLoss]]
+    coeff: Callable[[int], float]
+    step: Callable[[], int] = lambda: 0
+    group: Group = None
+    cp_group: Group = None
+    within_documents: bool = False
+    defer: bool = False
+    ledger: LossLedger | None = None
+    ignore_index: int = -100
+    _late: Tensor | None = field(default=None, init=False)
+    _awaits_backward: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        losses = self.losses
+        self._losses = (
+            {losses.name: (1.0, losses)}
+            if isinstance(losses, DispersionLoss)
+            else losses
+        )
+
+    def __call__(self, predictions: Predictions, labels: Tensor) -> Tensor:
+        """Return the loss summed over the valid tokens.
+
+        The trainer divides it by their global number.
+
+        Args:
+            predictions: logits, or (logits, activations) with one [B, N/p, F] tensor
+                per layer, or (logits, activations, segments) with the number of each
+                token's document, [B, N] int.
+            labels: [B, N] token ids, or this CP rank's [B, N/cp].
+
+        Returns:
+            Scalar. Its value summed over DP and CP ranks is the global sum. Each rank's
+                backward gives the complete
+            gradient of its own shard exactly once.
+        """
+        logits, activations, *segments = (
+            predictions if isinstance(predictions, tuple) else (predictions, None)
+        )
+        valid = (labels != self.ignore_index).sum(1)
+        ce = self._cross_entropy(logits, labels, valid)
+        if not activations:
+            if (ledger := self._training_ledger()) is not None:
+                ledger.add(ce, ce.new_zeros(()), valid.sum())
+            return ce
+        batch = _Microbatch(
+            ce=ce.detach(),
+            tokens=valid.sum(),
+            weights=self._sum_over_cp(valid),
+            step=self.step(),
+            layers=len(activations),
+            mask=self._documents(*segments) if self.within_documents else None,
+        )
+        coeff = self.coeff(batch.step)
+        if self.deferred(activations):
+            return ce + coeff * self._in_backward(activations, batch, coeff)
+        return ce + coeff * self._in_forward(activations, batch)
+
+    def deferred(self, zs: Sequence[Tensor]) -> bool:
+        """Return whether the gradients of the losses are computed in the backward pass
+        of this call.
+        """
+        possible = (
+            self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
+        )
+        losses = [loss for _, loss in self._losses.values()]
+        return possible and in_backward(
+            losses, zs, process_group(self.group) is not None
+        )
+
+    def take_late(self) -> Tensor | None:
+        """Return λ · dispersion of the last backward pass, summed over the valid
+        tokens; None if the loss contained it.
+
+        Raises RuntimeError if the backward pass has not reached all activations.
+        """
+        if self._awaits_backward:
+            raise RuntimeError(
+                "the gradients of some activations have not arrived, so that these were not dispersed"
+            )
+        late = self._late
+        self._late = None
+        return late
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+        result = self.cross_entropy(logits, labels)
+        ce, of_tokens = result if isinstance(result, tuple) else (result, None)
+        if of_tokens is not None and (ledger := self._training_ledger()) is not None:
+            ledger.add_rows(
+                _local(of_tokens).view_as(labels).sum(1, dtype=torch.float64), valid
+            )
+        return _local(ce)
+
+    def _sum_over_cp(self, valid: Tensor) -> Tensor:
+        cp_group = process_group(self.cp_group)
+        if cp_group is None:
+            return valid
+        valid = valid.clone()
+        dist.all_reduce(valid, group=cp_group)
+        return valid
+
+    def _documents(self, segments: Tensor) -> TokenMask:
+        """Return the mask of the whole sequences.
+
+        All layers and losses share it, because the host waits for it.
+        """
+        group = process_group(self.group)
+        if group is not None:
+            segments = segments.chunk(dist.get_world_size(group), 1)[
+                dist.get_rank(group)
+            ]
+        return token_mask(segments, group)
+
+    def _in_forward(self, activations: Sequence[Tensor], batch: _Microbatch) -> Tensor:
+        """Return dispersion, summed over the valid tokens."""
+        losses = self._losses_of(activations, batch)
+        dispersion = self._weighted_sum(losses)
+        cp_group = process_group(self.cp_group)
+        if cp_group is None:
+            self._record(losses.detach(), batch)
+            return dispersion
+        # Every CP rank has the value of the whole sequence, and the trainer adds them
+        # up: return 1/cp of the value, but the gradient undivided.
+        part = self._record(losses.detach() / dist.get_world_size(cp_group), batch)
+        return dispersion - dispersion.detach() + part
+
+    def _in_backward(
+        self, activations: Sequence[Tensor], batch: _Microbatch, coeff: float
+    ) -> Tensor:
+        """Return 0, whose backward computes the losses, adds their gradients and leaves
+        λ · dispersion in ``_late``.
+        """
+        self._awaits_backward = True
+        losses_of_layers: list[Tensor] = []
+        # backward itself does not run under autocast
+        in_bf16 = bf16_autocast(batch.ce.device.type)
+
+        def loss_of_layer(layer: int, z: Tensor) -> Tensor:
+            with torch.autocast(z.device.type, torch.bfloat16, enabled=in_bf16):
+                losses = self._losses_of([z], batch, first_layer=layer)
+            losses_of_layers.append(losses.detach())
+            if layer == 0:  # the gradients of all other layers have arrived before
+                self._late = coeff * self._record(
+                    torch.stack(losses_of_layers).sum(0), batch
+                )
+                self._awaits_backward = False
+            return self._weighted_sum(losses)
+
+        return add_in_backward(activations, loss_of_layer)
+
+    def _losses_of(
+        self, zs: Sequence[Tensor], batch: _Microbatch, first_layer: int = 0
+    ) -> Tensor:
+        """Return each loss, [losses]: summed over the valid tokens, and these layers'
+        part of the mean over layers.
+        """
+        sums = []
+        for _, loss in self._losses.values():
+            values = loss(
+                zs,
+                self.group,
+                batch.step,
+                batch.fit_errors,
+                segments=batch.mask,
+                first=first_layer,
+            )
+            sums.append((batch.weights * (values.sum(0) / batch.layers)).sum())
+        return torch.stack(sums)
+
+    def _weighted_sum(self, losses: Tensor) -> Tensor:
+        weights = [weight for weight, _ in self._losses.values()]
+        return torch.stack(
+            [weight * loss for weight, loss in zip(weights, losses, strict=True)]
+        ).sum()
+
+    def _record(self, losses: Tensor, batch: _Microbatch) -> Tensor:
+        """Add the terms to the ledger. Return dispersion."""
+        dispersion = self._weighted_sum(losses)
+        if (ledger := self._training_ledger()) is not None:
+            by_name = (
+                dict(zip(self._losses, losses, strict=True)) if len(losses) > 1 else {}
+            )
+            ledger.add(batch.ce, dispersion, batch.tokens, by_name)
+            if batch.fit_errors:
+                ledger.add_fit_errors(torch.stack(batch.fit_errors))
+        return dispersion
+
+    def _training_ledger(self) -> LossLedger | None:
+        return self.ledger if torch.is_grad_enabled() else None
+
+
+def _local(x: Tensor) -> Tensor:
+    """Under loss parallel, CE is a DTensor, which cannot be added to the dispersion of
+    plain tensors.
+    """
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+DECAYS = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class CoeffSchedule:
+    """Compute λ from the number of completed steps. The paper's λ is constant.
+
+    Attributes:
+        coeff: λ after warm-up.
+        warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has
+            coeff / warmup_steps.
+        decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays),
+            linear, or half a cosine.
+        final_coeff: λ at the end of the decay.
+        total_steps: of the run.
+        decay_steps: of the decay, after which λ stays at ``final_coeff``; 0: the decay
+            ends at the last step.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    coeff: float
+    warmup_steps: int = 0
+    decay: str = "constant"
+    final_coeff: float = 0.0
+    total_steps: int = 1
+    decay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("coeff", "final_coeff"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}, expected a number ≥ 0")
+        warmup = self.warmup_steps
+        total = self.total_steps
+        if not 0 <= warmup <= total:
+            raise ValueError(
+                f"warmup_steps is {warmup}, expected 0 to {total}, the steps of the run"
+            )
+        if self.decay not in DECAYS:
+            raise ValueError(
+                f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}"
+            )
+        left = total - warmup
+        if not 0 <= self.decay_steps <= left:
+            raise ValueError(
+                f"decay_steps is {self.decay_steps}, expected 0 to {left}, the steps after warm-up"
+            )
+        if self.decay_steps and self.decay == "constant":
+            raise ValueError(
+                f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0 or another decay"
+            )
+
+    def __call__(self, step: int) -> float:
+        """Return λ of the step that follows ``step`` completed steps."""
+        if step < self.warmup_steps:
+            return self.coeff * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.coeff
+        # The last step has final_coeff exactly.
+        steps = self.decay_steps or max(1, self.total_steps - 1 - self.warmup_steps)
+        done = min(1.0, (step - self.warmup_steps) / steps)
+        left = (
+            1.0 - done
+            if self.decay == "linear"
+            else 0.5 * (1.0 + math.cos(math.pi * done))
+        )
+        return self.final_coeff + (self.coeff - self.final_coeff) * left
