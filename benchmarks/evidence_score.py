@@ -171,7 +171,7 @@ def cosines(
     layers = range(model.n_layers + 2)
     sums = Accumulator(len(layers))
     for batch in chosen.split(BATCH):
-        for layer, z in enumerate(model(batch, return_activations=layers)[1]):
+        for layer, z in enumerate(model(batch, return_activations=layers).activations):
             sums.add(layer, z)
     return sums.result(length).mean_cosine.round(5).tolist()
 

@@ -17,9 +17,8 @@ from torchtitan.distributed import ParallelDims
 
 from tests import ring_attention
 from tests.oracle import EVERY_ESTIMATOR
-from titan_disp import cpu
+from titan_disp import cpu, objective
 from titan_disp.config.load import load_config
-from titan_disp import objective
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.models.decoder import canonical_name
 from titan_disp.models.registry import MODELS, model_args
@@ -423,7 +422,7 @@ def alone(model, tokens, segments, restart):
         rows.append(
             [
                 torch.cat(pieces, 1)
-                for pieces in zip(*((x, *z) for x, z in found), strict=True)
+                for pieces in zip(*((x, *z) for x, z, _ in found), strict=True)
             ]
         )
     logits, *activations = (torch.cat(same) for same in zip(*rows, strict=True))

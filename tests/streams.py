@@ -17,7 +17,7 @@ from sentencepiece import SentencePieceProcessor
 
 from tests.command_line import DEMO
 from tests.pages import changed, loaded
-from titan_disp.data.assignment import Assignment
+from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import BadDocument, DamagedFile, text_of
@@ -169,7 +169,7 @@ def streams_of(
     encode=encode,
     **options,
 ):
-    assignment = assignment or Assignment(files, slots, SEED)
+    assignment = assignment or Assignment(files, one_share(slots), SEED)
     positions = (
         np.zeros((slots, len(Field)), dtype=np.int64)
         if positions is None

@@ -78,7 +78,7 @@ def test_a_model_in_training():
     bound = alpha / math.sqrt(n * args.dim)
 
     def added(rows, **kwargs):
-        h = model(tokens[rows], return_activations=[0], **kwargs)[1][0]
+        h = model(tokens[rows], return_activations=[0], **kwargs).activations[0]
         return (h - clean[rows]).detach().numpy() / bound
 
     def check(found, *expected):

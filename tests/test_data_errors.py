@@ -24,7 +24,7 @@ from tests.streams import (
 )
 from titan_disp.checks import check_inputs, missing_inputs
 from titan_disp.data import sources
-from titan_disp.data.assignment import Assignment
+from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.documents import Documents
 from titan_disp.data.formats import SUFFIXES, BadDocument, text_of
 from titan_disp.data.options import Format, StreamOptions
@@ -504,7 +504,8 @@ def test_parquet_files_without_rows(tmp_path):
     files = list_and_check(documents_in(tmp_path), StreamOptions())
     assert [file.density > 0 for file in files] == [False, False, True, False]
     for epoch in range(5):
-        runs = [Assignment(files, 4, seed=0).run(slot, epoch) for slot in range(4)]
+        assignment = Assignment(files, one_share(4), seed=0)
+        runs = [assignment.run(slot, epoch) for slot in range(4)]
         assert all(any(segment.file == 2 for segment in run.segments) for run in runs)
     (tmp_path / "c.parquet").unlink()
     with pytest.raises(

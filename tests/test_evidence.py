@@ -613,12 +613,12 @@ class Bigrams(torch.nn.Module):
         self.logits = logits
 
     def forward(self, tokens, return_activations=None):
+        from titan_disp.models.decoder import Predictions
+
         logits = self.logits[tokens]
-        return (
-            (logits, tuple(logits for _ in return_activations))
-            if return_activations is not None
-            else logits
-        )
+        if return_activations is None:
+            return logits
+        return Predictions(logits, [logits for _ in return_activations])
 
 
 def test_numbers_of_a_model_against_plain_sums():

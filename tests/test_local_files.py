@@ -9,7 +9,7 @@ import pytest
 
 from tests.streams import config
 from titan_disp.data import local
-from titan_disp.data.assignment import Assignment
+from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.files import list_files
 from titan_disp.data.sources import DataSet
 from titan_disp.errors import ConfigError
@@ -292,7 +292,7 @@ def test_names_that_are_not_utf_8(sample, tmp_path):
     files = list_files("text", str(tmp_path))
     assert [file.name.encode(errors="surrogateescape") for file in files] == names
     hashes = [hashlib.sha256(b"0/0/" + name).digest() for name in names]
-    assert Assignment(files, 2, seed=0)._line(0).order == sorted(
+    assert Assignment(files, one_share(2), seed=0)._sources[0]._line(0).order == sorted(
         range(2), key=hashes.__getitem__
     )
     job = config(

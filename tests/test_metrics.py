@@ -303,7 +303,7 @@ def change_final_norm(model):
 def save_by_hand(trainer, sample, path):
     tokens = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 5, SEQ_LEN + 1)
     model = trainer.model_parts[0].double().eval()
-    logits, (block, normed) = model(tokens[:, :-1], return_activations=(6, 7))
+    logits, (block, normed), _ = model(tokens[:, :-1], return_activations=(6, 7))
     assert logits.dtype == torch.float64
     log_probabilities = logits.numpy() - np.logaddexp.reduce(
         logits.numpy(), axis=-1, keepdims=True

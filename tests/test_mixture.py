@@ -29,7 +29,7 @@ from tests.streams import (
 from titan_disp.checks import check_inputs, missing_inputs
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
-from titan_disp.data.assignment import Mixture, prefixed, shares
+from titan_disp.data.assignment import Assignment, prefixed, shares
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import StreamOptions
@@ -172,7 +172,7 @@ def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_p
         str(write_texts(tmp_path / "code" / "0.json", [777] * 1000 + ["5"] * 60)),
     )
     files = [*prefixed("web", [web]), *prefixed("code", [code])]
-    mixture = Mixture(files, shares({"web": 1, "code": 1}, 2), seed=0)
+    mixture = Assignment(files, shares({"web": 1, "code": 1}, 2), seed=0)
     (rank,) = streams_of(files, 2, 1, assignment=mixture, max_skipped_fraction=0.1)
     (alone,) = streams_of([code], 1, 1, max_skipped_fraction=0.1)
     for _ in range(10):
@@ -447,7 +447,7 @@ def test_copies_in_two_sources_come_at_different_times(tmp_path):
         for name in ("web", "code")
         for file in prefixed(name, write_files(tmp_path / name, [40] * 12))
     ]
-    mixture = Mixture(files, shares({"web": 1, "code": 1}, 16), seed=0)
+    mixture = Assignment(files, shares({"web": 1, "code": 1}, 16), seed=0)
     rows, _ = batches(streams_of(files, 16, 1, 31, assignment=mixture), 15)
     web, code = np.split(rows, 2, axis=1)
     assert (web == code).all(-1).mean() < 0.05

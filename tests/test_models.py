@@ -84,7 +84,7 @@ def test_flavors_come_in_ascending_order(entry):
 def test_logits_activations_and_weights_are_transformers(entry, tied):
     theirs, ours = pair(entry, tied)
     assert_tied(ours, tied)
-    logits, activations = ours.eval()(
+    logits, activations, _ = ours.eval()(
         TOKENS, return_activations=(*range(LAST - 1), LAST)
     )
     out = theirs(TOKENS, output_hidden_states=True)

@@ -52,7 +52,14 @@ from tests.streams import (
     write_files,
     write_texts,
 )
-from titan_disp.data.assignment import VERSION, Assignment, Mixture, prefixed, shares
+from titan_disp.data.assignment import (
+    VERSION,
+    Assignment,
+    Part,
+    one_share,
+    prefixed,
+    shares,
+)
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
@@ -90,14 +97,16 @@ class TestAssignment:
         A cut that is moved to a file's edge changes one by an eighth, which later runs
         divide.
         """
-        assignment = Assignment(of_sizes(sizes), slots, seed=1)
+        assignment = Assignment(of_sizes(sizes), one_share(slots), seed=1)
         epoch = data.draw(st.integers(0, 3))
         owned = {file: [] for file in range(len(sizes))}
         lengths = [max(size, 1) for size in sizes]
         for slot in range(slots):
             run = assignment.run(slot, epoch)
             share = 0
-            assert all((s.low, s.high) == (0, 2**64) for s in run.body)
+            assert all(
+                (s.low, s.high) == (0, 2**64) for s in run.parts.get(Part.BODY, ())
+            )
             for segment in run.segments:
                 owned[segment.file].append((segment.low, segment.high))
                 share += (segment.high - segment.low) / 2**64 * lengths[segment.file]
@@ -142,7 +151,9 @@ class TestAssignment:
             (1024, 1200, 600),
         ):
             sizes = np.random.default_rng(0).uniform(0.99, 1.01, files) * 1e6
-            assignment = Assignment(of_sizes(sizes.astype(int).tolist()), slots, seed=0)
+            assignment = Assignment(
+                of_sizes(sizes.astype(int).tolist()), one_share(slots), seed=0
+            )
             read = [assignment.files_of(part, 0) for part in of_ranks(slots, ranks)]
             assert (
                 sum(sizes[list(part)].sum() for part in read) / sizes.sum()
@@ -261,7 +272,7 @@ def test_any_run_against_the_list_of_documents(
     )
 
     with mock.patch("titan_disp.data.assignment._MIN_BLOCKS", 1):
-        mixture = Mixture(files, found, seed=0)
+        mixture = Assignment(files, found, seed=0)
 
     def streams(ranks, positions=None):
         how = {

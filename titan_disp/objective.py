@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,7 @@ from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import packed
 from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.masks import TokenMask, token_mask
-
-# Logits, or (logits, activations), or (logits, activations, segments).
-Predictions = (
-    Tensor | tuple[Tensor, Sequence[Tensor]] | tuple[Tensor, Sequence[Tensor], Tensor]
-)
+from titan_disp.models.decoder import Predictions
 
 
 class LossLedger:
@@ -86,14 +83,18 @@ class LossLedger:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def add_rows(self, ce: Tensor, tokens: Tensor) -> None:
-        """Add the next sequences: the cross-entropy [B] summed over the valid tokens of
-        each, and their number [B].
+        """Add the next sequences.
+
+        Args:
+            ce: [B], the cross-entropy of each, summed over its valid tokens.
+            tokens: [B], the number of these tokens.
         """
         self._rows.append(torch.stack([ce.detach().double(), tokens.double()]))
 
     def add_fit_errors(self, errors: Tensor) -> None:
-        """Keep the largest of these relative errors of the moments estimator's fits (of
-        any shape) and all earlier ones.
+        """Add relative errors, of any shape, of the moments estimator's fits.
+
+        The largest since the last reset is kept.
         """
         worst = errors.detach().max()
         self._worst_fit = (
@@ -101,14 +102,16 @@ class LossLedger:
         )
 
     def non_finite(self) -> Tensor | None:
-        """Return whether CE and dispersion are not finite on this rank: [2] bool on the
-        device; None before any add.
+        """Return whether CE and dispersion are not finite on this rank.
+
+        The result is [2] bool on the device, or None before any add.
         """
         return None if self._sums is None else ~self._sums[:2].isfinite()
 
     def worst_fit(self, mesh: DeviceMesh | None) -> float | None:
-        """Return the largest error on all ranks of ``mesh``, or None if nothing was
-        fitted. A collective call.
+        """Return the largest error of a fit on all ranks of ``mesh``.
+
+        Returns None if nothing was fitted. A collective call.
         """
         if self._worst_fit is None:
             return None
@@ -118,50 +121,49 @@ class LossLedger:
         return worst.item()
 
     def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
-        """Return the means over the valid tokens of all ranks of ``mesh``.
+        """Return the means over the valid tokens of all ranks of ``mesh``, by name.
 
-        A collective call.
-
-        Returns:
-            "ce" and "dispersion"; "dispersion_NAME" for each loss, if there are
-                several; "ce/NAME" for each source, if
-            rows were added. A mean over no token is NaN. None before any add.
+        The names are "ce" and "dispersion", "dispersion_NAME" for each loss if there
+        are several, and "ce/NAME" for each source if rows were added. A mean over no
+        token is NaN. Returns None before any add. A collective call.
         """
         if self._sums is None:
             return None
         sums = torch.cat([self._sums, *self._source_sums()])
         if mesh is not None:
             dist.all_reduce(sums, group=mesh.get_group())
-        of_terms, of_sources = sums.cpu().tensor_split([len(self._names)])
-        terms = dict(zip(self._names, of_terms.tolist(), strict=True))
+        term_sums, source_sums = sums.cpu().tensor_split([len(self._names)])
+        terms = dict(zip(self._names, term_sums.tolist(), strict=True))
         tokens = terms.pop("tokens") or math.nan
         means = {name: total / tokens for name, total in terms.items()}
+        # Without rows, there are no sums of sources.
         for source, (ce, tokens) in zip(
-            self.sources, of_sources.view(-1, 2).tolist(), strict=False
+            self.sources, source_sums.view(-1, 2).tolist(), strict=False
         ):
             means[f"ce/{source}"] = ce / (tokens or math.nan)
         return means
 
     def _source_sums(self) -> list[Tensor]:
-        """Return this rank's cross-entropy and valid tokens of each source, [2]
-        float64. Empty without rows.
+        """Return for each source this rank's cross-entropy and valid tokens.
+
+        Each is [2] float64. The list is empty if no rows were added.
         """
         if not self._rows:
             return []
         slots = list(self.sources.values())
-        by_slot = torch.cat(self._rows, 1).unflatten(1, (-1, sum(slots))).sum(1)
-        return [of_source.sum(1) for of_source in by_slot.split(slots, 1)]
+        # Row i of the rank is a sequence of slot i modulo the number of slots.
+        slot_sums = torch.cat(self._rows, 1).unflatten(1, (-1, sum(slots))).sum(1)
+        return [source_sums.sum(1) for source_sums in slot_sums.split(slots, 1)]
 
 
 def in_backward(
     losses: Iterable[DispersionLoss], zs: Sequence[Tensor], sharded: bool
 ) -> bool:
-    """Return whether a trainer's backward pass should compute the gradients of losses
-    of layers ``zs``.
+    """Return whether to compute the gradients of losses in a trainer's backward pass.
 
-    This needs layers so large that each is computed alone anyway, and whole sequences:
-    of shards, the next layer is gathered while one is computed, and a rank saves only
-    its part. Sampled losses save little.
+    This needs layers ``zs`` so large that each is computed alone anyway, and whole
+    sequences: of shards, the next layer is gathered while one is computed, and a rank
+    saves only its part. Sampled losses save little.
     """
     return (
         not sharded
@@ -183,8 +185,7 @@ class _Microbatch:
     weights: Tensor  # [B], number of valid labels of each whole sequence
     step: int
     layers: int
-    # the documents, if the losses take only the pairs within them
-    mask: TokenMask | None
+    mask: TokenMask | None  # documents, if only the pairs within them count
     fit_errors: list[Tensor] = field(default_factory=list)  # which the losses append
 
 
@@ -213,7 +214,7 @@ class DispersionObjective:
         ignore_index: the label of tokens that do not count.
     """
 
-    cross_entropy: Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+    cross_entropy: Callable[[Any, Tensor], Tensor | tuple[Tensor, Tensor]]
     losses: DispersionLoss | Mapping[str, tuple[float, DispersionLoss]]
     coeff: Callable[[int], float]
     step: Callable[[], int] = lambda: 0
@@ -228,31 +229,24 @@ class DispersionObjective:
 
     def __post_init__(self) -> None:
         losses = self.losses
-        self._losses = (
-            {losses.name: (1.0, losses)}
-            if isinstance(losses, DispersionLoss)
-            else losses
-        )
+        if isinstance(losses, DispersionLoss):
+            losses = {losses.name: (1.0, losses)}
+        self._losses = losses
 
-    def __call__(self, predictions: Predictions, labels: Tensor) -> Tensor:
-        """Return the loss summed over the valid tokens.
+    def __call__(self, predictions: Predictions | Tensor, labels: Tensor) -> Tensor:
+        """Return the loss summed over the valid tokens, a scalar.
 
-        The trainer divides it by their global number.
+        The trainer divides it by their global number. The values of all DP and CP ranks
+        add up to the global sum. Each rank's backward gives the complete gradient of
+        its own shard exactly once.
 
         Args:
-            predictions: logits, or (logits, activations) with one [B, N/p, F] tensor
-                per layer, or (logits, activations, segments) with the number of each
-                token's document, [B, N] int.
+            predictions: what the model returns, or a tuple of the same fields, or
+                logits alone, whose loss has no dispersion.
             labels: [B, N] token ids, or this CP rank's [B, N/cp].
-
-        Returns:
-            Scalar. Its value summed over DP and CP ranks is the global sum. Each rank's
-                backward gives the complete
-            gradient of its own shard exactly once.
         """
-        logits, activations, *segments = (
-            predictions if isinstance(predictions, tuple) else (predictions, None)
-        )
+        fields = predictions if isinstance(predictions, tuple) else (predictions,)
+        logits, activations, segments = Predictions(*fields)
         valid = (labels != self.ignore_index).sum(1)
         ce = self._cross_entropy(logits, labels, valid)
         if not activations:
@@ -265,7 +259,7 @@ class DispersionObjective:
             weights=self._sum_over_cp(valid),
             step=self.step(),
             layers=len(activations),
-            mask=self._documents(*segments) if self.within_documents else None,
+            mask=self._documents(segments) if self.within_documents else None,
         )
         coeff = self.coeff(batch.step)
         if self.deferred(activations):
@@ -273,32 +267,30 @@ class DispersionObjective:
         return ce + coeff * self._in_forward(activations, batch)
 
     def deferred(self, zs: Sequence[Tensor]) -> bool:
-        """Return whether the gradients of the losses are computed in the backward pass
-        of this call.
-        """
+        """Return whether this call computes the losses' gradients in backward."""
         possible = (
             self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
         )
         losses = [loss for _, loss in self._losses.values()]
-        return possible and in_backward(
-            losses, zs, process_group(self.group) is not None
-        )
+        sharded = process_group(self.group) is not None
+        return possible and in_backward(losses, zs, sharded)
 
     def take_late(self) -> Tensor | None:
-        """Return λ · dispersion of the last backward pass, summed over the valid
-        tokens; None if the loss contained it.
+        """Return λ · dispersion of the last backward pass, summed over the valid tokens.
 
-        Raises RuntimeError if the backward pass has not reached all activations.
+        Returns None if the loss contained it. Raises RuntimeError if the backward pass
+        has not reached all activations.
         """
         if self._awaits_backward:
             raise RuntimeError(
-                "the gradients of some activations have not arrived, so that these were not dispersed"
+                "the gradients of some activations have not arrived, so that these "
+                "were not dispersed"
             )
         late = self._late
         self._late = None
         return late
 
-    def _cross_entropy(self, logits: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+    def _cross_entropy(self, logits: Any, labels: Tensor, valid: Tensor) -> Tensor:
         result = self.cross_entropy(logits, labels)
         ce, of_tokens = result if isinstance(result, tuple) else (result, None)
         if of_tokens is not None and (ledger := self._training_ledger()) is not None:
@@ -315,16 +307,16 @@ class DispersionObjective:
         dist.all_reduce(valid, group=cp_group)
         return valid
 
-    def _documents(self, segments: Tensor) -> TokenMask:
+    def _documents(self, segments: Tensor | None) -> TokenMask:
         """Return the mask of the whole sequences.
 
         All layers and losses share it, because the host waits for it.
         """
+        assert segments is not None
         group = process_group(self.group)
         if group is not None:
-            segments = segments.chunk(dist.get_world_size(group), 1)[
-                dist.get_rank(group)
-            ]
+            shards = segments.chunk(dist.get_world_size(group), 1)
+            segments = shards[dist.get_rank(group)]
         return token_mask(segments, group)
 
     def _in_forward(self, activations: Sequence[Tensor], batch: _Microbatch) -> Tensor:
@@ -343,12 +335,14 @@ class DispersionObjective:
     def _in_backward(
         self, activations: Sequence[Tensor], batch: _Microbatch, coeff: float
     ) -> Tensor:
-        """Return 0, whose backward computes the losses, adds their gradients and leaves
-        λ · dispersion in ``_late``.
+        """Return 0.
+
+        Its backward computes the losses, adds their gradients, and leaves λ · dispersion
+        in ``_late``.
         """
         self._awaits_backward = True
         losses_of_layers: list[Tensor] = []
-        # backward itself does not run under autocast
+        # Backward itself does not run under autocast.
         in_bf16 = bf16_autocast(batch.ce.device.type)
 
         def loss_of_layer(layer: int, z: Tensor) -> Tensor:
@@ -367,8 +361,9 @@ class DispersionObjective:
     def _losses_of(
         self, zs: Sequence[Tensor], batch: _Microbatch, first_layer: int = 0
     ) -> Tensor:
-        """Return each loss, [losses]: summed over the valid tokens, and these layers'
-        part of the mean over layers.
+        """Return each loss, [losses], summed over the valid tokens.
+
+        Of the mean over layers, it has the part of these layers.
         """
         sums = []
         for _, loss in self._losses.values():
@@ -385,18 +380,17 @@ class DispersionObjective:
 
     def _weighted_sum(self, losses: Tensor) -> Tensor:
         weights = [weight for weight, _ in self._losses.values()]
-        return torch.stack(
-            [weight * loss for weight, loss in zip(weights, losses, strict=True)]
-        ).sum()
+        weighted = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
+        return torch.stack(weighted).sum()
 
     def _record(self, losses: Tensor, batch: _Microbatch) -> Tensor:
         """Add the terms to the ledger. Return dispersion."""
         dispersion = self._weighted_sum(losses)
         if (ledger := self._training_ledger()) is not None:
-            by_name = (
-                dict(zip(self._losses, losses, strict=True)) if len(losses) > 1 else {}
-            )
-            ledger.add(batch.ce, dispersion, batch.tokens, by_name)
+            parts = {}
+            if len(losses) > 1:
+                parts = dict(zip(self._losses, losses, strict=True))
+            ledger.add(batch.ce, dispersion, batch.tokens, parts)
             if batch.fit_errors:
                 ledger.add_fit_errors(torch.stack(batch.fit_errors))
         return dispersion
@@ -406,9 +400,7 @@ class DispersionObjective:
 
 
 def _local(x: Tensor) -> Tensor:
-    """Under loss parallel, CE is a DTensor, which cannot be added to the dispersion of
-    plain tensors.
-    """
+    # Under loss parallel, CE is a DTensor, which cannot be added to plain tensors.
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -420,15 +412,15 @@ class CoeffSchedule:
     """Compute λ from the number of completed steps. The paper's λ is constant.
 
     Attributes:
-        coeff: λ after warm-up.
+        coeff: λ after warm-up. (``job_config`` declares its range.)
         warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has
             coeff / warmup_steps.
         decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays),
             linear, or half a cosine.
         final_coeff: λ at the end of the decay.
-        total_steps: of the run.
-        decay_steps: of the decay, after which λ stays at ``final_coeff``; 0: the decay
-            ends at the last step.
+        total_steps: steps of the run.
+        decay_steps: steps of the decay, after which λ stays at ``final_coeff``; 0: the
+            decay ends at the last step.
 
     Raises:
         ValueError: an option is out of range.
@@ -442,28 +434,25 @@ class CoeffSchedule:
     decay_steps: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("coeff", "final_coeff"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}, expected a number ≥ 0")
-        warmup = self.warmup_steps
-        total = self.total_steps
-        if not 0 <= warmup <= total:
+        if not 0 <= self.warmup_steps <= self.total_steps:
             raise ValueError(
-                f"warmup_steps is {warmup}, expected 0 to {total}, the steps of the run"
+                f"warmup_steps is {self.warmup_steps}, expected 0 to "
+                f"{self.total_steps}, the steps of the run"
             )
         if self.decay not in DECAYS:
             raise ValueError(
                 f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}"
             )
-        left = total - warmup
-        if not 0 <= self.decay_steps <= left:
+        after_warmup = self.total_steps - self.warmup_steps
+        if not 0 <= self.decay_steps <= after_warmup:
             raise ValueError(
-                f"decay_steps is {self.decay_steps}, expected 0 to {left}, the steps after warm-up"
+                f"decay_steps is {self.decay_steps}, expected 0 to {after_warmup}, "
+                "the steps after warm-up"
             )
         if self.decay_steps and self.decay == "constant":
             raise ValueError(
-                f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0 or another decay"
+                f"decay_steps is {self.decay_steps}, but decay is 'constant': "
+                "expected 0 or another decay"
             )
 
     def __call__(self, step: int) -> float:
@@ -474,10 +463,8 @@ class CoeffSchedule:
             return self.coeff
         # The last step has final_coeff exactly.
         steps = self.decay_steps or max(1, self.total_steps - 1 - self.warmup_steps)
-        done = min(1.0, (step - self.warmup_steps) / steps)
-        left = (
-            1.0 - done
-            if self.decay == "linear"
-            else 0.5 * (1.0 + math.cos(math.pi * done))
-        )
-        return self.final_coeff + (self.coeff - self.final_coeff) * left
+        progress = min(1.0, (step - self.warmup_steps) / steps)
+        remaining = 1.0 - progress
+        if self.decay == "cosine":
+            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.final_coeff + (self.coeff - self.final_coeff) * remaining

@@ -612,13 +612,15 @@ class DispTrainer(Trainer):
                 )
                 with self.train_context():
                     with self.maybe_enable_amp:
-                        logits, activations, *_ = model(
+                        predictions = model(
                             inputs, **extra, **kwargs, return_activations=layers
                         )
-                    ce = cross_entropies(logits, labels)
+                    ce = cross_entropies(predictions.logits, labels)
                 positions = kwargs.get("positions")
                 return Forward(
-                    activations, ce, None if positions is None else positions[0]
+                    predictions.activations,
+                    ce,
+                    None if positions is None else positions[0],
                 )
 
             model.eval()

@@ -22,7 +22,12 @@ from titan_disp.config.batch import (
 )
 from titan_disp.config.options import Machine
 from titan_disp.config.types import JobConfig
-from titan_disp.data.assignment import Assignment, Share, far_from_weights
+from titan_disp.data.assignment import (
+    Assignment,
+    Share,
+    far_from_weights,
+    one_share,
+)
 from titan_disp.data.files import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import DataSet, source_shares
@@ -198,7 +203,7 @@ def unseen_shares(
             if files and one.key != "validation":
                 assignment = Assignment(
                     with_densities(files, options),
-                    own.get(one.source, slots),
+                    one_share(own.get(one.source, slots)),
                     options.seed,
                 )
                 found[one.source] = assignment.unseen()

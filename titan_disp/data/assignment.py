@@ -35,9 +35,10 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -80,19 +81,13 @@ class Segment:
         return (index * STEP + self.shift) % KEYS
 
     def visits(self, blocks: Blocks | None) -> Visits | None:
-        """Return the order in which this epoch reads the file's blocks, or None if it
-        has none.
-        """
-        return (
-            None
-            if blocks is None
-            else Visits(blocks, self.shift if self.dealt else None)
-        )
+        """Return this epoch's order of the file's blocks, or None if it has none."""
+        if blocks is None:
+            return None
+        return Visits(blocks, self.shift if self.dealt else None)
 
     def owns_any(self, start: int, end: int) -> bool:
-        """Return whether any of the documents ``start`` … ``end`` − 1 belongs to this
-        segment.
-        """
+        """Return whether any of the documents ``start`` to ``end`` − 1 is its own."""
         low = np.uint64(self.low)
         last = np.uint64(self.high - 1)  # ``high`` itself may be 2⁶⁴
         for first in range(start, end, _KEYS_AT_ONCE):
@@ -104,31 +99,37 @@ class Segment:
         return False
 
 
+class Part(IntEnum):
+    """The parts of a run. Positions in checkpoints contain these numbers."""
+
+    HEAD = 0
+    BODY = 1
+    TAIL = 2
+
+
 @dataclass(frozen=True)
 class Run:
-    """What one slot reads in one epoch: the end of a file, whole files, and the
-    beginning of a file.
+    """What one slot reads in one epoch.
+
+    Attributes:
+        parts: the segments of each part that is not empty: one of the head, which is
+            the end of a file, any number of the body, which are whole files, and one of
+            the tail, which is the beginning of a file.
     """
 
-    head: Segment | None
-    body: tuple[Segment, ...]
-    tail: Segment | None
+    parts: dict[Part, tuple[Segment, ...]]
+
+    @cached_property
+    def lengths(self) -> dict[Part, int]:
+        """The length of each part on the line; the slot takes text in proportion."""
+        return {
+            part: sum(segment.length for segment in segments)
+            for part, segments in self.parts.items()
+        }
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        return tuple(s for s in (self.head, *self.body, self.tail) if s is not None)
-
-    @cached_property
-    def weights(self) -> tuple[int, int, int]:
-        """The lengths of head, body and tail.
-
-        The slot takes text from them in these proportions.
-        """
-        return (
-            self.head.length if self.head else 0,
-            sum(segment.length for segment in self.body),
-            self.tail.length if self.tail else 0,
-        )
+        return tuple(chain.from_iterable(self.parts.values()))
 
 
 @dataclass(frozen=True)
@@ -146,162 +147,9 @@ class _Line:
     cuts: list[int]  # for each slot, where its run begins; then the end of the line
 
 
-class Assignment:
-    """The runs of all slots in every epoch: ``run(slot, epoch)`` returns one."""
-
-    def __init__(
-        self,
-        files: Sequence[DataFile],
-        slots: int,
-        seed: int,
-        first_slot: int = 0,
-        first_file: int = 0,
-    ) -> None:
-        """``files`` are the files of one source.
-
-        Only their names, sizes and densities matter.
-
-        ``first_slot`` and ``first_file`` are the numbers of its first slot and file, if
-        other sources come before it.
-        """
-        self.names = [file.name for file in files]
-        self.slots = slots
-        self.seed = seed
-        self.first_slot = first_slot
-        self.first_files = [first_file]  # one for each source, see ``Mixture``
-        self.min_density = min(
-            (file.density for file in files if file.density), default=1.0
-        )
-        # An empty file has a length of one byte, because some slot must read it to
-        # report that it is empty.
-        self.lengths = [
-            max(round(file.size * file.density / self.min_density), 1) * slots
-            for file in files
-        ]
-        self.dealt = [
-            file.blocks is not None
-            and len(file.blocks) * sum(self.lengths) >= _MIN_BLOCKS * slots * length
-            for file, length in zip(files, self.lengths, strict=True)
-        ]
-        # If there are few documents, slots can be many epochs apart, and each epoch has
-        # its own line.
-        self._line = lru_cache(maxsize=max(8, _CACHED_NUMBERS // (len(files) + slots)))(
-            self._make_line
-        )
-        self.run = lru_cache(maxsize=8 * slots)(self._run)
-
-    def _make_line(self, epoch: int) -> _Line:
-        hashes = [_hash(f"{self.seed}/{epoch}/{name}") for name in self.names]
-        order = sorted(range(len(hashes)), key=lambda file: hashes[file])
-        place = [0] * len(order)
-        for i, file in enumerate(order):
-            place[file] = i
-        edges = list(accumulate((self.lengths[file] for file in order), initial=0))
-        shifts = [int.from_bytes(hashes[file][-8:], "big") for file in order]
-        return _Line(order, place, shifts, edges, cuts=_cut(edges, self.slots))
-
-    def _run(self, slot: int, epoch: int) -> Run:
-        line = self._line(epoch)
-        begin = line.cuts[slot - self.first_slot]
-        end = line.cuts[slot - self.first_slot + 1]
-        segments = [
-            self._segment(line, i, begin, end)
-            for i in _overlapping(line.edges, begin, end)
-        ]
-        # Only the first and the last segment can be parts of files.
-        head = tail = None
-        if not segments[0].whole:
-            head = segments[0]
-        if len(segments) > 1 and not segments[-1].whole:
-            tail = segments[-1]
-        return Run(head, tuple(segment for segment in segments if segment.whole), tail)
-
-    def _segment(self, line: _Line, place: int, begin: int, end: int) -> Segment:
-        """Return the part between ``begin`` and ``end`` of the file at this place on
-        the line.
-        """
-        file = line.order[place]
-        length = self.lengths[file]
-        begin = max(begin - line.edges[place], 0)
-        end = min(end - line.edges[place], length)
-        return Segment(
-            file=self.first_files[0] + file,
-            low=begin * KEYS // length,
-            high=end * KEYS // length,
-            shift=line.shifts[place],
-            length=end - begin,
-            text=int((end - begin) / self.slots * self.min_density),
-            dealt=self.dealt[file],
-        )
-
-    def owners(self, file: int, epoch: int) -> range:
-        """Return the slots that own documents of a file in an epoch."""
-        line = self._line(epoch)
-        place = line.place[file - self.first_files[0]]
-        runs = _overlapping(line.cuts, line.edges[place], line.edges[place + 1])
-        return range(self.first_slot + runs.start, self.first_slot + runs.stop)
-
-    def unseen(self) -> float:
-        """Estimate the fraction of the text that is still unread when the slots have
-        read one epoch's number of bytes.
-
-        Slots read equally fast, so this is the text by which some runs are longer than
-        the average run.
-        """
-        text = [
-            sum(segment.text for segment in self.run(slot, 0).segments)
-            for slot in range(self.slots)
-        ]
-        mean = sum(text) / self.slots
-        return sum(max(0.0, of_slot - mean) for of_slot in text) / max(1, sum(text))
-
-    def files_of(self, slots: range, epoch: int) -> set[int]:
-        """Return the indices of the files that a rank with these slots reads in an
-        epoch.
-        """
-        return {
-            segment.file for slot in slots for segment in self.run(slot, epoch).segments
-        }
-
-
-def _hash(name: str) -> bytes:
-    """A hash instead of a library's shuffle: the order must not change with the version
-    of Python or numpy.
-    """
-    # names of files need not be UTF-8
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-
-
-def _overlapping(edges: list[int], begin: int, end: int) -> range:
-    """Return the numbers of the intervals [edges[i], edges[i + 1]) that overlap [begin,
-    end).
-    """
-    return range(bisect_right(edges, begin) - 1, bisect_left(edges, end))
-
-
-def _cut(edges: list[int], slots: int) -> list[int]:
-    """Return where each slot's run begins on the line, and where the last one ends.
-
-    A run gets an equal share of what the runs before it have left. A cut close to the
-    edge of a file moves to the edge.
-    """
-    end = edges[-1]
-    cuts = [0]
-    for remaining_slots in range(slots, 1, -1):
-        share = (end - cuts[-1]) // remaining_slots
-        cut = cuts[-1] + share
-        i = bisect_left(edges, cut)
-        edge = min(edges[i - 1], edges[i], key=lambda edge: abs(edge - cut))
-        is_close = abs(edge - cut) * _MIN_PART < share
-        cuts.append(edge if is_close else cut)
-    return [*cuts, end]
-
-
 @dataclass(frozen=True)
 class Share:
-    """One source's slots: ``slots`` of the run's ``total``, from number ``first``
-    on.
-    """
+    """The slots of one source: ``slots`` of the run's ``total``, from ``first`` on."""
 
     name: str
     first: int
@@ -340,6 +188,192 @@ class Share:
     def __str__(self) -> str:
         of_tokens = f"{self.tokens:.2%} of the tokens ({self.asked:.2%} asked for)"
         return f"{self.name}: {of_tokens}, {self.slots} of {self.total} slots"
+
+
+class _Source:
+    """The runs of one source's slots."""
+
+    def __init__(
+        self, files: Sequence[DataFile], slots: int, seed: int, first_file: int
+    ) -> None:
+        self.names = [file.name for file in files]
+        self.slots = slots
+        self.seed = seed
+        self.first_file = first_file
+        self.min_density = min(
+            (file.density for file in files if file.density), default=1.0
+        )
+        # An empty file has a length of one byte, because some slot must read it to
+        # report that it is empty.
+        self.lengths = [
+            max(round(file.size * file.density / self.min_density), 1) * slots
+            for file in files
+        ]
+        self.dealt = [
+            file.blocks is not None
+            and len(file.blocks) * sum(self.lengths) >= _MIN_BLOCKS * slots * length
+            for file, length in zip(files, self.lengths, strict=True)
+        ]
+        # If there are few documents, slots can be many epochs apart, and each epoch has
+        # its own line.
+        cached_lines = max(8, _CACHED_NUMBERS // (len(files) + slots))
+        self._line = lru_cache(maxsize=cached_lines)(self._make_line)
+
+    def _make_line(self, epoch: int) -> _Line:
+        hashes = [_hash(f"{self.seed}/{epoch}/{name}") for name in self.names]
+        order = sorted(range(len(hashes)), key=lambda file: hashes[file])
+        place = [0] * len(order)
+        for i, file in enumerate(order):
+            place[file] = i
+        edges = list(accumulate((self.lengths[file] for file in order), initial=0))
+        shifts = [int.from_bytes(hashes[file][-8:], "big") for file in order]
+        return _Line(order, place, shifts, edges, cuts=_cut(edges, self.slots))
+
+    def run(self, slot: int, epoch: int) -> Run:
+        """Return what a slot, numbered from this source's first one, reads."""
+        line = self._line(epoch)
+        begin = line.cuts[slot]
+        end = line.cuts[slot + 1]
+        segments = [
+            self._segment(line, place, begin, end)
+            for place in _overlapping(line.edges, begin, end)
+        ]
+        parts: dict[Part, tuple[Segment, ...]] = {}
+        # Only the first and the last segment can be parts of files.
+        if not segments[0].whole:
+            parts[Part.HEAD] = (segments[0],)
+        if body := tuple(segment for segment in segments if segment.whole):
+            parts[Part.BODY] = body
+        if len(segments) > 1 and not segments[-1].whole:
+            parts[Part.TAIL] = (segments[-1],)
+        return Run(parts)
+
+    def _segment(self, line: _Line, place: int, begin: int, end: int) -> Segment:
+        """Return what lies between ``begin`` and ``end`` of the file at this place."""
+        file = line.order[place]
+        length = self.lengths[file]
+        begin = max(begin - line.edges[place], 0)
+        end = min(end - line.edges[place], length)
+        return Segment(
+            file=self.first_file + file,
+            low=begin * KEYS // length,
+            high=end * KEYS // length,
+            shift=line.shifts[place],
+            length=end - begin,
+            text=int((end - begin) / self.slots * self.min_density),
+            dealt=self.dealt[file],
+        )
+
+    def owners(self, file: int, epoch: int) -> range:
+        """Return the slots that own documents of a file, both numbered from 0."""
+        line = self._line(epoch)
+        place = line.place[file]
+        return _overlapping(line.cuts, line.edges[place], line.edges[place + 1])
+
+
+class Assignment:
+    """The runs of all slots in every epoch: ``run(slot, epoch)`` returns one.
+
+    Attributes:
+        slots: the number of slots.
+        seed: of the order of the files.
+        first_files: the index of each source's first file.
+        dealt: for each file, whether it is divided by blocks.
+    """
+
+    def __init__(
+        self, files: Sequence[DataFile], shares: Sequence[Share], seed: int
+    ) -> None:
+        """Assign files to slots.
+
+        Args:
+            files: of all sources, in the order of ``shares``, and ``prefixed`` if there
+                are several sources. Only their names, sizes and densities matter.
+            shares: each source's slots.
+            seed: of the order of the files.
+        """
+        self.slots = sum(share.slots for share in shares)
+        self.seed = seed
+        self.first_files: list[int] = []
+        self.dealt: list[bool] = []
+        self._first_slots = [share.first for share in shares]
+        self._sources: list[_Source] = []
+        for share in shares:
+            first_file = len(self.dealt)
+            of_source = [file for file in files if share.owns(file)]
+            source = _Source(of_source, share.slots, seed, first_file)
+            self._sources.append(source)
+            self.first_files.append(first_file)
+            self.dealt += source.dealt
+        self.run = lru_cache(maxsize=8 * self.slots)(self._run)
+
+    def _run(self, slot: int, epoch: int) -> Run:
+        i = bisect_right(self._first_slots, slot) - 1
+        return self._sources[i].run(slot - self._first_slots[i], epoch)
+
+    def owners(self, file: int, epoch: int) -> range:
+        """Return the slots that own documents of a file in an epoch."""
+        i = bisect_right(self.first_files, file) - 1
+        slots = self._sources[i].owners(file - self.first_files[i], epoch)
+        first = self._first_slots[i]
+        return range(first + slots.start, first + slots.stop)
+
+    def unseen(self) -> float:
+        """Estimate the fraction of the text that one epoch's number of bytes misses.
+
+        Slots read equally fast, so this is the text by which some runs are longer than
+        the average run.
+        """
+        texts = [
+            sum(segment.text for segment in self.run(slot, 0).segments)
+            for slot in range(self.slots)
+        ]
+        mean = sum(texts) / self.slots
+        return sum(max(0.0, text - mean) for text in texts) / max(1, sum(texts))
+
+    def files_of(self, slots: range, epoch: int) -> set[int]:
+        """Return the indices of the files that a rank with these slots reads."""
+        files: set[int] = set()
+        for slot in slots:
+            files.update(segment.file for segment in self.run(slot, epoch).segments)
+        return files
+
+
+def _hash(name: str) -> bytes:
+    # A hash instead of a library's shuffle: the order must not change with the version
+    # of Python or numpy. Names of files need not be UTF-8.
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
+def _overlapping(edges: list[int], begin: int, end: int) -> range:
+    """Return the numbers i of the intervals from edges[i] to edges[i + 1] that overlap.
+
+    ``begin`` to ``end`` is what they overlap with.
+    """
+    return range(bisect_right(edges, begin) - 1, bisect_left(edges, end))
+
+
+def _cut(edges: list[int], slots: int) -> list[int]:
+    """Return where each slot's run begins on the line, and where the last one ends.
+
+    A run gets an equal share of what the runs before it have left. A cut close to the
+    edge of a file moves to the edge.
+    """
+    end = edges[-1]
+    cuts = [0]
+    for remaining_slots in range(slots, 1, -1):
+        share = (end - cuts[-1]) // remaining_slots
+        cut = cuts[-1] + share
+        i = bisect_left(edges, cut)
+        edge = min(edges[i - 1], edges[i], key=lambda edge: abs(edge - cut))
+        is_close = abs(edge - cut) * _MIN_PART < share
+        cuts.append(edge if is_close else cut)
+    return [*cuts, end]
+
+
+def one_share(slots: int) -> list[Share]:
+    """Return the share of the only source, which has no name."""
+    return [Share("", first=0, slots=slots, total=slots, asked=1.0)]
 
 
 def shares(weights: dict[str, float], slots: int) -> list[Share]:
@@ -394,40 +428,3 @@ def prefixed(name: str, files: Sequence[DataFile]) -> list[DataFile]:
     have files of the same names.
     """
     return [replace(file, name=f"{name}/{file.name}") for file in files]
-
-
-class Mixture(Assignment):
-    """The runs of all slots of several sources.
-
-    Each source has an ``Assignment`` of its own.
-    """
-
-    def __init__(
-        self, files: Sequence[DataFile], shares: Sequence[Share], seed: int
-    ) -> None:
-        """``files`` are the ``prefixed`` files of all sources, in the order of
-        ``shares``.
-        """
-        self.slots = sum(share.slots for share in shares)
-        self.seed = seed
-        self._sources: list[Assignment] = []
-        self.first_files = []
-        self.dealt = []
-        for share in shares:
-            of_source = [file for file in files if share.owns(file)]
-            source = Assignment(
-                of_source, share.slots, seed, share.first, first_file=len(self.dealt)
-            )
-            self._sources.append(source)
-            self.first_files += source.first_files
-            self.dealt += source.dealt
-        self._first_slots = [share.first for share in shares]
-        self.run = lru_cache(maxsize=8 * self.slots)(self._run)
-
-    def _run(self, slot: int, epoch: int) -> Run:
-        source = bisect_right(self._first_slots, slot) - 1
-        return self._sources[source].run(slot, epoch)
-
-    def owners(self, file: int, epoch: int) -> range:
-        source = bisect_right(self.first_files, file) - 1
-        return self._sources[source].owners(file, epoch)

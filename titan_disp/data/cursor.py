@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from torchtitan.tools.logging import logger
 
-from titan_disp.data.assignment import Segment
+from titan_disp.data.assignment import Part, Segment
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import (
     COMPRESSED,
@@ -197,7 +197,7 @@ class Cursor:
             return Document(content, size, start, p.copy())
 
     def _pass_over(
-        self, part: int, segment: Segment, index: int, error: BadDocument, size: int
+        self, part: Part, segment: Segment, index: int, error: BadDocument, size: int
     ) -> None:
         search = self._search
         if isinstance(error, Empty):
@@ -223,7 +223,7 @@ class Cursor:
         if search.bad + search.empty == _HOPELESS:
             self._give_up()
 
-    def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
+    def _end_file(self, part: Part, segment: Segment, damage: str | None) -> None:
         p = self.position.values
         search = self._search
         row = search.row

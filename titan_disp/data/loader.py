@@ -25,7 +25,12 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.batch import slot_count
 from titan_disp.config.types import JobConfig
-from titan_disp.data.assignment import Assignment, Mixture, Share, far_from_weights
+from titan_disp.data.assignment import (
+    Assignment,
+    Share,
+    far_from_weights,
+    one_share,
+)
 from titan_disp.data.cursor import check_bytes, check_documents, check_files
 from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
@@ -106,11 +111,8 @@ class StreamLoader(BaseDataLoader):
             )
         self.files = files
         self.options = options
-        self.assignment = (
-            Mixture(files, shares, options.seed)
-            if shares
-            else Assignment(files, slots, options.seed)
-        )
+        self.groups = list(shares) or one_share(slots)
+        self.assignment = Assignment(files, self.groups, options.seed)
         encode = encoder(tokenizer)
         self.encode = (
             fast_encoder(tokenizer, tokenizer_folder, encode)
@@ -122,7 +124,6 @@ class StreamLoader(BaseDataLoader):
         self.pin_memory = False
         self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
-        self.groups = list(shares) or [Share("", 0, slots, slots, 1.0)]
         self.own = {group.name: group.slots_among(self.slots) for group in self.groups}
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0

@@ -207,7 +207,7 @@ class Passes:
         """
         waiting: set[futures.Future[None]] = set()
         for slot, position in self.positions.items():
-            for segment, start in map(position.next, position.left()):
+            for segment, start in map(position.next, position.unread()):
                 if self._pass(slot, position.epoch, segment.file) is None:
                     new = self._begin(slot, position.epoch, segment, start)
                     if new.documents.position:

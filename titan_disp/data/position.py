@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from titan_disp.data.assignment import Assignment, Run, Segment
+from titan_disp.data.assignment import Assignment, Part, Run, Segment
 
 
 class Field(IntEnum):
@@ -39,12 +39,20 @@ class Field(IntEnum):
     SKIPPED_BYTES = 18  # … and about the bytes of both
 
 
-# index of the next document in head, body, tail
-NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)
-TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
+# For each part: the index of its next document in the file, and the bytes of text taken.
+NEXT = {
+    Part.HEAD: Field.HEAD,
+    Part.BODY: Field.BODY_DOCUMENT,
+    Part.TAIL: Field.TAIL,
+}
+TAKEN = {
+    Part.HEAD: Field.HEAD_BYTES,
+    Part.BODY: Field.BODY_BYTES,
+    Part.TAIL: Field.TAIL_BYTES,
+}
 OF_AN_EPOCH = (
-    *NEXT,
-    *TAKEN,
+    *NEXT.values(),
+    *TAKEN.values(),
     Field.BODY_FILE,
     Field.FILE_BYTES,
     Field.DONE,
@@ -53,8 +61,12 @@ OF_AN_EPOCH = (
 
 
 class Position:
-    """Hold one slot's position (``values``, [k] int64, at the beginning of a document),
-    and interpret and move it.
+    """Interpret and move the position of one slot.
+
+    Attributes:
+        slot: its number.
+        values: [k] int64, one for each ``Field``, at the beginning of a document.
+        assignment: the runs of all slots.
     """
 
     def __init__(self, slot: int, values: np.ndarray, assignment: Assignment) -> None:
@@ -67,84 +79,80 @@ class Position:
         return int(self.values[Field.EPOCH])
 
     def run(self) -> Run:
+        """Return what the slot reads in this epoch."""
         return self.assignment.run(self.slot, self.epoch)
 
-    def choose(self) -> int | None:
-        """Return the part furthest behind its share: head (0), body (1) or tail (2).
-
-        Return None if all are read.
-        """
-        taken = [int(self.values[column]) for column in TAKEN]
-        weights = self.run().weights
-        best = None
-        # the smallest taken / weight, compared without rounding; of equal ones the
-        # first
-        for part in self.left():
+    def choose(self) -> Part | None:
+        """Return the part furthest behind its share, or None if all are read."""
+        lengths = self.run().lengths
+        taken = {part: int(self.values[TAKEN[part]]) for part in lengths}
+        furthest_behind: Part | None = None
+        # Find the smallest taken / length, compared without rounding; of equal ones the
+        # first.
+        for part in self.unread():
             if (
-                best is None
-                or taken[part] * weights[best] < taken[best] * weights[part]
+                furthest_behind is None
+                or taken[part] * lengths[furthest_behind]
+                < taken[furthest_behind] * lengths[part]
             ):
-                best = part
-        return best
+                furthest_behind = part
+        return furthest_behind
 
-    def next(self, part: int) -> tuple[Segment, int]:
-        """Return a part's current segment and the index of the next document in its
-        file. The part must not be over.
-        """
-        run = self.run()
-        segment = (
-            run.head,
-            run.body[int(self.values[Field.BODY_FILE])] if part == 1 else None,
-            run.tail,
-        )[part]
-        assert segment is not None
-        return segment, int(self.values[NEXT[part]])
+    def next(self, part: Part) -> tuple[Segment, int]:
+        """Return an unread part's segment and the index of its next document."""
+        file = int(self.values[Field.BODY_FILE]) if part == Part.BODY else 0
+        return self.run().parts[part][file], int(self.values[NEXT[part]])
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
-        """Return what the slot still needs of a shared file in an epoch: the segment
-        and the index of its next document.
+        """Return what the slot still needs of a file that several slots share.
+
+        This is the segment and the index of its next document in this epoch, or None
+        if the slot needs nothing of the file.
         """
         if self.epoch > epoch:
             return None
-        run = self.assignment.run(self.slot, epoch)
-        for part, segment in ((0, run.head), (2, run.tail)):
-            if segment is not None and segment.file == file:
+        parts = self.assignment.run(self.slot, epoch).parts
+        for part in (Part.HEAD, Part.TAIL):
+            for segment in parts.get(part, ()):
+                if segment.file != file:
+                    continue
                 if self.epoch < epoch:
                     return segment, 0
-                if not self.values[Field.DONE] >> part & 1:
+                if not self._is_read(part):
                     return segment, int(self.values[NEXT[part]])
         return None
 
-    def take(self, part: int, index: int, size: int) -> None:
+    def take(self, part: Part, index: int, size: int) -> None:
         """Move past document ``index`` of a part.
 
         ``size`` is its bytes of text, or 0 if it cannot be used.
         """
         self.values[NEXT[part]] = index + 1
         self.values[TAKEN[part]] += size
-        self.values[Field.FILE_BYTES] += size if part == 1 else 0
+        if part == Part.BODY:
+            self.values[Field.FILE_BYTES] += size
 
-    def taken(self, part: int) -> int:
+    def taken(self, part: Part) -> int:
         """Return the bytes of text taken from a part's current file."""
-        return int(self.values[Field.FILE_BYTES if part == 1 else TAKEN[part]])
+        column = Field.FILE_BYTES if part == Part.BODY else TAKEN[part]
+        return int(self.values[column])
 
-    def end_file(self, part: int) -> None:
-        p = self.values
-        if part == 1:
-            p[Field.BODY_FILE] += 1
-            p[[Field.BODY_DOCUMENT, Field.FILE_BYTES]] = 0
-            if p[Field.BODY_FILE] < len(self.run().body):
+    def end_file(self, part: Part) -> None:
+        """Go to the part's next file, or mark the part as read."""
+        if part == Part.BODY:
+            self.values[Field.BODY_FILE] += 1
+            self.values[[Field.BODY_DOCUMENT, Field.FILE_BYTES]] = 0
+            if self.values[Field.BODY_FILE] < len(self.run().parts[part]):
                 return
-        p[Field.DONE] |= 1 << part
+        self.values[Field.DONE] |= 1 << part
 
     def end_epoch(self) -> None:
         self.values[Field.EPOCH] += 1
         self.values[list(OF_AN_EPOCH)] = 0
 
-    def left(self) -> list[int]:
-        weights = self.run().weights
-        return [
-            part
-            for part in range(3)
-            if weights[part] and not self.values[Field.DONE] >> part & 1
-        ]
+    def unread(self) -> list[Part]:
+        """Return the parts that are not read to their end."""
+        return [part for part in self.run().parts if not self._is_read(part)]
+
+    def _is_read(self, part: Part) -> bool:
+        return bool(self.values[Field.DONE] >> part & 1)

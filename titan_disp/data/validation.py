@@ -15,7 +15,7 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.types import JobConfig
-from titan_disp.data.assignment import Assignment
+from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.cursor import check_documents
 from titan_disp.data.files import DataFile, list_files, on_rank_0
 from titan_disp.data.options import stream_options
@@ -72,7 +72,7 @@ def first_sequences(
     options = replace(stream_options(job_config, seq_len, tokenizer), shuffle_window=0)
     check_content(files, options, "validation")
     begin = np.zeros((1, len(Field)), dtype=np.int64)
-    assignment = Assignment(files, slots=1, seed=0)
+    assignment = Assignment(files, one_share(1), seed=0)
     with closing(
         RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)
     ) as streams:

@@ -9,7 +9,7 @@ draws the whole parameter on the CPU and keeps its shard. This takes a few secon
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,17 @@ from titan_disp.models.head import ChunkedHead, HiddenStates
 
 # Activation checkpointing and torch.compile add these wrappers to parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class Predictions(NamedTuple):
+    """What a model returns for token ids [B, N] if activations are requested."""
+
+    logits: Tensor | HiddenStates  # [B, N, V]
+    # For each requested layer, in ascending order, [B, N, F]. Under TP and CP, this is
+    # the rank's [B, N/p, F] shard of the sequence, as a plain local tensor.
+    activations: Sequence[Tensor] = ()
+    # The number of each token's document, [B, N] int, whole on every rank.
+    segments: Tensor | None = None
 
 
 class DispModel(ModelProtocol):
@@ -82,9 +93,10 @@ class DispModel(ModelProtocol):
         positions: Tensor | None = None,
         return_activations: Sequence[int] | None = None,
         segments: Tensor | None = None,
-    ) -> Tensor | HiddenStates | tuple[Any, ...]:
-        """Return logits [B, N, V] for token ids [B, N], or (logits, activations) if
-        activations are requested.
+    ) -> Tensor | HiddenStates | Predictions:
+        """Return logits [B, N, V] for token ids [B, N].
+
+        If activations are requested, return ``Predictions``.
 
         ``return_activations`` has their indices: 0 is the output of the embedding, i +
         1 the output of block i (before the final norm), n_layers + 1 the output of the
@@ -92,14 +104,9 @@ class DispModel(ModelProtocol):
         model's arguments in training, and for none in eval. In training with a chunked
         head, there are ``HiddenStates`` in place of logits.
 
-        Activations are [B, N, F] in ascending order of index. Under TP and CP, they are
-        this rank's [B, N/p, F] shard of the sequence, as plain local tensors.
-
         ``segments`` [B, N] numbers each token's document (``data.stream.Slot.fill``),
-        from which positions can begin at 0 in every document. If given, it follows the
-        activations in the result, whole on every rank, for the loss. ValueError is
-        raised if the model attends within documents and gets no mask
-        (``get_attention_masks``).
+        from which positions can begin at 0 in every document. ValueError is raised if
+        the model attends within documents and gets no mask (``get_attention_masks``).
         """
         if self.model_args.attn_type == "flex" and attention_masks is None:
             raise ValueError(
@@ -137,11 +144,7 @@ class DispModel(ModelProtocol):
             logits = HiddenStates(logits, self.output.weight)
         if not wanted:
             return logits
-        return (
-            (logits, tuple(activations))
-            if segments is None
-            else (logits, tuple(activations), segments)
-        )
+        return Predictions(logits, tuple(activations), segments)
 
     def tie_weights(self) -> None:
         if self.model_args.enable_weight_tying:
