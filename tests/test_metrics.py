@@ -30,6 +30,7 @@ from titan_disp.data.assignment import Share
 from titan_disp.data.files import DataFile
 from titan_disp.data.loader import StreamLoader
 from titan_disp.errors import DataError
+from titan_disp.metric import Metric
 from titan_disp.objective import LossLedger
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
 from titan_disp.run.reader import read_condensation, read_json_lines, read_metrics
@@ -50,11 +51,13 @@ class DamagedFiles:
         self.texts = [1.0]
 
     def counters(self):
-        counts = dict.fromkeys(
-            ("documents", "skipped_documents", "skipped_bytes", "epoch"), 0
-        )
-        counts |= {"skipped_files": self.skipped, "stored_bytes": self.read}
-        return counts | {"seconds_waited": self.waited, "epochs_read": 0.375}
+        names = ("documents", "skipped_documents", "skipped_bytes", "epoch")
+        counts = dict.fromkeys(map(Metric, names), 0)
+        counts[Metric("skipped_files")] = self.skipped
+        counts[Metric("stored_bytes")] = self.read
+        counts[Metric("seconds_waited")] = self.waited
+        counts[Metric("epochs_read")] = 0.375
+        return counts
 
 
 def metrics(run, loader=None, tensorboard=False, **degrees):

@@ -31,6 +31,7 @@ from titan_disp.errors import (
     InUseError,
     NonFiniteError,
 )
+from titan_disp.metric import Metric
 from titan_disp.run import integrity
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.identity import read_identity
@@ -112,10 +113,10 @@ class Files(DamagedFiles):
     def counters(self):
         rank = dist.get_rank()
         own = {
-            "epoch": rank,
-            "seconds_waited": self.waited,
-            "epoch/web": 2 * rank,
-            "epochs_read/web": 1.5,
+            Metric("epoch"): rank,
+            Metric("seconds_waited"): self.waited,
+            Metric("epoch", "web"): 2 * rank,
+            Metric("epochs_read", "web"): 1.5,
         }
         return super().counters() | own
 

@@ -27,6 +27,7 @@ from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import packed
 from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.masks import TokenMask, token_mask
+from titan_disp.metric import Metric
 from titan_disp.models.decoder import Predictions
 
 
@@ -120,7 +121,7 @@ class LossLedger:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=mesh.get_group())
         return worst.item()
 
-    def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
+    def mean(self, mesh: DeviceMesh | None) -> dict[Metric, float] | None:
         """Return the means over the valid tokens of all ranks of ``mesh``, by name.
 
         The names are "ce" and "dispersion", "dispersion_NAME" for each loss if there
@@ -135,12 +136,12 @@ class LossLedger:
         term_sums, source_sums = sums.cpu().tensor_split([len(self._names)])
         terms = dict(zip(self._names, term_sums.tolist(), strict=True))
         tokens = terms.pop("tokens") or math.nan
-        means = {name: total / tokens for name, total in terms.items()}
+        means = {Metric(name): total / tokens for name, total in terms.items()}
         # Without rows, there are no sums of sources.
         for source, (ce, tokens) in zip(
             self.sources, source_sums.view(-1, 2).tolist(), strict=False
         ):
-            means[f"ce/{source}"] = ce / (tokens or math.nan)
+            means[Metric("ce", source)] = ce / (tokens or math.nan)
         return means
 
     def _source_sums(self) -> list[Tensor]:

@@ -5,11 +5,11 @@ It needs no data, tokenizer or GPU.
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from torch import nn
 
 from titan_disp.checks import check_config, missing_inputs
 from titan_disp.cluster import cost
@@ -69,68 +69,109 @@ class Batch:
 
 @dataclass(frozen=True)
 class Model:
-    parameters: int  # a tied embedding counts once
-    # without the output and the embeddings of tokens and positions
+    """The size of a model, and its cost in one step.
+
+    Attributes:
+        parameters: a tied embedding counts once.
+        parameters_non_embedding: without the output and the embeddings of tokens and
+            positions.
+        flops: of forward and backward, without recomputation.
+        dispersion_flops: what dispersion adds to these.
+    """
+
+    parameters: int
     parameters_non_embedding: int
-    flops: float  # of forward and backward in a step, without recomputation
-    dispersion_flops: float  # that dispersion adds to these
+    flops: float
+    dispersion_flops: float
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    # bytes of one full checkpoint, without the few numbers of streams and schedules
+    """The checkpoints of a run.
+
+    Attributes:
+        size: bytes of a full one, without the few numbers of streams and schedules.
+        saved: how many are saved.
+        kept: how many are left at the end of the run.
+        disk: most bytes at any time. This is one more than are kept, as the oldest is
+            deleted after the newest is complete.
+        interval_seconds: between two of them; 0 without checkpoints.
+        seconds: to write one at the machine's storage_bandwidth. Asynchronous modes
+            hide most of them.
+    """
+
     size: int
     saved: int
-    kept: int  # at the end of the run
-    # most bytes at any time: one more than are kept, as the oldest is deleted after the
-    # newest is complete
+    kept: int
     disk: int
-    interval_seconds: float  # 0 without checkpoints
-    # to write one at the machine's storage_bandwidth; asynchronous modes hide most of
-    # it
+    interval_seconds: float
     seconds: float
 
 
 @dataclass(frozen=True)
 class Time:
-    # of a step's products at the machine's ``mfu`` of the bf16 peak (dispersion: half
-    # of it)
+    """The time of a step, and of all steps.
+
+    Attributes:
+        computing_seconds: of a step's products at the machine's ``mfu`` of the bf16
+            peak (dispersion: half of it).
+        within_bytes: that a GPU sends in a step to others of its node (``traffic``).
+        between_bytes: that it sends to other nodes.
+        within_seconds, between_seconds: of these.
+        exposed_seconds: communication that computing cannot hide, a lower bound.
+        step_seconds: computing and exposed communication.
+        tokens_per_second_per_gpu: throughput.
+        days: of all steps, without start-ups, checkpoints, validation and measurements.
+        days_without_dispersion: the same with dispersion off.
+        days_fp32_dispersion: the same with dispersion's products at the fp32 peak, as
+            for fp32 activations and l2_repel.
+    """
+
     computing_seconds: float
-    # that one GPU sends in a step to others of its node (see ``traffic``)
     within_bytes: float
-    between_bytes: float  # to other nodes
+    between_bytes: float
     within_seconds: float
     between_seconds: float
-    exposed_seconds: float  # communication that computing cannot hide, a lower bound
-    step_seconds: float  # computing and exposed communication
+    exposed_seconds: float
+    step_seconds: float
     tokens_per_second_per_gpu: float
-    # of all steps, without start-ups, checkpoints, validation and measurements
     days: float
     days_without_dispersion: float
-    # with dispersion's products at the fp32 peak, as for fp32 activations and l2_repel
     days_fp32_dispersion: float
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Hold the prediction for a run.
+class Prediction:
+    """What follows from a config and a machine alone."""
 
-    ``dataclasses.asdict`` turns it into JSON values.
-    """
-
-    config: str
-    machine: Machine  # with all its bandwidths, in GB/s
     mesh: Mesh
     batch: Batch
     model: Model
-    memory: cost.Memory
-    checkpoints: Checkpoints
+    memory: cost.Memory  # of a GPU at the peak
     time: Time
+
+
+@dataclass(frozen=True)
+class Plan(Prediction):
+    """The prediction for a run; ``dataclasses.asdict`` turns it into JSON values.
+
+    Attributes:
+        config: path of the file.
+        machine: with all its bandwidths, in GB/s.
+        checkpoints: those of the whole run.
+        sources: the shares of several sources of data.
+        unseen: for each local source, about the fraction of its text that an epoch's
+            tokens leave unread.
+        node_counts: numbers of nodes that are possible, up to MAX_NODES, with the same
+            number of GPUs per node.
+        warnings: whole sentences.
+    """
+
+    config: str
+    machine: Machine
+    checkpoints: Checkpoints
     sources: list[Share]
-    # of each local source's text, the fraction that an epoch's tokens leave unread,
-    # about
     unseen: dict[str, float]
-    # up to MAX_NODES, with the same number of GPUs per node
     node_counts: list[NodeCount]
     warnings: list[str]
 
@@ -152,32 +193,30 @@ def admitted_node_counts(
     fit, and the config as it is. The replicas come first if one fits into a node.
     """
     steps = job_config.training.steps
+    p = job_config.parallelism
+    adapts = p.data_parallel_replicate_degree == -1
+    as_it_is = (p.data_parallel_replicate_degree, p.data_parallel_shard_degree)
+    replica = shard * p.context_parallel_degree * p.tensor_parallel_degree
     trial = copy.deepcopy(job_config)
-    p = trial.parallelism
-    given = job_config.parallelism
-    inside = shard * p.context_parallel_degree * p.tensor_parallel_degree
+    mesh = trial.parallelism
     admitted = []
     for nodes in range(1, MAX_NODES + 1):
         world = nodes * gpus_per_node
-        resolves = given.data_parallel_replicate_degree == -1
-        meshes = (
-            [(world // inside, shard)] if world % inside == 0 and not resolves else []
-        )
-        meshes.append(
-            (given.data_parallel_replicate_degree, given.data_parallel_shard_degree)
-        )
-        if inside > gpus_per_node:
-            meshes.reverse()
-        for p.data_parallel_replicate_degree, p.data_parallel_shard_degree in meshes:
-            # an earlier check may have set it from the token budget
+        degrees = [as_it_is]
+        if world % replica == 0 and not adapts:
+            degrees.append((world // replica, shard))
+        if replica <= gpus_per_node:
+            degrees.reverse()
+        for replicate_degree, shard_degree in degrees:
+            mesh.data_parallel_replicate_degree = replicate_degree
+            mesh.data_parallel_shard_degree = shard_degree
+            # An earlier check may have set the steps from the token budget.
             trial.training.steps = steps
             try:
                 check_config(trial, world)
             except ConfigError:
                 continue
-            admitted.append(
-                NodeCount(nodes, -1 if resolves else p.data_parallel_replicate_degree)
-            )
+            admitted.append(NodeCount(nodes, -1 if adapts else replicate_degree))
             break
     return admitted
 
@@ -188,64 +227,68 @@ def unseen_shares(
     slots: int,
     shares: Sequence[Share],
 ) -> dict[str, float]:
-    """Predict which fraction of each local source's text the cuts leave unread in an
-    epoch's tokens.
+    """Predict which fraction of each local source's text an epoch's tokens miss.
 
-    Lengths of documents add to it: the fewer a slot has, and the more they differ, the
-    more.
+    This follows from the cuts between slots. Lengths of documents add to it: the fewer
+    a slot has, and the more they differ, the more.
     """
-    found = {}
+    unseen = {}
     options = stream_options(job_config)
-    own = {share.name: share.slots for share in shares}
-    for one, files in listed:
-        # no index of token ids without a tokenizer, or too much for memory
+    slots_of = {share.name: share.slots for share in shares}
+    for data, files in listed:
+        if not files or data.key == "validation":
+            continue
+        # Without a tokenizer, token ids have no index. Others may need too much memory.
         with contextlib.suppress(ConfigError):
-            if files and one.key != "validation":
-                assignment = Assignment(
-                    with_densities(files, options),
-                    one_share(own.get(one.source, slots)),
-                    options.seed,
-                )
-                found[one.source] = assignment.unseen()
-    return found
+            assignment = Assignment(
+                with_densities(files, options),
+                one_share(slots_of.get(data.source, slots)),
+                options.seed,
+            )
+            unseen[data.source] = assignment.unseen()
+    return unseen
 
 
 def find_machine(machine: Machine) -> Machine:
-    """Return the machine with the GPU's own bandwidths where it names none, or raise
-    ConfigError.
+    """Return the machine with the GPU's own numbers where it names none.
+
+    Raises ConfigError if one of its numbers is out of range.
     """
     machine = replace(machine, gpu=cost.gpu_name(machine.gpu))
     gpu = cost.find_gpu(machine)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
         raise ConfigError(
-            f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}, expected at least 1 of both"
+            f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}, "
+            "expected at least 1 of both"
         )
     if not 0 < machine.mfu <= 1:
         raise ConfigError(f"mfu is {machine.mfu}, expected a number in (0, 1]")
-    bandwidths = {
-        "node": gpu.node_bandwidth / 1e9
-        if machine.node_bandwidth is None
-        else machine.node_bandwidth,
-        "network": gpu.network_bandwidth / 1e9
-        if machine.network_bandwidth is None
-        else machine.network_bandwidth,
+    node_bandwidth = machine.node_bandwidth
+    if node_bandwidth is None:
+        node_bandwidth = gpu.node_bandwidth / 1e9
+    network_bandwidth = machine.network_bandwidth
+    if network_bandwidth is None:
+        network_bandwidth = gpu.network_bandwidth / 1e9
+    for link, bandwidth in {
+        "node": node_bandwidth,
+        "network": network_bandwidth,
         "storage": machine.storage_bandwidth,
-    }
-    for kind, value in bandwidths.items():
-        if not value > 0:
+    }.items():
+        if not bandwidth > 0:
             raise ConfigError(
-                f"{kind} bandwidth is {value:g} GB/s, expected a number > 0"
+                f"{link} bandwidth is {bandwidth:g} GB/s, expected a number > 0"
             )
-    found: dict[str, Any] = {
-        f"{kind}_bandwidth": value for kind, value in bandwidths.items()
-    }
     return replace(
-        machine, gpu_memory=gpu.memory / 1e9, gpu_flops=gpu.bf16_flops / 1e12, **found
+        machine,
+        gpu_memory=gpu.memory / 1e9,
+        gpu_flops=gpu.bf16_flops / 1e12,
+        node_bandwidth=node_bandwidth,
+        network_bandwidth=network_bandwidth,
     )
 
 
 def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> Plan:
-    """Plan a config, which is not changed, on a machine.
+    """Return the plan of a config, which is not changed, on a machine.
 
     With ``strict``, missing data or a missing tokenizer is an error.
 
@@ -253,119 +296,145 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     out of range.
     """
     machine = find_machine(machine)
-    given = job_config
+    unchecked = job_config
     job_config = copy.deepcopy(job_config)
-    gpu = cost.find_gpu(machine)
     world = machine.nodes * machine.gpus_per_node
     try:
         check_config(job_config, world)
     except ConfigError as error:
-        gpus = f"{counted(machine.nodes, 'node')} of {counted(machine.gpus_per_node, 'GPU')}"
+        nodes = counted(machine.nodes, "node")
+        gpus = counted(machine.gpus_per_node, "GPU")
         raise ConfigError(
-            f"{error}. This is for {gpus} (--nodes, --gpus-per-node)"
+            f"{error}. This is for {nodes} of {gpus} (--nodes, --gpus-per-node)"
         ) from error
     missing, listed = missing_inputs(job_config, strict)
-    warnings = missing + hub_warnings(job_config, world, machine.nodes)
     module = meta_model(job_config)
-    mesh, batch, model, memory, time = measured(job_config, module, machine)
-    if memory.total > gpu.memory:
-        warnings.append(
-            f"a GPU would need about {memory.total / 1e9:.1f} GB, but {machine.gpu} has {gpu.memory / 1e9:.0f} GB: lower "
-            'training.local_batch_size, or set activation_checkpoint.mode = "full", a larger data_parallel_shard_degree or '
-            "tensor_parallel_degree"
-        )
+    prediction = predict(job_config, module, machine)
+    checkpoints = _checkpoints(job_config, module, machine, prediction.time)
+    mesh = prediction.mesh
     slots = slot_count(job_config, mesh.data_parallel)
     sources = source_shares(job_config, slots)
-    if (coarse := far_from_weights(sources)) is not None:
-        warnings.append(coarse)
-    if time.exposed_seconds > NOTICED * time.step_seconds:
-        warnings.append(
-            f"communication that computing cannot hide takes {time.exposed_seconds / time.step_seconds:.0%} of a step: use "
-            "fewer nodes, or raise training.local_batch_size, which splits the same batch into fewer microbatches"
-        )
-    size = cost.checkpoint_bytes(job_config, module)
-    (saved, kept, on_disk) = cost.checkpoint_counts(job_config)
-    between = job_config.checkpoint.interval * time.step_seconds if saved else 0.0
-    checkpoints = Checkpoints(
-        size,
-        saved,
-        kept,
-        on_disk * size,
-        between,
-        size / (machine.storage_bandwidth * 1e9),
-    )
-    if saved and checkpoints.seconds > max(NOTICED * between, 0.1):
-        warnings.append(
-            f"a checkpoint is saved every {between:.1f} s and takes about {checkpoints.seconds:.1f} s to write: raise "
-            "checkpoint.interval"
-        )
-    config = job_config.job.config_file or ""
-    counts = admitted_node_counts(given, machine.gpus_per_node, mesh.shard)
-    unseen = unseen_shares(job_config, listed, slots, sources)
     return Plan(
-        config,
-        machine,
-        mesh,
-        batch,
-        model,
-        memory,
-        checkpoints,
-        time,
-        sources,
-        unseen,
-        counts,
-        warnings,
+        **vars(prediction),
+        config=job_config.job.config_file or "",
+        machine=machine,
+        checkpoints=checkpoints,
+        sources=sources,
+        unseen=unseen_shares(job_config, listed, slots, sources),
+        node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
+        warnings=[
+            *missing,
+            *hub_warnings(job_config, world, machine.nodes),
+            *_warnings(machine, prediction, checkpoints, sources),
+        ],
     )
 
 
-def measured(
-    job_config: JobConfig, module: DispModel, machine: Machine
-) -> tuple[Mesh, Batch, Model, cost.Memory, Time]:
-    """Return what follows from a checked config, its model on the meta device and a
-    machine of ``find_machine``.
+def _checkpoints(
+    job_config: JobConfig, module: DispModel, machine: Machine, time: Time
+) -> Checkpoints:
+    size = cost.checkpoint_bytes(job_config, module)
+    saved, kept, on_disk = cost.checkpoint_counts(job_config)
+    interval = job_config.checkpoint.interval * time.step_seconds
+    return Checkpoints(
+        size=size,
+        saved=saved,
+        kept=kept,
+        disk=on_disk * size,
+        interval_seconds=interval if saved else 0.0,
+        seconds=size / (machine.storage_bandwidth * 1e9),
+    )
+
+
+def _warnings(
+    machine: Machine,
+    prediction: Prediction,
+    checkpoints: Checkpoints,
+    sources: list[Share],
+) -> Iterator[str]:
+    memory = prediction.memory.total
+    available = cost.find_gpu(machine).memory
+    if memory > available:
+        yield (
+            f"a GPU would need about {memory / 1e9:.1f} GB, but {machine.gpu} has "
+            f"{available / 1e9:.0f} GB: lower training.local_batch_size, or set "
+            'activation_checkpoint.mode = "full", a larger data_parallel_shard_degree '
+            "or tensor_parallel_degree"
+        )
+    if (coarse := far_from_weights(sources)) is not None:
+        yield coarse
+    time = prediction.time
+    if time.exposed_seconds > NOTICED * time.step_seconds:
+        part = time.exposed_seconds / time.step_seconds
+        yield (
+            f"communication that computing cannot hide takes {part:.0%} of a step: use "
+            "fewer nodes, or raise training.local_batch_size, which splits the same "
+            "batch into fewer microbatches"
+        )
+    interval = checkpoints.interval_seconds
+    if checkpoints.saved and checkpoints.seconds > max(NOTICED * interval, 0.1):
+        yield (
+            f"a checkpoint is saved every {interval:.1f} s and takes about "
+            f"{checkpoints.seconds:.1f} s to write: raise checkpoint.interval"
+        )
+
+
+def predict(job_config: JobConfig, module: DispModel, machine: Machine) -> Prediction:
+    """Return what follows from a checked config and a machine of ``find_machine``.
+
+    ``module`` is the config's model on the meta device.
     """
     p = job_config.parallelism
     t = job_config.training
     world = machine.nodes * machine.gpus_per_node
-    cp = p.context_parallel_degree
-    tp = p.tensor_parallel_degree
-    replicate = p.data_parallel_replicate_degree
-    dp = data_parallel_degree(job_config, world)
-    mesh = Mesh(replicate, world // (replicate * cp * tp), cp, tp, dp)
-    sequences = global_batch_size(job_config, dp)
-    step_tokens = tokens_per_step(job_config, dp)
-    accumulation = sequences // (t.local_batch_size * dp)
-    total = t.steps * step_tokens
+    replicas = (
+        p.data_parallel_replicate_degree
+        * p.context_parallel_degree
+        * p.tensor_parallel_degree
+    )
+    mesh = Mesh(
+        replicate=p.data_parallel_replicate_degree,
+        shard=world // replicas,
+        context=p.context_parallel_degree,
+        tensor=p.tensor_parallel_degree,
+        data_parallel=data_parallel_degree(job_config, world),
+    )
+    sequences = global_batch_size(job_config, mesh.data_parallel)
+    step_tokens = tokens_per_step(job_config, mesh.data_parallel)
     batch = Batch(
-        t.seq_len,
-        t.local_batch_size,
-        sequences,
-        accumulation,
-        step_tokens,
-        t.steps,
-        total,
+        seq_len=t.seq_len,
+        local_batch_size=t.local_batch_size,
+        global_batch_size=sequences,
+        accumulation_steps=sequences // (t.local_batch_size * mesh.data_parallel),
+        tokens_per_step=step_tokens,
+        steps=t.steps,
+        total_tokens=t.steps * step_tokens,
     )
     args = module.model_args
     parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
-    embeddings = {
-        id(w): w.numel()
-        for part in (*module.embeddings, module.output)
-        for w in part.parameters()
-    }
-    flops = flops_per_token * step_tokens
-    dispersed = sequences * cost.dispersion_cost(job_config, args).flops
+    embeddings = nn.ModuleList([*module.embeddings, module.output])
+    dispersion_flops = cost.dispersion_cost(job_config, args).flops
     model = Model(
-        parameters,
-        parameters - sum(embeddings.values()),
-        float(flops),
-        float(dispersed),
+        parameters=parameters,
+        # A tied weight is one parameter.
+        parameters_non_embedding=parameters
+        - sum(weight.numel() for weight in embeddings.parameters()),
+        flops=float(flops_per_token * step_tokens),
+        dispersion_flops=float(sequences * dispersion_flops),
     )
-    memory = cost.estimate(job_config, module, mesh.shard * cp, accumulation > 1)
-    return mesh, batch, model, memory, _time(job_config, module, machine, model, batch)
+    return Prediction(
+        mesh=mesh,
+        batch=batch,
+        model=model,
+        memory=cost.estimate(
+            job_config, module, mesh.shard * mesh.context, batch.accumulation_steps > 1
+        ),
+        time=_time(job_config, module, machine, model, batch),
+    )
 
 
-# dispersion's FLOPs than the model's, rounded from the exact estimator on one H200
-# (docs/benchmarks.md)
+# How much longer dispersion's FLOPs take than the model's: rounded from the exact
+# estimator on one H200 (docs/benchmarks.md).
 SLOWER = 2.0
 
 
@@ -383,14 +452,12 @@ def _time(
     world = machine.nodes * machine.gpus_per_node
     gpu = cost.find_gpu(machine)
     sent = cost.traffic(job_config, module, machine.gpus_per_node, world)
-    bf16, fp32 = (
-        world * machine.mfu * peak for peak in (gpu.bf16_flops, gpu.fp32_flops)
-    )
+    bf16 = world * machine.mfu * gpu.bf16_flops  # FLOP/s of all GPUs
+    fp32 = world * machine.mfu * gpu.fp32_flops
 
     def days(computing: float) -> float:
-        return (
-            batch.steps * (computing + sent.exposed(computing, within, between)) / 86400
-        )
+        seconds = computing + sent.exposed(computing, within, between)
+        return batch.steps * seconds / 86400
 
     computing = (model.flops + SLOWER * model.dispersion_flops) / bf16
     exposed = sent.exposed(computing, within, between)
@@ -419,41 +486,47 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
 
 
-def _days(days: float) -> str:  # not known to a tenth of a minute
+def _days(days: float) -> str:
     minutes = days * 1440
     if minutes < 1:
         return "less than a minute"
-    return (
-        estimated_duration(days * 86400) if minutes >= 120 else f"{minutes:.0f} minutes"
-    )
+    if minutes < 120:  # ``estimated_duration`` would show tenths
+        return f"{minutes:.0f} minutes"
+    return estimated_duration(days * 86400)
 
 
 def _node_counts(counts: list[NodeCount]) -> str:
-    degrees = {c.replicate for c in counts}
-    if all(c.replicate == c.nodes for c in counts):
+    numbers = [str(count.nodes) for count in counts]
+    degrees = {count.replicate for count in counts}
+    if all(count.replicate == count.nodes for count in counts):
         degree = "= nodes"
+    elif len(degrees) == 1:
+        degree = f"= {degrees.pop()}"
     else:
-        degree = f"= {degrees.pop()}" if len(degrees) == 1 else "in brackets"
-    shown = [
-        f"{c.nodes} ({c.replicate})" if degree == "in brackets" else str(c.nodes)
-        for c in counts
-    ]
-    if len(shown) > SHOWN:
-        shown[SHOWN - 1 : -1] = ["…"]
-    nodes = "node" if [c.nodes for c in counts] == [1] else "nodes"
-    return f"{', '.join(shown)} {nodes}; data_parallel_replicate_degree {degree} (tried up to {MAX_NODES})"
+        degree = "in brackets"
+        numbers = [f"{count.nodes} ({count.replicate})" for count in counts]
+    if len(numbers) > SHOWN:
+        numbers[SHOWN - 1 : -1] = ["…"]
+    nodes = "node" if [count.nodes for count in counts] == [1] else "nodes"
+    return (
+        f"{', '.join(numbers)} {nodes}; data_parallel_replicate_degree {degree} "
+        f"(tried up to {MAX_NODES})"
+    )
 
 
-# name and text; a name that begins with blanks belongs to the row above
+# Name and text. A name that begins with blanks belongs to the row above.
 Row = tuple[str, str]
 
 
 def render(plan: Plan) -> str:
-    """Render the plan as about 35 lines of text."""
-    rows = (
-        _run_rows(plan) + _memory_rows(plan) + _checkpoint_rows(plan) + _time_rows(plan)
-    )
-    rows.append(("also runs on", _node_counts(plan.node_counts)))
+    """Return the plan as about 35 lines of text."""
+    rows = [
+        *_run_rows(plan),
+        *_memory_rows(plan),
+        *_checkpoint_rows(plan),
+        *_time_rows(plan),
+        ("also runs on", _node_counts(plan.node_counts)),
+    ]
     lines = [f"{name:<15} {text}" for name, text in rows]
     return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])
 
@@ -463,25 +536,31 @@ def _run_rows(plan: Plan) -> list[Row]:
     mesh = plan.mesh
     batch = plan.batch
     model = plan.model
-    gpus = f"{counted(machine.nodes, 'node')} × {machine.gpus_per_node} {machine.gpu}"
-    degrees = f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} × tensor {mesh.tensor}"
+    nodes = counted(machine.nodes, "node")
+    gpus = counted(machine.nodes * machine.gpus_per_node, "GPU")
     ranks = counted(mesh.data_parallel, "rank")
-    microbatches = f"{batch.local_batch_size} × {ranks} × {counted(batch.accumulation_steps, 'accumulation step')}"
-    sequences = (
-        f"{counted(batch.global_batch_size, 'sequence')} of {batch.seq_len:,} tokens"
-    )
-    source_names = ["sources"] + [""] * len(plan.sources)  # one heading for all
+    sequences = counted(batch.global_batch_size, "sequence")
+    accumulated = counted(batch.accumulation_steps, "accumulation step")
+    # All sources are below one heading.
+    source_names = ["sources"] + [""] * len(plan.sources)
     return [
         ("plan", plan.config),
+        ("machine", f"{nodes} × {machine.gpus_per_node} {machine.gpu} = {gpus}"),
         (
-            "machine",
-            f"{gpus} = {counted(machine.nodes * machine.gpus_per_node, 'GPU')}",
+            "mesh",
+            f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} "
+            f"× tensor {mesh.tensor}; "
+            f"{counted(mesh.data_parallel, 'data-parallel rank')}",
         ),
-        ("mesh", f"{degrees}; {counted(mesh.data_parallel, 'data-parallel rank')}"),
-        ("batch", f"{sequences} = {microbatches}"),
+        (
+            "batch",
+            f"{sequences} of {batch.seq_len:,} tokens = {batch.local_batch_size} × "
+            f"{ranks} × {accumulated}",
+        ),
         (
             "steps",
-            f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = {batch.total_tokens:,} tokens",
+            f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = "
+            f"{batch.total_tokens:,} tokens",
         ),
         *zip(source_names, map(str, plan.sources), strict=False),
         *(
@@ -493,7 +572,8 @@ def _run_rows(plan: Plan) -> list[Row]:
         ),
         (
             "parameters",
-            f"{model.parameters:,}; {model.parameters_non_embedding:,} without embedding and output",
+            f"{model.parameters:,}; {model.parameters_non_embedding:,} without "
+            "embedding and output",
         ),
     ]
 
@@ -504,8 +584,11 @@ def _memory_rows(plan: Plan) -> list[Row]:
         "dispersion": " of saved gradients",
     }
     memory = plan.memory
-    limit = f"{cost.find_gpu(plan.machine).memory / 1e9:.0f} GB"
-    total = f"{_size(memory.total)} of {limit} per GPU at the peak, estimated (1 GB = 1e9 bytes)"
+    limit = cost.find_gpu(plan.machine).memory / 1e9
+    total = (
+        f"{_size(memory.total)} of {limit:.0f} GB per GPU at the peak, estimated "
+        "(1 GB = 1e9 bytes)"
+    )
     parts = [
         (f"  {part}", _size(size) + notes.get(part, ""))
         for part, size in vars(memory).items()
@@ -515,20 +598,21 @@ def _memory_rows(plan: Plan) -> list[Row]:
 
 def _checkpoint_rows(plan: Plan) -> list[Row]:
     saves = plan.checkpoints
-    every = "never"
+    interval = "never"
     if saves.saved:
-        bandwidth = f"{plan.machine.storage_bandwidth:g} GB/s (--storage-bandwidth)"
-        interval = estimated_duration(saves.interval_seconds)
-        every = (
-            f"{interval}; written in {estimated_duration(saves.seconds)} at {bandwidth}"
+        interval = (
+            f"{estimated_duration(saves.interval_seconds)}; written in "
+            f"{estimated_duration(saves.seconds)} at "
+            f"{plan.machine.storage_bandwidth:g} GB/s (--storage-bandwidth)"
         )
     return [
         ("checkpoint", _size(saves.size)),
         (
             "  over the run",
-            f"{saves.saved} saved, {saves.kept} kept; at most {_size(saves.disk)} on disk",
+            f"{saves.saved} saved, {saves.kept} kept; at most {_size(saves.disk)} on "
+            "disk",
         ),
-        ("  every", every),
+        ("  every", interval),
     ]
 
 
@@ -536,31 +620,49 @@ def _time_rows(plan: Plan) -> list[Row]:
     machine = plan.machine
     model = plan.model
     time = plan.time
-    took = estimated_duration
+    duration = estimated_duration
     steps = plan.batch.steps
-    total = f"{model.flops:.3e} per step, {model.flops * steps:.3e} in total"
-    dispersion = (
-        f"{model.dispersion_flops:.3e} and {model.dispersion_flops * steps:.3e}"
-    )
-    share = f"{model.dispersion_flops / model.flops:.1%}, at half the speed"
-    peak = f"{cost.find_gpu(machine).bf16_flops / 1e12:g} TFLOP/s per GPU"
-    computing = f"{took(time.computing_seconds)} of computing at {machine.mfu:.0%} of the bf16 peak, {peak}"
-    node = f"{took(time.within_seconds)} at {machine.node_bandwidth:g} GB/s (--node-bandwidth)"
-    network = f"{took(time.between_seconds)} at {machine.network_bandwidth:g} GB/s (--network-bandwidth)"
-    exposed = f"{time.exposed_seconds / time.step_seconds:.1%} of a step"
+    share = model.dispersion_flops / model.flops
+    peak = cost.find_gpu(machine).bf16_flops / 1e12
     rows = [
-        ("FLOPs", f"{total}; dispersion adds {dispersion} ({share})"),
-        ("step", f"{took(time.step_seconds)}: {computing}, plus communication"),
-        ("  within nodes", f"{_size(time.within_bytes)} sent per GPU, {node}"),
-        ("  between", f"{_size(time.between_bytes)}, {network}"),
-        ("  not hidden", f"{took(time.exposed_seconds)}, {exposed}"),
+        (
+            "FLOPs",
+            f"{model.flops:.3e} per step, {model.flops * steps:.3e} in total; "
+            f"dispersion adds {model.dispersion_flops:.3e} and "
+            f"{model.dispersion_flops * steps:.3e} ({share:.1%}, at half the speed)",
+        ),
+        (
+            "step",
+            f"{duration(time.step_seconds)}: {duration(time.computing_seconds)} of "
+            f"computing at {machine.mfu:.0%} of the bf16 peak, {peak:g} TFLOP/s per "
+            "GPU, plus communication",
+        ),
+        (
+            "  within nodes",
+            f"{_size(time.within_bytes)} sent per GPU, {duration(time.within_seconds)} "
+            f"at {machine.node_bandwidth:g} GB/s (--node-bandwidth)",
+        ),
+        (
+            "  between",
+            f"{_size(time.between_bytes)}, {duration(time.between_seconds)} at "
+            f"{machine.network_bandwidth:g} GB/s (--network-bandwidth)",
+        ),
+        (
+            "  not hidden",
+            f"{duration(time.exposed_seconds)}, "
+            f"{time.exposed_seconds / time.step_seconds:.1%} of a step",
+        ),
         ("throughput", f"{time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"),
         ("time", f"{_days(time.days)} for all steps"),
     ]
     if model.dispersion_flops:
-        fp32 = "if dispersion computes in fp32 (fp32 activations or l2_repel)"
-        rows.append(
-            ("  without", f"{_days(time.days_without_dispersion)} with dispersion off")
-        )
-        rows.append(("  fp32", f"{_days(time.days_fp32_dispersion)} {fp32}"))
+        without = _days(time.days_without_dispersion)
+        fp32 = _days(time.days_fp32_dispersion)
+        rows += [
+            ("  without", f"{without} with dispersion off"),
+            (
+                "  fp32",
+                f"{fp32} if dispersion computes in fp32 (fp32 activations or l2_repel)",
+            ),
+        ]
     return rows

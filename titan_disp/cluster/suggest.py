@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_disp.checks import check_config
 from titan_disp.cluster.cost import find_gpu
-from titan_disp.cluster.plan import find_machine, measured, meta_model
+from titan_disp.cluster.plan import find_machine, meta_model, predict
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
 from titan_disp.config.options import Machine
 from titan_disp.config.types import JobConfig
@@ -77,15 +77,17 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
             check_config(trial, machine.nodes * machine.gpus_per_node)
         except ConfigError:  # _tries has raised it if it is about the config as it is
             continue
-        _, _, _, needed, time = measured(trial, module, machine)
+        prediction = predict(trial, module, machine)
         # Forward is a third of the computing
+        time = prediction.time
+        memory_needed = prediction.memory.total
         seconds = time.step_seconds + time.computing_seconds * _again(trial) / 3
         options = [
             f"--{key}={value}" for key, value in values.items() if value != own[key]
         ]
-        if values is own or needed.total <= memory:
+        if values is own or memory_needed <= memory:
             found.setdefault(
-                tuple(options), (Suggestion(options, seconds, needed.total), values)
+                tuple(options), (Suggestion(options, seconds, memory_needed), values)
             )
     (now, _), *others = found.values()
     least = min((one.step_seconds for one, _ in others), default=1.0)

@@ -164,11 +164,6 @@ class Share:
         """
         return not self.name or file.name.startswith(f"{self.name}/")
 
-    @property
-    def suffix(self) -> str:
-        """What is appended to the names of the source's counters."""
-        return f"/{self.name}" if self.name else ""
-
     def slots_among(self, slots: range) -> int:
         """Return how many of ``slots`` belong to this source."""
         return len(

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,29 +47,25 @@ from titan_disp.data.stream import (
 )
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
+from titan_disp.metric import Metric
 from titan_disp.text import byte_size
 
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
 # … but no more tokens than these, unless a single microbatch has more
 _GROUP_TOKENS = 1 << 16
 C4_DOCUMENT_BYTES = 2200  # mean length of a document
-# of these counters, ``together`` takes the largest, not the sum
+# Of all ranks, these counters are the largest, and all others are the sum.
 LARGEST = ("epoch", "seconds_waited", "wait_fraction")
+Counters = Mapping[Metric, float]
 
 
-def is_largest(name: str) -> bool:
-    """Return whether ``together`` takes a counter's largest value instead of the sum.
-
-    "/SOURCE" may follow the name.
-    """
-    return name.partition("/")[0] in LARGEST
-
-
-def together(every: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {
-        name: (max if is_largest(name) else sum)(counters[name] for counters in every)
-        for name in every[0]
-    }
+def together(of_ranks: Sequence[Counters]) -> dict[Metric, float]:
+    """Return the counters of all ranks together."""
+    totals: dict[Metric, float] = {}
+    for counter in of_ranks[0]:
+        reduction = max if counter.name in LARGEST else sum
+        totals[counter] = reduction(counters[counter] for counters in of_ranks)
+    return totals
 
 
 class StreamLoader(BaseDataLoader):
@@ -206,60 +202,73 @@ class StreamLoader(BaseDataLoader):
         finally:
             del batches  # DataLoader stops its worker when its iterator is deleted
 
-    def counters(self) -> dict[str, float]:
-        """Return this rank's totals for the sequences handed out since the start of the
-        run, or since ``restart``.
+    def counters(self) -> dict[Metric, float]:
+        """Return this rank's totals of the sequences handed out.
 
-        stored_bytes and seconds_waited are since this process started, epoch is the
-        latest of the rank's slots, and the ranks' epochs_read, text used or skipped of
-        all text, add up. Each of several sources has its own epoch, epochs_read,
+        They begin with the run, or with ``restart``, but stored_bytes and
+        seconds_waited with this process. "epoch" is the latest of the rank's slots.
+        "epochs_read" is the text used or skipped, divided by all text, so that it adds
+        up over the ranks. Each of several sources has its own epoch, epochs_read,
         documents and text_bytes.
         """
         columns = self.positions.sum(0).tolist()
-        return {
-            "documents": columns[Field.DOCUMENTS],
-            "text_bytes": columns[Field.BYTES],
-            "stored_bytes": sum(self.bytes_read.values()),
-            "skipped_documents": columns[Field.SKIPPED],
-            "skipped_bytes": columns[Field.SKIPPED_BYTES],
-            "skipped_files": columns[Field.SKIPPED_FILES],
-            "epoch": self.positions[:, Field.EPOCH].max().item(),
-            "seconds_waited": self.seconds_waited,
-            **dict(self._of_sources()),
+        counters: dict[Metric, float] = {
+            Metric("documents"): columns[Field.DOCUMENTS],
+            Metric("text_bytes"): columns[Field.BYTES],
+            Metric("stored_bytes"): sum(self.bytes_read.values()),
+            Metric("skipped_documents"): columns[Field.SKIPPED],
+            Metric("skipped_bytes"): columns[Field.SKIPPED_BYTES],
+            Metric("skipped_files"): columns[Field.SKIPPED_FILES],
+            Metric("epoch"): self.positions[:, Field.EPOCH].max().item(),
+            Metric("seconds_waited"): self.seconds_waited,
         }
-
-    def _of_sources(self) -> Iterator[tuple[str, float]]:
         parts = self.positions.split(list(self.own.values()))
-        for group, text, own in zip(self.groups, self.texts, parts, strict=True):
-            columns = own.sum(0).tolist()
-            read = sum(
-                columns[field]
-                for field in (Field.BYTES, Field.OFFSET_BYTES, Field.SKIPPED_BYTES)
-            )
-            yield (
-                f"epoch{group.suffix}",
-                own[:, Field.EPOCH].max().item() if len(own) else 0,
-            )
-            yield f"epochs_read{group.suffix}", read / max(text, 1)
-            if len(self.groups) > 1:
-                yield f"documents{group.suffix}", columns[Field.DOCUMENTS]
-                yield f"text_bytes{group.suffix}", columns[Field.BYTES]
+        for group, text, positions in zip(self.groups, self.texts, parts, strict=True):
+            counters |= self._source_counters(group.name, text, positions)
+        return counters
 
-    def check_counters(self, counters: dict[str, float]) -> None:
+    def _source_counters(
+        self, source: str, text: float, positions: Tensor
+    ) -> dict[Metric, float]:
+        """Return the counters of a source with so many bytes of text.
+
+        ``positions`` [slots of the source, k] are those of this rank.
+        """
+        columns = positions.sum(0).tolist()
+        read = (
+            columns[Field.BYTES]
+            + columns[Field.OFFSET_BYTES]
+            + columns[Field.SKIPPED_BYTES]
+        )
+        epoch = positions[:, Field.EPOCH].max().item() if len(positions) else 0
+        counters: dict[Metric, float] = {
+            Metric("epoch", source): epoch,
+            Metric("epochs_read", source): read / max(text, 1),
+        }
+        if len(self.groups) > 1:
+            counters[Metric("documents", source)] = columns[Field.DOCUMENTS]
+            counters[Metric("text_bytes", source)] = columns[Field.BYTES]
+        return counters
+
+    def check_counters(self, counters: Counters) -> None:
         """Raise DataError if too much data is bad.
 
         The counters are those of all ranks together: all stop, or none.
         """
         allowed = self.options.max_skipped_fraction
-        epochs = [counters[f"epoch{group.suffix}"] + 1 for group in self.groups]
-        begun = sum(
-            sum(map(group.owns, self.files)) * n
-            for group, n in zip(self.groups, epochs, strict=True)
-        )
-        text = sum(text * n for text, n in zip(self.texts, epochs, strict=True))
-        check_documents(counters["skipped_documents"], counters["documents"], allowed)
-        check_bytes(counters["skipped_bytes"], text, counters["documents"], allowed)
-        check_files(counters["skipped_files"], begun, len(self.files), allowed)
+        files_begun = 0.0
+        text_begun = 0.0
+        for group, text in zip(self.groups, self.texts, strict=True):
+            epochs = counters[Metric("epoch", group.name)] + 1
+            files_begun += epochs * sum(map(group.owns, self.files))
+            text_begun += epochs * text
+        documents = counters[Metric("documents")]
+        skipped_documents = counters[Metric("skipped_documents")]
+        skipped_bytes = counters[Metric("skipped_bytes")]
+        skipped_files = counters[Metric("skipped_files")]
+        check_documents(skipped_documents, documents, allowed)
+        check_bytes(skipped_bytes, text_begun, documents, allowed)
+        check_files(skipped_files, files_begun, len(self.files), allowed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fingerprint (JSON) and a copy of the positions: [S, k] sharded

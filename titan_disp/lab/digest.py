@@ -17,6 +17,7 @@ from titan_disp.data.position import Field
 from titan_disp.data.sources import list_and_check, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
+from titan_disp.metric import Metric
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Digest:
     bytes_read: list[int] = field(default_factory=list)
     files_read: list[int] = field(default_factory=list)
     read_amplification: float = 1.0
-    counters: dict[str, float] = field(default_factory=dict)
+    counters: dict[Metric, float] = field(default_factory=dict)
 
 
 def global_batch(

@@ -26,7 +26,7 @@ import torch
 
 from titan_disp.checks import check_config, check_inputs
 from titan_disp.cluster.cost import find_gpu
-from titan_disp.cluster.plan import find_machine, measured, meta_model
+from titan_disp.cluster.plan import find_machine, meta_model, predict
 from titan_disp.cluster.suggest import FILLED
 from titan_disp.config.load import load_config
 from titan_disp.config.options import InitOptions, Machine
@@ -616,7 +616,7 @@ def _fitted(job_config: JobConfig, machine: Machine) -> Rows:
     """Halve the local batch until the plan fits into a GPU's memory."""
     training = job_config.training
     memory = FILLED * find_gpu(machine).memory
-    while measured(job_config, meta_model(job_config), machine)[3].total > memory:
+    while predict(job_config, meta_model(job_config), machine).memory.total > memory:
         if training.local_batch_size % 2:
             raise ConfigError(
                 f"one sequence does not fit into {memory / 1e9:.0f} GB: set fewer --minutes"

@@ -9,8 +9,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import os
-import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -29,9 +27,10 @@ from titan_disp.condensation.record import OF_PAPER, Condensation
 from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.config.types import JobConfig
 from titan_disp.data.files import on_rank_0
-from titan_disp.data.loader import StreamLoader, is_largest
+from titan_disp.data.loader import LARGEST, StreamLoader
 from titan_disp.dispersion.variants.base import bad_fit
 from titan_disp.errors import ConfigError
+from titan_disp.metric import Metric
 from titan_disp.objective import LossLedger
 from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
@@ -41,21 +40,27 @@ from titan_disp.run.reader import METRICS
 HEATMAP_RATIO = 1.25
 
 
-def _format_data(data: dict[str, float]) -> str:
+def _format_data(data: dict[Metric, float]) -> str:
     """Return the end of the console's line, or "" without a loader.
 
     With several sources, each has its epoch.
     """
     if not data:
         return ""
-    epochs = []
-    for name, epoch in data.items():
-        counter, _, source = name.partition("/")
-        if counter == "epochs_read":
-            epochs.append(f"{source} {epoch:.3f}".strip())
-    return (
-        f"  epochs: {', '.join(epochs)}  waiting for data: {data['wait_fraction']:.0%}"
-    )
+    epochs = [
+        f"{metric.source} {epoch:.3f}".strip()
+        for metric, epoch in data.items()
+        if metric.name == "epochs_read"
+    ]
+    waiting = data[Metric("wait_fraction")]
+    return f"  epochs: {', '.join(epochs)}  waiting for data: {waiting:.0%}"
+
+
+def _loss_tag(term: Metric) -> str:
+    """Return the name of a loss term in TensorBoard and W&B."""
+    if term.name == "ce":
+        term = Metric("cross_entropy", term.source)
+    return f"loss_metrics/{term}"
 
 
 class TensorBoardFolder(BaseLogger):
@@ -83,25 +88,25 @@ class TensorBoardFolder(BaseLogger):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    def log_heatmap(self, found: Condensation, step: int) -> None:
-        """Log a heatmap at growing distances, because all ranks wait a fifth of a
-        second for each.
+    def log_heatmap(self, measured: Condensation, step: int) -> None:
+        """Log a heatmap if the last one is far enough behind.
+
+        The distances grow, because all ranks wait a fifth of a second for each.
         """
         if step < self._next_heatmap:
             return
         self._next_heatmap = HEATMAP_RATIO * step
-        # Imports matplotlib, which only rank 0 needs
+        # This imports matplotlib, which only rank 0 needs.
         from titan_disp.condensation.heatmap import heatmaps
 
         if step == 0:
-            self._untrained = found.mean_cosine
+            self._untrained = measured.mean_cosine
         elif self._untrained is None:  # in the first heatmap of a start
-            # there is no such file, or it is damaged: the line is left out
+            # If there is no such file, or it is damaged, the line is left out.
             with contextlib.suppress(ConfigError):
-                self._untrained = Condensation.load(
-                    Path(self.run, "condensation", "step-0.npz")
-                ).mean_cosine
-        shown = dataclasses.replace(found, untrained_mean_cosine=self._untrained)
+                before = Condensation.load(Path(self.run, "condensation", "step-0.npz"))
+                self._untrained = before.mean_cosine
+        shown = dataclasses.replace(measured, untrained_mean_cosine=self._untrained)
         self._open(step).add_figure(
             "condensation/heatmap", heatmaps([{f"step {step}": shown}]), step
         )
@@ -112,14 +117,15 @@ class TensorBoardFolder(BaseLogger):
 
 
 class DispersionMetrics(MetricsProcessor):
-    """Log cross-entropy, dispersion and the exact tokens seen to console, TensorBoard
-    (W&B) and metrics.jsonl.
+    """Log cross-entropy, dispersion and the exact number of tokens seen.
+
+    They go to the console, to TensorBoard or W&B, and to metrics.jsonl.
     """
 
     logger: BaseLogger
-    # titan_disp.train sets it if there are several ranks
+    # titan_disp.train sets these, the first one if there are several ranks.
     stragglers: Stragglers | None = None
-    clock: Clock | None = None  # set by titan_disp.train
+    clock: Clock | None = None
 
     def __init__(
         self,
@@ -129,9 +135,11 @@ class DispersionMetrics(MetricsProcessor):
         loader: StreamLoader | None = None,
     ) -> None:
         rank = dist.get_rank()
-        own = rank if job_config.metrics.save_for_all_ranks else None
+        run = job_config.job.dump_folder
+        for_all_ranks = job_config.metrics.save_for_all_ranks
         if job_config.metrics.enable_wandb:
-            continue_wandb(on_rank_0(wandb_run_id, job_config.job.dump_folder), own)
+            wandb_id = on_rank_0(wandb_run_id, run)
+            continue_wandb(wandb_id, rank if for_all_ranks else None)
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(
             job_config.metrics, enable_tensorboard=False
@@ -143,23 +151,22 @@ class DispersionMetrics(MetricsProcessor):
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
         self._bad_fit = False  # whether it has warned of one
-        self._counted: dict[str, float] = {}  # this rank's counters at the last log
-        self._jsonl = Path(job_config.job.dump_folder) / METRICS if rank == 0 else None
+        # This rank's counters at the last log.
+        self._last_counters: dict[Metric, float] = {}
+        self._jsonl = Path(run) / METRICS if rank == 0 else None
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard: TensorBoardFolder | None = None
-        below = [] if own is None else [f"rank_{own}"]
-        self.tensorboard_folder = os.path.join(
-            job_config.job.dump_folder, job_config.metrics.save_tb_folder, *below
-        )
-        if job_config.metrics.enable_tensorboard and (rank == 0 or own is not None):
-            both = LoggerContainer()
-            both.add_logger(self.logger)
-            self._tensorboard = TensorBoardFolder(
-                self.tensorboard_folder, job_config.job.dump_folder
-            )
-            both.add_logger(self._tensorboard)
-            self.logger = both
+        folder = Path(run) / job_config.metrics.save_tb_folder
+        if for_all_ranks:
+            folder /= f"rank_{rank}"
+        self.tensorboard_folder = str(folder)
+        if job_config.metrics.enable_tensorboard and (rank == 0 or for_all_ranks):
+            self._tensorboard = TensorBoardFolder(self.tensorboard_folder, run)
+            loggers = LoggerContainer()
+            loggers.add_logger(self.logger)
+            loggers.add_logger(self._tensorboard)
+            self.logger = loggers
 
     def tokens_seen(self, step: int) -> int:
         """Return the tokens trained on after ``step`` steps.
@@ -169,47 +176,51 @@ class DispersionMetrics(MetricsProcessor):
         return step * tokens_per_step(self.job_config, self._dp_degree)
 
     def progress(self, tokens: int) -> str:
-        """Format the progress, as " of 2,048 (12.5%, 3:10:00 left)", at the pace since
-        this job's first log.
+        """Return the progress as text, such as " of 2,048 (12.5%, 3:10:00 left)".
+
+        The time is estimated from the pace since this job's first log.
         """
         total = self.tokens_seen(last_step(self.job_config, self._dp_degree))
         now = time.monotonic()
-        left = ""
         if self._first_log is None:
             self._first_log = (now, tokens)
-        else:
-            since, then = self._first_log
-            left = f", {timedelta(seconds=round((total - tokens) * (now - since) / (tokens - then)))} left"
-        return f" of {total:,} ({tokens / total:.1%}{left})"
+            return f" of {total:,} ({tokens / total:.1%})"
+        first_time, first_tokens = self._first_log
+        seconds_per_token = (now - first_time) / (tokens - first_tokens)
+        remaining = timedelta(seconds=round((total - tokens) * seconds_per_token))
+        return f" of {total:,} ({tokens / total:.1%}, {remaining} left)"
 
-    def data_metrics(self, seconds: float) -> dict[str, float]:
-        """Combine the loader's counters, and rates over ``seconds``, of all ranks by
-        sum or maximum. A collective call.
+    def data_metrics(self, seconds: float) -> dict[Metric, float]:
+        """Return the loader's counters and rates over ``seconds``, of all ranks.
+
+        Without a loader, there are none. A collective call.
         """
         if self._loader is None:
             return {}
-        counted = self._loader.counters()
-        last = self._counted
-        self._counted = counted
-        counters = counted | {
-            "stored_bytes_per_second": (
-                counted["stored_bytes"] - last.get("stored_bytes", 0)
-            )
-            / seconds,
-            "wait_fraction": (counted["seconds_waited"] - last.get("seconds_waited", 0))
-            / seconds,
+        counters = self._loader.counters()
+        last = self._last_counters
+        self._last_counters = counters
+
+        def rate(counter: Metric) -> float:
+            return (counters[counter] - last.get(counter, 0)) / seconds
+
+        metrics = {
+            **counters,
+            Metric("stored_bytes_per_second"): rate(Metric("stored_bytes")),
+            Metric("wait_fraction"): rate(Metric("seconds_waited")),
         }
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
-            return counters
-        summed = torch.tensor(
-            list(counters.values()), dtype=torch.float64, device=utils.device_type
+            return metrics
+        sums = torch.tensor(
+            list(metrics.values()), dtype=torch.float64, device=utils.device_type
         )
-        most = summed.clone()
-        dist.all_reduce(summed, group=mesh.get_group())
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group())
-        both = zip(counters, summed.tolist(), most.tolist(), strict=True)
-        return {name: (m if is_largest(name) else s) for name, s, m in both}
+        maxima = sums.clone()
+        dist.all_reduce(sums, group=mesh.get_group())
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        is_largest = [metric.name in LARGEST for metric in metrics]
+        of_all_ranks = torch.where(torch.tensor(is_largest), maxima.cpu(), sums.cpu())
+        return dict(zip(metrics, of_all_ranks.tolist(), strict=True))
 
     def should_log(self, step: int) -> bool:
         if super().should_log(step):
@@ -236,80 +247,81 @@ class DispersionMetrics(MetricsProcessor):
         seconds = time.perf_counter() - self.time_last_log
         tokens = self.tokens_seen(step)
         data = self.data_metrics(seconds) | self._source_tokens(tokens)
-        slowest = self.stragglers.find() if self.stragglers is not None else None
+        straggler = self.stragglers.find() if self.stragglers is not None else None
         extra = dict(extra_metrics or {}, n_tokens_seen=tokens)
         for name, value in terms.items():
-            extra[f"loss_metrics/{re.sub('^ce(?=$|/)', 'cross_entropy', name)}"] = value
+            extra[_loss_tag(name)] = value
         for name, value in data.items():
             extra[f"data/{name}"] = value
         tps = self.ntokens_since_last_log / (
             seconds * self.parallel_dims.non_data_parallel_size
         )
-        # Sets the tokens back to 0
+        # This sets the tokens back to 0.
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         color = self.color
         logger.info(
-            f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  {color.magenta}dispersion: "
-            f"{terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{self.progress(tokens)}{_format_data(data)}"
+            f"{color.red}step: {step:2}  "
+            f"{color.green}ce: {terms[Metric('ce')]:8.5f}  "
+            f"{color.magenta}dispersion: {terms[Metric('dispersion')]:8.5f}  "
+            f"{color.blue}tokens: {tokens:,}{self.progress(tokens)}{_format_data(data)}"
             f"{color.reset}"
         )
-        if slowest is not None:
+        if straggler is not None:
             logger.warning(
-                f"step {step}: rank {slowest['rank']} on {slowest['host']} is slow: its own work takes "
-                f"{slowest['seconds']:.3f} s per step, and that of half of the ranks at most {slowest['median']:.3f} s"
+                f"step {step}: rank {straggler['rank']} on {straggler['host']} is slow: "
+                f"its own work takes {straggler['seconds']:.3f} s per step, and that of "
+                f"half of the ranks at most {straggler['median']:.3f} s"
             )
         if self._jsonl is not None:
-            row: dict[str, Any] = {
+            row: dict[Any, Any] = {
                 "step": step,
                 "time": time.time(),
                 "loss": global_avg_loss,
                 **terms,
-            }
-            row |= {
                 "grad_norm": grad_norm,
                 "lr": extra.get("lr"),
                 "tokens": tokens,
                 "tps": tps,
                 "data": data,
             }
-            if slowest is not None:
-                row["straggler"] = slowest
+            if straggler is not None:
+                row["straggler"] = straggler
             if self.clock is not None:
                 row["spent"] = self.clock.rounded()
             append_json(self._jsonl, row)
         if self._loader is not None:
-            # They are those of all ranks, so either all raise or none
+            # These are the counters of all ranks, so either all raise or none.
             self._loader.check_counters(data)
 
-    def _loss_terms(self, step: int, global_avg_loss: float) -> dict[str, float]:
-        """Return the means since the last log by name (see ``LossLedger.mean``), and
-        reset the ledger. A collective call.
+    def _loss_terms(self, step: int, global_avg_loss: float) -> dict[Metric, float]:
+        """Return the means since the last log, see ``LossLedger.mean``.
 
         They contain "dispersion_fit_error" if the moments estimator is used. The first
-        bad fit is warned of.
+        bad fit is warned of. The ledger is reset. A collective call.
         """
         mesh = self.parallel_dims.get_optional_mesh("loss")
-        terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
+        terms = self.ledger.mean(mesh) or {
+            Metric("ce"): global_avg_loss,
+            Metric("dispersion"): 0.0,
+        }
         fit_error = self.ledger.worst_fit(mesh)
         self.ledger.reset()
         if fit_error is not None:
-            terms["dispersion_fit_error"] = fit_error
+            terms[Metric("dispersion_fit_error")] = fit_error
             warning = bad_fit(fit_error)
             if warning and not self._bad_fit:
                 self._bad_fit = True
                 logger.warning(f"step {step}: {warning}")
         return terms
 
-    def _source_tokens(self, tokens: int) -> dict[str, float]:
-        """Return how many of the ``tokens`` seen came from each source, if there are
-        several.
-        """
+    def _source_tokens(self, tokens: int) -> dict[Metric, float]:
+        """Return how many of ``tokens`` came from each of several sources."""
         shares = self._loader.groups if self._loader is not None else []
         if len(shares) < 2:
             return {}
         # Every slot supplies the same number of tokens to a step.
         return {
-            f"tokens{share.suffix}": tokens * share.slots // share.total
+            Metric("tokens", share.name): tokens * share.slots // share.total
             for share in shares
         }
 
@@ -322,23 +334,25 @@ class DispersionMetrics(MetricsProcessor):
                 self._jsonl, {"step": step, "time": time.time(), "validation": loss}
             )
 
-    def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
-        """Log a measurement on rank 0: console, TensorBoard (W&B), metrics.jsonl and
-        RUN/condensation/step-N.npz.
+    def log_condensation(
+        self, step: int, measured: Condensation, seconds: float
+    ) -> None:
+        """Log a measurement of condensation on rank 0.
 
-        Neither the ``seconds`` that the measurement took nor the time to write count in
-        the throughput of training.
+        It goes to the console, to TensorBoard or W&B, to metrics.jsonl, and to
+        RUN/condensation/step-N.npz. Neither the ``seconds`` that the measurement took
+        nor the time to write count in the throughput of training.
         """
         began = time.perf_counter()
         self.time_last_log += seconds
         if self._jsonl is None:
             return
-        self.logger.log(self._condensation_scalars(found), step)
+        self.logger.log(self._condensation_scalars(measured), step)
         try:
             if self._tensorboard is not None:
-                self._tensorboard.log_heatmap(found, step)
-            found.save(self._jsonl.parent / "condensation" / f"step-{step}.npz")
-        # of matplotlib, or a full disk: a picture must not end a run
+                self._tensorboard.log_heatmap(measured, step)
+            measured.save(self._jsonl.parent / "condensation" / f"step-{step}.npz")
+        # Of matplotlib, or of a full disk: a picture must not end a run.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             logger.warning(
@@ -350,30 +364,30 @@ class DispersionMetrics(MetricsProcessor):
         row = {
             "step": step,
             "time": time.time(),
-            "condensation": found.to_json(),
+            "condensation": measured.to_json(),
             "seconds": seconds,
         }
         append_json(self._jsonl, row)
-        cosines = " ".join(f"{c:.2f}" for c in found.mean_cosine[:-1])
+        cosines = " ".join(f"{c:.2f}" for c in measured.mean_cosine[:-1])
         logger.info(
-            f"{self.color.cyan}step: {step:2}  held-out text: ce: {found.cross_entropy:8.5f}  "
-            f"mean cosine, embedding → last block: {cosines}  after the final norm: {found.mean_cosine[-1]:.2f}  "
-            f"over depth: {found.over_depth[OF_PAPER]}  ({seconds:.1f} s){self.color.reset}"
+            f"{self.color.cyan}step: {step:2}  held-out text: ce: {measured.cross_entropy:8.5f}  "
+            f"mean cosine, embedding → last block: {cosines}  after the final norm: {measured.mean_cosine[-1]:.2f}  "
+            f"over depth: {measured.over_depth[OF_PAPER]}  ({seconds:.1f} s){self.color.reset}"
         )
 
-    def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
-        scalars = {"held_out/cross_entropy": found.cross_entropy}
-        for name, parts in found.by_part().items():
+    def _condensation_scalars(self, measured: Condensation) -> dict[str, float]:
+        scalars = {"held_out/cross_entropy": measured.cross_entropy}
+        for name, parts in measured.by_part().items():
             scalars |= {
                 f"condensation_{name}/{part}": value for part, value in parts.items()
             }
         if self.job_config.condensation.per_layer:  # 4 × 29 scalars for 0.6B
-            for name, values in found.by_layer().items():
+            for name, values in measured.by_layer().items():
                 scalars |= {
                     f"condensation_{name}/layer_{i:02}": values[i]
-                    for i in range(found.last_block + 1)
+                    for i in range(measured.last_block + 1)
                 }
-        for where, over_depth in found.over_depth.items():
+        for where, over_depth in measured.over_depth.items():
             scalars[f"condensation/spearman_{where}"] = over_depth.spearman
             scalars[f"condensation/kendall_{where}"] = over_depth.kendall
         return {tag: value for tag, value in scalars.items() if not math.isnan(value)}
