@@ -104,14 +104,11 @@ import titan_disp.condensation.measure, titan_disp.lab.plots
 
 def torch_alone():
     metadata = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
-    others = [
+    packages = {
         re.match(r"[\w-]+", line)[0].replace("-", "_")
         for line in metadata["dependencies"]
-    ]
-    return TORCH_ALONE.replace(
-        "OTHERS",
-        str([name for name in others if name not in ("torch", "numpy", "jinja2")]),
-    )
+    }
+    return TORCH_ALONE.replace("OTHERS", str(packages - {"torch", "numpy", "jinja2"}))
 
 
 def test_the_loss_needs_torch_alone():
@@ -278,11 +275,10 @@ PICTURE = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", TEXT, flags=re.DO
     1
 ].splitlines()
 # Package or module → its line in the picture, from the top.
-LAYERS = {
-    name.strip(): at
-    for at, line in enumerate(line.split("  ") for line in PICTURE if "│" not in line)
-    for name in [word for word in line if word.strip()][1:]
-}
+LAYERS = {}
+for depth, line in enumerate(line for line in PICTURE if "│" not in line):
+    _, *names = re.split(" {2,}", line.strip())
+    LAYERS |= dict.fromkeys(names, depth)
 
 
 def place(module):
@@ -296,11 +292,13 @@ def place(module):
 
 def modules():
     """Every module but the empty packages, without ``titan_disp.``."""
-    found = {}
+    paths = {}
     for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {name: path for name, path in found.items() if name not in ("", "lab")}
+        file = path.with_suffix("")
+        if path.name == "__init__.py":
+            file = path.parent
+        paths[".".join(file.relative_to(PACKAGE).parts)] = path
+    return {name: path for name, path in paths.items() if name not in ("", "lab")}
 
 
 def imported(path):
@@ -354,15 +352,15 @@ def test_nothing_imports_in_a_circle():
     """
     by_place = {}
     by_module = {}
-    own = modules()
-    for module, path in own.items():
-        others = {
-            other if other in own else other.rpartition(".")[0]
-            for other in imported(path)
+    paths = modules()
+    for module, path in paths.items():
+        imports = {
+            name if name in paths else name.rpartition(".")[0]
+            for name in imported(path)
         }
         by_place.setdefault(place(module), set()).update(
-            {place(other) for other in others} - {place(module)}
+            {place(name) for name in imports} - {place(module)}
         )
-        by_module[module] = others - {module}
+        by_module[module] = imports - {module}
     TopologicalSorter(by_place).prepare()  # raises CycleError
     TopologicalSorter(by_module).prepare()
