@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
+from functools import partial
 from graphlib import TopologicalSorter
 
 import pytest
@@ -22,8 +22,10 @@ from torchtitan.protocols import train_spec as titan
 
 import titan_disp
 from tests.command_line import ROOT, environment
+from tests.semantic import copy
 from tests.test_cli import ALL
-from titan_disp import cpu
+from titan_disp import cli, cpu
+from titan_disp.__main__ import main, required_packages
 from titan_disp.models.registry import MODELS
 from titan_disp.run import checkpoint, liveness, metrics
 
@@ -102,14 +104,11 @@ import titan_disp.condensation.measure, titan_disp.lab.plots
 
 def torch_alone():
     metadata = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
-    others = [
+    packages = {
         re.match(r"[\w-]+", line)[0].replace("-", "_")
         for line in metadata["dependencies"]
-    ]
-    return TORCH_ALONE.replace(
-        "OTHERS",
-        str([name for name in others if name not in ("torch", "numpy", "jinja2")]),
-    )
+    }
+    return TORCH_ALONE.replace("OTHERS", str(packages - {"torch", "numpy", "jinja2"}))
 
 
 def test_the_loss_needs_torch_alone():
@@ -120,32 +119,101 @@ def test_the_loss_needs_torch_alone():
     assert float(fresh(torch_alone())) < 1 or float(fresh(torch_alone())) < 1
 
 
-@pytest.mark.slow
-def test_the_wheel_of_the_loss_has_all_it_imports(tmp_path):
-    copy = tmp_path / "packages" / "loss"
+# Run beside the unpacked wheel. Of the installed packages, Python finds torch and what
+# torch requires. Each module is imported; then runs the command that pip would install.
+TORCH_INSTALLED = """
+import importlib, pkgutil, sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+from importlib.metadata import distribution
+
+INSTALLED = {"torch", "torchgen", "functorch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx",
+             "setuptools", "_distutils_hack", "sympy", "typing_extensions"}
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if path is None and name not in INSTALLED:
+            path = [entry for entry in sys.path if not entry.endswith("-packages")]
+        return super().find_spec(name, path, target)
+
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Installed]
+
+import torch
+from titan_disp.dispersion import attach
+model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+handle = attach(model)
+model(torch.randn(2, 5, 8))
+handle.loss().backward()
+assert all(layer.linear1.weight.grad.abs().sum() > 0 for layer in model.layers)
+
+import titan_disp
+(folder,) = titan_disp.__path__
+print(folder)
+for module in pkgutil.walk_packages([folder], "titan_disp."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        print(module.name, error.name)
+
+(script,) = distribution("titan-disp").entry_points.select(group="console_scripts")
+sys.stderr = sys.stdout
+for words in (["--help"], ["train", "x.toml"]):
+    sys.argv = [script.name, *words]
+    try:
+        script.load()()
+    except SystemExit as exit:
+        print("exit status", exit.code)
+"""
+
+
+@pytest.mark.slow  # and only in a clone: copies for ``make mutants`` have no git
+def test_the_wheel_without_its_dependencies_has_the_loss(tmp_path):
+    """What needs more names a package that is missing and that the wheel requires."""
+    checkout = tmp_path / "checkout"
     site = tmp_path / "site"
-    shutil.copytree(
-        ROOT / "packages" / "loss",
-        copy,
-        ignore=shutil.ignore_patterns("build", "*.egg-info"),
-    )
+    copy(ROOT, checkout)
     build = "from setuptools import build_meta; print(build_meta.build_{}('.'))"
-    source = fresh(build.format("sdist"), copy).split()[-1]
-    shutil.unpack_archive(copy / source, tmp_path)
+    source = fresh(build.format("sdist"), checkout).split()[-1]
+    shutil.unpack_archive(checkout / source, tmp_path)
     unpacked = tmp_path / source.removesuffix(".tar.gz")
-    zipfile.ZipFile(
-        unpacked / fresh(build.format("wheel"), unpacked).split()[-1]
-    ).extractall(site)
-    fresh(
-        torch_alone().partition("del sys")[0]
-        + f"assert sys.modules['titan_disp'].__path__ == ['{site}/titan_disp']",
-        site,
-    )
-    assert all(
-        path.read_bytes() == (ROOT / path.relative_to(site)).read_bytes()
-        for path in site.rglob("*.py")
-    )
+    wheel = fresh(build.format("wheel"), unpacked).split()[-1]
+    shutil.unpack_archive(unpacked / wheel, site, "zip")
+    files = {path.relative_to(checkout) for path in checkout.glob("titan_disp/**/*")}
+    assert files <= {path.relative_to(site) for path in site.rglob("*")}
     assert [*site.rglob("LICENSE")]
+
+    folder, *missing, help_error, help_status, train_error, train_status = fresh(
+        TORCH_INSTALLED, site
+    ).splitlines()
+    assert folder == f"{site}/titan_disp"
+    missing_packages = dict(line.split() for line in missing)
+    assert {*missing_packages.values()} <= required_packages()
+    assert missing_packages["titan_disp.plugin"] == "torchtitan"
+    assert {"titan_disp.train", "titan_disp.config.load"} <= missing_packages.keys()
+    assert not [name for name in missing_packages if ".dispersion" in name]
+    assert help_error == train_error == one_line(missing_packages["titan_disp.cli"])
+    assert help_status == train_status == "exit status 2"
+
+
+def one_line(package):
+    return f"titan-disp: error: titan-disp needs {package}, which is not installed: pip install titan-disp"
+
+
+def test_only_required_packages_are_named_as_missing(monkeypatch, capsys):
+    """Other errors of imports keep their traceback, such as those of an extra."""
+
+    def start_without(module):
+        monkeypatch.setattr(cli, "main", partial(importlib.import_module, module))
+        main()
+
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(SystemExit, match="2"):
+        start_without("torchtitan")
+    assert capsys.readouterr().err == one_line("torchtitan") + "\n"
+    for module in ("titan_disp.gone", "lm_eval"):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ModuleNotFoundError):
+            start_without(module)
 
 
 def test_every_config_names_the_plugin():
@@ -207,11 +275,10 @@ PICTURE = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", TEXT, flags=re.DO
     1
 ].splitlines()
 # Package or module → its line in the picture, from the top.
-LAYERS = {
-    name.strip(): at
-    for at, line in enumerate(line.split("  ") for line in PICTURE if "│" not in line)
-    for name in [word for word in line if word.strip()][1:]
-}
+LAYERS = {}
+for depth, line in enumerate(line for line in PICTURE if "│" not in line):
+    _, *names = re.split(" {2,}", line.strip())
+    LAYERS |= dict.fromkeys(names, depth)
 
 
 def place(module):
@@ -225,11 +292,13 @@ def place(module):
 
 def modules():
     """Every module but the empty packages, without ``titan_disp.``."""
-    found = {}
+    paths = {}
     for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {name: path for name, path in found.items() if name not in ("", "lab")}
+        file = path.with_suffix("")
+        if path.name == "__init__.py":
+            file = path.parent
+        paths[".".join(file.relative_to(PACKAGE).parts)] = path
+    return {name: path for name, path in paths.items() if name not in ("", "lab")}
 
 
 def imported(path):
@@ -283,15 +352,15 @@ def test_nothing_imports_in_a_circle():
     """
     by_place = {}
     by_module = {}
-    own = modules()
-    for module, path in own.items():
-        others = {
-            other if other in own else other.rpartition(".")[0]
-            for other in imported(path)
+    paths = modules()
+    for module, path in paths.items():
+        imports = {
+            name if name in paths else name.rpartition(".")[0]
+            for name in imported(path)
         }
         by_place.setdefault(place(module), set()).update(
-            {place(other) for other in others} - {place(module)}
+            {place(name) for name in imports} - {place(module)}
         )
-        by_module[module] = others - {module}
+        by_module[module] = imports - {module}
     TopologicalSorter(by_place).prepare()  # raises CycleError
     TopologicalSorter(by_module).prepare()

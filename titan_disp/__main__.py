@@ -1,0 +1,36 @@
+"""``titan-disp …`` and ``python -m titan_disp …`` run this module.
+
+The loss needs only PyTorch, but the command line needs all that titan-disp requires.
+This module can be imported without it, and says what is missing.
+"""
+
+import re
+import sys
+from importlib.metadata import requires
+
+from titan_disp.errors import EXIT_CODE
+
+
+def required_packages() -> set[str]:
+    """Return the names by which titan-disp imports what it requires, without extras."""
+    lines = [line for line in requires("titan-disp") or [] if "extra ==" not in line]
+    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+
+
+def main() -> None:
+    try:
+        from titan_disp import cli
+
+        cli.main()
+    except ModuleNotFoundError as error:
+        if error.name not in required_packages():
+            raise
+        print(
+            f"titan-disp: error: titan-disp needs {error.name}, which is not installed: pip install titan-disp",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()
