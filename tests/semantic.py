@@ -6,12 +6,11 @@ test files that it names run there. First, all of these files run without an edi
 time, on all cores by default.
 """
 
-import keyword
 import os
-import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,8 @@ from typing import NamedTuple
 
 import tomli
 
+from tests.quotes import places
+
 EDITS = Path(__file__).parent / "wrong_edits"
 PYTEST = (
     *("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
@@ -29,18 +30,6 @@ PYTEST = (
 NOTHING_RAN = (4, 5)  # pytest's exit codes for a wrong name and for no tests
 SECONDS = 300  # for the tests of one edit
 SURVIVED = "SURVIVED"
-# Comments and white space between tokens are skipped. A number such as 1e-6 is three tokens, which does not matter here.
-TOKEN = re.compile(
-    r"""\#[^\n]*
-    |(?P<token>
-        [bfru]{0,2}(?:\"{3}(?:\\.|[^\\])*?\"{3}|\"(?:\\.|[^\\"\n])*\"|'(?:\\.|[^\\'\n])*')
-        |\w+
-        |\S
-    )""",
-    re.DOTALL | re.IGNORECASE | re.VERBOSE,
-)
-OPENING = "([{"
-CLOSING = ")]}"
 
 
 class Edit(NamedTuple):
@@ -53,131 +42,27 @@ class Edit(NamedTuple):
     tests: list[str]
 
 
-class Token(NamedTuple):
-    text: str
-    begin: int
-    end: int
+def edit_text(text: str, edit: Edit) -> str:
+    """Return the text of a file with the edit made.
 
-
-def code_tokens(code: str) -> list[Token]:
-    """Return the tokens of Python code, or of a part of it, that do not depend on how the code is formatted.
-
-    Left out are commas before a closing bracket, and parentheses that group one expression. Formatters add and remove
-    both. Neighbouring string literals of one kind are one token.
+    Raises ValueError if there is not exactly one place where it can be made.
     """
-    tokens: list[Token] = []
-    for match in TOKEN.finditer(code):
-        token = Token(match["token"] or "", match.start(), match.end())
-        if not token.text:
-            continue
-        if tokens and token.text in CLOSING and tokens[-1].text == ",":
-            tokens.pop()
-        if tokens and (joined := _joined(tokens[-1].text, token.text)):
-            token = Token(joined, tokens.pop().begin, token.end)
-        tokens.append(token)
-    grouping = _grouping(tokens)
-    return [token for i, token in enumerate(tokens) if i not in grouping]
-
-
-def _joined(first: str, second: str) -> str | None:
-    """Return two literals of one kind as one, or None if they are not that."""
-    prefix = re.match(r"[bfru]*[\"']", first, re.IGNORECASE)
-    if prefix is None or len(second) < 2 or not second.startswith(prefix[0]):
-        return None
-    return first[:-1] + second[len(prefix[0]) :]
-
-
-def _grouping(tokens: Sequence[Token]) -> set[int]:
-    """Return the indices of parentheses that hold one expression and are neither a call nor a definition."""
-    grouping: set[int] = set()
-    opened: list[int] = []
-    with_comma: set[int] = set()
-    for i, token in enumerate(tokens):
-        if token.text in OPENING:
-            opened.append(i)
-        elif token.text == "," and opened:
-            with_comma.add(opened[-1])
-        elif token.text in CLOSING and opened:
-            begin = opened.pop()
-            before = tokens[begin - 1].text if begin else "="
-            called = before[-1] in ")]}\"'" or (
-                before.isidentifier() and not keyword.iskeyword(before)
-            )
-            if (
-                token.text == ")"
-                and i > begin + 1
-                and begin not in with_comma
-                and not called
-            ):
-                grouping |= {begin, i}
-    return grouping
-
-
-def places(code: str, old: str) -> list[slice]:
-    """Return where ``old`` stands in Python code, however either of them is formatted."""
-    tokens = code_tokens(code)
-    wanted = [token.text for token in code_tokens(old)]
-    texts = [token.text for token in tokens]
-    begins = [
-        i
-        for i in range(len(texts) - len(wanted) + 1)
-        if texts[i : i + len(wanted)] == wanted
-    ]
-    return [
-        _balanced(code, slice(tokens[i].begin, tokens[i + len(wanted) - 1].end), old)
-        for i in begins
-    ]
-
-
-def _balanced(code: str, place: slice, old: str) -> slice:
-    """Return the place with the parentheses at its ends that were left out and have their other half in it."""
-    begin = place.start
-    end = place.stop
-    surplus = _surplus(code[begin:end]) - _surplus(old)
-    while surplus > 0 and (match := re.compile(r",?\s*\)").match(code, end)):
-        end = match.end()
-        surplus -= 1
-    while surplus < 0 and (match := re.search(r"\(\s*\Z", code[:begin])):
-        begin = match.start()
-        surplus += 1
-    return slice(begin, end)
-
-
-def _surplus(code: str) -> int:
-    """Return how many more brackets are opened than closed."""
-    texts = [match["token"] or " " for match in TOKEN.finditer(code)]
-    return sum(text in OPENING for text in texts) - sum(
-        text in CLOSING for text in texts
-    )
-
-
-def edit_text(text: str, edit: "Edit") -> str:
-    """Return the text of the file with the edit made, or raise ValueError unless it can be made at one place."""
-    if text.count(edit.old) == 1:
-        return text.replace(edit.old, edit.new)
     found = places(text, edit.old) if edit.file.endswith(".py") else []
-    if len(found) != 1:
-        raise ValueError(
-            f"{edit.file}: found {len(found)} times, expected once: {edit.old}"
-        )
+    is_verbatim = edit.old in text
+    count = max(len(found), text.count(edit.old))
+    if count != 1:
+        raise ValueError(f"{edit.file}: found {count} times, expected 1: {edit.old}")
+    if is_verbatim:
+        return text.replace(edit.old, edit.new)
     (place,) = found
-    quoted_indent = len(edit.old) - len(edit.old.lstrip(" "))
-    lines = edit.new.strip("\n").splitlines() or [""]
-    line_begin = text.rfind("\n", 0, place.start) + 1
-    shift = (
-        place.start - line_begin - quoted_indent
-        if quoted_indent and not text[line_begin : place.start].strip()
-        else 0
-    )
-    moved = [
-        " " * max(len(line) - len(line.lstrip(" ")) + shift, 0) + line.lstrip(" ")
-        for line in lines[1:]
-    ]
-    return (
-        text[: place.start]
-        + "\n".join([lines[0].strip(" "), *moved])
-        + text[place.stop :]
-    )
+    new = edit.new.strip("\n")
+    if edit.old.startswith(
+        " "
+    ):  # whole lines, which may be indented by less or more now
+        line = text[text.rfind("\n", 0, place.start) + 1 :]
+        indent = line[: len(line) - len(line.lstrip(" "))]
+        new = textwrap.indent(textwrap.dedent(new), indent).lstrip(" ")
+    return text[: place.start] + new + text[place.stop :]
 
 
 def edits() -> list[Edit]:
