@@ -28,14 +28,14 @@ Written = Mapping[str, Any] | Sequence[str] | str
 
 
 def _as_one_word(key: str) -> PrimitiveConstructorSpec:
-    # By itself, tyro would make an option of every entry in the TOML file, and accept no
-    # others. Instead, the word on the command line replaces the table.
+    # By default, tyro makes one option for each entry of the table in the TOML file, and
+    # rejects all others. Here, one word on the command line replaces the whole table.
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="KEY=VALUE,...",
         instance_from_str=lambda words: parse_overrides(words[0], key),
         is_instance=lambda value: isinstance(value, (dict, list, str)),
-        str_from_instance=lambda value: [written_out(value)],
+        str_from_instance=lambda value: [written_out(value, key)],
     )
 
 
@@ -86,7 +86,8 @@ def parse_overrides(written: Written, key: str = OVERRIDES) -> dict[str, Any]:
                 f"{key}.{name} is given twice: {table[name]!r} and {value}. "
                 "Remove one of them"
             )
-        if name or value:
+        is_empty = not (name or value)  # as after a comma at the end
+        if not is_empty:
             table[name] = _literal(value)
     return table
 
