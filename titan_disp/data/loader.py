@@ -27,8 +27,8 @@ from titan_disp.config.batch import slot_count
 from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import Assignment, Mixture, Share, far_from_weights
 from titan_disp.data.cursor import check_bytes, check_documents, check_files
-from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
+from titan_disp.data.listing import DataFile, on_rank_0
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.shuffle import memory
