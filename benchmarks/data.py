@@ -29,7 +29,7 @@ from measuring import Printed, in_a_fresh_process, show
 from titan_disp.config.load import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import list_files
+from titan_disp.data.listing import list_files
 from titan_disp.data.loader import StreamLoader, open_stream
 from titan_disp.data.options import StreamOptions, default_threads
 from titan_disp.data.position import Field

@@ -27,8 +27,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from titan_disp.condensation.measure import Accumulator
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import list_files
 from titan_disp.data.formats import text_of
+from titan_disp.data.listing import list_files
 from titan_disp.data.options import StreamOptions
 from titan_disp.models.qwen3 import Qwen3DispModel
 from titan_disp.run.reader import read_condensation, read_events, read_metrics

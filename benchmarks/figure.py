@@ -40,11 +40,11 @@ from titan_disp.lab.report.charts import (
     draw_lines,
     from_zero,
 )
-from titan_disp.lab.report.gather import Run, gather
+from titan_disp.lab.report.gather import RunRecord, gather
 from titan_disp.lab.report.page import lines_of, measured
 from titan_disp.lab.statistics import paired_difference
 from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points
-from titan_disp.lab.sweeps.local import run, summary
+from titan_disp.lab.sweeps.runner import run, summary
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "measurements.md"
@@ -117,7 +117,7 @@ def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensa
 
 
 def results(
-    runs: Mapping[str, Sequence[Run]],
+    runs: Mapping[str, Sequence[RunRecord]],
     after: Mapping[str, Sequence[Condensation]],
     seeds: Sequence[int],
 ) -> dict:
@@ -170,7 +170,7 @@ def results(
     }
 
 
-def _over_time(run: Run) -> dict[str, Any]:
+def _over_time(run: RunRecord) -> dict[str, Any]:
     """Return mean cosine of all blocks and of every layer, and cross-entropy, by
     measurement in the order of steps.
     """
@@ -193,7 +193,7 @@ def to_text(content: Mapping[str, Any]) -> str:
     )
 
 
-def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
+def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
     """Draw maps of the mean cosine by layer and step; below, its mean over blocks and
     held-out cross-entropy.
     """
@@ -232,7 +232,7 @@ def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _mean_over_seeds(runs: Sequence[Run]) -> dict[int, Condensation]:
+def _mean_over_seeds(runs: Sequence[RunRecord]) -> dict[int, Condensation]:
     """Return the first run's measurements with the mean cosines averaged over all runs;
     only these are drawn.
     """

@@ -27,8 +27,8 @@ from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import Plan, make_plan
 from titan_disp.condensation.heatmap import heatmaps as draw
 from titan_disp.condensation.measure import Accumulator, Monitor, _effective_rank
+from titan_disp.config.command_options import Machine
 from titan_disp.config.load import load_config
-from titan_disp.config.options import Machine
 from titan_disp.models.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO

@@ -17,8 +17,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import list_files
 from titan_disp.data.formats import BadDocument, DamagedFile, text_of
+from titan_disp.data.listing import list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import UserError
 

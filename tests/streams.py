@@ -19,8 +19,8 @@ from tests.command_line import DEMO
 from tests.pages import changed, loaded
 from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import BadDocument, DamagedFile, text_of
+from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field

@@ -83,7 +83,7 @@ def test_cost_of_a_measurement(monkeypatch):
     """
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.measurement import cost
-    from titan_disp.config.options import Machine
+    from titan_disp.config.command_options import Machine
 
     job_config = loaded(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
     found = {}

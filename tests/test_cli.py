@@ -19,11 +19,10 @@ from tests.pages import understood
 from titan_disp import cli
 from titan_disp.cluster import launch, preflight
 from titan_disp.cluster.cost import GPUS
-from titan_disp.config import options
+from titan_disp.config import command_options
 from titan_disp.errors import EXIT_CODE
 from titan_disp.lab import digest
-from titan_disp.lab.sweeps import folder as array
-from titan_disp.lab.sweeps import local
+from titan_disp.lab.sweeps import preparation, runner
 
 OVERRIDES = (
     *(
@@ -98,7 +97,7 @@ def test_data_index_reads_its_options_among_the_keys_of_the_config():
 def test_all_subcommands_with_a_config_are_tested_here():
     found = {
         one.__name__
-        for one in vars(options).values()
+        for one in vars(command_options).values()
         if isinstance(one, type) and hasattr(one, "argv")
     }
     names = ("Config", "Index", "Train", "Plan", "Preflight", "Submit", "Digest")
@@ -183,7 +182,7 @@ def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
         == 0
     )
     ((*_, given),) = started
-    found = options.PreflightOptions(**json.loads(given))
+    found = command_options.PreflightOptions(**json.loads(given))
     assert (found.argv, found.ranks, found.flavor) == (HANDED_ON, 2, "debugmodel")
     assert "training.seq_len 64 → 32" in capsys.readouterr().out
 
@@ -235,18 +234,20 @@ def test_sweep(monkeypatch, capsys, tmp_path):
     def run(sweep, jobs, nproc):
         called.append((sweep.folder.name, jobs, nproc))
         return [
-            local.Result("seed-1", "finished", ""),
-            local.Result("seed-2", second.pop(0), "why"),
+            runner.Result("seed-1", "finished", ""),
+            runner.Result("seed-2", second.pop(0), "why"),
         ]
 
-    monkeypatch.setattr(local, "run", run)
+    monkeypatch.setattr(runner, "run", run)
     for status in (1, 0):
         for words in (["sweep", file], ["sweep", "run", file]):
             assert typed(monkeypatch, *words, "--jobs", "3", "--nproc", "2") == status
     assert called == [("runs", 3, 2)] * 4
     assert "  seed-2: failed: why" in capsys.readouterr().out
 
-    monkeypatch.setattr(array, "submit", lambda sweep, given: called.append(given) or 5)
+    monkeypatch.setattr(
+        preparation, "submit", lambda sweep, given: called.append(given) or 5
+    )
     own = "--submit --jobs 3 --nodes 2 --gpus-per-node 0 --site local_cpu --dry-run --sbatch time=15 exclusive"
     assert typed(monkeypatch, "sweep", file, *own.split()) == 5
     expected = {

@@ -21,8 +21,8 @@ from titan_disp.checks import (
 )
 from titan_disp.cluster.launch import launch
 from titan_disp.config import load_config
+from titan_disp.config.command_options import TrainOptions
 from titan_disp.config.keys import facts_of
-from titan_disp.config.options import TrainOptions
 from titan_disp.errors import EXIT_CODE, ConfigError
 from titan_disp.job_config import all_keys
 

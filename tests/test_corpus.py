@@ -21,7 +21,7 @@ from benchmarks.corpus import (
 )
 from benchmarks.corpus_text import documents_of
 from tests.command_line import typed
-from titan_disp.data.files import list_files
+from titan_disp.data.listing import list_files
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab import sample as module

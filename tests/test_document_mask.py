@@ -29,7 +29,7 @@ from tests.pages import changed
 from tests.run_invariants import check_run
 from tests.test_assembly import OPTIONS
 from titan_disp.checks import check_config
-from titan_disp.data.files import list_files
+from titan_disp.data.listing import list_files
 from titan_disp.data.loader import open_stream
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences

@@ -22,7 +22,7 @@ from tests.command_line import ROOT, typed
 from tests.markdown import table
 from tests.pages import blocks
 from tests.saved_run import random_model, save_run
-from titan_disp.config.options import EvaluateOptions
+from titan_disp.config.command_options import EvaluateOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.evaluate import harness
 from titan_disp.lab.evaluate.compare import Scores

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.command_line import typed
 from tests.saved_run import SEQ_LEN, random_model, save_run
-from titan_disp.config.options import ExportOptions, GenerateOptions
+from titan_disp.config.command_options import ExportOptions, GenerateOptions
 from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, convert
 from titan_disp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError

@@ -28,7 +28,7 @@ from tests.streams import (
 )
 from titan_disp.data import formats, token_ids
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.loader import open_stream
 from titan_disp.data.options import Format, StreamOptions, stream_options
 from titan_disp.data.tokenizer import load_tokenizer

@@ -20,8 +20,8 @@ from tests.distributed import spawn
 from tests.mesh import SEQ_LEN, assert_tied, build, job_config, step
 from tests.streams import parquet
 from titan_disp.checks import check_inputs
-from titan_disp.config.options import ExportOptions
-from titan_disp.data.files import list_files
+from titan_disp.config.command_options import ExportOptions
+from titan_disp.data.listing import list_files
 from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export

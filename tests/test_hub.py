@@ -11,11 +11,11 @@ from tests.command_line import typed
 from tests.fake_hub import COMMIT, OLDER, serving
 from tests.streams import VALIDATION_FILE, config, write_texts
 from titan_disp.cluster.node_health import input_problems
-from titan_disp.config.options import FetchOptions
+from titan_disp.config.command_options import FetchOptions
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import check_hub, held_out, list_files, split_of
 from titan_disp.data.formats import text_of
 from titan_disp.data.hub import HubName, parse_name
+from titan_disp.data.listing import check_hub, held_out, list_files, split_of
 from titan_disp.data.mirror import RECORDS
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.sources import DataSet, list_and_check

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.command_line import typed
+from titan_disp.config.command_options import InitOptions, Machine
 from titan_disp.config.load import load_config
-from titan_disp.config.options import InitOptions, Machine
-from titan_disp.data.files import list_files
+from titan_disp.data.listing import list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError

@@ -16,7 +16,7 @@ from tests.command_line import DEMO, ROOT, SECONDS, children, command, environme
 from tests.pages import changed, loaded
 from titan_disp.cluster import launch
 from titan_disp.cluster.launch import StopRanks, stop_signals
-from titan_disp.config.options import TrainOptions
+from titan_disp.config.command_options import TrainOptions
 from titan_disp.run.reader import read_events, read_metrics
 
 pytestmark = pytest.mark.usefixtures("heard")

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from tests.streams import config
-from titan_disp.data import local
+from titan_disp.data import local_files
 from titan_disp.data.assignment import Assignment, one_share
-from titan_disp.data.files import list_files
+from titan_disp.data.listing import list_files
 from titan_disp.data.sources import DataSet
 from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
@@ -93,8 +93,8 @@ def names_in(dataset, path):
 
 @pytest.fixture
 def told(caplog):
-    local._warn.cache_clear()
-    local._say.cache_clear()
+    local_files._warn.cache_clear()
+    local_files._say.cache_clear()
     with caplog.at_level("INFO"):
         yield lambda level: [
             r.getMessage() for r in caplog.records if r.levelname == level

@@ -27,7 +27,7 @@ from tests.test_condensation import condensed
 from titan_disp.condensation.record import load_steps
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Share
-from titan_disp.data.files import DataFile
+from titan_disp.data.listing import DataFile
 from titan_disp.data.loader import StreamLoader
 from titan_disp.errors import DataError
 from titan_disp.metric import Metric

@@ -30,7 +30,7 @@ from titan_disp.checks import check_inputs, missing_inputs
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Assignment, prefixed, shares
-from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field

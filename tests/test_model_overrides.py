@@ -15,7 +15,7 @@ from tests.pages import both_ways, changed, loaded
 from tests.saved_run import change_config, random_model, save_run
 from titan_disp.checks import check_config, resolve_tables
 from titan_disp.cluster import plan as plans
-from titan_disp.config.options import Machine
+from titan_disp.config.command_options import Machine
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.report.gather import gather

@@ -23,8 +23,8 @@ from tests.oracle import angular
 from tests.published import check_published
 from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.checks import check_config
+from titan_disp.config.command_options import ExportOptions, GenerateOptions
 from titan_disp.config.load import load_config
-from titan_disp.config.options import ExportOptions, GenerateOptions
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export

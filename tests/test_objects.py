@@ -14,8 +14,8 @@ from tests.fake_hub import FakeHub
 from tests.streams import config, loader, read_all, write_texts
 from titan_disp.data import objects, retry, storage
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import list_files
 from titan_disp.data.index import with_index
+from titan_disp.data.listing import list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError, DataError
 from titan_disp.lab.digest import digest

@@ -18,7 +18,7 @@ from titan_disp.cluster.cost import GPUS, find_gpu, gpu_name
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.plan import NodeCount, make_plan, render
 from titan_disp.cluster.suggest import suggest
-from titan_disp.config.options import Machine
+from titan_disp.config.command_options import Machine
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors

@@ -10,7 +10,7 @@ from tests.pages import changed, loaded
 from titan_disp import cpu
 from titan_disp.checks import check_config
 from titan_disp.cluster.preflight import preflight, prepare, reduce, small_flavor
-from titan_disp.config.options import PreflightOptions
+from titan_disp.config.command_options import PreflightOptions
 from titan_disp.errors import ConfigError
 
 PAPER = str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")

@@ -23,7 +23,7 @@ from tests.distributed import COLLECTIVE, spawn
 from tests.test_checkpoint import Run, flip, full_disk
 from tests.test_guard import Training
 from tests.test_metrics import DamagedFiles, metrics
-from titan_disp.data.files import on_rank_0
+from titan_disp.data.listing import on_rank_0
 from titan_disp.errors import (
     CheckpointError,
     ConfigError,

@@ -13,8 +13,8 @@ from tests.fake_hub import COMMIT, serving
 from tests.streams import parquet, write_texts
 from titan_disp.data import retry, storage
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile
 from titan_disp.data.formats import text_of
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import RemoteFile
 from titan_disp.errors import DataError

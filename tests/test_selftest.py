@@ -21,8 +21,8 @@ import torchtitan.train
 from tests.command_line import ROOT, SECONDS, environment, typed
 from tests.distributed import spawn
 from tests.oracle import angular, loss_and_gradient, tokens
+from titan_disp.config.command_options import SelftestOptions
 from titan_disp.config.load import load_config
-from titan_disp.config.options import SelftestOptions
 from titan_disp.dispersion import DispersionLoss, kernels, pairwise
 from titan_disp.lab import selftest
 from titan_disp.train import DispTrainer

@@ -21,7 +21,7 @@ from tests.streams import (
     write_files,
 )
 from titan_disp.data.blocks import permutation
-from titan_disp.data.files import list_files
+from titan_disp.data.listing import list_files
 from titan_disp.data.position import Field
 from titan_disp.errors import DataError
 

@@ -61,9 +61,9 @@ from titan_disp.data.assignment import (
     shares,
 )
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.index import with_index
+from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field

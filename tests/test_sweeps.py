@@ -22,12 +22,12 @@ from tests.pages import can_start, changed, loaded
 from titan_disp.checks import check_config
 from titan_disp.cluster import plan as plans
 from titan_disp.config import load
-from titan_disp.config.options import Machine, SweepOptions
+from titan_disp.config.command_options import Machine, SweepOptions
 from titan_disp.errors import ConfigError
-from titan_disp.lab.sweeps import folder, local
+from titan_disp.lab.sweeps import preparation, runner
 from titan_disp.lab.sweeps.definition import points, read_sweep
-from titan_disp.lab.sweeps.folder import prepare, ranges, state, submit
-from titan_disp.lab.sweeps.local import first_error, run, summary
+from titan_disp.lab.sweeps.preparation import prepare, ranges, state, submit
+from titan_disp.lab.sweeps.runner import first_error, run, summary
 from titan_disp.run.folder import lock_folder
 from titan_disp.run.reader import read_events, read_metrics
 
@@ -419,7 +419,9 @@ def test_the_last_event_or_a_failure_decides_the_state(tmp_path):
     assert state(tmp_path) == ("finished", "step 4")
 
 
-cached_defaults = functools.cache(folder.defaults)  # parsing them takes half a second
+cached_defaults = functools.cache(
+    preparation.defaults
+)  # parsing them takes half a second
 
 
 def loaded_once(argv):
@@ -434,8 +436,8 @@ def loaded_once(argv):
 
 @pytest.fixture(autouse=True)
 def loads_once(monkeypatch):
-    monkeypatch.setattr(folder, "defaults", cached_defaults)
-    monkeypatch.setattr(folder, "load_config", loaded_once)
+    monkeypatch.setattr(preparation, "defaults", cached_defaults)
+    monkeypatch.setattr(preparation, "load_config", loaded_once)
 
 
 @pytest.fixture
@@ -448,7 +450,7 @@ def prepared(sweep, sample, monkeypatch, heard):
         monkeypatch.setenv("STUB", json.dumps(what))
         return run(sweep(text, *nano(sample)), jobs, module="tests.stub_train")
 
-    monkeypatch.setattr(local, "REPORT", 0.1)
+    monkeypatch.setattr(runner, "REPORT", 0.1)
     return prepared
 
 
@@ -536,9 +538,9 @@ class TestRun:
     def test_two_calls_do_not_train_one_point_twice(
         self, prepared, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(local, "IN_USE", 0.5)
+        monkeypatch.setattr(runner, "IN_USE", 0.5)
         held = []
-        for name, lock in ((NAMES[1], local.LOCK), (NAMES[2], ".lock")):
+        for name, lock in ((NAMES[1], runner.LOCK), (NAMES[2], ".lock")):
             (tmp_path / "runs" / name).mkdir(parents=True)
             held.append(lock_folder(tmp_path / "runs" / name, lock))
         results = prepared()
@@ -555,10 +557,10 @@ class TestRun:
         prepared(text=ONE)
         events = tmp_path / "runs" / "seed-1" / "events.jsonl"
         complete = events.read_text()
-        lock = local.lock_folder
+        lock = runner.lock_folder
         events.unlink()
         monkeypatch.setattr(
-            local,
+            runner,
             "lock_folder",
             lambda *args: events.write_text(complete) and lock(*args),
         )
@@ -581,24 +583,24 @@ class TestRun:
     def test_several_ranks_come_from_torchrun(self, sweep, sample, monkeypatch):
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         made = prepare(sweep(ONE, *nano(sample)), 2)
-        runner = local._Runner(made, 1, 2, "titan_disp.train")
-        command = " ".join(runner._command(made[0]))
+        of_two_ranks = runner._Runner(made, 1, 2, "titan_disp.train")
+        command = " ".join(of_two_ranks._command(made[0]))
         assert command.startswith(
             "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=0 -m titan"
         )
-        assert "WORLD_SIZE" not in runner._environment(0)
+        assert "WORLD_SIZE" not in of_two_ranks._environment(0)
 
     def test_gpus_are_dealt_in_turn(self, monkeypatch):
-        monkeypatch.setattr(local.torch.accelerator, "device_count", lambda: 4)
+        monkeypatch.setattr(runner.torch.accelerator, "device_count", lambda: 4)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         assert [
-            local._devices(slot, 1)["CUDA_VISIBLE_DEVICES"] for slot in range(5)
+            runner._devices(slot, 1)["CUDA_VISIBLE_DEVICES"] for slot in range(5)
         ] == ["0", "1", "2", "3", "0"]
         assert [
-            local._devices(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(3)
+            runner._devices(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(3)
         ] == ["0,1", "2,3", "0,1"]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-        assert local._devices(1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
+        assert runner._devices(1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
 def test_first_error(tmp_path):

@@ -13,9 +13,9 @@ from tests.command_line import DEMO
 from tests.pages import loaded
 from tests.streams import VALIDATION_FILE, texts_of
 from titan_disp.checks import tokenizer_of
-from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder
+from titan_disp.data.listing import list_files
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.tokenizer import (
     encoder,

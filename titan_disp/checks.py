@@ -28,8 +28,8 @@ from titan_disp.config.batch import (
 )
 from titan_disp.config.keys import facts_of
 from titan_disp.config.types import JobConfig
-from titan_disp.data.files import DataFile
 from titan_disp.data.index import IN_MEMORY, with_index
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import (
     DataSet,

@@ -21,7 +21,7 @@ from typing import Any
 import docstring_parser
 import tyro
 
-from titan_disp.config import options as opts
+from titan_disp.config import command_options as opts
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_you_mean
 
 
@@ -169,10 +169,10 @@ def sweep_run(options: opts.SweepOptions) -> None:
 
     found = read_sweep(options.file)
     if options.submit:
-        from titan_disp.lab.sweeps.folder import submit
+        from titan_disp.lab.sweeps.preparation import submit
 
         raise SystemExit(submit(found, options))
-    from titan_disp.lab.sweeps.local import run, summary
+    from titan_disp.lab.sweeps.runner import run, summary
 
     results = run(found, options.jobs, options.nproc)
     print("\n".join(summary(results)))

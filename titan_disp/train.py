@@ -37,8 +37,8 @@ from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
+from titan_disp.data.listing import on_rank_0
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import StreamValidator, held_out_sequences
 from titan_disp.dispersion import kernels

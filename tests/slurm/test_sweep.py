@@ -7,7 +7,7 @@ import pytest
 from tests.command_line import ROOT, typed
 from tests.slurm.local import LocalSlurm, job_environment
 from tests.test_sweeps import GRID, NAMES, nano, write
-from titan_disp.lab.sweeps.folder import state
+from titan_disp.lab.sweeps.preparation import state
 from titan_disp.run.reader import read_events, read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]

@@ -22,7 +22,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_disp.checks import build_dispersion_losses
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
-from titan_disp.config.options import Machine
+from titan_disp.config.command_options import Machine
 from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.layers import GPU_BATCH_ELEMENTS
 from titan_disp.dispersion.variants.base import Cost

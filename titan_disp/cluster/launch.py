@@ -24,13 +24,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
-from titan_disp.config.load import load_config
-from titan_disp.config.options import (
+from titan_disp.config.command_options import (
     SlurmOptions,
     SubmitOptions,
     TrainOptions,
     check_least,
 )
+from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.files import cores
 from titan_disp.run.reader import EVENTS, STOP, read_json_lines

@@ -20,7 +20,7 @@ from titan_disp.config.batch import (
     slot_count,
     tokens_per_step,
 )
-from titan_disp.config.options import Machine
+from titan_disp.config.command_options import Machine
 from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import (
     Assignment,
@@ -28,7 +28,7 @@ from titan_disp.data.assignment import (
     far_from_weights,
     one_share,
 )
-from titan_disp.data.files import DataFile
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import DataSet, source_shares
 from titan_disp.data.sources import measured as with_densities

@@ -40,8 +40,8 @@ import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
 from titan_disp.checks import check_config, check_mesh
 from titan_disp.cluster.job_check import hub_warnings
+from titan_disp.config.command_options import PreflightOptions
 from titan_disp.config.load import load_config
-from titan_disp.config.options import PreflightOptions
 from titan_disp.config.types import JobConfig
 from titan_disp.data.options import stream_options
 from titan_disp.data.stream import Batch, as_batch

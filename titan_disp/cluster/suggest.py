@@ -18,7 +18,7 @@ from titan_disp.checks import check_config
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import find_machine, meta_model, predict
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
-from titan_disp.config.options import Machine
+from titan_disp.config.command_options import Machine
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError
 from titan_disp.text import estimated_duration

@@ -43,7 +43,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from titan_disp.data.blocks import STEP, Blocks, Visits
-from titan_disp.data.files import DataFile
+from titan_disp.data.listing import DataFile
 from titan_disp.errors import ConfigError
 
 # part of the fingerprint: increment it whenever the same position would mean other

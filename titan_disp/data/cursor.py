@@ -15,7 +15,6 @@ import numpy as np
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Part, Segment
-from titan_disp.data.files import DataFile
 from titan_disp.data.formats import (
     COMPRESSED,
     BadDocument,
@@ -24,6 +23,7 @@ from titan_disp.data.formats import (
     size_of,
     text_of,
 )
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
 from titan_disp.data.position import Field, Position

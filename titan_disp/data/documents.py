@@ -15,8 +15,8 @@ from isal import igzip, isal_zlib
 
 from titan_disp.data import formats, megatron, token_ids
 from titan_disp.data.blocks import Visits
-from titan_disp.data.files import DataFile
 from titan_disp.data.formats import BadDocument, DamagedFile, OtherContent, Record
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import RetryingFile, opened
 from titan_disp.errors import DataError

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_disp import safe_dcp
 from titan_disp.data.assignment import VERSION, Share
-from titan_disp.data.files import DataFile
 from titan_disp.data.formats import suffix_of
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import find_tokenizer

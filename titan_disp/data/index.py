@@ -23,7 +23,7 @@ import numpy as np
 from titan_disp.data import formats, megatron
 from titan_disp.data.blocks import Blocks
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, sha256_of

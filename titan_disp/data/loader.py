@@ -32,8 +32,8 @@ from titan_disp.data.assignment import (
     one_share,
 )
 from titan_disp.data.cursor import check_bytes, check_documents, check_files
-from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
+from titan_disp.data.listing import DataFile, on_rank_0
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.shuffle import memory

@@ -15,8 +15,8 @@ from typing import BinaryIO
 import numpy as np
 
 from titan_disp.data.blocks import Blocks
-from titan_disp.data.files import DataFile
 from titan_disp.data.formats import BadDocument, Empty, OtherContent
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import Format
 from titan_disp.data.token_ids import check_known, checked
 from titan_disp.errors import ConfigError

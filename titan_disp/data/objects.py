@@ -9,7 +9,12 @@ from typing import Any
 
 from titan_disp.data.formats import SUFFIXES
 from titan_disp.data.hub import LISTING_SECONDS, HubName, commit_of
-from titan_disp.data.local import check_kinds, is_pattern, readable_formats, select
+from titan_disp.data.local_files import (
+    check_kinds,
+    is_pattern,
+    readable_formats,
+    select,
+)
 from titan_disp.data.retry import may_recover, retried
 from titan_disp.errors import ConfigError
 

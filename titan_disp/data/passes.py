@@ -13,8 +13,8 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile
 from titan_disp.data.formats import DamagedFile, Record, size_of
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Position
 from titan_disp.errors import counted

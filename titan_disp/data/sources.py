@@ -19,14 +19,14 @@ from titan_disp.config.types import JobConfig
 from titan_disp.data import formats, megatron
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import (
+from titan_disp.data.index import content_sample, with_index
+from titan_disp.data.listing import (
     DataFile,
     held_out,
     list_files,
     split_of,
     streams_from_hub,
 )
-from titan_disp.data.index import content_sample, with_index
 from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, DataError, RefusedError, counted

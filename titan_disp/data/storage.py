@@ -20,8 +20,8 @@ from functools import cache
 from typing import Any
 
 from titan_disp.data import objects
-from titan_disp.data.files import DataFile
 from titan_disp.data.formats import PARQUET
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.retry import may_recover, response_of, retried
 from titan_disp.errors import DataError

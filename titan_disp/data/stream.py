@@ -30,7 +30,7 @@ from torch.utils.data import IterableDataset
 
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Cursor, Document, Faults
-from titan_disp.data.files import DataFile
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
 from titan_disp.data.position import Field, Position

@@ -24,7 +24,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from titan_disp.data.files import DataFile
 from titan_disp.data.formats import (
     HEAD,
     BadDocument,
@@ -32,6 +31,7 @@ from titan_disp.data.formats import (
     OtherContent,
     mistaken,
 )
+from titan_disp.data.listing import DataFile
 from titan_disp.data.options import Format
 from titan_disp.errors import DataError
 

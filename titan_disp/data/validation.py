@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.cursor import check_documents
-from titan_disp.data.files import DataFile, list_files, on_rank_0
+from titan_disp.data.listing import DataFile, list_files, on_rank_0
 from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.sources import check_content, held_out_sets

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from titan_disp.config.options import FetchOptions, check_least
+from titan_disp.config.command_options import FetchOptions, check_least
 from titan_disp.data.hub import (
     FORM,
     HubFile,

@@ -28,12 +28,11 @@ from titan_disp.checks import check_config, check_inputs
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import find_machine, meta_model, predict
 from titan_disp.cluster.suggest import FILLED
+from titan_disp.config.command_options import InitOptions, Machine
 from titan_disp.config.load import load_config
-from titan_disp.config.options import InitOptions, Machine
 from titan_disp.config.types import JobConfig
 from titan_disp.data import sources
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import (
     PLAIN_TEXT,
     TOKEN_IDS,
@@ -41,7 +40,8 @@ from titan_disp.data.formats import (
     DamagedFile,
     text_of,
 )
-from titan_disp.data.local import files_named
+from titan_disp.data.listing import DataFile, list_files
+from titan_disp.data.local_files import files_named
 from titan_disp.data.objects import is_folder, is_url
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import encoder, load_tokenizer

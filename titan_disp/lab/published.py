@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tomli
 
-from titan_disp.lab.report.gather import Run
+from titan_disp.lab.report.gather import RunRecord
 from titan_disp.text import number
 
 HEADINGS = ("task", "what", "of", "number", "source")
@@ -41,12 +41,12 @@ def beside(ours: Ours, source: str) -> Lines:
     return found
 
 
-def costs(runs: Sequence[Run]) -> Ours:
+def costs(runs: Sequence[RunRecord]) -> Ours:
     """Return what runs cost on GPUs, and those with a method relative to the first of
     the same model without any.
     """
 
-    def plain(run: Run) -> bool:
+    def plain(run: RunRecord) -> bool:
         return (
             not run.disperses and run.settings.get("baseline.method", "none") == "none"
         )

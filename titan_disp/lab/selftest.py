@@ -31,7 +31,7 @@ from torchtitan.tools import utils
 
 # The device type, and on CPUs gloo groups of one thread.
 import titan_disp.plugin  # noqa: F401
-from titan_disp.config.options import SelftestOptions
+from titan_disp.config.command_options import SelftestOptions
 from titan_disp.dispersion import DispersionLoss, kernels
 from titan_disp.dispersion.loss import ESTIMATORS
 from titan_disp.dispersion.sampled import order

@@ -27,8 +27,8 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_disp import safe_dcp
-from titan_disp.data.files import on_rank_0
 from titan_disp.data.hf_tokenizer import write_tokenizer
+from titan_disp.data.listing import on_rank_0
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import (
     CheckpointError,

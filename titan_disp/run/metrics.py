@@ -26,7 +26,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.condensation.record import OF_PAPER, Condensation
 from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.config.types import JobConfig
-from titan_disp.data.files import on_rank_0
+from titan_disp.data.listing import on_rank_0
 from titan_disp.data.loader import LARGEST, StreamLoader
 from titan_disp.dispersion.variants.base import bad_fit
 from titan_disp.errors import ConfigError

@@ -74,7 +74,7 @@ class TaskComparison:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """The comparison on all tasks, and means over them. Dictionaries are by model."""
 
     tasks: list[TaskComparison]
@@ -119,7 +119,7 @@ def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndar
 
 def compare(
     rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]
-) -> Comparison:
+) -> ModelComparison:
     """Compare models, whose scores are by model and task, with the first one, on every
     task and on average.
     """
@@ -141,7 +141,7 @@ def compare(
         model: np.mean([scores[row.name].by_seed for row in rows], axis=0)
         for model, scores in models.items()
     }
-    return Comparison(
+    return ModelComparison(
         tasks=tasks,
         seeds={model: max(1, len(by_seed[model])) for model in models},
         mean={
@@ -214,7 +214,7 @@ def _mean_difference(
 
 
 def lines(
-    comparison: Comparison,
+    comparison: ModelComparison,
 ) -> Iterator[tuple[tuple[Any, ...], tuple[dict[str, Any], ...], dict[str, Any]]]:
     """Yield the first cells, the numbers by model and the differences of each task, and
     of the mean over tasks.
@@ -235,7 +235,7 @@ def lines(
     yield ("mean", None, None, None), means, comparison.mean_difference
 
 
-def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
+def to_markdown(comparison: ModelComparison, notes: Sequence[str] = ()) -> str:
     """Render tasks × models, differences, standard errors and p values, with an
     explanation and ``notes`` below.
     """
@@ -280,7 +280,7 @@ def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
     )
 
 
-def _explanation(comparison: Comparison, over_seeds: bool) -> str:
+def _explanation(comparison: ModelComparison, over_seeds: bool) -> str:
     text = (
         "Differences are means ± standard errors over the same documents, with p values of a paired t-test. Holm\n"
         "adjusts these for the number of tasks. The mean has two standard errors: over the documents of these tasks,\n"
@@ -320,7 +320,7 @@ def _over_documents(found: Difference | MeanDifference, several: bool) -> str:
     return f"{found.mean:+.4f}" + "".join(told)
 
 
-def to_csv(comparison: Comparison) -> str:
+def to_csv(comparison: ModelComparison) -> str:
     """Render the table at full precision, with standard errors, ranks and 95 %
     intervals. Undefined cells are empty.
     """

@@ -15,12 +15,16 @@ from pathlib import Path
 
 import torch
 
-from titan_disp.config.options import EvaluateOptions, ExportOptions, check_least
+from titan_disp.config.command_options import (
+    EvaluateOptions,
+    ExportOptions,
+    check_least,
+)
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import make_writable, no_bars_in_logs
 from titan_disp.lab.evaluate import harness
 from titan_disp.lab.evaluate.compare import (
-    Comparison,
+    ModelComparison,
     compare,
     lines,
     pooled,
@@ -47,7 +51,7 @@ The models are the seeds of the condition. A single model is its own condition.
 """
 
 
-def evaluate(options: EvaluateOptions) -> Comparison:
+def evaluate(options: EvaluateOptions) -> ModelComparison:
     """Run lm-evaluation-harness on models, compare all with the first, and write the
     files of ``options.out``.
 
@@ -205,7 +209,7 @@ def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
 
 def _compare(
     suite: harness.Suite, conditions: Conditions, results: Mapping[str, harness.Result]
-) -> Comparison:
+) -> ModelComparison:
     models = {}
     for condition, members in conditions.items():
         if done := [results[name].scores for name in members if name in results]:
@@ -216,7 +220,7 @@ def _compare(
     return compare(suite.rows, models)
 
 
-def scores(comparison: Comparison) -> Ours:
+def scores(comparison: ModelComparison) -> Ours:
     """Return the scores of each task, and differences to the first model.
 
     The mean is there if it is of the paper's tasks.

@@ -11,10 +11,10 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from titan_disp.config.options import ExportOptions
+from titan_disp.config.command_options import ExportOptions
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import list_files
 from titan_disp.data.formats import BadDocument, DamagedFile, text_of
+from titan_disp.data.listing import list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError, reported
 from titan_disp.lab.export.model_card import model_card

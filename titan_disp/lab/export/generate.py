@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from titan_disp.config.options import GenerateOptions, check_least
+from titan_disp.config.command_options import GenerateOptions, check_least
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError

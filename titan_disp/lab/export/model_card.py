@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_disp.condensation.record import OF_PAPER, PLACES
-from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import read_data_state
+from titan_disp.data.listing import list_files
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
 from titan_disp.models.baselines import OPTIONS

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from titan_disp.condensation.measure import Accumulator, AveragedCosines, Covariance
 from titan_disp.condensation.record import OF_COVARIANCE, PLACES, RANKS, Condensation
-from titan_disp.config.options import CondensationOptions, check_least
+from titan_disp.config.command_options import CondensationOptions, check_least
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import make_writable, progress
 from titan_disp.lab import plots
@@ -218,7 +218,7 @@ def table(found: Mapping[str, Condensation], last_n: int) -> str:
 
 @torch.no_grad()
 def measure(
-    name: str, layers: targets.Layers, tokens: Tensor, options: CondensationOptions
+    name: str, layers: targets.LoadedModel, tokens: Tensor, options: CondensationOptions
 ) -> Condensation:
     """Measure every layer of one model on [count, length] token ids.
 

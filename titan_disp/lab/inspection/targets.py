@@ -183,7 +183,7 @@ def draw_weights(model: Any, seed: int) -> None:
         model.init_weights()
 
 
-class Layers:
+class LoadedModel:
     """A loaded model in eval mode that passes on the activations of its layers in
     order.
 
@@ -281,13 +281,13 @@ def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
     )
 
 
-def hugging_face_layers(model: Any) -> Layers:
+def hugging_face_layers(model: Any) -> LoadedModel:
     """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V
     logits are not needed.
     """
     body = model.base_model
     config = model.config.get_text_config()
-    layers = Layers(
+    layers = LoadedModel(
         model,
         lambda tokens: body(tokens, use_cache=False)[0],
         find_blocks(body, config.num_hidden_layers),
@@ -330,7 +330,7 @@ class Target:
     vocab_size: int
     encode: Encode
     special_tokens: SpecialTokens
-    load: Callable[[Device, str], Layers]
+    load: Callable[[Device, str], LoadedModel]
     run: Path | None = None
     step: int | None = None
     revision: str | None = None
@@ -424,7 +424,7 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
     args = saved.model_args()
     tokenizer = saved.tokenizer(tokenizer_folder)
 
-    def load(device: Device, dtype: str) -> Layers:
+    def load(device: Device, dtype: str) -> LoadedModel:
         if device == "auto":
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(saved)
@@ -441,7 +441,7 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
                 own = saved.config["debug"]["seed"]
                 draw_weights(model, seed if own is None else own)
 
-        layers = Layers(model.to(device), model, list(model.layers.values()))
+        layers = LoadedModel(model.to(device), model, list(model.layers.values()))
         layers.head = model.output
         layers.untrain = untrain
         # the "logits" are the final norm's output, not N × V numbers
@@ -508,7 +508,7 @@ def _hugging_face_target(
         advice,
     )
 
-    def load(device: Device, dtype: str) -> Layers:
+    def load(device: Device, dtype: str) -> LoadedModel:
         spread = device == "auto"
         loaded = load_causal_lm(
             folder, dtype, "auto" if spread else None, trust_remote_code

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import (
     JSON_LINES,
     PARQUET,
@@ -22,6 +21,7 @@ from titan_disp.data.formats import (
     text_of,
 )
 from titan_disp.data.hub import is_hub_name
+from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError, DataError, counted, of_options, reported
 

@@ -30,7 +30,7 @@ from scipy.stats import binned_statistic
 from titan_disp.condensation.heatmap import layer_label, new_figure, plain
 from titan_disp.condensation.record import Condensation
 from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
-from titan_disp.lab.report.gather import Run, conditions
+from titan_disp.lab.report.gather import RunRecord, conditions
 from titan_disp.run.history import WHILE_LOADING, Attempt
 from titan_disp.text import short
 
@@ -103,7 +103,7 @@ class Line:
         }
 
 
-def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
+def by_condition(runs: Sequence[RunRecord], lines: Sequence[Line]) -> list[Line]:
     """Turn lines of runs, whose ``place`` is the run's, into lines of conditions, at
     the values of x that all seeds have.
 

@@ -51,7 +51,7 @@ ABSENT = object()  # stands for the value of a key that a column does not have
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """Hold the contents of a run's folder. All times are seconds since the epoch."""
 
     path: Path
@@ -154,7 +154,7 @@ def _parameters(name: str, flavor: str, overrides: str) -> int:
         )[0]
 
 
-def _read(path: Path, name: str, group: str | None) -> Run:
+def _read(path: Path, name: str, group: str | None) -> RunRecord:
     if not reader.is_run(path):
         what = (
             "lacks config.json or metrics.jsonl: it is not a run's folder, the run has not logged anything yet, or "
@@ -177,7 +177,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
         def done(by_step: Mapping[int, Any]) -> dict[int, Any]:
             return {at: found for at, found in by_step.items() if at <= step}
 
-        run = Run(
+        run = RunRecord(
             path=path,
             name=name,
             group=group,
@@ -203,7 +203,9 @@ def _read(path: Path, name: str, group: str | None) -> Run:
     return run
 
 
-def gather(paths: Sequence[str | Path], left_out: list[str] | None = None) -> list[Run]:
+def gather(
+    paths: Sequence[str | Path], left_out: list[str] | None = None
+) -> list[RunRecord]:
     """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one
     condition, in their order.
 
@@ -226,7 +228,7 @@ def gather(paths: Sequence[str | Path], left_out: list[str] | None = None) -> li
     names = (
         short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     )
-    found: list[Run] = []
+    found: list[RunRecord] = []
     errors: list[ConfigError] = []
     for folder, name, group in zip(folders, names, groups, strict=True):
         try:
@@ -263,7 +265,7 @@ def unlike(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values[1:])
 
 
-def conditions(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
+def conditions(runs: Sequence[RunRecord]) -> list[tuple[str, list[int]]]:
     """Return the conditions in the order of their first runs: their names, and the
     indices of their runs.
 
@@ -295,7 +297,7 @@ def conditions(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
     return sorted(found, key=lambda condition: condition[1])
 
 
-def _recipe(run: Run) -> tuple[str, ...]:
+def _recipe(run: RunRecord) -> tuple[str, ...]:
     """Return the keys of the config that change training or measurements, without the
     seeds.
     """

@@ -35,13 +35,13 @@ from titan_disp.lab.report.charts import (
     drawing,
     to_uri,
 )
-from titan_disp.lab.report.gather import Run, conditions, gather
+from titan_disp.lab.report.gather import RunRecord, conditions, gather
 from titan_disp.lab.report.tables import state
 from titan_disp.text import number
 
 SHARED_STEPS = 4  # runs with so many common steps are shown at the same steps
 # a function that reads steps and values
-Points = Callable[[Run], tuple[Iterable[float], Iterable[float]]]
+Points = Callable[[RunRecord], tuple[Iterable[float], Iterable[float]]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def measured(read: Callable[[Condensation], float]) -> Points:
     return lambda run: (run.condensation.keys(), map(read, run.condensation.values()))
 
 
-def lines_of(runs: Sequence[Run], xlabel: str, points: Points) -> list[Line]:
+def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Line]:
     """Return lines against steps or tokens, with the resumes, for runs that have at
     least two points.
     """
@@ -91,7 +91,7 @@ def lines_of(runs: Sequence[Run], xlabel: str, points: Points) -> list[Line]:
 
 
 def _curves(
-    runs: Sequence[Run], xlabel: str, charted: Iterable[tuple[str, Points, Scale]]
+    runs: Sequence[RunRecord], xlabel: str, charted: Iterable[tuple[str, Points, Scale]]
 ) -> list[Picture]:
     """Draw a chart for each (label of axis y, points, scale) that has lines."""
     names = [name for name, _ in conditions(runs)]
@@ -121,12 +121,12 @@ def _curves(
     return pictures
 
 
-def losses(runs: Sequence[Run]) -> list[Picture]:
+def losses(runs: Sequence[RunRecord]) -> list[Picture]:
     """Draw cross-entropy and dispersion separately against tokens, and cross-entropy on
     other text if there is any.
     """
 
-    def dispersion(run: Run) -> tuple[Iterable[float], Iterable[float]]:
+    def dispersion(run: RunRecord) -> tuple[Iterable[float], Iterable[float]]:
         return logged("dispersion")(run) if run.disperses else ((), ())
 
     charted: tuple[tuple[str, Points, Scale], ...] = (
@@ -146,7 +146,7 @@ def losses(runs: Sequence[Run]) -> list[Picture]:
     return _curves(runs, "tokens", charted)
 
 
-def optimization(runs: Sequence[Run]) -> list[Picture]:
+def optimization(runs: Sequence[RunRecord]) -> list[Picture]:
     charted = (
         ("learning rate", logged("lr"), charts.as_it_is),
         ("gradient norm, before clipping", logged("grad_norm"), charts.by_factors),
@@ -179,12 +179,12 @@ MEASURES = (
 )
 
 
-def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
+def condensation_by_step(runs: Sequence[RunRecord]) -> list[Picture]:
     """Draw condensation against steps, for runs with at least two measurements."""
     return _curves(runs, "step", MEASURES)
 
 
-def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
+def condensation_maps(runs: Sequence[RunRecord]) -> list[Picture]:
     return [
         Picture(
             to_uri(charts.layer_map(run.condensation, run.name, run.step)),
@@ -195,7 +195,7 @@ def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
     ]
 
 
-def _some_steps(runs: Sequence[Run]) -> dict[str, dict[int, Condensation]]:
+def _some_steps(runs: Sequence[RunRecord]) -> dict[str, dict[int, Condensation]]:
     """Choose some measurements of every run, at the same steps if the runs share enough
     of them.
 
@@ -217,7 +217,7 @@ def _some_steps(runs: Sequence[Run]) -> dict[str, dict[int, Condensation]]:
     return some
 
 
-def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
+def condensation_by_layer(runs: Sequence[RunRecord]) -> list[Picture]:
     """Draw mean cosines by layer at some steps, and the cosines of all pairs at the
     first, most condensed and last one.
     """
@@ -245,7 +245,7 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
     ]
 
 
-def history(run: Run) -> Picture | None:
+def history(run: RunRecord) -> Picture | None:
     """Draw steps and events against time. Returns None if nothing was logged."""
     if not run.attempts:
         return None
@@ -254,7 +254,7 @@ def history(run: Run) -> Picture | None:
 
 
 def render(
-    runs: Sequence[Run],
+    runs: Sequence[RunRecord],
     now: float,
     left_out: Sequence[str] = (),
     scores: Sequence[Sequence[str]] = (),
@@ -328,8 +328,8 @@ def render(
 
 
 def _that_can_be_shown(
-    runs: Sequence[Run], now: float, left_out: list[str]
-) -> list[Run]:
+    runs: Sequence[RunRecord], now: float, left_out: list[str]
+) -> list[RunRecord]:
     """Return the runs of which a page can be made.
 
     ``left_out`` receives the others; ConfigError is raised if none can.

@@ -23,7 +23,7 @@ from titan_disp.condensation.record import (
 from titan_disp.errors import counted
 from titan_disp.lab.report.gather import (
     ABSENT,
-    Run,
+    RunRecord,
     conditions,
     defaults,
     side_by_side,
@@ -43,7 +43,7 @@ LAST_ROWS = 10
 Rows = dict[str, list[str]]  # a cell for each run, by heading
 
 
-def state(run: Run, now: float) -> tuple[str, str]:
+def state(run: RunRecord, now: float) -> tuple[str, str]:
     """Return the state (empty, complete, stopped, running or interrupted), and an
     explanation.
     """
@@ -81,7 +81,7 @@ def _filled(rows: Rows) -> Rows:
     return {heading: row for heading, row in rows.items() if set(row) != {NOTHING}}
 
 
-def _dispersion(run: Run) -> str:
+def _dispersion(run: RunRecord) -> str:
     s = run.settings
     if not s.get("dispersion.enabled"):
         return "off"
@@ -102,7 +102,7 @@ def _dispersion(run: Run) -> str:
     )
 
 
-def _failures(run: Run) -> str:
+def _failures(run: RunRecord) -> str:
     count = run.failures.get("failures")
     return (
         f"{count} in a row; the last: {run.failures.get('reason', NOTHING)}"
@@ -115,7 +115,7 @@ def _percent(part: Goodput) -> str:
     return f"{part.fraction:.1%}" if part.total else NOTHING
 
 
-def _goodput(run: Run) -> str:
+def _goodput(run: RunRecord) -> str:
     if not run.goodputs:
         return NOTHING
     every = together(run.goodputs)
@@ -127,7 +127,7 @@ def _goodput(run: Run) -> str:
     )
 
 
-def _stragglers(run: Run) -> str:
+def _stragglers(run: RunRecord) -> str:
     """Describe the ranks that the others waited for, the most frequent first."""
     slow = [
         (row["step"], row["straggler"]) for row in run.written if row.get("straggler")
@@ -148,8 +148,8 @@ def _stragglers(run: Run) -> str:
     return "; ".join(told) + (f"; and {len(last) - 3} more" if len(last) > 3 else "")
 
 
-def overview(runs: Sequence[Run], now: float) -> Rows:
-    def last_activity(run: Run) -> str:
+def overview(runs: Sequence[RunRecord], now: float) -> Rows:
+    def last_activity(run: RunRecord) -> str:
         end = run.attempts[-1].ended
         return f"{when(end)}, {duration(now - end)} before this report"
 
@@ -159,7 +159,7 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
     of_condition = {
         runs[place].name: name for name, members in several for place in members
     }
-    cells: dict[str, Callable[[Run], str]] = {
+    cells: dict[str, Callable[[RunRecord], str]] = {
         "condition": lambda run: of_condition.get(run.name, NOTHING),
         "state": lambda run: ": ".join(state(run, now)),
         "step": lambda run: f"{number(run.step)} of {number(run.steps)}",
@@ -216,7 +216,7 @@ def _with_steps(cells: Sequence[Cell]) -> list[str]:
     return list(map(with_notes, cells, numbers))
 
 
-def final_numbers(runs: Sequence[Run]) -> Rows:
+def final_numbers(runs: Sequence[RunRecord]) -> Rows:
     """Collect the final numbers, and compare runs of different lengths at the latest
     step that all have logged.
     """
@@ -233,7 +233,7 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
     )
 
 
-def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
+def _final_numbers(run: RunRecord, compared: int | None) -> dict[str, Cell]:
     step = run.rows[-1]["step"] if run.rows else None
 
     def last(key: str) -> Cell:
@@ -303,11 +303,11 @@ SEEN = {
 }
 
 
-def _counters(run: Run) -> dict[str, float]:
+def _counters(run: RunRecord) -> dict[str, float]:
     return run.rows[-1].get("data") or {} if run.rows else {}
 
 
-def seen(runs: Sequence[Run]) -> Rows:
+def seen(runs: Sequence[RunRecord]) -> Rows:
     """Return what each of several sources has given up to the last row (``SEEN``), and
     its cross-entropy, by run and source.
     """
@@ -325,7 +325,7 @@ def seen(runs: Sequence[Run]) -> Rows:
     return rows
 
 
-def data_counters(runs: Sequence[Run]) -> Rows:
+def data_counters(runs: Sequence[RunRecord]) -> Rows:
     """Return the loaders' other counters at the last row: sums over ranks, but maxima
     for epoch and waiting time.
     """
@@ -347,7 +347,7 @@ def data_counters(runs: Sequence[Run]) -> Rows:
     }
 
 
-def config_differences(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+def config_differences(runs: Sequence[RunRecord]) -> tuple[Rows, Rows]:
     """Compare configs: keys in which runs differ, and keys with a common value that is
     not the default.
     """
@@ -361,7 +361,7 @@ def config_differences(runs: Sequence[Run]) -> tuple[Rows, Rows]:
     return _as_settings(differ), _as_settings(shared)
 
 
-def environments(runs: Sequence[Run]) -> Rows:
+def environments(runs: Sequence[RunRecord]) -> Rows:
     return _as_settings(side_by_side([flatten(run.environment) for run in runs]))
 
 
@@ -372,7 +372,7 @@ def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
     }
 
 
-def starts(run: Run, now: float) -> list[list[str]]:
+def starts(run: RunRecord, now: float) -> list[list[str]]:
     """Return a line for each start, with the cells that page.html.j2 names."""
     found = run.attempts
     goodputs = [_percent(part.in_its_allocation()) for part in run.goodputs] or [
@@ -422,7 +422,7 @@ def _detail(name: str, value: Any) -> str:
     return value if isinstance(value, str) else _setting(value)
 
 
-def events(run: Run) -> list[list[str]]:
+def events(run: RunRecord) -> list[list[str]]:
     """Return time, event, step and details of each event.
 
     Consecutive checkpoints share a line, and so do skips.

@@ -29,7 +29,7 @@ from titan_disp.lab.statistics import (
     with_holm,
 )
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
-from titan_disp.lab.sweeps.folder import state
+from titan_disp.lab.sweeps.preparation import state
 from titan_disp.run.reader import (
     last_row,
     read_condensation,
@@ -183,7 +183,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SweepComparison:
     """Hold a sweep's conditions in the order of its file."""
 
     metric: str
@@ -195,7 +195,7 @@ class Comparison:
 
 def compare(
     sweep: Sweep, metric: str | None = None, against: str | None = None
-) -> Comparison:
+) -> SweepComparison:
     """Read the runs of a sweep and compare them by a metric of ``final_metric`` with
     the condition ``against``.
 
@@ -224,7 +224,7 @@ def compare(
         Condition(condition, tuple(members))
         for condition, members in by_condition.items()
     ]
-    return Comparison(
+    return SweepComparison(
         name, against, differences(conditions, against), not asked and name == FALLBACK
     )
 
@@ -305,7 +305,7 @@ def write_table(
     return text
 
 
-def to_markdown(comparison: Comparison) -> str:
+def to_markdown(comparison: SweepComparison) -> str:
     """Return Markdown with a row for each condition, with an explanation and the
     missing points below.
     """
@@ -354,7 +354,7 @@ def _row(condition: Condition) -> list[str]:
     ]
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def _notes(comparison: SweepComparison) -> list[str]:
     notes = [
         f"Numbers are means ± standard errors over seeds of the {label(comparison.metric)}."
     ]
@@ -382,7 +382,7 @@ def _notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def to_csv(comparison: Comparison) -> str:
+def to_csv(comparison: SweepComparison) -> str:
     """Return CSV with a row for each condition. Undefined cells are empty."""
     header = ["point", "points", "finished", "mean", "standard_error"]
     header += [
@@ -414,7 +414,7 @@ def to_csv(comparison: Comparison) -> str:
     return csv_text(rows)
 
 
-def values_csv(comparison: Comparison) -> str:
+def values_csv(comparison: SweepComparison) -> str:
     """Return CSV with a row for each run, with the numbers behind the table and the
     reasons for missing ones.
     """
@@ -435,7 +435,7 @@ def values_csv(comparison: Comparison) -> str:
     return csv_text(rows)
 
 
-def draw(comparison: Comparison) -> Figure:
+def draw(comparison: SweepComparison) -> Figure:
     """Draw a row of dots for each condition, one per seed, with mean ± standard error,
     and the paired differences.
     """

@@ -28,8 +28,8 @@ from titan_disp.cluster.freeze import SCRIPTS
 from titan_disp.cluster.launch import command, send
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.batch import data_parallel_degree, last_step
+from titan_disp.config.command_options import SweepOptions
 from titan_disp.config.load import load_config
-from titan_disp.config.options import SweepOptions
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, counted, reported
 from titan_disp.files import atomic_write, progress
@@ -49,7 +49,7 @@ from titan_disp.tables import TABLES
 RECORD = "point.json"
 CONFIG = "point.toml"
 LIST = "points.json"
-FAILED = "failed.json"  # ``local`` writes it
+FAILED = "failed.json"  # ``runner`` writes it
 NAMED = 5  # most problems in one message
 State = Literal["finished", "failed", "unfinished", "not started"]
 

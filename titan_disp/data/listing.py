@@ -21,7 +21,7 @@ from titan_disp.data.hub import (
     parse_name,
     resolve,
 )
-from titan_disp.data.local import list_local
+from titan_disp.data.local_files import list_local
 from titan_disp.data.mirror import mirrored_files
 from titan_disp.data.objects import is_url, list_objects
 from titan_disp.errors import ConfigError, UserError
