@@ -37,9 +37,9 @@ class LossLedger:
     The sums stay on the device, so adding never waits for the GPU.
 
     Attributes:
-        sources: number of this rank's slots of each source of data, in the order of the
-            slots, if each source shall have a mean of its own. The sequences of a rank
-            come from its slots in turn.
+        sources: number of this rank's slots (streams of documents) that read each
+            source of data, in the order of the slots, if each source shall have a mean
+            of its own. The sequences of a rank come from its slots in turn.
     """
 
     def __init__(self) -> None:
@@ -162,9 +162,9 @@ def in_backward(
 ) -> bool:
     """Return whether to compute the gradients of losses in a trainer's backward pass.
 
-    This needs layers ``zs`` so large that each is computed alone anyway, and whole
-    sequences: of shards, the next layer is gathered while one is computed, and a rank
-    saves only its part. Sampled losses save little.
+    This needs layers ``zs`` so large that each is computed alone anyway, and sequences
+    that are not sharded. Otherwise, forward gathers the next layer while it computes
+    one, and a rank saves only its own shard's gradient. Sampled losses save little.
     """
     return (
         not sharded
@@ -309,9 +309,10 @@ class DispersionObjective:
         return valid
 
     def _documents(self, segments: Tensor | None) -> TokenMask:
-        """Return the mask of the whole sequences.
+        """Return the documents of the whole sequences.
 
-        All layers and losses share it, because the host waits for it.
+        ``token_mask`` gathers them from the ranks' shards of ``segments``. This is done
+        once for all layers and losses, because the host waits for the device.
         """
         assert segments is not None
         group = process_group(self.group)
@@ -336,10 +337,11 @@ class DispersionObjective:
     def _in_backward(
         self, activations: Sequence[Tensor], batch: _Microbatch, coeff: float
     ) -> Tensor:
-        """Return 0.
+        """Return 0, whose backward computes the losses and adds their gradients.
 
-        Its backward computes the losses, adds their gradients, and leaves λ · dispersion
-        in ``_late``.
+        The gradients are multiplied by the gradient that arrives here, which contains λ
+        because the caller multiplies by it. ``coeff`` is λ for the value that backward
+        leaves in ``_late``, λ · dispersion.
         """
         self._awaits_backward = True
         losses_of_layers: list[Tensor] = []

@@ -97,7 +97,7 @@ class Checkpoints:
             deleted after the newest is complete.
         interval_seconds: between two of them; 0 without checkpoints.
         seconds: to write one at the machine's storage_bandwidth. Asynchronous modes
-            hide most of them.
+            hide most of this time.
     """
 
     size: int
@@ -117,7 +117,7 @@ class Time:
             peak (dispersion: half of it).
         within_bytes: that a GPU sends in a step to others of its node (``traffic``).
         between_bytes: that it sends to other nodes.
-        within_seconds, between_seconds: of these.
+        within_seconds, between_seconds: to send these bytes.
         exposed_seconds: communication that computing cannot hide, a lower bound.
         step_seconds: computing and exposed communication.
         tokens_per_second_per_gpu: throughput.
@@ -189,8 +189,10 @@ def admitted_node_counts(
 ) -> list[NodeCount]:
     """Return the numbers of nodes for which ``check_config`` passes.
 
-    Two meshes are tried for each number: as many replicas of the same shard degree as
-    fit, and the config as it is. The replicas come first if one fits into a node.
+    For each number, two meshes are tried, and the first that passes counts: the config
+    as it is, and as many replicas of its shard degree as the ranks allow (unless the
+    config's replicate degree is −1, which does this by itself). If a replica fits into
+    a node, the second mesh is tried first.
     """
     steps = job_config.training.steps
     p = job_config.parallelism
@@ -238,7 +240,8 @@ def unseen_shares(
     for data, files in listed:
         if not files or data.key == "validation":
             continue
-        # Without a tokenizer, token ids have no index. Others may need too much memory.
+        # A file's index of blocks may need too much memory, and that of token ids needs
+        # a tokenizer. Such a source is left out.
         with contextlib.suppress(ConfigError):
             assignment = Assignment(
                 with_densities(files, options),
@@ -541,7 +544,7 @@ def _run_rows(plan: Plan) -> list[Row]:
     ranks = counted(mesh.data_parallel, "rank")
     sequences = counted(batch.global_batch_size, "sequence")
     accumulated = counted(batch.accumulation_steps, "accumulation step")
-    # All sources are below one heading.
+    # Only the first source has a heading. (There is one name too many.)
     source_names = ["sources"] + [""] * len(plan.sources)
     return [
         ("plan", plan.config),

@@ -112,9 +112,10 @@ class Run:
     """What one slot reads in one epoch.
 
     Attributes:
-        parts: the segments of each part that is not empty: one of the head, which is
-            the end of a file, any number of the body, which are whole files, and one of
-            the tail, which is the beginning of a file.
+        parts: the segments of each part that is not empty. The head is one segment, the
+            end of a file (or, if the run lies within one file, any part of it). The
+            body is any number of whole files. The tail is one segment, the beginning of
+            a file.
     """
 
     parts: dict[Part, tuple[Segment, ...]]
@@ -204,9 +205,10 @@ class _Source:
             max(round(file.size * file.density / self.min_density), 1) * slots
             for file in files
         ]
+        run_length = sum(self.lengths) // slots  # exact: lengths are multiples
         self.dealt = [
             file.blocks is not None
-            and len(file.blocks) * sum(self.lengths) >= _MIN_BLOCKS * slots * length
+            and len(file.blocks) * run_length >= _MIN_BLOCKS * length
             for file, length in zip(files, self.lengths, strict=True)
         ]
         # If there are few documents, slots can be many epochs apart, and each epoch has
@@ -314,10 +316,10 @@ class Assignment:
         return range(first + slots.start, first + slots.stop)
 
     def unseen(self) -> float:
-        """Estimate the fraction of the text that one epoch's number of bytes misses.
+        """Estimate how much text is unread when as many bytes are read as there are.
 
-        Slots read equally fast, so this is the text by which some runs are longer than
-        the average run.
+        This is a fraction of the text. Slots read equally fast, so it is the text by
+        which some runs are longer than the average run.
         """
         texts = [
             sum(segment.text for segment in self.run(slot, 0).segments)
@@ -341,18 +343,15 @@ def _hash(name: str) -> bytes:
 
 
 def _overlapping(edges: list[int], begin: int, end: int) -> range:
-    """Return the numbers i of the intervals from edges[i] to edges[i + 1] that overlap.
-
-    ``begin`` to ``end`` is what they overlap with.
-    """
+    """Return each i whose interval, edges[i] to edges[i + 1], overlaps begin to end."""
     return range(bisect_right(edges, begin) - 1, bisect_left(edges, end))
 
 
 def _cut(edges: list[int], slots: int) -> list[int]:
     """Return where each slot's run begins on the line, and where the last one ends.
 
-    A run gets an equal share of what the runs before it have left. A cut close to the
-    edge of a file moves to the edge.
+    Each run gets an equal share of what remains of the line. A cut close to the edge of
+    a file moves to the edge.
     """
     end = edges[-1]
     cuts = [0]

@@ -19,24 +19,24 @@ class Field(IntEnum):
     """
 
     EPOCH = 0
-    HEAD = 1  # index of the next document in the head's file …
-    HEAD_BYTES = 2  # … and bytes of text taken from the head
-    BODY_FILE = 3  # number of the current file among the body's whole files …
-    BODY_DOCUMENT = 4  # … index of its next document …
-    BODY_BYTES = 5  # … and bytes of text taken from the whole body …
-    FILE_BYTES = 6  # … and from this file
-    TAIL = 7  # as HEAD
-    TAIL_BYTES = 8
-    DONE = 9  # bits for head, body and tail: read to the end
-    WINDOW = 10  # number of the shuffling window in the epoch …
-    IN_WINDOW = 11  # … and how many of its documents have been used
-    OFFSET = 12  # tokens already taken from the next document …
-    OFFSET_BYTES = 13  # … and about their bytes of text
-    DOCUMENTS = 14  # documents used since the start of the run …
-    BYTES = 15  # … their bytes of text in UTF-8 …
-    SKIPPED = 16  # … documents skipped …
-    SKIPPED_FILES = 17  # … files that ended early …
-    SKIPPED_BYTES = 18  # … and about the bytes of both
+    HEAD = 1  # index of the next document in the head's file
+    HEAD_BYTES = 2  # of text taken from the head
+    BODY_FILE = 3  # number of the current file among the body's whole files
+    BODY_DOCUMENT = 4  # index of the next document in that file
+    BODY_BYTES = 5  # of text taken from the whole body
+    FILE_BYTES = 6  # of text taken from the body's current file
+    TAIL = 7  # index of the next document in the tail's file
+    TAIL_BYTES = 8  # of text taken from the tail
+    DONE = 9  # a bit for each part that was read to its end
+    WINDOW = 10  # number of the shuffling window in the epoch
+    IN_WINDOW = 11  # how many of the window's documents have been used
+    OFFSET = 12  # tokens already taken from the next document
+    OFFSET_BYTES = 13  # about the bytes of text of these tokens
+    DOCUMENTS = 14  # used since the start of the run
+    BYTES = 15  # of text, in UTF-8, of the documents used
+    SKIPPED = 16  # documents skipped since the start of the run
+    SKIPPED_FILES = 17  # files that ended early
+    SKIPPED_BYTES = 18  # about the bytes of both
 
 
 # For each part: the index of its next document in the file, and the bytes of text taken.
@@ -65,7 +65,7 @@ class Position:
 
     Attributes:
         slot: its number.
-        values: [k] int64, one for each ``Field``, at the beginning of a document.
+        values: [k] int64, one for each ``Field``; the methods change them in place.
         assignment: the runs of all slots.
     """
 
@@ -106,8 +106,8 @@ class Position:
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
         """Return what the slot still needs of a file that several slots share.
 
-        This is the segment and the index of its next document in this epoch, or None
-        if the slot needs nothing of the file.
+        This is the segment and the index of its next document in ``epoch``, or None if
+        the slot needs nothing of the file in that epoch (any more).
         """
         if self.epoch > epoch:
             return None

@@ -89,9 +89,10 @@ class TensorBoardFolder(BaseLogger):
             writer.add_scalar(name, value, step)
 
     def log_heatmap(self, measured: Condensation, step: int) -> None:
-        """Log a heatmap if the last one is far enough behind.
+        """Log a heatmap if ``step`` is HEATMAP_RATIO times that of the last one.
 
-        The distances grow, because all ranks wait a fifth of a second for each.
+        They get rarer, because all ranks wait for a fifth of a second while rank 0
+        draws one.
         """
         if step < self._next_heatmap:
             return
@@ -123,7 +124,7 @@ class DispersionMetrics(MetricsProcessor):
     """
 
     logger: BaseLogger
-    # titan_disp.train sets these, the first one if there are several ranks.
+    # titan_disp.train sets the clock, and if there are several ranks, the stragglers.
     stragglers: Stragglers | None = None
     clock: Clock | None = None
 
@@ -171,7 +172,7 @@ class DispersionMetrics(MetricsProcessor):
     def tokens_seen(self, step: int) -> int:
         """Return the tokens trained on after ``step`` steps.
 
-        TorchTitan's own number counts those of every CP rank.
+        TorchTitan's own number counts each token once per CP rank.
         """
         return step * tokens_per_step(self.job_config, self._dp_degree)
 
@@ -352,7 +353,7 @@ class DispersionMetrics(MetricsProcessor):
             if self._tensorboard is not None:
                 self._tensorboard.log_heatmap(measured, step)
             measured.save(self._jsonl.parent / "condensation" / f"step-{step}.npz")
-        # Of matplotlib, or of a full disk: a picture must not end a run.
+        # An error of matplotlib, or a full disk: neither may end a run.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             logger.warning(
