@@ -245,7 +245,7 @@ def test_tables_that_cannot_be_read():
         ),
         ([{"path": "a"}], r"\[0\] has no weight"),
         ([{"path": "a", "weight": "1"}], r"\[0\].weight is '1', expected a number"),
-        ([{"path": 3, "weight": 1}], r"\[0\].path is 3, expected a string"),
+        ([{"path": 3, "weight": 1}], r"\[0\].path is 3, expected a text"),
     ):
         with pytest.raises(ConfigError, match=f"^stream.sources ?{message}"):
             Stream(sources=tables)
