@@ -319,7 +319,7 @@ def to_markdown(comparison: Comparison) -> str:
             "Holm",
         ]
     rows = [_row(condition)[: len(header)] for condition in comparison.conditions]
-    table = markdown_table([header, *rows], left=1)
+    table = markdown_table([header, *rows], text_columns=1)
     return "\n\n".join([table, *_notes(comparison)]) + "\n"
 
 
