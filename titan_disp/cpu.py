@@ -60,25 +60,34 @@ class _CpuModule(ModuleType):
     """Extend ``torch.cpu`` with what TorchTitan expects of a device module."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return what ``torch.cpu`` has of this name."""
         return getattr(torch.cpu, name)
 
     @staticmethod
     def current_device() -> int:
+        """Return the index of the only CPU, 0."""
         # torch.cpu returns "cpu", but barrier(device_ids=[…]) expects an index
         return 0
 
     @staticmethod
     def get_device_name(device: Any = None) -> str:
+        """Return the name of any device, "CPU"."""
         return "CPU"
 
     @staticmethod
     def get_device_properties(device: Any = None) -> SimpleNamespace:
+        """Return an object whose ``total_memory`` is the machine's memory in bytes."""
         return SimpleNamespace(
             total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         )
 
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
+        """Return the keys of ``torch.cuda.memory_stats`` that TorchTitan reads.
+
+        The peaks are the memory that the process holds now, in bytes. They are left out
+        where there is no /proc.
+        """
         stats = {"num_alloc_retries": 0, "num_ooms": 0}
         with contextlib.suppress(OSError):  # only Linux reports it cheaply
             stats |= dict.fromkeys(
@@ -88,7 +97,7 @@ class _CpuModule(ModuleType):
 
     @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
-        pass
+        """Do nothing. There is no peak to reset."""
 
     empty_cache = reset_peak_memory_stats
 
@@ -144,7 +153,7 @@ def _masked_attention(
 
 
 def _without_unknown_mfu(record: logging.LogRecord) -> bool:
-    """Remove "mfu: nan%" from a record's message. Return True: no record is left out."""
+    """Return True, which keeps the record, after "mfu: nan%" was cut from its message."""
     if isinstance(record.msg, str):
         record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: nan%", "", record.msg)
     return True
@@ -178,6 +187,7 @@ def _give_gloo_groups_one_thread() -> None:
         options: Any = None,
         **keywords: Any,
     ) -> None:
+        """Create the group with one thread, unless the caller has its own options."""
         # torch takes options, or a timeout, from which it makes options for two
         # threads. By position, both come fourth.
         options = options or timeout

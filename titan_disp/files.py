@@ -147,6 +147,7 @@ def no_bars_in_logs() -> Iterator[None]:
     enabled = tqdm.__init__
 
     def disabled(bar: tqdm, *args: Any, **options: Any) -> None:
+        """Take the place of ``tqdm.__init__``."""
         enabled(bar, *args, **{**options, "disable": True})
 
     tqdm.__init__ = disabled
