@@ -25,7 +25,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_disp.condensation.record import OF_PAPER, Condensation
+from titan_disp.condensation.record import OF_PAPER, Measurement
 from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.config.types import JobConfig
 from titan_disp.data.files import on_rank_0
@@ -83,7 +83,7 @@ class TensorBoardFolder(BaseLogger):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    def log_heatmap(self, found: Condensation, step: int) -> None:
+    def log_heatmap(self, found: Measurement, step: int) -> None:
         """Log a heatmap at growing distances, because all ranks wait a fifth of a
         second for each.
         """
@@ -98,7 +98,7 @@ class TensorBoardFolder(BaseLogger):
         elif self._untrained is None:  # in the first heatmap of a start
             # there is no such file, or it is damaged: the line is left out
             with contextlib.suppress(ConfigError):
-                self._untrained = Condensation.load(
+                self._untrained = Measurement.load(
                     Path(self.run, "condensation", "step-0.npz")
                 ).mean_cosine
         shown = dataclasses.replace(found, untrained_mean_cosine=self._untrained)
@@ -322,7 +322,7 @@ class DispersionMetrics(MetricsProcessor):
                 self._jsonl, {"step": step, "time": time.time(), "validation": loss}
             )
 
-    def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
+    def log_condensation(self, step: int, found: Measurement, seconds: float) -> None:
         """Log a measurement on rank 0: console, TensorBoard (W&B), metrics.jsonl and
         RUN/condensation/step-N.npz.
 
@@ -361,7 +361,7 @@ class DispersionMetrics(MetricsProcessor):
             f"over depth: {found.over_depth[OF_PAPER]}  ({seconds:.1f} s){self.color.reset}"
         )
 
-    def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
+    def _condensation_scalars(self, found: Measurement) -> dict[str, float]:
         scalars = {"held_out/cross_entropy": found.cross_entropy}
         for name, parts in found.by_part().items():
             scalars |= {
