@@ -42,7 +42,9 @@ _TOKENS = 512
 
 def _unit(z: Tensor) -> Tensor:
     """Return the tokens, [..., F], divided by their norms, in float64."""
-    return normalize(z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
+    # Every token counts by its direction, however short it is.
+    least_norm = torch.finfo(torch.float64).tiny
+    return normalize(z.double(), dim=-1, eps=least_norm)
 
 
 def _histogram(cosines: Tensor) -> Tensor:
