@@ -219,7 +219,7 @@ def _with_one_thread(timeout: timedelta) -> Any:
 
 
 def adapt(model: nn.Module) -> None:
-    """Let a model's FSDP modules reduce gradients on the CPU, in place.
+    """Make a model's FSDP modules reduce gradients as gloo can, if on the CPU.
 
     Call it after FSDP was applied and before the first step.
     """
