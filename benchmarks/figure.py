@@ -25,7 +25,7 @@ import tyro
 from benchmarks.evidence_score import token_losses
 from benchmarks.templates import render
 from titan_disp.condensation.heatmap import new_figure
-from titan_disp.condensation.record import Condensation, blocks_mean
+from titan_disp.condensation.record import Measurement, blocks_mean
 from titan_disp.files import atomic_write
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection.command import CondensationOptions, measure
@@ -98,7 +98,7 @@ def train(options: Options) -> dict[str, list[Path]]:
     }
 
 
-def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensation:
+def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Measurement:
     """Measure the newest checkpoint on the validation split."""
     ((name, target),) = find_targets(
         [str(run)], all_steps=False, tokenizer=None
@@ -118,7 +118,7 @@ def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensa
 
 def results(
     runs: Mapping[str, Sequence[RunRecord]],
-    after: Mapping[str, Sequence[Condensation]],
+    after: Mapping[str, Sequence[Measurement]],
     seeds: Sequence[int],
 ) -> dict:
     """Return all numbers of the page, for JSON: of the runs by state and seed, and of
@@ -210,7 +210,7 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
         )
         axes.label_outer()
     above.colorbar(mesh, ax=maps, label=MEAN_COSINE)
-    panels: dict[str, tuple[Callable[[Condensation], float], Scale]] = {
+    panels: dict[str, tuple[Callable[[Measurement], float], Scale]] = {
         "mean cosine of all blocks": (blocks_mean, from_zero),
         "cross-entropy (held-out text)": (lambda found: found.cross_entropy, as_it_is),
     }
@@ -232,7 +232,7 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _mean_over_seeds(runs: Sequence[RunRecord]) -> dict[int, Condensation]:
+def _mean_over_seeds(runs: Sequence[RunRecord]) -> dict[int, Measurement]:
     """Return the first run's measurements with the mean cosines averaged over all runs;
     only these are drawn.
     """

@@ -212,7 +212,7 @@ def main(options: Options) -> int:
             if gpus
             else "a CPU, in small: this verifies nothing about GPUs"
         )
-        page = f"make gpu on {where}\n\n{markdown_table(rows, left=3)}\n"
+        page = f"make gpu on {where}\n\n{markdown_table(rows, text_columns=3)}\n"
         # After each check, because the next one may end the machine
         (options.out / "summary.txt").write_text(page)
     print(f"\n{page}\n{options.out} holds the output of every check")

@@ -26,7 +26,12 @@ from measuring import Printed, show
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import Plan, make_plan
 from titan_disp.condensation.heatmap import heatmaps as draw
-from titan_disp.condensation.measure import Accumulator, Monitor, _effective_rank
+from titan_disp.condensation.measure import (
+    Accumulator,
+    MeshPosition,
+    Monitor,
+    _effective_rank,
+)
 from titan_disp.config.command_options import Machine
 from titan_disp.config.load import load_config
 from titan_disp.models.registry import args_of
@@ -103,7 +108,10 @@ def busiest_rank(
     most = 0
     for rank in range(ranks):
         monitor = Monitor(
-            torch.zeros(sequences, 3, dtype=torch.int64), batch_size, 2, (rank, ranks)
+            torch.zeros(sequences, 3, dtype=torch.int64),
+            batch_size,
+            max_tokens=2,
+            mesh=MeshPosition(rank, ranks),
         )
         most = max(
             most,
@@ -112,7 +120,7 @@ def busiest_rank(
                 for layer in range(layers)
             ),
         )
-    return monitor.batches.shape[0] * monitor.batches.shape[1], most
+    return monitor.copy.numel(), most
 
 
 def heatmaps(measurements: Sequence[int]) -> int:

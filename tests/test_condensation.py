@@ -27,22 +27,22 @@ from titan_disp.condensation.measure import (
 from titan_disp.condensation.record import (
     BINS,
     EDGES,
-    Condensation,
+    Measurement,
     load_steps,
     over_training,
 )
 
 
-def measured(*layers: torch.Tensor) -> Condensation:
+def measured(*layers: torch.Tensor) -> Measurement:
     accumulator = Accumulator(len(layers))
     for i, z in enumerate(layers):
         accumulator.add(i, z)
     return accumulator.result(layers[0].shape[1])
 
 
-def condensed(*mean_cosine: float) -> Condensation:
+def condensed(*mean_cosine: float) -> Measurement:
     mean = np.array(mean_cosine)
-    return Condensation(
+    return Measurement(
         mean, 2 * mean, 3 * mean, 4 * mean, np.zeros((len(mean), BINS)), 1, 1
     )
 
@@ -292,7 +292,7 @@ def test_saved_and_loaded(averaged, tmp_path):
             tmp_path / "old.npz",
             **{name: arrays[name] for name in {*arrays.files} - {"features", "logits"}},
         )
-    assert Condensation.load(tmp_path / "old.npz").to_json() == found.to_json() | {
+    assert Measurement.load(tmp_path / "old.npz").to_json() == found.to_json() | {
         "features": 0
     }
 
@@ -359,7 +359,7 @@ def test_ranks_divide_sequences_and_layers(ranks, batch_size, monkeypatch):
     for rank in range(ranks):
         before = seen.total()
         cross_entropy += measure.Monitor(
-            sequences, batch_size, 3, (rank, ranks)
+            sequences, batch_size, 3, measure.MeshPosition(rank, ranks)
         ).measure(forward)
         most = max(most, seen.total() - before)
     assert seen == {(layer, sequence): 1 for layer in range(7) for sequence in range(5)}
@@ -391,8 +391,14 @@ def check_a_sharded_sequence():
     data = mesh.get_local_rank("data")
     cp = mesh.get_local_rank("cp")
     own = torch.cat([parts[cp], parts[3 - cp]])
-    groups = [mesh["data"].get_group(), mesh["cp"].get_group(), mesh["cp"].get_group()]
-    monitor = measure.Monitor(sequences, 1, 5, (data, 2), *groups)
+    position = measure.MeshPosition(
+        dp_rank=data,
+        dp_degree=2,
+        dp_group=mesh["data"].get_group(),
+        sequence_group=mesh["cp"].get_group(),
+        label_group=mesh["cp"].get_group(),
+    )
+    monitor = measure.Monitor(sequences, 1, 5, position)
     found = monitor.measure(
         lambda *batch: dataclasses.replace(forward(*batch, own), positions=own)
     )

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, processors
 from tests.command_line import typed
 from tests.saved_run import change_config, random_model, save_run
 from tests.test_condensation import measured
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import Measurement
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection import command as command_module
@@ -175,7 +175,7 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     # By the paper's formulas: test_condensation
     expected = measured(*hidden_states(folder, tokens, norm))
 
-    found = Condensation.load(tmp_path / f"{name}.npz")
+    found = Measurement.load(tmp_path / f"{name}.npz")
     mean = expected.mean_cosine
     for key in ("mean_cosine", "std_cosine", "mean_angle"):
         # float32 forward passes with other batch sizes
@@ -229,7 +229,7 @@ def test_the_logits(name, request, command, text, tmp_path):
     folder = request.getfixturevalue(name)
     options = ("--sequences", 4, "--max-length", N, "--batch-size", 2)
     command(folder, "--text", text, "--out", tmp_path, "--logits", *options)
-    found = Condensation.load(next(tmp_path.glob("*.npz")))
+    found = Measurement.load(next(tmp_path.glob("*.npz")))
     (target,) = find_targets([str(folder)], False, None).values()
     tokens = cut_sequences(read_texts(text, None, 0), target.encode, 4, N)
     if name == "run":
@@ -337,10 +337,10 @@ def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
     command("lab/tiny", "lab/tiny@step20", "--out", tmp_path / "a", *few)
     command(gpt2, "--out", tmp_path / "b", *few)
     main, step20 = (
-        Condensation.load(tmp_path / "a" / f"{name}.npz")
+        Measurement.load(tmp_path / "a" / f"{name}.npz")
         for name in ("tiny", "tiny@step20")
     )
-    assert main.to_json() == Condensation.load(tmp_path / "b" / "gpt2.npz").to_json()
+    assert main.to_json() == Measurement.load(tmp_path / "b" / "gpt2.npz").to_json()
     assert main.to_json() != step20.to_json()
     found = json.loads((tmp_path / "a" / "metrics.json").read_text())["targets"]
     assert [one["revision"] for one in found] == [None, "step20"]
@@ -464,7 +464,7 @@ def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "modules").exists()
     command(folder, gpt2, "--trust-remote-code", *rest)
     own, plain = (
-        Condensation.load(tmp_path / "out" / f"{name}.npz") for name in ("own", "gpt2")
+        Measurement.load(tmp_path / "out" / f"{name}.npz") for name in ("own", "gpt2")
     )
     assert own.to_json() == plain.to_json()
 
@@ -480,7 +480,7 @@ def test_dtypes_and_devices(gpt2, run, text, command, tmp_path, capsys, monkeypa
         command(gpt2, run, *few, tmp_path / name, *options.split())
     for target in ("gpt2", "run-step-20"):
         f32, bf16, auto = (
-            Condensation.load(tmp_path / out / f"{target}.npz")
+            Measurement.load(tmp_path / out / f"{target}.npz")
             for out in ("f32", "bf16", "auto")
         )
         assert auto.to_json() == f32.to_json()
@@ -537,7 +537,7 @@ def test_the_papers_protocol(gpt2, text, command, tmp_path):
         10,
         48,
     )
-    assert Condensation.load(out / "with_bos.npz").averaged_histogram.sum(
+    assert Measurement.load(out / "with_bos.npz").averaged_histogram.sum(
         1
     ) == pytest.approx(np.ones(5))
 

@@ -385,7 +385,10 @@ def test_toml(tmp_path):
             "[training]\nsteps = '10'",
             r"is '10', expected a whole number \(without quotes: steps = 10\)$",
         ),
-        ("[training]\nsteps = true", r"training.steps is True, expected a number"),
+        (
+            "[training]\nsteps = true",
+            r"training.steps is True, expected a whole number$",
+        ),
         ("[dispersion]\ncoeff = true", r"dispersion.coeff is True, expected a number"),
         ("[dispersion]\nlayers = 'middle'", r"dispersion.layers is 'middle'"),
         ("[stream]\nsources = []", r"stream.sources is empty"),

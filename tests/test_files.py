@@ -174,7 +174,7 @@ def test_units():
 def test_tables():
     # `:` alone is not a ruler in Markdown.
     assert (
-        markdown_table([["a", "p"], ["b", "1"]], left=1)
+        markdown_table([["a", "p"], ["b", "1"]], text_columns=1)
         == "| a  |  p |\n| -- | -: |\n| b  |  1 |"
     )
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.saved_run import SEQ_LEN, change_config, random_model, save_run
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import Measurement
 from titan_disp.data.position import Field
 from titan_disp.lab.export.model_card import model_card
 from titan_disp.lab.export.saved import find_saved
@@ -110,7 +110,7 @@ def test_settings_of_dispersion_and_of_a_baseline(run):
 
 def measured(step, level):
     mean = np.array([0.1, 0.2, 0.4, 0.9 * level, 0.3])
-    found = Condensation(
+    found = Measurement(
         mean, mean, mean, mean, np.zeros((5, 128)), 64, 8, cross_entropy=5 * level
     )
     return (

@@ -289,7 +289,7 @@ class OtherDefault(NotDecorated):
         (
             "various:Options",
             {"margin": 1, "label": 1},
-            "options.label is 1, expected a text",
+            "options.label is 1, expected a string",
         ),
         (
             "various:Options",

@@ -12,7 +12,7 @@ from matplotlib.dates import num2date
 
 from titan_disp.condensation import heatmap
 from titan_disp.condensation.measure import Accumulator, AveragedCosines
-from titan_disp.condensation.record import EDGES, Condensation
+from titan_disp.condensation.record import EDGES, Measurement
 from titan_disp.lab import plots
 from titan_disp.lab.report import charts
 from titan_disp.run.history import Attempt
@@ -25,7 +25,7 @@ def condensed(*mean_cosine, pairs=()):
         [np.histogram(list(p), EDGES, weights=list(p.values()))[0] for p in pairs]
     )
     mean = np.array(mean_cosine)
-    return Condensation(mean, mean / 3, mean / 2, 9 - 8 * mean, histogram, 8, 2)
+    return Measurement(mean, mean / 3, mean / 2, 9 - 8 * mean, histogram, 8, 2)
 
 
 # ρ and τ by hand, without embedding and last block: ranks 3, 1, 2, 4 are 1 − 6·6/60 and

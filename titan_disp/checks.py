@@ -47,7 +47,7 @@ from titan_disp.data.tokenizer import (
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.registry import checked
-from titan_disp.errors import ConfigError, counted, did_you_mean
+from titan_disp.errors import ConfigError, counted, did_you_mean, fits
 from titan_disp.job_config import all_keys
 from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.baselines import check_baseline
@@ -550,11 +550,7 @@ def build_dispersion_losses(
             )
         given = {"weight": 1.0, **table}
         weight = given.pop("weight")
-        if (
-            isinstance(weight, bool)
-            or not isinstance(weight, (int, float))
-            or not 0 < weight < math.inf
-        ):
+        if not (fits(weight, float) and 0 < weight < math.inf):
             raise ConfigError(f"{where}.weight is {weight!r}, expected a number > 0")
         for key in given:
             if key not in known:

@@ -1,11 +1,11 @@
-"""TorchTitan 0.2.2 needs these changes to run without an accelerator.
+"""Changes that TorchTitan 0.2.2 needs to run without an accelerator.
 
-With one, nothing here has an effect.
+If there is an accelerator, nothing here has an effect.
 
 - The device type falls back to "cuda" without a GPU, and modules copy it at import.
 - ``torch.cpu`` lacks the memory statistics and device properties that the metrics read.
 - FSDP2 reduces gradients with PREMUL_SUM, which gloo does not support.
-- MFU needs a peak, and TorchTitan would take that of an A100.
+- MFU needs the peak FLOPs of the device, and TorchTitan would take those of an A100.
 - Flex attention has no backward pass.
 - The two threads of a gloo group corrupt the heap if both end a collective at once.
 """
@@ -40,21 +40,17 @@ def resident_bytes() -> int:
     Raises OSError where there is no /proc.
     """
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        _, resident_pages, *_ = file.read().split()
+    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def high_water_mark() -> int:
-    """Return the most bytes of memory that this process has held.
-
-    On Linux, ru_maxrss would include the parent's.
-    """
+    """Return the most bytes of memory that this process has held so far."""
+    # On Linux, ru_maxrss would include the memory of the parent process.
     try:
         with open("/proc/self/status") as file:
-            return next(
-                int(line.split()[1]) * 1024
-                for line in file
-                if line.startswith("VmHWM:")
-            )
+            sizes = (line.split() for line in file)
+            return next(int(size[1]) * 1024 for size in sizes if size[0] == "VmHWM:")
     except OSError:
         # macOS counts in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -64,25 +60,34 @@ class _CpuModule(ModuleType):
     """Extend ``torch.cpu`` with what TorchTitan expects of a device module."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return what ``torch.cpu`` has of this name."""
         return getattr(torch.cpu, name)
 
     @staticmethod
     def current_device() -> int:
+        """Return the index of the only CPU, 0."""
         # torch.cpu returns "cpu", but barrier(device_ids=[…]) expects an index
         return 0
 
     @staticmethod
     def get_device_name(device: Any = None) -> str:
+        """Return the name of any device, "CPU"."""
         return "CPU"
 
     @staticmethod
     def get_device_properties(device: Any = None) -> SimpleNamespace:
+        """Return an object whose ``total_memory`` is the machine's memory in bytes."""
         return SimpleNamespace(
             total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         )
 
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
+        """Return the keys of ``torch.cuda.memory_stats`` that TorchTitan reads.
+
+        The peaks are the memory that the process holds now, in bytes. They are left out
+        where there is no /proc.
+        """
         stats = {"num_alloc_retries": 0, "num_ooms": 0}
         with contextlib.suppress(OSError):  # only Linux reports it cheaply
             stats |= dict.fromkeys(
@@ -92,14 +97,15 @@ class _CpuModule(ModuleType):
 
     @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
-        pass
+        """Do nothing. There is no peak to reset."""
 
     empty_cache = reset_peak_memory_stats
 
 
 def install() -> None:
-    """Make the CPU the device of TorchTitan's modules, whether or not they are imported
-    already.
+    """Make the CPU the device of TorchTitan, if there is no accelerator.
+
+    TorchTitan's modules may have been imported before. A second call changes nothing.
     """
     if not active():
         return
@@ -107,12 +113,15 @@ def install() -> None:
     from torchtitan.models.attention import FlexAttentionWrapper
     from torchtitan.tools.logging import logger
 
-    module = _CpuModule("titan_disp_cpu_device")
-    for name, loaded in list(sys.modules.items()):
-        if name.startswith("torchtitan"):
-            for copied, value in (("device_type", "cpu"), ("device_module", module)):
-                if hasattr(loaded, copied):
-                    setattr(loaded, copied, value)
+    device = {
+        "device_type": "cpu",
+        "device_module": _CpuModule("titan_disp_cpu_device"),
+    }
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("torchtitan"):
+            for name, value in device.items():
+                if hasattr(module, name):
+                    setattr(module, name, value)
     FlexAttentionWrapper._compiled_flex_attn = _masked_attention
     # A CPU's peak is unknown, so TorchTitan computes "mfu: nan%".
     titan_utils.get_peak_flops = lambda device_name: float("nan")
@@ -131,26 +140,27 @@ def _masked_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Tensor:
-    """Attend as flex attention does, q [B, heads, N, head_dim], but with the whole
-    mask, [B, 1, N, N] bool.
+    """Return what flex attention does, in the shape of q, [B, heads, N, head_dim].
+
+    Unlike flex attention, it makes the whole mask, [B, 1, N, N] bool.
     """
     batch = torch.arange(len(q)).view(-1, 1, 1, 1)
-    place = torch.arange(q.shape[2])
-    mask = block_mask.mask_mod(batch, torch.zeros_like(batch), place[:, None], place)
+    token = torch.arange(q.shape[2])
+    mask = block_mask.mask_mod(batch, torch.zeros_like(batch), token[:, None], token)
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
     )
 
 
 def _without_unknown_mfu(record: logging.LogRecord) -> bool:
+    """Return True, which keeps the record, after "mfu: nan%" was cut from its message."""
     if isinstance(record.msg, str):
         record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: nan%", "", record.msg)
     return True
 
 
 def _give_gloo_groups_one_thread() -> None:
-    """Make every gloo group that is created from now on run its collectives in one
-    thread instead of two.
+    """Make each gloo group created from now on use one thread instead of two.
 
     ``ProcessGroupGloo::runLoop`` ends each collective with
     ``pgStatus_->lastCompletedWorkName = opTypeToString(…)``, without the lock that the
@@ -174,21 +184,25 @@ def _give_gloo_groups_one_thread() -> None:
         rank: int,
         size: int,
         timeout: Any = dist.default_pg_timeout,
-        **others: Any,
+        options: Any = None,
+        **keywords: Any,
     ) -> None:
-        # torch takes options, or a timeout, which gives two threads
-        given = others.pop("options", timeout)
-        if isinstance(given, timedelta) and not any(others.values()):
-            create(group, store, rank, size, _with_one_thread(given))
-        else:
-            create(group, store, rank, size, given, **others)
+        """Create the group with one thread, unless the caller has its own options."""
+        # torch takes options, or a timeout, from which it makes options for two
+        # threads. By position, both come fourth.
+        options = options or timeout
+        if isinstance(options, timedelta):
+            options = _with_one_thread(options)
+        create(group, store=store, rank=rank, size=size, options=options, **keywords)
 
     gloo.__init__ = with_one_thread
 
 
 def _with_one_thread(timeout: timedelta) -> Any:
-    """Return the options that torch makes from a timeout (``Options::create_default``),
-    but with one thread.
+    """Return gloo options with this timeout and one thread.
+
+    Otherwise they are those that torch makes from a timeout
+    (``Options::create_default``).
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -205,7 +219,10 @@ def _with_one_thread(timeout: timedelta) -> Any:
 
 
 def adapt(model: nn.Module) -> None:
-    """Adapt a model after FSDP, and before its first step."""
+    """Make a model's FSDP modules reduce gradients as gloo can, if on the CPU.
+
+    Call it after FSDP was applied and before the first step.
+    """
     if not active():
         return
     for module in model.modules():

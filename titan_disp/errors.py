@@ -1,10 +1,9 @@
-"""These exceptions report problems that the user can fix; their messages share
-``did_you_mean`` and ``counted``.
-"""
+"""Exceptions for problems that the user can fix, and parts of their messages."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class UserError(Exception):
@@ -31,8 +30,9 @@ class DataError(ConfigError):
 
 
 class RefusedError(ConfigError):
-    """The run cannot continue with this config: every start fails alike, until the user
-    changes one or the other.
+    """The run cannot continue with this config.
+
+    Every start fails alike until the user changes the run or the config.
     """
 
 
@@ -41,25 +41,49 @@ class InUseError(ConfigError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be saved, or no checkpoint can be loaded: the disk may be
-    full, or the checkpoint damaged.
+    """A checkpoint cannot be saved, or no checkpoint can be loaded.
+
+    The disk may be full, or the checkpoint damaged.
     """
 
 
 class NonFiniteError(UserError):
-    """Too many steps in a row had a loss or gradient that is not finite: the training
-    may be unstable.
+    """Too many steps in a row had a loss or gradient that is not finite.
+
+    The training may be unstable.
     """
 
 
 EXIT_CODE = 2
 IN_USE_EXIT_CODE = 3
 
+# What messages call a value of a plain type, after "expected".
+TYPE_NAMES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+}
+
+
+def fits(value: Any, type_: type) -> bool:
+    """Return whether a value has this type, which is one of ``TYPE_NAMES``.
+
+    Whole numbers are numbers, too. True and false are not numbers, although Python
+    counts them as whole numbers.
+    """
+    if isinstance(value, bool):
+        return type_ is bool
+    if type_ is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, type_)
+
 
 @contextmanager
 def reported(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise an error of these kinds as a ConfigError that says what is wrong, and then
-    why. A UserError says it already.
+    """Raise a ConfigError "``what``: reason" for errors of these kinds in the block.
+
+    A UserError passes unchanged, because its message is complete.
     """
     try:
         yield
@@ -71,36 +95,40 @@ def reported(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 def did_you_mean(
     name: str,
-    known: Iterable[str],
+    candidates: Iterable[str],
     otherwise: str = "",
     prefix: str = "",
     most: int = 1,
     instead: Mapping[str, str] = {},
 ) -> str:
-    """A question with at most ``most`` of the known names that are close to ``name``,
-    for the end of a message.
+    """Return " (did you mean …?)" for the end of a message, or ``otherwise``.
 
-    It is ``otherwise`` if none is close. ``prefix`` stands before every name, as the
-    section does before a key. ``instead`` has other names that users may try, each with
-    the one to show.
+    Args:
+        name: what the user wrote.
+        candidates: the names that exist.
+        otherwise: the result if no name is similar.
+        prefix: stands before every name shown, as the section does before a key.
+        most: the largest number of names shown.
+        instead: wrong names that users may try, each with the name to show for it.
     """
-    names = {one: one for one in known} | dict(instead)
-    close = dict.fromkeys(
-        f"{prefix}{names[one]}"
-        for one in difflib.get_close_matches(name, list(names), n=most)
-    )
-    return f" (did you mean {' or '.join(close)}?)" if close else otherwise
+    names = {candidate: candidate for candidate in candidates} | dict(instead)
+    similar = difflib.get_close_matches(name, list(names), n=most)
+    if not similar:
+        return otherwise
+    suggestions = [prefix + names[match] for match in similar]
+    return f" (did you mean {' or '.join(suggestions)}?)"
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun in the singular or plural, such as "1 file" or
-    "1,234 files".
+    """Return a number with its noun, such as "1 file" or "1,234 files".
+
+    The plural is the noun with an "s" by default.
     """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {plural or noun + 's'}"
 
 
 def of_options(error: Exception) -> str:
-    """Return a message about a key of the config with the name of a command's own
-    option.
-    """
+    """Return a message about stream.text_field with a command's --text-field in it."""
     return str(error).replace("stream.text_field", "--text-field")

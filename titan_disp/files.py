@@ -1,8 +1,7 @@
-"""Files and folders are written atomically: a reader finds the whole one, the one
-before it, or none.
+"""Atomic files and folders, their hash, and the tools of long commands.
 
-The hash of files, the progress bars and parallel work of long commands, and the number
-of cores are here, too.
+A reader finds a whole file or folder, the one before it, or none. Long commands work in
+parallel and show progress bars.
 """
 
 import contextlib
@@ -27,14 +26,13 @@ R = TypeVar("R")
 
 @contextlib.contextmanager
 def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
-    """Yield a path to write to.
+    """Yield a path to write to, which gets the name ``path`` when the block ends.
 
-    It replaces ``path`` when the block ends, and is removed if the block fails.
+    If the block fails, the new file is removed and an older one stays. Readers on other
+    nodes never find half a file. The content is on disk before the file gets its name,
+    so that a node that dies leaves the older file and not an empty one.
 
-    Readers on other nodes never find half a file, and an older file stays if a write
-    fails. The content is on disk before the file gets its name, so that a node that
-    dies leaves the older file and not an empty one. ``by_many``: processes on several
-    nodes may write the same file at the same time.
+    ``by_many``: processes on several nodes may write the same file at the same time.
     """
     writer = f".{platform.node()}.{os.getpid()}" if by_many else ""
     partial = path.with_name(f".{path.name}{writer}.partial")
@@ -51,11 +49,11 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Write a folder atomically: the yielded folder becomes ``path`` when the block
-    ends, and is removed if the block fails.
+    """Yield a new folder, which gets the name ``path`` when the block ends.
 
-    OSError is raised if ``path`` holds something when the block ends, and ConfigError
-    if its parent is not writable.
+    If the block fails, the new folder is removed. Raises ConfigError if the parent of
+    ``path`` is not writable, and OSError if ``path`` is a file or a folder that is not
+    empty when the block ends.
     """
     with reported(f"{str(path.parent)!r} is not a writable folder", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,34 +66,35 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def cores(quota_of: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of cores that this process may use, by its affinity and by its
-    container's quota (cgroup v2).
+def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the number of cores that this process may use, at least 1.
+
+    The process's affinity and its container's quota (cgroup v2) limit it.
     """
-    most = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-    # no quota is no such file, or "max 100000"
+    if hasattr(os, "sched_getaffinity"):
+        available = len(os.sched_getaffinity(0))
+    else:
+        available = os.cpu_count() or 1
+    # Without a quota there is no such file, or it has "max 100000".
     with contextlib.suppress(OSError, ValueError):
-        quota, period = map(int, quota_of.read_text().split())
-        return max(1, min(most, quota // period))
-    return most
+        quota, period = map(int, quota_file.read_text().split())
+        return max(1, min(available, quota // period))
+    return available
 
 
 def in_parallel(
     pool: Executor, function: Callable[[T], R], items: Iterable[T]
 ) -> Iterator[tuple[T, R]]:
-    """Yield each item and its result, in the order in which they are done."""
-    running = {pool.submit(function, item): item for item in items}
-    for done in as_completed(running):
-        yield running[done], done.result()
+    """Yield (item, result of ``function``), in the order in which they are done."""
+    items_by_future = {pool.submit(function, item): item for item in items}
+    for future in as_completed(items_by_future):
+        yield items_by_future[future], future.result()
 
 
 def make_writable(folder: Path, what: str) -> None:
-    """Make a folder, or raise ConfigError, which names it as ``what``, if nothing can
-    be written to it.
+    """Make a folder, or raise ConfigError if nothing can be written to it.
+
+    ``what`` is the folder's name in the message.
     """
     with reported(f"{what} {str(folder)!r} is not a writable folder", OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +136,7 @@ def progress(
 
 @contextlib.contextmanager
 def no_bars_in_logs() -> Iterator[None]:
-    """Disable the bars of all libraries within the block, unless stderr is a terminal.
+    """Disable the bars of all libraries in the block, unless stderr is a terminal.
 
     lm-evaluation-harness enables each of its bars explicitly, which no setting of tqdm
     overrides.
@@ -148,6 +147,7 @@ def no_bars_in_logs() -> Iterator[None]:
     enabled = tqdm.__init__
 
     def disabled(bar: tqdm, *args: Any, **options: Any) -> None:
+        """Take the place of ``tqdm.__init__``."""
         enabled(bar, *args, **{**options, "disable": True})
 
     tqdm.__init__ = disabled

@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
 from titan_disp.config.keys import facts_of, key
-from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits
 from titan_disp.tables import Losses, Options, Overrides
 
 
@@ -337,11 +337,11 @@ def _source(where: str, table: Any) -> Source:
         if name not in known:
             hint = did_you_mean(name, known, otherwise=f"; expected {', '.join(known)}")
             raise ConfigError(f"{where}.{name} is not known{hint}")
-        kind, kinds = (
-            ("number", (int, float)) if name == "weight" else ("string", (str,))
-        )
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ConfigError(f"{where}.{name} is {value!r}, expected a {kind}")
+        kind = float if name == "weight" else str
+        if not fits(value, kind):
+            raise ConfigError(
+                f"{where}.{name} is {value!r}, expected {TYPE_NAMES[kind]}"
+            )
     if "weight" not in table:
         raise ConfigError(
             f"{where} has no weight: set it to its share of the training tokens, relative to the others"

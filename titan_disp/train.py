@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
 from shlex import quote
@@ -32,7 +33,12 @@ from torchtitan.train import Trainer
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.checks import check_config, check_device
-from titan_disp.condensation.measure import Forward, Monitor, cross_entropies
+from titan_disp.condensation.measure import (
+    Forward,
+    MeshPosition,
+    Monitor,
+    cross_entropies,
+)
 from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.load import load_config
@@ -574,14 +580,22 @@ class DispTrainer(Trainer):
             return None
         mesh = self.parallel_dims.get_optional_mesh("batch")
         sequences, *segments = (rows.to(self.device) for rows in found)
+        position = MeshPosition(
+            sequence_group=process_group(self.loss_fn.group),
+            label_group=process_group(self.loss_fn.cp_group),
+        )
+        if mesh is not None:
+            position = replace(
+                position,
+                dp_rank=mesh.get_local_rank(),
+                dp_degree=mesh.size(),
+                dp_group=mesh.get_group(),
+            )
         return Monitor(
             sequences,
             job.training.local_batch_size,
             section.max_tokens,
-            (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1),
-            mesh.get_group() if mesh is not None else None,
-            process_group(self.loss_fn.group),
-            process_group(self.loss_fn.cp_group),
+            position,
             *segments,
         )
 

@@ -1,5 +1,6 @@
-"""Condensation is measured by the cosines of all pairs of a sequence's tokens in each
-layer (arXiv 2602.00217, §3.1).
+"""Condensation is measured by the cosines of all pairs of a sequence's tokens.
+
+This is done in each layer (arXiv 2602.00217, §3.1).
 
 ``Accumulator`` pools the pairs of all sequences. Everything is float64: this code is
 off the hot path, and arccos near 1 loses half the digits.
@@ -26,84 +27,98 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, normalize, pad
 
-from titan_disp.condensation.record import BINS, Condensation
+from titan_disp.condensation.record import BINS, Isotropy, Measurement
 
 _ROWS = 1024  # rows of the N×N matrix at a time
-SCALARS = 4  # numbers before the histogram in a row of statistics
+# Numbers before the histogram in a row of statistics: mean cosine, mean squared cosine,
+# mean angle and effective rank.
+_SCALARS = 4
 # Tokens whose logits are in float32 at a time: 0.3 GB with Qwen's vocabulary, and as
 # much again for their logarithms.
 _TOKENS = 512
 
 
 def _unit(z: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(
-        z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny
-    )
+    """Return the tokens, [..., F], divided by their norms, in float64."""
+    # Every token counts by its direction, however short it is.
+    least_norm = torch.finfo(torch.float64).tiny
+    return normalize(z.double(), dim=-1, eps=least_norm)
+
+
+def _histogram(cosines: Tensor) -> Tensor:
+    """Return the number of cosines in each bin, [128] int64. All must be finite."""
+    # torch.histc has no deterministic form on CUDA; bincount of integers is exact
+    # everywhere.
+    bins = ((cosines + 1) * (BINS / 2)).long().clamp_(max=BINS - 1)
+    return torch.bincount(bins.flatten(), minlength=BINS)
 
 
 def _statistics(z: Tensor) -> Tensor:
-    """Return mean cosine, mean squared cosine, mean angle, effective rank, and the
-    histogram of one sequence [N, F].
+    """Return a row of statistics of one sequence [N, F]: [4 + 128] float64.
 
-    Both means of cosines and the histogram are over all N² pairs, including each token
-    with itself, as in the paper (mean) and in the authors' released code (histogram).
-    The angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero
-    token has cosine 0 with every other. If a number of z is not finite, all numbers are
-    NaN.
+    These are mean cosine, mean squared cosine, mean angle, effective rank, and the
+    histogram as fractions. Both means of cosines and the histogram are over all N²
+    pairs, including each token with itself, as in the paper (mean) and in the authors'
+    released code (histogram). The angle arccos(c)/π is over the N(N−1) pairs of
+    different tokens. An all-zero token has cosine 0 with every other. If a number of z
+    is not finite, all numbers are NaN.
     """
     u = _unit(z)
-    n = u.shape[0]
+    n, features = u.shape
     # bincount and eigvalsh would raise, and end a run that the guard may still save
     if not u.isfinite().all():
-        return u.new_full((SCALARS + BINS,), math.nan)
+        return u.new_full((_SCALARS + BINS,), math.nan)
     histogram = u.new_zeros(BINS)
     angles = u.new_zeros(())
-    for start in range(0, n, _ROWS):
-        c = (u[start : start + _ROWS] @ u.T).clamp_(-1, 1)
-        # torch.histc has no deterministic form on CUDA; bincount of integers is exact
-        # everywhere.
-        bins = ((c + 1) * (BINS / 2)).long().clamp_(max=BINS - 1)
-        histogram += torch.bincount(bins.flatten(), minlength=BINS)
+    for i, rows in enumerate(u.split(_ROWS)):
+        c = (rows @ u.T).clamp_(-1, 1)
+        histogram += _histogram(c)
         # a token's angle to itself is 0, but rounding makes it 1e-8
-        c.diagonal(start).fill_(1)
+        c.diagonal(i * _ROWS).fill_(1)
         angles += c.arccos_().sum()
-    gram = u @ u.T if n <= u.shape[1] else u.T @ u
+    # Both products have the same eigenvalues but for zeros.
+    if n <= features:
+        gram = u @ u.T
+    else:
+        gram = u.T @ u
     # ‖UᵀU‖²_F = ΣΣ c²; ‖Σu‖² = ΣΣ c
-    scalars = [
-        u.sum(0).square().sum() / n**2,
-        gram.square().sum() / n**2,
-        angles / (math.pi * n * (n - 1)),
-    ]
-    return torch.cat(
-        [
-            torch.stack([*scalars, _effective_rank(torch.linalg.eigvalsh(gram))]),
-            histogram / n**2,
-        ]
-    )
+    pairs = n**2
+    mean_cosine = u.sum(0).square().sum() / pairs
+    mean_square = gram.square().sum() / pairs
+    mean_angle = angles / (math.pi * n * (n - 1))
+    rank = _effective_rank(torch.linalg.eigvalsh(gram))
+    scalars = torch.stack([mean_cosine, mean_square, mean_angle, rank])
+    return torch.cat([scalars, histogram / pairs])
 
 
 def _effective_rank(squares: Tensor) -> Tensor:
-    """Return exp of the entropy of normalized singular values, from their ascending
-    squares (Roy & Vetterli 2007).
+    """Return exp of the entropy of the normalized singular values, a scalar ≥ 1.
+
+    ``squares`` are their squares in ascending order (Roy & Vetterli 2007).
     """
-    noise = len(squares) * torch.finfo(squares.dtype).eps * squares[-1]
-    p = torch.where(squares > noise, squares, 0).sqrt()
-    p = p / p.sum().clamp_min(torch.finfo(p.dtype).tiny)  # all tokens zero: rank 1
+    precision = torch.finfo(squares.dtype)
+    noise = len(squares) * precision.eps * squares[-1]
+    singular = torch.where(squares > noise, squares, 0).sqrt()
+    # If all tokens are zero, the rank is 1.
+    p = singular / singular.sum().clamp_min(precision.tiny)
     return torch.special.entr(p).sum().exp()
 
 
 class Accumulator:
     """Average statistics over sequences of equal weight.
 
-    The sums of several ranks can be added.
+    Attributes:
+        sums: [layers + 1, 4 + 128] float64. Rows of statistics, summed over sequences,
+            then a row that holds the number of sequences. The sums of several ranks can
+            be added.
+        features: F of the first layer; 0 before it is added.
     """
 
     def __init__(self, layers: int, device: torch.device | str = "cpu") -> None:
-        # Rows of statistics, then a row that holds the number of sequences.
         self.sums = torch.zeros(
-            layers + 1, SCALARS + BINS, dtype=torch.float64, device=device
+            layers + 1, _SCALARS + BINS, dtype=torch.float64, device=device
         )
         self.features = 0
 
@@ -117,36 +132,37 @@ class Accumulator:
             self.sums[-1] += len(z)
             self.features = z.shape[-1]
 
-    def result(self, tokens: int) -> Condensation:
+    def result(self, tokens: int) -> Measurement:
         """Return the averages over sequences of N ``tokens``."""
         sums = self.sums.cpu().numpy()
-        rows = sums[:-1] / sums[-1, 0]
-        sequences = int(sums[-1, 0])
-        mean, square, angle, rank = rows[:, :SCALARS].T
-        std = (square - mean**2).clip(0) ** 0.5
-        return Condensation(
-            mean,
-            std,
-            angle,
-            rank,
-            rows[:, SCALARS:],
-            tokens,
-            sequences,
+        sequences = sums[-1, 0]
+        averages = sums[:-1] / sequences
+        mean_cosine, mean_square, mean_angle, rank = averages[:, :_SCALARS].T
+        variance = (mean_square - mean_cosine**2).clip(0)
+        return Measurement(
+            mean_cosine=mean_cosine,
+            std_cosine=variance**0.5,
+            mean_angle=mean_angle,
+            effective_rank=rank,
+            histogram=averages[:, _SCALARS:],
+            tokens=tokens,
+            sequences=int(sequences),
             features=self.features,
         )
 
 
 class AveragedCosines:
-    """Sum cosine matrices over sequences of one length: layers · N² float32 numbers,
-    each layer's on its own device.
+    """Average cosine matrices over sequences of one length.
+
+    The sums are layers · N² float32 numbers, each layer's on its own device.
 
     The authors' package ``embedding-condensation`` does the same, but divides a token z
     by max(‖z‖, 1e-3). Here tokens shorter than 1e-3 count by their direction, too.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[int, Tensor] = {}
-        self._sequences: Counter[int] = Counter()
+        self._sums: dict[int, Tensor] = {}  # by layer, [N, N]
+        self._sequences: Counter[int] = Counter()  # by layer
 
     @torch.no_grad()
     def add(self, layer: int, z: Tensor) -> None:
@@ -154,105 +170,106 @@ class AveragedCosines:
         for sequence in z:
             u = _unit(sequence).float()
             cosines = (u @ u.T).clamp_(-1, 1)
-            self._sums[layer] = (
-                self._sums[layer].add_(cosines) if layer in self._sums else cosines
-            )
+            if layer in self._sums:
+                self._sums[layer] += cosines
+            else:
+                self._sums[layer] = cosines
             self._sequences[layer] += 1
 
     def matrix(self, layer: int) -> np.ndarray:
         """Return the mean over all sequences, [N, N] float64 on the host."""
-        return self._sums[layer].double().cpu().numpy() / self._sequences[layer]
+        mean = self._sums[layer].double() / self._sequences[layer]
+        return mean.cpu().numpy()
 
     def histogram(self) -> np.ndarray:
-        """Return the fractions of the N² pairs of positions by averaged cosine,
-        [layers, 128]; NaN if not finite.
+        """Return the fractions of the N² pairs of positions by averaged cosine.
+
+        They are [layers, 128]. If a cosine of a layer is not finite, its row is NaN.
         """
         rows = []
-        for averaged in map(self.matrix, sorted(self._sums)):
-            if not np.isfinite(averaged).all():
-                rows.append(np.full(BINS, np.nan))
-                continue
-            bins = ((averaged + 1) * (BINS / 2)).astype(np.int64).clip(0, BINS - 1)
-            rows.append(np.bincount(bins.ravel(), minlength=BINS) / averaged.size)
-        return np.stack(rows)
+        for layer in sorted(self._sums):
+            cosines = torch.from_numpy(self.matrix(layer))
+            if cosines.isfinite().all():
+                rows.append(_histogram(cosines).double() / cosines.numel())
+            else:
+                rows.append(cosines.new_full((BINS,), math.nan))
+        return torch.stack(rows).numpy()
 
 
 class Covariance:
-    """Sum the products of features over all tokens: layers · (F + 1)² float64 numbers,
-    each layer's on its own device.
+    """Sum the products of features over all tokens.
+
+    The sums are layers · (F + 1)² float64 numbers, each layer's on its own device.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._centers: dict[int, Tensor] = {}  # by layer, [F]
+        # By layer, [F + 1, F + 1]: Σ x xᵀ over the tokens z, with x = (z − center, 1).
+        # The last row therefore holds Σ (z − center) and the number of tokens.
+        self._products: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def add(self, layer: int, z: Tensor) -> None:
         """Add one layer's activations, [B, N, F]."""
-        points = z.flatten(0, 1).double()
-        # a mean far from zero would cancel the digits of the variance
-        if layer not in self._sums:
-            self._sums[layer] = (
-                points.mean(0),
-                points.new_zeros(points.shape[1] + 1, points.shape[1] + 1),
-            )
-        center, sums = self._sums[layer]
-        # whose products hold the sums and the number of tokens, too
-        points = pad(points - center, (0, 1), value=1.0)
-        sums.addmm_(points.T, points)
+        tokens = z.flatten(0, 1).double()
+        if layer not in self._centers:
+            # a mean far from zero would cancel the digits of the variance
+            self._centers[layer] = tokens.mean(0)
+            size = tokens.shape[1] + 1
+            self._products[layer] = tokens.new_zeros(size, size)
+        x = pad(tokens - self._centers[layer], (0, 1), value=1.0)
+        self._products[layer].addmm_(x.T, x)
 
-    def result(
-        self, layer: int, dimensions: int, zeta: float = 0.0
-    ) -> tuple[float, float, float]:
-        """Return IsoScore*, the effective rank of the centered tokens, and the first
-        component's fraction of variance.
+    def result(self, layer: int, dimensions: int, zeta: float = 0.0) -> Isotropy:
+        """Return the numbers of one layer's covariance.
 
         IsoScore* (Rudman & Eickhoff 2024, arXiv 2305.19358) is (t² − 1)/(n − 1) with t
         = Σλ/‖λ‖, for the eigenvalues λ of (1 − ζ) Σ_X + ζ Σ_S in n ``dimensions``: it
         is the paper's form, with δ²(n − √n) = n − √n·t inserted. Σ_S is the identity
-        times the mean variance. If all tokens are equal, it is NaN, and so is the
-        fraction.
+        times the mean variance.
         """
-        _, sums = self._sums[layer]
-        count = sums[-1, -1]
-        total = sums[-1, :-1]
-        variances = torch.linalg.eigvalsh(
-            sums[:-1, :-1] - total.outer(total) / count
-        ).clamp_min(0)
-        whole = variances.sum()
-        kept = (1 - zeta) ** 2
-        ratio = whole**2 / (
-            kept * variances.square().sum() + (1 - kept) * whole**2 / dimensions
-        )
-        score = (ratio - 1) / (dimensions - 1)
-        return (
-            score.item(),
-            _effective_rank(variances).item(),
-            (variances[-1] / whole).item(),
+        products = self._products[layer]
+        count = products[-1, -1]
+        total = products[-1, :-1]
+        mean_products = total.outer(total) / count  # count · mean meanᵀ
+        scatter = products[:-1, :-1] - mean_products  # count · covariance
+        variances = torch.linalg.eigvalsh(scatter).clamp_min(0)  # count · λ of Σ_X
+        trace = variances.sum()
+        weight = (1 - zeta) ** 2
+        isotropic = (1 - weight) * trace**2 / dimensions
+        squared_norm = weight * variances.square().sum() + isotropic
+        t_squared = trace**2 / squared_norm
+        score = (t_squared - 1) / (dimensions - 1)
+        return Isotropy(
+            iso_score_star=score.item(),
+            covariance_rank=_effective_rank(variances).item(),
+            first_component=(variances[-1] / trace).item(),
         )
 
 
 @torch.no_grad()
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each sequence, summed over its tokens, in nats, as
-    [B] float64.
+    """Return each sequence's cross-entropy, summed over its tokens, in nats.
 
-    Logits are [B, N, V], and may be a DTensor that is sharded over the vocabulary
-    within ``loss_parallel()``.
+    It is [B] float64. Logits are [B, N, V], and may be a DTensor that is sharded over
+    the vocabulary within ``loss_parallel()``. Labels are [B, N].
     """
     sums = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
     for i, sequence in enumerate(labels):
-        for start in range(0, len(sequence), _TOKENS):
-            some = slice(start, start + _TOKENS)
-            of_some = cross_entropy(
-                logits[i, some].float(), sequence[some], reduction="sum"
-            )
-            sums[i] += of_some.to_local() if isinstance(of_some, DTensor) else of_some
+        parts = zip(logits[i].split(_TOKENS), sequence.split(_TOKENS), strict=True)
+        for logits_of_part, labels_of_part in parts:
+            ce = cross_entropy(logits_of_part.float(), labels_of_part, reduction="sum")
+            if isinstance(ce, DTensor):
+                ce = ce.to_local()
+            sums[i] += ce
     return sums
 
 
 def gather_sequence(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return [B, N, F] on every rank, from the [B, N/p, F] shards of the sequence in
-    rank order.
+    """Return whole sequences [B, N, F] from the shards [B, N/p, F] of p ranks.
+
+    The shards are joined in the order of ranks, on every rank: this is a collective
+    call. Without a group, z is whole.
     """
     if group is None:
         return z
@@ -273,6 +290,20 @@ class Forward:
     positions: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class MeshPosition:
+    """This process's position in the mesh of ranks. The default is a single process."""
+
+    dp_rank: int = 0  # data-parallel rank
+    dp_degree: int = 1  # number of data-parallel ranks
+    # the data-parallel ranks, whose sums are added up
+    dp_group: dist.ProcessGroup | None = None
+    # ranks over which the activations of a sequence are sharded (TP, CP, or both)
+    sequence_group: dist.ProcessGroup | None = None
+    # ranks over which its labels are sharded (CP), a part of ``sequence_group``
+    label_group: dist.ProcessGroup | None = None
+
+
 class Monitor:
     """Measure a model on fixed sequences.
 
@@ -282,12 +313,7 @@ class Monitor:
             model sees one shape.
         max_tokens: positions per sequence whose activations are measured, evenly
             spaced; all N if it is larger.
-        ranks: data-parallel rank, and number of them.
-        data_group: ranks whose sums are added up.
-        sequence_group: ranks over which the activations of a sequence are sharded (TP,
-            CP, or both).
-        label_group: ranks over which its labels are sharded (CP), a part of
-            sequence_group.
+        mesh: decides which sequences and layers this process measures.
         segments: [n, N + 1] numbers of the tokens' documents
             (``data.stream.Slot.fill``), if the model needs them.
     """
@@ -297,73 +323,72 @@ class Monitor:
         sequences: Tensor,
         batch_size: int,
         max_tokens: int,
-        ranks: tuple[int, int] = (0, 1),
-        data_group: dist.ProcessGroup | None = None,
-        sequence_group: dist.ProcessGroup | None = None,
-        label_group: dist.ProcessGroup | None = None,
+        mesh: MeshPosition = MeshPosition(),
         segments: Tensor | None = None,
     ) -> None:
-        rank, number = ranks
         count = sequences.shape[0]
         n = sequences.shape[1] - 1
-        # the same on all ranks, as a forward is a collective call
-        forwards = -(-count // (number * batch_size))
-        # in all ranks' batches, filled with the sequences over and over
-        places = number * batch_size * forwards
-        own = torch.arange(rank, places, number).view(forwards, batch_size)
+        # All ranks make the same number of forwards, which are collective calls. Place
+        # p in the batches of all ranks holds copy p // count of sequence p % count.
+        places_per_forward = mesh.dp_degree * batch_size
+        places = places_per_forward * math.ceil(count / places_per_forward)
+        place = torch.arange(mesh.dp_rank, places, mesh.dp_degree).view(-1, batch_size)
+        # Copy c measures layers c, c + copies, …; an incomplete copy measures none.
         self.copies = places // count
-        # copy c measures layers c, c + copies, …; an incomplete copy measures none
-        self.copy = own // count
-        self.batches = sequences[(own % count).to(sequences.device)]
-        self.segments = (
-            [] if segments is None else [segments[(own % count).to(segments.device)]]
-        )
-        self.labels = count * n
+        self.copy = place // count  # [forwards, B]
+        sequence = place % count
+        batches = sequences[sequence.to(sequences.device)]
+        tokens = batches[..., :-1]
+        labels = batches[..., 1:]
+        inputs = [tokens, labels]
+        if segments is not None:
+            documents = segments[sequence.to(segments.device)]
+            inputs.append(documents[..., :-1])
+        # for each forward: token ids, labels, and segments if there are any, [B, N]
+        self.inputs = list(zip(*inputs, strict=True))
+        self.labels = count * n  # number of labels of all sequences
         self.tokens = min(max_tokens, n)
-        self.positions = (
-            torch.linspace(0, n - 1, self.tokens, dtype=torch.float64).round().long()
-        )
-        self.data_group = data_group
-        self.sequence_group = sequence_group
-        self.label_group = label_group
+        positions = torch.linspace(0, n - 1, self.tokens, dtype=torch.float64)
+        self.positions = positions.round().long()
+        self.mesh = mesh
+        self.device = sequences.device
 
     @torch.no_grad()
-    def measure(self, forward: Callable[..., Forward]) -> Condensation:
-        """Measure, by a collective call, and return the same on all ranks.
+    def measure(self, forward: Callable[..., Forward]) -> Measurement:
+        """Return the measurement of a model, the same on all ranks. A collective call.
 
         ``forward`` takes token ids, labels, and segments if there are any, each [B, N].
         """
         sums: Accumulator | None = None
-        ce = torch.zeros((), dtype=torch.float64, device=self.batches.device)
-        for batch, copy, *segments in zip(
-            self.batches, self.copy, *self.segments, strict=True
-        ):
-            found = forward(
-                batch[:, :-1], batch[:, 1:], *(rows[:, :-1] for rows in segments)
-            )
-            ce += found.cross_entropies[copy == 0].sum()
+        ce = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch, copy in zip(self.inputs, self.copy, strict=True):
+            outputs = forward(*batch)
+            ce += outputs.cross_entropies[copy == 0].sum()
             if sums is None:
-                sums = Accumulator(len(found.activations), batch.device)
-            chosen = self._chosen(found.positions)
-            for layer, z in enumerate(found.activations):
-                own = copy == layer % self.copies
-                if own.any():  # the same on all ranks that share a sequence
-                    sums.add(
-                        layer, gather_sequence(z, self.sequence_group)[own][:, chosen]
-                    )
+                sums = Accumulator(len(outputs.activations), self.device)
+            columns = self._measured_columns(outputs.positions)
+            for layer, z in enumerate(outputs.activations):
+                is_measured = copy == layer % self.copies
+                # The same on all ranks that share a sequence
+                if is_measured.any():
+                    gathered = gather_sequence(z, self.mesh.sequence_group)
+                    sums.add(layer, gathered[is_measured][:, columns])
         assert sums is not None
-        if self.label_group is not None:
-            dist.all_reduce(ce, group=self.label_group)
-        if self.data_group is not None:
-            dist.all_reduce(sums.sums, group=self.data_group)
-            dist.all_reduce(ce, group=self.data_group)
-        return replace(sums.result(self.tokens), cross_entropy=ce.item() / self.labels)
+        if self.mesh.label_group is not None:
+            dist.all_reduce(ce, group=self.mesh.label_group)
+        if self.mesh.dp_group is not None:
+            dist.all_reduce(sums.sums, group=self.mesh.dp_group)
+            dist.all_reduce(ce, group=self.mesh.dp_group)
+        measurement = sums.result(self.tokens)
+        return replace(measurement, cross_entropy=ce.item() / self.labels)
 
-    def _chosen(self, positions: Tensor | None) -> Tensor:
-        """Return where the measured positions are in a gathered sequence, which load
-        balancing under CP permutes.
+    def _measured_columns(self, positions: Tensor | None) -> Tensor:
+        """Return the measured positions' indices in a gathered sequence, [tokens].
+
+        ``positions`` are those of ``Forward``, which load balancing under CP permutes.
         """
         if positions is None:
             return self.positions
-        order = gather_sequence(positions[None, :, None], self.label_group).flatten()
+        shard = positions[None, :, None]
+        order = gather_sequence(shard, self.mesh.label_group).flatten()
         return order.argsort()[self.positions.to(order.device)]

@@ -8,18 +8,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_write
+from titan_disp.text import NOTHING
 
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram's bins
 RANKS = {"spearman": "Spearman's ρ", "kendall": "Kendall's τ"}
-OF_COVARIANCE = ("iso_score_star", "covariance_rank", "first_component")
-# the range of mean cosines below which ρ and τ are not given: our choice
+# ρ and τ are not given if the range of the mean cosines is smaller: our choice
 LEAST_RANGE = 0.01
 ROWS = 8  # of a run's table, at most
 # The sets of layers that ρ and τ rank. Those up to the final norm leave out the last
@@ -35,36 +35,38 @@ OF_PAPER = "blocks_after_norm"
 
 
 @dataclass(frozen=True)
-class OverDepth:
-    """Spearman's ρ and Kendall's τ of the mean cosine with depth, and the range of the
-    mean cosines.
+class DepthCorrelation:
+    """Rank correlations of the mean cosine with depth, over one set of layers.
 
-    Both depend on the order alone, so differences of 0.002, as at initialization, would
+    They depend on the order alone, so differences of 0.002, as at initialization, would
     count as much as those of 0.5. They are NaN if the range is less than
     ``LEAST_RANGE``.
     """
 
-    spearman: float
-    kendall: float
-    range: float
+    spearman: float  # ρ
+    kendall: float  # τ
+    range: float  # largest minus smallest mean cosine; NaN if one is not finite
 
     @classmethod
-    def of(cls, mean_cosine: np.ndarray) -> "OverDepth":
+    def of(cls, mean_cosine: np.ndarray) -> "DepthCorrelation":
+        """Return ρ and τ of mean cosines in the order of depth, [layers]."""
         # Imported here because it takes a second, and only rank 0 needs it
         from scipy import stats
 
-        spread = float(np.ptp(mean_cosine))
-        if not spread >= LEAST_RANGE:
-            return cls(math.nan, math.nan, spread)
+        value_range = float(np.ptp(mean_cosine))
+        if not value_range >= LEAST_RANGE:
+            return cls(math.nan, math.nan, value_range)
         depth = np.arange(len(mean_cosine))
         spearman = stats.spearmanr(depth, mean_cosine)
         kendall = stats.kendalltau(depth, mean_cosine)
-        return cls(float(spearman.statistic), float(kendall.statistic), spread)
+        return cls(float(spearman.statistic), float(kendall.statistic), value_range)
 
     def to_json(self) -> dict[str, float | None]:
-        return {name: _number(value) for name, value in asdict(self).items()}
+        """Return the fields by name. A number that is not finite is None."""
+        return {name: _for_json(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
+        """Return such as "ρ 0.93 τ 0.81", or the reason why they are not given."""
         if not math.isfinite(self.range):
             return "ρ – τ – (not all cosines are finite)"
         if math.isnan(self.spearman):
@@ -72,8 +74,22 @@ class OverDepth:
         return f"ρ {self.spearman:.2f} τ {self.kendall:.2f}"
 
 
+class Isotropy(NamedTuple):
+    """Numbers of the covariance of all tokens of one layer.
+
+    If all tokens are equal, the first and the last one are NaN.
+    """
+
+    iso_score_star: float  # Rudman & Eickhoff 2024: 0 (one direction) to 1 (isotropic)
+    covariance_rank: float  # effective rank of the centered tokens, at least 1
+    first_component: float  # the first principal component's fraction of the variance
+
+
+OF_COVARIANCE = Isotropy._fields
+
+
 @dataclass(frozen=True)
-class Condensation:
+class Measurement:
     """A measurement holds averages over sequences, by layer.
 
     Index 0 of every array is the embedding's output, i + 1 the output of block i before
@@ -91,6 +107,7 @@ class Condensation:
         histogram: [layers, 128] fraction of the pairs of all sequences by cosine, in
             bins of equal width on [−1, 1].
         tokens: N, per sequence.
+        sequences: number of sequences.
         cross_entropy: of the next token, in nats, mean over all tokens of the same
             sequences; NaN if not measured.
         averaged_histogram: [layers, 128] the paper's histogram, of the N×N cosines
@@ -100,7 +117,7 @@ class Condensation:
         logits: whether the last index of every array is that of the logits.
         untrained_mean_cosine: [layers] of the same model before training. None if it
             was not measured.
-        covariance: [3, layers] the numbers ``OF_COVARIANCE`` of all tokens. None if
+        covariance: [3, layers] the numbers of ``Isotropy``, a row for each. None if
             they were not taken, as in training.
     """
 
@@ -119,108 +136,122 @@ class Condensation:
     covariance: np.ndarray | None = None
 
     @property
+    def layer_count(self) -> int:
+        """The length of every array: embedding, blocks, final norm and any logits."""
+        return len(self.mean_cosine)
+
+    @property
     def last_block(self) -> int:
-        """Return the index of the last block's output, before the final norm."""
-        return len(self.mean_cosine) - 2 - self.logits
+        """The index of the last block's output before the final norm.
+
+        This is the number of blocks, too.
+        """
+        return self.layer_count - 2 - self.logits
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of all layers, such as "embedding", "block 0" and "final norm"."""
+        blocks = [f"block {i}" for i in range(self.last_block)]
+        return ["embedding", *blocks, "final norm", *["logits"] * self.logits]
 
     @cached_property
-    def over_depth(self) -> dict[str, OverDepth]:
-        """Return ρ and τ over each set of layers in ``PLACES``."""
-        before = self.mean_cosine[: self.last_block + 1]
-        after = self._hidden_states
-        sets = (before, after, before[1:], after[1:])
-        return {
-            place: OverDepth.of(cosines)
-            for place, cosines in zip(PLACES, sets, strict=True)
+    def over_depth(self) -> dict[str, DepthCorrelation]:
+        """ρ and τ over each set of layers in ``PLACES``."""
+        before_norm = self.mean_cosine[: self.last_block + 1]
+        after_norm = self._hidden_states
+        cosines = {
+            "before_norm": before_norm,
+            "after_norm": after_norm,
+            "blocks_before_norm": before_norm[1:],
+            "blocks_after_norm": after_norm[1:],
         }
+        return {place: DepthCorrelation.of(cosines[place]) for place in PLACES}
 
     @property
     def _hidden_states(self) -> np.ndarray:
-        """Mean cosines of Hugging Face's hidden states, without the last block before
-        the final norm.
+        """Mean cosines of Hugging Face's hidden states, [blocks + 1].
+
+        They have the last block after the final norm only.
         """
-        return np.append(
-            self.mean_cosine[: self.last_block], self.mean_cosine[self.last_block + 1]
-        )
+        final_norm = self.mean_cosine[self.last_block + 1]
+        return np.append(self.mean_cosine[: self.last_block], final_norm)
 
     def of_last_layers(self) -> list[float]:
-        """Return the mean cosine over the last N layers up to the final norm, for N
-        from 1 to all, as the authors' code.
+        """Return the mean cosine over the last N hidden states, for N from 1 to all.
+
+        The last one is the final norm's, as in the authors' code.
         """
         cosines = self._hidden_states[::-1]
-        return (cosines.cumsum() / np.arange(1, len(cosines) + 1)).tolist()
+        counts = np.arange(1, len(cosines) + 1)
+        return (cosines.cumsum() / counts).tolist()
 
     def by_layer(self) -> dict[str, list[float]]:
-        """Return the numbers by layer that were taken, without the histograms."""
-        numbers = (
+        """Return the numbers of all layers by name, without the histograms.
+
+        What was not measured is left out.
+        """
+        names = (
             "mean_cosine",
             "std_cosine",
             "mean_angle",
             "effective_rank",
             "untrained_mean_cosine",
         )
-        taken = {name: getattr(self, name) for name in numbers}
-        taken |= (
-            {}
-            if self.covariance is None
-            else dict(zip(OF_COVARIANCE, self.covariance, strict=True))
-        )
+        arrays = {name: getattr(self, name) for name in names}
+        if self.covariance is not None:
+            arrays |= dict(zip(OF_COVARIANCE, self.covariance, strict=True))
         return {
-            name: values.tolist()
-            for name, values in taken.items()
-            if values is not None
+            name: array.tolist() for name, array in arrays.items() if array is not None
         }
 
     def by_part(self) -> dict[str, dict[str, float]]:
-        """Return means of the numbers over parts of the model.
+        """Return the means of each number of ``by_layer`` over parts of the model.
 
-        Block i of L is early if 3i < L, late if 3i ≥ 2L.
+        Block i of L is early if 3i < L, late if 3i ≥ 2L. A part without layers is left
+        out.
         """
-        first, second = (1 + math.ceil(third * self.last_block / 3) for third in (1, 2))
-        parts = {
-            "blocks": slice(1, -1),
-            "early_blocks": slice(1, first),
-            "middle_blocks": slice(first, second),
-            "late_blocks": slice(second, -1),
-            "last_block": slice(-2, -1),
-            "final_norm": slice(-1, None),
-        }
-        return {
-            name: {
-                part: float(np.mean(values[rows]))
-                for part, rows in parts.items()
-                if values[rows]
+        means = {}
+        for name, values in self.by_layer().items():
+            final_norm = values[self.last_block + 1]
+            blocks = values[1 : self.last_block + 1]
+            early, middle, late = np.array_split(blocks, 3)
+            parts: dict[str, Any] = {
+                "blocks": blocks,
+                "early_blocks": early,
+                "middle_blocks": middle,
+                "late_blocks": late,
+                "last_block": blocks[-1],
+                "final_norm": final_norm,
             }
-            for name, of_layers in self.by_layer().items()
-            for values in [of_layers[: self.last_block + 2]]
-        }
+            means[name] = {
+                part: float(np.mean(numbers))
+                for part, numbers in parts.items()
+                if np.size(numbers)
+            }
+        return means
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the histograms, with None for numbers that are
-        undefined or were not measured.
+        """Return everything but the histograms.
+
+        A number that is undefined or was not measured is None.
         """
+        by_layer = {name: _for_json(values) for name, values in self.by_layer().items()}
+        over_depth = {
+            place: correlation.to_json()
+            for place, correlation in self.over_depth.items()
+        }
         return {
-            "layers": [
-                "embedding",
-                *map("block {}".format, range(self.last_block)),
-                "final norm",
-                *["logits"] * self.logits,
-            ],
-            **{
-                name: [_number(value) for value in values]
-                for name, values in self.by_layer().items()
-            },
-            **{
-                place: over_depth.to_json()
-                for place, over_depth in self.over_depth.items()
-            },
-            "cross_entropy": _number(self.cross_entropy),
+            "layers": self.layer_names,
+            **by_layer,
+            **over_depth,
+            "cross_entropy": _for_json(self.cross_entropy),
             "tokens": self.tokens,
             "sequences": self.sequences,
             "features": self.features,
         }
 
     def save(self, path: Path) -> None:
+        """Write a .npz file with all fields that are not None, and their folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         values = {
             name: value for name, value in asdict(self).items() if value is not None
@@ -230,142 +261,141 @@ class Condensation:
             np.savez_compressed(file, edges=EDGES, final_norm=True, **values)
 
     @classmethod
-    def load(cls, path: Path) -> "Condensation":
-        """Read what ``save`` wrote. Raises ConfigError if the file cannot be read."""
+    def load(cls, path: Path) -> "Measurement":
+        """Return what ``save`` wrote. Raises ConfigError if the file cannot be read."""
         try:
-            with np.load(path) as arrays:
-                content: dict[str, Any] = {
-                    name: arrays[name]
-                    for name in {*arrays.files} - {"edges", "final_norm"}
-                }
-            found = cls(
-                **{
-                    name: values if values.ndim else values.item()
-                    for name, values in content.items()
-                }
-            )
-            layers = len(found.mean_cosine)
-            histograms = [
-                one.shape
-                for one in (found.histogram, found.averaged_histogram)
-                if one is not None
-            ]
-            by_layer = {len(values) for values in found.by_layer().values()}
-            if (
-                layers < 3 + found.logits
-                or by_layer != {layers}
-                or {*histograms} != {(layers, BINS)}
-            ):
-                raise ValueError("its arrays have too few layers, or differ in shape")
-            return found
+            with np.load(path) as file:
+                names = {*file.files} - {"edges", "final_norm"}
+                arrays = {name: file[name] for name in names}
+            scalars: dict[str, Any] = {
+                name: array.item() for name, array in arrays.items() if array.ndim == 0
+            }
+            measurement = cls(**(arrays | scalars))
+            measurement._check_shapes()
         except Exception as error:  # a damaged archive can raise any exception
             raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
+        return measurement
+
+    def _check_shapes(self) -> None:
+        """Raise ValueError unless all arrays have the same layers, and enough."""
+        layers = self.layer_count
+        lengths = {len(values) for values in self.by_layer().values()}
+        histograms = (self.histogram, self.averaged_histogram)
+        shapes = {array.shape for array in histograms if array is not None}
+        has_a_block = self.last_block >= 1
+        if not has_a_block or lengths != {layers} or shapes != {(layers, BINS)}:
+            raise ValueError("its arrays have too few layers, or differ in shape")
 
 
 def load_steps(
     folder: str | Path, problems: list[str] | None = None
-) -> dict[int, Condensation]:
-    """Return what a run measured while it trained, by step: its files
-    RUN/condensation/step-N.npz, if any.
+) -> dict[int, Measurement]:
+    """Return what a run measured while it trained, by ascending step.
 
-    A message about each file that cannot be read is put into ``problems``; without it,
-    the error is raised.
+    ``folder`` is RUN/condensation, with files step-N.npz. If it is missing or empty, so
+    is the result. Raises ConfigError if a file cannot be read, or has another number of
+    layers than the first one. With a list of ``problems``, such a file is left out, and
+    the message is appended to the list.
     """
-    steps = {
+    paths = {
         path.stem.removeprefix("step-"): path
         for path in Path(folder).glob("step-*.npz")
     }
-    found: dict[int, Condensation] = {}
+    measurements: dict[int, Measurement] = {}
     layers = 0  # of the first file
-    for step in sorted(filter(str.isdecimal, steps), key=int):
+    for step in sorted(filter(str.isdecimal, paths), key=int):
+        path = paths[step]
         try:
-            one = Condensation.load(steps[step])
-            layers = layers or len(one.mean_cosine)
-            if len(one.mean_cosine) != layers:
+            measurement = Measurement.load(path)
+            layers = layers or measurement.layer_count
+            if measurement.layer_count != layers:
                 raise ConfigError(
-                    f"{str(steps[step])!r} cannot be read: other files have {layers} layers"
+                    f"{str(path)!r} cannot be read: other files have {layers} layers"
                 )
-            found[int(step)] = one
         except ConfigError as error:
             if problems is None:
                 raise
             problems.append(str(error))
-    return found
+        else:
+            measurements[int(step)] = measurement
+    return measurements
 
 
-def over_depth(place: str, rank: str) -> Callable[[Condensation], float]:
-    """Return a function that reads ρ or τ, of ``RANKS``, over the set of layers of
-    ``PLACES``.
+def over_depth(place: str, rank: str) -> Callable[[Measurement], float]:
+    """Return a function that returns ρ or τ of a measurement.
+
+    ``place`` is a key of ``PLACES``, and ``rank`` one of ``RANKS``.
     """
-    return lambda found: getattr(found.over_depth[place], rank)
+    return lambda measurement: getattr(measurement.over_depth[place], rank)
 
 
-def blocks_mean(found: Condensation) -> float:
+def blocks_mean(measurement: Measurement) -> float:
     """Return the mean cosine, averaged over all blocks."""
-    return found.by_part()["mean_cosine"]["blocks"]
+    return measurement.by_part()["mean_cosine"]["blocks"]
 
 
-def most_condensed(by_step: Mapping[int, Condensation]) -> int:
-    """Return the step with the highest mean cosine of all blocks, the first of
-    several.
+def most_condensed(by_step: Mapping[int, Measurement]) -> int:
+    """Return the step with the highest mean cosine of all blocks.
+
+    If several have it, it is the first.
     """
-    return _highest({step: blocks_mean(one) for step, one in by_step.items()})
+    return _highest({step: blocks_mean(by_step[step]) for step in by_step})
 
 
 def _highest(by_step: Mapping[int, float]) -> int:
+    """Return the first step with the highest mean cosine. NaN counts as −1."""
     return max(by_step, key=lambda step: np.nan_to_num(by_step[step], nan=-1))
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _for_json(numbers: Any) -> Any:
+    """Return a number or a list of numbers, with None for each that is not finite.
 
-
-def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return held-out cross-entropy and mean cosines at some steps, as lines of a table
-    under its headings.
-
-    ``measured`` is by step what ``Condensation.to_json`` returns. The table is empty
-    for fewer than two steps.
+    JSON has no NaN and no infinities.
     """
-    if len(measured) < 2:
+    finite: Any = np.where(np.isfinite(numbers), numbers, None)
+    return finite.tolist()
+
+
+def over_training(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a table: cross-entropy and mean cosines at some steps.
+
+    ``rows`` has for each step what ``Measurement.to_json`` returns, without logits.
+    Fewer than two steps give no lines. The first two lines are a caption and the
+    headings.
+    """
+    if len(rows) < 2:
         return []
-    # None becomes NaN
-    last = {
-        step: np.array(one["mean_cosine"], dtype=float)[-2]
-        for step, one in measured.items()
-    }
+    # Without the embedding and the final norm. None becomes NaN.
     blocks = {
-        step: np.array(one["mean_cosine"], dtype=float)[1:-1].mean()
-        for step, one in measured.items()
+        step: np.array(row["mean_cosine"][1:-1], dtype=float)
+        for step, row in rows.items()
     }
-    highest = _highest(blocks)
+    means = {step: cosines.mean() for step, cosines in blocks.items()}
+    highest = _highest(means)
     lines = [
-        "On held-out text. Mean cosine: 1 if all tokens of a sequence point the same way, near 0 if they share no "
-        "direction.",
+        "On held-out text. Mean cosine: 1 if all tokens of a sequence point the same "
+        "way, near 0 if they share no direction.",
         f"{'step':>9}  cross-entropy  mean cosine of all blocks  of the last block",
     ]
-    for step in telling_steps(sorted(blocks), {highest}):
-        ce = measured[step]["cross_entropy"]
-        shown = f"{ce:.3f}" if ce is not None else "–"
+    for step in telling_steps(sorted(rows), {highest}):
+        cross_entropy = rows[step]["cross_entropy"]
+        ce = NOTHING if cross_entropy is None else f"{cross_entropy:.3f}"
         mark = "  (highest)" if step == highest else ""
-        lines.append(
-            f"{step:9,}  {shown:>13}  {blocks[step]:25.2f}  {last[step]:17.2f}{mark}"
-        )
+        mean = means[step]
+        last_block = blocks[step][-1]
+        lines.append(f"{step:9,}  {ce:>13}  {mean:25.2f}  {last_block:17.2f}{mark}")
     return lines
 
 
 def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
-    """Return the first, the last, the highest and others of ascending steps, by equal
-    ratios: a collapse comes early.
+    """Return some of ascending steps, for a table of a run: at most ``ROWS`` or so.
+
+    These are the first, the last, all of ``highest``, and others whose distances grow
+    by equal ratios, because a collapse comes early.
     """
-    after = [step for step in steps if step > 0]
-    wanted: Sequence[float] = (
-        np.geomspace(after[0], after[-1], ROWS - 2).tolist() if after else []
-    )
-    return sorted(
-        {
-            steps[0],
-            *highest,
-            *(min(after, key=lambda step: abs(step - w)) for w in wanted),
-        }
-    )
+    chosen = {steps[0], *highest}
+    trained = [step for step in steps if step > 0]
+    if trained:
+        for target in np.geomspace(trained[0], trained[-1], ROWS - 2).tolist():
+            chosen.add(min(trained, key=lambda step: abs(step - target)))
+    return sorted(chosen)

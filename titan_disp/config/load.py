@@ -21,16 +21,10 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.keys import facts_of
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import ConfigError, did_you_mean, reported
+from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits, reported
 from titan_disp.tables import TABLES, parse_overrides, written_out
 
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    type(None): "nothing",
-}
+_TYPE_NAMES = TYPE_NAMES | {type(None): "nothing"}
 MODULE = "titan_disp.job_config"
 _BOOLEANS = {
     "true": True,
@@ -221,7 +215,7 @@ def _check_types(config: Any) -> None:
                 if get_origin(f.type) in (Union, UnionType)
                 else (f.type,)
             )
-            wanted = " or ".join(_WORDS.get(one, str(one)) for one in either)
+            wanted = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in either)
             cure = (
                 f" (without quotes: {name.rpartition('.')[2]} = {value})"
                 if _fits(value, f.type)
@@ -230,8 +224,9 @@ def _check_types(config: Any) -> None:
             raise ConfigError(
                 f"{name} is {value!r}, expected {wanted}{cure}"
             ) from error
-        if isinstance(value, bool) and f.type in (int, float):
-            raise ConfigError(f"{name} is {value!r}, expected a number")
+        # typeguard takes true and false for numbers
+        if f.type in TYPE_NAMES and not fits(value, f.type):
+            raise ConfigError(f"{name} is {value!r}, expected {TYPE_NAMES[f.type]}")
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:

@@ -19,7 +19,7 @@ from titan_disp.condensation.record import (
     LEAST_RANGE,
     OF_PAPER,
     RANKS,
-    Condensation,
+    Measurement,
     blocks_mean,
     over_depth,
 )
@@ -47,7 +47,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
 
 
-def averaged(found: Condensation) -> Condensation:
+def averaged(found: Measurement) -> Measurement:
     """Return the measurement with the paper's histogram in place of the pooled one, for
     any heatmap.
     """
@@ -61,7 +61,7 @@ def averaged(found: Condensation) -> Condensation:
     )
 
 
-def side_by_side(found: Mapping[str, Condensation], title: str) -> Figure:
+def side_by_side(found: Mapping[str, Measurement], title: str) -> Figure:
     """Draw heatmaps of several measurements by name.
 
     ``title`` says what all of them show.
@@ -82,7 +82,7 @@ def styles() -> Iterator[dict[str, Any]]:
         yield {"color": color, "marker": marker, "linestyle": line}
 
 
-def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
+def mean_cosine_by_layer(found: Mapping[str, Measurement]) -> Figure:
     """Draw one line for each measurement, over its layers, or over relative depth if
     the models differ in depth.
     """
@@ -112,7 +112,7 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
     return figure
 
 
-def depth_bars(found: Mapping[str, Condensation]) -> Figure:
+def depth_bars(found: Mapping[str, Measurement]) -> Figure:
     """Draw Spearman's ρ and Kendall's τ of the mean cosine with depth, which are 1 if
     it grows with every layer.
     """
@@ -151,7 +151,7 @@ def depth_bars(found: Mapping[str, Condensation]) -> Figure:
 
 
 def over_training(
-    runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, Condensation]],
+    runs: Mapping[str, Mapping[int, Measurement] | Mapping[str, Measurement]],
 ) -> Figure:
     """Draw the mean cosine by layer at several steps: a panel for each run, a line for
     each step.
@@ -206,7 +206,7 @@ def _correlation_axis(axes: Axes, label: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> Figure:
+def by_size(families: Mapping[str, Mapping[str, tuple[int, Measurement]]]) -> Figure:
     """Draw ρ and τ against the number of parameters, which stands beside a measurement.
 
     Each family is a line.
@@ -259,7 +259,7 @@ def _broken(text: str, width: int) -> str:
 
 
 def pairs(
-    found: Sequence[tuple[tuple[str, Condensation], tuple[str, Condensation]]],
+    found: Sequence[tuple[tuple[str, Measurement], tuple[str, Measurement]]],
 ) -> Figure:
     """Draw ρ and τ of each model and of one made from it, such as a distilled one.
 
@@ -302,14 +302,14 @@ def pairs(
     return figure
 
 
-def over_steps(runs: Mapping[str, Mapping[int, Condensation]]) -> Figure:
+def over_steps(runs: Mapping[str, Mapping[int, Measurement]]) -> Figure:
     """Draw the mean cosine (of all blocks, and of the last one), ρ and τ against the
     step, a line for each run.
 
     The axis is logarithmic if the steps span more than a factor of 100, as those of
     published checkpoints do.
     """
-    panels: dict[str, Callable[[Condensation], float]] = {
+    panels: dict[str, Callable[[Measurement], float]] = {
         "mean over all blocks": blocks_mean,
         "last block": lambda found: found.mean_cosine[found.last_block],
         **MEASURES,

@@ -376,7 +376,7 @@ def page(result: Values) -> str:
         if failed
         else "everything is as expected"
     )
-    return f"titan-disp selftest: {shown(result['facts'])}\n\n{markdown_table(cells, left=5)}\n\n{verdict}"
+    return f"titan-disp selftest: {shown(result['facts'])}\n\n{markdown_table(cells, text_columns=5)}\n\n{verdict}"
 
 
 def selftest(options: SelftestOptions) -> int:

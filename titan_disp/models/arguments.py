@@ -18,12 +18,15 @@ from torch import nn
 from torchtitan.protocols.model import BaseModelArgs
 
 from titan_disp.config.types import JobConfig
-from titan_disp.dispersion.registry import fits
-from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits
 from titan_disp.tables import OVERRIDES, Written, parse_overrides, shown
 
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
-_KINDS = {bool: "true or false", int: "a whole number ≥ 1", float: "a number > 0"}
+_KINDS = {
+    bool: TYPE_NAMES[bool],
+    int: f"{TYPE_NAMES[int]} ≥ 1",
+    float: f"{TYPE_NAMES[float]} > 0",
+}
 Args = TypeVar("Args", bound="DispModelArgs")
 
 

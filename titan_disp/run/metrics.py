@@ -23,7 +23,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_disp.condensation.record import OF_PAPER, Condensation
+from titan_disp.condensation.record import OF_PAPER, Measurement
 from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.config.types import JobConfig
 from titan_disp.data.listing import on_rank_0
@@ -88,7 +88,7 @@ class TensorBoardFolder(BaseLogger):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    def log_heatmap(self, measured: Condensation, step: int) -> None:
+    def log_heatmap(self, measured: Measurement, step: int) -> None:
         """Log a heatmap if ``step`` is HEATMAP_RATIO times that of the last one.
 
         They get rarer, because all ranks wait for a fifth of a second while rank 0
@@ -105,7 +105,7 @@ class TensorBoardFolder(BaseLogger):
         elif self._untrained is None:  # in the first heatmap of a start
             # If there is no such file, or it is damaged, the line is left out.
             with contextlib.suppress(ConfigError):
-                before = Condensation.load(Path(self.run, "condensation", "step-0.npz"))
+                before = Measurement.load(Path(self.run, "condensation", "step-0.npz"))
                 self._untrained = before.mean_cosine
         shown = dataclasses.replace(measured, untrained_mean_cosine=self._untrained)
         self._open(step).add_figure(
@@ -336,7 +336,7 @@ class DispersionMetrics(MetricsProcessor):
             )
 
     def log_condensation(
-        self, step: int, measured: Condensation, seconds: float
+        self, step: int, measured: Measurement, seconds: float
     ) -> None:
         """Log a measurement of condensation on rank 0.
 
@@ -376,7 +376,7 @@ class DispersionMetrics(MetricsProcessor):
             f"over depth: {measured.over_depth[OF_PAPER]}  ({seconds:.1f} s){self.color.reset}"
         )
 
-    def _condensation_scalars(self, measured: Condensation) -> dict[str, float]:
+    def _condensation_scalars(self, measured: Measurement) -> dict[str, float]:
         scalars = {"held_out/cross_entropy": measured.cross_entropy}
         for name, parts in measured.by_part().items():
             scalars |= {

@@ -104,7 +104,7 @@ def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
 
 
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
-    """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote
+    """Read the measurements on held-out text by step, as ``Measurement.to_json`` wrote
     them.
     """
     return _by_step(_records(Path(run) / METRICS), "condensation")

@@ -82,7 +82,7 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
 
 
 def _condensation(measured: Mapping[str, Any]) -> str:
-    """Describe the output of ``Condensation.to_json``."""
+    """Describe the output of ``Measurement.to_json``."""
     mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
     # older rows have none
     blocks = mean[1:-1]

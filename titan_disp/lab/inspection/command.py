@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from titan_disp.condensation.measure import Accumulator, AveragedCosines, Covariance
-from titan_disp.condensation.record import OF_COVARIANCE, PLACES, RANKS, Condensation
+from titan_disp.condensation.record import OF_COVARIANCE, PLACES, RANKS, Measurement
 from titan_disp.config.command_options import CondensationOptions, check_least
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import make_writable, progress
@@ -42,7 +42,7 @@ class Measured:
 
     target: targets.Target
     parameters: int
-    condensation: Condensation
+    condensation: Measurement
 
 
 def write_metrics(
@@ -143,7 +143,7 @@ def write_figures(
     return list(figures)
 
 
-def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condensation]]:
+def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Measurement]]:
     """Group the measurements of several steps of a run, or revisions of a model, by
     ascending step.
 
@@ -153,7 +153,7 @@ def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condens
     for name, one in found.items():
         if end := targets.end_of_name(one.target):
             several[name.removesuffix(end)].append(one)
-    groups: dict[str, dict[Any, Condensation]] = {}
+    groups: dict[str, dict[Any, Measurement]] = {}
     for name, many in several.items():
         by_step = {step_of(one.target): one.condensation for one in many}
         if None not in by_step and len(by_step) == len(many):
@@ -171,7 +171,7 @@ def step_of(target: targets.Target) -> int | None:
     return int(matched[1]) if matched else target.step
 
 
-def table(found: Mapping[str, Condensation], last_n: int) -> str:
+def table(found: Mapping[str, Measurement], last_n: int) -> str:
     """Render a table of mean cosines, and one of their ρ and τ with depth and of the
     last block's covariance.
     """
@@ -219,7 +219,7 @@ def table(found: Mapping[str, Condensation], last_n: int) -> str:
 @torch.no_grad()
 def measure(
     name: str, layers: targets.LoadedModel, tokens: Tensor, options: CondensationOptions
-) -> Condensation:
+) -> Measurement:
     """Measure every layer of one model on [count, length] token ids.
 
     ``name`` is for messages and a progress bar.
@@ -262,7 +262,7 @@ def measure(
     )
 
 
-def condensation(options: CondensationOptions) -> dict[str, Condensation]:
+def condensation(options: CondensationOptions) -> dict[str, Measurement]:
     """Measure models on a random sample of a text, and write numbers and pictures to
     ``options.out``.
 

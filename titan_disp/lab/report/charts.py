@@ -28,7 +28,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.stats import binned_statistic
 
 from titan_disp.condensation.heatmap import layer_label, new_figure, plain
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import Measurement
 from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
 from titan_disp.lab.report.gather import RunRecord, conditions
 from titan_disp.run.history import WHILE_LOADING, Attempt
@@ -275,7 +275,7 @@ def _tick(value: float, _: int) -> str:
 
 
 def draw_layer_map(
-    axes: Axes, by_step: Mapping[int, Condensation], title: str, end: int
+    axes: Axes, by_step: Mapping[int, Measurement], title: str, end: int
 ) -> QuadMesh:
     """Draw at least two measurements' mean cosines by layer, up to the run's last step
     ``end``, in one colour scale.
@@ -294,7 +294,7 @@ def draw_layer_map(
     return mesh
 
 
-def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
+def layer_map(by_step: Mapping[int, Measurement], name: str, end: int) -> Figure:
     figure = new_figure(*SIZE)
     mesh = draw_layer_map(figure.subplots(), by_step, name, end)
     figure.colorbar(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torchtitan.config import ConfigManager
 
-from titan_disp.condensation.record import Condensation, load_steps, most_condensed
+from titan_disp.condensation.record import Measurement, load_steps, most_condensed
 from titan_disp.config.load import MODULE
 from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.targets import parse_group
@@ -66,7 +66,7 @@ class RunRecord:
     # the rows that count: one per step, ascending, none after ``step``
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
-    condensation: dict[int, Condensation]  # by step
+    condensation: dict[int, Measurement]  # by step
     validation: dict[int, float]  # loss by step
     # About failures in a row without a new checkpoint, or empty
     failures: dict[str, Any]

@@ -17,7 +17,7 @@ from titan_disp.condensation.record import (
     LEAST_RANGE,
     OF_PAPER,
     PLACES,
-    Condensation,
+    Measurement,
     blocks_mean,
     telling_steps,
 )
@@ -68,7 +68,7 @@ def logged(key: str) -> Points:
     return lambda run: (run.series("step"), run.series(key))
 
 
-def measured(read: Callable[[Condensation], float]) -> Points:
+def measured(read: Callable[[Measurement], float]) -> Points:
     return lambda run: (run.condensation.keys(), map(read, run.condensation.values()))
 
 
@@ -195,7 +195,7 @@ def condensation_maps(runs: Sequence[RunRecord]) -> list[Picture]:
     ]
 
 
-def _some_steps(runs: Sequence[RunRecord]) -> dict[str, dict[int, Condensation]]:
+def _some_steps(runs: Sequence[RunRecord]) -> dict[str, dict[int, Measurement]]:
     """Choose some measurements of every run, at the same steps if the runs share enough
     of them.
 

@@ -16,7 +16,7 @@ import numpy as np
 from titan_disp.condensation.record import (
     PLACES,
     RANKS,
-    Condensation,
+    Measurement,
     blocks_mean,
     over_depth,
 )
@@ -239,7 +239,7 @@ def _final_numbers(run: RunRecord, compared: int | None) -> dict[str, Cell]:
     def last(key: str) -> Cell:
         return Cell(run.series(key)[-1], step) if run.rows else Cell()
 
-    def measured(read: Callable[[Condensation], float], which: int = -1) -> Cell:
+    def measured(read: Callable[[Measurement], float], which: int = -1) -> Cell:
         if not run.condensation:
             return Cell()
         at, found = list(run.condensation.items())[which]

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from titan_disp.condensation.heatmap import new_figure, plain
-from titan_disp.condensation.record import OF_PAPER, RANKS, Condensation, over_depth
+from titan_disp.condensation.record import OF_PAPER, RANKS, Measurement, over_depth
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, make_writable
 from titan_disp.lab.plots import OKABE_ITO
@@ -121,7 +121,7 @@ def _measured(run: Path, name: str, last: int) -> float | None:
     file = run / "condensation" / f"step-{max(by_step)}.npz"
     if not file.is_file():
         return None
-    measured = Condensation.load(file)
+    measured = Measurement.load(file)
     return (
         over_depth(OF_PAPER, name)(measured)
         if name in RANKS
@@ -319,7 +319,7 @@ def to_markdown(comparison: SweepComparison) -> str:
             "Holm",
         ]
     rows = [_row(condition)[: len(header)] for condition in comparison.conditions]
-    table = markdown_table([header, *rows], left=1)
+    table = markdown_table([header, *rows], text_columns=1)
     return "\n\n".join([table, *_notes(comparison)]) + "\n"
 
 
