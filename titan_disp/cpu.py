@@ -140,9 +140,10 @@ def _masked_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Tensor:
-    """Return what flex attention does, in the shape of q, [B, heads, N, head_dim].
+    """Return what flex attention would return, [B, heads, N, head_dim].
 
-    Unlike flex attention, it makes the whole mask, [B, 1, N, N] bool.
+    The whole mask, [B, 1, N, N] bool, exists at once, and is the same for all heads.
+    ``return_lse`` belongs to the signature and is ignored.
     """
     batch = torch.arange(len(q)).view(-1, 1, 1, 1)
     token = torch.arange(q.shape[2])
@@ -153,7 +154,9 @@ def _masked_attention(
 
 
 def _without_unknown_mfu(record: logging.LogRecord) -> bool:
-    """Return True, which keeps the record, after "mfu: nan%" was cut from its message."""
+    """Return True, which keeps the record, after "mfu: nan%" was cut from its
+    message.
+    """
     if isinstance(record.msg, str):
         record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: nan%", "", record.msg)
     return True
@@ -169,8 +172,8 @@ def _give_gloo_groups_one_thread() -> None:
     ALLGATHER_COALESCED. Two threads that assign at once free the same memory, or one
     writes its name to memory that the other has freed. A later allocation then aborts
     the process, for example with "malloc(): unaligned tcache chunk detected". With one
-    thread, a group's collectives no longer overlap. Ranks cannot wait for each other
-    because of this, as all ranks call the collectives of a group in the same order.
+    thread, a group's collectives no longer overlap. This cannot block ranks for ever,
+    as all of them call the collectives of a group in the same order.
     """
     gloo: Any = dist.ProcessGroupGloo
     create = gloo.__init__
@@ -188,8 +191,8 @@ def _give_gloo_groups_one_thread() -> None:
         **keywords: Any,
     ) -> None:
         """Create the group with one thread, unless the caller has its own options."""
-        # torch takes options, or a timeout, from which it makes options for two
-        # threads. By position, both come fourth.
+        # The fourth argument is either options or a timeout, from which torch makes
+        # options for two threads.
         options = options or timeout
         if isinstance(options, timedelta):
             options = _with_one_thread(options)

@@ -25,14 +25,14 @@ class ConfigError(UserError, ValueError):
 class DataError(ConfigError):
     """One rank met bad data during a run.
 
-    That rank prints the message, whichever it is.
+    The rank that met it prints the message, also if it is not rank 0.
     """
 
 
 class RefusedError(ConfigError):
     """The run cannot continue with this config.
 
-    Every start fails alike until the user changes the run or the config.
+    Every start fails in the same way until the user changes the run or the config.
     """
 
 
@@ -130,5 +130,8 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def of_options(error: Exception) -> str:
-    """Return a message about stream.text_field with a command's --text-field in it."""
+    """Return an error's message that calls stream.text_field by --text-field.
+
+    Commands have this option in place of the key.
+    """
     return str(error).replace("stream.text_field", "--text-field")

@@ -1,4 +1,4 @@
-"""Atomic files and folders, their hash, and the tools of long commands.
+"""Atomic files and folders, hashes of files, and the tools of long commands.
 
 A reader finds a whole file or folder, the one before it, or none. Long commands work in
 parallel and show progress bars.
@@ -85,14 +85,19 @@ def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def in_parallel(
     pool: Executor, function: Callable[[T], R], items: Iterable[T]
 ) -> Iterator[tuple[T, R]]:
-    """Yield (item, result of ``function``), in the order in which they are done."""
+    """Yield (item, ``function(item)``) for each item, as soon as it is done.
+
+    An exception of ``function`` is raised here.
+    """
     items_by_future = {pool.submit(function, item): item for item in items}
     for future in as_completed(items_by_future):
         yield items_by_future[future], future.result()
 
 
 def make_writable(folder: Path, what: str) -> None:
-    """Make a folder, or raise ConfigError if nothing can be written to it.
+    """Make a folder if it is missing.
+
+    Raises ConfigError if it cannot be made or written to.
 
     ``what`` is the folder's name in the message.
     """

@@ -277,7 +277,8 @@ class DispersionObjective:
         return possible and in_backward(losses, zs, sharded)
 
     def take_late(self) -> Tensor | None:
-        """Return λ · dispersion of the last backward pass, summed over the valid tokens.
+        """Return λ · dispersion of the last backward pass, summed over the valid
+        tokens.
 
         Returns None if the loss contained it. Raises RuntimeError if the backward pass
         has not reached all activations.

@@ -28,8 +28,9 @@ Written = Mapping[str, Any] | Sequence[str] | str
 
 
 def _as_one_word(key: str) -> PrimitiveConstructorSpec:
-    # By default, tyro makes one option for each entry of the table in the TOML file, and
-    # rejects all others. Here, one word on the command line replaces the whole table.
+    # By default, tyro makes one option for each entry of the table in the TOML file,
+    # and rejects all others. Here, one word on the command line replaces the whole
+    # table.
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="KEY=VALUE,...",

@@ -22,7 +22,7 @@ def _scaled(value: float, digits: int, units: Mapping[str, float]) -> str | None
     ``digits`` is the number of significant digits.
     """
     for unit, size in units.items():
-        # Three digits round 999,950 to 1 M
+        # What rounds to 1 of this unit has it: 999,950 with three digits is 1 M.
         least = size * (1 - 0.5 * 10**-digits)
         if abs(value) >= least:
             return f"{value / size:.{digits}g} {unit}"
@@ -64,9 +64,9 @@ def byte_size(count: float, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return whole seconds in at most two units.
+    """Return a duration in its two largest units, such as ``2 d 3 h`` or ``12 s``.
 
-    Such as ``2 d 3 h``, ``3 h 12 min``, ``4 min 5 s`` or ``12 s``.
+    It is rounded to whole seconds. What is smaller than the two units is left out.
     """
     remaining = round(seconds)
     parts: list[str] = []

@@ -19,7 +19,8 @@ from matplotlib.ticker import MaxNLocator
 
 from titan_disp.condensation.record import EDGES, Measurement
 
-# of a layer's pairs: the scale of colours begins here, and emptier bins are blank
+# The fraction of a layer's pairs at which the colour scale begins. Emptier bins are
+# blank.
 LEAST_FRACTION = 1e-3
 
 
@@ -67,20 +68,22 @@ def of_random_vectors(tokens: int, features: int) -> np.ndarray:
 
     a = (features - 1) / 2
     below = stats.beta.cdf((EDGES + 1) / 2, a, a) * (1 - 1 / tokens)
-    below[-1] = 1  # with the pairs of a vector with itself
+    # The pairs of a vector with itself, 1/N of all, have cosine 1: the last bin.
+    below[-1] = 1
     return np.diff(below)
 
 
 def heatmaps(
     rows: Sequence[Mapping[str, Measurement]], title: str = "", dashed: str = "step 0"
 ) -> Figure:
-    """Return a figure of measurements by title, in rows, with one scale of colours.
+    """Return a figure with a grid of heatmaps, and one scale of colours for all.
 
-    Each layer is a column of 128 bins of the cosine, and the line is the mean. The
-    scale is logarithmic from 10⁻³ to 1, so that one can read both a layer whose pairs
-    fill a single bin and one whose pairs fill a hundred. For comparison, there are a
-    column of random vectors, if F is known, and a ``dashed`` line of the means before
-    training: of a run that continues a published model, these are that model's.
+    ``rows`` map the titles of a row's heatmaps to their measurements. Each layer is a
+    column of 128 bins of the cosine, and the line is the mean. The scale is logarithmic
+    from 10⁻³ to 1, so that one can read both a layer whose pairs fill a single bin and
+    one whose pairs fill a hundred. For comparison, there are a column of random
+    vectors, if F is known, and a ``dashed`` line of the means before training, or of
+    the published model that the run continues.
     """
     measurements = list(chain.from_iterable(row.values() for row in rows))
     columns = max(map(len, rows))

@@ -182,9 +182,10 @@ class AveragedCosines:
         return mean.cpu().numpy()
 
     def histogram(self) -> np.ndarray:
-        """Return the fractions of the N² pairs of positions by averaged cosine.
+        """Return the histogram of each layer's averaged cosine matrix, [layers, 128].
 
-        They are [layers, 128]. If a cosine of a layer is not finite, its row is NaN.
+        It holds fractions of the N² pairs of positions. If a cosine of a layer is not
+        finite, the layer's row is NaN.
         """
         rows = []
         for layer in sorted(self._sums):
@@ -224,9 +225,9 @@ class Covariance:
         """Return the numbers of one layer's covariance.
 
         IsoScore* (Rudman & Eickhoff 2024, arXiv 2305.19358) is (t² − 1)/(n − 1) with t
-        = Σλ/‖λ‖, for the eigenvalues λ of (1 − ζ) Σ_X + ζ Σ_S in n ``dimensions``: it
-        is the paper's form, with δ²(n − √n) = n − √n·t inserted. Σ_S is the identity
-        times the mean variance.
+        = Σλ/‖λ‖, for the eigenvalues λ of (1 − ζ) Σ_X + ζ Σ_S in n ``dimensions``. (The
+        paper writes it with the distance δ² = (n − √n·t)/(n − √n), which cancels.) Σ_S
+        is the identity times the mean variance.
         """
         products = self._products[layer]
         count = products[-1, -1]
@@ -236,6 +237,7 @@ class Covariance:
         variances = torch.linalg.eigvalsh(scatter).clamp_min(0)  # count · λ of Σ_X
         trace = variances.sum()
         weight = (1 - zeta) ** 2
+        # Σλ² of the mixture: each λ becomes (1 − ζ) λ + ζ · trace / n.
         isotropic = (1 - weight) * trace**2 / dimensions
         squared_norm = weight * variances.square().sum() + isotropic
         t_squared = trace**2 / squared_norm

@@ -22,9 +22,9 @@ RANKS = {"spearman": "Spearman's ρ", "kendall": "Kendall's τ"}
 # ρ and τ are not given if the range of the mean cosines is smaller: our choice
 LEAST_RANGE = 0.01
 ROWS = 8  # of a run's table, at most
-# The sets of layers that ρ and τ rank. Those up to the final norm leave out the last
-# block, as Hugging Face's hidden states do. The paper's are l = 1 … L, without the
-# embedding (l = 0).
+# The sets of layers that ρ and τ rank. In those up to the final norm, its output
+# replaces that of the last block, as in Hugging Face's hidden states. The paper's are
+# l = 1 … L, without the embedding (l = 0).
 PLACES = {
     "before_norm": "up to the last block, with the embedding",
     "after_norm": "up to the final norm, with the embedding",
@@ -171,7 +171,7 @@ class Measurement:
     def _hidden_states(self) -> np.ndarray:
         """Mean cosines of Hugging Face's hidden states, [blocks + 1].
 
-        They have the last block after the final norm only.
+        The output of the final norm replaces that of the last block.
         """
         final_norm = self.mean_cosine[self.last_block + 1]
         return np.append(self.mean_cosine[: self.last_block], final_norm)
@@ -233,7 +233,8 @@ class Measurement:
     def to_json(self) -> dict[str, Any]:
         """Return everything but the histograms.
 
-        A number that is undefined or was not measured is None.
+        NaN and infinities become None. Numbers by layer that were not measured are left
+        out.
         """
         by_layer = {name: _for_json(values) for name, values in self.by_layer().items()}
         over_depth = {

@@ -39,7 +39,8 @@ class Field(IntEnum):
     SKIPPED_BYTES = 18  # about the bytes of both
 
 
-# For each part: the index of its next document in the file, and the bytes of text taken.
+# For each part: the index of its next document in the file, and the bytes of text
+# taken.
 NEXT = {
     Part.HEAD: Field.HEAD,
     Part.BODY: Field.BODY_DOCUMENT,
