@@ -1006,6 +1006,8 @@ def test_digest(sample, tmp_path):
         ConfigError, match="--ranks or --resume-ranks is 0, expected at least 1"
     ):
         digest(config(sample, *options), 1, [(0, 0)])
+    with pytest.raises(ConfigError, match="is not a positive multiple of .* × 3 data"):
+        digest(config(sample, *options), 1, [(0, 3)])
 
 
 def test_an_abandoned_loader_can_be_closed_while_a_thread_starts(sample, tmp_path):
