@@ -471,6 +471,13 @@ def test_fetch(c4, sample, tmp_path):
     assert c4.requests["content"] <= 6
 
 
+def test_fetch_says_why_a_file_is_missing(c4, tmp_path):
+    c4.faults["resolve"] = [(403, {})] * 99
+    (line,) = fetch(FetchOptions(tmp_path, shards="1", split="train"))
+    name = "en/c4-train.00001-of-00008.json.gz"
+    assert line.startswith(f"{name}: missing (LocalEntryNotFoundError: ")
+
+
 def test_text_to_measure_on(hub):
     texts = read_texts(None, "hf:some/prose:split", seed=0)
     assert len(texts) == 8

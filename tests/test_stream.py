@@ -61,7 +61,7 @@ from titan_disp.data.assignment import (
     shares,
 )
 from titan_disp.data.documents import Documents
-from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
+from titan_disp.data.fingerprint import check_fingerprint, data_changes, read_data_state
 from titan_disp.data.index import with_index
 from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.loader import build_dataloader, together
@@ -864,7 +864,7 @@ def test_what_is_other_data(sample, tmp_path):
         key: value for key, value in one.fingerprint.items() if key != "tokenizer"
     }
     for then, now in ((without, one.fingerprint), (one.fingerprint, without)):
-        assert [text.split(":")[0] for text in differences(then, now)] == ["tokenizer"]
+        assert [text.split(":")[0] for text in data_changes(then, now)] == ["tokenizer"]
     with pytest.raises(
         ConfigError, match=r'written by another loader.*stream.on_mismatch = "restart"'
     ):
@@ -901,7 +901,7 @@ def test_a_file_that_changes_between_a_save_and_a_resume(sample, tmp_path):
         ):
             now.load_state_dict(saved)
         assert (
-            differences(
+            data_changes(
                 json.loads(saved["fingerprint"]), now.fingerprint | {"contents": {}}
             )
             == []
@@ -1017,6 +1017,8 @@ def test_digest(sample, tmp_path):
         ConfigError, match="--ranks or --resume-ranks is 0, expected at least 1"
     ):
         digest(config(sample, *options), 1, [(0, 0)])
+    with pytest.raises(ConfigError, match="is not a positive multiple of .* × 3 data"):
+        digest(config(sample, *options), 1, [(0, 3)])
 
 
 def test_an_abandoned_loader_can_be_closed_while_a_thread_starts(sample, tmp_path):

@@ -20,8 +20,8 @@ from titan_disp.lab.statistics import sign_flip_p
 from titan_disp.lab.sweeps.comparison import (
     Condition,
     Member,
-    differences,
     final_metric,
+    with_differences,
     write_table,
 )
 from titan_disp.lab.sweeps.definition import points, read_sweep
@@ -74,7 +74,7 @@ class TestDifferences:
     def test_only_shared_seeds_are_pairs(self):
         off = condition("off", {1: 1.0, 2: 2.0, 3: None})
         on = condition("on", {2: 2.5, 3: 9.0, 4: 7.0})
-        _, found = differences([off, on], "off")
+        _, found = with_differences([off, on], "off")
         assert found.pairs == ((("debug.seed", 2),),)
         assert found.difference.mean == 0.5
         assert (
@@ -93,7 +93,7 @@ class TestDifferences:
         }
         every = [condition(name, dict(enumerate(v))) for name, v in values.items()]
         every += [condition("missing", {9: 1.0}), condition("one pair", {0: 1.0})]
-        found = {c.name: c.difference for c in differences(every, "off")}
+        found = {c.name: c.difference for c in with_differences(every, "off")}
         assert found.pop("missing") is found.pop("off") is None
         # is not tested, and not counted
         assert (found["one pair"].mean, found.pop("one pair").holm) == (1.0, None)

@@ -13,7 +13,7 @@ from tests.command_line import DEMO
 from tests.pages import loaded
 from tests.streams import VALIDATION_FILE, texts_of
 from titan_disp.checks import tokenizer_of
-from titan_disp.data.fingerprint import differences, fingerprint
+from titan_disp.data.fingerprint import data_changes, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.listing import list_files
 from titan_disp.data.options import StreamOptions
@@ -196,7 +196,7 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert load_tokenizer(tmp_path).eos_id == eos
         found[eos] = fingerprint(files, str(tmp_path), options, 4)
-    assert differences(found[2048], found[2049]) == [
+    assert data_changes(found[2048], found[2049]) == [
         "eos_token_id: 2048 then, 2049 now"
     ]
     # tokenizer_config.json decides, and is in the tokenizer's hash
@@ -210,7 +210,8 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
     found["merges"] = fingerprint(files, str(tmp_path), options, 4)
     for other in ("<|one|>", "merges"):
         assert [
-            text.split(":")[0] for text in differences(found["<|other|>"], found[other])
+            text.split(":")[0]
+            for text in data_changes(found["<|other|>"], found[other])
         ] == ["tokenizer"]
 
 

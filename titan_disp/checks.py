@@ -347,8 +347,8 @@ def check_validation(job_config: JobConfig) -> None:
         )
 
 
-def check_stream(job_config: JobConfig, world_size: int) -> None:
-    """Check the slots, their sources, and the number of validation sequences."""
+def check_slots(job_config: JobConfig, world_size: int) -> None:
+    """Check that the slots divide the global batch, and the ranks the slots."""
     dp = data_parallel_degree(job_config, world_size)
     batch = global_batch_size(job_config, dp)
     slots = slot_count(job_config, dp)
@@ -357,7 +357,13 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
             f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the "
             f"number of data-parallel ranks, {dp}"
         )
-    source_shares(job_config, slots)
+
+
+def check_stream(job_config: JobConfig, world_size: int) -> None:
+    """Check the slots, their sources, and the number of validation sequences."""
+    check_slots(job_config, world_size)
+    dp = data_parallel_degree(job_config, world_size)
+    source_shares(job_config, slot_count(job_config, dp))
     if not job_config.stream.text_field:
         raise ConfigError(
             'stream.text_field is "", expected the name of a field: most corpora call it "text"'

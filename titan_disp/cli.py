@@ -40,31 +40,6 @@ def sample_data(options: opts.SampleOptions) -> None:
     )
 
 
-def data_digest(options: opts.DigestOptions) -> None:
-    from titan_disp.config.load import load_config
-    from titan_disp.lab.digest import digest
-
-    phases = options.phases
-    result = digest(load_config(options.argv), options.steps, phases)
-    if options.json:
-        print(dumps(dataclasses.asdict(result)))
-        return
-    for step, sha256 in enumerate(result.hashes, start=1):
-        print(f"{step:6}  {sha256}")
-    after = {start: f" after step {start}" if start else "" for start, _ in phases}
-    ranks = [
-        f"rank {rank}{after[start]}"
-        for start, number in phases
-        for rank in range(number)
-    ]
-    for rank, files, count in zip(
-        ranks, result.files_read, result.bytes_read, strict=True
-    ):
-        print(f"{rank}: {counted(files, 'file')}, {count:,} bytes")
-    print(f"read amplification {result.read_amplification:.3f}")
-    print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
-
-
 def data_index(options: opts.IndexOptions) -> None:
     from titan_disp.config.load import load_config
     from titan_disp.lab.indexing import index_data
@@ -200,7 +175,7 @@ COMMANDS: Commands = {
     "init": (opts.InitOptions, "lab.init:init"),
     "sample-data": (opts.SampleOptions, sample_data),
     "data": {
-        "digest": (opts.DigestOptions, data_digest),
+        "digest": (opts.DigestOptions, "lab.digest:data_digest"),
         "fetch": (opts.FetchOptions, data_fetch),
         "index": (opts.IndexOptions, data_index),
     },

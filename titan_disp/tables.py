@@ -1,4 +1,4 @@
-"""Parse and format the keys whose values are tables.
+"""Parse and format the keys whose values are tables, and compare tables.
 
 A TOML file writes such a value as a table, and the command line as one word::
 
@@ -91,6 +91,20 @@ def parse_overrides(written: Written, key: str = OVERRIDES) -> dict[str, Any]:
         if not is_empty:
             table[name] = _literal(value)
     return table
+
+
+def changes(
+    former: Mapping[str, Any], current: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the former and the current value of each key whose values differ.
+
+    The value of a missing key is None.
+    """
+    return {
+        key: (former.get(key), current.get(key))
+        for key in {**former, **current}
+        if former.get(key) != current.get(key)
+    }
 
 
 def _literal(text: str) -> bool | int | float | str:

@@ -114,9 +114,10 @@ def installed() -> dict[str, Any]:
     return {"code": code_hash(), "packages": versions()}
 
 
-def differences(config: str | Path) -> list[str]:
-    """Say what is installed otherwise than when the launch folder of this config was
-    written; [] if it is in none.
+def installation_changes(config: str | Path) -> list[str]:
+    """Return what has been installed since the launch folder of a config was written.
+
+    A config that is in no launch folder has no changes.
     """
     file = Path(config).with_name("launch.json")
     if not file.is_file():

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from titan_disp.checks import check_config, check_device, check_inputs
-from titan_disp.cluster.freeze import differences
+from titan_disp.cluster.freeze import installation_changes
 from titan_disp.config.batch import data_parallel_degree
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
@@ -60,7 +60,7 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
         lock_folder(run).close()
-    for changed in differences(job_config.job.config_file):
+    for changed in installation_changes(job_config.job.config_file):
         print(
             f"titan-disp: warning: the job was submitted with another installation: {changed}",
             flush=True,

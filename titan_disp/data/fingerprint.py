@@ -24,6 +24,7 @@ from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, RefusedError, counted
 from titan_disp.files import sha256_of
 from titan_disp.job_config import fixed
+from titan_disp.tables import changes
 
 
 def tokenizer_hash(folder: str) -> str:
@@ -43,19 +44,16 @@ def _eos_of_model(folder: str) -> int | None:
     ``tokenizer_hash`` covers those files. It leaves out config.json, which may change
     for other reasons.
     """
-    own = Path(folder) / "tokenizer_config.json"
     model = Path(folder) / "config.json"
     if find_tokenizer(folder).suffix == ".model" or not model.is_file():
         return None
-    names = json.loads(own.read_text()) if own.is_file() else {}
-    found = json.loads(model.read_text()).get("eos_token_id")
-    return (
-        None
-        if names.get("eos_token")
-        or names.get("bos_token")
-        or not isinstance(found, int)
-        else found
-    )
+    tokenizer = Path(folder) / "tokenizer_config.json"
+    if tokenizer.is_file():
+        names = json.loads(tokenizer.read_text())
+        if names.get("eos_token") or names.get("bos_token"):
+            return None
+    eos = json.loads(model.read_text()).get("eos_token_id")
+    return eos if isinstance(eos, int) else None
 
 
 def fingerprint(
@@ -107,79 +105,80 @@ def fingerprint(
 INDEX = "index of the data"
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe each difference between two fingerprints in words."""
-    # With an index and without, hashes are of different parts of the files.
-    found = []
-    other = (saved.get(INDEX, "none") == "none") != (now[INDEX] == "none")
-    for key in now | saved:
-        if other and key in ("contents", "text per stored byte"):
-            continue
-        then = saved.get(key)
-        today = now.get(key)
-        if key == "files":  # in any order
-            then = dict(then or [])
-            today = dict(now[key])
-        # Unknown on the hub; a copy elsewhere has one of the two
-        elif key in ("contents", "etags"):
-            then, today = (
-                {n: one[n] for n in then or {} if n in (today or {})}
-                for one in (then or {}, today or {})
-            )
-        if then != today:
-            found.append(_difference(key, then, today))
-    return found
+def data_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Return a sentence about each difference between two fingerprints."""
+    differing = changes(_comparable(saved, current), _comparable(current, saved))
+    return [_sentence(key, *values) for key, values in differing.items()]
 
 
-def _difference(key: str, then: Any, today: Any) -> str:
+def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a fingerprint that can be compared with another one's."""
+    files = dict(fingerprint.get("files", []))  # which may be in another order
+    comparable = {**fingerprint, "files": files}
+    # Both are unknown on the hub, and a copy elsewhere has one of them.
+    for key in ("contents", "etags"):
+        comparable[key] = {
+            file: value
+            for file, value in fingerprint.get(key, {}).items()
+            if file in other.get(key, {})
+        }
+    # With an index, hashes and densities are of other parts of the files than without.
+    if _has_index(fingerprint) != _has_index(other):
+        for key in ("contents", "text per stored byte"):
+            comparable.pop(key, None)
+    return comparable
+
+
+def _has_index(fingerprint: dict[str, Any]) -> bool:
+    return fingerprint.get(INDEX, "none") != "none"
+
+
+def _sentence(key: str, former: Any, current: Any) -> str:
+    """Return a sentence about a key whose values differ."""
     if key == "files":
-        changed = sorted(
-            name
-            for name in then.keys() | today.keys()
-            if then.get(name) != today.get(name)
-        )
+        files = sorted(changes(former, current))
+        first = files[0]
         return (
-            f"data: {counted(len(then), 'file')} then, {len(today)} now, with {counted(len(changed), 'difference')}; first "
-            f"{changed[0]} ({then.get(changed[0], 'missing')} bytes then, {today.get(changed[0], 'missing')} now)"
+            f"data: {counted(len(former), 'file')} then, {len(current)} now, with {counted(len(files), 'difference')}; first "
+            f"{first} ({former.get(first, 'missing')} bytes then, {current.get(first, 'missing')} now)"
         )
     if key in ("contents", "etags"):
-        changed = sorted(name for name in then if then[name] != today[name])
-        return f"content: {counted(len(changed), 'file')} of the same size with other documents, first {changed[0]}"
+        files = sorted(changes(former, current))
+        return f"content: {counted(len(files), 'file')} of the same size with other documents, first {files[0]}"
+    if key == INDEX and "none" in (former, current):
+        return f"stream.index: the data was read {_how_read(former)} then, and is now read {_how_read(current)}"
     if key == INDEX:
-        if "none" not in (then, today):
-            return "the index describes other blocks or texts than then"
-        how = [
-            "without an index" if one == "none" else "with an index"
-            for one in (then, today)
-        ]
-        return (
-            f"stream.index: the data was read {how[0]} then, and is now read {how[1]}"
-        )
+        return "the index describes other blocks or texts than then"
     if key == "stream.sources":
-        words = (
-            ", ".join(f"{name} {n}" for name, n in one or []) or "none"
-            for one in (then, today)
-        )
-        return f"{key}, with the slots that their weights make: {next(words)} then, {next(words)} now"
-    return f"{key}: {then!r} then, {today!r} now"
+        return f"{key}, with the slots that their weights make: {_slots(former)} then, {_slots(current)} now"
+    return f"{key}: {former!r} then, {current!r} now"
 
 
-def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
+def _how_read(index: str | None) -> str:
+    return "without an index" if index == "none" else "with an index"
+
+
+def _slots(sources: list[tuple[str, int]] | None) -> str:
+    """Return the names and the slots of sources in words."""
+    return ", ".join(f"{name} {slots}" for name, slots in sources or []) or "none"
+
+
+def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise RefusedError if a checkpoint's fingerprint is not this run's."""
     if not saved:
         raise RefusedError(
             "the checkpoint holds no data position of titan-disp: it was written by another loader. Set "
             'stream.on_mismatch = "restart" to continue with streams that begin anew'
         )
-    if found := differences(saved, now):
+    if changed := data_changes(saved, current):
         hint = ""
-        if saved.get("stream.slots") != now["stream.slots"]:
+        if saved.get("stream.slots") != current["stream.slots"]:
             hint = (
                 " The slots are training.global_batch_size unless stream.slots is set; global_batch_size = -1 ties "
                 "them to the number of ranks, so that such a run cannot resume on another number of ranks."
             )
         raise RefusedError(
-            f"the checkpoint was written with other data: {'; '.join(found)}.{hint} Restore the earlier data and "
+            f"the checkpoint was written with other data: {'; '.join(changed)}.{hint} Restore the earlier data and "
             'config, or set stream.on_mismatch = "restart" to continue with streams that begin a new epoch'
         )
 

@@ -198,18 +198,20 @@ def _load(path: Path, hashes: bool) -> FileIndex | None:
         return None
 
 
-def _differences(found: FileIndex | None, about: Mapping[str, Any]) -> dict[str, str]:
-    """Say why an index is not that of a file as it is now, by the facts that differ."""
-    if found is None:
+def _reasons_to_reindex(
+    index: FileIndex | None, about: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return why an index is not that of a file as it is now, by facts that differ."""
+    if index is None:
         return {
             "": "is not in it, or not with these options of the format and this tokenizer"
         }
-    said = {
+    reasons = {
         **dict.fromkeys(("size", "sample"), "has changed since it was indexed"),
         "version": "was indexed by another version",
         "changed": "has another time of change than when it was indexed",
     }
-    return {key: said[key] for key in about if found.about.get(key) != about[key]}
+    return {key: reasons[key] for key in about if index.about.get(key) != about[key]}
 
 
 def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex | str:
@@ -217,7 +219,7 @@ def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex |
     it.
     """
     found = _load(_path(folder, options, file), hashes=False)
-    why = _differences(found, _about(file))
+    why = _reasons_to_reindex(found, _about(file))
     return next(iter(why.values()), None) or found  # type: ignore[return-value]
 
 
@@ -229,7 +231,7 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
     path = _path(folder, options, file)
     about = _about(file)
     found = _load(path, hashes=True)
-    why = _differences(found, about)
+    why = _reasons_to_reindex(found, about)
     if found and not why:
         return found
     # a copy

@@ -1,14 +1,15 @@
 """The loss of a model as it is: hooks collect the outputs of its blocks.
 
-They keep what comes within a forward: in the backward pass, activation checkpointing
-calls hooks of blocks again.
+``attach`` keeps what comes within a forward: in the backward pass, activation
+checkpointing calls hooks of blocks again. ``outermost_lists`` and ``collect`` find
+blocks and pass on their outputs for any other purpose.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,71 @@ from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import Variant
 from titan_disp.errors import did_you_mean
 
-# arguments of models; the second one, torch's own, is 0 at tokens
+# Arguments of models. torch's own src_key_padding_mask is 0 at tokens.
 MASKS = ("attention_mask", "src_key_padding_mask")
+Modules = dict[str, nn.Module]  # by their names in ``named_modules()``
+Key = TypeVar("Key")
+
+
+def outermost_lists(
+    model: nn.Module, fits: Callable[[Modules], bool]
+) -> dict[str, Modules]:
+    """Return the lists of modules that fit, by name, without those inside others.
+
+    A block may hold such a list too, for example its experts. A list is a ``ModuleList``, a
+    ``ModuleDict``, or a ``Sequential`` of modules of one class.
+    """
+    lists = dict[str, Modules]()
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.".lstrip(".")) for outer in lists)
+        modules = _modules_of_list(name, module)
+        if modules and not is_inside and fits(modules):
+            lists[name] = modules
+    return lists
+
+
+def _modules_of_list(name: str, module: nn.Module) -> Modules:
+    """Return the modules of a list by name; none of any other module.
+
+    A ``Sequential`` of several classes is no list, but one block.
+    """
+    modules = {
+        f"{name}.{child}".lstrip("."): block for child, block in module.named_children()
+    }
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) or (
+        isinstance(module, nn.Sequential) and _are_alike(modules)
+    )
+    return modules if is_list else {}
+
+
+def _are_alike(modules: Modules) -> bool:
+    return len({*map(type, modules.values())}) == 1
+
+
+def collect(
+    blocks: Mapping[Key, nn.Module], take: Callable[[Key, Tensor], None]
+) -> ExitStack:
+    """Return hooks that call ``take(key, z)`` when a block has returned z.
+
+    If a block returns a tuple, z is what it begins with. ``close``, or the end of a
+    with statement, removes the hooks.
+    """
+    hooks = ExitStack()
+    for key, block in blocks.items():
+        hooks.enter_context(block.register_forward_hook(partial(_pass_on, take, key)))
+    return hooks
+
+
+def _pass_on(
+    take: Callable[[Key, Tensor], None],
+    key: Key,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    output: Any,
+) -> None:
+    if not isinstance(output, Tensor):
+        output = output[0]
+    take(key, output)
 
 
 class attach(AbstractContextManager["attach"]):
@@ -75,7 +139,11 @@ class attach(AbstractContextManager["attach"]):
             raise ValueError(
                 f"{type(model).__name__} has two sequences: attach to a part of it, as to model.decoder"
             )
-        for name, block in (blocks := _find_blocks(model, layers)).items():
+        if layers is None:
+            blocks = _longest_list(model)
+        else:
+            blocks = _named(model, layers)
+        for name, block in blocks.items():
             if any(
                 isinstance(part, nn.MultiheadAttention) and not part.batch_first
                 for part in block.modules()
@@ -83,14 +151,13 @@ class attach(AbstractContextManager["attach"]):
                 raise ValueError(
                     f"{name} has tokens as [N, B, F], expected [B, N, F]: build it with batch_first=True"
                 )
-        self._hooks = [
+        self._hooks = ExitStack()
+        for hook in (
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
-            *(
-                block.register_forward_hook(partial(self._collect, name))
-                for name, block in blocks.items()
-            ),
-        ]
+            collect(blocks, self._take),
+        ):
+            self._hooks.enter_context(hook)
 
     def loss(self, weights: Tensor | None = None) -> Tensor:
         """Return λ times the mean over layers and sequences of the last forward: a
@@ -124,18 +191,17 @@ class attach(AbstractContextManager["attach"]):
         )
         self.step += 1
         self.losses = {
-            name: one.mean()
-            for (name, _), one in zip(outputs, losses.detach(), strict=True)
+            name: of_block.mean()
+            for (name, _), of_block in zip(outputs, losses.detach(), strict=True)
         }
         of_sequences = losses.mean(0)
-        return self.coeff * (
-            of_sequences.mean() if weights is None else (weights * of_sequences).sum()
-        )
+        if weights is None:
+            return self.coeff * of_sequences.mean()
+        return self.coeff * (weights * of_sequences).sum()
 
     def detach(self, *error: object) -> None:
         """Remove the hooks, and forget what they have collected."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
         self._outputs = []
         self._inputs = {}
 
@@ -150,23 +216,19 @@ class attach(AbstractContextManager["attach"]):
             )
         self._in_forward = model.training and torch.is_grad_enabled()
         if self._in_forward:
-            given = (
+            inputs = (
                 dict.fromkeys(self._arguments)
                 | dict(zip(self._arguments, args, strict=False))
                 | kwargs
             )
             self._inputs = {
-                name: x for name, x in given.items() if isinstance(x, Tensor)
+                name: x for name, x in inputs.items() if isinstance(x, Tensor)
             }
             self._outputs = []
 
-    def _collect(
-        self, name: str, block: nn.Module, args: tuple[Any, ...], output: Any
-    ) -> None:
+    def _take(self, name: str, z: Tensor) -> None:
         if self._in_forward and torch.is_grad_enabled():
-            self._outputs.append(
-                (name, output if isinstance(output, Tensor) else output[0])
-            )
+            self._outputs.append((name, z))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
@@ -178,7 +240,10 @@ def _arguments(model: nn.Module) -> list[str]:
     """
     arguments = inspect.signature(model.forward).parameters
     inner = cast(Any, model)
-    while any(one.kind is one.VAR_POSITIONAL for one in arguments.values()):
+    while any(
+        argument.kind is inspect.Parameter.VAR_POSITIONAL
+        for argument in arguments.values()
+    ):
         inner = getattr(inner, "_orig_mod", getattr(inner, "module", None))
         if inner is None:
             break
@@ -203,69 +268,54 @@ def _valid(
                 f"the output of {block} is {list(z.shape)}, expected [B, N, F] for an input that begins with {list(expected)}: "
                 "name other modules with layers=…, or attach to the part of the model that gets another input"
             )
-    name = (
-        next((name for name in MASKS if name in inputs), None)
-        if mask is None
-        else "handle.mask"
-    )
-    if name is None:
-        return None
-    mask = inputs[name] if mask is None else mask
-    if mask.shape != (of_tokens := z.shape[:2]):
+    name = "handle.mask"
+    if mask is None:
+        name = next((name for name in MASKS if name in inputs), "")
+        if not name:
+            return None
+        mask = inputs[name]
+    tokens = z.shape[:2]
+    if mask.shape != tokens:
         raise ValueError(
-            f"{name} has shape {list(mask.shape)}, expected {list(of_tokens)}: set handle.mask before loss()"
+            f"{name} has shape {list(mask.shape)}, expected {list(tokens)}: set handle.mask before loss()"
         )
-    return mask == 0 if name == MASKS[1] else mask != 0
+    if name == "src_key_padding_mask":
+        return mask == 0
+    return mask != 0
 
 
-def _find_blocks(
-    model: nn.Module, layers: str | Iterable[str] | None
-) -> dict[str, nn.Module]:
-    """Return the named blocks, or those of the longest list, if no other has half as
-    many. Lists in it do not count.
-    """
+def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
+    """Return the named modules; of a named list, its modules."""
     modules = dict(model.named_modules())
-    blocks = dict[str, nn.Module]()
-    lists = dict[str, dict[str, nn.Module]]()
-    for name in [layers] if isinstance(layers, str) else layers or ():
+    blocks = Modules()
+    names = [layers] if isinstance(layers, str) else layers
+    for name in names:
         if name not in modules:
+            hint = did_you_mean(str(name), modules)
             raise ValueError(
-                f"layers has {name!r}, which is no module of the model{did_you_mean(str(name), modules)}"
+                f"layers has {name!r}, which is no module of the model{hint}"
             )
-        blocks |= _held(name, modules[name]) or {name: modules[name]}
-    if layers is not None:
-        return blocks
-    for name, module in modules.items():
-        nested = any(name.startswith(f"{outer}." if outer else "") for outer in lists)
-        if (
-            not nested
-            and len(held := _held(name, module)) > 1
-            and len({*map(type, held.values())}) == 1
-        ):
-            lists[name] = held
-    found = {
-        name: held
-        for name, held in lists.items()
-        if 2 * len(held) >= max(map(len, lists.values()))
+        blocks |= _modules_of_list(name, modules[name]) or {name: modules[name]}
+    return blocks
+
+
+def _longest_list(model: nn.Module) -> Modules:
+    """Return the blocks of the longest list, if no other has half as many."""
+    lists = outermost_lists(
+        model, lambda modules: len(modules) > 1 and _are_alike(modules)
+    )
+    longest = max(map(len, lists.values()), default=0)
+    candidates = {
+        name: modules for name, modules in lists.items() if 2 * len(modules) >= longest
     }
-    if len(found) != 1:
+    if len(candidates) != 1:
         choice = " and ".join(
-            f"{name} ({len(held)} modules)" for name, held in found.items()
+            f"{name} ({len(modules)} modules)" for name, modules in candidates.items()
         )
+        example = next(iter(candidates), "encoder.layers")
         raise ValueError(
             f"{type(model).__name__} has {choice or 'no list of modules of one class'}, expected one list of blocks: name it, "
-            f"or the blocks, as in layers={next(iter(found), 'encoder.layers')!r}"
+            f"or the blocks, as in layers={example!r}"
         )
-    return next(iter(found.values()))
-
-
-def _held(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a list by name.
-
-    A ``Sequential`` of several classes is no list, but one block.
-    """
-    held = {
-        f"{name}.{child}".lstrip("."): one for child, one in module.named_children()
-    }
-    alike = isinstance(module, nn.Sequential) and len({*map(type, held.values())}) == 1
-    return held if alike or isinstance(module, nn.ModuleList | nn.ModuleDict) else {}
+    (blocks,) = candidates.values()
+    return blocks

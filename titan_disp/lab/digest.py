@@ -3,13 +3,17 @@ hashes every global batch.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from titan_disp.checks import check_batch, check_slots
 from titan_disp.config.batch import global_batch_size, slot_count
+from titan_disp.config.command_options import DigestOptions
+from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.data.loader import StreamLoader, open_stream, together
 from titan_disp.data.options import stream_options
@@ -41,6 +45,32 @@ class Digest:
     counters: dict[Metric, float] = field(default_factory=dict)
 
 
+def data_digest(options: DigestOptions) -> str:
+    """Return the digest of a config's batches as lines of text, or as JSON."""
+    phases = options.phases
+    result = digest(load_config(options.argv), options.steps, phases)
+    if options.json:
+        return json.dumps(asdict(result))
+    lines = [f"{step:6}  {sha256}" for step, sha256 in enumerate(result.hashes, 1)]
+    ranks = _names_of_ranks(phases)
+    for rank, files, size in zip(
+        ranks, result.files_read, result.bytes_read, strict=True
+    ):
+        lines.append(f"{rank}: {counted(files, 'file')}, {size:,} bytes")
+    lines.append(f"read amplification {result.read_amplification:.3f}")
+    counters = (f"{name}: {value:,g}" for name, value in result.counters.items())
+    lines.append("  ".join(counters))
+    return "\n".join(lines)
+
+
+def _names_of_ranks(phases: Sequence[tuple[int, int]]) -> list[str]:
+    names = []
+    for begin, ranks in phases:
+        after = f" after step {begin}" if begin else ""
+        names += [f"rank {rank}{after}" for rank in range(ranks)]
+    return names
+
+
 def global_batch(
     iterators: Sequence[Any], job_config: JobConfig, batch: int, slots: int
 ) -> torch.Tensor:
@@ -51,19 +81,16 @@ def global_batch(
     token.
     """
     ranks = len(iterators)
+    microbatches = batch // ranks // job_config.training.local_batch_size
     names = ["input", "segments"] if job_config.stream.document_mask else ["input"]
-    own: list[torch.Tensor] = []
+    of_ranks: list[torch.Tensor] = []
     for iterator in iterators:
-        microbatches = [
-            next(iterator)
-            for _ in range(batch // ranks // job_config.training.local_batch_size)
-        ]
-        rows = [
-            torch.cat([*(inputs[key] for key in names), labels[:, -1:]], dim=1)
-            for inputs, labels in microbatches
-        ]
-        own.append(torch.cat(rows).view(batch // slots, slots // ranks, -1))
-    return torch.cat(own, dim=1).view(batch, -1)
+        rows = []
+        for _ in range(microbatches):
+            inputs, labels = next(iterator)
+            rows.append(torch.cat([*map(inputs.get, names), labels[:, -1:]], dim=1))
+        of_ranks.append(torch.cat(rows).view(batch // slots, slots // ranks, -1))
+    return torch.cat(of_ranks, dim=1).view(batch, -1)
 
 
 def digest(
@@ -88,42 +115,17 @@ def digest(
         training_sets(job_config), stream_options(job_config, tokenizer=tokenizer)
     )
     result = Digest()
-    state: dict[str, Any] | None = None
-    ends = [begin for begin, _ in phases[1:]] + [steps]
+    state: dict[str, Any] = {}
+    ends = [*(begin for begin, _ in phases[1:]), steps]
     for (begin, ranks), end in zip(phases, ends, strict=True):
-        if ranks < 1:
-            raise ConfigError(
-                f"--ranks or --resume-ranks is {ranks}, expected at least 1"
-            )
-        batch = global_batch_size(job_config, ranks)
-        slots = slot_count(job_config, ranks)
-        if batch % (ranks * t.local_batch_size) or batch % slots or slots % ranks:
-            raise ConfigError(
-                f"{counted(ranks, 'rank')}: the global batch {batch} must be a multiple of ranks × local_batch_size "
-                f"{t.local_batch_size}, and the slots {slots} must divide it and be a multiple of the ranks"
-            )
+        _check_ranks(job_config, ranks)
         loaders = [
-            open_stream(job_config, files, tokenizer, ranks, rank)
+            open_stream(job_config, files, tokenizer, dp_world_size=ranks, dp_rank=rank)
             for rank in range(ranks)
         ]
-        if state is not None:
-            for loader in loaders:
-                own = slice(loader.slots.start, loader.slots.stop)
-                loader.load_state_dict(
-                    {
-                        "fingerprint": state["fingerprint"],
-                        "positions": state["positions"][own],
-                    }
-                )
-        iterators = [iter(loader) for loader in loaders]
-        for _ in range(begin, end):
-            rows = global_batch(iterators, job_config, batch, slots)
-            result.hashes.append(hashlib.sha256(rows.numpy().tobytes()).hexdigest())
-        states = [loader.state_dict() for loader in loaders]
-        state = {
-            "fingerprint": states[0]["fingerprint"],
-            "positions": torch.cat([s["positions"] for s in states]),
-        }
+        _resume(loaders, state)
+        result.hashes += _hashes(loaders, job_config, end - begin)
+        state = _state_of_all(loaders)
         for loader in loaders:
             result.bytes_read.append(sum(loader.bytes_read.values()))
             result.files_read.append(len({file for _, file in loader.bytes_read}))
@@ -136,6 +138,44 @@ def digest(
     return result
 
 
+def _check_ranks(job_config: JobConfig, ranks: int) -> None:
+    """Raise ConfigError if the batch and the slots cannot be divided among the ranks."""
+    if ranks < 1:
+        raise ConfigError(f"--ranks or --resume-ranks is {ranks}, expected at least 1")
+    p = job_config.parallelism
+    world_size = ranks * p.context_parallel_degree * p.tensor_parallel_degree
+    check_batch(job_config, world_size)
+    check_slots(job_config, world_size)
+
+
+def _resume(loaders: Sequence[StreamLoader], state: dict[str, Any]) -> None:
+    """Let each loader continue at its slots' part of the state, if there is one."""
+    if not state:
+        return
+    for loader in loaders:
+        slots = slice(loader.slots.start, loader.slots.stop)
+        loader.load_state_dict(state | {"positions": state["positions"][slots]})
+
+
+def _state_of_all(loaders: Sequence[StreamLoader]) -> dict[str, Any]:
+    """Return the fingerprint, and the positions of all slots."""
+    states = [loader.state_dict() for loader in loaders]
+    positions = torch.cat([state["positions"] for state in states])
+    return states[0] | {"positions": positions}
+
+
+def _hashes(
+    loaders: Sequence[StreamLoader], job_config: JobConfig, steps: int
+) -> Iterator[str]:
+    """Yield the sha256 of each of the next global batches of the loaders."""
+    batch = global_batch_size(job_config, len(loaders))
+    slots = slot_count(job_config, len(loaders))
+    iterators = [iter(loader) for loader in loaders]
+    for _ in range(steps):
+        rows = global_batch(iterators, job_config, batch, slots)
+        yield hashlib.sha256(rows.numpy().tobytes()).hexdigest()
+
+
 def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
     """Return the stored bytes that all ranks together read in the first epoch, divided
     by the bytes of all files.
@@ -146,16 +186,14 @@ def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
     """
     files = loaders[0].files
     if all((loader.positions[:, Field.EPOCH] > 0).all() for loader in loaders):
-        read = sum(
-            count
-            for loader in loaders
-            for (epoch, _), count in loader.bytes_read.items()
-            if epoch == 0
-        )
+        bytes_read = sum(map(_bytes_of_first_epoch, loaders))
     else:
-        read = sum(
-            files[f].size
-            for loader in loaders
-            for f in loader.assignment.files_of(loader.slots, 0)
-        )
-    return read / max(1, sum(file.size for file in files))
+        bytes_read = 0
+        for loader in loaders:
+            indices = loader.assignment.files_of(loader.slots, 0)
+            bytes_read += sum(files[index].size for index in indices)
+    return bytes_read / max(1, sum(file.size for file in files))
+
+
+def _bytes_of_first_epoch(loader: StreamLoader) -> int:
+    return sum(count for (epoch, _), count in loader.bytes_read.items() if epoch == 0)

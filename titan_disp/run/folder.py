@@ -25,6 +25,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.files import atomic_write
 from titan_disp.run import reader
+from titan_disp.tables import changes
 
 # seconds in which a run that lives writes a heartbeat, but for long saves; and between
 # two looks
@@ -171,7 +172,7 @@ class RunFolder:
             # The data's prefetch worker is a fork that outlives a killed rank by some
             # seconds. It must not hold the lock.
             os.register_at_fork(after_in_child=self._lock.close)
-            self.config_changes = self._differences()
+            self.config_changes = self._changes()
             self._lock.seek(0)
             former = self._lock.read()
             self._sign(
@@ -242,9 +243,9 @@ class RunFolder:
         owner = _read(reader.read_owner, self.path)
         return _said(owner) if owner and owner != self._owner else None
 
-    def _differences(self) -> dict[str, list[Any]]:
-        """Return [former, present] value of the keys that differ from the config of the
-        run's former starts.
+    def _changes(self) -> dict[str, tuple[Any, Any]]:
+        """Return the former and the present value of each key that differs from the
+        config of the run's former starts.
         """
         file = self.path / reader.CONFIG
         if not file.exists():
@@ -257,11 +258,7 @@ class RunFolder:
                 f"{error}. It records the config that this run was started with. To continue, move it away, after "
                 "comparing your config with the one that the run was started with"
             ) from error
-        return {
-            key: [old.get(key), new.get(key)]
-            for key in sorted(old | new)
-            if old.get(key) != new.get(key)
-        }
+        return dict(sorted(changes(old, new).items()))
 
     def record_start(self) -> None:
         """Write config.json and environment.json.

@@ -19,6 +19,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.errors import CheckpointError, RefusedError
 from titan_disp.job_config import all_keys, fixed
 from titan_disp.models.arguments import architecture_of
+from titan_disp.tables import changes
 
 STEP = "tokens of a step"  # compared if [budget] counts tokens, as steps of one size
 NAME = "identity"  # its name among the states of a checkpoint
@@ -40,8 +41,8 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
 def of_loss(job_config: JobConfig) -> dict[str, Any]:
     """Return the keys that decide the loss: one if it is off."""
     section = job_config.dispersion
-    own = vars(section) if section.enabled else {"enabled": False}
-    return {f"dispersion.{key}": value for key, value in own.items()}
+    keys = vars(section) if section.enabled else {"enabled": False}
+    return {f"dispersion.{key}": value for key, value in keys.items()}
 
 
 def to_state(content: dict[str, Any]) -> dict[str, str]:
@@ -68,17 +69,17 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
         ) from error
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe the differences in words, without names that only one side knows."""
+def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Return a sentence about each key that both identities have with other values."""
     return [
-        f"{key} is {saved[key]!r} in the checkpoint and {now[key]!r} in the config"
-        for key in saved
-        if key in now and saved[key] != now[key]
+        f"{key} is {then!r} in the checkpoint and {now!r} in the config"
+        for key, (then, now) in changes(saved, current).items()
+        if key in saved and key in current
     ]
 
 
 def check_identity(
-    saved: dict[str, Any], now: dict[str, Any], other_loss: bool = False
+    saved: dict[str, Any], current: dict[str, Any], other_loss: bool = False
 ) -> None:
     """Raise RefusedError if a run's identity is not that of its checkpoint.
 
@@ -91,20 +92,20 @@ def check_identity(
         saved = {
             key: f.default for key, f in all_keys().items() if key in fixed("model")
         } | saved
-    found = differences(saved, now)
-    loss = [one for one in found if one.startswith("dispersion.")]
+    changed = identity_changes(saved, current)
+    loss = [sentence for sentence in changed if sentence.startswith("dispersion.")]
     if loss and not other_loss:
         raise RefusedError(
             f"the checkpoint was trained with another loss: {'; '.join(loss)}. Set it back, start a new run in another "
             "--job.dump_folder, or go on with the new loss: --checkpoint.allow_other_loss"
         )
-    if step := [one for one in found if one.startswith(STEP)]:
+    if step := [sentence for sentence in changed if sentence.startswith(STEP)]:
         raise RefusedError(
             f"{step[0]}: [budget] counts tokens by steps of one size. Set training.global_batch_size (−1: the number of ranks) "
             "and training.seq_len back, training.steps instead of [budget], or start a new run in another --job.dump_folder"
         )
-    if found := [one for one in found if one not in loss]:
+    if model := [sentence for sentence in changed if sentence not in loss]:
         raise RefusedError(
-            f"the checkpoint is not of this config's model: {'; '.join(found)}. Set model.name, model.flavor, "
+            f"the checkpoint is not of this config's model: {'; '.join(model)}. Set model.name, model.flavor, "
             f"{', '.join(fixed('model'))} back to their earlier values, or start a new run in another --job.dump_folder"
         )

@@ -23,7 +23,7 @@ from titan_disp.models.arguments import DispModelArgs, architecture_of, named
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter, check_weights
 from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_args
-from titan_disp.run.identity import differences, read_identity
+from titan_disp.run.identity import identity_changes, read_identity
 from titan_disp.run.integrity import checkpoints, warn_without_hashes
 from titan_disp.run.reader import is_run, read_config
 
@@ -175,9 +175,10 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         wanted = saved.entry.model_cls(args).state_dict()
     if args.enable_weight_tying:
         wanted.pop("output.weight")
-    if differ := differences(read_identity(str(saved.folder)), architecture_of(args)):
+    saved_identity = read_identity(str(saved.folder))
+    if changed := identity_changes(saved_identity, architecture_of(args)):
         raise CheckpointError(
-            f"config.json of the run does not belong to the checkpoint {str(saved.folder)!r}: {'; '.join(differ)}. "
+            f"config.json of the run does not belong to the checkpoint {str(saved.folder)!r}: {'; '.join(changed)}. "
             "A later start with another config wrote it: restore model.flavor and model.overrides in it"
         )
     in_checkpoint = safe_dcp.read_metadata(saved.folder).state_dict_metadata

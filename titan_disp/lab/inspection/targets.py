@@ -23,6 +23,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
+from titan_disp.dispersion.hooks import collect, outermost_lists
 from titan_disp.errors import ConfigError, counted
 from titan_disp.lab.export.saved import (
     SavedModel,
@@ -96,7 +97,10 @@ class HubModel:
     revision: str | None
 
     def patterns(self, code: bool) -> list[str]:
-        return [*WANTED, *(["*.py"] if code else [])]
+        """Return patterns of the files to download, with Python files if ``code``."""
+        if code:
+            return [*WANTED, "*.py"]
+        return [*WANTED]
 
     def command(self, code: bool, more: Sequence[str] = ()) -> str:
         """Return the command that downloads the model to the cache.
@@ -113,8 +117,9 @@ def parse_id(name: str) -> HubModel | None:
 
     Returns None for a name that cannot be one, such as an absolute path.
     """
-    matched = _ID.fullmatch(name)
-    return None if matched is None else HubModel(matched["id"], matched["revision"])
+    if (matched := _ID.fullmatch(name)) is None:
+        return None
+    return HubModel(matched["id"], matched["revision"])
 
 
 def find_snapshot(model: HubModel, code: bool) -> Path:
@@ -142,9 +147,12 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
             # disk.
             Exception: f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}",
         }
-        raise ConfigError(
-            next(told for kind, told in messages.items() if isinstance(error, kind))
-        ) from error
+        message = next(
+            message
+            for error_class, message in messages.items()
+            if isinstance(error, error_class)
+        )
+        raise ConfigError(message) from error
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{model.id!r} has no config.json on the Hugging Face hub: transformers cannot load it"
@@ -160,16 +168,14 @@ def logits_root(head: Any) -> Tensor:
         raise ConfigError(
             "--logits needs an output layer that is linear and in memory, which this model has not"
         )
-    rows = (
-        head.weight
-        if head.bias is None
-        else torch.cat([head.weight, head.bias[:, None]], 1)
-    )
+    rows = head.weight
+    if head.bias is not None:
+        rows = torch.cat([head.weight, head.bias[:, None]], 1)
     chunks = (
-        pad(some.double(), (0, head.in_features + 1 - some.shape[1]))
-        for some in rows.split(CHUNK)
+        pad(chunk.double(), (0, head.in_features + 1 - chunk.shape[1]))
+        for chunk in rows.split(CHUNK)
     )
-    values, vectors = torch.linalg.eigh(sum(some.T @ some for some in chunks))
+    values, vectors = torch.linalg.eigh(sum(chunk.T @ chunk for chunk in chunks))
     return vectors * values.clamp_min(0).sqrt()
 
 
@@ -207,7 +213,7 @@ class LoadedModel:
         self.untrain: Callable[[int], None] = partial(draw_weights, model)
         self.count = len(blocks) + 2
         # a tied embedding counts once
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.parameters = _weights(model)
         first = next(model.parameters()).device
         # accelerate keeps offloaded weights on the meta device, and moves token ids to
         # where they are needed.
@@ -228,57 +234,37 @@ class LoadedModel:
                 )
             consume(layer, h)
 
-        def take_input(
-            layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        def take_embedding(
+            block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
-            take(layer, args[0] if args else kwargs["hidden_states"])
+            take(0, args[0] if args else kwargs["hidden_states"])
 
-        def take_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            take(len(self.blocks), output if isinstance(output, Tensor) else output[0])
-
-        hooks = [
-            block.register_forward_pre_hook(
-                partial(take_input, layer), with_kwargs=True
-            )
-            for layer, block in enumerate(self.blocks)
-        ]
-        hooks.append(self.blocks[-1].register_forward_hook(take_output))
-        try:
+        first_block, *_ = self.blocks
+        with (
+            first_block.register_forward_pre_hook(take_embedding, with_kwargs=True),
+            collect(dict(enumerate(self.blocks, start=1)), take),
+        ):
             normed = self.forward(tokens.to(self.device))
-        finally:
-            for hook in hooks:
-                hook.remove()
         take(self.count - 1, normed)
 
 
 def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
-    """Find the blocks of a transformers model: an outermost list of ``count`` modules,
-    and of several the largest one.
+    """Return the blocks of a transformers model: an outermost list of ``count``.
 
-    Inner lists are not candidates, because a block may have as many experts. The
-    largest list has the most weights.
+    Of several such lists, they are the one with the most weights. Raises ConfigError if
+    there is none.
     """
-    lists = {
-        name: module
-        for name, module in body.named_modules()
-        if isinstance(module, nn.ModuleList)
-    }
-    fitting = [name for name, module in lists.items() if len(module) == count]
-    outermost = [
-        lists[name]
-        for name in fitting
-        if not any(name.startswith(f"{other}.") for other in fitting)
-    ]
-    if not outermost:
+    lists = outermost_lists(body, lambda modules: len(modules) == count)
+    if not lists:
         raise ConfigError(
             f"{type(body).__name__} has no list of its {count} layers: it cannot be measured"
         )
-    return list(
-        max(
-            outermost,
-            key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()),
-        )
-    )
+    candidates = (list(modules.values()) for modules in lists.values())
+    return max(candidates, key=lambda blocks: sum(map(_weights, blocks)))
+
+
+def _weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def hugging_face_layers(model: Any) -> LoadedModel:
@@ -292,9 +278,10 @@ def hugging_face_layers(model: Any) -> LoadedModel:
         lambda tokens: body(tokens, use_cache=False)[0],
         find_blocks(body, config.num_hidden_layers),
     )
-    # after the output layer, as in Gemma 2
-    bent = getattr(config, "final_logit_softcapping", None)
-    layers.head = None if bent else model.get_output_embeddings()
+    # Behind the output layer, as in Gemma 2: the logits are then not linear.
+    softcapping = getattr(config, "final_logit_softcapping", None)
+    if not softcapping:
+        layers.head = model.get_output_embeddings()
     return layers
 
 
@@ -360,18 +347,18 @@ def find_targets(
         raise ConfigError(
             f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}"
         )
-    found: dict[Path, Target] = {}
+    by_folder: dict[Path, Target] = {}
     for name in names:
-        for target in _find(name, all_steps, tokenizer, trust_remote_code):
-            key = target.folder.resolve()
-            known = found.get(key, target)
-            found[key] = replace(
-                known, called=tuple(dict.fromkeys([*known.called, name]))
-            )
-    return dict(zip(_file_names(found.values()), found.values(), strict=True))
+        for target in _targets_of(name, all_steps, tokenizer, trust_remote_code):
+            folder = target.folder.resolve()
+            target = by_folder.get(folder, target)
+            called = dict.fromkeys([*target.called, name])
+            by_folder[folder] = replace(target, called=tuple(called))
+    targets = by_folder.values()
+    return dict(zip(_file_names(targets), targets, strict=True))
 
 
-def _find(
+def _targets_of(
     name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool
 ) -> list[Target]:
     path = Path(name)
@@ -383,8 +370,9 @@ def _find(
     if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
         folder = find_snapshot(model, trust_remote_code)
         return [_hugging_face_target(folder, model, tokenizer, trust_remote_code)]
-    saved = saved_models(name) if all_steps and is_run(name) else [find_saved(name)]
-    return [_run_target(one, tokenizer) for one in saved]
+    if all_steps and is_run(name):
+        return [_run_target(saved, tokenizer) for saved in saved_models(name)]
+    return [_run_target(find_saved(name), tokenizer)]
 
 
 def _file_names(targets: Iterable[Target]) -> list[str]:
@@ -438,8 +426,8 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
                 # as in load_model
                 model.load_state_dict(load_weights(first), strict=False)
             else:
-                own = saved.config["debug"]["seed"]
-                draw_weights(model, seed if own is None else own)
+                seed_of_run = saved.config["debug"]["seed"]
+                draw_weights(model, seed if seed_of_run is None else seed_of_run)
 
         layers = LoadedModel(model.to(device), model, list(model.layers.values()))
         layers.head = model.output
@@ -462,7 +450,9 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
 
 
 def _bos(tokenizer: BaseTokenizer) -> SpecialTokens:
-    return SpecialTokens(() if tokenizer.bos_id is None else (tokenizer.bos_id,))
+    if tokenizer.bos_id is None:
+        return SpecialTokens()
+    return SpecialTokens(before=(tokenizer.bos_id,))
 
 
 def _hugging_face_target(
@@ -476,9 +466,8 @@ def _hugging_face_target(
     if lacking := _missing_weights(folder):
         advice = "expected a run's folder or a Hugging Face model"
         if model is not None:
-            command = model.command(
-                trust_remote_code, [] if (folder / INDEX).is_file() else [PICKLES]
-            )
+            pickles = [] if (folder / INDEX).is_file() else [PICKLES]
+            command = model.command(trust_remote_code, pickles)
             advice = f"download them on a machine with internet access:\n  {command}"
         raise ConfigError(f"{str(folder)!r} {lacking}; {advice}")
     try:
@@ -490,40 +479,45 @@ def _hugging_face_target(
             f"{str(folder)!r} is no model of transformers: {error}{_about_code(error)}"
         ) from error
     if tokenizer_folder is not None:
-        own = load_tokenizer(tokenizer_folder)
-        encode = plain_encoder(own)
-        tokens = own.get_vocab_size()
-        special_tokens = _bos(own)
+        tokenizer = load_tokenizer(tokenizer_folder)
+        encode = plain_encoder(tokenizer)
+        tokens = tokenizer.get_vocab_size()
+        special_tokens = _bos(tokenizer)
     else:
-        theirs = _their_tokenizer(folder, trust_remote_code)
-        encode = partial(_encode_theirs, theirs)
-        tokens = len(theirs)
-        special_tokens = _their_special_tokens(theirs)
-    advice = "it is not this model's tokenizer"
+        tokenizer = _their_tokenizer(folder, trust_remote_code)
+        encode = partial(_encode_theirs, tokenizer)
+        tokens = len(tokenizer)
+        special_tokens = _their_special_tokens(tokenizer)
     check_fits(
         tokens,
         tokenizer_folder or folder,
         config.vocab_size,
-        f"the model {str(folder)!r}",
-        advice,
+        model=f"the model {str(folder)!r}",
+        advice="it is not this model's tokenizer",
     )
 
     def load(device: Device, dtype: str) -> LoadedModel:
-        spread = device == "auto"
-        loaded = load_causal_lm(
-            folder, dtype, "auto" if spread else None, trust_remote_code
-        )
-        return hugging_face_layers(loaded if spread else loaded.to(device))
+        if device == "auto":
+            causal_lm = load_causal_lm(folder, dtype, "auto", trust_remote_code)
+        else:
+            causal_lm = load_causal_lm(folder, dtype, None, trust_remote_code)
+            causal_lm.to(device)
+        return hugging_face_layers(causal_lm)
 
+    path = folder.resolve().relative_to("/")
+    revision = None
+    if model is not None:
+        path = Path(model.id)
+        revision = model.revision
     return Target(
         folder=folder,
-        path=folder.resolve().relative_to("/") if model is None else Path(model.id),
+        path=path,
         max_tokens=longest_sequence(config),
         vocab_size=config.vocab_size,
         encode=encode,
         special_tokens=special_tokens,
         load=load,
-        revision=None if model is None else model.revision,
+        revision=revision,
     )
 
 
@@ -532,31 +526,27 @@ def _missing_weights(folder: Path) -> str:
 
     A download may have been interrupted.
     """
-    safe = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
-    index = folder / (INDEX if safe else "pytorch_model.bin.index.json")
-    if (
-        index.is_file()
-        and not (folder / index.name.removesuffix(".index.json")).is_file()
-    ):
+    has_safetensors = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
+    index = folder / (INDEX if has_safetensors else "pytorch_model.bin.index.json")
+    has_single_file = (folder / index.name.removesuffix(".index.json")).is_file()
+    if index.is_file() and not has_single_file:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         missing = [file for file in files if not (folder / file).is_file()]
-        every = counted(len(files), "file")
-        return (
-            f"lacks {len(missing)} of its {every} of weights, {missing[0]!r} first"
-            if missing
-            else ""
-        )
-    if safe or any(folder.glob(PICKLES)):
+        if not missing:
+            return ""
+        count = counted(len(files), "file")
+        return f"lacks {len(missing)} of its {count} of weights, {missing[0]!r} first"
+    if has_safetensors or any(folder.glob(PICKLES)):
         return ""
     return "has a config.json but no weights (*.safetensors or pytorch_model*.bin)"
 
 
 def _about_code(error: Exception) -> str:
-    asked = "trust_remote_code" in str(error)
+    """Return advice if an error says that a model needs its own code, else ""."""
+    if "trust_remote_code" not in str(error):
+        return ""
     return (
         " The code may do anything. If you trust its authors, add --trust-remote-code."
-        if asked
-        else ""
     )
 
 
@@ -585,11 +575,13 @@ def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
 def _their_special_tokens(tokenizer: Any) -> SpecialTokens:
     """Return the tokens before and after those of a text with one letter."""
     bare = _encode_theirs(tokenizer, "a")
-    whole = tokenizer("a", verbose=False)["input_ids"]
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
+    with_special_tokens = tokenizer("a", verbose=False)["input_ids"]
+    for start in range(len(with_special_tokens) - len(bare) + 1):
+        end = start + len(bare)
+        if with_special_tokens[start:end] == bare:
             return SpecialTokens(
-                tuple(whole[:start]), tuple(whole[start + len(bare) :])
+                before=tuple(with_special_tokens[:start]),
+                after=tuple(with_special_tokens[end:]),
             )
     # the tokenizer encodes a text differently next to special tokens
     return SpecialTokens()

@@ -225,7 +225,10 @@ def compare(
         for condition, members in by_condition.items()
     ]
     return SweepComparison(
-        name, against, differences(conditions, against), not asked and name == FALLBACK
+        metric=name,
+        against=against,
+        conditions=with_differences(conditions, against),
+        held_out_is_missing=not asked and name == FALLBACK,
     )
 
 
@@ -250,11 +253,12 @@ def _member(point: Point, metric: str) -> Member:
     return Member(point.name, tuple(sorted(point.seeds.items())), value, missing)
 
 
-def differences(
+def with_differences(
     conditions: Sequence[Condition], against: str | None
 ) -> list[Condition]:
-    """Add the differences to one condition, and Holm's p values over all
-    differences.
+    """Return the conditions with their differences to one of them, the baseline.
+
+    Holm's p values are over all differences.
     """
     baseline = next(
         (condition for condition in conditions if condition.name == against), None
