@@ -5,6 +5,7 @@
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class UserError(Exception):
@@ -54,6 +55,27 @@ class NonFiniteError(UserError):
 
 EXIT_CODE = 2
 IN_USE_EXIT_CODE = 3
+
+# What messages call a value of a plain type, after "expected".
+TYPE_NAMES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+}
+
+
+def fits(value: Any, type_: type) -> bool:
+    """Return whether a value has this type, which is one of ``TYPE_NAMES``.
+
+    Whole numbers are numbers, too. True and false are not numbers, although Python
+    counts them as whole numbers.
+    """
+    if isinstance(value, bool):
+        return type_ is bool
+    if type_ is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, type_)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from titan_disp.dispersion.variants import VARIANTS, Variant
-from titan_disp.errors import did_you_mean
+from titan_disp.errors import did_you_mean, fits
 
 GROUP = "titan_disp.losses"
 # The types of options that are checked, by their names, because a module may have its
@@ -148,13 +148,3 @@ def checked(name: str, value: Any, field: Field[Any]) -> Any:
     if not fits(value, kind[0]):
         raise ValueError(f"{name} is {value!r}, expected {kind[1]}")
     return kind[0](value)
-
-
-def fits(value: Any, kind: type) -> bool:
-    """Return whether a value has this type.
-
-    Whole numbers are numbers, too, but true and false are not.
-    """
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    return isinstance(value, (int, float) if kind is float else kind)

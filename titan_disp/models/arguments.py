@@ -18,8 +18,7 @@ from torch import nn
 from torchtitan.protocols.model import BaseModelArgs
 
 from titan_disp.config.types import JobConfig
-from titan_disp.dispersion.registry import fits
-from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.errors import ConfigError, did_you_mean, fits
 from titan_disp.tables import OVERRIDES, Written, parse_overrides, shown
 
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
