@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import all_gather
+from titan_disp.dispersion.autograd import of_ranks, rank_in
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, product
-from titan_disp.dispersion.masks import Count, TokenMask, own_tokens, slots_of
+from titan_disp.dispersion.masks import Count, TokenMask, held_tokens, slots_of
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.vectors import norms, row_blocks
 
@@ -148,26 +148,19 @@ def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
     same tokens as one process.
     """
     size = 1 << max(0, (tokens // FIT_TOKENS).bit_length() - 1)
-    rank = 0 if group is None else dist.get_rank(group)
-    begins = torch.arange(0, z.shape[1], size, device=z.device)
-    rows = (begins + offsets((begins + rank * z.shape[1]) // size, size)).clamp_max(
-        z.shape[1] - 1
-    )
-    own = z[:, rows]
+    n = z.shape[1]
+    rank = rank_in(group)
+    begins = torch.arange(0, n, size, device=z.device)
+    rows = begins + offsets((begins + rank * n) // size, size)
+    rows = rows.clamp_max(n - 1)
+    local = z[:, rows]
     if group is None:
-        return Sample(own, rows[None])
-    world = dist.get_world_size(group)
-    m = own.shape[1]
-    every = own.new_empty((world * own.shape[0], *own.shape[1:]))
-    all_gather(every, own, group=group)
-    every_row = rows.new_full((1, world * m), -1)
-    every_row[0, rank * m : (rank + 1) * m] = rows
-    return Sample(
-        every.view(world, *own.shape)
-        .transpose(0, 1)
-        .reshape(own.shape[0], -1, own.shape[2]),
-        every_row,
-    )
+        return Sample(local, rows[None])
+    batch, m, features = local.shape
+    sampled = of_ranks(local, group).transpose(0, 1).reshape(batch, -1, features)
+    rows_of_ranks = rows.new_full((1, sampled.shape[1]), -1)
+    rows_of_ranks[0, rank * m : (rank + 1) * m] = rows
+    return Sample(sampled, rows_of_ranks)
 
 
 def sample_tokens(
@@ -189,10 +182,10 @@ def sample_tokens(
     positions, filled = slots_of(
         mask.whole & (number == sampled), min(length, 2 * FIT_TOKENS)
     )
-    every, mine, local = own_tokens(z, positions, group)
+    tokens = held_tokens(z, positions, group)
     if group is not None:
-        dist.all_reduce(every, group=group)  # exact: adds only zeros to each token
-    return Sample(every, local.where(mine[..., 0], -1), filled)
+        dist.all_reduce(tokens.z, group=group)  # exact: adds only zeros to each token
+    return Sample(tokens.z, tokens.local_index.where(tokens.held[..., 0], -1), filled)
 
 
 def fit(
