@@ -17,7 +17,7 @@ from titan_disp.dispersion.masks import TokenMask, token_mask
 from titan_disp.dispersion.registry import build, options_of
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
-from titan_disp.dispersion.variants.base import Cost
+from titan_disp.dispersion.variants.base import Cost, cost_of_moments
 from titan_disp.errors import did_you_mean
 
 P = ParamSpec("P")
@@ -159,14 +159,17 @@ class DispersionLoss:
         If it is ``segmented``, all pairs count, although those of tiles without a
         common segment are left out.
         """
-        # every rank takes all sampled tokens
         if self.estimator == "sampled" and self.max_tokens < tokens:
-            one = self._variant.cost(self.max_tokens, features, 1)
-            return Cost(one.flops * shards, 0.0, self.max_tokens * features)
-        linear = self.estimator == "moments" or None
-        return self._variant.cost(
-            tokens, features, shards, False if segmented else linear
-        )
+            of_rank = self._variant.cost(self.max_tokens, features, shards=1)
+            # every rank takes all sampled tokens
+            return Cost(
+                flops=of_rank.flops * shards,
+                gathered=0.0,
+                reduced=self.max_tokens * features,
+            )
+        if self.estimator == "moments":
+            return cost_of_moments(tokens, features)
+        return self._variant.cost(tokens, features, shards, segmented)
 
     def __call__(
         self,
