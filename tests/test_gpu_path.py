@@ -29,7 +29,7 @@ from titan_disp.dispersion import (
     vectors,
 )
 from titan_disp.dispersion.variants import VARIANTS, base
-from titan_disp.dispersion.variants.angular import angular_pair
+from titan_disp.dispersion.variants.paper import angular_pair
 
 
 @pytest.fixture(autouse=True)

@@ -33,22 +33,13 @@ from titan_disp.dispersion.moments import (
     sample_tokens,
 )
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
-from titan_disp.dispersion.vectors import (
-    UNIT_EPS,
-    Normalized,
-    Raw,
-    Units,
-    check_norm_eps,
-)
+from titan_disp.dispersion.vectors import UNIT_EPS, Normalized, Raw, Units
 
 LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.md
 
 # exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such
 # numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
-# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds
-# the slope by 1/√(2κ) ≈ 700.
-MIN_CLAMP = 1e-6
 
 
 class Cost(NamedTuple):
@@ -237,28 +228,6 @@ class CosineVariant(Variant):
 
 
 @dataclass(frozen=True)
-class AngleVariant(CosineVariant):
-    """w is a function of the angle D = arccos(c̃)/π between unit vectors, where c̃ =
-    clamp(c, −1+κ, 1−κ).
-
-    The clamp is straight-through: beyond the bound, the gradient keeps the slope that
-    it has at the bound. A hard clamp would zero the gradient exactly where tokens have
-    collapsed onto each other.
-    """
-
-    clamp: float
-    norm_eps: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.clamp < 1.0:
-            raise ValueError(f"clamp is {self.clamp}, expected a number in [0, 1)")
-        check_norm_eps(self.norm_eps)
-
-    def units(self, z: Tensor) -> Normalized:
-        return Normalized(z, self.norm_eps)
-
-
-@dataclass(frozen=True)
 class MomentsVariant(Variant):
     """The loss is a function of s = Σ u_i [B, F] and M = Σ u_i u_iᵀ [B, F, F] in plain
     autograd code, with n tokens.
@@ -429,15 +398,3 @@ def log_of_mean(mean: Tensor, least: float) -> Tensor:
     return torch.log(
         mean.masked_fill(impossible, torch.nan).clamp_min(torch.finfo(mean.dtype).tiny)
     )
-
-
-def bound_of(clamp: float) -> float:
-    """Return the largest |c̃|."""
-    return 1.0 - max(clamp, MIN_CLAMP)
-
-
-def slope_of_arccos(c: Tensor) -> Tensor:
-    # 1/√(1 − c²) with 1 − c² = (1 − c)(1 + c) = t + tc: near the bound, squaring c
-    # would lose the digits that matter.
-    t = 1.0 - c
-    return t.addcmul_(t, c).rsqrt_()
