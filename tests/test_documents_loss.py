@@ -16,7 +16,7 @@ from titan_disp.dispersion import (
     layers,
     pairwise,
 )
-from titan_disp.dispersion.variants import VARIANTS
+from titan_disp.dispersion.variants import VARIANTS, l2_repel
 
 CASES = [(v, e, o) for v, e, o in EVERY_LOSS if e != "moments" and VARIANTS[v].of_pairs]
 
@@ -102,7 +102,14 @@ def test_lone_tokens_have_no_gradient():
         assert z.grad[1].isfinite().all()
 
 
-def test_tiles_without_pairs_are_left_out(monkeypatch):
+@pytest.mark.parametrize(
+    ("variant", "module", "of_tile"),
+    [
+        ("angular", pairwise, pairwise.tile_pairs),
+        ("l2_repel", l2_repel, l2_repel._exponents),
+    ],
+)
+def test_tiles_without_pairs_are_left_out(monkeypatch, variant, module, of_tile):
     monkeypatch.setattr(pairwise, "CPU_TILE", 128)
     places = torch.arange(1024)
     # the last are scattered
@@ -111,11 +118,10 @@ def test_tiles_without_pairs_are_left_out(monkeypatch):
         (places // 128, 8),
         (places % 2, 8 * 9 / 2),
     ):
-        with mock.patch.object(
-            pairwise, "tile_pairs", side_effect=pairwise.tile_pairs
-        ) as pairs:
+        with mock.patch.object(module, of_tile.__name__, side_effect=of_tile) as pairs:
             dispersion_loss(
                 tokens(2, 1024, 4),
+                variant=variant,
                 segments=None if segments is None else segments.expand(2, 1024),
             )
         assert pairs.call_count == tiles

@@ -29,7 +29,7 @@ from titan_disp.dispersion import (
     vectors,
 )
 from titan_disp.dispersion.variants import VARIANTS, base
-from titan_disp.dispersion.variants.angular import angular_pair
+from titan_disp.dispersion.variants.paper import angular_pair
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def bf16_products(monkeypatch):
 
     The CPU forms these products in float32, as on a GPU that cannot return float32.
     """
-    for module in (kernels, pairwise, vectors, base):
+    for module in (kernels, pairwise, vectors, moments, base):
         monkeypatch.setattr(module, "operand_dtype", lambda x: x.dtype)
 
 
@@ -165,17 +165,13 @@ def test_moments_compile():
     c = u @ u[:, ::4].transpose(1, 2)
     ones = torch.ones(2, 64, 1)
     valid = (torch.arange(64) < torch.tensor([[40], [0]]))[..., None]
-    for mask, filled in ((None, None), (valid, valid[:, ::4, 0])):
-        some = ones[:, ::4].transpose(1, 2), torch.arange(0, 64, 4)[None], filled
-        arguments = (
-            c,
-            ones,
-            ones,
-            torch.arange(64)[:, None],
-            mask,
-            *some,
-            angular_pair(0.7, 0.25),
+    index = torch.arange(64)[None, :, None]
+    for mask, filled in ((None, None), (valid, valid[:, ::4].transpose(1, 2))):
+        rows = moments._Rows(ones, ones, index, mask)
+        columns = moments._Columns(
+            ones[:, ::4].transpose(1, 2), index[:, ::4].transpose(1, 2), filled
         )
+        arguments = (c, rows, columns, angular_pair(0.7, 0.25))
         torch.testing.assert_close(
             compiled(*arguments), eager(*arguments), rtol=1e-4, atol=1e-4
         )

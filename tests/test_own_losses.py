@@ -328,49 +328,6 @@ def test_options_of_every_type(folder):
     assert isinstance(found.margin, float)
 
 
-def test_a_package_offers_a_loss_by_a_name(folder):
-    """As pip leaves it beside the package.
-
-    Our own names are not replaced, and two packages' same name is refused.
-    """
-
-    def install(package, *lines):
-        metadata = folder / f"{package}-1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
-        )
-        (metadata / "entry_points.txt").write_text(
-            "\n".join(["[titan_disp.losses]", *lines]) + "\n"
-        )
-
-    install(
-        "one",
-        "band = my_losses:Band",
-        "angular = my_losses:Band",
-        "gone = nowhere:Loss",
-    )
-    z = tokens(2, 12, 8).double()
-    found = dispersion_loss(z, variant="band", options={"margin": 0.2})
-    torch.testing.assert_close(found, OWN["my_losses:Band"](z, 0.2))
-    assert torch.equal(dispersion_loss(z, variant="angular"), dispersion_loss(z))
-    with pytest.raises(
-        ValueError, match="variant is 'gone', but nowhere cannot be imported"
-    ):
-        DispersionLoss("gone")
-    with pytest.raises(
-        ValueError,
-        match=r"variant is 'bund', .*, vicreg, angular, band, gone.*band\?\)",
-    ):
-        DispersionLoss("bund")
-    install("two", "band = my_losses:Participation")
-    with pytest.raises(
-        ValueError,
-        match="several packages offer: write one of my_losses:Band, my_losses:Part",
-    ):
-        DispersionLoss("band")
-
-
 def test_a_pair_function_that_is_new_every_time_is_compiled_once():
     """Another object would be another compiled kernel, for every layer and step."""
 
@@ -547,7 +504,7 @@ def test_names_that_collide(folder):
     """
     variants = ("odd_losses:cosine_2", "cosine", "cosine", "odd_losses:fit_error")
     (folder / "odd_losses.py").write_text(
-        "from titan_disp.dispersion.variants.cosine import Cosine\nfrom dataclasses import dataclass\n"
+        "from titan_disp.dispersion.variants.others import Cosine\nfrom dataclasses import dataclass\n"
         "@dataclass(frozen=True)\nclass cosine_2(Cosine): pass\n@dataclass(frozen=True)\nclass fit_error(Cosine): pass\n"
     )
     found = of_words(json.dumps([{"variant": variant} for variant in variants]))

@@ -27,8 +27,7 @@ from titan_disp.dispersion import (
     pairwise,
     vectors,
 )
-from titan_disp.dispersion.registry import options_of
-from titan_disp.dispersion.variants import VARIANTS
+from titan_disp.dispersion.variants import VARIANTS, options_of
 
 # fp32 keeps about 1e-7 a product, and sums over tiles take more. The returned gradient
 # has the dtype of z (bf16: 2^-9).

@@ -3,9 +3,12 @@ schedule; and a config's loss.
 """
 
 import dataclasses
+import importlib
 import inspect
+import itertools
 import json
 import math
+import pkgutil
 import re
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -20,10 +23,14 @@ from tests.oracle import EVERY_LOSS, drawn, loss_and_gradient, tokens
 from tests.pages import changed
 from titan_disp.checks import build_coeff_schedule, build_dispersion_losses
 from titan_disp.config.load import load_config
-from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
-from titan_disp.dispersion.loss import ESTIMATORS, OF_VARIANTS
-from titan_disp.dispersion.registry import options_of
-from titan_disp.dispersion.variants import VARIANTS, Variant
+from titan_disp.dispersion import (
+    DispersionLoss,
+    dispersion_loss,
+    dispersion_losses,
+    variants,
+)
+from titan_disp.dispersion.loss import ESTIMATORS
+from titan_disp.dispersion.variants import VARIANTS, Variant, options_of
 from titan_disp.job_config import Dispersion
 from titan_disp.objective import CoeffSchedule
 
@@ -146,10 +153,7 @@ def test_wrong_layers_are_refused(zs, message):
 def test_an_option_reaches_its_variants_and_is_refused_by_others(option):
     """Those that have no key of their own are in a table."""
     users = [kind for kind in VARIANTS.values() if option in options_of(kind)]
-    key = option in OF_VARIANTS
-    assert (
-        option in {field.name for field in dataclasses.fields(DispersionLoss)}
-    ) == key
+    key = option in {field.name for field in dataclasses.fields(DispersionLoss)}
     default = getattr(DispersionLoss() if key else users[0](), option)
     value = not default if isinstance(default, bool) else default / 2
     for name, kind in VARIANTS.items():
@@ -167,16 +171,25 @@ def test_an_option_reaches_its_variants_and_is_refused_by_others(option):
             DispersionLoss(name, **given)
 
 
+def subclasses(base):
+    """Also those of subclasses."""
+    direct = base.__subclasses__()
+    return {*direct, *itertools.chain.from_iterable(map(subclasses, direct))}
+
+
 def test_every_variant_is_in_the_table():
-    """A file in the folder that ``VARIANTS`` does not list would be an unknown name,
+    """A class in the folder that ``VARIANTS`` does not list would be an unknown name,
     and nothing more.
     """
-    files = {
-        path.name for path in Path(inspect.getfile(Variant)).parent.glob("*.py")
-    } - {"__init__.py", "base.py"}
-    assert files == {Path(inspect.getfile(kind)).name for kind in VARIANTS.values()}, (
-        "complete VARIANTS"
-    )
+    package = f"{variants.__name__}."
+    for module in pkgutil.iter_modules(variants.__path__, package):
+        importlib.import_module(module.name)
+    complete = {
+        kind
+        for kind in subclasses(Variant)
+        if kind.__module__.startswith(package) and not inspect.isabstract(kind)
+    }
+    assert complete == set(VARIANTS.values()), "complete VARIANTS"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

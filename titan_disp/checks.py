@@ -46,7 +46,7 @@ from titan_disp.data.tokenizer import (
 )
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import DispersionLoss
-from titan_disp.dispersion.registry import checked
+from titan_disp.dispersion.variants import checked
 from titan_disp.errors import ConfigError, counted, did_you_mean, fits
 from titan_disp.job_config import all_keys
 from titan_disp.models.arguments import activation_indices, named

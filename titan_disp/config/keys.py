@@ -32,7 +32,8 @@ class Facts:
         noun: what a whole number counts, for the message; because: the reason for a
             bound, or what the bound means.
         fixes: what another value would change, so that a resume refuses it.
-        modules: a folder of the package whose modules are the values.
+        modules: a folder of the package. The values are the names of the classes in it,
+            each written as ``name: ClassVar[str] = "…"``.
         also: names that users may try and that are not similar to the key's.
     """
 

@@ -10,14 +10,16 @@ may be sharded over p ranks; each rank then holds n = N/p tokens.
 hooks         the loss of a model as it is
   ▼
 loss          checks options, and combines a variant with an estimator
-registry      finds a variant, also of another package, and sets its options
   ▼
 layers        layers of one shape together, sharded or not
 sampled       the tokens at drawn positions
 masks         padding and documents
   ▼
-variants      the formula of each loss
-base          what kinds of variants share
+variants      the formula of each loss; finds a variant by its name, and builds it
+  paper         three of this paper, functions of cosines
+  l2_repel      the fourth one, a function of distances
+  others        those of other papers
+  base          what kinds of variants share
   ▼
 pairwise      exact sums over tiles of pairs
 moments       sums over all pairs in linear time

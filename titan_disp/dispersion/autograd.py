@@ -39,6 +39,24 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
     return group
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """Return the index of this rank in the group; 0 without a group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks in the group; 1 without a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def of_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return x [B, …] of each rank of the group, [ranks, B, …]."""
+    ranks = dist.get_world_size(group)
+    gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+    all_gather(gathered, x.contiguous(), group=group)
+    return gathered.view(ranks, *x.shape)
+
+
 class Gathering:
     """An all-gather of z [B, n, F] in its own dtype: normalized float32 vectors would
     cost more traffic for no gain.
@@ -129,10 +147,12 @@ def add_in_backward(
             kept[index] = None
         with torch.enable_grad():
             z = z.detach().requires_grad_()
-            (own,) = torch.autograd.grad(loss(index, z), z, factor[-1])
-        # the former under create_graph
-        both = own + grad if torch.is_grad_enabled() else own.add_(grad)
-        return only_first_derivative(both, z, factor[-1])
+            (of_loss,) = torch.autograd.grad(loss(index, z), z, factor[-1])
+        if torch.is_grad_enabled():  # under create_graph
+            total = of_loss + grad
+        else:
+            total = of_loss.add_(grad)
+        return only_first_derivative(total, z, factor[-1])
 
     for index, z in enumerate(zs):
         z.register_hook(partial(arrived, index))
@@ -197,11 +217,9 @@ def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Te
     (torch's ``once_differentiable`` connects it to neither: ``torch.autograd.grad``
     would skip it and drop part of a second derivative without an error.)
     """
-    return (
-        _NoSecondDerivative.apply(grad, value, grad_value)
-        if torch.is_grad_enabled()
-        else grad
-    )
+    if torch.is_grad_enabled():
+        return _NoSecondDerivative.apply(grad, value, grad_value)
+    return grad
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -241,10 +259,7 @@ class LogSumExpOverGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        world = dist.get_world_size(group)
-        every = x.new_empty((world * x.shape[0], *x.shape[1:]))
-        all_gather(every, x.contiguous(), group=group)
-        total = every.view(world, *x.shape).logsumexp(0)
+        total = of_ranks(x, group).logsumexp(0)
         ctx.save_for_backward((x - total).exp())
         return total
 

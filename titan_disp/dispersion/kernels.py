@@ -72,25 +72,29 @@ def _baddbmm(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
 
 
 @functools.cache
-def _float32_results(device: torch.device, kind: str) -> bool:
-    """Return whether ``kind``, bmm or baddbmm, adds bf16 products in float32, as on
-    CUDA since torch 2.8.
+def _float32_results(device: torch.device, function: str) -> bool:
+    """Return whether a function, bmm or baddbmm, adds bf16 products in float32.
+
+    On CUDA, both do since torch 2.8.
     """
     try:
         x = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)
         y = torch.where(torch.arange(16, device=device)[:, None] == 15, x + 16, 16 * x)
         out = torch.zeros(2, 16, 16, device=device)
-        found = _bmm(x, y) if kind == "bmm" else _baddbmm(out[:, :8], x[:, :8], y)
-        right = bool((found == 257).all())  # which bf16 rounds to 256
+        if function == "bmm":
+            result = _bmm(x, y)
+        else:
+            result = _baddbmm(out[:, :8], x[:, :8], y)
+        right = bool((result == 257).all())  # which bf16 rounds to 256
         why = "its result is rounded"
     except (RuntimeError, TypeError) as error:
         right = False
         why = str(error).splitlines()[0]
     if not right:
-        _products.add(f"float32, as torch.{kind} cannot add bfloat16 in float32")
+        _products.add(f"float32, as torch.{function} cannot add bfloat16 in float32")
         warnings.warn(
-            f"torch.{kind} cannot return bf16 products in float32 on {device} ({why}): they are formed in float32, and the "
-            "dispersion loss runs slower",
+            f"torch.{function} cannot return bf16 products in float32 on {device} "
+            f"({why}): they are formed in float32, and the dispersion loss runs slower",
             stacklevel=2,
         )
     return right
@@ -121,8 +125,10 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, to_zero: bool = False) -> No
     elif _float32_results(a.device, "baddbmm"):
         _products.add(BF16_PRODUCTS)
         _baddbmm(out, a, b, beta)
+    elif to_zero:
+        out.copy_(product(a, b))
     else:
-        out.copy_(product(a, b)) if to_zero else out.add_(product(a, b))
+        out.add_(product(a, b))
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:

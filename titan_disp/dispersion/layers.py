@@ -1,13 +1,22 @@
 """The loss is computed from the tokens of several layers, which may be sharded along
 the sequence (TP, CP, or both).
 
-Communication of a sharded sequence:
-    exact: all-gather z in its own dtype, one step ahead: while a layer's own rows × own columns and own rows × other
-        columns are computed, the next layer is gathered. All-reduce S, stacked over the layers.
-    moments: per layer, all-gather about 64 tokens per sequence and all-reduce F×F numbers per sequence.
-    exact, of a function of moments: per layer, all-reduce F×F numbers per sequence.
-    exact, of autograd code: per layer, all-gather z in its own dtype. Every rank computes the whole loss.
-    sampled: all-reduce m×F numbers per sequence and layer, for all layers at once (m sampled tokens).
+Communication of a sharded sequence, of a loss that is
+
+exact
+    All-gather z in its own dtype, one step ahead: while a layer's own rows × own
+    columns and own rows × other columns are computed, the next layer is gathered.
+    All-reduce S, stacked over the layers.
+by moments
+    Per layer, all-gather about 64 tokens per sequence and all-reduce F×F numbers per
+    sequence.
+exact, of a function of moments
+    Per layer, all-reduce F×F numbers per sequence.
+exact, of autograd code
+    Per layer, all-gather z in its own dtype. Every rank computes the whole loss.
+sampled
+    All-reduce m×F numbers per sequence and layer, for all layers at once (m sampled
+    tokens).
 
 With a group, every rank gets the full loss, and backward returns grad_output ·
 ∂loss/∂z_local.
@@ -69,17 +78,17 @@ class Layers(ABC):
         """Return the number of tokens per sequence, at least 2: the loss 0 of shorter
         ones is filled in later.
         """
-        return self.length if mask is None else mask.counts.clamp_min(2)
+        if mask is None:
+            return self.length
+        return mask.counts.clamp_min(2)
 
     def pairs(self) -> Count:
         """Return the number of pairs i ≠ j that the loss takes, per sequence or [L, B];
         at least 1, as ``tokens``.
         """
-        return (
-            self.length * (self.length - 1)
-            if self.mask is None
-            else self._masked_pairs().clamp_min(1)
-        )
+        if self.mask is None:
+            return self.length * (self.length - 1)
+        return self._masked_pairs().clamp_min(1)
 
     def without_pairs(self) -> Tensor:
         """Return which sequences have no pair under a mask, [B] or [L, B]: their loss
@@ -92,32 +101,27 @@ class Layers(ABC):
         return self.mask.squares - self.mask.counts
 
     def sum_over_group(self, values: Tensor) -> Tensor:
-        return values if self.group is None else SumOverGroup.apply(values, self.group)
+        if self.group is None:
+            return values
+        return SumOverGroup.apply(values, self.group)
 
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
-        return (
-            values
-            if self.group is None
-            else LogSumExpOverGroup.apply(values, self.group)
-        )
+        if self.group is None:
+            return values
+        return LogSumExpOverGroup.apply(values, self.group)
 
     def mean_square(self) -> Tensor:
         """Return mean(z²) over tokens and features, [L, B]."""
 
-        def own_part(z: Tensor, mask: TokenMask | None) -> Result:
+        def sum_of_squares(z: Tensor, mask: TokenMask | None) -> Result:
             z = z.to(accumulation_dtype(z.dtype))
             return z.square().sum((1, 2)), 2 * z
 
-        features = (
-            torch.tensor(self.features)[:, None]
-            if len(set(self.features)) > 1
-            else self.features[0]
-        )
-        sums = self.sum_over_group(self.each(own_part))
-        return sums / (
-            self.tokens(self.mask)
-            * (features if isinstance(features, int) else features.to(sums))
-        )
+        sums = self.sum_over_group(self.each(sum_of_squares))
+        tokens = self.tokens(self.mask)
+        if len(set(self.features)) == 1:
+            return sums / (tokens * self.features[0])
+        return sums / (tokens * torch.tensor(self.features)[:, None].to(sums))
 
     def gather(self, z: Tensor) -> Gathering | None:
         """Start to gather the tokens z, which a ``Compute`` has received, from all
@@ -128,11 +132,15 @@ class Layers(ABC):
     def _prepared(self, z: Tensor, mask: TokenMask | None) -> Tensor:
         if mask is not None:
             z = z.where(mask.own, 0.0)  # padding may be NaN
-        return z.bfloat16() if self.in_bf16 and z.dtype == torch.float32 else z
+        if self.in_bf16 and z.dtype == torch.float32:
+            z = z.bfloat16()
+        return z
 
     def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
         value, grad = compute(self._prepared(z, mask), mask)
-        return value, grad if mask is None else grad.masked_fill_(~mask.own, 0.0)
+        if mask is not None:
+            grad.masked_fill_(~mask.own, 0.0)
+        return value, grad
 
 
 class WholeLayers(Layers):
@@ -160,12 +168,14 @@ class WholeLayers(Layers):
         self._ahead: Gathering | None = None  # of these layers
 
     def each(self, *computes: Compute) -> Tensor:
-        own = len(computes) > 1
-        packs = [[z] for z in self.zs] if own else packed(self.zs)
-        every = computes if own else computes * len(packs)
+        if len(computes) == 1:
+            packs = packed(self.zs)
+            computes = computes * len(packs)
+        else:
+            packs = [[z] for z in self.zs]
         values = []
         for pack, self._following, compute in zip(
-            packs, [*packs[1:], []], every, strict=True
+            packs, [*packs[1:], []], computes, strict=True
         ):
             values.append(
                 SavedGradient.apply(partial(self._of_pack, compute, pack), *pack)
@@ -195,12 +205,14 @@ class WholeLayers(Layers):
         return self._apply(compute, z, mask)
 
     def _together(self, pack: list[Tensor]) -> tuple[Tensor, TokenMask | None]:
-        z = (
-            pack[0].detach()
-            if len(pack) == 1
-            else torch.cat([z.detach() for z in pack])
-        )
-        return z, None if self.mask is None else self.mask.repeat(len(pack))
+        if len(pack) == 1:
+            z = pack[0].detach()
+        else:
+            z = torch.cat([z.detach() for z in pack])
+        mask = self.mask
+        if mask is not None:
+            mask = mask.repeat(len(pack))
+        return z, mask
 
 
 def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -211,9 +223,8 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
     packs = [[zs[0]]]
     for z in zs[1:]:
         last = packs[-1]
-        if (z.shape, z.dtype) == (last[0].shape, last[0].dtype) and (
-            len(last) + 1
-        ) * z.numel() <= most:
+        are_alike = (z.shape, z.dtype) == (last[0].shape, last[0].dtype)
+        if are_alike and (len(last) + 1) * z.numel() <= most:
             last.append(z)
         else:
             packs.append([z])

@@ -4,26 +4,29 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ParamSpec
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import Group, process_group
+from titan_disp.dispersion.autograd import Group, process_group, size_of
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import Layers, WholeLayers
 from titan_disp.dispersion.masks import TokenMask, token_mask
-from titan_disp.dispersion.registry import build, options_of
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
-from titan_disp.dispersion.variants import VARIANTS, Variant
-from titan_disp.dispersion.variants.base import Cost
+from titan_disp.dispersion.variants import (
+    VARIANTS,
+    Variant,
+    build_variant,
+    options_of,
+    users_of,
+)
+from titan_disp.dispersion.variants.base import Cost, cost_of_moments
 from titan_disp.errors import did_you_mean
 
-P = ParamSpec("P")
+Function = TypeVar("Function", bound=Callable[..., Tensor])
 ESTIMATORS = ("exact", "moments", "sampled")
-# Attributes of DispersionLoss that are options of variants.
-OF_VARIANTS = ("tau", "clamp", "norm_eps", "norm_coeff", "include_diagonal")
 
 
 @dataclass(frozen=True)
@@ -71,75 +74,84 @@ class DispersionLoss:
     def __post_init__(self) -> None:
         if self.estimator not in ESTIMATORS:
             raise ValueError(
-                f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}"
+                f"estimator is {self.estimator!r}, "
+                f"expected one of {', '.join(ESTIMATORS)}"
             )
         for option in fields(self):
             if isinstance(getattr(self, option.name), Tensor):
                 raise ValueError(
-                    f"{option.name} is a tensor, expected a number: options get no gradient"
+                    f"{option.name} is a tensor, expected a number: "
+                    "options get no gradient"
                 )
         variant = self._variant
         if self.estimator not in variant.estimators:
-            linear = " (the time of its exact form grows only linearly with the tokens beyond the number of features)"
-            known = ", ".join(variant.estimators) + (
-                linear if variant.linear_in_tokens else ""
-            )
+            supported = ", ".join(variant.estimators)
+            if variant.linear_in_tokens:
+                supported += (
+                    " (the time of its exact form grows only linearly with the tokens "
+                    "beyond the number of features)"
+                )
             raise ValueError(
-                f"estimator is {self.estimator!r}, which variant {self.variant!r} does not support: "
-                f"expected one of {known}"
+                f"estimator is {self.estimator!r}, which variant {self.variant!r} "
+                f"does not support: expected one of {supported}"
             )
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 2")
         self._refuse_unused_options()
 
     def _refuse_unused_options(self) -> None:
-        used = (
-            [] if isinstance(self.variant, Variant) else options_of(type(self._variant))
-        )
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value == option.default:
-                continue
-            if option.name == "max_tokens" and self.estimator != "sampled":
-                not_using = f"estimator {self.estimator!r}"
-                using = "sampled"
-            elif option.name in OF_VARIANTS and option.name not in used:
-                variants = [
-                    name
-                    for name, kind in VARIANTS.items()
-                    if option.name in options_of(kind)
-                ]
-                not_using = f"variant {self.variant!r}"
-                using = ", ".join(variants)
-            else:
-                continue
-            raise ValueError(
-                f"{option.name} is {value}, but {not_using} does not use it: leave it at {option.default} "
-                f"(it is an option of {using})"
+        used: list[str] = []
+        if isinstance(self.variant, str):  # an object has its own options only
+            used = options_of(type(self._variant))
+        for key in self._keys():
+            if key not in used:
+                users = ", ".join(users_of(key))
+                self._refuse_unused(key, f"variant {self.variant!r}", users)
+        if self.estimator != "sampled":
+            self._refuse_unused(
+                "max_tokens", f"estimator {self.estimator!r}", "sampled"
             )
+
+    def _refuse_unused(self, key: str, not_using: str, using: str) -> None:
+        """Raise ValueError if an attribute does not have its default."""
+        value = getattr(self, key)
+        default = getattr(DispersionLoss, key)
+        if value != default:
+            raise ValueError(
+                f"{key} is {value}, but {not_using} does not use it: "
+                f"leave it at {default} (it is an option of {using})"
+            )
+
+    @classmethod
+    def _keys(cls) -> list[str]:
+        """Return the names of the attributes that are options of variants."""
+        return [option.name for option in fields(cls) if users_of(option.name)]
 
     @property
     def name(self) -> str:
         """The name of the variant, without its module."""
-        return (
-            self.variant.rpartition(":")[2]
-            if isinstance(self.variant, str)
-            else type(self.variant).__name__
-        )
+        if isinstance(self.variant, str):
+            return self.variant.rpartition(":")[2]
+        return type(self.variant).__name__
 
     @cached_property
     def _variant(self) -> Variant:
         if isinstance(self.variant, str):
-            defaults = {option.name: option.default for option in fields(self)}
-            keys = {name: (getattr(self, name), defaults[name]) for name in OF_VARIANTS}
-            return build(self.variant, keys, self.options or {})
+            return build_variant(
+                self.variant,
+                keys={key: getattr(self, key) for key in self._keys()},
+                defaults={key: getattr(DispersionLoss, key) for key in self._keys()},
+                options=self.options or {},
+            )
         if not isinstance(self.variant, Variant):
             raise ValueError(
-                f"variant is {self.variant!r}, expected a name, or an object such as MyLoss(margin=0.5)"
+                f"variant is {self.variant!r}, expected a name, "
+                "or an object such as MyLoss(margin=0.5)"
             )
         if self.options:
             raise ValueError(
-                f"options are {self.options}, but the variant is an object, which has its own: leave them out"
+                f"options are {self.options}, but the variant is an object, "
+                "which has its own: leave them out"
             )
         return self.variant
 
@@ -159,14 +171,17 @@ class DispersionLoss:
         If it is ``segmented``, all pairs count, although those of tiles without a
         common segment are left out.
         """
-        # every rank takes all sampled tokens
         if self.estimator == "sampled" and self.max_tokens < tokens:
-            one = self._variant.cost(self.max_tokens, features, 1)
-            return Cost(one.flops * shards, 0.0, self.max_tokens * features)
-        linear = self.estimator == "moments" or None
-        return self._variant.cost(
-            tokens, features, shards, False if segmented else linear
-        )
+            of_rank = self._variant.cost(self.max_tokens, features, shards=1)
+            # every rank takes all sampled tokens
+            return Cost(
+                flops=of_rank.flops * shards,
+                gathered=0.0,
+                reduced=self.max_tokens * features,
+            )
+        if self.estimator == "moments":
+            return cost_of_moments(tokens, features)
+        return self._variant.cost(tokens, features, shards, segmented)
 
     def __call__(
         self,
@@ -206,8 +221,8 @@ class DispersionLoss:
 
         Returns:
             [len(zs), B] in float32 (float64 for float64 input), the same full value on
-                every rank of ``group``. Each
-            rank's own shard receives its complete gradient.
+                every rank of ``group``. Each rank's own shard receives its complete
+                gradient.
 
         Raises:
             ValueError: a wrong shape or dtype, fewer than 2 positions per sequence
@@ -218,80 +233,94 @@ class DispersionLoss:
         formulas.
         """
         pg = process_group(group)
-        variant = self._variant
         if isinstance(zs, Tensor):
             raise ValueError(
-                f"zs is a tensor of shape {tuple(zs.shape)}, expected one tensor per layer in a list: for a single "
-                "layer, call dispersion_loss"
+                f"zs is a tensor of shape {tuple(zs.shape)}, expected one tensor per "
+                "layer in a list: for a single layer, call dispersion_loss"
             )
         zs = list(zs)
-        length = _check(
-            zs,
-            1 if pg is None else dist.get_world_size(pg),
-            least=2 if valid is None and segments is None else 1,
-        )
-        sampled = self.estimator == "sampled" and self.max_tokens < length
-        if sampled and len(set(features := [z.shape[2] for z in zs])) > 1:
+        all_are_tokens = valid is None and segments is None
+        length = _length(zs, shards=size_of(pg), least=2 if all_are_tokens else 1)
+        takes_sample = self.estimator == "sampled" and self.max_tokens < length
+        features = [z.shape[2] for z in zs]
+        if takes_sample and len(set(features)) > 1:
             raise ValueError(
-                f"layers differ in features: {features}, which the sampled estimator does not support"
+                f"layers differ in features: {features}, "
+                "which the sampled estimator does not support"
             )
-        mask = None
         if pg is not None:
             _check_shards(tuple(tuple(z.shape) for z in zs), pg)
-        if isinstance(segments, TokenMask):
-            mask = segments
-        elif segments is not None:
-            self._check_segments(segments, valid, zs[0])
-            mask = token_mask(segments, pg)
-        elif valid is not None:
-            _check_valid(valid, zs[0])
-            mask = token_mask(valid, pg)
+        mask = self._mask(valid, segments, zs[0], pg)
         device = zs[0].device.type
         # The loss chooses its dtypes itself: AMP would round cosines to bf16 and lose
         # the digits near the clamp.
-        in_bf16 = bf16_autocast(device) and variant.bf16_products
+        in_bf16 = bf16_autocast(device) and self._variant.bf16_products
         with torch.autocast(device, enabled=False):
             layers: Layers
-            if sampled:
+            if takes_sample:
                 orders = [
                     order(length, self.seed, step, first + layer)
                     for layer in range(len(zs))
                 ]
-                drawn = zs, orders, self.max_tokens, pg, in_bf16
-                layers = (
-                    SampledLayers(*drawn)
-                    if mask is None
-                    else SampledTokens(*drawn, mask)
-                )
+                if mask is None:
+                    layers = SampledLayers(
+                        zs, orders, count=self.max_tokens, group=pg, in_bf16=in_bf16
+                    )
+                else:
+                    layers = SampledTokens(
+                        zs,
+                        orders,
+                        count=self.max_tokens,
+                        group=pg,
+                        in_bf16=in_bf16,
+                        mask=mask,
+                    )
             else:
-                layers = WholeLayers(zs, length, mask, pg, in_bf16)
+                layers = WholeLayers(
+                    zs, length=length, mask=mask, group=pg, in_bf16=in_bf16
+                )
             layers.step = step
             layers.first = first
-            losses = (
-                variant.moments(layers, fit_errors)
-                if self.estimator == "moments"
-                else variant.exact(layers)
-            )
-            return (
-                losses
-                if mask is None
-                else losses.masked_fill(layers.without_pairs(), 0.0)
-            )
+            if self.estimator == "moments":
+                losses = self._variant.moments(layers, fit_errors)
+            else:
+                losses = self._variant.exact(layers)
+            if mask is not None:
+                losses = losses.masked_fill(layers.without_pairs(), 0.0)
+            return losses
+
+    def _mask(
+        self,
+        valid: Tensor | None,
+        segments: Tensor | TokenMask | None,
+        z: Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> TokenMask | None:
+        """Return the mask of the whole sequences; None if all positions are tokens."""
+        if isinstance(segments, TokenMask):
+            return segments
+        if segments is not None:
+            self._check_segments(segments, valid, z)
+            return token_mask(segments, group)
+        if valid is not None:
+            _check_valid(valid, z)
+            return token_mask(valid, group)
+        return None
 
     def _check_segments(
         self, segments: Tensor, valid: Tensor | None, z: Tensor
     ) -> None:
         if valid is not None:
             raise ValueError(
-                "segments and valid are both given: leave valid out, and write −1 in segments at padding"
+                "segments and valid are both given: leave valid out, "
+                "and write −1 in segments at padding"
             )
-        if (
-            segments.dtype not in (torch.int32, torch.int64)
-            or segments.shape != z.shape[:2]
-        ):
+        is_whole_number = segments.dtype in (torch.int32, torch.int64)
+        if not is_whole_number or segments.shape != z.shape[:2]:
             raise ValueError(
-                f"segments has shape {tuple(segments.shape)} and dtype {segments.dtype}, expected int32 or int64 "
-                f"{tuple(z.shape[:2])}, the number of each token's document, or -1 at padding"
+                f"segments has shape {tuple(segments.shape)} and dtype "
+                f"{segments.dtype}, expected int32 or int64 {tuple(z.shape[:2])}, "
+                "the number of each token's document, or -1 at padding"
             )
         self.check_within_segments()
 
@@ -299,20 +328,23 @@ class DispersionLoss:
         """Raise ValueError if the loss cannot take the pairs within segments only."""
         if self.estimator == "moments":
             raise ValueError(
-                "estimator is 'moments', which cannot keep to the pairs within documents, as each of these would have an "
-                "F×F matrix of its own: use exact, which leaves out tiles without pairs, or sampled"
+                "estimator is 'moments', which cannot keep to the pairs within "
+                "documents, as each of these would have an F×F matrix of its own: use "
+                "exact, which leaves out tiles without pairs, or sampled"
             )
         if not self._variant.of_pairs:
-            pairs = ", ".join(name for name, kind in VARIANTS.items() if kind.of_pairs)
+            of_pairs = [name for name in VARIANTS if VARIANTS[name].of_pairs]
             raise ValueError(
-                f"variant is {self.variant!r}, which is no loss of pairs, so that it cannot keep to those within documents: "
-                f"expected one of {pairs}"
+                f"variant is {self.variant!r}, which is no loss of pairs, so that it "
+                "cannot keep to those within documents: "
+                f"expected one of {', '.join(of_pairs)}"
             )
 
 
-def _check(zs: Sequence[Tensor], world: int, least: int) -> int:
-    """Return the number of positions of a whole sequence, which is at least
-    ``least``.
+def _length(zs: Sequence[Tensor], shards: int, least: int) -> int:
+    """Return the number of positions of a whole sequence, of which zs are shards.
+
+    Raises ValueError if it is below ``least``, or a layer has a wrong shape or dtype.
     """
     if not zs:
         raise ValueError("no layers given, expected at least one [B, N, F] tensor")
@@ -323,23 +355,27 @@ def _check(zs: Sequence[Tensor], world: int, least: int) -> int:
             )
         if z.ndim != 3 or not z.is_floating_point():
             raise ValueError(
-                f"z has shape {tuple(z.shape)} and dtype {z.dtype}, expected a float tensor [B, N, F]"
+                f"z has shape {tuple(z.shape)} and dtype {z.dtype}, "
+                "expected a float tensor [B, N, F]"
             )
         if not z.shape[2]:
             raise ValueError(
-                f"z of shape {tuple(z.shape)} has no features, expected a float tensor [B, N, F]"
+                f"z of shape {tuple(z.shape)} has no features, "
+                "expected a float tensor [B, N, F]"
             )
-    first = tuple(zs[0].shape)
-    if differing := [tuple(z.shape) for z in zs if z.shape[:2] != first[:2]]:
+    for z in zs:
+        if z.shape[:2] != zs[0].shape[:2]:
+            raise ValueError(
+                "layers differ in sequences or tokens per sequence: "
+                f"{tuple(zs[0].shape)}, {tuple(z.shape)}"
+            )
+    length = zs[0].shape[1] * shards
+    if length < least:
         raise ValueError(
-            f"layers differ in sequences or tokens per sequence: {first}, {differing[0]}"
+            f"a sequence has {length} token(s), expected at least {least}: "
+            "dispersion is over pairs"
         )
-    tokens = first[1] * world
-    if tokens < least:
-        raise ValueError(
-            f"a sequence has {tokens} token(s), expected at least {least}: dispersion is over pairs"
-        )
-    return tokens
+    return length
 
 
 # shapes of shards that were equal in a group
@@ -355,15 +391,16 @@ def _check_shards(
     """
     if (group.group_name, shapes) in _compared or dist.get_backend(group) == "fake":
         return
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, shapes, group=group)
-    if len(set(every)) > 1:
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, shapes, group=group)
+    if len(set(of_ranks)) > 1:
         text = "; ".join(
-            f"rank {rank}: {[list(shape) for shape in found]}"
-            for rank, found in enumerate(every)
+            f"rank {rank}: {[list(shape) for shape in shapes_of_rank]}"
+            for rank, shapes_of_rank in enumerate(of_ranks)
         )
         raise ValueError(
-            f"the shards of a sequence differ in shape ({text}), expected equal ones: pad them, and pass valid"
+            f"the shards of a sequence differ in shape ({text}), "
+            "expected equal ones: pad them, and pass valid"
         )
     _compared.add((group.group_name, shapes))
 
@@ -371,24 +408,20 @@ def _check_shards(
 def _check_valid(valid: Tensor, z: Tensor) -> None:
     if valid.dtype != torch.bool or valid.shape != z.shape[:2]:
         raise ValueError(
-            f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool {tuple(z.shape[:2])}, True "
-            "at tokens: convert an attention mask of 0 and 1 with .bool()"
+            f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, "
+            f"expected bool {tuple(z.shape[:2])}, True at tokens: "
+            "convert an attention mask of 0 and 1 with .bool()"
         )
 
 
-def _with_options(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Show the options by name in the signature of a function, for help() and
-    completion.
-    """
+def _with_options(function: Function) -> Function:
+    """Return the function, whose signature now names the options, for help()."""
     signature = inspect.signature(function)
-    given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    named = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
-        )
-        for f in fields(DispersionLoss)
-    ]
-    function.__signature__ = signature.replace(parameters=[*given, *named])  # type: ignore[attr-defined]
+    *arguments, _ = signature.parameters.values()  # the last one is **options
+    options = inspect.signature(DispersionLoss).parameters.values()
+    by_name = [option.replace(kind=option.KEYWORD_ONLY) for option in options]
+    full = signature.replace(parameters=[*arguments, *by_name])
+    function.__signature__ = full  # type: ignore[attr-defined]
     return function
 
 
@@ -404,17 +437,21 @@ def dispersion_losses(
 ) -> Tensor:
     """Return the loss per layer and sequence, [len(zs), B].
 
-    ``options`` are the attributes of ``DispersionLoss``; its ``__call__`` documents the
-    arguments.
+    The arguments are those of ``DispersionLoss.__call__``: ``zs`` has one [B, N, F]
+    tensor per layer, or this rank's [B, N/p, F]. ``options`` are the attributes of
+    ``DispersionLoss``.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: as ``DispersionLoss`` and its ``__call__``.
     """
     names = [option.name for option in fields(DispersionLoss)]
-    for unknown in options.keys() - set(names):
-        hint = (
-            ": pass valid=[B, N], True at tokens"
-            if "mask" in unknown
-            else did_you_mean(unknown, names)
-        )
-        raise TypeError(f"unknown option {unknown!r}{hint}")
+    for name in options:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            if "mask" in name:
+                hint = ": pass valid=[B, N], True at tokens"
+            raise TypeError(f"unknown option {name!r}{hint}")
     return DispersionLoss(**options)(zs, group, step, valid=valid, segments=segments)
 
 
@@ -428,8 +465,10 @@ def dispersion_loss(
     segments: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the loss of one layer, [B]: ``dispersion_losses([z], …)[0]``, which
-    documents the arguments.
+    """Return the loss of one layer per sequence, [B].
+
+    The layer is z [B, N, F], or this rank's [B, N/p, F]. The arguments and errors are
+    those of ``dispersion_losses([z], …)``.
     """
     return dispersion_losses(
         [z], group=group, step=step, valid=valid, segments=segments, **options

@@ -6,7 +6,7 @@ some of which stay empty.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import all_gather
+from titan_disp.dispersion.autograd import of_ranks, rank_in
 
 Count = int | Tensor  # a number of tokens: one for all sequences, or [B]
 
@@ -32,20 +32,21 @@ class TokenMask:
     ranges: tuple[Tensor, ...] | None = None
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> "TokenMask":
-        every = (
-            None if part is None else tuple(map(function, part))
-            for part in (self.segments, self.ranges)
-        )
-        return TokenMask(tuple(map(function, self.shards)), self.rank, *every)
+        mask = replace(self, shards=tuple(map(function, self.shards)))
+        if self.segments is not None:
+            mask = replace(mask, segments=tuple(map(function, self.segments)))
+        if self.ranges is not None:
+            mask = replace(mask, ranges=tuple(map(function, self.ranges)))
+        return mask
 
     def __getitem__(self, sequences: slice) -> "TokenMask":
         return self._with(lambda part: part[sequences])
 
     def repeat(self, times: int) -> "TokenMask":
         """Return the mask of the same sequences several times in a row."""
-        return (
-            self if times == 1 else self._with(lambda part: torch.cat([part] * times))
-        )
+        if times == 1:
+            return self
+        return self._with(lambda part: torch.cat([part] * times))
 
     @property
     def own(self) -> Tensor:
@@ -54,10 +55,10 @@ class TokenMask:
 
     def marks(self, rank: int) -> "Marks":
         """Return what decides which tokens of a rank form pairs with others."""
-        part = self.shards if self.segments is None else self.segments
-        return Marks(
-            part[rank][..., None], None if self.ranges is None else self.ranges[rank]
-        )
+        if self.segments is None:
+            return Marks(self.shards[rank][..., None])
+        ranges = None if self.ranges is None else self.ranges[rank]
+        return Marks(self.segments[rank][..., None], ranges)
 
     @cached_property
     def whole(self) -> Tensor:
@@ -91,13 +92,13 @@ class Marks:
     tokens: Tensor
     ranges: Tensor | None = None
 
-    def span(self, some: slice) -> tuple[int, int] | None:
+    def span(self, where: slice) -> tuple[int, int] | None:
         """Return the lowest and the highest segment of these tokens, and maybe of
         others; None if it is not known.
         """
         if self.ranges is None:
             return None
-        blocks = self.ranges[:, some.start // BLOCK : (some.stop - 1) // BLOCK + 1]
+        blocks = self.ranges[:, where.start // BLOCK : (where.stop - 1) // BLOCK + 1]
         return int(blocks[..., 0].amin()), int(blocks[..., 1].amax())
 
 
@@ -105,42 +106,44 @@ def apart(rows: Tensor, cols: Tensor) -> Tensor:
     """Return which tokens of rows [B, m, 1] and columns [B, 1, n] form no pair, [B, m,
     n], given their marks.
     """
-    return ~(rows & cols) if rows.dtype == torch.bool else (rows != cols) | (rows < 0)
+    if rows.dtype == torch.bool:
+        return ~(rows & cols)
+    return (rows != cols) | (rows < 0)
 
 
-def token_mask(given: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
+def token_mask(marks: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
     """Gather the mask from this rank's ``valid`` or segments [B, n].
 
     A sequence of a single token has no pair and counts as empty. The host waits for the
     ranges of segments.
     """
-    valid = given.dtype == torch.bool
-    shards = [given]
-    rank = 0
-    if group is not None:
-        world = dist.get_world_size(group)
-        rank = dist.get_rank(group)
-        own = (given.to(torch.uint8) if valid else given).contiguous()
-        every = own.new_empty((world * own.shape[0], own.shape[1]))
-        all_gather(every, own, group=group)
-        shards = list((every.bool() if valid else every).chunk(world))
-    tokens = [shard if valid else shard >= 0 for shard in shards]
-    pairs = sum(shard.sum(1, keepdim=True) for shard in tokens) > 1
-    tokens = [shard & pairs for shard in tokens]
-    if valid:
+    has_segments = marks.dtype != torch.bool
+    shards = [marks]
+    if group is not None and has_segments:
+        shards = list(of_ranks(marks, group))
+    elif group is not None:
+        shards = list(of_ranks(marks.to(torch.uint8), group).bool())
+    rank = rank_in(group)
+    tokens = shards
+    if has_segments:
+        tokens = [shard >= 0 for shard in shards]
+    has_pair = sum(shard.sum(1, keepdim=True) for shard in tokens) > 1
+    tokens = [shard & has_pair for shard in tokens]
+    if not has_segments:
         return TokenMask(tuple(tokens), rank)
     segments = tuple(
-        shard.long().masked_fill(~some, -1)
-        for shard, some in zip(shards, tokens, strict=True)
+        shard.long().masked_fill(~is_token, -1)
+        for shard, is_token in zip(shards, tokens, strict=True)
     )
     return TokenMask(tuple(tokens), rank, segments, _ranges(segments))
 
 
 def _ranges(segments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    every = torch.stack(segments)
-    blocks = torch.nn.functional.pad(
-        every, (0, -every.shape[2] % BLOCK), value=-1
-    ).unflatten(2, (-1, BLOCK))
+    shards = torch.stack(segments)
+    padding = -shards.shape[2] % BLOCK
+    blocks = torch.nn.functional.pad(shards, (0, padding), value=-1).unflatten(
+        2, (-1, BLOCK)
+    )
     low = blocks.masked_fill(blocks < 0, torch.iinfo(torch.int64).max).amin(-1)
     return tuple(torch.stack([low, blocks.amax(-1)], dim=-1).cpu())  # one copy
 
@@ -169,21 +172,22 @@ def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def own_tokens(
-    z: Tensor, positions: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens at ``positions`` [B, m] of whole sequences: [B, m, F], 0 where
-    another rank holds the position.
+@dataclass(frozen=True)
+class HeldTokens:
+    """The tokens at some positions of whole sequences, as far as this rank has them."""
 
-    Return also which of them this rank holds, [B, m, 1] bool, and their indices in z,
-    [B, m].
-    """
+    z: Tensor  # [B, m, F], 0 where another rank holds the position
+    held: Tensor  # whether this rank holds the position, [B, m, 1] bool
+    local_index: Tensor  # the index among this rank's tokens where held, [B, m] int
+
+
+def held_tokens(
+    z: Tensor, positions: Tensor, group: dist.ProcessGroup | None
+) -> HeldTokens:
+    """Return the tokens at ``positions`` [B, m] of which z [B, n, F] is a shard."""
     n = z.shape[1]
-    rank = 0 if group is None else dist.get_rank(group)
-    mine = (positions // n == rank)[..., None]
-    local = (positions - rank * n).clamp(0, n - 1)
-    return (
-        torch.where(mine, z.take_along_dim(local[..., None], dim=1), 0.0),
-        mine,
-        local,
-    )
+    rank = rank_in(group)
+    held = (positions // n == rank)[..., None]
+    local_index = (positions - rank * n).clamp(0, n - 1)
+    tokens = z.take_along_dim(local_index[..., None], dim=1)
+    return HeldTokens(torch.where(held, tokens, 0.0), held, local_index)

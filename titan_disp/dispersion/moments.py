@@ -22,9 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import all_gather
-from titan_disp.dispersion.kernels import accumulation_dtype, fused, product
-from titan_disp.dispersion.masks import Count, TokenMask, own_tokens, slots_of
+from titan_disp.dispersion.autograd import of_ranks, rank_in
+from titan_disp.dispersion.kernels import (
+    accumulation_dtype,
+    fused,
+    operand_dtype,
+    product,
+)
+from titan_disp.dispersion.masks import Count, TokenMask, held_tokens, slots_of
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.vectors import norms, row_blocks
 
@@ -75,35 +80,46 @@ class Quadratic(NamedTuple):
     curvature: Tensor
 
 
-def quadratic_sum_(
-    u: Tensor,
-    quadratic: Quadratic,
-    tokens: Count,
-    group: dist.ProcessGroup | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, and ∂S/∂u of the
-    sum S over all i, in u's memory.
+class UnitTokens(NamedTuple):
+    """This rank's tokens of some sequences of one layer, with their unit vectors."""
 
-    u [B, n, F] and the quadratic's offset are 0 where there is no token. Operands of
-    products are in ``dtype``.
+    z: Tensor  # [B, n, F]
+    mask: TokenMask | None
+    scale: Tensor  # 1/(‖z‖ + ε) [B, n, 1]
+    u: Tensor  # [B, n, F] in the accumulation dtype
+
+
+def quadratic_sum_(
+    tokens: UnitTokens,
+    quadratic: Quadratic,
+    counts: Count,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, [B], and ∂S/∂u of
+    the sum S over all i, in u's memory.
+
+    u and the quadratic's offset are 0 where there is no token. ``counts`` are the
+    numbers of tokens of the whole sequences.
     """
-    x = u.to(dtype)
+    u = tokens.u
+    x = u.to(operand_dtype(tokens.z))
     m, s = over_group([gram(x), u.sum(1, keepdim=True)], group)
-    m = m.to(dtype)
-    others = tokens - 1 if isinstance(tokens, int) else (tokens - 1)[:, None, None]
+    m = m.to(x.dtype)
+    partners = counts - 1  # of each token
+    if isinstance(partners, Tensor):
+        partners = partners[:, None, None]
     total = u.new_zeros(u.shape[0])
     for rows in row_blocks(u):  # overwrites u, which is not needed afterwards
-        own = Quadratic(
+        of_rows = Quadratic(
             *(part if part.shape[1] == 1 else part[:, rows] for part in quadratic)
         )
-        total += _combine_(u[:, rows], product(x[:, rows], m), s, own, others)
+        total += _combine_(u[:, rows], product(x[:, rows], m), s, of_rows, partners)
     return total, u
 
 
 @fused
 def _combine_(
-    u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, others: Count
+    u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, partners: Count
 ) -> Tensor:
     """Replace u by 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and return the sum
     over these tokens' pairs, [B].
@@ -112,7 +128,7 @@ def _combine_(
     squares = u.square().sum(-1, keepdim=True)
     first = (u * s).sum(-1, keepdim=True) - squares
     second = (u * um).sum(-1, keepdim=True) - squares.square()
-    sums = offset * others + slope * first + curvature * second / 2
+    sums = offset * partners + slope * first + curvature * second / 2
     u.mul_(-2 * (slope + curvature * squares)).addcmul_(um, 2 * curvature).addcmul_(
         s, 2 * slope
     )
@@ -148,26 +164,19 @@ def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
     same tokens as one process.
     """
     size = 1 << max(0, (tokens // FIT_TOKENS).bit_length() - 1)
-    rank = 0 if group is None else dist.get_rank(group)
-    begins = torch.arange(0, z.shape[1], size, device=z.device)
-    rows = (begins + offsets((begins + rank * z.shape[1]) // size, size)).clamp_max(
-        z.shape[1] - 1
-    )
-    own = z[:, rows]
+    n = z.shape[1]
+    rank = rank_in(group)
+    begins = torch.arange(0, n, size, device=z.device)
+    rows = begins + offsets((begins + rank * n) // size, size)
+    rows = rows.clamp_max(n - 1)
+    local = z[:, rows]
     if group is None:
-        return Sample(own, rows[None])
-    world = dist.get_world_size(group)
-    m = own.shape[1]
-    every = own.new_empty((world * own.shape[0], *own.shape[1:]))
-    all_gather(every, own, group=group)
-    every_row = rows.new_full((1, world * m), -1)
-    every_row[0, rank * m : (rank + 1) * m] = rows
-    return Sample(
-        every.view(world, *own.shape)
-        .transpose(0, 1)
-        .reshape(own.shape[0], -1, own.shape[2]),
-        every_row,
-    )
+        return Sample(local, rows[None])
+    batch, m, features = local.shape
+    sampled = of_ranks(local, group).transpose(0, 1).reshape(batch, -1, features)
+    rows_of_ranks = rows.new_full((1, sampled.shape[1]), -1)
+    rows_of_ranks[0, rank * m : (rank + 1) * m] = rows
+    return Sample(sampled, rows_of_ranks)
 
 
 def sample_tokens(
@@ -189,87 +198,97 @@ def sample_tokens(
     positions, filled = slots_of(
         mask.whole & (number == sampled), min(length, 2 * FIT_TOKENS)
     )
-    every, mine, local = own_tokens(z, positions, group)
+    tokens = held_tokens(z, positions, group)
     if group is not None:
-        dist.all_reduce(every, group=group)  # exact: adds only zeros to each token
-    return Sample(every, local.where(mine[..., 0], -1), filled)
+        dist.all_reduce(tokens.z, group=group)  # exact: adds only zeros to each token
+    return Sample(tokens.z, tokens.local_index.where(tokens.held[..., 0], -1), filled)
+
+
+class _Rows(NamedTuple):
+    """Tokens i of this rank, to each of which a quadratic is fitted."""
+
+    squares: Tensor  # ‖u_i‖² [B, n, 1]
+    scale: Tensor  # 1/(‖z_i‖ + ε) [B, n, 1]
+    local_index: Tensor  # among this rank's tokens, [1, n, 1] int
+    valid: Tensor | None  # which are tokens, [B, n, 1] bool; None if all are
+
+    def part(self, rows: slice) -> "_Rows":
+        return _Rows(
+            squares=self.squares[:, rows],
+            scale=self.scale[:, rows],
+            local_index=self.local_index[:, rows],
+            valid=None if self.valid is None else self.valid[:, rows],
+        )
+
+
+class _Columns(NamedTuple):
+    """The sampled tokens j, with which each of the rows is compared."""
+
+    squares: Tensor  # ‖u_j‖² [B, 1, m]
+    # among this rank's tokens, [B or 1, 1, m] int; −1 if another rank holds the token
+    local_index: Tensor
+    filled: Tensor | None  # which hold tokens, [B, 1, m] bool; None if all do
 
 
 def fit(
-    u: Tensor,
-    scale: Tensor,
-    some: Tensor,
-    sampled: Sample,
-    pair: PairFunction,
-    mask: TokenMask | None,
-    dtype: torch.dtype,
+    tokens: UnitTokens, sampled: Sample, vectors: Tensor, pair: PairFunction
 ) -> tuple[Quadratic, Tensor]:
-    """Fit a quadratic to w and r for each token, over its cosines with the sampled
-    tokens.
-
-    The unit vectors are u [B, n, F] of this rank's tokens, and ``some`` [B, m, F] of
-    the sampled ones. ``scale`` is 1/(‖z‖ + ε), [B, n, 1]. Operands of products are in
-    ``dtype``.
+    """Return a quadratic fitted to w and r for each token, over its cosines with the
+    sampled tokens, whose unit vectors are ``vectors`` [B, m, F].
 
     Return also Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the
     sampled ones. e is the error for this pair of the slope fitted without it; each pair
     is weighted by the length of its contribution to the gradient.
     """
-    x = u.to(dtype)
-    some = some.to(dtype)
-    squares = norms(x).square_()
-    some_squares = norms(some).square_().transpose(1, 2)
-    c = product(x, some.transpose(1, 2))
-    index = torch.arange(u.shape[1], device=u.device)[:, None]
+    u = tokens.u
+    x = u.to(operand_dtype(tokens.z))
+    y = vectors.to(x.dtype)
+    rows = _Rows(
+        squares=norms(x).square_(),
+        scale=tokens.scale,
+        local_index=torch.arange(u.shape[1], device=u.device)[None, :, None],
+        valid=None if tokens.mask is None else tokens.mask.own,
+    )
+    columns = _Columns(
+        squares=norms(y).square_().transpose(1, 2),
+        local_index=sampled.rows[:, None],
+        filled=None if sampled.filled is None else sampled.filled[:, None],
+    )
+    c = product(x, y.transpose(1, 2))
     coefficients = u.new_empty(*u.shape[:2], 3)
     sums = u.new_zeros(u.shape[0], 2)
-    for rows in row_blocks(c):
-        own = (
-            c[:, rows],
-            squares[:, rows],
-            scale[:, rows],
-            index[rows],
-            None if mask is None else mask.own[:, rows],
+    for block in row_blocks(c):
+        coefficients[:, block], sums_of_block = _fit(
+            c[:, block], rows.part(block), columns, pair
         )
-        coefficients[:, rows], found = _fit(
-            *own, some_squares, sampled.rows, sampled.filled, pair
-        )
-        sums += found
+        sums += sums_of_block
     return Quadratic(*coefficients.split(1, dim=-1)), sums
 
 
 @fused  # otherwise about forty small kernels
 def _fit(
-    c: Tensor,
-    squares: Tensor,
-    scale: Tensor,
-    index: Tensor,
-    valid: Tensor | None,
-    some_squares: Tensor,
-    sampled: Tensor,
-    filled: Tensor | None,
-    pair: PairFunction,
+    c: Tensor, rows: _Rows, columns: _Columns, pair: PairFunction
 ) -> tuple[Tensor, Tensor]:
     """Return offset, slope and curvature [B, n, 3] for the cosines c [B, n, m], and the
     sums [B, 2] of ``fit``.
     """
     w, r = pair(c.clone())
-    pairs = sampled[:, None] != index  # a token and itself are not a pair
-    if valid is not None and filled is not None:
-        pairs = pairs & valid & filled[:, None]
+    pairs = columns.local_index != rows.local_index  # a token and itself are not a pair
+    if rows.valid is not None and columns.filled is not None:
+        pairs = pairs & rows.valid & columns.filled
     square = c.square()
     # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Times r_ij, this is the length of
     # what token j adds to the gradient of token i.
     weight = (
-        (squares * some_squares - square)
+        (rows.squares * columns.squares - square)
         .clamp_min_(0.0)
         .add_(FLOOR**2)
         .sqrt_()
         .mul_(pairs)
     )
 
-    def mean(x: Tensor, weight: Tensor) -> Tensor:
-        return (x * weight).sum(-1, keepdim=True)
+    def mean(x: Tensor, share: Tensor) -> Tensor:
+        return (x * share).sum(-1, keepdim=True)
 
     share = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(c.dtype).tiny)
     centred = c - mean(c, share)
@@ -282,6 +301,6 @@ def _fit(
     error = (r - slope - curvature * c) / (1 - leverage).clamp_min(FLOOR)
     equal = pairs.to(c.dtype) / pairs.sum(-1, keepdim=True).clamp_min(1)
     offset = mean(w - slope * c - curvature / 2 * square, equal)
-    weight = weight * scale
+    weight = weight * rows.scale
     sums = [(x * weight).square().sum((1, 2)) for x in (error, r)]
     return torch.cat([offset, slope, curvature], dim=-1), torch.stack(sums, dim=-1)

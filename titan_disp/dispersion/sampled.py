@@ -7,15 +7,16 @@ the step and the layer alone, so it is the same on every mesh and after a resume
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import SavedRows
+from titan_disp.dispersion.autograd import SavedRows, rank_in
 from titan_disp.dispersion.layers import Compute, Layers, in_parts
-from titan_disp.dispersion.masks import TokenMask, own_tokens, slots_of
+from titan_disp.dispersion.masks import TokenMask, held_tokens, slots_of
 
 
 def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
@@ -50,24 +51,24 @@ class SampledLayers(Layers):
         self.length = count
         self.features = [z.shape[2] for z in zs]
         self.in_bf16 = in_bf16
-        rank = 0 if group is None else dist.get_rank(group)
+        rank = rank_in(group)
         dtype = reduce(torch.promote_types, (z.dtype for z in zs))
         self.z = zs[0].new_zeros(
             len(zs), zs[0].shape[0], self.length, zs[0].shape[2], dtype=dtype
         )
         # For each layer: which of the drawn tokens this rank holds, [k], and their
         # indices in z, [k].
-        self.mine = []
-        self.local = []
+        self.held = []
+        self.local_index = []
         for z, order, gathered in zip(zs, orders, self.z, strict=True):
             positions = order[:count].sort().values
             n = z.shape[1]
-            own = (positions // n == rank).nonzero()[:, 0]
-            self.mine.append(own.to(z.device, non_blocking=True))
-            self.local.append(
-                (positions[own] - rank * n).to(z.device, non_blocking=True)
-            )
-            gathered[:, self.mine[-1]] = z.detach()[:, self.local[-1]].to(dtype)
+            held = (positions // n == rank).nonzero()[:, 0]
+            local_index = positions[held] - rank * n
+            self.held.append(held.to(z.device, non_blocking=True))
+            self.local_index.append(local_index.to(z.device, non_blocking=True))
+            tokens = z.detach()[:, self.local_index[-1]]
+            gathered[:, self.held[-1]] = tokens.to(dtype)
         if group is not None:
             # Adds only zeros to each token: exact in any dtype
             dist.all_reduce(self.z, group=group)
@@ -80,23 +81,21 @@ class SampledLayers(Layers):
                 self.z.flatten(0, 1), self.mask_of_all, partial(self._apply, *computes)
             )
         else:
-            both = zip(self.z, computes, strict=True)
-            found = [
+            results = [
                 in_parts(z, self.mask, partial(self._apply, compute))
-                for z, compute in both
+                for z, compute in zip(self.z, computes, strict=True)
             ]
-            values, grads = map(torch.cat, zip(*found, strict=True))
+            values, grads = map(torch.cat, zip(*results, strict=True))
         rows = self.own_rows(grads.view_as(self.z))
-        parts = zip(
-            self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True
-        )
-        return torch.stack([SavedRows.apply(*part) for part in parts])
+        values = values.view(len(self.zs), -1)
+        layers = zip(self.zs, values, rows, self.local_index, strict=True)
+        return torch.stack([SavedRows.apply(*layer) for layer in layers])
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor
         per layer.
         """
-        return [grad[:, mine] for grad, mine in zip(grads, self.mine, strict=True)]
+        return [grad[:, held] for grad, held in zip(grads, self.held, strict=True)]
 
 
 class SampledTokens(SampledLayers):
@@ -117,27 +116,30 @@ class SampledTokens(SampledLayers):
         self.length = count
         self.features = [z.shape[2] for z in zs]
         self.in_bf16 = in_bf16
+        self.segmented = mask.segments is not None
         # For each layer: which of the drawn tokens this rank holds, [B, m, 1], and
         # their indices in z, [B, m].
+        self.held = []
+        self.local_index = []
         tokens = []
-        self.mine = []
-        self.local = []
+        numbers = None if mask.segments is None else torch.cat(mask.segments, dim=1)
         segments = []
-        whole = None if mask.segments is None else torch.cat(mask.segments, dim=1)
         for z, order in zip(zs, orders, strict=True):
             chosen = first_of_order(mask, order.to(z.device, non_blocking=True), count)
             # ``filled`` is the same for every layer
             positions, filled = slots_of(chosen, count)
-            own, mine, local = own_tokens(z.detach(), positions, group)
-            tokens.append(own)
-            if whole is not None:
-                segments.append(whole.gather(1, positions).masked_fill(~filled, -1))
-            self.mine.append(mine)
-            self.local.append(local)
+            drawn = held_tokens(z.detach(), positions, group)
+            tokens.append(drawn.z)
+            self.held.append(drawn.held)
+            self.local_index.append(drawn.local_index)
+            if numbers is not None:
+                segments.append(numbers.gather(1, positions).masked_fill(~filled, -1))
         self.mask = TokenMask((filled,))
-        self.segmented = whole is not None
-        every = (torch.cat(segments),) if segments else None
-        self.mask_of_all = TokenMask(self.mask.repeat(len(zs)).shards, segments=every)
+        self.mask_of_all = self.mask.repeat(len(zs))
+        if self.segmented:
+            self.mask_of_all = replace(
+                self.mask_of_all, segments=(torch.cat(segments),)
+            )
         self.z = torch.stack(tokens)
         if group is not None:
             dist.all_reduce(self.z, group=group)
@@ -150,7 +152,7 @@ class SampledTokens(SampledLayers):
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         return [
-            grad.where(mine, 0.0) for grad, mine in zip(grads, self.mine, strict=True)
+            grad.where(held, 0.0) for grad, held in zip(grads, self.held, strict=True)
         ]
 
 

@@ -139,7 +139,8 @@ class Standardized:
             * torch.linalg.vector_norm(z, dim=-1, keepdim=True)
         )
         self.u = torch.where(self.norm <= floor, 0.0, centred / self.norm)
-        self.x, self.scale = self.u.to(dtype), torch.ones_like(self.norm)
+        self.x = self.u.to(dtype)
+        self.scale = torch.ones_like(self.norm)
 
     def vectors(self) -> Tensor:
         return self.u.clone()

@@ -24,6 +24,7 @@ from titan_disp.dispersion.layers import Compute, Layers
 from titan_disp.dispersion.masks import Count, TokenMask
 from titan_disp.dispersion.moments import (
     Quadratic,
+    UnitTokens,
     fit,
     gram,
     over_group,
@@ -32,26 +33,13 @@ from titan_disp.dispersion.moments import (
     sample_tokens,
 )
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
-from titan_disp.dispersion.vectors import (
-    UNIT_EPS,
-    Normalized,
-    Raw,
-    Units,
-    check_norm_eps,
-)
-
-# Takes tokens z [B, n, F], their mask, their units and the units' vectors; returns the
-# quadratics that stand for w.
-QuadraticOf = Callable[[Tensor, TokenMask | None, Units, Tensor], Quadratic]
+from titan_disp.dispersion.vectors import UNIT_EPS, Normalized, Raw, Units
 
 LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.md
 
 # exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such
 # numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
-# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds
-# the slope by 1/√(2κ) ≈ 700.
-MIN_CLAMP = 1e-6
 
 
 class Cost(NamedTuple):
@@ -62,29 +50,37 @@ class Cost(NamedTuple):
     reduced: float  # elements of an all-reduce, in float32
 
 
+def cost_of_moments(tokens: int, features: int) -> Cost:
+    """Return the cost of M and of its product with the tokens, which take 2NF² each."""
+    return Cost(
+        flops=4.0 * tokens * features**2,
+        gathered=0.0,
+        reduced=features**2 + features,
+    )
+
+
 def bad_fit(error: float) -> str | None:
     """Return a warning if the error of the moments' slopes is large."""
     if error <= LARGE_FIT_ERROR:
         return None
     return (
-        f"the moments estimator fits some tokens badly: the error of its gradient may be {error:.0%}. Use estimator "
-        '"exact", or larger tau and clamp (a smaller t of uniformity)'
+        "the moments estimator fits some tokens badly: the error of its gradient may "
+        f'be {error:.0%}. Use estimator "exact", or larger tau and clamp (a smaller t '
+        "of uniformity)"
     )
 
 
 def check_tau(tau: float) -> None:
     if not (math.isfinite(tau) and tau >= MIN_TAU):
         raise ValueError(
-            f"tau is {tau}, expected a number ≥ {MIN_TAU}: exp(-1/tau) must be representable in float32"
+            f"tau is {tau}, expected a number ≥ {MIN_TAU}: "
+            "exp(-1/tau) must be representable in float32"
         )
 
 
 @dataclass(frozen=True)
 class Variant(ABC):
-    """A variant is a frozen dataclass.
-
-    Its fields are its options, which ``registry`` sets.
-    """
+    """A variant is a frozen dataclass, whose fields are its options."""
 
     name: ClassVar[str]  # in ``VARIANTS``
     estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # which it supports
@@ -97,20 +93,20 @@ class Variant(ABC):
         """Return the loss over all pairs of the tokens, [L, B]."""
 
     def cost(
-        self, tokens: int, features: int, shards: int, linear: bool | None = None
+        self, tokens: int, features: int, shards: int, segmented: bool = False
     ) -> Cost:
-        """Return the cost for a sequence over this number of shards, by moments
-        (``linear``), by pairs, or by what is less.
+        """Return the cost of the exact form, for a sequence over this number of shards.
 
         The cosines take 2N²F FLOPs and V another 2N²F. In a whole sequence, each tile
         above the diagonal serves both sides, which saves half of the cosines. Of
-        shards, only a rank's own tokens do; this is ignored. By moments, M and its
-        product with the tokens take 2NF² each.
+        shards, only a rank's own tokens do; this is ignored.
         """
-        if linear or (linear is None and self.linear_in_tokens and features < tokens):
-            return Cost(4.0 * tokens * features**2, 0.0, features**2 + features)
+        if self.linear_in_tokens and features < tokens and not segmented:
+            return cost_of_moments(tokens, features)
         return Cost(
-            (3.0 if shards == 1 else 4.0) * tokens**2 * features, tokens * features, 0.0
+            flops=(3.0 if shards == 1 else 4.0) * tokens**2 * features,
+            gathered=tokens * features,
+            reduced=0.0,
         )
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
@@ -160,99 +156,75 @@ class CosineVariant(Variant):
         return sums / pairs
 
     def exact(self, layers: Layers) -> Tensor:
-        linear = self.quadratic is not None and max(layers.features) < layers.length
-        if linear and not layers.segmented:  # else there is one M per segment
+        is_linear = self.quadratic is not None and max(layers.features) < layers.length
+        if is_linear and not layers.segmented:  # else there is one M per segment
             return self.of_quadratic(layers, self._same_for_all)
 
-        def own_part(z: Tensor, mask: TokenMask | None) -> Result:
+        def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
-            s, w = pair_sums(units, self.units, layers.gather(z), mask, self._pair)
+            s, w = pair_sums(
+                units,
+                self.units,
+                gathering=layers.gather(z),
+                mask=mask,
+                pair=self._pair,
+            )
             return s, units.backward_(w.mul_(2 / units.scale))
 
-        return self.normalize(
-            layers.sum_over_group(layers.each(own_part)), layers.pairs()
-        )
+        sums = layers.sum_over_group(layers.each(of_rank))
+        return self.normalize(sums, layers.pairs())
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
-        errors: list[Tensor] = []
+        squares: list[Tensor] = []  # of the errors and of the slopes, [B, 2] each
 
-        def fitted(
-            z: Tensor, mask: TokenMask | None, units: Units, u: Tensor
-        ) -> Quadratic:
-            sampled = (
-                sample(z, layers.length, layers.group)
-                if mask is None
-                else sample_tokens(z, mask, layers.group)
-            )
-            some = self.units(sampled.z).vectors()
-            quadratic, sums = fit(
-                u, units.scale, some, sampled, self._pair, mask, operand_dtype(z)
-            )
-            errors.append(sums)
+        def fitted(tokens: UnitTokens) -> Quadratic:
+            if tokens.mask is None:
+                sampled = sample(tokens.z, layers.length, layers.group)
+            else:
+                sampled = sample_tokens(tokens.z, tokens.mask, layers.group)
+            vectors = self.units(sampled.z).vectors()
+            quadratic, squares_of_layer = fit(tokens, sampled, vectors, self._pair)
+            squares.append(squares_of_layer)
             return quadratic
 
         losses = self.of_quadratic(layers, fitted)
-        of_error, of_slope = layers.sum_over_group(torch.cat(errors)).unbind(-1)
-        relative = (
-            (of_error / of_slope.clamp_min(torch.finfo(of_slope.dtype).tiny))
-            .sqrt()
-            .view_as(losses)
-        )
-        if fit_errors is None:
-            if warning := bad_fit(relative.max().item()):
-                warnings.warn(warning, stacklevel=4)
-        else:
+        of_errors, of_slopes = layers.sum_over_group(torch.cat(squares)).unbind(-1)
+        tiny = torch.finfo(of_slopes.dtype).tiny
+        relative = (of_errors / of_slopes.clamp_min(tiny)).sqrt().view_as(losses)
+        if fit_errors is not None:
             fit_errors.extend(relative)
+        elif warning := bad_fit(relative.max().item()):
+            warnings.warn(warning, stacklevel=4)
         return losses
 
-    def _same_for_all(
-        self, z: Tensor, mask: TokenMask | None, units: Units, u: Tensor
-    ) -> Quadratic:
+    def _same_for_all(self, tokens: UnitTokens) -> Quadratic:
+        """Return the ``quadratic`` of the class, for all tokens."""
+        assert self.quadratic is not None
         # These are filled on the device. With torch.tensor, the host would wait for the
         # copy.
-        return Quadratic(
-            *(u.new_full((len(u), 1, 1), x) for x in (0.0, *(self.quadratic or ())))
+        parts = (
+            tokens.u.new_full((len(tokens.u), 1, 1), value)
+            for value in (0.0, *self.quadratic)
         )
+        return Quadratic(*parts)
 
-    def of_quadratic(self, layers: Layers, quadratic: QuadraticOf) -> Tensor:
+    def of_quadratic(
+        self, layers: Layers, quadratic: Callable[[UnitTokens], Quadratic]
+    ) -> Tensor:
         """Return the loss [L, B] in time linear in the tokens, where w is a quadratic
         function of c for each token.
         """
 
-        def own_part(z: Tensor, mask: TokenMask | None) -> Result:
+        def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
-            u = units.vectors()
-            own = quadratic(z, mask, units, u)
+            tokens = UnitTokens(z=z, mask=mask, scale=units.scale, u=units.vectors())
             s, grad = quadratic_sum_(
-                u, own, layers.tokens(mask), layers.group, operand_dtype(z)
+                tokens, quadratic(tokens), layers.tokens(mask), group=layers.group
             )
             return s, units.backward_(grad)
 
-        return self.normalize(
-            layers.sum_over_group(layers.each(own_part)), layers.pairs()
-        )
-
-
-@dataclass(frozen=True)
-class AngleVariant(CosineVariant):
-    """w is a function of the angle D = arccos(c̃)/π between unit vectors, where c̃ =
-    clamp(c, −1+κ, 1−κ).
-
-    The clamp is straight-through: beyond the bound, the gradient keeps the slope that
-    it has at the bound. A hard clamp would zero the gradient exactly where tokens have
-    collapsed onto each other.
-    """
-
-    clamp: float
-    norm_eps: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.clamp < 1.0:
-            raise ValueError(f"clamp is {self.clamp}, expected a number in [0, 1)")
-        check_norm_eps(self.norm_eps)
-
-    def units(self, z: Tensor) -> Normalized:
-        return Normalized(z, self.norm_eps)
+        sums = layers.sum_over_group(layers.each(of_rank))
+        return self.normalize(sums, layers.pairs())
 
 
 @dataclass(frozen=True)
@@ -276,28 +248,28 @@ class MomentsVariant(Variant):
         """Return the loss [B], given s, M and n [B]."""
 
     def cost(
-        self, tokens: int, features: int, shards: int, linear: bool | None = True
+        self, tokens: int, features: int, shards: int, segmented: bool = False
     ) -> Cost:
-        return super().cost(tokens, features, shards, linear=True)
+        return cost_of_moments(tokens, features)
 
     def units(self, z: Tensor) -> Units:
         """Return the vectors u of z [B, n, F]: ``Raw``, z itself, or ``Normalized``."""
         return Raw(z)
 
     def exact(self, layers: Layers) -> Tensor:
-        def own_part(z: Tensor, mask: TokenMask | None) -> Result:
+        def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
-            count = layers.tokens(mask)
             u = units.vectors()
-            tokens = (
-                count.to(u.dtype)
-                if isinstance(count, Tensor)
-                else u.new_full((len(u),), count)
-            )
+            count = layers.tokens(mask)
+            if isinstance(count, Tensor):
+                tokens = count.to(u.dtype)
+            else:
+                tokens = u.new_full((len(u),), count)
             if self.centred:
                 (total,) = over_group([u.sum(1, keepdim=True)], layers.group)
                 u.sub_(total / tokens[:, None, None])
-                u = u if mask is None else u.masked_fill_(~mask.own, 0.0)
+                if mask is not None:
+                    u.masked_fill_(~mask.own, 0.0)
             x = u.to(operand_dtype(z))
             s, m = over_group([x.sum(1, dtype=u.dtype), gram(x)], layers.group)
             value, (of_s, of_m) = _differentiated(
@@ -307,7 +279,7 @@ class MomentsVariant(Variant):
             return value, units.backward_(grad.add_(of_s[:, None]))
 
         # every rank has the moments of all tokens, and so the whole loss
-        return layers.each(own_part)
+        return layers.each(of_rank)
 
 
 @dataclass(frozen=True)
@@ -344,67 +316,61 @@ class AutogradVariant(Variant):
         """
 
     def cost(
-        self, tokens: int, features: int, shards: int, linear: bool | None = None
+        self, tokens: int, features: int, shards: int, segmented: bool = False
     ) -> Cost:
         # as a function of pairs: its code is not known
-        one = super().cost(tokens, features, 1)
-        return one._replace(flops=one.flops * shards)  # every rank computes the whole
+        of_rank = super().cost(tokens, features, shards=1)
+        # every rank computes the whole
+        return of_rank._replace(flops=of_rank.flops * shards)
 
     def exact(self, layers: Layers) -> Tensor:
         def of_layer(layer: int) -> Compute:
             context = Context(layers.step, layers.first + layer, layers.group)
 
-            def own_part(z: Tensor, mask: TokenMask | None) -> Result:
-                own = z.detach().to(accumulation_dtype(z.dtype))
-                others = []
-                rank = 0
+            def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
+                leaf = z.detach().to(accumulation_dtype(z.dtype))
+                shards = [leaf]  # of all ranks, in their order
                 if (gathering := layers.gather(z)) is not None:
-                    others = [shard.to(own.dtype) for shard in gathering.other_shards()]
-                    rank = gathering.rank
+                    shards = [x.to(leaf.dtype) for x in gathering.other_shards()]
+                    shards.insert(gathering.rank, leaf)
 
                 def loss() -> Tensor:
-                    every = torch.cat([*others[:rank], own, *others[rank:]], dim=1)
-                    valid = (
-                        every.new_ones(every.shape[:2], dtype=torch.bool)
-                        if mask is None
-                        else mask.whole
-                    )
-                    return self.loss(every, valid, context)
+                    x = torch.cat(shards, dim=1)
+                    if mask is None:
+                        valid = x.new_ones(x.shape[:2], dtype=torch.bool)
+                    else:
+                        valid = mask.whole
+                    return self.loss(x, valid, context)
 
-                value, (grad,) = _differentiated(self, loss, own)
+                value, (grad,) = _differentiated(self, loss, leaf)
                 return value, grad
 
-            return own_part
+            return of_rank
 
         return layers.each(*map(of_layer, range(len(layers.features))))
 
 
 def _differentiated(
-    variant: Variant, loss: Callable[[], Tensor], *of: Tensor
+    variant: Variant, loss: Callable[[], Tensor], *leaves: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return a loss [B] that autograd code computes of leaves [B, …], and its
     derivatives with respect to these.
     """
+    batch = len(leaves[0])
     with torch.enable_grad():
-        for leaf in of:
+        for leaf in leaves:
             leaf.requires_grad_()
         value = loss()
-        if not (
-            isinstance(value, Tensor)
-            and value.shape == of[0].shape[:1]
-            and value.requires_grad
-        ):
-            found = (
-                f"shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else repr(value)
-            )
+        is_tensor = isinstance(value, Tensor)
+        if not (is_tensor and value.shape == (batch,) and value.requires_grad):
+            result = f"shape {tuple(value.shape)}" if is_tensor else repr(value)
             raise ValueError(
-                f"{type(variant).__name__}.loss returned {found}, expected shape ({len(of[0])},), one number per sequence, "
+                f"{type(variant).__name__}.loss returned {result}, "
+                f"expected shape ({batch},), one number per sequence, "
                 "that autograd has computed from the tokens"
             )
         grads = torch.autograd.grad(
-            value.sum(), of, allow_unused=True, materialize_grads=True
+            value.sum(), leaves, allow_unused=True, materialize_grads=True
         )
     # which are overwritten, and may be expanded
     return value.detach(), tuple(grad.contiguous() for grad in grads)
@@ -432,15 +398,3 @@ def log_of_mean(mean: Tensor, least: float) -> Tensor:
     return torch.log(
         mean.masked_fill(impossible, torch.nan).clamp_min(torch.finfo(mean.dtype).tiny)
     )
-
-
-def bound_of(clamp: float) -> float:
-    """Return the largest |c̃|."""
-    return 1.0 - max(clamp, MIN_CLAMP)
-
-
-def slope_of_arccos(c: Tensor) -> Tensor:
-    # 1/√(1 − c²) with 1 − c² = (1 − c)(1 + c) = t + tc: near the bound, squaring c
-    # would lose the digits that matter.
-    t = 1.0 - c
-    return t.addcmul_(t, c).rsqrt_()

@@ -20,6 +20,7 @@ other token's rank.
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -28,9 +29,10 @@ from torch import Tensor
 from titan_disp.dispersion.autograd import Gathering, Result
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.layers import Layers
-from titan_disp.dispersion.masks import Count, TokenMask, apart, others_of
-from titan_disp.dispersion.pairwise import tile_size
+from titan_disp.dispersion.masks import Count, Marks, TokenMask, apart, others_of
+from titan_disp.dispersion.pairwise import Block, Shard
 from titan_disp.dispersion.variants.base import Variant, check_tau
+from titan_disp.dispersion.vectors import Raw
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,14 @@ class L2Repel(Variant):
             raise ValueError(f"norm_coeff is {self.norm_coeff}, expected a number ≥ 0")
 
     def exact(self, layers: Layers) -> Tensor:
-        sums = layers.logsumexp_over_group(
-            layers.each(
-                lambda z, mask: pair_exponents(z, mask, self.tau, layers.gather(z))
-            )
-        )
+        def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
+            return pair_exponents(z, mask, self.tau, layers.gather(z))
+
+        sums = layers.logsumexp_over_group(layers.each(of_rank))
         losses = self.normalize(sums, layers.pairs(), layers.tokens(layers.mask))
-        return (
-            losses + self.norm_coeff * layers.mean_square()
-            if self.norm_coeff
-            else losses
-        )
+        if self.norm_coeff:
+            losses = losses + self.norm_coeff * layers.mean_square()
+        return losses
 
     def normalize(self, sums: Tensor, pairs: Count, tokens: Count) -> Tensor:
         """Return the log of the mean, given A [L, B] and the numbers of pairs i ≠ j and
@@ -77,11 +76,9 @@ class L2Repel(Variant):
 
 
 def _log(count: Count, like: Tensor) -> Tensor:
-    return (
-        count.to(like.dtype).log()
-        if isinstance(count, Tensor)
-        else torch.full_like(like, math.log(count))
-    )
+    if isinstance(count, Tensor):
+        return count.to(like.dtype).log()
+    return torch.full_like(like, math.log(count))
 
 
 def pair_exponents(
@@ -89,109 +86,97 @@ def pair_exponents(
 ) -> Result:
     """Return this rank's part of A [B], and its gradient [B, n, F]."""
     dtype = accumulation_dtype(z.dtype)
-    rows = PairExponents(
-        z.to(dtype), tau, None if mask is None else mask.marks(mask.rank).tokens
-    )
-    rows.add()
+    sums = PairExponents(z.to(dtype), mask, tau)
+    sums.add_pairs_with(sums.shard)
     if gathering is not None:
-        for shard, marks in zip(
-            gathering.other_shards(), others_of(mask), strict=False
-        ):
-            rows.add(shard.to(dtype), None if marks is None else marks.tokens)
-    return rows.result()
+        for x, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
+            sums.add_pairs_with(sums.centred(x.to(dtype), marks))
+    return sums.result()
 
 
 class PairExponents:
-    """Keep the running sums of one pass: M [B], Σw [B], Σ_j w_ij [B, n, 1] and Σ_j w_ij
-    z_j [B, n, F].
+    """The running sums of one pass over the pairs of this rank's tokens z [B, n, F].
 
-    The rows i are [B, n, F] in the accumulation dtype, and 0 where their ``marks`` [B,
-    n, 1] say no token. Their mean is subtracted from all tokens, which changes no
-    difference: far from the origin, ‖a‖² + ‖b‖² − 2ab and the gradient would lose
-    digits.
+    z is in the accumulation dtype, and 0 where the mask has no token. The tokens' mean
+    is subtracted from all tokens, which changes no difference: far from the origin,
+    ‖a‖² + ‖b‖² − 2ab and the gradient would lose digits.
     """
 
-    def __init__(self, rows: Tensor, tau: float, marks: Tensor | None = None) -> None:
-        if marks is None:
-            self.centre = rows.mean(1, keepdim=True)
+    shard: Shard  # this rank's tokens i
+    maximum: Tensor  # M [B]
+    total: Tensor  # Σw [B]
+    weights: Tensor  # Σ_j w_ij [B, n, 1]
+    vectors: Tensor  # Σ_j w_ij z_j [B, n, F]
+
+    def __init__(self, z: Tensor, mask: TokenMask | None, tau: float) -> None:
+        batch = len(z)
+        limits = torch.finfo(z.dtype)
+        marks = None
+        if mask is None:
+            self.mean = z.mean(1, keepdim=True)
         else:
-            valid = marks if marks.dtype == torch.bool else marks >= 0
-            self.centre = rows.sum(1, keepdim=True) / valid.sum(
-                1, keepdim=True
-            ).clamp_min(1)
-        self.rows = rows - self.centre
+            counts = mask.own.sum(1, keepdim=True).clamp_min(1)
+            self.mean = z.sum(1, keepdim=True) / counts
+            marks = mask.marks(mask.rank)
         self.tau = tau
-        self.marks = marks
-        self.maximum = rows.new_full((rows.shape[0],), -torch.inf)
-        # Not 0, because its log is infinite, and not so small that 4/(τ·total) is: rows
-        # may have no pair.
-        self.total = rows.new_full(
-            (rows.shape[0],), torch.finfo(rows.dtype).tiny ** 0.5
-        )
-        self.weights = rows.new_zeros(*rows.shape[:2], 1)
-        self.vectors = torch.zeros_like(rows)
+        self.shard = self.centred(z, marks)
+        self.maximum = z.new_full((batch,), limits.min)
+        # Not 0, because its log is infinite, and not so small that 4/(τ·total) is:
+        # tokens may have no pair.
+        self.total = z.new_full((batch,), limits.tiny**0.5)
+        self.weights = z.new_zeros(*z.shape[:2], 1)
+        self.vectors = torch.zeros_like(z)
 
-    def add(
-        self,
-        cols: Tensor | None = None,
-        cols_marks: Tensor | None = None,
-        tile: int | None = None,
-    ) -> None:
-        """Add all pairs of the rows with ``cols`` [B, m, F].
+    def centred(self, z: Tensor, marks: Marks | None) -> Shard:
+        """Return tokens [B, m, F] relative to the mean of this rank's tokens."""
+        tokens = Raw(z - self.mean)
+        return Shard(tokens.x, tokens.scale, marks)
 
-        Without ``cols``, add the pairs i ≠ j of the rows.
+    def add_pairs_with(self, other: Shard) -> None:
+        """Add all pairs of this rank's tokens with those of a shard.
+
+        Of the own shard, these are the pairs i ≠ j. A tile above the diagonal then
+        serves both sides.
         """
-        same = cols is None
-        cols, cols_marks = (
-            (self.rows, self.marks)
-            if cols is None
-            else (cols - self.centre, cols_marks)
-        )
-        batch, n, _ = self.rows.shape
-        tile = tile or tile_size(n, batch, self.rows.device.type)
-        for i in range(0, n, tile):
-            rows = self.rows[:, i : i + tile]
-            # without ``cols``, a tile above the diagonal serves both sides
-            first = i if same else 0
-            for j in range(first, cols.shape[1], tile):
-                some = cols[:, j : j + tile]
-                e = _exponents(rows, some, self.tau)
-                if same and i == j:
-                    e.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-                if self.marks is not None and cols_marks is not None:
-                    none = apart(
-                        self.marks[:, i : i + tile],
-                        cols_marks[:, j : j + tile].transpose(1, 2),
-                    )
-                    e.masked_fill_(none, -torch.inf)
-                self._raise_maximum(e.amax((1, 2)))
-                w = e.sub_(self.maximum[:, None, None]).exp_()
-                both = same and j > i
-                self.total += w.sum((1, 2)) * (2 if both else 1)
-                self.weights[:, i : i + tile] += w.sum(-1, keepdim=True)
-                self.vectors[:, i : i + tile].baddbmm_(w, some)
-                if both:
-                    self.weights[:, j : j + tile] += w.sum(1)[..., None]
-                    self.vectors[:, j : j + tile].baddbmm_(w.transpose(1, 2), rows)
+        for number, where in enumerate(self.shard.blocks):
+            rows = self.shard.block(where)
+            first = number if other is self.shard else 0
+            for columns in chain.from_iterable(other.spans(rows, first)):
+                self._add_tile(rows, other.block(columns))
 
-    def _raise_maximum(self, found: Tensor) -> None:
-        # A tile without pairs, such as a token with itself, has the maximum −inf and
-        # must not rescale anything.
-        new = torch.maximum(self.maximum, found)
-        scale = torch.where(new > self.maximum, (self.maximum - new).exp(), 1.0)
-        self.maximum = torch.where(
-            new.isneginf(), torch.full_like(new, torch.finfo(new.dtype).min), new
-        )
+    def _add_tile(self, rows: Block, cols: Block) -> None:
+        same_shard = rows.shard is cols.shard
+        is_mirrored = same_shard and rows.where != cols.where
+        e = _exponents(rows.x, cols.x, self.tau)
+        if same_shard and not is_mirrored:  # a token and itself are not a pair
+            e.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+        if rows.marks is not None and cols.marks is not None:
+            no_pair = apart(rows.marks, cols.marks.transpose(1, 2))
+            e.masked_fill_(no_pair, -torch.inf)
+        self._raise_maximum(e.amax((1, 2)))
+        w = e.sub_(self.maximum[:, None, None]).exp_()
+        self.total.add_(w.sum((1, 2)), alpha=2 if is_mirrored else 1)
+        self.weights[:, rows.where] += w.sum(-1, keepdim=True)
+        self.vectors[:, rows.where].baddbmm_(w, cols.x)
+        if is_mirrored:
+            self.weights[:, cols.where] += w.sum(1)[..., None]
+            self.vectors[:, cols.where].baddbmm_(w.transpose(1, 2), rows.x)
+
+    def _raise_maximum(self, largest: Tensor) -> None:
+        """Include the largest exponents [B] of a tile, which are −∞ without pairs."""
+        maximum = torch.maximum(self.maximum, largest)
+        scale = (self.maximum - maximum).exp()
+        self.maximum = maximum
         self.total *= scale
         self.weights *= scale[:, None, None]
         self.vectors *= scale[:, None, None]
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return A [B], and ∂A/∂z [B, n, F] of the rows relative to this rank's own
-        Σw.
+    def result(self) -> Result:
+        """Return A [B], and ∂A/∂z [B, n, F] of the own tokens relative to this rank's
+        own Σw.
         """
         a = self.maximum + self.total.log()
-        grad = self.rows * self.weights - self.vectors
+        grad = self.shard.x * self.weights - self.vectors
         return a, grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
 
 

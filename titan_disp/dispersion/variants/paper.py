@@ -1,0 +1,146 @@
+"""Three variants of the paper (arXiv 2602.00217, Table 1) that are functions of cosines.
+
+    D_ij = arccos(c̃_ij)/π    c̃ = clamp(c, −1+κ, 1−κ)
+
+``l2_repel`` is the fourth one.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from titan_disp.dispersion.masks import Count
+from titan_disp.dispersion.pairwise import PairFunction
+from titan_disp.dispersion.variants.base import (
+    CosineVariant,
+    check_tau,
+    log_of_mean,
+)
+from titan_disp.dispersion.vectors import Normalized, Standardized, check_norm_eps
+
+# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds
+# the slope by 1/√(2κ) ≈ 700.
+MIN_CLAMP = 1e-6
+
+
+def bound_of(clamp: float) -> float:
+    """Return the largest |c̃|."""
+    return 1.0 - max(clamp, MIN_CLAMP)
+
+
+def slope_of_arccos(c: Tensor) -> Tensor:
+    """Return 1/√(1 − c²), in the shape of c."""
+    # 1 − c² = (1 − c)(1 + c) = t + tc: near the bound, squaring c would lose the digits
+    # that matter.
+    t = 1.0 - c
+    return t.addcmul_(t, c).rsqrt_()
+
+
+@dataclass(frozen=True)
+class AngleVariant(CosineVariant):
+    """w is a function of the angle D between unit vectors.
+
+    The clamp is straight-through: beyond the bound, the gradient keeps the slope that
+    it has at the bound. A hard clamp would zero the gradient exactly where tokens have
+    collapsed onto each other.
+    """
+
+    clamp: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.clamp < 1.0:
+            raise ValueError(f"clamp is {self.clamp}, expected a number in [0, 1)")
+        check_norm_eps(self.norm_eps)
+
+    def units(self, z: Tensor) -> Normalized:
+        return Normalized(z, self.norm_eps)
+
+
+@functools.cache
+def angular_pair(tau: float, clamp: float) -> PairFunction:
+    """w = exp(−D/τ); r = w / (πτ √(1 − c̃²))."""
+    k = 1.0 / (math.pi * tau)
+    bound = bound_of(clamp)
+
+    def pair(c: Tensor) -> tuple[Tensor, Tensor]:
+        slope = slope_of_arccos(c.clamp_(-bound, bound))
+        w = c.acos_().mul_(-k).exp_()
+        return w, slope.mul_(k).mul_(w)
+
+    return pair
+
+
+@dataclass(frozen=True)
+class Angular(AngleVariant):
+    """L = log mean_{i≠j} exp(−D_ij/τ).
+
+    As 0 ≤ D ≤ 1, the exponent lies in [−1/τ, 0] and no running maximum is needed.
+    """
+
+    name: ClassVar[str] = "angular"
+    # w is smooth enough for quadratics
+    estimators: ClassVar[tuple[str, ...]] = ("exact", "moments", "sampled")
+
+    tau: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tau(self.tau)
+
+    @property
+    def pair(self) -> PairFunction:
+        return angular_pair(self.tau, self.clamp)
+
+    def normalize(self, sums: Tensor, pairs: Count) -> Tensor:
+        return log_of_mean(super().normalize(sums, pairs), math.exp(-1 / self.tau))
+
+
+@functools.cache
+def orthogonalization_pair(clamp: float) -> PairFunction:
+    """w = max(0, ½ − D)²; r = 2 max(0, ½ − D) / (π √(1 − c̃²))."""
+    bound = bound_of(clamp)
+
+    def pair(c: Tensor) -> tuple[Tensor, Tensor]:
+        slope = slope_of_arccos(c.clamp_(-bound, bound))
+        near = c.acos_().mul_(-1.0 / math.pi).add_(0.5).clamp_min_(0.0)
+        r = slope.mul_(2.0 / math.pi).mul_(near)
+        return near.square_(), r
+
+    return pair
+
+
+@dataclass(frozen=True)
+class Orthogonalization(AngleVariant):
+    """L = mean_{i≠j} max(0, ½ − D_ij)²."""
+
+    name: ClassVar[str] = "orthogonalization"
+
+    @property
+    def pair(self) -> PairFunction:
+        return orthogonalization_pair(self.clamp)
+
+
+def square(c: Tensor) -> tuple[Tensor, Tensor]:
+    """w = c²; r = 2c."""
+    return c.square(), c.mul_(2.0)
+
+
+@dataclass(frozen=True)
+class Decorrelation(CosineVariant):
+    """L = mean_{i≠j} c_ij², where c is the Pearson correlation of two tokens'
+    features.
+    """
+
+    name: ClassVar[str] = "decorrelation"
+    quadratic: ClassVar[tuple[float, float] | None] = (0.0, 2.0)
+
+    @property
+    def pair(self) -> PairFunction:
+        return square
+
+    def units(self, z: Tensor) -> Standardized:
+        return Standardized(z)
