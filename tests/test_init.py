@@ -17,7 +17,7 @@ from titan_disp.data.listing import list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.lab.init import _ranks, _read, _sized, init
+from titan_disp.lab.init import _Hardware, _read, _sized, _Tokens, init
 
 PROSE = "\n".join(topics[name] for name in sorted(topics))
 TEXTS = [PROSE[i : i + 3000].strip() for i in range(0, 450_000, 3000)]
@@ -55,7 +55,7 @@ def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     assert (held == "held out   7 files, by a hash of their names") == (
         write is folder_of_texts
     )
-    ranks = _ranks(0)
+    ranks = _Hardware(0, Machine(1, 1)).ranks
     assert train == f"titan-disp train '{run}'/config.toml --nproc {ranks}"
     assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
     config = load_config(["--job.config_file", str(run / "config.toml")])
@@ -98,36 +98,32 @@ def test_a_gpu(name, tmp_path, monkeypatch, capsys):
     assert "a GPU would need" not in capsys.readouterr().out
 
 
+def sized(text_tokens, vocab_size, seq_len, hardware, minutes=None):
+    tokens = _Tokens(vocab_size, 4.0, text_tokens, 1000)
+    return _sized(tokens, seq_len, hardware, minutes)
+
+
 def test_sizes_follow_text_and_time(monkeypatch):
-    h100s = (8, Machine(1, 8, "H100"))
-    cpu = (0, Machine(1, 1, "H100"))
-    rows = _sized(1e12, 16384, 2048, *h100s, None)
-    assert (rows["model.overrides"][0]["dim"], rows["optimizer.lr"][0]) == (768, 6e-4)
-    assert _sized(1e12, 16384, 2048, *h100s, 2400)["model.flavor"][0] == "0.6B"
-    little = _sized(1e6, 2048, 256, *h100s, None)
-    assert (little["model.overrides"][0], little["optimizer.lr"][0]) == (
-        {"vocab_size": 2048},
-        1.6e-2,
-    )
-    assert little["training.steps"][0] * little["training.global_batch_size"][
-        0
-    ] * 256 == pytest.approx(4e6, rel=0.01)
+    h100s = _Hardware(8, Machine(1, 8, "H100"))
+    cpu = _Hardware(0, Machine(1, 1, "H100"))
+    size = sized(1e12, 16384, 2048, h100s)
+    assert (size.model.overrides["dim"], size.lr) == (768, 6e-4)
+    assert sized(1e12, 16384, 2048, h100s, minutes=2400).model.flavor == "0.6B"
+    little = sized(1e6, 2048, 256, h100s)
+    assert (little.model.overrides, little.lr) == ({"vocab_size": 2048}, 1.6e-2)
+    assert little.steps * little.global_batch_size * 256 == little.tokens
+    assert little.tokens == pytest.approx(4e6, rel=0.01)
     for text in (1e6, 1e12):  # a rank's share of six can be halved
-        six = _sized(text, 16384, 1024, 6, Machine(1, 6, "H100"), None)
-        assert six["training.local_batch_size"][0] in (4, 64)
-        assert (
-            16
-            <= six["training.global_batch_size"][0]
-            == 6 * six["training.local_batch_size"][0]
-            <= 512
-        )
+        six = sized(text, 16384, 1024, _Hardware(6, Machine(1, 6, "H100")))
+        assert six.local_batch_size in (4, 64)
+        assert 16 <= six.global_batch_size == 6 * six.local_batch_size <= 512
     steps = []
     monkeypatch.setattr("titan_disp.lab.init.cores", lambda: 2)
     for speed, minutes in ((2e10, 5), (2e10, 10), (1e10, 20)):
         monkeypatch.setattr(
             "titan_disp.lab.init._cpu_flops", lambda *_, speed=speed: speed
         )
-        steps.append(_sized(1e9, 2048, 256, *cpu, minutes)["training.steps"][0])
+        steps.append(sized(1e9, 2048, 256, cpu, minutes).steps)
     assert steps == pytest.approx([steps[0], 2 * steps[0], 2 * steps[0]], rel=0.01)
 
 

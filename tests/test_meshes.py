@@ -163,11 +163,10 @@ def plain_gradients(model, case, coeff=1.0):
     weights = (labels != -100).sum(1)
     masked = "mask" in case or "restart" in case
     segments = mesh.documents()
-    logits, layers = (
-        mesh.alone(model, inputs, segments, "restart" in case)
-        if masked
-        else model(inputs)
-    )
+    if masked:
+        logits, layers = mesh.alone(model, inputs, segments, "restart" in case)
+    else:
+        logits, layers, _ = model(inputs)
     if case.startswith("within"):
         losses = torch.stack(
             [within(z.double(), segments, "angular", {}) for z in layers]

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from titan_disp.checks import check_config, check_inputs
 from titan_disp.cluster.cost import find_gpu
@@ -58,6 +59,7 @@ COPIED = 2_000_000_000
 LEARNED_FROM = 20_000_000
 # Characters of text → size of the tokenizer's vocabulary; on a CPU, at most the second.
 VOCABULARIES = ((5e6, 2048), (20e6, 4096), (100e6, 8192), (math.inf, 16384))
+LEAST_STEPS = 20
 MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
 # Of the FLOP/s of nano in one process on one core, a step's share in as many processes
 # as cores: measured, 8,080 tokens/s of two on two hyperthreads, where one process
@@ -98,22 +100,27 @@ RATES = (
     (2.7e9, 1.6e-4),
     (6.7e9, 1.2e-4),
 )
-# "section.key" of the config → value, and the comment that gives the reason
-Rows = dict[str, tuple[Any, str]]
-ALWAYS: Rows = {
-    "job.custom_config_module": ("titan_disp.job_config", ""),
-    "experimental.custom_import": ("titan_disp.plugin", ""),
-    "model.name": ("qwen3_disp", ""),
-    "training.dataset": ("text", ""),
-    "validation.enable": (True, ""),
-    "validation.dataset": ("text_validation", ""),
-    "lr_scheduler.decay_type": ("cosine", ""),
-    "lr_scheduler.min_lr_factor": (0.1, ""),
-    "activation_checkpoint.mode": ("none", ""),
-    "checkpoint.enable": (True, ""),
-    "checkpoint.keep_latest_k": (2, ""),
-    "debug.seed": (42, ""),
-}
+
+
+@dataclass(frozen=True)
+class _Hardware:
+    """The processors of this machine, and the machine as the plan describes it."""
+
+    gpus: int
+    machine: Machine
+
+    @property
+    def ranks(self) -> int:
+        """One per GPU, or else one per core, up to 4 of 1 GB each.
+
+        On nano, ranks are twice as fast as threads (measured).
+        """
+        return self.gpus or 2 ** int(math.log2(min(cores(), 4)))
+
+    def __str__(self) -> str:
+        if self.gpus:
+            return f"{counted(self.gpus, 'GPU')} ({self.machine.gpu})"
+        return counted(self.ranks, "core")
 
 
 @dataclass(frozen=True)
@@ -160,39 +167,28 @@ def init(options: InitOptions) -> str:
     folder = options.folder.absolute()
     path = options.text if is_url(options.text) else os.path.abspath(options.text)
     _check(options, folder, path)
-    gpus, machine = _machine()
-    ranks = _ranks(gpus)
-    text = _find_text(options, path, gpus)
+    hardware = _find_hardware()
+    text = _find_text(options, path, hardware.gpus)
     with atomic_folder(folder) as partial:
         if not text.named:
             _write_documents(text, partial / "data")
         if not options.tokenizer:
             (partial / "tokenizer").mkdir()
-            model = _tokenizer(text.training, text.characters, bool(gpus))
+            model = _tokenizer(text.training, text.characters, hardware.gpus > 0)
             (partial / "tokenizer/tokenizer.model").write_bytes(model)
         tokens = _count_tokens(text, options.tokenizer or partial / "tokenizer")
-        size = _sized(
-            tokens.training,
-            tokens.vocab_size,
-            text.seq_len,
-            gpus,
-            machine,
-            options.minutes,
-        )
+        size = _sized(tokens, text.seq_len, hardware, options.minutes)
+        run = _Run(options, text, tokens, hardware, size)
         config = partial / "config.toml"
-        config.write_text(
-            _toml(size | _data_rows(partial, options, text, tokens, ranks))
-        )
+        config.write_text(run.config(partial))
         job_config = load_config(["--job.config_file", str(config)])
-        check_config(job_config, ranks)
+        check_config(job_config, hardware.ranks)
         check_inputs(job_config)
-        if gpus:
-            size |= _fitted(job_config, machine)
-        # ``partial`` gets this name
-        config.write_text(
-            _toml(size | _data_rows(folder, options, text, tokens, ranks))
-        )
-    return _summary(options, text, tokens, size, "" if gpus else f" --nproc {ranks}")
+        if hardware.gpus:
+            fitting = _fitting_batch(job_config, hardware.machine)
+            run = replace(run, size=replace(size, local_batch_size=fitting))
+        config.write_text(run.config(folder))  # ``partial`` gets this name
+    return run.summary()
 
 
 def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
@@ -253,65 +249,6 @@ def _count_tokens(text: _Text, assets: Path) -> _Tokens:
     )
 
 
-def _data_rows(
-    root: Path, options: InitOptions, text: _Text, tokens: _Tokens, ranks: int
-) -> Rows:
-    """Return the rows of text and tokenizer, if the run's folder is ``root``."""
-    train = validation = text.path
-    if not text.named:
-        # not a glob: the folder's name may contain a [
-        train = str(root / "data/train")
-        validation = str(root / "data/validation.jsonl.gz")
-    assets = options.tokenizer.absolute() if options.tokenizer else root / "tokenizer"
-    batch = max(1, 8 // ranks)  # sequences of a rank in one validation step
-    step = batch * ranks
-    sequences = min(64, tokens.held_out // (text.seq_len + 1)) // step * step
-    if not sequences:
-        needed = f"{counted(step, 'sequence')} of {text.seq_len} tokens"
-        raise ConfigError(
-            f"the held-out text has fewer than {needed}: hold out more, or name more text"
-        )
-    return {
-        "job.dump_folder": (str(root / "run"), ""),
-        "model.hf_assets_path": (str(assets), str(tokens)),
-        "training.dataset_path": (train, ""),
-        "validation.dataset_path": (validation, ""),
-        "validation.local_batch_size": (batch, ""),
-        "stream.validation_sequences": (sequences, ""),
-        "condensation.sequences": (min(8, sequences), ""),
-        "stream.text_field": (options.text_field if text.named else "text", ""),
-        "stream.text_split": (text.split, "what a document of a .txt file is"),
-    }
-
-
-def _summary(
-    options: InitOptions, text: _Text, tokens: _Tokens, size: Rows, nproc: str
-) -> str:
-    folder = shlex.quote(str(options.folder))
-    documents = (
-        "blocks between blank lines" if text.split == "blank_lines" else "documents"
-    )
-    held_out = f"{len(text.held_out):,} {documents}, by a hash, copied with the others to {folder}/data"
-    if text.named:
-        by_name = files_named([file.name for file in text.named], "validation", True)
-        held_out = f"{counted(len(text.named), 'file')}, by {'their names' if by_name else 'a hash of their names'}"
-    count = len(text.training) * text.scale
-    _, model = size["model.flavor"]
-    steps, limit = size["training.steps"]
-    lines = [
-        f"text       {count:,.0f} {documents}, {short(text.characters, 3)} characters for training",
-        f"held out   {held_out}",
-        f"tokenizer  {tokens}: {short(tokens.training, 3)} tokens of text",
-        f"model      {model}",
-        f"run        {steps:,} steps: {limit}",
-        "",
-        f"titan-disp train {folder}/config.toml{nproc}",
-        f"titan-disp report {folder}/run --out {folder}/report.html",
-        f"titan-disp train {folder}/config.toml{nproc} --dispersion.enabled false --job.dump_folder {folder}/off",
-    ]
-    return "\n".join(lines)
-
-
 def _check(options: InitOptions, folder: Path, text: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
@@ -327,22 +264,20 @@ def _check(options: InitOptions, folder: Path, text: str) -> None:
         raise ConfigError(f"--minutes is {options.minutes}, expected a number > 0")
 
 
-def _machine() -> tuple[int, Machine]:
-    """Return the number of GPUs, and the machine as the plan describes it."""
+def _find_hardware() -> _Hardware:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     machine = Machine(1, max(gpus, 1), mfu=MFU)
     try:
-        return gpus, find_machine(machine)
+        return _Hardware(gpus, find_machine(machine))
     except ConfigError:  # a GPU that the plan does not know
         device = torch.cuda.get_device_properties(0)
-        flops = OTHER_FLOPS * device.multi_processor_count / 1e12
-        known = replace(
+        machine = replace(
             machine,
             gpu=device.name,
             gpu_memory=device.total_memory / 1e9,
-            gpu_flops=flops,
+            gpu_flops=OTHER_FLOPS * device.multi_processor_count / 1e12,
         )
-        return gpus, find_machine(known)
+        return _Hardware(gpus, find_machine(machine))
 
 
 def _read(
@@ -440,14 +375,6 @@ def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
     )
 
 
-def _ranks(gpus: int) -> int:
-    """One per GPU, or else one per core, up to 4 of 1 GB each.
-
-    On nano, ranks are twice as fast as threads (measured).
-    """
-    return gpus or 2 ** int(math.log2(min(cores(), 4)))
-
-
 def _cpu_flops(vocab_size: int, seq_len: int) -> float:
     """Measure FLOP/s of nano, forward and backward, on one core."""
     own: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": seq_len}
@@ -532,124 +459,198 @@ def _largest_model(
     return chosen
 
 
-def _sized(
-    text_tokens: float,
-    vocab_size: int,
-    seq_len: int,
-    gpus: int,
-    machine: Machine,
-    minutes: float | None,
-) -> Rows:
-    """Choose the model, the batch and the number of steps.
+@dataclass(frozen=True)
+class _Size:
+    """The model, the batch and the length of a run."""
 
-    Return rows of the config.
+    model: _Model
+    lr: float
+    local_batch_size: int
+    global_batch_size: int
+    steps: int  # a multiple of 4, so that the last one is validated and saved
+    tokens: int  # of all steps
+    epochs: float
+    seconds: float  # of all steps, estimated
+
+    @property
+    def quarter(self) -> int:
+        return max(1, self.steps // 4)
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.steps // (5 if self.model.parameters < 1e7 else 20)
+
+    @property
+    def limit(self) -> str:
+        if self.steps == LEAST_STEPS:
+            return "No run is shorter"
+        limits = self.model.limits
+        return f"The limit is {min(limits, key=limits.__getitem__)}"
+
+
+def _sized(
+    tokens: _Tokens, seq_len: int, hardware: _Hardware, minutes: float | None
+) -> _Size:
+    """Return the largest model that text and time allow, and how to train it.
+
+    ``minutes`` are 240 on GPUs and 4 on CPUs if they are None.
     """
-    minutes = minutes or (240 if gpus else 4)
-    ranks = _ranks(gpus)
-    gpu = find_gpu(machine)
-    speed = (
-        gpus * MFU * gpu.bf16_flops
-        if gpus
-        else ranks * SHARE * _cpu_flops(vocab_size, seq_len)
-    )
+    gpus = hardware.gpus
+    ranks = hardware.ranks
+    gpu = find_gpu(hardware.machine)
+    if gpus:
+        speed = gpus * MFU * gpu.bf16_flops
+    else:
+        speed = ranks * SHARE * _cpu_flops(tokens.vocab_size, seq_len)
     model = _largest_model(
-        text_tokens, vocab_size, seq_len, minutes, speed, max(gpus, 1) * gpu.memory
+        text_tokens=tokens.training,
+        vocab_size=tokens.vocab_size,
+        seq_len=seq_len,
+        minutes=minutes or (240 if gpus else 4),
+        speed=speed,
+        memory=max(gpus, 1) * gpu.memory,
     )
     sequences = min(max(model.tokens / 2000 / seq_len, 16), 2**19 / seq_len)
-    # a rank's share can be halved until it fits
+    # A rank's share can be halved until it fits.
     batch = ranks * 2 ** int(math.log2(max(sequences / ranks, 1)))
     if batch < 16:
         batch *= 2
-    # A multiple of 4, so that the last step is validated and saved.
-    steps = 4 * max(5, round(model.tokens / (4 * batch * seq_len)))
-    tokens = steps * batch * seq_len
-    seconds = max(tokens * model.flops / speed, steps * LAUNCHES if gpus else 0)
-    speed_is = "an assumed" if gpus else "the measured"
-    length = (
-        f"{short(tokens, 3)} tokens, {tokens / model.parameters:.1f} per parameter, {tokens / text_tokens:.1f} epochs, "
-        f"{estimated_duration(seconds)} of steps by {speed_is} speed"
-    )
-    limit = min(model.limits, key=model.limits.__getitem__)
-    why = f"The limit is {limit}" if steps > 20 else "No run is shorter"
-    hardware = (
-        f"{counted(ranks, 'GPU')} ({machine.gpu})" if gpus else counted(ranks, "core")
-    )
+    steps = 4 * round(model.tokens / (4 * batch * seq_len))
+    steps = max(LEAST_STEPS, steps)
+    trained = steps * batch * seq_len
     lr = math.exp(np.interp(math.log(model.parameters), *np.log(RATES).T))
-    return {
-        "model.flavor": (
-            model.flavor,
-            f"{short(model.parameters, 3)} parameters, for {hardware}",
-        ),
-        "model.overrides": (model.overrides, ""),
-        "dispersion.enabled": (True, "false: cross-entropy alone"),
-        "training.seq_len": (seq_len, ""),
-        "training.local_batch_size": (
-            batch // ranks if gpus else min(batch // ranks, 16),
-            "of a rank at a time",
-        ),
-        "training.global_batch_size": (
-            batch,
-            "for 2,000 steps, but at least 16, at most GPT-3's 0.5 M tokens",
-        ),
-        "training.steps": (steps, f"{length}. {why}"),
-        "training.mixed_precision_param": (
-            "bfloat16" if gpus else "float32",
-            "bf16 is slow on most CPUs",
-        ),
-        "optimizer.lr": (
-            float(f"{lr:.2g}"),
-            "docs/evidence.md up to 1 M parameters; then towards GPT-3's",
-        ),
-        "optimizer.implementation": ("fused" if gpus else "foreach", ""),
-        "lr_scheduler.warmup_steps": (
-            steps // (5 if model.parameters < 1e7 else 20),
-            "20 %, as in docs/evidence.md; 5 % above 10 M parameters",
-        ),
-        "validation.freq": (max(1, steps // 4), ""),
-        "condensation.interval": (max(5, steps // 20), "about 20 measurements"),
-        "checkpoint.interval": (max(1, steps // 4), ""),
-        "metrics.log_freq": (max(1, steps // 200), ""),
-    }
+    return _Size(
+        model=model,
+        lr=float(f"{lr:.2g}"),
+        local_batch_size=batch // ranks if gpus else min(batch // ranks, 16),
+        global_batch_size=batch,
+        steps=steps,
+        tokens=trained,
+        epochs=trained / tokens.training,
+        seconds=max(trained * model.flops / speed, steps * LAUNCHES if gpus else 0),
+    )
 
 
-def _fitted(job_config: JobConfig, machine: Machine) -> Rows:
-    """Halve the local batch until the plan fits into a GPU's memory."""
+def _fitting_batch(job_config: JobConfig, machine: Machine) -> int:
+    """Return the local batch size, halved until the plan fits into a GPU's memory."""
     training = job_config.training
     memory = FILLED * find_gpu(machine).memory
     while predict(job_config, meta_model(job_config), machine).memory.total > memory:
         if training.local_batch_size % 2:
             raise ConfigError(
-                f"one sequence does not fit into {memory / 1e9:.0f} GB: set fewer --minutes"
+                f"one sequence does not fit into {memory / 1e9:.0f} GB: "
+                "set fewer --minutes"
             )
         training.local_batch_size //= 2
-    return {
-        "training.local_batch_size": (
-            training.local_batch_size,
-            "of a rank at a time: the largest that fits",
+    return training.local_batch_size
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What was found, and what follows from it."""
+
+    options: InitOptions
+    text: _Text
+    tokens: _Tokens
+    hardware: _Hardware
+    size: _Size
+
+    @property
+    def description(self) -> str:
+        """Of the model, for people."""
+        return f"{short(self.size.model.parameters, 3)} parameters, for {self.hardware}"
+
+    @property
+    def length(self) -> str:
+        """Of the run, for people."""
+        size = self.size
+        speed = "an assumed" if self.hardware.gpus else "the measured"
+        return (
+            f"{short(size.tokens, 3)} tokens, "
+            f"{size.tokens / size.model.parameters:.1f} per parameter, "
+            f"{size.epochs:.1f} epochs, {estimated_duration(size.seconds)} of steps by "
+            f"{speed} speed. {size.limit}"
         )
-    }
+
+    def config(self, root: Path) -> str:
+        """Return config.toml, if the run's folder is ``root``."""
+        text = self.text
+        train = validation = text.path
+        if not text.named:
+            # Not a glob: the folder's name may contain a [
+            train = str(root / "data/train")
+            validation = str(root / "data/validation.jsonl.gz")
+        assets = root / "tokenizer"
+        if self.options.tokenizer:
+            assets = self.options.tokenizer.absolute()
+        ranks = self.hardware.ranks
+        validation_batch = max(1, 8 // ranks)  # sequences of a rank in one step
+        step = validation_batch * ranks
+        available = self.tokens.held_out // (text.seq_len + 1)
+        sequences = min(64, available) // step * step
+        if not sequences:
+            needed = f"{counted(step, 'sequence')} of {text.seq_len} tokens"
+            raise ConfigError(
+                f"the held-out text has fewer than {needed}: hold out more, or name "
+                "more text"
+            )
+        templates = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+        )
+        templates.filters["toml"] = _as_toml
+        return templates.get_template("config.toml.j2").render(
+            run=self,
+            root=root,
+            assets=str(assets),
+            training_path=train,
+            validation_path=validation,
+            validation_batch=validation_batch,
+            validation_sequences=sequences,
+        )
+
+    def summary(self) -> str:
+        """Return what was found and the commands to type."""
+        text = self.text
+        tokens = self.tokens
+        folder = shlex.quote(str(self.options.folder))
+        documents = "documents"
+        if text.split == "blank_lines":
+            documents = "blocks between blank lines"
+        held_out = (
+            f"{len(text.held_out):,} {documents}, by a hash, copied with the others "
+            f"to {folder}/data"
+        )
+        if text.named:
+            names = [file.name for file in text.named]
+            how = "a hash of their names"
+            if files_named(names, "validation", True):
+                how = "their names"
+            held_out = f"{counted(len(names), 'file')}, by {how}"
+        count = len(text.training) * text.scale
+        characters = short(text.characters, 3)
+        train = f"titan-disp train {folder}/config.toml"
+        if not self.hardware.gpus:
+            train += f" --nproc {self.hardware.ranks}"
+        return "\n".join(
+            [
+                f"text       {count:,.0f} {documents}, {characters} characters for "
+                "training",
+                f"held out   {held_out}",
+                f"tokenizer  {tokens}: {short(tokens.training, 3)} tokens of text",
+                f"model      {self.description}",
+                f"run        {self.size.steps:,} steps: {self.length}",
+                "",
+                train,
+                f"titan-disp report {folder}/run --out {folder}/report.html",
+                f"{train} --dispersion.enabled false --job.dump_folder {folder}/off",
+            ]
+        )
 
 
-def _quoted(value: Any) -> str:
-    """Write a value as in TOML."""
+def _as_toml(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {one}' for key, one in value.items())}}}"
+        pairs = [f"{key} = {number}" for key, number in value.items()]
+        return f"{{{', '.join(pairs)}}}"
     return json.dumps(value, ensure_ascii=False)
-
-
-def _toml(rows: Rows) -> str:
-    """Write rows, section.key → value and reason, with those that every run has."""
-    sections: dict[str, list[str]] = {}
-    for name, (value, why) in (ALWAYS | rows).items():
-        section, _, key = name.partition(".")
-        line = f"{key} = {_quoted(value)}"
-        sections.setdefault(section, []).append(f"{line:<40} # {why}" if why else line)
-    parts = [
-        "# Written by titan-disp init. Change what you like: titan-disp config KEY explains a key.\n"
-    ]
-    return "\n".join(
-        [
-            *parts,
-            *("\n".join([f"[{name}]", *lines, ""]) for name, lines in sections.items()),
-        ]
-    )
