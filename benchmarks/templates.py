@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from titan_disp.lab.templates import templates
 
 FOLDER = Path(__file__).parent
 
@@ -34,16 +34,8 @@ def render(name: str, context: Mapping[str, Any], **filters: Callable[..., str])
             wrong.append(f'"{words}"')
         return words
 
-    folder = FileSystemLoader(FOLDER)
-    templates = Environment(
-        loader=folder,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters |= {**filters, "holds": holds, "number": format}
-    text = templates.get_template(name).render(context)
+    pages = templates(__file__, **filters, holds=holds, number=format)
+    text = pages.get_template(name).render(context)
     if wrong:
         said = f"the results do not say what benchmarks/{name} says; rewrite these sentences there:"
         raise Refused("\n  ".join([said, *wrong]))

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from titan_disp.checks import check_config, check_inputs
 from titan_disp.cluster.cost import find_gpu
@@ -49,6 +48,7 @@ from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.errors import ConfigError, counted, of_options
 from titan_disp.files import atomic_folder, cores
 from titan_disp.lab.sample import train_tokenizer, write_shard
+from titan_disp.lab.templates import templates
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.text import byte_size, estimated_duration, short
 
@@ -594,13 +594,8 @@ class _Run:
                 f"the held-out text has fewer than {needed}: hold out more, or name "
                 "more text"
             )
-        templates = Environment(
-            loader=FileSystemLoader(Path(__file__).parent),
-            undefined=StrictUndefined,
-            keep_trailing_newline=True,
-        )
-        templates.filters["toml"] = _as_toml
-        return templates.get_template("config.toml.j2").render(
+        template = templates(__file__, toml=_as_toml).get_template("config.toml.j2")
+        return template.render(
             run=self,
             root=root,
             assets=str(assets),

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from titan_disp.condensation.record import OF_PAPER, PLACES
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.data.listing import list_files
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
+from titan_disp.lab.templates import templates
 from titan_disp.models.baselines import OPTIONS
 from titan_disp.run.reader import last_row, read_condensation, read_validation
 from titan_disp.tables import written_out
@@ -149,18 +148,10 @@ def model_card(
     checkpoint = config["checkpoint"]
     start = checkpoint["initial_load_path"] or config["model"]["hf_assets_path"]
     packages = {"python": environment.get("python")} | environment.get("packages", {})
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
+    cards = templates(
+        __file__, grouped="{:,}".format, counted=counted, condensation=_condensation
     )
-    templates.filters |= {
-        "grouped": "{:,}".format,
-        "counted": counted,
-        "condensation": _condensation,
-    }
-    return templates.get_template("model_card.md.j2").render(
+    return cards.get_template("model_card.md.j2").render(
         name=name,
         title=saved.entry.title,
         flavor=saved.flavor,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from titan_disp.condensation.heatmap import heatmaps
 from titan_disp.condensation.record import (
@@ -37,6 +36,7 @@ from titan_disp.lab.report.charts import (
 )
 from titan_disp.lab.report.gather import RunRecord, conditions, gather
 from titan_disp.lab.report.tables import state
+from titan_disp.lab.templates import templates
 from titan_disp.text import number
 
 SHARED_STEPS = 4  # runs with so many common steps are shown at the same steps
@@ -267,14 +267,6 @@ def render(
     says which runs could not be read or shown. ``scores`` are lines of an evaluation,
     as ``beside`` returns them.
     """
-    here = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(
-        loader=here,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     differ, shared = tables.config_differences(runs)
     names = [name for name, _ in conditions(runs)]
     firsts = [runs[members[0]] for _, members in conditions(runs)]
@@ -282,48 +274,56 @@ def render(
     some = runs if len(runs) <= MANY else firsts[: MANY // 2]
     pictured = [run.name for run in some]
     with drawing():
-        return pages.get_template("page.html.j2").render(
-            runs=runs,
-            left_out=left_out,
-            states=[state(run, now)[0] for run in runs],
-            written=tables.when(now),
-            bins=charts.bins(len(names)),
-            several_seeds=len(names) < len(runs),
-            pictured=pictured,
-            beginning=f"{BEGINNING:.0%}",
-            least_range=LEAST_RANGE,
-            overview=tables.overview(runs, now),
-            final_numbers=tables.final_numbers(runs),
-            published=[HEADINGS, [*beside(costs(runs), "this report"), *scores], NOTE],
-            losses=losses(runs),
-            optimization=optimization(runs),
-            condensation=[
-                condensation_by_step(runs),
-                condensation_maps(some),
-                condensation_by_layer(some),
-            ],
-            histories=[
-                (
-                    run,
-                    history(run) if run.name in pictured else None,
-                    tables.starts(run, now),
-                    tables.events(run),
-                )
-                for run in runs
-            ],
-            seen=tables.seen(runs),
-            seen_headings=[
-                *tables.SEEN,
-                f"cross-entropy, mean of the last {tables.LAST_ROWS} rows",
-            ],
-            data_counters=tables.data_counters(runs),
-            differ=differ,
-            shared=shared,
-            configs=[
-                (run.name, json.dumps(run.config, indent=2, ensure_ascii=False))
-                for run in some
-            ],
-            environments=tables.environments(runs),
+        return (
+            templates(__file__)
+            .get_template("page.html.j2")
+            .render(
+                runs=runs,
+                left_out=left_out,
+                states=[state(run, now)[0] for run in runs],
+                written=tables.when(now),
+                bins=charts.bins(len(names)),
+                several_seeds=len(names) < len(runs),
+                pictured=pictured,
+                beginning=f"{BEGINNING:.0%}",
+                least_range=LEAST_RANGE,
+                overview=tables.overview(runs, now),
+                final_numbers=tables.final_numbers(runs),
+                published=[
+                    HEADINGS,
+                    [*beside(costs(runs), "this report"), *scores],
+                    NOTE,
+                ],
+                losses=losses(runs),
+                optimization=optimization(runs),
+                condensation=[
+                    condensation_by_step(runs),
+                    condensation_maps(some),
+                    condensation_by_layer(some),
+                ],
+                histories=[
+                    (
+                        run,
+                        history(run) if run.name in pictured else None,
+                        tables.starts(run, now),
+                        tables.events(run),
+                    )
+                    for run in runs
+                ],
+                seen=tables.seen(runs),
+                seen_headings=[
+                    *tables.SEEN,
+                    f"cross-entropy, mean of the last {tables.LAST_ROWS} rows",
+                ],
+                data_counters=tables.data_counters(runs),
+                differ=differ,
+                shared=shared,
+                configs=[
+                    (run.name, json.dumps(run.config, indent=2, ensure_ascii=False))
+                    for run in some
+                ],
+                environments=tables.environments(runs),
+            )
         )
 
 

@@ -1,0 +1,25 @@
+"""Files that are written from a template beside the module that writes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+
+def templates(module: str, **filters: Callable[..., Any]) -> Environment:
+    """Return the templates in the folder of a module, given its ``__file__``.
+
+    ``get_template(name).render(…)`` returns a text. A name that it is not given is an
+    error. In HTML, what it is given is never markup.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(module).parent),
+        autoescape=select_autoescape(["html.j2"], default=False),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= filters
+    return environment
