@@ -498,7 +498,7 @@ def _measure():
         )
     cpu = torch.device("cpu")
     measured = bandwidth.measure(f"n{rank + 1}", 0, cpu, 1 << 16)
-    assert bandwidth._gather(measured) == [measured] * 4
+    assert bandwidth.objects_of_ranks(measured) == [measured] * 4
     assert measured["ranks"] == 4
     assert measured["all_reduce"]["bus_bandwidth"] == pytest.approx(
         1.5 * (1 << 16) / measured["all_reduce"]["seconds"]

@@ -87,8 +87,7 @@ def parse_overrides(written: Written, key: str = OVERRIDES) -> dict[str, Any]:
                 f"{key}.{name} is given twice: {table[name]!r} and {value}. "
                 "Remove one of them"
             )
-        is_empty = not (name or value)  # as after a comma at the end
-        if not is_empty:
+        if name or value:  # else a comma at the end
             table[name] = _literal(value)
     return table
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from titan_disp.cluster.node_health import in_order, node_name
+from titan_disp.dispersion.autograd import objects_of_ranks
 from titan_disp.run.folder import write_json
 
 # About one of 8 shards of the 0.6B model's fp32 gradients (2.4 GB), which FSDP reduces
@@ -136,12 +137,6 @@ def _median_seconds(operation: Callable[[], Any]) -> float:
     return statistics.median(times[2:])  # the first two warm up
 
 
-def _gather(value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
 def measure(
     node: str, local_rank: int, device: torch.device, size: int
 ) -> dict[str, Any]:
@@ -171,7 +166,9 @@ def measure(
         clocks.append(time.time())
     all_reduce = _median_seconds(lambda: dist.all_reduce(send))
 
-    placed = {place: rank for rank, place in enumerate(_gather((node, local_rank)))}
+    placed = {
+        place: rank for rank, place in enumerate(objects_of_ranks((node, local_rank)))
+    }
     nodes = in_order({name for name, _ in placed})
     seconds: dict[str, float] = {}
     for pairs in rounds(len(nodes)):
@@ -184,7 +181,7 @@ def measure(
                 )
     barrier()
 
-    gathered = _gather((node, local_rank, all_reduce, seconds, clocks))
+    gathered = objects_of_ranks((node, local_rank, all_reduce, seconds, clocks))
     slowest = max(g[2] for g in gathered)
     return {
         "ranks": ranks,

@@ -1,15 +1,10 @@
 """A run's config: keys as data, loading, and the reference page."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from titan_disp.config.load import load_config
-
-__all__ = ["load_config"]
+from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``load_config`` when it is asked for, because it needs TorchTitan."""
+    # ``load_config`` is imported when it is asked for, because it needs TorchTitan.
     if name != "load_config":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from titan_disp.config.load import load_config

@@ -7,6 +7,7 @@ seconds of PyTorch.
 """
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -15,63 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import tomli
+
 from titan_disp.config.keys import SOURCES, Facts
 from titan_disp.errors import ConfigError, did_you_mean
 
-# TorchTitan's keys that the files in train_configs set, with their meaning in
-# titan-disp.
-USED = {
-    "job.dump_folder": "The run folder: checkpoints, metrics and logs. A run that is started again in it resumes.",
-    "job.description": "A line for the log.",
-    "job.custom_config_module": 'Module with more keys. titan_disp.train uses "titan_disp.job_config" by default.',
-    "experimental.custom_import": 'Module to import first: "titan_disp.plugin", which registers the models.',
-    "model.name": "The model: docs/training.md lists them.",
-    "model.flavor": "The size, such as nano, 0.6B or 124M.",
-    "model.hf_assets_path": "Folder of the tokenizer, and of the weights if checkpoint.initial_load_in_hf is true.",
-    "training.dataset": '"c4", "text" (any documents at dataset_path) or "hf:OWNER/NAME…": docs/data.md.',
-    "training.dataset_path": "Folder, file, glob or URL (s3://…) of the documents. Unset: they are streamed from the hub.",
-    "training.seq_len": "Tokens per sequence.",
-    "training.local_batch_size": "Sequences per microbatch on a data-parallel rank.",
-    "training.global_batch_size": "Sequences per step, accumulated as needed. -1: one microbatch of each data-parallel rank.",
-    "training.max_norm": "Norm to which gradients are clipped.",
-    "training.dtype": "Type of weights and optimizer states. float32 with mixed precision is the usual choice.",
-    "training.mixed_precision_param": "Type of weights and activations in forward and backward.",
-    "training.mixed_precision_reduce": "Type of gradients while they are summed over ranks.",
-    "optimizer.name": '"AdamW" or "Adam".',
-    "optimizer.lr": "The highest learning rate.",
-    "optimizer.beta1": "Decay rate of the moving average of gradients.",
-    "optimizer.beta2": "Decay rate of the moving average of squared gradients.",
-    "optimizer.eps": "Number that is added to the denominator of the update.",
-    "optimizer.weight_decay": "Weight decay, decoupled as in AdamW.",
-    "optimizer.implementation": "fused is the fastest on GPUs, foreach on CPUs.",
-    "lr_scheduler.warmup_steps": "Steps over which the learning rate grows linearly from 0.",
-    "lr_scheduler.decay_type": "How the learning rate falls after warm-up.",
-    "lr_scheduler.min_lr_factor": "The last learning rate, as a fraction of optimizer.lr.",
-    "parallelism.data_parallel_replicate_degree": (
-        "Replicas (HSDP). -1, only in titan-disp: as many as possible."
-    ),
-    "parallelism.data_parallel_shard_degree": (
-        "Ranks that share a copy of the weights (FSDP). -1: as many as possible."
-    ),
-    "parallelism.tensor_parallel_degree": "Ranks that share the work of every layer.",
-    "activation_checkpoint.mode": "What is recomputed in backward to save memory.",
-    "activation_checkpoint.selective_ac_option": 'For mode selective: "op", or "N" for every N-th block.',
-    "compile.enable": "Whether to use torch.compile.",
-    "compile.components": "What is compiled.",
-    "checkpoint.enable": "Whether to save checkpoints and to resume from them.",
-    "checkpoint.interval": "Steps between checkpoints.",
-    "checkpoint.async_mode": "async: training goes on while a checkpoint is written.",
-    "checkpoint.keep_latest_k": "Checkpoints to keep. 0: all.",
-    "checkpoint.initial_load_in_hf": (
-        "Whether to load Hugging Face weights first: initial_load_path or hf_assets_path."
-    ),
-    "comm.init_timeout_seconds": "Time-out of communication until the end of the first step.",
-    "comm.train_timeout_seconds": "Time-out of communication afterwards.",
-    "metrics.log_freq": "Steps between lines of the log and points of the curves.",
-    "metrics.enable_tensorboard": "Whether to write TensorBoard files to the run folder.",
-    "metrics.disable_color_printing": "Whether the log has no colours.",
-    "debug.seed": "Decides the initial weights and the sampled positions. Unset: weights differ from run to run.",
-}
 NAMES = {
     "str": "string",
     "int": "integer",
@@ -258,12 +207,23 @@ def torchtitan_sections() -> list[Section]:
     ]
 
 
+@functools.cache
+def used_keys() -> dict[str, dict[str, str]]:
+    """Return the most used of TorchTitan's keys, by section, with their meaning."""
+    file = Path(__file__).with_name("torchtitan_keys.toml")
+    return tomli.loads(file.read_text(encoding="utf-8"))
+
+
+def _meaning(key: Key) -> str | None:
+    return used_keys().get(key.section, {}).get(key.name)
+
+
 def _used() -> Iterator[Section]:
     for section in torchtitan_sections():
         keys = tuple(
-            replace(key, text=USED[key.full])
+            replace(key, text=meaning)
             for key in section.keys
-            if key.full in USED
+            if (meaning := _meaning(key)) is not None
         )
         if keys:
             yield Section(section.name, "", keys)
@@ -290,14 +250,11 @@ def _find(name: str) -> Iterator[Section]:
     for section in (*own_sections(), *torchtitan_sections()):
         whole = name == section.name or section.name.startswith(f"{name}.")
         keys = [key for key in section.keys if whole or name in (key.full, key.name)]
-        ours = (
-            replace(k, text=f"{USED[k.full]} TorchTitan: {k.text}")
-            if k.full in USED
-            else k
-            for k in keys
-        )
+        for i, key in enumerate(keys):
+            if meaning := _meaning(key):
+                keys[i] = replace(key, text=f"{meaning} TorchTitan: {key.text}")
         if keys:
-            yield Section(section.name, section.text if whole else "", tuple(ours))
+            yield Section(section.name, section.text if whole else "", tuple(keys))
 
 
 def _not_found(name: str) -> ConfigError:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     class Training(titan.Training, ours.Training): ...
 
-    class Validation(titan.Validation, ours.Validation): ...
-
     class Checkpoint(titan.Checkpoint, ours.Checkpoint): ...
 
     class JobConfig(titan.JobConfig):
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
         baseline: ours.Baseline
         stream: ours.Stream
         training: Training
-        validation: Validation
         budget: ours.Budget
         guard: ours.Guard
         condensation: ours.Condensation

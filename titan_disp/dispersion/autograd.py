@@ -49,12 +49,19 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def of_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x [B, …] of each rank of the group, [ranks, B, …]."""
+def of_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return x [B, …] of each rank of the group (by default all), [ranks, B, …]."""
     ranks = dist.get_world_size(group)
     gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
     all_gather(gathered, x.contiguous(), group=group)
     return gathered.view(ranks, *x.shape)
+
+
+def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the object x of each rank of the group (by default all)."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, x, group=group)
+    return gathered
 
 
 class Gathering:

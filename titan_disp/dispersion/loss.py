@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import Group, process_group, size_of
+from titan_disp.dispersion.autograd import (
+    Group,
+    objects_of_ranks,
+    process_group,
+    size_of,
+)
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import Layers, WholeLayers
 from titan_disp.dispersion.masks import TokenMask, token_mask
@@ -391,8 +396,7 @@ def _check_shards(
     """
     if (group.group_name, shapes) in _compared or dist.get_backend(group) == "fake":
         return
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, shapes, group=group)
+    of_ranks = objects_of_ranks(shapes, group)
     if len(set(of_ranks)) > 1:
         text = "; ".join(
             f"rank {rank}: {[list(shape) for shape in shapes_of_rank]}"

@@ -30,6 +30,7 @@ from titan_disp import safe_dcp
 from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.listing import on_rank_0
 from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.dispersion.autograd import objects_of_ranks
 from titan_disp.errors import (
     CheckpointError,
     ConfigError,
@@ -610,6 +611,4 @@ def _first(reason: str | None) -> str | None:
     """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return reason
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    return next((r for r in reasons if r is not None), None)
+    return next((r for r in objects_of_ranks(reason) if r is not None), None)

@@ -18,12 +18,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.types import JobConfig
-from titan_disp.dispersion.autograd import all_gather
+from titan_disp.dispersion.autograd import objects_of_ranks, of_ranks
 from titan_disp.run.folder import job_id
 from titan_disp.run.reader import HEARTBEAT, STOP
 
@@ -243,12 +242,10 @@ class Stragglers:
     def find(self) -> dict[str, Any] | None:
         """Call ``straggler`` with what all ranks say. This is a collective call."""
         if not self._hosts:
-            self._hosts = [""] * dist.get_world_size()
-            dist.all_gather_object(self._hosts, socket.gethostname())
+            self._hosts = objects_of_ranks(socket.gethostname())
         own = torch.tensor([self.own_seconds()], device=utils.device_type)
-        every = torch.empty(dist.get_world_size(), device=utils.device_type)
-        all_gather(every, own)
-        return straggler(every.tolist(), self._hosts)
+        seconds = of_ranks(own).flatten()
+        return straggler(seconds.tolist(), self._hosts)
 
 
 def process_began() -> float:

@@ -274,7 +274,7 @@ class DispersionMetrics(MetricsProcessor):
                 f"half of the ranks at most {straggler['median']:.3f} s"
             )
         if self._jsonl is not None:
-            row: dict[Any, Any] = {
+            row: Any = {
                 "step": step,
                 "time": time.time(),
                 "loss": global_avg_loss,

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from titan_disp.condensation.record import OF_PAPER, PLACES
 from titan_disp.data.fingerprint import read_data_state
@@ -18,7 +18,6 @@ from titan_disp.tables import written_out
 from titan_disp.text import byte_size
 
 SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
-T = TypeVar("T")
 SHOWN = ("python", "titan-disp", "torch", "torchtitan", "tokenizers", "sentencepiece")
 
 
@@ -125,7 +124,7 @@ def _baseline(section: dict[str, Any]) -> str:
     return ", ".join([section["method"], *options])
 
 
-def _newest(rows: dict[int, T], last_step: int) -> tuple[int, T] | None:
+def _newest(rows: dict[int, Any], last_step: int) -> tuple[int, Any] | None:
     """Return the last (step, row) up to a step, or None."""
     steps = [step for step in rows if step <= last_step]
     if not steps:
