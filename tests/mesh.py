@@ -17,9 +17,8 @@ from torchtitan.distributed import ParallelDims
 
 from tests import ring_attention
 from tests.oracle import EVERY_ESTIMATOR
-from titan_disp import cpu
+from titan_disp import cpu, objective
 from titan_disp.config.load import load_config
-from titan_disp import objective
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.models.decoder import canonical_name
 from titan_disp.models.registry import MODELS, model_args
