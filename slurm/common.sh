@@ -1,9 +1,23 @@
 # shellcheck shell=bash disable=SC2154
-# The common beginning of pretrain.sbatch, sweep.sbatch and check_nodes.sbatch, which source this file. They set `here` to
-# this folder (hence SC2154). pretrain.sbatch lists the variables. This file exports TITAN_DISP_LOCAL, _NPROC, _PYTHON and
-# _PREFIX_WORDS.
+# What pretrain.sbatch, sweep.sbatch and check_nodes.sbatch share. They set `here` to this folder (hence SC2154) and source
+# this file. pretrain.sbatch lists the variables. This file exports TITAN_DISP_LOCAL, _NPROC, _PYTHON and _PREFIX_WORDS.
+# pretrain.sbatch and sweep.sbatch also set `job` and `early`, and end with `supervise`.
 
 say() { echo "titan-disp: $(date -u +%FT%TZ) $*"; }
+
+# Says why and requeues the job $job: what the supervisor did not intend must not end the job for good. It was killed, or
+# this node lacks Python, a file system or SLURM's answer.
+again() {
+  say "$1"
+  state=$(scontrol show job "$job" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p' | head -n 1)
+  for pause in 1 10 60; do
+    if [ "${state:-RUNNING}" != RUNNING ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 50 ]; then break; fi
+    scontrol requeue "$job" && sleep 120 && exit 1
+    sleep $pause
+  done
+  echo "titan-disp: NOT REQUEUED (state ${state:-unknown}, restarts ${SLURM_RESTART_COUNT:-0}): submit the job again"
+  exit 1
+}
 
 site=$here/site.sh # a launch folder has a copy of the file
 if [ ! -f "${here%/slurm}/launch.json" ] || [ ! -f "$site" ]; then
@@ -46,9 +60,17 @@ TITAN_DISP_PREFIX_WORDS=
 }
 export TITAN_DISP_PREFIX_WORDS
 
-# Runs supervise.py with these arguments, and exits with the status that it intended. The caller must first set traps that
-# append the names of signals to the file $signals and set `interrupted`, and define `again`.
+# Runs supervise.py with these arguments, and exits with the status that it intended. The caller's traps have appended the
+# signals so far to $early.
 supervise() {
+  # of an earlier job with this number
+  [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$TITAN_DISP_LAUNCH_POINTER"
+  # The supervisor reads the file. TMPDIR may exist on the login node only.
+  signals=$(mktemp 2>/dev/null || TMPDIR=/tmp mktemp || TMPDIR=/dev/shm mktemp) || again "no temporary file can be written here"
+  trap 'echo USR1 >>"$signals" || kill -USR1 $!; interrupted=1' USR1 # a full disk
+  trap 'echo TERM >>"$signals" || kill -TERM $!; interrupted=1' TERM
+  trap 'rm -f "$signals"' EXIT
+  echo "${early:-}" >>"$signals" # unset in the scripts of jobs that an older version submitted
   # The signals are ignored until Python handles them: one that comes while the supervisor starts must not kill it.
   (
     trap '' USR1 TERM

@@ -5,8 +5,9 @@ FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN a
 3, and gives rank 0 an infinite gradient at steps 5 to 9. The others: crash (an
 exception), hang (the rank stops itself with SIGSTOP), freeze (it waits forever before
 the step, as for a file system), kill (it kills itself with SIGKILL), asked_to_stop (it
-gets SIGUSR1), nospace (the file system is full from this step on) and slow (the step
-takes SLOW seconds longer, by default 0.5).
+gets SIGUSR1), nospace (the file system is full from this step on), await_save (it waits
+until its asynchronous save has ended) and slow (the step takes SLOW seconds longer, by
+default 0.5).
 
 FAULTS_ONCE names a file that the first fault creates. Faults do not happen if it
 exists. (freeze uses one such file per rank, so that every named rank freezes once.)
@@ -16,6 +17,7 @@ import math
 import os
 import signal
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import torch
@@ -85,6 +87,8 @@ class FaultyTrainer(DispTrainer):
                 time.sleep(1)
         if active("slow", self.step):
             time.sleep(float(os.environ.get("SLOW", "0.5")))
+        if active("await_save", self.step):
+            wait([self.checkpointer.save_future])
         if active("nospace", self.step):
             FileSystem.create_stream = _no_space
         super().train_step(data_iterator)

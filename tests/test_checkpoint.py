@@ -279,13 +279,13 @@ def test_an_asynchronous_save(start, monkeypatch):
     create = FileSystem.create_stream
     events = [("checkpoint", step) for step in (1, 2, 3, 4)]
     monkeypatch.setattr(
-        FileSystem, "create_stream", lambda *args: gate.wait(20) and create(*args)
+        FileSystem, "create_stream", lambda *args: gate.wait(200) and create(*args)
     )
     run.save(3)
     assert not run.manager.save_has_failed()
     assert (run.events, checkpoints(run.folder)) == (events[:2], [1, 2])
     gate.set()
-    wait([run.manager.save_future], 20)
+    wait([run.manager.save_future], 200)
     for _ in range(2):
         assert not run.manager.save_has_failed()
         assert run.events == events[:3]
@@ -300,7 +300,7 @@ def test_an_asynchronous_save_that_failed(start, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(FileSystem, "create_stream", full_disk)
         run.save(2)
-        wait([run.manager.save_future], 20)
+        wait([run.manager.save_future], 200)
     assert run.manager.save_has_failed()
     with pytest.raises(
         CheckpointError,

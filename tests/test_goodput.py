@@ -193,4 +193,4 @@ def test_the_clock(monkeypatch):
 def test_the_begin_of_an_allocation():
     assert allocation_began({"SLURM_JOB_START_TIME": "1700000000"}) == 1_700_000_000
     assert allocation_began({"SLURM_JOB_START_TIME": "soon"}) == process_began()
-    assert 0 <= time.time() - process_began() < 3600  # when pytest began
+    assert 0 <= time.time() - process_began() < 86400  # when pytest began

@@ -61,7 +61,7 @@ def test_ranks_get_sigterm_from_the_first_signal(
         monkeypatch.setattr(sys.stderr, "write", mock.Mock(side_effect=BrokenPipeError))
     with stop_signals(stop.heard):
         signal.raise_signal(number)
-        assert [process.wait(10) for process in ranks] == [0, 0]
+        assert [process.wait(100) for process in ranks] == [0, 0]
     assert [process.stdout.read() for process in ranks] == ["SIGTERM\n"] * 2
     assert (stop.number, stop.name) == (number, number.name)
     assert ("A second signal kills them" in capsys.readouterr().err) is not closed
@@ -81,7 +81,7 @@ def test_a_later_signal_kills_the_ranks(rank, monkeypatch):
         assert one.poll() is None
         now[0] += 0.2
         signal.raise_signal(signal.SIGINT)
-        assert one.wait(10) == -signal.SIGKILL
+        assert one.wait(100) == -signal.SIGKILL
     assert stop.number == signal.SIGTERM  # the exit status is that of the first
 
 

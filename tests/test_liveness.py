@@ -129,7 +129,7 @@ def test_short_steps_write_once_a_second(tmp_path, clock, heartbeat):
 
 
 def until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -210,22 +210,27 @@ def test_a_thread_that_dies_is_noticed_and_replaced(aside, caplog, monkeypatch):
 def test_other_ranks_write_nothing_but_where_they_stand(capfd):
     comm = Section(init_timeout_seconds=1e9, train_timeout_seconds=0.1)
     beat = Heartbeat(
-        None, Section(comm=comm, guard=Section(save_seconds=1e9, silence_seconds=0.2))
+        None, Section(comm=comm, guard=Section(save_seconds=1e9, silence_seconds=0.6))
     )
+    text = ""
 
     def quick():
         beat.step(1)
-        time.sleep(0.1)
+
+    def is_written():
+        nonlocal text
+        text += capfd.readouterr().err
+        return "in hangs" in text
 
     def hangs():
         beat.step(2)
-        time.sleep(0.8)
+        until(is_written)
+        time.sleep(1)  # longer than the limit: the traces are written once
 
     quick()
     hangs()
     beat.close()
-    time.sleep(0.6)
-    text = capfd.readouterr().err
+    text += capfd.readouterr().err
     assert [text.count(said) for said in ("Timeout (", "in hangs", "in quick")] == [
         1,
         1,

@@ -484,46 +484,55 @@ def test_node_health_with_a_config(monkeypatch, sample, tmp_path):
 
 
 def _measure():
-    """Of four nodes, the third is slow and the second's clock is 10 s ahead.
+    """Of four nodes, the third is slow and the second's clock is 1000 s ahead.
 
-    Then there are two nodes of two ranks.
+    On a clock of this test, an operation takes 1 ms on the first node, and 0.1 ms
+    longer on each next one. Then there are two nodes of two ranks, on a real clock.
     """
     rank = dist.get_rank()
     exchange = bandwidth._exchange
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 1e-3 + 1e-4 * rank
+        return now
+
+    def late_exchange(*args):
+        nonlocal now
+        now += 0.15
+        exchange(*args)
+
     if rank == 2:
-        bandwidth._exchange = lambda *args: (time.sleep(0.15), exchange(*args))
-    if rank == 1:
-        bandwidth.time = SimpleNamespace(
-            time=lambda: time.time() + 10, perf_counter=time.perf_counter
-        )
+        bandwidth._exchange = late_exchange
+    ahead = 1000 if rank == 1 else 0
+    bandwidth.time = SimpleNamespace(
+        time=lambda: time.time() + ahead, perf_counter=clock
+    )
     cpu = torch.device("cpu")
     measured = bandwidth.measure(f"n{rank + 1}", 0, cpu, 1 << 16)
     assert bandwidth.objects_of_ranks(measured) == [measured] * 4
     assert measured["ranks"] == 4
+    assert measured["all_reduce"]["seconds"] == pytest.approx(1.3e-3)
     assert measured["all_reduce"]["bus_bandwidth"] == pytest.approx(
         1.5 * (1 << 16) / measured["all_reduce"]["seconds"]
     )
-    assert {(a, b) for a, b, _ in measured["pairs"]} == {
-        ("n1", "n2"),
-        ("n2", "n3"),
-        ("n3", "n4"),
-        ("n1", "n4"),
-    }
-    # Four ranks share two cores, so the others' bandwidths differ too, but by less than
-    # 0.15 s.
-    assert (
-        min(slow_nodes(measured["pairs"]), key=slow_nodes(measured["pairs"]).get)
-        == "n3"
-    ), measured["pairs"]
-    assert all(
-        ("n3" in (a, b)) == (speed < (1 << 16) / 0.15)
-        for a, b, speed in measured["pairs"]
+    assert list(slow_nodes(measured["pairs"])) == ["n3"]
+    seconds = {(a, b): (1 << 16) / speed for a, b, speed in measured["pairs"]}
+    assert seconds == pytest.approx(
+        {
+            ("n1", "n2"): 1.1e-3,
+            ("n2", "n3"): 0.15 + 1.2e-3,
+            ("n3", "n4"): 0.15 + 1.2e-3,
+            ("n1", "n4"): 1.3e-3,
+        }
     )
-    # all are one host; busy cores may add a second
-    assert measured["clock_skew"]["n2"] == pytest.approx(10, abs=1)
-    assert max(abs(measured["clock_skew"][node]) for node in ("n1", "n3", "n4")) < 1
+    # all are one host; busy cores may add seconds
+    assert measured["clock_skew"]["n2"] == pytest.approx(1000, abs=100)
+    assert max(abs(measured["clock_skew"][node]) for node in ("n1", "n3", "n4")) < 100
 
     bandwidth._exchange = exchange
+    bandwidth.time = time
     measured = bandwidth.measure(f"n{rank // 2 + 1}", rank % 2, cpu, 1 << 16)
     ((*pair, speed),) = measured["pairs"]
     assert pair == list(measured["clock_skew"]) == ["n1", "n2"]

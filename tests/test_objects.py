@@ -21,7 +21,7 @@ from titan_disp.errors import ConfigError, DataError
 from titan_disp.lab.digest import digest
 
 pytest.importorskip("s3fs", reason="pip install 'titan-disp[s3]'")
-OPTIONS = StreamOptions(retry_seconds=2.0, format=Format(eos_id=0))
+OPTIONS = StreamOptions(retry_seconds=60.0, format=Format(eos_id=0))
 TEXTS = [f"{i} {'text ' * (i % 90)}" for i in range(400)]
 URL = "s3://bucket/a.jsonl"
 

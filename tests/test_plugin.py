@@ -71,7 +71,7 @@ for words in {words!r}:
         assert not exit.code
     heavy = {{"torch", "torchtitan", "numpy", "transformers", "datasets", "matplotlib", "scipy"}} & sys.modules.keys()
     assert not heavy, (words, heavy)
-    assert time.process_time() - start < 1, words
+    assert time.process_time() - start < 3, words  # 0.2 s, on a fast machine
 print("all of them")
 """)
     assert printed.endswith("all of them\n")

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from titan_disp import safe_dcp
 from titan_disp.errors import NonFiniteError
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.integrity import checkpoints
+from titan_disp.run.liveness import StopRequest
 from titan_disp.run.reader import read_events, read_metrics
 
 LAYERS = 2
@@ -221,17 +222,27 @@ def two_ranks(sample, folder):
         ) == ([6, 9], [9, 1, 0], [1])
     dist.barrier()
 
-    # A file that appears during step 2 is found by rank 0's thread. The steps are long
-    # enough for it.
+    # A file that appears during step 2 is found by rank 0's thread.
     run = folder / "stopped"
+    heard = threading.Event()
+    look = StopRequest.__call__
+
+    def note(stop_request):
+        asked = look(stop_request)
+        if asked:
+            heard.set()
+        return asked
 
     def stopped(step):
         if step == 2 and rank == 0:
             (run / "stop").touch()
-        time.sleep(0.05)
+        if step == 3 and rank == 0:
+            assert heard.wait(100)
         return 1.0
 
+    StopRequest.__call__ = note
     last, _ = quiet_run(sample, run, at=stopped)
+    StopRequest.__call__ = look
     assert last in (3, 4)
     if rank == 0:
         assert events(run)[-1] == ("stop", last)

@@ -7,7 +7,6 @@ import math
 import os
 import socket
 import sys
-import threading
 import time
 import tracemalloc
 from importlib.machinery import ModuleSpec
@@ -25,7 +24,13 @@ from titan_disp.checks import check_device
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.objective import LossLedger
 from titan_disp.run import reader
-from titan_disp.run.folder import RunFolder, append_json, continue_wandb, write_json
+from titan_disp.run.folder import (
+    WATCH,
+    RunFolder,
+    append_json,
+    continue_wandb,
+    write_json,
+)
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.train import DispTrainer
 
@@ -161,12 +166,33 @@ def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
     without.close()
 
 
-def left(folder, monkeypatch, **owner):
-    """A heartbeat that looks young, and its start's owner.json.
+class Watch:
+    """Seconds, on a clock of its own, for which a folder has watched another start.
 
-    Whether that start lives is watched for 0.3 s.
+    ``half_way`` is called after half of the usual ones.
     """
-    monkeypatch.setattr("titan_disp.run.folder.WATCH", (0.3, 0.02))
+
+    def __init__(self, monkeypatch):
+        self.seconds = 0.0
+        self.half_way = lambda: None
+        clock = SimpleNamespace(
+            time=time.time, monotonic=lambda: self.seconds, sleep=self._sleep
+        )
+        monkeypatch.setattr("titan_disp.run.folder.time", clock)
+
+    def _sleep(self, seconds):
+        self.seconds += seconds
+        if self.seconds == WATCH[0] / 2:
+            self.half_way()
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    return Watch(monkeypatch)
+
+
+def left(folder, monkeypatch, **owner):
+    """A heartbeat that looks young, and its start's owner.json."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     write_json(
         folder / "owner.json",
@@ -177,21 +203,20 @@ def left(folder, monkeypatch, **owner):
 
 @pytest.mark.parametrize(("job", "theirs"), [("7", "6.0"), ("none", "")])
 def test_a_run_that_lives_on_another_node_is_left_alone(
-    tmp_path, monkeypatch, job, theirs
+    tmp_path, monkeypatch, watch, job, theirs
 ):
     """The lock of some file systems holds only within one node."""
     left(tmp_path, monkeypatch, job=theirs)
     if job == "none":
         monkeypatch.delenv("SLURM_JOB_ID")
-    beat = threading.Timer(
-        0.1,
-        write_json,
-        (tmp_path / "heartbeat.json", {"allowed_seconds": 100, "step": 2}),
-    )
-    beat.start()
     (tmp_path / ".lock").write_text("host far, pid 1, SLURM job 6")
     seen = []  # while the other one is watched, the lock says who holds it
-    threading.Timer(0.05, lambda: seen.append((tmp_path / ".lock").read_text())).start()
+
+    def beat():
+        seen.append((tmp_path / ".lock").read_text())
+        write_json(tmp_path / "heartbeat.json", {"allowed_seconds": 100, "step": 2})
+
+    watch.half_way = beat
     before = [(tmp_path / name).read_bytes() for name in ("owner.json", ".lock")]
     said = rf"is in use by another job \(host far, SLURM job {theirs or 'none'}\), whose heartbeat"
     with pytest.raises(InUseError, match=said):
@@ -203,7 +228,7 @@ def test_a_run_that_lives_on_another_node_is_left_alone(
 
 
 @pytest.mark.parametrize("what", ["same job", "same node", "old", "dead", "ended"])
-def test_a_start_that_has_died_holds_nobody_up(tmp_path, monkeypatch, what):
+def test_a_start_that_has_died_holds_nobody_up(tmp_path, monkeypatch, watch, what):
     """Only a young heartbeat of another job on another node is watched.
 
     Which clock is right is not asked.
@@ -213,10 +238,9 @@ def test_a_start_that_has_died_holds_nobody_up(tmp_path, monkeypatch, what):
     if what == "old":
         os.utime(tmp_path / "heartbeat.json", (time.time() - 101,) * 2)
     if what == "ended":
-        threading.Timer(0.1, (tmp_path / "heartbeat.json").unlink).start()
-    began = time.monotonic()
+        watch.half_way = (tmp_path / "heartbeat.json").unlink
     folder = RunFolder(job_config(tmp_path), 1)
-    assert (time.monotonic() - began > 0.3) == (what == "dead")
+    assert watch.seconds == {"dead": WATCH[0], "ended": WATCH[0] / 2}.get(what, 0)
     assert folder.taken_by() is None
     owner = json.loads((tmp_path / "owner.json").read_text())
     assert (owner["host"], owner["job"], owner["id"] != "x") == (

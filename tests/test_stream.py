@@ -728,9 +728,9 @@ def test_worker_outlives_signals_but_not_its_rank(sample, killed):
         time.sleep(0.5)
         here.send(200)  # batches come in groups of 32
         assert here.recv() is True
-    rank.join(20)
+    rank.join(200)
     assert rank.exitcode == (-signal.SIGKILL if killed else 0)
-    assert select.select([worker], [], [], 20)[0]  # it has ended
+    assert select.select([worker], [], [], 200)[0]  # it has ended
     os.close(worker)
 
 
@@ -1031,5 +1031,5 @@ def test_an_abandoned_loader_can_be_closed_while_a_thread_starts(sample, tmp_pat
     with getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext()):
         closing = threading.Thread(target=batches.close, daemon=True)
         closing.start()
-        closing.join(30)
+        closing.join(200)
         assert not closing.is_alive()

@@ -264,6 +264,8 @@ esac"""
             "HOST_PYTHON": host if host.exists() else sys.executable,
             **environment,
         }
+        if script == "sweep":
+            given |= {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0}
         command = [
             "bash",
             ROOT / "slurm" / f"{script}.sbatch",
@@ -333,7 +335,7 @@ SLEEP = "exec sleep 60"
 ONE_HANGS = {
     "reports": THREE,
     "srun": f"cat FOLDER/bin/reports; {SLEEP}",
-    "CHECK_SECONDS": "0.7",
+    "CHECK_SECONDS": "2",
 }
 DOWN = "echo 'n1 allocated'; echo 'n3 down*'"
 NOBODY = "failed as a whole (srun's status 1): no node answered"
@@ -353,7 +355,7 @@ ASSERT = "RuntimeError: CUDA error: device-side assert triggered"
 PEER = "RuntimeError: Connection closed by peer"
 BLAMED = ". This counts against node n{}. Starting again in this job"
 USR1 = "echo USR1 > FOLDER/signals; sleep 0.2; exit 1"
-ENDS = f"{beat(60)}sleep 0.3; rm FOLDER/run/heartbeat.json; {SLEEP}"
+ENDS = f"{beat(60)}sleep 1; rm FOLDER/run/heartbeat.json; {SLEEP}"
 GARBAGE = "echo '{' > FOLDER/run/heartbeat.json; sleep 0.2"
 SIGNALLED = f"echo USR1 > FOLDER/signals; {SLEEP}"
 LEFT = 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
@@ -856,7 +858,7 @@ SCENARIOS = {
             "check nodes",
             "s at its end, and 1 s",
             srun=ENDS,
-            quiet=0.6,
+            quiet=1.4,
             ended=True,
         ),
         row(
@@ -953,7 +955,7 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(50)
 @pytest.mark.parametrize(
     ("methods", "state", "reason", "given"),
     [
@@ -1529,7 +1531,7 @@ class TestTrain:
         "supervisor.jsonl",
     )
 
-    @pytest.mark.timeout(20)
+    @pytest.mark.timeout(50)
     def test_a_run_folder_that_hangs(self, cluster, capsys):
         """Any process that opens a file there hangs, the supervisor too.
 
@@ -1538,8 +1540,8 @@ class TestTrain:
         pipes = " ".join(self.PIPES)
         # Renamed: a file that is missing for a moment would be a run that has said its
         # last word.
-        hang = f"cd FOLDER; mkdir pipes; cd pipes; mkfifo {pipes}; sleep 0.4; mv -f {pipes} FOLDER/run"
-        cluster.write("srun", f"{beat(0.6)} {hang}; exec sleep 60")
+        hang = f"cd FOLDER; mkdir pipes; cd pipes; mkfifo {pipes}; sleep 1; mv -f {pipes} FOLDER/run"
+        cluster.write("srun", f"{beat(1.4)} {hang}; exec sleep 60")
         supervisor = cluster.supervisor(CHECK_NODES=0, CHECK_SECONDS=2)
         supervisor.patience = 0.3
         assert supervisor.supervise() == 1
@@ -2200,10 +2202,11 @@ class TestNotify:
         assert re.search(r"TITAN_DISP_NOTIFY failed: \w+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("script", "name"), [("pretrain", "USR1"), ("sweep", "TERM")])
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+@pytest.mark.parametrize("script", ["pretrain", "sweep"])
 def test_the_script_forwards_signals_and_the_status(cluster, script, name):
     """It runs in a folder whose path has a space, with a site file that reads an unset
-    variable, and once on a full disk.
+    variable, and in an array on a full disk.
     """
     words = ["config.toml", "--job.dump_folder", str(cluster.run)]
     here = cluster.launch(*words, parent="a run") / "slurm"
@@ -2221,11 +2224,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, script, name):
     if script == "sweep":
         # which cannot be written, as on a full disk
         cluster.write("mktemp", "echo FOLDER/missing/signals")
-        given |= {
-            "SLURM_ARRAY_JOB_ID": 7,
-            "SLURM_ARRAY_TASK_ID": 0,
-            "SLURM_RESTART_COUNT": 1,
-        }
+        given["SLURM_RESTART_COUNT"] = 1
         words = [str(cluster.run)]
     status, text = cluster.batch(*words, script=script, **given)
     assert status == 1
@@ -2236,8 +2235,75 @@ def test_the_script_forwards_signals_and_the_status(cluster, script, name):
     assert (cluster.folder / "site").read_text() == "1 ALL\n"
 
 
+@pytest.mark.parametrize("script", ["pretrain", "sweep"])
+class TestBothBatchScripts:
+    @pytest.fixture(autouse=True)
+    def _stand_ins(self, cluster, script):
+        """The supervisor prints the signals so far and ends the job as intended."""
+        cluster.job["Command"] = f"{ROOT}/slurm/{script}.sbatch a/b.sbatch"
+        cluster.write("scontrol", cluster.PERMITS)
+        cluster.write("host", 'cat "$2"; exit 64')
+
+    @pytest.mark.parametrize("name", ["USR1", "TERM"])
+    def test_a_signal_before_the_scripts_are_read(self, cluster, script, name):
+        cluster.write("scontrol", f"kill -{name} {SCRIPT}; {cluster.PERMITS}")
+        status, log = cluster.batch(script=script)
+        assert (status, log.split()) == (0, [name])
+
+    @pytest.mark.parametrize("name", ["USR1", "TERM"])
+    def test_a_signal_while_the_supervisor_runs(self, cluster, script, name):
+        """It does not kill a supervisor that starts. The file of signals is not in the
+        login node's folder, and is removed.
+        """
+        file = cluster.folder / "signals of the job"
+        cluster.write(
+            "mktemp", f'[ "$TMPDIR" = /tmp ] && touch "{file}" && echo "{file}"'
+        )
+        heard = 'until [ "$(cat "$2")" ]; do /bin/sleep 0.05; done'
+        cluster.write("host", f'kill -{name} $$ $PPID; {heard}; cat "$2"; exit 65')
+        status, log = cluster.batch(script=script, TMPDIR="/only/on/the/login/node")
+        assert (status, log.split()) == (1, [name])
+        assert not file.exists()
+
+    def test_slurm_answers_late(self, cluster, script):
+        cluster.write("scontrol", LATE)
+        assert cluster.batch(script=script)[0] == 0
+
+    @pytest.mark.parametrize(
+        ("state", "restart", "requeued"),
+        [("RUNNING", 49, True), ("RUNNING", 50, False), ("CANCELLED", 0, False)],
+    )
+    def test_no_scripts_can_be_read(self, cluster, script, state, restart, requeued):
+        cluster.job |= {"Command": f"/nowhere/{script}.sbatch", "JobState": state}
+        status, log = cluster.batch(script=script, SLURM_RESTART_COUNT=restart)
+        assert status == 1
+        assert "the scripts cannot be read: /nowhere/common.sh" in log
+        assert ("NOT REQUEUED" in log) is not requeued
+        job = "7_0" if script == "sweep" else "7"
+        assert cluster.calls("scontrol", "requeue") == [f"requeue {job}"] * requeued
+
+    def test_the_launch_folder_of_a_requeued_job(self, cluster, script):
+        """A file names it.
+
+        At the first start, that is of an older job with this number; somebody else may
+        have written it.
+        """
+        pointer = cluster.folder / ".titan-disp" / "launches" / "cluster-7"
+        kept = cluster.folder / "kept" / "slurm"
+        for folder in (kept, pointer.parent):
+            folder.mkdir(parents=True)
+        (kept / "common.sh").write_text("exit 5\n")
+        for restart, mine, code in ((1, True, 5), (1, False, 0), (0, True, 0)):
+            pointer.write_text(str(kept.parent))
+            if not mine and os.geteuid() == 0:
+                os.chown(pointer, 1, 1)
+            if mine or os.geteuid() == 0:
+                started = cluster.batch(script=script, SLURM_RESTART_COUNT=restart)
+                assert started[0] == code
+        assert not pointer.exists()
+
+
 class TestBatchScript:
-    @pytest.mark.timeout(20)
     @pytest.mark.parametrize(
         "state", ["unpack", "freeze", "check nodes", "prepare", "train", "decide"]
     )
@@ -2371,23 +2437,3 @@ class TestBatchScript:
             int(code == 1),
         )
         assert said in log
-
-    def test_the_launch_folder_of_a_requeued_job(self, cluster):
-        """A file names it.
-
-        At the first start, that is of an older job with this number; somebody else may
-        have written it.
-        """
-        pointer = cluster.folder / ".titan-disp" / "launches" / "cluster-7"
-        kept = cluster.folder / "kept" / "slurm"
-        for folder in (kept, pointer.parent):
-            folder.mkdir(parents=True)
-        (kept / "common.sh").write_text("exit 5\n")
-        cluster.write("host", "exit 64")
-        for restart, mine, code in ((1, True, 5), (1, False, 0), (0, True, 0)):
-            pointer.write_text(str(kept.parent))
-            if not mine and os.geteuid() == 0:
-                os.chown(pointer, 1, 1)
-            if mine or os.geteuid() == 0:
-                assert cluster.batch(SLURM_RESTART_COUNT=restart)[0] == code
-        assert not pointer.exists()

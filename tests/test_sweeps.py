@@ -501,7 +501,7 @@ class TestRun:
 
     def signalled(self, tmp_path, count, number=signal.SIGINT, times=1, pause=1.2):
         def wait():
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + SECONDS
             while (
                 len([*tmp_path.glob("runs/*/heartbeat.json")]) < count
                 and time.monotonic() < deadline
