@@ -125,10 +125,13 @@ def download(package: str, folder: Path) -> Path:
             ).stdout
             candidate = re.search(r"Candidate: (\S+)", offered)
             raise SystemExit(
-                f"{package} cannot be downloaded: {done.stderr.strip()[-500:]}\nDebian offers {name}="
-                f"{candidate.group(1) if candidate else '?'} on this machine. Run apt-get update first, as its list of versions "
-                "may be old. If the version is gone, put the file into --downloads, or name another version in --packages or "
-                "--held-back: that makes another corpus, and numbers measured on it are not comparable"
+                f"{package} cannot be downloaded: "
+                f"{done.stderr.strip()[-500:]}\nDebian offers "
+                f"{name}={candidate.group(1) if candidate else '?'} on this machine. "
+                "Run apt-get update first, as its list of versions may be old. If the "
+                "version is gone, put the file into --downloads, or name another "
+                "version in --packages or --held-back: that makes another corpus, and "
+                "numbers measured on it are not comparable"
             )
     return found[0]
 
@@ -240,8 +243,9 @@ def split(documents: Sequence[Document], held_out: int) -> dict[str, list[Docume
     """
     if len(documents) < 4 * held_out:
         raise SystemExit(
-            f"the sources hold {len(documents)} documents, expected at least {4 * held_out} for a development and a test text "
-            f"of {held_out} each: add sources, or set --held-out lower"
+            f"the sources hold {len(documents)} documents, expected at least "
+            f"{4 * held_out} for a development and a test text of {held_out} each: "
+            "add sources, or set --held-out lower"
         )
     return {
         "development": list(documents[:held_out]),
@@ -393,13 +397,15 @@ def main(options: Options) -> dict[str, Any]:
         )
         if list(facts["sources"]) != wanted or facts["held_out"] != options.held_out:
             raise SystemExit(
-                f"{options.out} holds a corpus of {', '.join(facts['sources'])}: choose another folder"
+                f"{options.out} holds a corpus of {', '.join(facts['sources'])}: "
+                "choose another folder"
             )
         print(f"{options.out}: complete already")
     else:
         if options.out.exists() and any(options.out.iterdir()):
             raise SystemExit(
-                f"{options.out} exists and is not a corpus: choose another folder or remove it"
+                f"{options.out} exists and is not a corpus: choose another folder or "
+                "remove it"
             )
         with atomic_folder(options.out) as partial:
             facts = build(options, partial)

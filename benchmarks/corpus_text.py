@@ -33,8 +33,9 @@ class _HtmlText(HTMLParser):
     """
 
     BLOCKS = _names(
-        "address article blockquote body caption center dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 "
-        "header hr li main ol p pre section table td th tr ul"
+        "address article blockquote body caption center dd div dl dt figcaption "
+        "figure footer form h1 h2 h3 h4 h5 h6 header hr li main ol p pre section "
+        "table td th tr ul"
     )
     SKIPPED = _names("head nav noscript script style svg template")
     SKIPPED_CLASSES = _names("navheader navfooter toc related sphinxsidebar headerlink")

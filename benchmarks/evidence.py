@@ -197,7 +197,8 @@ class Experiment:
             self.folder(job) for job in gone if not self._checkpoint(job).is_dir()
         ]:
             raise SystemExit(
-                f"{lost[0]} has no checkpoint of step {STEPS}; delete the folder to train the run again"
+                f"{lost[0]} has no checkpoint of step {STEPS}; delete the folder to "
+                "train the run again"
             )
         for job, numbers in self._numbers(gone):
             row = {
@@ -250,7 +251,8 @@ class Experiment:
             ]:
                 count = counted(len(stopped), "run")
                 raise SystemExit(
-                    f"{part}: {count} did not finish (stopped or in use); run the same command again to continue"
+                    f"{part}: {count} did not finish (stopped or in use); run the "
+                    "same command again to continue"
                 )
 
     def _numbers(self, done: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
@@ -315,7 +317,8 @@ def main(options: Options) -> None:
     )
     if unknown := set(parts) - set(PARTS):
         raise SystemExit(
-            f"there is no part {', '.join(sorted(unknown))}; expected all, page, {', '.join(PARTS)}"
+            f"there is no part {', '.join(sorted(unknown))}; expected all, page, "
+            f"{', '.join(PARTS)}"
         )
     if parts:
         experiment = Experiment(options)

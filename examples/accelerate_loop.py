@@ -35,7 +35,8 @@ def train(example: Example) -> None:
         if not rest and (step == 1 or step % example.every == 0):
             dispersion = torch.stack([*handle.losses.values()]).mean()
             accelerator.print(
-                f"step {step:4}  cross-entropy {ce.item():.3f}  dispersion {dispersion.item():.4f}"
+                f"step {step:4}  cross-entropy {ce.item():.3f}  dispersion "
+                f"{dispersion.item():.4f}"
             )
 
 

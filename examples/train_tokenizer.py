@@ -97,7 +97,8 @@ def train(source: str, dest: Path, vocab_size: int, text_field: str) -> Tokenize
         )
     if not corpus.used:
         sys.exit(
-            f"{source} has no text in the field {text_field!r}: see --text-field. Nothing was written"
+            f"{source} has no text in the field {text_field!r}: see --text-field. "
+            "Nothing was written"
         )
     tokenizer.save(str(dest / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
@@ -124,7 +125,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.vocab_size < LEAST:
         parser.error(
-            f"vocab_size is {args.vocab_size}, expected at least {LEAST}: 256 bytes and EOS"
+            f"vocab_size is {args.vocab_size}, expected at least {LEAST}: 256 bytes "
+            "and EOS"
         )
     try:
         tokenizer = train(args.source, args.dest, args.vocab_size, args.text_field)

@@ -240,7 +240,8 @@ def stacks(run, start):
             if mark and frame:
                 name, line, function = frame.groups()
                 places.append(
-                    f"node {node} rank {rank}: {function} in {os.path.basename(name)}:{line}"
+                    f"node {node} rank {rank}: {function} in "
+                    f"{os.path.basename(name)}:{line}"
                 )
     return "; ".join(places)
 
@@ -562,7 +563,8 @@ class Supervisor:
             if text.split():
                 return text.split()
         raise Failure(
-            f"scontrol show hostnames {names} failed {1 + len(self.requeue_pauses)} times (status {status})"
+            f"scontrol show hostnames {names} failed {1 + len(self.requeue_pauses)} "
+            f"times (status {status})"
         )
 
     def nodes(self):
@@ -743,7 +745,8 @@ class Supervisor:
                 write(pointer, folders[-1])
             except (OSError, KeyError) as error:
                 say(
-                    f"a requeue will search the run folder for the launch folder, as its name cannot be kept: {error}"
+                    "a requeue will search the run folder for the launch folder, as "
+                    f"its name cannot be kept: {error}"
                 )
         return Outcome(CHECK, f"this job runs {self.here[: -len('/slurm')]}")
 
@@ -823,7 +826,8 @@ class Supervisor:
         lines, status = self._await(process, self.end_step)
         if status is None and not self.signalled():
             say(
-                f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended"
+                f"the check of the nodes has taken {self.check_seconds:.0f} s and is "
+                "ended"
             )
         found = [
             report for report in marked(lines, NODE_REPORT) if isinstance(report, dict)
@@ -988,7 +992,8 @@ class Supervisor:
             write(self.file("stop"), self.start + "\n")
         except OSError as error:
             say(
-                f"{self.file('stop')} cannot be written, so the ranks are not asked to stop: {error.strerror}"
+                f"{self.file('stop')} cannot be written, so the ranks are not asked "
+                f"to stop: {error.strerror}"
             )
 
     def train(self):
@@ -1024,7 +1029,8 @@ class Supervisor:
         while process.poll() is None:
             if self.signalled() and deadline is None:
                 say(
-                    f"{' and '.join(self.signalled())} received: asking all ranks to save and stop"
+                    f"{' and '.join(self.signalled())} received: asking all ranks to "
+                    "save and stop"
                 )
                 within(self.patience, self.ask_to_stop)
                 # 0 beyond the limit, where SLURM permits that
@@ -1143,7 +1149,8 @@ class Supervisor:
                 options.get("enable") is False or options.get("load_only") is True
             ):
                 return self.count_failure(
-                    f"{stopped} ({reason}), and nothing is saved with this [checkpoint] section"
+                    f"{stopped} ({reason}), and nothing is saved with this "
+                    "[checkpoint] section"
                 )
             self.forget()
             if asked:
@@ -1341,7 +1348,8 @@ class Supervisor:
                 time.sleep(self.last_wait)
                 return 1
             say(
-                f"scontrol requeue failed (status {status}), try {i + 1} of {len(self.requeue_pauses)}"
+                f"scontrol requeue failed (status {status}), try {i + 1} of "
+                f"{len(self.requeue_pauses)}"
             )
             time.sleep(wait)
         _, names, added = self.exclusion()
@@ -1355,7 +1363,8 @@ class Supervisor:
             status, text = self.call(*command, loud=True)
             if status == 0:
                 say(
-                    f"this site does not permit requeueing: submitted again as {text.strip()}"
+                    "this site does not permit requeueing: submitted again as "
+                    f"{text.strip()}"
                 )
                 self._remember_excluded("".join(re.findall(r"\d+", text)[:1]), added)
                 return 0
@@ -1565,7 +1574,8 @@ def watch(script, supervisor):
     # SLURM sends TERM before it ends a job.
     if "TERM" in supervisor.signalled() or supervisor.restart >= MOST_RESTARTS:
         supervisor.on_top(
-            f"the batch script was killed, after SIGTERM or {MOST_RESTARTS} restarts; the job is not requeued"
+            f"the batch script was killed, after SIGTERM or {MOST_RESTARTS} restarts; "
+            "the job is not requeued"
         )
     else:
         supervisor.call("scontrol", "requeue", supervisor.address)
@@ -1586,7 +1596,8 @@ def main():
             raise Failure(f"the first argument is {words[0]}, expected CONFIG")
         if supervisor.launch and supervisor.restart == 0 and words != argv:
             raise Failure(
-                f"{HERE} runs {' '.join(words)}. To run something else, submit slurm/pretrain.sbatch"
+                f"{HERE} runs {' '.join(words)}. To run something else, submit "
+                "slurm/pretrain.sbatch"
             )
     except Failure as error:
         say(f"error: {error}")

@@ -39,8 +39,9 @@ ROOMS = {
         "checkpoint checkpoint_integrity checkpoint_trust ranks_agree",
     ),
     "stream": (
-        "titan_disp/data/stream.py titan_disp/data/cursor.py titan_disp/data/shuffle.py "
-        "titan_disp/data/position.py titan_disp/data/assignment.py titan_disp/data/passes.py",
+        "titan_disp/data/stream.py titan_disp/data/cursor.py "
+        "titan_disp/data/shuffle.py titan_disp/data/position.py "
+        "titan_disp/data/assignment.py titan_disp/data/passes.py",
         "stream shuffle mixture local_files tokenizers formats data_errors",
     ),
     "formats": (
@@ -333,8 +334,9 @@ def main() -> None:
     possible = total - len(same)
     print("\n".join(str(s) for s in survivors if s not in same))
     print(
-        f"{args.room}: {noticed} of {possible} mutants noticed ({noticed / possible:.1%}); "
-        f"{len(same)} of {total} are equivalent to the code as it is"
+        f"{args.room}: {noticed} of {possible} mutants noticed "
+        f"({noticed / possible:.1%}); {len(same)} of {total} are equivalent to the "
+        "code as it is"
     )
 
 

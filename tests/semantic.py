@@ -89,7 +89,8 @@ def verdict(folder: Path, tests: Iterable[str], environment: dict[str, str]) -> 
         return "hung"
     if done.returncode in NOTHING_RAN:
         raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+            f"{' '.join(command)} ended with "
+            f"{done.returncode}:\n{done.stdout}{done.stderr}"
         )
     return {0: SURVIVED, 1: "noticed"}.get(done.returncode, f"status {done.returncode}")
 
@@ -139,7 +140,8 @@ def run(folders: Sequence[Path], sample: Path, only: str = "") -> None:
             print(f"{result:8}  {edit.file}: {edit.why}", flush=True)
     noticed = len(found) - found.count(SURVIVED)
     print(
-        f"semantic: {noticed} of {len(chosen)} wrong edits noticed ({noticed / len(chosen):.1%})"
+        f"semantic: {noticed} of {len(chosen)} wrong edits noticed "
+        f"({noticed / len(chosen):.1%})"
     )
 
 

@@ -226,7 +226,8 @@ def test_sweep(monkeypatch, capsys, tmp_path):
     """
     file = tmp_path / "sweep.toml"
     file.write_text(
-        f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/runs"\n[grid]\n"debug.seed" = [1, 2]\n'
+        f'[sweep]\nconfig = "{DEMO}"\nfolder = '
+        f'"{tmp_path}/runs"\n[grid]\n"debug.seed" = [1, 2]\n'
     )
     called = []
     second = ["failed"] * 2 + ["finished"] * 2

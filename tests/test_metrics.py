@@ -109,7 +109,8 @@ def test_terms_are_those_of_the_logged_step(one_rank, tmp_path, caplog):
     assert rows[20]["dispersion_fit_error"] == pytest.approx(0.025)
     (said,) = [message for message in caplog.messages if "moments" in message]
     assert said.startswith(
-        "step 30: the moments estimator fits some tokens badly: the error of its gradient may be 20%"
+        "step 30: the moments estimator fits some tokens badly: the error of its "
+        "gradient may be 20%"
     )
 
 

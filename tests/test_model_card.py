@@ -47,8 +47,9 @@ def test_files_of_the_checkpoint(run, sample):
         run, [[f"c4-train.{i:05}-of-01024.json.gz", 319_400_000] for i in range(1024)]
     )
     assert rows_of(run)["data"] == (
-        "1,024 files, 327.1 GB: `c4-train.00000-of-01024.json.gz` to `c4-train.01023-of-01024.json.gz` "
-        f"(laid out as allenai/c4, from a local folder or file named `{sample.name}`)"
+        "1,024 files, 327.1 GB: `c4-train.00000-of-01024.json.gz` to "
+        "`c4-train.01023-of-01024.json.gz` (laid out as allenai/c4, from a local "
+        f"folder or file named `{sample.name}`)"
     )
     web = {"name": "", "path": "/data/web", "dataset": "text", "weight": 3.0}
     change_config(

@@ -149,7 +149,8 @@ def test_every_model_is_documented(entry):
         if line.startswith(row)
     ]
     assert len(rows) == 1, (
-        f"add a row for {entry.name!r} to the table of models in docs/training.md: name, flavors"
+        f"add a row for {entry.name!r} to the table of models in docs/training.md: "
+        "name, flavors"
     )
     assert all(
         f"`{flavor}`" in rows[0] or flavor.endswith("_untied")

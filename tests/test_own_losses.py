@@ -504,8 +504,9 @@ def test_names_that_collide(folder):
     """
     variants = ("odd_losses:cosine_2", "cosine", "cosine", "odd_losses:fit_error")
     (folder / "odd_losses.py").write_text(
-        "from titan_disp.dispersion.variants.others import Cosine\nfrom dataclasses import dataclass\n"
-        "@dataclass(frozen=True)\nclass cosine_2(Cosine): pass\n@dataclass(frozen=True)\nclass fit_error(Cosine): pass\n"
+        "from titan_disp.dispersion.variants.others import Cosine\nfrom dataclasses "
+        "import dataclass\n@dataclass(frozen=True)\nclass cosine_2(Cosine): "
+        "pass\n@dataclass(frozen=True)\nclass fit_error(Cosine): pass\n"
     )
     found = of_words(json.dumps([{"variant": variant} for variant in variants]))
     assert list(found) == ["angular", "cosine_2", "cosine", "cosine_3", "fit_error_2"]

@@ -1025,7 +1025,8 @@ def test_in_a_browser(compared, tmp_path):
         run_command(browser or "chromium", "--version")
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(
-            f"no browser (install chromium and fonts-dejavu-core, as .ci/run does): {error}"
+            "no browser (install chromium and fonts-dejavu-core, as .ci/run does): "
+            f"{error}"
         )
 
     def load(path, width, height, action):

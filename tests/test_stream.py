@@ -778,7 +778,8 @@ def test_bad_documents_are_judged_over_all_ranks(sample, tmp_path):
         ((*when, why),) = [one for one in said if one[2]]
         assert when == [42, 0.008]
         assert why.startswith(
-            "9 of 1017 documents could not be used, more than stream.max_skipped_fraction 0.008"
+            "9 of 1017 documents could not be used, more than "
+            "stream.max_skipped_fraction 0.008"
         )
 
 

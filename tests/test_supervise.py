@@ -1684,7 +1684,8 @@ class TestRequeue:
         assert supervisor.requeue() == 1
         top = cluster.log.read_text().splitlines()[0]
         assert top.startswith(
-            "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: TITAN_DISP_LOCAL="
+            "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: "
+            "TITAN_DISP_LOCAL="
         )
         assert (
             " TITAN_DISP_SITE=perlmutter TITAN_DISP_SRUN_ARGS='--cpus-per-task=8 -v' "

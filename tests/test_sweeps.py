@@ -586,7 +586,8 @@ class TestRun:
         of_two_ranks = runner._Runner(made, 1, 2, "titan_disp.train")
         command = " ".join(of_two_ranks._command(made[0]))
         assert command.startswith(
-            "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=0 -m titan"
+            "-m torch.distributed.run --standalone --nproc-per-node=2 "
+            "--max-restarts=0 -m titan"
         )
         assert "WORLD_SIZE" not in of_two_ranks._environment(0)
 

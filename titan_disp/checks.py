@@ -74,7 +74,8 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     """
     if not hasattr(job_config, "dispersion"):
         raise ConfigError(
-            'the config has no [dispersion]: add custom_config_module = "titan_disp.job_config" to [job]'
+            "the config has no [dispersion]: add custom_config_module = "
+            '"titan_disp.job_config" to [job]'
         )
     find_model(job_config.model.name)
     resolve_tables(job_config)
@@ -118,8 +119,9 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
         return
     if p.data_parallel_shard_degree < 1:
         raise ConfigError(
-            f"parallelism.data_parallel_replicate_degree is -1, but data_parallel_shard_degree is "
-            f"{p.data_parallel_shard_degree}: only one of them can follow from the number of ranks. Set "
+            "parallelism.data_parallel_replicate_degree is -1, but "
+            f"data_parallel_shard_degree is {p.data_parallel_shard_degree}: only one "
+            "of them can follow from the number of ranks. Set "
             "data_parallel_shard_degree to the number of GPUs per node"
         )
     inside = p.context_parallel_degree * p.tensor_parallel_degree
@@ -127,9 +129,11 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     shard = min(p.data_parallel_shard_degree, left)
     if left % shard:
         raise ConfigError(
-            f"data_parallel_replicate_degree = -1 needs a multiple of data_parallel_shard_degree {shard} × "
-            f"context_parallel_degree {p.context_parallel_degree} × tensor_parallel_degree {p.tensor_parallel_degree} "
-            f"= {shard * inside} ranks, but there are {world_size}: use another number of ranks, or set "
+            "data_parallel_replicate_degree = -1 needs a multiple of "
+            f"data_parallel_shard_degree {shard} × context_parallel_degree "
+            f"{p.context_parallel_degree} × tensor_parallel_degree "
+            f"{p.tensor_parallel_degree} = {shard * inside} ranks, but there are "
+            f"{world_size}: use another number of ranks, or set "
             f"data_parallel_shard_degree to a divisor of {left}"
         )
     p.data_parallel_shard_degree = shard
@@ -153,12 +157,14 @@ def _check_degrees(job_config: JobConfig, world_size: int) -> None:
     cp = p.context_parallel_degree
     if p.pipeline_parallel_degree > 1:
         raise ConfigError(
-            f"parallelism.pipeline_parallel_degree is {p.pipeline_parallel_degree}, expected 1: pipeline stages pass "
-            "on one tensor, while dispersion needs every block's output at the loss. Use FSDP, HSDP, TP or CP"
+            f"parallelism.pipeline_parallel_degree is {p.pipeline_parallel_degree}, "
+            "expected 1: pipeline stages pass on one tensor, while dispersion needs "
+            "every block's output at the loss. Use FSDP, HSDP, TP or CP"
         )
     if p.expert_parallel_degree > 1 or p.expert_tensor_parallel_degree > 1:
         raise ConfigError(
-            "expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense"
+            "expert_parallel_degree and expert_tensor_parallel_degree must be 1: the "
+            "model is dense"
         )
     for name, degree in (("tensor", tp), ("context", cp)):
         if degree < 1:
@@ -167,9 +173,10 @@ def _check_degrees(job_config: JobConfig, world_size: int) -> None:
             )
     if world_size % (cp * tp):
         raise ConfigError(
-            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} does not divide the number "
-            f"of ranks, {world_size}: set tensor_parallel_degree or context_parallel_degree to one that does, or use "
-            "another number of ranks"
+            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} "
+            f"does not divide the number of ranks, {world_size}: set "
+            "tensor_parallel_degree or context_parallel_degree to one that does, or "
+            "use another number of ranks"
         )
 
 
@@ -183,29 +190,34 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
     replicate = p.data_parallel_replicate_degree
     if replicate < 1:
         raise ConfigError(
-            f"data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 to compute it"
+            f"data_parallel_replicate_degree is {replicate}, expected at least 1, or "
+            "-1 to compute it"
         )
     shard = p.data_parallel_shard_degree
     if shard == -1:
         shard = max(1, world_size // (replicate * cp * tp))
     if shard < 1 or replicate * shard * cp * tp != world_size:
         raise ConfigError(
-            f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard} × "
-            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {replicate * shard * cp * tp}, but the "
-            f"number of ranks is {world_size}: set data_parallel_replicate_degree = -1 or data_parallel_shard_degree = -1, "
-            "which is then computed from the number of ranks (the first also makes fewer shards if there are fewer "
-            "ranks)"
+            f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree "
+            f"{shard} × context_parallel_degree {cp} × tensor_parallel_degree {tp} = "
+            f"{replicate * shard * cp * tp}, but the number of ranks is {world_size}: "
+            "set data_parallel_replicate_degree = -1 or data_parallel_shard_degree = "
+            "-1, which is then computed from the number of ranks (the first also "
+            "makes fewer shards if there are fewer ranks)"
         )
     if replicate > 1 and shard * cp == 1:
         raise ConfigError(
-            f"pure data parallelism (data_parallel_replicate_degree {replicate}, data_parallel_shard_degree 1) is "
-            "refused: TorchTitan 0.2.2 averages its gradients a second time, which makes them too small. Set "
-            "data_parallel_replicate_degree = 1 (FSDP) or data_parallel_shard_degree ≥ 2 (HSDP)"
+            f"pure data parallelism (data_parallel_replicate_degree {replicate}, "
+            "data_parallel_shard_degree 1) is refused: TorchTitan 0.2.2 averages its "
+            "gradients a second time, which makes them too small. Set "
+            "data_parallel_replicate_degree = 1 (FSDP) or data_parallel_shard_degree "
+            "≥ 2 (HSDP)"
         )
     if job_config.training.enable_cpu_offload and shard * cp == 1:
         raise ConfigError(
-            "training.enable_cpu_offload is true, but only FSDP offloads, and it is off with "
-            "data_parallel_shard_degree 1: set enable_cpu_offload = false, or data_parallel_shard_degree ≥ 2"
+            "training.enable_cpu_offload is true, but only FSDP offloads, and it is "
+            "off with data_parallel_shard_degree 1: set enable_cpu_offload = false, "
+            "or data_parallel_shard_degree ≥ 2"
         )
     return shard * cp
 
@@ -226,7 +238,8 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
     ):
         if size % tp:
             raise ConfigError(
-                f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}: lower it"
+                f"tensor_parallel_degree {tp} does not divide the {size} {name} of "
+                f"{flavor!r}: lower it"
             )
     tables = [
         rows
@@ -235,17 +248,19 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
     ]
     if tables and args.dim % shards:
         raise ConfigError(
-            f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an embedding of {flavor!r}, "
-            f"so that FSDP shards its {args.dim} columns, which {shards} shards (data_parallel_shard_degree × "
-            "context_parallel_degree) do not divide: set a data_parallel_shard_degree that does, or "
-            "tensor_parallel_degree = 1"
+            f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an "
+            f"embedding of {flavor!r}, so that FSDP shards its {args.dim} columns, "
+            f"which {shards} shards (data_parallel_shard_degree × "
+            "context_parallel_degree) do not divide: set a data_parallel_shard_degree "
+            "that does, or tensor_parallel_degree = 1"
         )
     parts = tp * (2 * cp if cp > 1 else 1)
     if job_config.training.seq_len % parts:
         raise ConfigError(
-            f"training.seq_len {job_config.training.seq_len} is not divisible by {parts} "
-            f"(tensor_parallel_degree {tp}{f' × 2 × context_parallel_degree {cp}' if cp > 1 else ''}): each rank holds "
-            "an equal part of the sequence"
+            f"training.seq_len {job_config.training.seq_len} is not divisible by "
+            f"{parts} (tensor_parallel_degree "
+            f"{tp}{f' × 2 × context_parallel_degree {cp}' if cp > 1 else ''}): each "
+            "rank holds an equal part of the sequence"
         )
 
 
@@ -255,20 +270,23 @@ def _check_supported(job_config: JobConfig) -> None:
     for key, why in NOT_WITH_CP.items():
         if p.context_parallel_degree > 1 and operator.attrgetter(key)(job_config):
             raise ConfigError(
-                f"{key} is true, but context_parallel_degree is {p.context_parallel_degree}: TorchTitan 0.2.2 {why}. Set "
+                f"{key} is true, but context_parallel_degree is "
+                f"{p.context_parallel_degree}: TorchTitan 0.2.2 {why}. Set "
                 f"context_parallel_degree = 1 or {key} = false"
             )
     stream = job_config.stream
     if stream.restart_positions and not stream.document_mask:
         raise ConfigError(
-            "stream.restart_positions is true, but stream.document_mask is false: attention across documents needs "
-            "positions in the sequence. Set stream.document_mask = true or stream.restart_positions = false"
+            "stream.restart_positions is true, but stream.document_mask is false: "
+            "attention across documents needs positions in the sequence. Set "
+            "stream.document_mask = true or stream.restart_positions = false"
         )
     if p.enable_async_tensor_parallel and not (
         compiled.enable and "model" in compiled.components
     ):
         raise ConfigError(
-            'enable_async_tensor_parallel needs compile.enable = true, and "model" in compile.components'
+            'enable_async_tensor_parallel needs compile.enable = true, and "model" in '
+            "compile.components"
         )
     if job_config.fault_tolerance.enable:
         raise ConfigError(
@@ -276,7 +294,8 @@ def _check_supported(job_config: JobConfig) -> None:
         )
     if job_config.comm.mode == "local_tensor":
         raise ConfigError(
-            'comm.mode = "local_tensor" is not supported: use "default" or "fake_backend"'
+            'comm.mode = "local_tensor" is not supported: use "default" or '
+            '"fake_backend"'
         )
 
 
@@ -298,8 +317,9 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
         t.global_batch_size < 1 or t.global_batch_size % (t.local_batch_size * dp)
     ):
         raise ConfigError(
-            f"training.global_batch_size {t.global_batch_size} is not a positive multiple of local_batch_size "
-            f"{t.local_batch_size} × {counted(dp, 'data-parallel rank')} = {t.local_batch_size * dp}"
+            f"training.global_batch_size {t.global_batch_size} is not a positive "
+            f"multiple of local_batch_size {t.local_batch_size} × "
+            f"{counted(dp, 'data-parallel rank')} = {t.local_batch_size * dp}"
         )
 
 
@@ -310,12 +330,14 @@ def check_model(job_config: JobConfig) -> None:
     training = job_config.training
     if training.seq_len < 1 + dispersion.enabled:
         raise ConfigError(
-            f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}"
+            f"training.seq_len is {training.seq_len}, expected at least "
+            f"{1 + dispersion.enabled}"
         )
     if args.max_positions is not None and training.seq_len > args.max_positions:
         raise ConfigError(
-            f"training.seq_len is {training.seq_len}, but {job_config.model.name} {_flavor(job_config)!r} has learned "
-            f"positions for {args.max_positions} tokens: set training.seq_len to at most that"
+            f"training.seq_len is {training.seq_len}, but {job_config.model.name} "
+            f"{_flavor(job_config)!r} has learned positions for {args.max_positions} "
+            "tokens: set training.seq_len to at most that"
         )
     if training.steps < 1:
         raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
@@ -337,13 +359,15 @@ def check_validation(job_config: JobConfig) -> None:
         v.seq_len = seq_len
     if not 1 <= v.seq_len <= seq_len:
         raise ConfigError(
-            f"validation.seq_len is {v.seq_len}, expected 1 to training.seq_len {seq_len}, because the model has no "
-            "more positions. Leave it out to use the training length"
+            f"validation.seq_len is {v.seq_len}, expected 1 to training.seq_len "
+            f"{seq_len}, because the model has no more positions. Leave it out to use "
+            "the training length"
         )
     tp = job_config.parallelism.tensor_parallel_degree
     if v.seq_len % tp:
         raise ConfigError(
-            f"validation.seq_len is {v.seq_len}, expected a multiple of tensor_parallel_degree {tp}"
+            f"validation.seq_len is {v.seq_len}, expected a multiple of "
+            f"tensor_parallel_degree {tp}"
         )
 
 
@@ -354,8 +378,8 @@ def check_slots(job_config: JobConfig, world_size: int) -> None:
     slots = slot_count(job_config, dp)
     if slots < 1 or batch % slots or slots % dp:
         raise ConfigError(
-            f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the "
-            f"number of data-parallel ranks, {dp}"
+            f"stream.slots is {slots}; expected a divisor of the global batch {batch} "
+            f"that is a multiple of the number of data-parallel ranks, {dp}"
         )
 
 
@@ -366,7 +390,8 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
     source_shares(job_config, slot_count(job_config, dp))
     if not job_config.stream.text_field:
         raise ConfigError(
-            'stream.text_field is "", expected the name of a field: most corpora call it "text"'
+            'stream.text_field is "", expected the name of a field: most corpora call '
+            'it "text"'
         )
     if job_config.validation.enable:
         validation_sequences(job_config, dp)
@@ -383,22 +408,26 @@ def check_operations(job_config: JobConfig) -> None:
         and not option.isdigit()
     ):
         raise ConfigError(
-            f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" or a number'
+            f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" '
+            "or a number"
         )
     checkpoint = job_config.checkpoint
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
-            "optimizer.early_step_in_backward must be false: it applies gradients before all are known to be finite"
+            "optimizer.early_step_in_backward must be false: it applies gradients "
+            "before all are known to be finite"
         )
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
         raise ConfigError(
-            "checkpoint.last_save_in_hf needs last_save_model_only = true: safetensors hold no optimizer"
+            "checkpoint.last_save_in_hf needs last_save_model_only = true: "
+            "safetensors hold no optimizer"
         )
     if checkpoint.create_seed_checkpoint and (
         not checkpoint.enable or checkpoint.load_only or checkpoint.last_save_in_hf
     ):
         raise ConfigError(
-            "checkpoint.create_seed_checkpoint needs enable = true, load_only and last_save_in_hf = false"
+            "checkpoint.create_seed_checkpoint needs enable = true, load_only and "
+            "last_save_in_hf = false"
         )
     if checkpoint.enable and checkpoint.interval < 1:
         raise ConfigError(
@@ -406,7 +435,8 @@ def check_operations(job_config: JobConfig) -> None:
         )
     if checkpoint.enable and checkpoint.keep_latest_k == 1:
         raise ConfigError(
-            "checkpoint.keep_latest_k is 1, expected 0 (all) or at least 2: the newest one may be damaged"
+            "checkpoint.keep_latest_k is 1, expected 0 (all) or at least 2: the "
+            "newest one may be damaged"
         )
     for key in (
         "metrics.log_freq",
@@ -424,7 +454,8 @@ def check_device(job_config: JobConfig) -> None:
     # Without the package, TorchTitan would only log an error and train on.
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            "metrics.enable_wandb is true, but wandb is not installed: pip install 'titan-disp[wandb]'"
+            "metrics.enable_wandb is true, but wandb is not installed: pip install "
+            "'titan-disp[wandb]'"
         )
     for key in (
         "training.enable_cpu_offload",
@@ -438,7 +469,8 @@ def check_device(job_config: JobConfig) -> None:
     cp = job_config.parallelism.context_parallel_degree
     if cp > 1 and cpu.active():
         raise ConfigError(
-            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's kernels"
+            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention "
+            "needs a GPU's kernels"
         )
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     checkpointed = job_config.activation_checkpoint.mode != "none"
@@ -552,7 +584,8 @@ def build_dispersion_losses(
         where = f"{LOSSES}[{i}]"
         if not isinstance(table, Mapping) or not isinstance(table.get("variant"), str):
             raise ConfigError(
-                f'{where} is {table!r}, expected a table with a variant, as variant = "cosine"'
+                f"{where} is {table!r}, expected a table with a variant, as variant = "
+                '"cosine"'
             )
         given = {"weight": 1.0, **table}
         weight = given.pop("weight")
@@ -565,7 +598,8 @@ def build_dispersion_losses(
                 )
         if not isinstance(given.get("options", {}), Mapping):
             raise ConfigError(
-                f"{where}.options is {given['options']!r}, expected a table such as {{margin = 0.5}}"
+                f"{where}.options is {given['options']!r}, expected a table such as "
+                f"{{margin = 0.5}}"
             )
         with _named(f"{where}."):
             values = {

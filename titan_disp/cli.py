@@ -35,8 +35,9 @@ def sample_data(options: opts.SampleOptions) -> None:
         return
     counts = write_sample(folder, vocab_size)
     print(
-        f"{folder}: {counts['train']} train and {counts['validation']} validation documents, "
-        f"{counts['characters'] / 1e6:.1f} M characters, tokenizer of {vocab_size} pieces in {folder / 'tokenizer'}"
+        f"{folder}: {counts['train']} train and {counts['validation']} validation "
+        f"documents, {counts['characters'] / 1e6:.1f} M characters, tokenizer of "
+        f"{vocab_size} pieces in {folder / 'tokenizer'}"
     )
 
 
@@ -55,11 +56,13 @@ def data_fetch(options: opts.FetchOptions) -> None:
     if left := fetch(options):
         print("\n".join(left), file=sys.stderr)
         raise ConfigError(
-            f"{counted(len(left), 'file')} could not be fetched; run the same command again"
+            f"{counted(len(left), 'file')} could not be fetched; run the same command "
+            "again"
         )
     path = str(options.folder)
     print(
-        f"{path} is complete: training.dataset = {options.dataset!r}, training.dataset_path = {path!r}"
+        f"{path} is complete: training.dataset = {options.dataset!r}, "
+        f"training.dataset_path = {path!r}"
     )
 
 
@@ -100,7 +103,8 @@ def plan(options: opts.PlanOptions) -> None:
         print(f"{'suggested' if i else 'now':<15} {one.line()}")
     if len(found) == 1:
         print(
-            f"{'suggested':<15} nothing: no other batch, mesh or checkpointing that was tried fits and is accepted"
+            f"{'suggested':<15} nothing: no other batch, mesh or checkpointing that "
+            "was tried fits and is accepted"
         )
 
 
@@ -115,7 +119,8 @@ def report(options: opts.ReportOptions) -> None:
     from titan_disp.text import byte_size
 
     print(
-        f"{options.out}: {byte_size(write_report(options.runs, options.out, options.evaluation).stat().st_size, 3)}"
+        f"{options.out}: "
+        f"{byte_size(write_report(options.runs, options.out, options.evaluation).stat().st_size, 3)}"
     )
 
 
@@ -125,7 +130,8 @@ def export(options: opts.ExportOptions) -> None:
     saved = run(options)
     dest = options.dest
     print(
-        f"{saved.name} is in {dest}: load it with AutoModelForCausalLM.from_pretrained({str(dest)!r})"
+        f"{saved.name} is in {dest}: load it with "
+        f"AutoModelForCausalLM.from_pretrained({str(dest)!r})"
     )
 
 
@@ -283,7 +289,8 @@ def run(args: Sequence[str], prog: str) -> None:
         if issubclass(command[0], opts.ConfigOptions):
             args = _split_overrides(args)
     about = _wrapped(
-        "Pre-train language models with the dispersion loss, and measure their condensation."
+        "Pre-train language models with the dispersion loss, and measure their "
+        "condensation."
     )
     # Without pairs, help shows --json, and not "--json, --no-json"
     config = (tyro.conf.FlagCreatePairsOff,)
@@ -344,7 +351,8 @@ def main() -> None:
         encoding = locale.getpreferredencoding(False)
         if codecs.lookup(encoding).name != "utf-8":  # torch fails while it is imported
             raise ConfigError(
-                f"Python reads and writes files as {encoding} here, expected UTF-8: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+                f"Python reads and writes files as {encoding} here, expected UTF-8: "
+                "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
             )
         run(argv, prog="titan-disp")
     except UserError as error:

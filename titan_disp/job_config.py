@@ -317,7 +317,8 @@ class Stream:
         tables: Any = self.sources
         if not isinstance(tables, Sequence) or isinstance(tables, str):
             raise ConfigError(
-                f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]"
+                f"stream.sources is {tables!r}, expected tables, each written "
+                "[[stream.sources]]"
             )
         self.sources = [
             table
@@ -344,7 +345,8 @@ def _source(where: str, table: Any) -> Source:
             )
     if "weight" not in table:
         raise ConfigError(
-            f"{where} has no weight: set it to its share of the training tokens, relative to the others"
+            f"{where} has no weight: set it to its share of the training tokens, "
+            "relative to the others"
         )
     return Source(**{**table, "weight": float(table["weight"])})
 

@@ -100,7 +100,8 @@ def build_cross_entropy(
         # logits, without an error. Each rank holds only a part of the vocabulary, so
         # the eager loss costs little memory.
         logger.warning(
-            "compile.components: the loss is not compiled, because loss parallel shards its logits"
+            "compile.components: the loss is not compiled, because loss parallel "
+            "shards its logits"
         )
     elif compiled:
         whole = torch.compile(whole, backend=job_config.compile.backend)

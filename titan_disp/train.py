@@ -247,8 +247,10 @@ class DispTrainer(Trainer):
             # a save without identity
             if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):
                 raise RefusedError(
-                    f"the checkpoint's schedule has {saved} groups of parameters, expected {own}: it was trained with "
-                    "another baseline.method. Set the former method, or start a new run in another --job.dump_folder"
+                    f"the checkpoint's schedule has {saved} groups of parameters, "
+                    f"expected {own}: it was trained with another baseline.method. "
+                    "Set the former method, or start a new run in another "
+                    "--job.dump_folder"
                 )
         self._start_step = self.step
         if 0 < self.step < self.last_step:
@@ -373,7 +375,8 @@ class DispTrainer(Trainer):
         if self.optimizers.agreed["save_failed"]:
             self.checkpointer.wait()
             raise CheckpointError(
-                f"step {self.step}: an asynchronous save failed on another rank; its log says why"
+                f"step {self.step}: an asynchronous save failed on another rank; its "
+                "log says why"
             )
         if ends or self.optimizers.agreed["stop"]:
             self._stopping = True
@@ -387,7 +390,8 @@ class DispTrainer(Trainer):
             return  # dispersion is off, or its variant uses neither
         ran = "; ".join(f"{name} {how}" for name, how in path["kernels"].items())
         logger.info(
-            f"Dispersion forms products of {' and '.join(path['products']) or 'none'}. Its kernels: {ran or 'none'}"
+            "Dispersion forms products of "
+            f"{' and '.join(path['products']) or 'none'}. Its kernels: {ran or 'none'}"
         )
         if self.run_folder is not None:
             self.run_folder.record_path(path)
@@ -418,7 +422,8 @@ class DispTrainer(Trainer):
         if on_rank_0(self.stop_request.held):
             if self.stop_request.file is not None:  # on rank 0
                 logger.info(
-                    f"{self.stop_request.file} exists, so nothing was trained. Remove the file to continue"
+                    f"{self.stop_request.file} exists, so nothing was trained. Remove "
+                    "the file to continue"
                 )
             reason = f"the file {self.stop_request.file} was there before the start"
             self.event(
@@ -433,7 +438,8 @@ class DispTrainer(Trainer):
         if ended is not None and ended >= steps:
             self._say_changes()
             logger.info(
-                f"This run was already complete: step {ended} of {steps}. Nothing was trained"
+                f"This run was already complete: step {ended} of {steps}. Nothing was "
+                "trained"
             )
             self.event("complete", ended, allocated=self.clock.began)
             return
@@ -456,13 +462,15 @@ class DispTrainer(Trainer):
             self._end()
         elif complete:
             logger.info(
-                f"This run was already complete: step {self.step} of {steps}. Nothing was trained"
+                f"This run was already complete: step {self.step} of {steps}. Nothing "
+                "was trained"
             )
             # for what started the run again, such as a chain of jobs
             self.event("complete", self.step)
         else:
             logger.info(
-                f"budget.stop_at_tokens was already reached: step {self.step} of {steps}. Nothing was trained"
+                f"budget.stop_at_tokens was already reached: step {self.step} of "
+                f"{steps}. Nothing was trained"
             )
             self.event("stop", self.step, kind="budget", reason="budget.stop_at_tokens")
         self.report()
@@ -474,7 +482,8 @@ class DispTrainer(Trainer):
         with self._refusals(self.job_config):
             if saved := self.checkpointer.newest():
                 raise RefusedError(
-                    f"checkpoint.create_seed_checkpoint is true, but the run has a checkpoint of step {saved}: set it to false"
+                    "checkpoint.create_seed_checkpoint is true, but the run has a "
+                    f"checkpoint of step {saved}: set it to false"
                 )
         if self.run_folder is not None:
             self.run_folder.record_start()
@@ -507,7 +516,8 @@ class DispTrainer(Trainer):
             self.event("stop", self.step, kind=kind, reason=reason, spent=spent)
         else:
             logger.info(
-                f"Stopped by budget.stop_at_tokens after step {self.step} of {self.job_config.training.steps}"
+                f"Stopped by budget.stop_at_tokens after step {self.step} of "
+                f"{self.job_config.training.steps}"
             )
             self.event(
                 "stop",
@@ -521,15 +531,18 @@ class DispTrainer(Trainer):
     def report(self) -> None:
         job = self.job_config
         logger.info(
-            f"Step {self.step} of {job.training.steps}. Run folder: {job.job.dump_folder}"
+            f"Step {self.step} of {job.training.steps}. Run folder: "
+            f"{job.job.dump_folder}"
         )
         if job.checkpoint.enable:
             logger.info(
-                f"Checkpoints: {os.path.join(job.job.dump_folder, job.checkpoint.folder)}"
+                "Checkpoints: "
+                f"{os.path.join(job.job.dump_folder, job.checkpoint.folder)}"
             )
         if job.metrics.enable_tensorboard:
             logger.info(
-                f"TensorBoard: tensorboard --logdir {quote(self.metrics_processor.tensorboard_folder)}"
+                "TensorBoard: tensorboard --logdir "
+                f"{quote(self.metrics_processor.tensorboard_folder)}"
             )
         if self.run_folder is not None:
             measured = read_condensation(self.run_folder.path)
@@ -553,11 +566,13 @@ class DispTrainer(Trainer):
             return
         if starts:
             logger.info(
-                f"Time spent training (goodput) of this start: {_said(starts[-1].in_its_allocation())}"
+                "Time spent training (goodput) of this start: "
+                f"{_said(starts[-1].in_its_allocation())}"
             )
         if len(starts) > 1:
             logger.info(
-                f"Time spent training (goodput) of all {len(starts)} starts: {_said(together(starts))}"
+                f"Time spent training (goodput) of all {len(starts)} starts: "
+                f"{_said(together(starts))}"
             )
 
     @cached_property
@@ -574,8 +589,9 @@ class DispTrainer(Trainer):
         found = held_out_sequences(job, self.tokenizer, section.sequences)
         if found is None:
             logger.warning(
-                "condensation is not measured: no validation split was found (one is looked for only on the hub or in a "
-                "folder). Set validation.enable = true with validation.dataset_path, or condensation.interval = 0"
+                "condensation is not measured: no validation split was found (one is "
+                "looked for only on the hub or in a folder). Set validation.enable = "
+                "true with validation.dataset_path, or condensation.interval = 0"
             )
             return None
         mesh = self.parallel_dims.get_optional_mesh("batch")

@@ -66,7 +66,8 @@ def main() -> None:
     local.install()
     local.CONFIG = local.CONFIG.replace("cred_expire=5", "cred_expire=120")
     print(
-        f"{datetime.now():%Y-%m-%d}: {STEPS} steps, a process is killed after steps {[draw(seed) for seed in SEEDS]}"
+        f"{datetime.now():%Y-%m-%d}: {STEPS} steps, a process is killed after steps "
+        f"{[draw(seed) for seed in SEEDS]}"
     )
     print(
         "| | seconds | seconds lost per failure | goodput |\n|---|---|---|---|",

@@ -83,7 +83,8 @@ def install() -> None:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise RuntimeError(
-            f"{missing} not found: as root on Debian or Ubuntu, apt-get install {' '.join(PACKAGES)}"
+            f"{missing} not found: as root on Debian or Ubuntu, apt-get install "
+            f"{' '.join(PACKAGES)}"
         )
     print(
         f"{missing} not found: installing {' '.join(PACKAGES)} with apt-get", flush=True
@@ -125,7 +126,8 @@ class LocalSlurm:
         self.folder = Path(folder).resolve()
         if len(str(self.folder)) > 80:
             raise ValueError(
-                f"{self.folder} is too long for the sockets in it: give a folder of up to 80 characters"
+                f"{self.folder} is too long for the sockets in it: give a folder of "
+                "up to 80 characters"
             )
         self.nodes = [f"n{i + 1}" for i in range(nodes)]
         # These would act as options
@@ -189,8 +191,9 @@ class LocalSlurm:
             if ended or time.monotonic() > deadline:
                 fields = "\n".join(f"  {key}={value}" for key, value in job.items())
                 raise (RuntimeError if ended else TimeoutError)(
-                    f"expected within {timeout:g} s: {' or '.join(sorted(states))} after {restarts} restarts or more\n"
-                    f"{fields}\nthe end of {job['StdOut']}:\n{_tail(Path(job['StdOut']))}"
+                    f"expected within {timeout:g} s: {' or '.join(sorted(states))} "
+                    f"after {restarts} restarts or more\n{fields}\nthe end of "
+                    f"{job['StdOut']}:\n{_tail(Path(job['StdOut']))}"
                 )
             time.sleep(0.5)
 
@@ -354,7 +357,8 @@ def _run(
     )
     if done.returncode:
         raise RuntimeError(
-            f"{' '.join(args)}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
+            f"{' '.join(args)}: exit status "
+            f"{done.returncode}\n{done.stdout}{done.stderr}"
         )
     return done.stdout
 

@@ -405,7 +405,8 @@ def find_gpu(machine: Machine) -> Gpu:
     flops = machine.gpu_flops
     if name not in GPUS and not (memory and flops):
         raise ConfigError(
-            f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory (GB) and --gpu-flops (dense bf16 TFLOP/s)"
+            f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory "
+            "(GB) and --gpu-flops (dense bf16 TFLOP/s)"
         )
     # links as of the desktop GPUs above
     known = GPUS.get(name, Gpu(0.0, (flops or 0.0) * 1e12 / 2, 0.0, 32e9, 1.25e9))

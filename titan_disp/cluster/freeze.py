@@ -53,8 +53,9 @@ def freeze(
     c = job_config.checkpoint
     if c.enable and c.load_step != -1 and not c.load_only:
         raise ConfigError(
-            f"checkpoint.load_step is {c.load_step}, expected -1 in a job: it would be refused at the first requeue, after newer "
-            "checkpoints. Copy that RUN/checkpoint/step-N into a new run folder, and leave load_step out"
+            f"checkpoint.load_step is {c.load_step}, expected -1 in a job: it would "
+            "be refused at the first requeue, after newer checkpoints. Copy that "
+            "RUN/checkpoint/step-N into a new run folder, and leave load_step out"
         )
     run = Path(job_config.job.dump_folder).absolute()
     folder = run / "launch" / name

@@ -50,8 +50,9 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
     per_node = torch.accelerator.device_count() if nproc == "gpu" else int(nproc)
     if per_node < 1:
         raise ConfigError(
-            "no GPU is visible on this node: request GPUs from SLURM (--gpus-per-node or --gres), or set "
-            "TITAN_DISP_NPROC to the number of ranks per node for a run on CPUs"
+            "no GPU is visible on this node: request GPUs from SLURM (--gpus-per-node "
+            "or --gres), or set TITAN_DISP_NPROC to the number of ranks per node for "
+            "a run on CPUs"
         )
     check_config(job_config, nodes * per_node)
     check_device(job_config)
@@ -90,11 +91,13 @@ def hub_warnings(
             fetch = fetch_arguments(parse_name(data.dataset, f"{data.key}.dataset"))
             count = f"at least {2 * ranks:,} requests (two per Parquet file and rank)"
         warnings.append(
-            f"{data.key}.dataset {data.dataset!r} is streamed from the Hugging Face hub by {ranks:,} ranks on {nodes} nodes. "
-            f"Every epoch takes {count}, most of them at once; every resume repeats them, and every broken connection adds "
-            f"one. By its documentation, the hub answers {WITHOUT_TOKEN:,} requests in 5 minutes from one address without "
-            f"a token, and {FREE_ACCOUNT:,} from a free account. Read a copy: titan-disp data fetch {fetch}, and "
-            f"{data.path_key} = DIR"
+            f"{data.key}.dataset {data.dataset!r} is streamed from the Hugging Face "
+            f"hub by {ranks:,} ranks on {nodes} nodes. Every epoch takes {count}, "
+            "most of them at once; every resume repeats them, and every broken "
+            "connection adds one. By its documentation, the hub answers "
+            f"{WITHOUT_TOKEN:,} requests in 5 minutes from one address without a "
+            f"token, and {FREE_ACCOUNT:,} from a free account. Read a copy: "
+            f"titan-disp data fetch {fetch}, and {data.path_key} = DIR"
         )
     return warnings
 

@@ -114,7 +114,8 @@ def launch(options: TrainOptions) -> int:
         rank, failure = error.get_first_failure()
         if stop.number and failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL):
             _say(
-                f"titan-disp: {stop.name} ended the run, and not every rank ended by itself. The same command {then}."
+                f"titan-disp: {stop.name} ended the run, and not every rank ended by "
+                f"itself. The same command {then}."
             )
             return 128 + stop.number
         status = f"rank {rank} failed with exit status {failure.exitcode}"
@@ -174,7 +175,8 @@ class StopRanks:
                 stop(rank, sent)
         if first:
             _say(
-                f"titan-disp: {self.name}: the ranks finish their step, save and end. A second signal kills them."
+                f"titan-disp: {self.name}: the ranks finish their step, save and end. "
+                "A second signal kills them."
             )
 
 
@@ -237,7 +239,8 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
         if "," in setting:
             name, _, value = setting.partition("=")
             raise ConfigError(
-                f"{name} is {value!r}, and sbatch ends the value at the comma: use a path without one"
+                f"{name} is {value!r}, and sbatch ends the value at the comma: use a "
+                "path without one"
             )
     gpus = [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
     given = [f"--{option.lstrip('-')}" for option in (*more, *options.sbatch)]
@@ -277,7 +280,8 @@ def send(line: Sequence[str], dry_run: bool) -> int:
         return subprocess.run(line, env=os.environ).returncode
     except FileNotFoundError as error:
         raise ConfigError(
-            "there is no sbatch on this machine: submit from a login node, or use --dry-run"
+            "there is no sbatch on this machine: submit from a login node, or use "
+            "--dry-run"
         ) from error
 
 
@@ -289,7 +293,8 @@ def submit(options: SubmitOptions) -> int:
     spares = os.environ.get("TITAN_DISP_SPARES") or "0"
     if not (spares.isdecimal() and int(spares) < options.nodes):
         raise ConfigError(
-            f"TITAN_DISP_SPARES is {spares!r}, expected a whole number below --nodes {options.nodes}"
+            f"TITAN_DISP_SPARES is {spares!r}, expected a whole number below --nodes "
+            f"{options.nodes}"
         )
     training = dataclasses.replace(options.machine, nodes=options.nodes - int(spares))
     nproc = os.environ.get("TITAN_DISP_NPROC", "")

@@ -272,7 +272,8 @@ def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any
     free = _free_disk(local)
     if free < MINIMUM_DISK:
         problems.append(
-            f"{local} has {free / 1e9:.1f} GB free, expected at least {MINIMUM_DISK / 1e9:.1f} GB"
+            f"{local} has {free / 1e9:.1f} GB free, expected at least "
+            f"{MINIMUM_DISK / 1e9:.1f} GB"
         )
     count = torch.cuda.device_count()
     checked = [check_gpu(i) for i in range(count)]

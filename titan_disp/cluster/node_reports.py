@@ -83,7 +83,8 @@ def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
             problems[node].append("no GPU is visible")
         elif nproc != "gpu" and 0 < count < int(nproc):
             problems[node].append(
-                f"the number of visible GPUs is {count}, too few for {nproc} ranks per node"
+                f"the number of visible GPUs is {count}, too few for {nproc} ranks "
+                "per node"
             )
         if gpus_of(report) != common:
             problems[node].append(
@@ -112,12 +113,14 @@ def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
     usual = usual_bandwidth(bandwidth["pairs"])
     for node, best in slow_nodes(bandwidth["pairs"]).items():
         problems[node].append(
-            f"slow: at most {best / 1e9:.2f} GB/s with its neighbours; the median node reaches {usual / 1e9:.2f} GB/s"
+            f"slow: at most {best / 1e9:.2f} GB/s with its neighbours; the median "
+            f"node reaches {usual / 1e9:.2f} GB/s"
         )
     for node, skew in bandwidth["clock_skew"].items():
         if abs(skew) > CLOCK_LIMIT:
             problems[node].append(
-                f"its clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the others'"
+                f"its clock is {abs(skew):.1f} s "
+                f"{'ahead of' if skew > 0 else 'behind'} the others'"
             )
     return dict(problems)
 
@@ -253,9 +256,11 @@ def render(report: Report, expected: Sequence[str]) -> list[str]:
         speeds = best_bandwidths(bandwidth["pairs"])
         reduced = bandwidth["all_reduce"]
         lines.append(
-            f"all-reduce of {reduced['bytes'] >> 20} MiB over {counted(bandwidth['ranks'], 'rank')} of "
-            f"{counted(max(1, len(speeds)), 'node')}: {reduced['seconds'] * 1e3:.1f} ms, "
-            f"bus bandwidth {reduced['bus_bandwidth'] / 1e9:.2f} GB/s ({bandwidth['backend']})"
+            f"all-reduce of {reduced['bytes'] >> 20} MiB over "
+            f"{counted(bandwidth['ranks'], 'rank')} of "
+            f"{counted(max(1, len(speeds)), 'node')}: {reduced['seconds'] * 1e3:.1f} "
+            f"ms, bus bandwidth {reduced['bus_bandwidth'] / 1e9:.2f} GB/s "
+            f"({bandwidth['backend']})"
         )
     by_text: dict[str, list[str]] = defaultdict(list)
     for key, texts in problems.items():

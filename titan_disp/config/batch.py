@@ -52,18 +52,23 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
         steps = -(-budget.tokens // per_step)
         if training.steps not in (-1, steps):
             raise ConfigError(
-                f"training.steps is {training.steps}, but budget.tokens {budget.tokens:,} at {per_step:,} tokens per "
-                f"step makes {counted(steps, 'step')}: set only one of them (--budget.tokens 0 leaves training.steps)"
+                f"training.steps is {training.steps}, but budget.tokens "
+                f"{budget.tokens:,} at {per_step:,} tokens per step makes "
+                f"{counted(steps, 'step')}: set only one of them (--budget.tokens 0 "
+                "leaves training.steps)"
             )
         training.steps = steps
     if training.steps == -1:
         raise ConfigError(
-            "neither budget.tokens nor training.steps is set: set one of them, which ends the run"
+            "neither budget.tokens nor training.steps is set: set one of them, which "
+            "ends the run"
         )
     if budget.stop_at_tokens > training.steps * per_step:
         raise ConfigError(
-            f"budget.stop_at_tokens is {budget.stop_at_tokens:,}, more than the {training.steps * per_step:,} "
-            f"tokens of the whole run ({counted(training.steps, 'step')}): lower it, or raise budget.tokens or training.steps"
+            f"budget.stop_at_tokens is {budget.stop_at_tokens:,}, more than the "
+            f"{training.steps * per_step:,} tokens of the whole run "
+            f"({counted(training.steps, 'step')}): lower it, or raise budget.tokens "
+            "or training.steps"
         )
 
 

@@ -293,8 +293,9 @@ class DigestOptions(ConfigOptions):
             or any(step > self.steps for step in steps)
         ):
             raise ConfigError(
-                f"--resume-at is {steps} and --resume-ranks is {ranks}, expected lists of equal length, with ascending "
-                f"steps up to --steps {self.steps}"
+                f"--resume-at is {steps} and --resume-ranks is {ranks}, expected "
+                "lists of equal length, with ascending steps up to --steps "
+                f"{self.steps}"
             )
         return [(0, self.ranks), *zip(steps, ranks, strict=True)]
 

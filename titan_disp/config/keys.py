@@ -81,7 +81,8 @@ class Facts:
                 else f"{number} {self.range}"
             )
             raise ConfigError(
-                f"{name} is {value}, expected {expected}{self.because and ': '}{self.because}"
+                f"{name} is {value}, expected "
+                f"{expected}{self.because and ': '}{self.because}"
             )
 
 

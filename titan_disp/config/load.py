@@ -280,7 +280,8 @@ def load_config(argv: Sequence[str]) -> JobConfig:
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
         raise ConfigError(
-            "stream.sources is empty: name at least one source, [[stream.sources]], or leave it out"
+            "stream.sources is empty: name at least one source, [[stream.sources]], "
+            "or leave it out"
         )
     tables = {
         key: toml.get(section, {}).get(name, {})

@@ -390,8 +390,9 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
         least = math.ceil(slots / min(quotas.values()))
         asked = ", ".join(f"{float(quotas[name]):.2g}" for name in without)
         raise ConfigError(
-            f"stream.sources: {slots} slots are too few for {', '.join(without)}, whose weight asks for {asked} of them: "
-            f"raise training.global_batch_size (and stream.slots, if set) to have at least {least} slots, or the weight"
+            f"stream.sources: {slots} slots are too few for {', '.join(without)}, "
+            f"whose weight asks for {asked} of them: raise training.global_batch_size "
+            f"(and stream.slots, if set) to have at least {least} slots, or the weight"
         )
     first_slots = accumulate(counts.values(), initial=0)
     return [
@@ -412,8 +413,9 @@ def far_from_weights(shares: Sequence[Share]) -> str | None:
     if not far:
         return None
     return (
-        f"there are too few slots to follow the weights of stream.sources: {'; '.join(far)}. Raise "
-        "training.global_batch_size (and stream.slots, if it is set)"
+        "there are too few slots to follow the weights of stream.sources: "
+        f"{'; '.join(far)}. Raise training.global_batch_size (and stream.slots, if it "
+        "is set)"
     )
 
 

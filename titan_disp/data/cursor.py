@@ -94,8 +94,10 @@ class Faults:
         if not self._told_of_slots:
             self._told_of_slots = True
             logger.warning(
-                f"data: slot {position.slot} of {position.assignment.slots} has no documents in epoch {position.epoch - 1}. "
-                "If there are hardly more documents than slots, their order and shares are poor: lower stream.slots"
+                f"data: slot {position.slot} of {position.assignment.slots} has no "
+                f"documents in epoch {position.epoch - 1}. If there are hardly more "
+                "documents than slots, their order and shares are poor: lower "
+                "stream.slots"
             )
 
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
@@ -270,9 +272,11 @@ class Cursor:
         if search.bad or search.damaged:
             advice = "The log above says why: repair or remove these files"
         raise DataError(
-            f"slot {self.position.slot} of {slots} found no usable document (completed epochs: {search.epochs}, bad "
-            f"documents: {search.bad}, damaged files: {search.damaged}, documents without text: {search.empty}) in these "
-            f"files: {len(names)}, from {names[0]} to {names[-1]}. {advice}"
+            f"slot {self.position.slot} of {slots} found no usable document "
+            f"(completed epochs: {search.epochs}, bad documents: {search.bad}, "
+            f"damaged files: {search.damaged}, documents without text: "
+            f"{search.empty}) in these files: {len(names)}, from {names[0]} to "
+            f"{names[-1]}. {advice}"
         )
 
 
@@ -290,8 +294,9 @@ def check_documents(skipped: float, used: float, allowed: float) -> None:
     every = skipped + used
     if every >= _FIRST and skipped > allowed * every:
         raise DataError(
-            f"{skipped:.0f} of {every:.0f} documents could not be used, more than stream.max_skipped_fraction {allowed} "
-            "allows: the reasons are in the logs above (of all ranks)"
+            f"{skipped:.0f} of {every:.0f} documents could not be used, more than "
+            f"stream.max_skipped_fraction {allowed} allows: the reasons are in the "
+            "logs above (of all ranks)"
         )
 
 
@@ -301,8 +306,9 @@ def check_bytes(skipped: float, every: float, documents: float, allowed: float) 
     """
     if documents >= _FIRST and skipped > allowed * every:
         raise DataError(
-            f"about {skipped:,.0f} of {every:,.0f} bytes of text could not be used, more than "
-            f"stream.max_skipped_fraction {allowed} allows: the reasons are in the logs above (of all ranks)"
+            f"about {skipped:,.0f} of {every:,.0f} bytes of text could not be used, "
+            f"more than stream.max_skipped_fraction {allowed} allows: the reasons are "
+            "in the logs above (of all ranks)"
         )
 
 
@@ -314,6 +320,7 @@ def check_files(skipped: float, begun: float, files: int, allowed: float) -> Non
     # epoch, and after every resume.
     if skipped * files >= _FEW * begun and skipped > allowed * begun:
         raise DataError(
-            f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than stream.max_skipped_fraction "
-            f"{allowed} allows: their names are in the logs above (of all ranks)"
+            f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than "
+            f"stream.max_skipped_fraction {allowed} allows: their names are in the "
+            "logs above (of all ranks)"
         )

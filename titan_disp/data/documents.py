@@ -202,7 +202,8 @@ class Documents:
                     else ""
                 )
                 raise DataError(
-                    f"cannot read {self.file.url}{within}: {type(lost).__name__}: {lost}"
+                    f"cannot read {self.file.url}{within}: {type(lost).__name__}: "
+                    f"{lost}"
                 ) from error
             # Decoders raise OSError too, but only the operating system sets errno.
             if remote is not None or not (

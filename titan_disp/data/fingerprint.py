@@ -139,8 +139,10 @@ def _sentence(key: str, former: Any, current: Any) -> str:
         files = sorted(changes(former, current))
         first = files[0]
         return (
-            f"data: {counted(len(former), 'file')} then, {len(current)} now, with {counted(len(files), 'difference')}; first "
-            f"{first} ({former.get(first, 'missing')} bytes then, {current.get(first, 'missing')} now)"
+            f"data: {counted(len(former), 'file')} then, {len(current)} now, with "
+            f"{counted(len(files), 'difference')}; first {first} "
+            f"({former.get(first, 'missing')} bytes then, "
+            f"{current.get(first, 'missing')} now)"
         )
     if key in ("contents", "etags"):
         files = sorted(changes(former, current))
@@ -174,8 +176,9 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
         hint = ""
         if saved.get("stream.slots") != current["stream.slots"]:
             hint = (
-                " The slots are training.global_batch_size unless stream.slots is set; global_batch_size = -1 ties "
-                "them to the number of ranks, so that such a run cannot resume on another number of ranks."
+                " The slots are training.global_batch_size unless stream.slots is "
+                "set; global_batch_size = -1 ties them to the number of ranks, so "
+                "that such a run cannot resume on another number of ranks."
             )
         raise RefusedError(
             f"the checkpoint was written with other data: {'; '.join(changed)}.{hint} Restore the earlier data and "

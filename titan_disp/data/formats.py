@@ -410,7 +410,8 @@ def _check_column(schema: Any, name: str, field: str) -> None:
     is_view = getattr(types, "is_string_view", lambda _: False)
     if not (types.is_string(value) or types.is_large_string(value) or is_view(value)):
         raise DataError(
-            f'{name}: column "{field}" is {kind}, expected string: {advice}, or write it as a string'
+            f'{name}: column "{field}" is {kind}, expected string: {advice}, or write '
+            "it as a string"
         )
 
 

@@ -60,8 +60,9 @@ def read_model(file: str | Path) -> Any:
     }
     if unsupported := [name for name, used in features.items() if used]:
         raise ConfigError(
-            f"the SentencePiece model {str(file)!r} has {', '.join(unsupported)}, which a Hugging Face tokenizer "
-            "cannot express; name a Hugging Face tokenizer with the same ids by --tokenizer DIR"
+            f"the SentencePiece model {str(file)!r} has {', '.join(unsupported)}, "
+            "which a Hugging Face tokenizer cannot express; name a Hugging Face "
+            "tokenizer with the same ids by --tokenizer DIR"
         )
     return model
 
@@ -278,8 +279,9 @@ def check_same_ids(
         )
         shown = text if len(text) <= 200 else text[:200] + "…"
         raise ConfigError(
-            f"the exported tokenizer gives other ids than the run's for {shown!r}: {got[at : at + 8]} instead of "
-            f"{expected[at : at + 8]} from token {at} on. Name one with the same ids: titan-disp export … --tokenizer DIR"
+            f"the exported tokenizer gives other ids than the run's for {shown!r}: "
+            f"{got[at : at + 8]} instead of {expected[at : at + 8]} from token {at} "
+            "on. Name one with the same ids: titan-disp export … --tokenizer DIR"
         )
 
 

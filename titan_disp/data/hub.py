@@ -48,8 +48,9 @@ def cannot_list(name: "HubName", error: Exception) -> ConfigError:
     system each raise their own.
     """
     return ConfigError(
-        f"cannot list {name} on the Hugging Face hub ({type(error).__name__}: {error}). Without internet, use a local "
-        f"copy: dataset_path (titan-disp data fetch {fetch_arguments(name)} makes one on a machine with internet)"
+        f"cannot list {name} on the Hugging Face hub ({type(error).__name__}: "
+        f"{error}). Without internet, use a local copy: dataset_path (titan-disp data "
+        f"fetch {fetch_arguments(name)} makes one on a machine with internet)"
     )
 
 
@@ -163,7 +164,8 @@ def parse_name(dataset: str, where: str) -> HubName:
         or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
     ):
         raise ConfigError(
-            f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION for a branch, tag or commit)"
+            f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION for a "
+            "branch, tag or commit)"
         )
     config, split = (*rest, "", "")[:2]
     return HubName(repository, revision or None, config or None, split or None)
@@ -311,13 +313,15 @@ def files_of_split(
     if split not in splits:
         example = replace(name, split=next(iter(splits), "SPLIT"))
         raise ConfigError(
-            f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as {str(example)!r}"
+            f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as "
+            f"{str(example)!r}"
         )
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not path.endswith(SUFFIXES)]:
         found = f"{len(unread)} of {len(paths)}, such as {unread[0]}"
         raise ConfigError(
-            f"{where}: the split has files that cannot be read ({found}); expected names that end in {', '.join(SUFFIXES)}"
+            f"{where}: the split has files that cannot be read ({found}); expected "
+            f"names that end in {', '.join(SUFFIXES)}"
         )
     return paths
 

@@ -265,7 +265,8 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
     folder = options.index
     if remote := next((file for file in files if file.remote), None):
         raise ConfigError(
-            f"stream.index is {folder!r}, but {remote.url} is in a store, or is on the hub: fetch the data, or unset it"
+            f"stream.index is {folder!r}, but {remote.url} is in a store, or is on "
+            "the hub: fetch the data, or unset it"
         )
     if folder == IN_MEMORY:
         if (size := sum(file.size for file in files)) > _SMALL:
@@ -291,8 +292,9 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
         (url, why) = missing[0]
         there = "" if os.path.isdir(folder) else ", which does not exist"
         raise ConfigError(
-            f"stream.index is {folder!r}{there}: {number} of the data cannot be read by it, such as {url!r}, which {why}. "
-            "Run titan-disp data index CONFIG, which reads what is new or has changed"
+            f"stream.index is {folder!r}{there}: {number} of the data cannot be read "
+            f"by it, such as {url!r}, which {why}. Run titan-disp data index CONFIG, "
+            "which reads what is new or has changed"
         )
     text, stored = (
         sum(getattr(one, part) for one in known.values() if one.text)

@@ -67,8 +67,10 @@ def split_of(dataset: str, key: str) -> str:
         )
     if dataset not in names:
         raise ConfigError(
-            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the hub, or a copy at dataset_path), {FORM} "
-            "(of the hub, or its mirror at dataset_path), or text or text_validation (your documents at dataset_path)"
+            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the "
+            f"hub, or a copy at dataset_path), {FORM} (of the hub, or its mirror at "
+            "dataset_path), or text or text_validation (your documents at "
+            "dataset_path)"
         )
     return names[dataset]
 
@@ -104,7 +106,8 @@ def list_files(
     path_is = f"{path_key} is {dataset_path!r}"
     if dataset_path is None and not streams_from_hub(dataset, None):
         raise ConfigError(
-            f"{where}: set {key}.dataset_path to the folder, file or glob of the documents"
+            f"{where}: set {key}.dataset_path to the folder, file or glob of the "
+            "documents"
         )
     name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else None
     if dataset_path is None:

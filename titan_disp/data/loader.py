@@ -103,7 +103,8 @@ class StreamLoader(BaseDataLoader):
         own, rest = divmod(slots, dp_world_size)
         if rest:
             raise ConfigError(
-                f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
+                f"{slots} slots cannot be divided among {dp_world_size} data-parallel "
+                "ranks: see stream.slots"
             )
         self.files = files
         self.options = options
@@ -340,7 +341,8 @@ def build_dataloader(
     if dp_rank == 0:
         total = byte_size(sum(file.size for file in files), 3)
         logger.info(
-            f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}"
+            f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to "
+            f"{files[-1].url}"
         )
         sources = source_shares(job_config, slot_count(job_config, dp_world_size))
         for share in sources:
@@ -351,7 +353,8 @@ def build_dataloader(
     if dp_rank == 0 and any(file.blocks is not None for file in files):
         dealt = sum(loader.assignment.dealt)
         logger.info(
-            f"data: {dealt} of {counted(len(files), 'file')} are read block by block (docs/data.md)"
+            f"data: {dealt} of {counted(len(files), 'file')} are read block by block "
+            "(docs/data.md)"
         )
     loader.pin_memory = job_config.training.dataloader.pin_memory
     own = len(loader.slots)
@@ -362,7 +365,9 @@ def build_dataloader(
             for length in (C4_DOCUMENT_BYTES, math.inf)
         )
         logger.info(
-            f"data: {window} documents of each slot are shuffled together (stream.shuffle_window). A rank of {own} "
-            f"slots holds up to {usual} for that if documents are as long as C4's, and up to {most} if they are longer"
+            f"data: {window} documents of each slot are shuffled together "
+            f"(stream.shuffle_window). A rank of {own} slots holds up to {usual} for "
+            f"that if documents are as long as C4's, and up to {most} if they are "
+            "longer"
         )
     return loader

@@ -43,24 +43,28 @@ def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]
     elif os.path.lexists(dataset_path):
         if not dataset_path.endswith(SUFFIXES):
             raise ConfigError(
-                f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: convert or rename it"
+                f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: "
+                "convert or rename it"
             )
         paths = [dataset_path]
     elif is_pattern(dataset_path):
         paths = _of_pattern(dataset_path, where)
     else:
         raise ConfigError(
-            f"{where}, which does not exist; expected a folder, file or glob of {', '.join(SUFFIXES)}. {_SAMPLE}"
+            f"{where}, which does not exist; expected a folder, file or glob of "
+            f"{', '.join(SUFFIXES)}. {_SAMPLE}"
         )
     for path in paths:
         _refuse_dangling(path, where)
         if not os.path.isfile(path):
             raise ConfigError(
-                f"{where}, but {path!r} is not a regular file: expected files of documents. Name the files, or remove it"
+                f"{where}, but {path!r} is not a regular file: expected files of "
+                "documents. Name the files, or remove it"
             )
         if not os.access(path, os.R_OK):
             raise ConfigError(
-                f"{where}, but {path!r} is not readable: expected read permission (chmod +r)"
+                f"{where}, but {path!r} is not readable: expected read permission "
+                "(chmod +r)"
             )
     check_kinds(paths, where)
     if len({suffix_of(path) for path in paths}) > 1:
@@ -108,7 +112,8 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
     if folders and found and "**" not in pattern:
         left_out = f"{counted(len(folders), 'folder')}, such as {folders[0]}"
         _warn(
-            f"{where}: the glob leaves out {left_out}. (A glob with /** includes the files in folders)"
+            f"{where}: the glob leaves out {left_out}. (A glob with /** includes the "
+            "files in folders)"
         )
     paths = readable_formats(list(found.values()), where)
     if not paths:
@@ -117,7 +122,8 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
         others = f", but {' and '.join(there)}" if there else ""
         expected = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(
-            f"{where}, which matches no file{others}; expected files named {expected}: name others, or convert them"
+            f"{where}, which matches no file{others}; expected files named "
+            f"{expected}: name others, or convert them"
         )
     return paths
 
@@ -149,7 +155,8 @@ def select(
         if texts := [path for path in found if path.endswith(PLAIN_TEXT)]:
             such = f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
             _say(
-                f"{where}: left out, because there are documents in other formats: {such}"
+                f"{where}: left out, because there are documents in other formats: "
+                f"{such}"
             )
         found = [path for path in found if not path.endswith(PLAIN_TEXT)]
     paths = readable_formats(found, where)
@@ -161,8 +168,9 @@ def select(
             else [path for path in of_split if path not in kept_back]
         )
         _say(
-            f"{where}: {len(kept_back)} of {len(paths)} *.txt are held out for validation, chosen by a hash of their names, "
-            "because no name contains the word validation. (A glob instead of the folder trains on all)"
+            f"{where}: {len(kept_back)} of {len(paths)} *.txt are held out for "
+            "validation, chosen by a hash of their names, because no name contains "
+            "the word validation. (A glob instead of the folder trains on all)"
         )
     # a clone of the data set holds other variants too; the hub's stream reads only this
     # one
@@ -176,13 +184,15 @@ def select(
         counts = _counts(paths or found)
         if paths and split != "train":
             raise ConfigError(
-                f"{where}, where no file name contains the word {split!r}: it holds no {split} data, but {counts}"
+                f"{where}, where no file name contains the word {split!r}: it holds "
+                f"no {split} data, but {counts}"
             )
         there = f"but {counts}" if counts else "because it has no files"
         expected = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
         expected += ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(
-            f"{where}, which holds no {split} data, {there}; expected files such as {expected}. {_SAMPLE}"
+            f"{where}, which holds no {split} data, {there}; expected files such as "
+            f"{expected}. {_SAMPLE}"
         )
     if left_out := sorted(set(paths) - set(of_split) - kept_back):
         rule = f"whose names do not say {split}" + (
@@ -193,8 +203,8 @@ def select(
             + ["…"] * (len(left_out) > 3)
         )
         (_say if c4 or split != "train" else _warn)(
-            f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: {some}. (A glob instead of the folder "
-            "reads every file that it matches)"
+            f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: "
+            f"{some}. (A glob instead of the folder reads every file that it matches)"
         )
     return of_split
 
@@ -217,7 +227,8 @@ def _walk(folder: str, where: str) -> list[str]:
                 continue
             if (real := os.path.realpath(path)) in seen:
                 _warn(
-                    f"{where}: {path} is left out, because it is a link to {real}, which is read already"
+                    f"{where}: {path} is left out, because it is a link to {real}, "
+                    "which is read already"
                 )
                 continue
             seen.add(real)
@@ -237,9 +248,10 @@ def check_kinds(paths: list[str], where: str) -> None:
     if ids and len(ids) < len(paths):
         other = next(path for path in paths if not path.endswith(TOKEN_IDS))
         raise ConfigError(
-            f"{where}, which holds {counted(len(ids), 'file')} of token ids, such as {ids[0]!r}, and "
-            f"{len(paths) - len(ids)} of text, such as {other!r}; expected only one of the two: select one by a glob, "
-            f"such as {f'{os.path.dirname(other)}/*{suffix_of(other)}'!r}"
+            f"{where}, which holds {counted(len(ids), 'file')} of token ids, such as "
+            f"{ids[0]!r}, and {len(paths) - len(ids)} of text, such as {other!r}; "
+            "expected only one of the two: select one by a glob, such as "
+            f"{f'{os.path.dirname(other)}/*{suffix_of(other)}'!r}"
         )
 
 
@@ -249,14 +261,16 @@ def readable_formats(paths: list[str], where: str) -> list[str]:
         if part := [path for path in other if path.endswith(_NO_DATA) == usual]:
             counts = _counts(part)
             say(
-                f"{where}: left out, because they end in none of {', '.join(SUFFIXES)}: {counts}, such as {part[0]}"
+                f"{where}: left out, because they end in none of "
+                f"{', '.join(SUFFIXES)}: {counts}, such as {part[0]}"
             )
     return [path for path in paths if path.endswith(SUFFIXES)]
 
 
 def _cannot_be_read(path: str, error: OSError, where: str) -> ConfigError:
     return ConfigError(
-        f"{where}, but {path!r} cannot be read: {error.strerror}. Give read permission, or name the files by a glob"
+        f"{where}, but {path!r} cannot be read: {error.strerror}. Give read "
+        "permission, or name the files by a glob"
     )
 
 
@@ -268,8 +282,8 @@ def _refuse_dangling(path: str, where: str) -> None:
         os.stat(path)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist: restore it, or remove "
-            "the link"
+            f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does "
+            "not exist: restore it, or remove the link"
         ) from error
     except OSError as error:
         raise _cannot_be_read(path, error, where) from error

@@ -60,8 +60,10 @@ class _Index:
             or os.path.getsize(path) < expected
         ):
             raise OtherContent(
-                f"{path} has version {version}, ids of type {code} and {os.path.getsize(path):,} bytes; expected version 1, "
-                f"type 8 (uint16) or 4 (int32), and at least {expected:,} bytes: write it again"
+                f"{path} has version {version}, ids of type {code} and "
+                f"{os.path.getsize(path):,} bytes; expected version 1, type 8 "
+                f"(uint16) or 4 (int32), and at least {expected:,} bytes: write it "
+                "again"
             )
         self.dtype = _DTYPES[code]
         self.documents = bounds - 1
@@ -80,7 +82,8 @@ class _Index:
         )
         if self.end != file.size or self.bounds[-1] != sequences:
             raise OtherContent(
-                f"its {file.size:,} bytes are not the {self.end:,} that {path} describes: copy both again"
+                f"its {file.size:,} bytes are not the {self.end:,} that {path} "
+                "describes: copy both again"
             )
 
     def is_in_order(self) -> bool:
@@ -120,7 +123,8 @@ def blocks_of(file: DataFile) -> Blocks | None:
         return None
     if not index.is_in_order():
         raise ConfigError(
-            f"{paths[1]}: its sequences or documents do not follow one another: write it again"
+            f"{paths[1]}: its sequences or documents do not follow one another: write "
+            "it again"
         )
     documents = index.documents
     places = np.append(

@@ -57,6 +57,7 @@ def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, in
     if wrong:
         found = f"{len(wrong)} of {len(files)}, such as {wrong[0]}"
         raise ConfigError(
-            f"{where}, where files are missing or have another size than on the hub ({found}): {fetch}"
+            f"{where}, where files are missing or have another size than on the hub "
+            f"({found}): {fetch}"
         )
     return files

@@ -86,7 +86,8 @@ def list_objects(
     )
     if on_hub is None and scheme not in ("s3", "gs"):
         raise ConfigError(
-            f"{where}, expected s3://BUCKET/FOLDER, gs://…, hf://datasets/OWNER/NAME[@REVISION]/… or a local path"
+            f"{where}, expected s3://BUCKET/FOLDER, gs://…, "
+            "hf://datasets/OWNER/NAME[@REVISION]/… or a local path"
         )
     if on_hub is not None:
         url = "hf://datasets/{}@{}{}".format(
@@ -127,7 +128,8 @@ def list_objects(
     except Exception as error:  # every store's library raises its own
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise ConfigError(
-            f"{where}, which cannot be read ({reason}); expected access by {ACCESS[scheme]}"
+            f"{where}, which cannot be read ({reason}); expected access by "
+            f"{ACCESS[scheme]}"
         ) from error
     whole = method == "find" and [*files] != [url]
     paths = (
@@ -137,7 +139,8 @@ def list_objects(
     )
     if not paths:
         raise ConfigError(
-            f"{where}, which matches no file; expected names that end in {', '.join(SUFFIXES)}"
+            f"{where}, which matches no file; expected names that end in "
+            f"{', '.join(SUFFIXES)}"
         )
     check_kinds(paths, where)
     for index in (
@@ -145,6 +148,7 @@ def list_objects(
     ):
         if ask(index, "exists"):
             raise ConfigError(
-                f"{where}, which has {index!r} of Megatron-LM; such data is only read from local files: copy it"
+                f"{where}, which has {index!r} of Megatron-LM; such data is only read "
+                "from local files: copy it"
             )
     return [(path, files[path]["size"], etag_of(files[path])) for path in paths]

@@ -226,7 +226,8 @@ class Passes:
                 )
                 files = counted(every, "file")
                 logger.info(
-                    f"data: finding the place in {files}: {done} done in {seconds:.0f} s{left}"
+                    f"data: finding the place in {files}: {done} done in "
+                    f"{seconds:.0f} s{left}"
                 )
 
     def _pass(self, slot: int, epoch: int, file: int) -> _Pass | None:

@@ -57,7 +57,8 @@ def retried(
             wait = min(uniform(shortest, longest), left)
             reason = (str(error).splitlines() or [""])[0]
             logger.warning(
-                f"data: {name}: {reason or type(error).__name__}: trying again in {wait:.2g} s"
+                f"data: {name}: {reason or type(error).__name__}: trying again in "
+                f"{wait:.2g} s"
             )
             sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)

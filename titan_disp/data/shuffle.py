@@ -96,9 +96,11 @@ class Shuffle:
         self._used = 0
         if used >= len(documents):
             raise DataError(
-                f"slot {position.slot} had used {used} documents of window {window} in epoch {epoch} when the checkpoint "
-                f"was written, and now finds {len(documents)} in it: a file's content has changed, but not its name and size. "
-                "Restore the files as they were, or start a new run in another --job.dump_folder"
+                f"slot {position.slot} had used {used} documents of window {window} "
+                f"in epoch {epoch} when the checkpoint was written, and now finds "
+                f"{len(documents)} in it: a file's content has changed, but not its "
+                "name and size. Restore the files as they were, or start a new run in "
+                "another --job.dump_folder"
             )
         size = sum(size_of(documents[i]) for i in order[:used])
         self._documents = [documents[i] for i in reversed(order[used:])]

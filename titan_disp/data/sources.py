@@ -94,27 +94,32 @@ def check_sources(job_config: JobConfig) -> None:
     path = job_config.training.dataset_path
     if sources and path is not None:
         raise ConfigError(
-            f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources: expected one of the two. "
-            "Leave dataset_path out, or make it the path of one more source"
+            f"training.dataset_path is {path!r}, and there are {len(sources)} "
+            "stream.sources: expected one of the two. Leave dataset_path out, or make "
+            "it the path of one more source"
         )
     names = [source_name(source) for source in sources]
     for i, (source, name) in enumerate(zip(sources, names, strict=True)):
         if not (math.isfinite(source.weight) and source.weight > 0):
             raise ConfigError(
-                f"stream.sources[{i}] ({name}): weight is {source.weight}, expected a number > 0"
+                f"stream.sources[{i}] ({name}): weight is {source.weight}, expected a "
+                "number > 0"
             )
         if not name or "/" in name:
             raise ConfigError(
-                f"stream.sources[{i}]: name is {name!r}, expected one without a slash (name = …)"
+                f"stream.sources[{i}]: name is {name!r}, expected one without a slash "
+                "(name = …)"
             )
         if source.path is None and source.dataset.startswith("text"):
             raise ConfigError(
-                f"stream.sources[{i}] ({name}) has no path: set it to the folder, file or glob of the documents"
+                f"stream.sources[{i}] ({name}) has no path: set it to the folder, "
+                "file or glob of the documents"
             )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(
-            f"stream.sources: {Counter(names)[twice[0]]} of them are called {twice[0]!r}: give each a name of its own "
-            "(name = …; by default the last part of its path)"
+            f"stream.sources: {Counter(names)[twice[0]]} of them are called "
+            f"{twice[0]!r}: give each a name of its own (name = …; by default the "
+            "last part of its path)"
         )
 
 
@@ -206,15 +211,17 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
             (one, again) = pairs[0]
             if key == data.key:
                 logger.warning(
-                    f"{key} data: {number}, such as {again!r}, lead to files that are read under another name ({one!r}), "
-                    "so that their documents come several times per epoch"
+                    f"{key} data: {number}, such as {again!r}, lead to files that are "
+                    f"read under another name ({one!r}), so that their documents come "
+                    "several times per epoch"
                 )
                 continue
             why = "a weight decides how often a document comes: leave it out of one source, and raise the weight of the other"
             if data.key == "validation":
                 why = "expected held-out documents in [validation]: leave the file out of one of the two"
             raise RefusedError(
-                f"{key} and {data.key} read {number} in common, such as {one!r} and {again!r}; {why}"
+                f"{key} and {data.key} read {number} in common, such as {one!r} and "
+                f"{again!r}; {why}"
             )
 
 
@@ -266,7 +273,8 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
         found = list(pool.map(known, files))
     if not any(file.density for file in found):
         raise ConfigError(
-            f"{found[0].url} has no rows{' (nor have the others)' * (len(found) > 1)}: name files with text"
+            f"{found[0].url} has no "
+            f"rows{' (nor have the others)' * (len(found) > 1)}: name files with text"
         )
     return found
 
@@ -326,7 +334,8 @@ def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -
         for file in local:
             if file.name.endswith(formats.PLAIN_TEXT[0]) and file.size > max_bytes:
                 raise ConfigError(
-                    f"{key} data: {file.url} is one document of {file.size:,} bytes, {formats.TOO_LONG}"
+                    f"{key} data: {file.url} is one document of {file.size:,} bytes, "
+                    f"{formats.TOO_LONG}"
                 )
     for i in sorted({0, len(local) // 2, len(local) - 1}) if local else ():
         if (cause := _cause(local[i], options)) is not None:

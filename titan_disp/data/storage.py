@@ -100,8 +100,9 @@ class RetryingFile(io.RawIOBase):
 
     def _changed(self, now: str, then: object) -> DataError:
         return DataError(
-            f"{self._name} has {now}, but had {then} when the files were listed: it was changed meanwhile, or another node "
-            "sees another copy. Restore it, or start the run again to list the files anew"
+            f"{self._name} has {now}, but had {then} when the files were listed: it "
+            "was changed meanwhile, or another node sees another copy. Restore it, or "
+            "start the run again to list the files anew"
         )
 
     def close(self) -> None:
@@ -186,7 +187,8 @@ class ObjectFile(RetryingFile):
             )
             if not 0 < len(block) <= asked:
                 raise OSError(
-                    f"asked for {asked} bytes from {self._place} on, the store answered {len(block)}"
+                    f"asked for {asked} bytes from {self._place} on, the store "
+                    f"answered {len(block)}"
                 )
             self._begin = self._place
             self._block = block
@@ -261,7 +263,8 @@ class RemoteFile(RetryingFile):
             self._slow = self._slow + waited if speed < SLOWEST else 0.0
             if self._slow:
                 raise OSError(
-                    f"{speed:.0f} bytes per second for {self._slow:.0f} s, expected at least {SLOWEST}"
+                    f"{speed:.0f} bytes per second for {self._slow:.0f} s, expected "
+                    f"at least {SLOWEST}"
                 )
 
     def may_pass(self, error: Exception) -> bool:
@@ -343,7 +346,8 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
             or f"{response.headers.get('Content-Length')} bytes"
         )
         raise OSError(
-            f"asked for bytes {begin}- of {size}, the hub answered {response.status_code}, {answered}"
+            f"asked for bytes {begin}- of {size}, the hub answered "
+            f"{response.status_code}, {answered}"
         )
     return first
 

@@ -288,7 +288,8 @@ class Sequences(IterableDataset):
             yield error
         except Exception:  # DataLoader would add a traceback of the rank's own
             yield DataError(
-                f"reading the data failed, for a reason that titan-disp does not know:\n{format_exc()}"
+                "reading the data failed, for a reason that titan-disp does not "
+                f"know:\n{format_exc()}"
             )
         finally:
             if streams is not None:

@@ -146,8 +146,8 @@ def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
 def check_known(found: str, ids: np.ndarray, vocab_size: int, fix: str = "") -> None:
     if (largest := int(ids.max(initial=0))) >= vocab_size:
         raise DataError(
-            f"{found} holds the id {largest:,}, but the tokenizer has {vocab_size:,} ids: {fix}use the tokenizer that "
-            "wrote them"
+            f"{found} holds the id {largest:,}, but the tokenizer has {vocab_size:,} "
+            f"ids: {fix}use the tokenizer that wrote them"
         )
 
 
@@ -184,8 +184,9 @@ def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
             else 'set stream.token_dtype = "uint32" if the ids are of that type, or '
         )
         raise DataError(
-            f"{name} is read as {dtype.name}, but the id of the tokenizer's EOS, {eos_id}, does not fit in this type: {fix}"
-            "use the tokenizer that wrote them"
+            f"{name} is read as {dtype.name}, but the id of the tokenizer's EOS, "
+            f"{eos_id}, does not fit in this type: {fix}use the tokenizer that wrote "
+            "them"
         )
     return Layout(
         name, eos_id, how.vocab_size, dtype, begin, count, damage, declared is not None
@@ -203,7 +204,8 @@ def _numpy_header(head: bytes, name: str) -> _Header:
         if version not in _NUMPY_HEADERS:
             found = f"{version[0]}.{version[1]}"
             raise OtherContent(
-                f"its .npy header has version {found}, expected 1.0 or 2.0: write it again with numpy.save"
+                f"its .npy header has version {found}, expected 1.0 or 2.0: write it "
+                "again with numpy.save"
             )
         shape, _, dtype = _NUMPY_HEADERS[version](file)
     except ValueError as error:
@@ -212,8 +214,9 @@ def _numpy_header(head: bytes, name: str) -> _Header:
         ) from error
     if dtype not in _DTYPES.values() or len(shape) != 1:
         raise DataError(
-            f"{name} holds {dtype.name} (byte order {dtype.byteorder!r}) of shape {shape}; expected one dimension of "
-            "little-endian uint16 or uint32: write it again with numpy.save(FILE, ids.reshape(-1).astype('<u2'))"
+            f"{name} holds {dtype.name} (byte order {dtype.byteorder!r}) of shape "
+            f"{shape}; expected one dimension of little-endian uint16 or uint32: "
+            "write it again with numpy.save(FILE, ids.reshape(-1).astype('<u2'))"
         )
     return dtype, int(shape[0]), file.tell()
 
@@ -227,8 +230,9 @@ def _llm_c_header(head: bytes, name: str) -> _Header | None:
     if magic in (*(known for known, _ in _LLM_C), _LLM_C_EVALUATION):
         expected = ", ".join(f"magic {m} and version {v}" for m, v in _LLM_C)
         raise DataError(
-            f"{name} has a header of llm.c with magic {magic} and version {version}; expected a file of training data: "
-            f"{expected}. Leave it out of the dataset_path, or write it as such"
+            f"{name} has a header of llm.c with magic {magic} and version {version}; "
+            f"expected a file of training data: {expected}. Leave it out of the "
+            "dataset_path, or write it as such"
         )
     return None
 

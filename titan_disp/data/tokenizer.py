@@ -71,9 +71,10 @@ def find_tokenizer(folder: str | Path) -> Path:
         name = f"{owner}/{folder.name}" if owner else "OWNER/NAME"
         sample = folder.parent if folder.name == "tokenizer" else "DIR"
         raise ConfigError(
-            f"model.hf_assets_path is {str(folder)!r}, which is not a folder; expected {expected}. A model's: hf download "
-            f"{name} --include 'tokenizer*' --local-dir {folder}. The sample corpus's: titan-disp sample-data "
-            f"{sample}, then {sample}/tokenizer"
+            f"model.hf_assets_path is {str(folder)!r}, which is not a folder; "
+            f"expected {expected}. A model's: hf download {name} --include "
+            f"'tokenizer*' --local-dir {folder}. The sample corpus's: titan-disp "
+            f"sample-data {sample}, then {sample}/tokenizer"
         )
     for name in HUGGING_FACE_FILES:
         if (folder / name).is_file():
@@ -166,7 +167,8 @@ def check_fits(
     """
     if tokens > vocab_size:
         raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a vocabulary of {vocab_size}: {advice}"
+            f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a "
+            f"vocabulary of {vocab_size}: {advice}"
         )
 
 
@@ -176,8 +178,9 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     """
     if tokenizer.eos_id is None:
         raise ConfigError(
-            "the tokenizer has no EOS token, which must separate documents: set eos_token in tokenizer_config.json (Hugging "
-            "Face), or train the SentencePiece model with an EOS piece"
+            "the tokenizer has no EOS token, which must separate documents: set "
+            "eos_token in tokenizer_config.json (Hugging Face), or train the "
+            "SentencePiece model with an EOS piece"
         )
     # The stream has its own threads. The tokenizer would start one for every core of
     # the node.
@@ -286,7 +289,8 @@ def fast_encoder(
         from gigatoken import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"stream.fast_tokenizer needs the package gigatoken: pip install 'titan-disp[fast]', or {_OFF}"
+            "stream.fast_tokenizer needs the package gigatoken: pip install "
+            f"'titan-disp[fast]', or {_OFF}"
         ) from error
     try:
         if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -320,7 +324,8 @@ def fast_encoder(
                     else _not_supported(file)
                 )
                 raise ConfigError(
-                    f"gigatoken gives other ids than the tokenizer's own library for {text!r}{why}: {_OFF}"
+                    "gigatoken gives other ids than the tokenizer's own library for "
+                    f"{text!r}{why}: {_OFF}"
                 )
         _agreed.add(tokenizer)
     documents = itertools.count(1)
@@ -329,7 +334,8 @@ def fast_encoder(
         ids = whole(text)
         if next(documents) % CHECK_EVERY == 0 and ids.tolist() != reference(text):
             raise DataError(
-                f"gigatoken gives other ids than the tokenizer's own library for {text[:200]!r} …: {_OFF}"
+                "gigatoken gives other ids than the tokenizer's own library for "
+                f"{text[:200]!r} …: {_OFF}"
             )
         return ids
 

@@ -40,18 +40,21 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
     if not wanted:
         if v.steps < 1:
             raise ConfigError(
-                f"validation.steps is {v.steps}; set it to 1 or more, or set stream.validation_sequences"
+                f"validation.steps is {v.steps}; set it to 1 or more, or set "
+                "stream.validation_sequences"
             )
         return v.steps * step
     if v.steps != -1 and v.steps * step < wanted:
         raise ConfigError(
-            f"validation.steps is {v.steps}, which would end after {v.steps * step} of the stream.validation_sequences "
-            f"{wanted}: set one of them only (validation.steps = -1 is no limit)"
+            f"validation.steps is {v.steps}, which would end after {v.steps * step} "
+            f"of the stream.validation_sequences {wanted}: set one of them only "
+            "(validation.steps = -1 is no limit)"
         )
     if wanted < 1 or wanted % step:
         raise ConfigError(
-            f"stream.validation_sequences is {wanted}, expected a multiple of validation.local_batch_size "
-            f"{v.local_batch_size} × {counted(dp_world_size, 'data-parallel rank')} = {step}"
+            f"stream.validation_sequences is {wanted}, expected a multiple of "
+            f"validation.local_batch_size {v.local_batch_size} × "
+            f"{counted(dp_world_size, 'data-parallel rank')} = {step}"
         )
     return wanted
 
@@ -82,8 +85,10 @@ def first_sequences(
             slot.fill(*row)
             if slot.position[Field.EPOCH] > 0:
                 raise RefusedError(
-                    f"the validation split ({counted(len(files), 'file')}, {files[0].url} to {files[-1].url}) holds "
-                    f"{counted(done, 'sequence')} of {seq_len} tokens, expected {count}: {asked}, or take more text"
+                    f"the validation split ({counted(len(files), 'file')}, "
+                    f"{files[0].url} to {files[-1].url}) holds "
+                    f"{counted(done, 'sequence')} of {seq_len} tokens, expected "
+                    f"{count}: {asked}, or take more text"
                 )
     check_documents(
         slot.position[Field.SKIPPED],
@@ -142,8 +147,9 @@ class _ValidationSet:
         count = validation_sequences(job_config, dp_world_size)
         step = v.local_batch_size * dp_world_size
         asked = (
-            f"set stream.validation_sequences to a smaller multiple of {step} (validation.local_batch_size "
-            f"{v.local_batch_size} × {dp_world_size} data-parallel ranks), or lower validation.steps"
+            f"set stream.validation_sequences to a smaller multiple of {step} "
+            f"(validation.local_batch_size {v.local_batch_size} × {dp_world_size} "
+            "data-parallel ranks), or lower validation.steps"
         )
         source = (files, tokenizer, job_config, v.seq_len, count, asked)
         shape = (-1, dp_world_size, v.local_batch_size, v.seq_len + 1)

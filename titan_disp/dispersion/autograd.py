@@ -31,7 +31,8 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"the mesh over the sequence has {group.ndim} dimensions, expected 1: flatten it first"
+                f"the mesh over the sequence has {group.ndim} dimensions, expected 1: "
+                "flatten it first"
             )
         group = group.get_group()
     if group is not None and dist.get_world_size(group) == 1:
@@ -148,7 +149,8 @@ def add_in_backward(
         assert z is not None
         if grad is None:
             raise RuntimeError(
-                f"activation {index} gets a gradient from dispersion only: another layer must take it as input"
+                f"activation {index} gets a gradient from dispersion only: another "
+                "layer must take it as input"
             )
         if not _graph_is_retained():
             kept[index] = None
@@ -237,7 +239,8 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(
-            "the dispersion loss has no second derivative: its gradient is computed in forward and saved"
+            "the dispersion loss has no second derivative: its gradient is computed "
+            "in forward and saved"
         )
 
 

@@ -137,7 +137,8 @@ class attach(AbstractContextManager["attach"]):
         self._arguments = _arguments(model)
         if "decoder_input_ids" in self._arguments:
             raise ValueError(
-                f"{type(model).__name__} has two sequences: attach to a part of it, as to model.decoder"
+                f"{type(model).__name__} has two sequences: attach to a part of it, "
+                "as to model.decoder"
             )
         if layers is None:
             blocks = _longest_list(model)
@@ -149,7 +150,8 @@ class attach(AbstractContextManager["attach"]):
                 for part in block.modules()
             ):
                 raise ValueError(
-                    f"{name} has tokens as [N, B, F], expected [B, N, F]: build it with batch_first=True"
+                    f"{name} has tokens as [N, B, F], expected [B, N, F]: build it "
+                    "with batch_first=True"
                 )
         self._hooks = ExitStack()
         for hook in (
@@ -183,8 +185,9 @@ class attach(AbstractContextManager["attach"]):
             if not torch.is_grad_enabled():
                 return torch.zeros(())
             raise RuntimeError(
-                "no outputs of blocks since the last loss(): call it after each forward of the attached model, in training mode "
-                "(model.train()); where blocks are checkpointed, set use_reentrant=False"
+                "no outputs of blocks since the last loss(): call it after each "
+                "forward of the attached model, in training mode (model.train()); "
+                "where blocks are checkpointed, set use_reentrant=False"
             )
         losses = self._dispersion(
             [z for _, z in outputs], step=self.step, valid=_valid(mask, inputs, outputs)
@@ -212,7 +215,8 @@ class attach(AbstractContextManager["attach"]):
     ) -> None:
         if getattr(model, "_is_replica", False):
             raise RuntimeError(
-                "nn.DataParallel copies the model: start one process per GPU, as with torchrun"
+                "nn.DataParallel copies the model: start one process per GPU, as with "
+                "torchrun"
             )
         self._in_forward = model.training and torch.is_grad_enabled()
         if self._in_forward:
@@ -265,8 +269,9 @@ def _valid(
     for block, z in outputs:
         if z.ndim != 3 or z.shape[: len(expected)] != expected:
             raise ValueError(
-                f"the output of {block} is {list(z.shape)}, expected [B, N, F] for an input that begins with {list(expected)}: "
-                "name other modules with layers=…, or attach to the part of the model that gets another input"
+                f"the output of {block} is {list(z.shape)}, expected [B, N, F] for an "
+                f"input that begins with {list(expected)}: name other modules with "
+                "layers=…, or attach to the part of the model that gets another input"
             )
     name = "handle.mask"
     if mask is None:
@@ -277,7 +282,8 @@ def _valid(
     tokens = z.shape[:2]
     if mask.shape != tokens:
         raise ValueError(
-            f"{name} has shape {list(mask.shape)}, expected {list(tokens)}: set handle.mask before loss()"
+            f"{name} has shape {list(mask.shape)}, expected {list(tokens)}: set "
+            "handle.mask before loss()"
         )
     if name == "src_key_padding_mask":
         return mask == 0
@@ -314,8 +320,9 @@ def _longest_list(model: nn.Module) -> Modules:
         )
         example = next(iter(candidates), "encoder.layers")
         raise ValueError(
-            f"{type(model).__name__} has {choice or 'no list of modules of one class'}, expected one list of blocks: name it, "
-            f"or the blocks, as in layers={example!r}"
+            f"{type(model).__name__} has "
+            f"{choice or 'no list of modules of one class'}, expected one list of "
+            f"blocks: name it, or the blocks, as in layers={example!r}"
         )
     (blocks,) = candidates.values()
     return blocks

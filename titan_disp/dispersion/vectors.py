@@ -38,7 +38,8 @@ def check_norm_eps(norm_eps: float) -> None:
     smallest = torch.finfo(torch.float32).tiny
     if not (math.isfinite(norm_eps) and norm_eps >= smallest):
         raise ValueError(
-            f"norm_eps is {norm_eps}, expected a number > 0, at least {smallest:.3g}: an all-zero token is divided by it"
+            f"norm_eps is {norm_eps}, expected a number > 0, at least {smallest:.3g}: "
+            "an all-zero token is divided by it"
         )
 
 

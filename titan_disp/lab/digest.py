@@ -107,8 +107,9 @@ def digest(
     t = job_config.training
     if t.global_batch_size < 1 and len({ranks for _, ranks in phases}) > 1:
         raise ConfigError(
-            f"training.global_batch_size is {t.global_batch_size}, so that the global batch would change with the number of "
-            "ranks: set it to a number of sequences to use --resume-ranks"
+            f"training.global_batch_size is {t.global_batch_size}, so that the global "
+            "batch would change with the number of ranks: set it to a number of "
+            "sequences to use --resume-ranks"
         )
     tokenizer = load_tokenizer(job_config.model.hf_assets_path)
     files = list_and_check(

@@ -54,7 +54,8 @@ def parse_shards(text: str | None) -> list[range] | None:
             shards = range(first, last + 1)
         if not shards:
             raise ConfigError(
-                f"--shards is {text!r}, expected numbers and ascending ranges such as 0-63,100"
+                f"--shards is {text!r}, expected numbers and ascending ranges such as "
+                "0-63,100"
             )
         ranges.append(shards)
     return ranges
@@ -117,7 +118,8 @@ def _listings(options: FetchOptions) -> list[Listing]:
     if name.split is not None:
         if options.split not in ("both", name.split):
             raise ConfigError(
-                f"{where}, but --split is {options.split!r}: name the split in one of them"
+                f"{where}, but --split is {options.split!r}: name the split in one of "
+                "them"
             )
         splits = [name.split]
     configuration = resolve(name, where)

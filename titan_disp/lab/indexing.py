@@ -37,7 +37,8 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     others = _held_out(job_config)
     if not all(listed) or any(file.remote for file in [*training, *others]):
         raise ConfigError(
-            "data in a store or on the hub cannot be indexed: titan-disp data fetch copies from the hub"
+            "data in a store or on the hub cannot be indexed: titan-disp data fetch "
+            "copies from the hub"
         )
     how = stream_options(job_config)
     if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
@@ -73,7 +74,8 @@ def _beside(sets: Sequence[DataSet]) -> str:
     (path, *others) = [one.path for one in sets]
     if others or path is None or not os.path.isdir(path):
         raise ConfigError(
-            "the training data is not one folder: say with --out where to write the index"
+            "the training data is not one folder: say with --out where to write the "
+            "index"
         )
     return os.path.join(path, FOLDER)
 

@@ -196,8 +196,9 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
     files = list_files("text", path, path_key="--text")
     if files[0].name.endswith(TOKEN_IDS):
         raise ConfigError(
-            f"--text is {path!r}, which holds token ids; expected text. To train on ids, write a config with their tokenizer "
-            "(model.hf_assets_path) and stream.token_dtype: docs/data.md#token-ids"
+            f"--text is {path!r}, which holds token ids; expected text. To train on "
+            "ids, write a config with their tokenizer (model.hf_assets_path) and "
+            "stream.token_dtype: docs/data.md#token-ids"
         )
     # A few .txt files, or long ones, are not documents but hold some.
     is_plain = all(file.name.endswith(PLAIN_TEXT) for file in files)
@@ -256,7 +257,8 @@ def _check(options: InitOptions, folder: Path, text: str) -> None:
         )
     if os.path.isdir(text) and folder.resolve().is_relative_to(Path(text).resolve()):
         raise ConfigError(
-            f"{str(folder)!r} is in the folder of --text, {text!r}, and would be read: name another"
+            f"{str(folder)!r} is in the folder of --text, {text!r}, and would be "
+            "read: name another"
         )
     if options.tokenizer is not None:
         load_tokenizer(options.tokenizer)
@@ -320,15 +322,18 @@ def _split(
         )
     if not named and size > COPIED:
         raise ConfigError(
-            f"--text holds about {byte_size(size, 2)} of text, more than is split here ({byte_size(COPIED)}), and no name says "
-            "what is held out: put validation into the name of a file in a folder, or put some documents into such a file"
+            f"--text holds about {byte_size(size, 2)} of text, more than is split "
+            f"here ({byte_size(COPIED)}), and no name says what is held out: put "
+            "validation into the name of a file in a folder, or put some documents "
+            "into such a file"
         )
     some = random.Random(0).sample(files, len(files))  # files may be sorted
     found = _read(some, options, READ if named else math.inf)
     total = sum(map(len, found.values()))
     if total < LEAST:
         raise ConfigError(
-            f"--text is {path!r}, which holds {total:,} characters; expected at least {LEAST:,}"
+            f"--text is {path!r}, which holds {total:,} characters; expected at least "
+            f"{LEAST:,}"
         )
     if named:
         return list(found.values()), list(_read(named, options, wanted).values()), named

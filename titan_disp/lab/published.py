@@ -12,10 +12,11 @@ from titan_disp.text import number
 
 HEADINGS = ("task", "what", "of", "number", "source")
 NOTE = (
-    "Published numbers are of other models, budgets, data, GPUs and documents, unless you made yours the same. We know no "
-    "standard errors of them. P is the text of arXiv 2602.00217, R a review of its ICML version. They do not always agree. "
-    "The authors call the gains modest (a news article). "
-    "Errors of ours are over seeds. GPU-hours are those of all ranks in the steps that count."
+    "Published numbers are of other models, budgets, data, GPUs and documents, unless "
+    "you made yours the same. We know no standard errors of them. P is the text of "
+    "arXiv 2602.00217, R a review of its ICML version. They do not always agree. The "
+    "authors call the gains modest (a news article). Errors of ours are over seeds. "
+    "GPU-hours are those of all ranks in the steps that count."
 )
 # what was measured, by task and what, and by name
 Ours = Mapping[tuple[str, str], Mapping[str, str]]

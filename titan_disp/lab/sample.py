@@ -158,7 +158,8 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
         and not is_complete(folder)
     ):
         raise ConfigError(
-            f"{folder} exists and is not a sample corpus: choose another folder or remove it"
+            f"{folder} exists and is not a sample corpus: choose another folder or "
+            "remove it"
         )
     records = documents()
     validation = records[::VALIDATION_SHARE]
@@ -182,7 +183,8 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
                         f"at least {found[1]}" if found[1] else f"at most {found[2]}"
                     )
                 raise ConfigError(
-                    f"--vocab-size is {vocab_size}, expected {limit}: leave it out for 2048"
+                    f"--vocab-size is {vocab_size}, expected {limit}: leave it out "
+                    "for 2048"
                 ) from error
             (partial / "tokenizer" / "sample.model").write_bytes(model)
             (partial / "README.md").write_text(CARD)

@@ -236,7 +236,8 @@ def resume(device: torch.device) -> Iterator[Found]:
             )
             if done.returncode:
                 raise RuntimeError(
-                    f"the {start} start ended with status {done.returncode}: {done.stderr[-3000:]}"
+                    f"the {start} start ended with status {done.returncode}: "
+                    f"{done.stderr[-3000:]}"
                 )
             for step in (2, 3):
                 shutil.rmtree(f"{folder}/run/checkpoint/step-{step}")

@@ -138,7 +138,8 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
     if isinstance(layers, str) and layers not in named:
         known = ", ".join(named)
         raise ConfigError(
-            f"dispersion.layers is {layers!r}, expected {known} or a list of block indices"
+            f"dispersion.layers is {layers!r}, expected {known} or a list of block "
+            "indices"
         )
     chosen = sorted(named[layers] if isinstance(layers, str) else layers)
     if any(
@@ -151,7 +152,8 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
         )
     if not chosen or len(set(chosen)) != len(chosen):
         raise ConfigError(
-            f"dispersion.layers is {layers}, expected at least one block and none of them twice"
+            f"dispersion.layers is {layers}, expected at least one block and none of "
+            "them twice"
         )
     return tuple(chosen)
 
@@ -170,8 +172,9 @@ def activation_indices(
         return tuple(i + 1 for i in blocks)
     if blocks[-1] != n_layers - 1:
         raise ConfigError(
-            f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves the last block ({n_layers - 1}) "
-            "out, and the final norm follows it: add that block, or set dispersion.final_norm = false"
+            f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves "
+            f"the last block ({n_layers - 1}) out, and the final norm follows it: add "
+            "that block, or set dispersion.final_norm = false"
         )
     return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
 
@@ -218,7 +221,8 @@ def apply_overrides(args: Any, overrides: Written) -> None:
         if key not in kinds:
             known = [name for name in kinds if name not in fixed]
             raise ConfigError(
-                f"{OVERRIDES}.{key} is not known{did_you_mean(key, known)}; expected {', '.join(known)}"
+                f"{OVERRIDES}.{key} is not known{did_you_mean(key, known)}; expected "
+                f"{', '.join(known)}"
             )
         kind = kinds[key]
         if not fits(value, kind) or (kind is not bool and not 0 < value < math.inf):
@@ -236,15 +240,18 @@ def _check_heads(args: Any) -> None:
     )
     if heads and kv_heads and heads % kv_heads:
         raise ConfigError(
-            f"{OVERRIDES}: n_heads {heads} is not a multiple of n_kv_heads {kv_heads}: set both so that it is"
+            f"{OVERRIDES}: n_heads {heads} is not a multiple of n_kv_heads "
+            f"{kv_heads}: set both so that it is"
         )
     if heads and not head_dim and own.get("dim") and own["dim"] % heads:
         raise ConfigError(
-            f"{OVERRIDES}: dim {own['dim']} is not a multiple of n_heads {heads}: set both so that it is"
+            f"{OVERRIDES}: dim {own['dim']} is not a multiple of n_heads {heads}: set "
+            "both so that it is"
         )
     if head_dim and head_dim % 2 and "rope_theta" in own:
         raise ConfigError(
-            f"{OVERRIDES}.head_dim is {head_dim}, expected an even number: rotary embeddings rotate pairs"
+            f"{OVERRIDES}.head_dim is {head_dim}, expected an even number: rotary "
+            "embeddings rotate pairs"
         )
 
 

@@ -54,25 +54,28 @@ def check_baseline(job_config: JobConfig) -> None:
     for name, of in OPTIONS.items():
         if method != of and getattr(section, name) != getattr(type(section)(), name):
             raise ConfigError(
-                f"baseline.{name} is {getattr(section, name)}, but baseline.method {method!r} does not use it: "
-                f"set the method to {of!r}, or leave {name} out"
+                f"baseline.{name} is {getattr(section, name)}, but baseline.method "
+                f"{method!r} does not use it: set the method to {of!r}, or leave "
+                f"{name} out"
             )
     if method != "none" and dispersion and not section.with_dispersion:
         raise ConfigError(
-            f"baseline.method is {method!r} and dispersion.enabled is true, but a baseline is what dispersion is "
-            "compared with: set dispersion.enabled = false, or baseline.with_dispersion = true to train with both"
+            f"baseline.method is {method!r} and dispersion.enabled is true, but a "
+            "baseline is what dispersion is compared with: set dispersion.enabled = "
+            "false, or baseline.with_dispersion = true to train with both"
         )
     if section.with_dispersion and not (method != "none" and dispersion):
         raise ConfigError(
-            f"baseline.with_dispersion is true, but baseline.method is {method!r} and dispersion.enabled is "
-            f"{str(dispersion).lower()}: leave it out, or switch both on"
+            f"baseline.with_dispersion is true, but baseline.method is {method!r} and "
+            f"dispersion.enabled is {str(dispersion).lower()}: leave it out, or "
+            "switch both on"
         )
     steps = job_config.training.steps
     # A preflight takes one step, and no upper limit applies to it.
     if method == "active_forgetting" and 1 < steps <= section.forget_every:
         raise ConfigError(
-            f"baseline.forget_every is {section.forget_every}, expected fewer than the {steps} of the "
-            "run: nothing is forgotten after its last step"
+            f"baseline.forget_every is {section.forget_every}, expected fewer than "
+            f"the {steps} of the run: nothing is forgotten after its last step"
         )
 
 
@@ -265,7 +268,8 @@ class ForgettingOptimizers(OptimizersContainer):
         )
         if model.output.weight is self.embedding:
             logger.warning(
-                "active_forgetting draws the output layer anew, too: it is tied to the embedding"
+                "active_forgetting draws the output layer anew, too: it is tied to "
+                "the embedding"
             )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -295,7 +299,8 @@ class ForgettingOptimizers(OptimizersContainer):
             # them
             state.zero_()
         logger.info(
-            f"step {step + 1}: active_forgetting draws the token embeddings anew, with standard deviation {STD}"
+            f"step {step + 1}: active_forgetting draws the token embeddings anew, "
+            f"with standard deviation {STD}"
         )
 
 

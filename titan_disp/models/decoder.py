@@ -110,7 +110,8 @@ class DispModel(ModelProtocol):
         """
         if self.model_args.attn_type == "flex" and attention_masks is None:
             raise ValueError(
-                "attention_masks is None, expected what get_attention_masks makes of the segments"
+                "attention_masks is None, expected what get_attention_masks makes of "
+                "the segments"
             )
         if self.model_args.restart_positions and segments is not None:
             positions = restarted(segments)
@@ -120,7 +121,8 @@ class DispModel(ModelProtocol):
         after_norm = self.n_layers + 1
         if not wanted <= set(range(after_norm + 1)):
             raise ValueError(
-                f"return_activations is {sorted(wanted)}, expected indices from 0 to {after_norm}"
+                f"return_activations is {sorted(wanted)}, expected indices from 0 to "
+                f"{after_norm}"
             )
         activations = []
         h = self.embed(tokens, positions)

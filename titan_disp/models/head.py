@@ -195,7 +195,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None, None]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "the chunked head keeps its gradients for one backward pass, but this is the second one"
+                "the chunked head keeps its gradients for one backward pass, but this "
+                "is the second one"
             )
         (h_gradient, weight_gradient) = ctx.gradients
         ctx.gradients = None

@@ -44,8 +44,8 @@ class HfAdapter(StateDictAdapter):
         listed = {self.canonical(name): index for name, index in listed.items()}
         if missing := sorted(names - listed.keys()):
             logger.warning(
-                f"{INDEX} in {hf_assets_path!r} belongs to another model (it lacks {missing[0]!r}): "
-                "checkpoint.last_save_in_hf will write a single file"
+                f"{INDEX} in {hf_assets_path!r} belongs to another model (it lacks "
+                f"{missing[0]!r}): checkpoint.last_save_in_hf will write a single file"
             )
             self.fqn_to_index_mapping = None
         else:
@@ -115,8 +115,9 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
     ]
     if differ:
         raise ConfigError(
-            f"{where} holds another network than model.name, model.flavor and model.overrides describe: "
-            f"{'; '.join(differ)}. Change these keys to match the weights"
+            f"{where} holds another network than model.name, model.flavor and "
+            f"model.overrides describe: {'; '.join(differ)}. Change these keys to "
+            "match the weights"
         )
     check_weights(folder, adapter, where)
 
@@ -140,11 +141,12 @@ def check_weights(folder: Path, adapter: HfAdapter, where: str) -> None:
     wanted = adapter.weight_shapes()
     if missing := sorted(wanted.keys() - found.keys()):
         raise ConfigError(
-            f"{where} lacks {len(missing)} of the {len(wanted)} weights, {missing[0]!r} first: "
-            "is the download complete?"
+            f"{where} lacks {len(missing)} of the {len(wanted)} weights, "
+            f"{missing[0]!r} first: is the download complete?"
         )
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ConfigError(
-                f"{where} has {name} of shape {found[name]}, expected {shape} for model.flavor"
+                f"{where} has {name} of shape {found[name]}, expected {shape} for "
+                "model.flavor"
             )

@@ -58,13 +58,15 @@ def check_initial_load(
     if not checkpoint.enable:
         if path or checkpoint.initial_load_in_hf:
             raise ConfigError(
-                "checkpoint.initial_load_path or initial_load_in_hf is set, but checkpoint.enable is false, so that "
-                "nothing would be loaded: set it to true"
+                "checkpoint.initial_load_path or initial_load_in_hf is set, but "
+                "checkpoint.enable is false, so that nothing would be loaded: set it "
+                "to true"
             )
     elif checkpoint.initial_load_in_hf:
         if not checkpoint.initial_load_model_only:
             raise ConfigError(
-                "checkpoint.initial_load_in_hf needs checkpoint.initial_load_model_only: safetensors hold no optimizer"
+                "checkpoint.initial_load_in_hf needs "
+                "checkpoint.initial_load_model_only: safetensors hold no optimizer"
             )
         check_hf_folder(path or assets or "", adapter)
     elif path and (
@@ -73,8 +75,9 @@ def check_initial_load(
         else "it is not a folder"
     ):
         raise ConfigError(
-            f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}; expected RUN/checkpoint/step-N of "
-            "another run, or a Hugging Face folder with checkpoint.initial_load_in_hf = true"
+            f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}; "
+            "expected RUN/checkpoint/step-N of another run, or a Hugging Face folder "
+            "with checkpoint.initial_load_in_hf = true"
         )
 
 
@@ -177,7 +180,8 @@ class DispCheckpointManager(CheckpointManager):
         if wanted and not self.hooks.healthy() and not (self._forced or last_step):
             self._due = True
             logger.warning(
-                f"step {curr_step}: no checkpoint while steps are skipped; the next good step saves one"
+                f"step {curr_step}: no checkpoint while steps are skipped; the next "
+                "good step saves one"
             )
             return False
         return wanted
@@ -224,7 +228,8 @@ class DispCheckpointManager(CheckpointManager):
             )
         except (ConfigError, OSError) as error:  # the weights are saved
             logger.warning(
-                f"{folder} holds weights without config and tokenizer ({error}): titan-disp export writes both"
+                f"{folder} holds weights without config and tokenizer ({error}): "
+                "titan-disp export writes both"
             )
 
     def _make_room(self, step: int) -> None:
@@ -233,9 +238,10 @@ class DispCheckpointManager(CheckpointManager):
         """
         if other := self.hooks.taken_by():
             raise InUseError(
-                f"step {step} is not saved: the run folder of {self.folder!r} was taken by another job ({other}) while "
-                "this one trained, because its file system locks only within one node. Stop one of the two jobs, or give "
-                "it another --job.dump_folder"
+                f"step {step} is not saved: the run folder of {self.folder!r} was "
+                f"taken by another job ({other}) while this one trained, because its "
+                "file system locks only within one node. Stop one of the two jobs, or "
+                "give it another --job.dump_folder"
             )
         folder = Path(self._create_checkpoint_id(step))
         if folder.is_dir() and not integrity.is_complete(folder):
@@ -434,13 +440,16 @@ class DispCheckpointManager(CheckpointManager):
                 return True
             failed[candidate] = reason
             logger.error(
-                f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be loaded: {reason}"
+                f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be "
+                f"loaded: {reason}"
             )
         if failed:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} can be loaded ({len(failed)} tried); the newest: {failed[steps[-1]]}. "
-                "Nothing was trained. If the config has changed since they were saved, undo the change; if they are damaged, "
-                "restore a copy. Otherwise start a new run in another --job.dump_folder"
+                f"no checkpoint in {self.folder} can be loaded ({len(failed)} tried); "
+                f"the newest: {failed[steps[-1]]}. Nothing was trained. If the config "
+                "has changed since they were saved, undo the change; if they are "
+                "damaged, restore a copy. Otherwise start a new run in another "
+                "--job.dump_folder"
             )
         # TorchTitan uses initial_load_path only if the folder does not exist. Ours may
         # exist and hold unfinished saves.
@@ -476,13 +485,15 @@ class DispCheckpointManager(CheckpointManager):
         newer = [s for s in steps if s > step]
         if newer and not self.load_only:
             raise RefusedError(
-                f"checkpoint.load_step is {step}, but {self.folder} holds newer checkpoints "
-                f"({', '.join(map(str, newer))}), which training on would overwrite: move them away, or copy this one "
-                "into another --job.dump_folder"
+                f"checkpoint.load_step is {step}, but {self.folder} holds newer "
+                f"checkpoints ({', '.join(map(str, newer))}), which training on would "
+                "overwrite: move them away, or copy this one into another "
+                "--job.dump_folder"
             )
         if reason := self._try(step):
             raise CheckpointError(
-                f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: {reason}"
+                f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: "
+                f"{reason}"
             )
         return True
 
@@ -522,8 +533,9 @@ class DispCheckpointManager(CheckpointManager):
             return reason
         if step > 0 and on_rank_0(integrity.is_model_only, folder):
             raise RefusedError(
-                f"{folder} holds the model only (checkpoint.last_save_model_only): the run ended there and cannot be "
-                "continued. Start a new one in another --job.dump_folder, with --checkpoint.initial_load_path for "
+                f"{folder} holds the model only (checkpoint.last_save_model_only): "
+                "the run ended there and cannot be continued. Start a new one in "
+                "another --job.dump_folder, with --checkpoint.initial_load_path for "
                 "these weights"
             )
         try:
@@ -557,7 +569,8 @@ class DispCheckpointManager(CheckpointManager):
         folder = Path(self._create_checkpoint_id(step))
         try:
             logger.error(
-                f"{folder} {why} and was moved to {integrity.rename_step(folder, 'damaged')}"
+                f"{folder} {why} and was moved to "
+                f"{integrity.rename_step(folder, 'damaged')}"
             )
         except OSError as error:
             logger.error(
@@ -586,9 +599,11 @@ def _refuse_ended(folder: str) -> None:
     ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
     if ended:
         raise RefusedError(
-            f"{ended[0]} holds the model only, in Hugging Face's format (checkpoint.last_save_in_hf): the run ended "
-            "there. To continue from an earlier checkpoint, move this one away; to start a new run from it, set "
-            "another --job.dump_folder, --checkpoint.initial_load_in_hf and --checkpoint.initial_load_path"
+            f"{ended[0]} holds the model only, in Hugging Face's format "
+            "(checkpoint.last_save_in_hf): the run ended there. To continue from an "
+            "earlier checkpoint, move this one away; to start a new run from it, set "
+            "another --job.dump_folder, --checkpoint.initial_load_in_hf and "
+            "--checkpoint.initial_load_path"
         )
 
 

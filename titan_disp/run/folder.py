@@ -133,12 +133,14 @@ def lock_folder(path: Path, name: str = reader.LOCK) -> IO[str]:
         holder = lock.read().strip()
         lock.close()
         raise InUseError(
-            f"the run folder {str(path)!r} is in use by another job ({holder}): two jobs in one run folder would "
-            "corrupt it. Stop the other job, or use another run folder (--job.dump_folder, or sweep.folder of a sweep)"
+            f"the run folder {str(path)!r} is in use by another job ({holder}): two "
+            "jobs in one run folder would corrupt it. Stop the other job, or use "
+            "another run folder (--job.dump_folder, or sweep.folder of a sweep)"
         ) from error
     except OSError as error:  # some network file systems have no locks
         logger.warning(
-            f"cannot lock {path}: {error}. Make sure that no second job uses this run folder"
+            f"cannot lock {path}: {error}. Make sure that no second job uses this run "
+            "folder"
         )
     return lock
 
@@ -232,8 +234,9 @@ class RunFolder:
         ) and time.monotonic() < end:
             if now != beat:
                 raise InUseError(
-                    f"the run folder {str(self.path)!r} is in use by another job ({_said(owner)}), whose heartbeat.json "
-                    "changes: two jobs in one run folder would corrupt it. Stop the other job, or use another "
+                    f"the run folder {str(self.path)!r} is in use by another job "
+                    f"({_said(owner)}), whose heartbeat.json changes: two jobs in one "
+                    "run folder would corrupt it. Stop the other job, or use another "
                     "--job.dump_folder"
                 )
             time.sleep(pause)
@@ -255,8 +258,9 @@ class RunFolder:
             new = reader.flatten(self._config)
         except ValueError as error:
             raise ConfigError(
-                f"{error}. It records the config that this run was started with. To continue, move it away, after "
-                "comparing your config with the one that the run was started with"
+                f"{error}. It records the config that this run was started with. To "
+                "continue, move it away, after comparing your config with the one "
+                "that the run was started with"
             ) from error
         return dict(sorted(changes(old, new).items()))
 

@@ -134,12 +134,14 @@ class GuardedOptimizers(OptimizersContainer):
         step = int(self._counts[0])
         terms = " and ".join(self.bad_terms)
         logger.warning(
-            f"step {step} is skipped on all ranks: {terms} not finite ({self.in_a_row} in a row)"
+            f"step {step} is skipped on all ranks: {terms} not finite "
+            f"({self.in_a_row} in a row)"
         )
         if self.in_a_row >= self.max_skipped_steps:
             raise NonFiniteError(
-                f"step {step}: {terms} not finite, {counted(self.in_a_row, 'step')} in a row (guard.max_skipped_steps). "
-                "These steps changed no weights. Try a lower learning rate or a longer warm-up, or check the data"
+                f"step {step}: {terms} not finite, {counted(self.in_a_row, 'step')} "
+                "in a row (guard.max_skipped_steps). These steps changed no weights. "
+                "Try a lower learning rate or a longer warm-up, or check the data"
             )
         self.on_skip(late)
 
@@ -151,8 +153,9 @@ class GuardedOptimizers(OptimizersContainer):
         if not self.flags and not self._told:
             self._told = True
             logger.warning(
-                "this is TorchTitan's own trainer: stopping together on a signal, budget.stop_at_tokens, falling back "
-                "from damaged checkpoints and counting only complete ones need titan_disp.train"
+                "this is TorchTitan's own trainer: stopping together on a signal, "
+                "budget.stop_at_tokens, falling back from damaged checkpoints and "
+                "counting only complete ones need titan_disp.train"
             )
         self.settle(late=True)
         message = self._message()

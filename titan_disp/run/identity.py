@@ -96,16 +96,20 @@ def check_identity(
     loss = [sentence for sentence in changed if sentence.startswith("dispersion.")]
     if loss and not other_loss:
         raise RefusedError(
-            f"the checkpoint was trained with another loss: {'; '.join(loss)}. Set it back, start a new run in another "
-            "--job.dump_folder, or go on with the new loss: --checkpoint.allow_other_loss"
+            f"the checkpoint was trained with another loss: {'; '.join(loss)}. Set it "
+            "back, start a new run in another --job.dump_folder, or go on with the "
+            "new loss: --checkpoint.allow_other_loss"
         )
     if step := [sentence for sentence in changed if sentence.startswith(STEP)]:
         raise RefusedError(
-            f"{step[0]}: [budget] counts tokens by steps of one size. Set training.global_batch_size (−1: the number of ranks) "
-            "and training.seq_len back, training.steps instead of [budget], or start a new run in another --job.dump_folder"
+            f"{step[0]}: [budget] counts tokens by steps of one size. Set "
+            "training.global_batch_size (−1: the number of ranks) and "
+            "training.seq_len back, training.steps instead of [budget], or start a "
+            "new run in another --job.dump_folder"
         )
     if model := [sentence for sentence in changed if sentence not in loss]:
         raise RefusedError(
-            f"the checkpoint is not of this config's model: {'; '.join(model)}. Set model.name, model.flavor, "
-            f"{', '.join(fixed('model'))} back to their earlier values, or start a new run in another --job.dump_folder"
+            f"the checkpoint is not of this config's model: {'; '.join(model)}. Set "
+            f"model.name, model.flavor, {', '.join(fixed('model'))} back to their "
+            "earlier values, or start a new run in another --job.dump_folder"
         )

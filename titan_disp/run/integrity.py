@@ -258,7 +258,8 @@ def has_hashes(folder: str | Path) -> bool:
 def warn_without_hashes(folder: str | Path) -> None:
     if not has_hashes(folder):
         logger.warning(
-            f"{folder} has no {HASHES}, because TorchTitan's own trainer saved it: it is loaded without verification"
+            f"{folder} has no {HASHES}, because TorchTitan's own trainer saved it: it "
+            "is loaded without verification"
         )
 
 
@@ -326,8 +327,8 @@ def clean_up(folder: Path) -> None:
             continue
         if not is_unfinished(path):
             logger.warning(
-                f"{path} has no .metadata, so that no run resumes from it. It may be more than an unfinished save: "
-                "delete it if you do not need it"
+                f"{path} has no .metadata, so that no run resumes from it. It may be "
+                "more than an unfinished save: delete it if you do not need it"
             )
             continue
         with suppress(OSError):  # a folder that cannot be renamed does no harm
@@ -335,7 +336,8 @@ def clean_up(folder: Path) -> None:
     if doomed:
         names = [path.name for path in doomed]
         logger.info(
-            f"deleting what unfinished saves and deletions have left: {', '.join(names)}"
+            "deleting what unfinished saves and deletions have left: "
+            f"{', '.join(names)}"
         )
         threading.Thread(target=_delete, args=(doomed,), daemon=True).start()
 

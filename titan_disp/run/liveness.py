@@ -57,7 +57,8 @@ class Aside:
             return
         if self._thread is not None:
             logger.warning(
-                "the thread that writes heartbeat.json and looks for the file stop has died: it starts again"
+                "the thread that writes heartbeat.json and looks for the file stop "
+                "has died: it starts again"
             )
         self._thread = threading.Thread(
             target=self._run, name="titan-disp aside", daemon=True

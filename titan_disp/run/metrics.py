@@ -269,9 +269,9 @@ class DispersionMetrics(MetricsProcessor):
         )
         if straggler is not None:
             logger.warning(
-                f"step {step}: rank {straggler['rank']} on {straggler['host']} is slow: "
-                f"its own work takes {straggler['seconds']:.3f} s per step, and that of "
-                f"half of the ranks at most {straggler['median']:.3f} s"
+                f"step {step}: rank {straggler['rank']} on {straggler['host']} is "
+                f"slow: its own work takes {straggler['seconds']:.3f} s per step, and "
+                f"that of half of the ranks at most {straggler['median']:.3f} s"
             )
         if self._jsonl is not None:
             row: Any = {
@@ -371,9 +371,11 @@ class DispersionMetrics(MetricsProcessor):
         append_json(self._jsonl, row)
         cosines = " ".join(f"{c:.2f}" for c in measured.mean_cosine[:-1])
         logger.info(
-            f"{self.color.cyan}step: {step:2}  held-out text: ce: {measured.cross_entropy:8.5f}  "
-            f"mean cosine, embedding → last block: {cosines}  after the final norm: {measured.mean_cosine[-1]:.2f}  "
-            f"over depth: {measured.over_depth[OF_PAPER]}  ({seconds:.1f} s){self.color.reset}"
+            f"{self.color.cyan}step: {step:2}  held-out text: ce: "
+            f"{measured.cross_entropy:8.5f}  mean cosine, embedding → last block: "
+            f"{cosines}  after the final norm: {measured.mean_cosine[-1]:.2f}  over "
+            f"depth: {measured.over_depth[OF_PAPER]}  ({seconds:.1f} "
+            f"s){self.color.reset}"
         )
 
     def _condensation_scalars(self, measured: Measurement) -> dict[str, float]:

@@ -172,7 +172,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 else "numbers with 'step' and 'time'"
             )
             raise ConfigError(
-                f"{str(path)!r} cannot be read: expected {fields} in each line, found {str(record):.99}"
+                f"{str(path)!r} cannot be read: expected {fields} in each line, found "
+                f"{str(record):.99}"
             )
         yield record
 

@@ -282,9 +282,10 @@ def to_markdown(comparison: ModelComparison, notes: Sequence[str] = ()) -> str:
 
 def _explanation(comparison: ModelComparison, over_seeds: bool) -> str:
     text = (
-        "Differences are means ± standard errors over the same documents, with p values of a paired t-test. Holm\n"
-        "adjusts these for the number of tasks. The mean has two standard errors: over the documents of these tasks,\n"
-        "and over tasks. Neither covers another seed of the training."
+        "Differences are means ± standard errors over the same documents, with p "
+        "values of a paired t-test. Holm\nadjusts these for the number of tasks. The "
+        "mean has two standard errors: over the documents of these tasks,\nand over "
+        "tasks. Neither covers another seed of the training."
     )
     if any(count > 1 for count in comparison.seeds.values()):
         text += " Scores of several seeds are means ± standard errors over seeds. A document's score is their mean."

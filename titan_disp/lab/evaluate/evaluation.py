@@ -91,7 +91,8 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
     found, conditions = _find_models(list(map(str, options.models)))
     if (out / "results.json").exists():
         raise ConfigError(
-            f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one"
+            f"--out {str(out)!r} already holds an evaluation; choose another folder, "
+            "or remove this one"
         )
     make_writable(out, "--out")
     # left by an evaluation that stopped before its first results
@@ -156,8 +157,9 @@ def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
     """Find the models by unique names, in the given order, and their conditions."""
     if not names:
         raise ConfigError(
-            "no model is given; expected folders of Hugging Face models, as titan-disp export writes them, models of the hub, "
-            "runs, or NAME=MODEL,MODEL,… for seeds of one condition"
+            "no model is given; expected folders of Hugging Face models, as "
+            "titan-disp export writes them, models of the hub, runs, or "
+            "NAME=MODEL,MODEL,… for seeds of one condition"
         )
     groups = [parse_group(name) or (None, [name]) for name in names]
     members = [member for _, group in groups for member in group]

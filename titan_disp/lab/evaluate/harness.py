@@ -132,7 +132,8 @@ def build_suite(
         raise ConfigError("--tasks is empty; expected paper, or names of tasks")
     if include_path is not None and not include_path.is_dir():
         raise ConfigError(
-            f"--include-path {str(include_path)!r} is not a folder; expected one with *.yaml files"
+            f"--include-path {str(include_path)!r} is not a folder; expected one with "
+            "*.yaml files"
         )
     manager = TaskManager(
         include_path=None if include_path is None else str(include_path)
@@ -191,8 +192,9 @@ def _rows(item: Any) -> Iterator[Row]:
         for task in tasks:
             if averaged.metric not in _metrics(task):
                 raise ConfigError(
-                    f"the group {item.name!r} averages {averaged.metric!r}, which {task.task_name!r} does not have as a mean "
-                    f"over documents; name its tasks instead: {', '.join(item.child_names)}"
+                    f"the group {item.name!r} averages {averaged.metric!r}, which "
+                    f"{task.task_name!r} does not have as a mean over documents; name "
+                    f"its tasks instead: {', '.join(item.child_names)}"
                 )
         yield Row(
             item.name,
@@ -216,8 +218,9 @@ def _metrics(task: Any) -> list[str]:
     ]
     if not found:
         raise ConfigError(
-            f"the task {task.task_name!r} has no metric that is a mean over documents and better when it is higher (it has "
-            f"{', '.join(better)}), so it cannot compare models document by document; leave it out of --tasks"
+            f"the task {task.task_name!r} has no metric that is a mean over documents "
+            f"and better when it is higher (it has {', '.join(better)}), so it cannot "
+            "compare models document by document; leave it out of --tasks"
         )
     return found
 

@@ -57,7 +57,8 @@ def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Ten
         weights[name] = weights[name].to(TORCH_DTYPE_MAP[dtype])
         if not weights[name].isfinite().all():
             raise ConfigError(
-                f"{saved.name}: {name} is not finite in {dtype}: export another step or dtype"
+                f"{saved.name}: {name} is not finite in {dtype}: export another step "
+                "or dtype"
             )
     return weights
 
@@ -116,7 +117,8 @@ def export(options: ExportOptions) -> SavedModel:
         os.rename(partial, dest)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"cannot write {str(dest)!r}: {error}. No files were left there: make room, or choose another disk"
+            f"cannot write {str(dest)!r}: {error}. No files were left there: make "
+            "room, or choose another disk"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

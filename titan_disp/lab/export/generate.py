@@ -55,7 +55,8 @@ def generate(options: GenerateOptions) -> str:
     ids = begin + plain_encoder(loaded)(options.prompt) or [loaded.eos_id]
     if len(ids) >= longest:
         raise ConfigError(
-            f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of training"
+            f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of "
+            "training"
         )
     sampling = (
         {"temperature": options.temperature, "top_k": options.top_k}

@@ -75,8 +75,9 @@ class SavedModel:
         folder = Path(override or self.config["model"]["hf_assets_path"])
         if not folder.is_dir():
             raise ConfigError(
-                f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist here; run this command where the "
-                "training was started, or name the folder with --tokenizer DIR"
+                f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist "
+                "here; run this command where the training was started, or name the "
+                "folder with --tokenizer DIR"
             )
         return folder
 
@@ -109,7 +110,8 @@ def saved_models(run: str | Path) -> list[SavedModel]:
             else "is not a run's folder (with config.json and metrics.jsonl)"
         )
         raise ConfigError(
-            f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for a checkpoint"
+            f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for "
+            "a checkpoint"
         )
     config = read_config(run)
     if (name := config.get("model", {}).get("name")) not in MODELS:
@@ -120,7 +122,8 @@ def saved_models(run: str | Path) -> list[SavedModel]:
     found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
     if not found:
         raise ConfigError(
-            f"{str(folder)!r} holds no complete checkpoint: wait for one, or set checkpoint.enable"
+            f"{str(folder)!r} holds no complete checkpoint: wait for one, or set "
+            "checkpoint.enable"
         )
     return found
 
@@ -140,7 +143,8 @@ def find_saved(target: str | Path) -> SavedModel:
         if saved.step == step:
             return saved
     raise ConfigError(
-        f"{str(run)!r} has no checkpoint of step {step}; it has {', '.join(str(s.step) for s in every)}"
+        f"{str(run)!r} has no checkpoint of step {step}; it has "
+        f"{', '.join(str(s.step) for s in every)}"
     )
 
 
@@ -178,14 +182,16 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     saved_identity = read_identity(str(saved.folder))
     if changed := identity_changes(saved_identity, architecture_of(args)):
         raise CheckpointError(
-            f"config.json of the run does not belong to the checkpoint {str(saved.folder)!r}: {'; '.join(changed)}. "
-            "A later start with another config wrote it: restore model.flavor and model.overrides in it"
+            "config.json of the run does not belong to the checkpoint "
+            f"{str(saved.folder)!r}: {'; '.join(changed)}. A later start with another "
+            "config wrote it: restore model.flavor and model.overrides in it"
         )
     in_checkpoint = safe_dcp.read_metadata(saved.folder).state_dict_metadata
     if missing := sorted(wanted.keys() - in_checkpoint.keys()):
         raise CheckpointError(
-            f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.flavor!r}: "
-            f"it lacks {len(missing)} of {len(wanted)} weights, {missing[0]!r} first"
+            f"the checkpoint {str(saved.folder)!r} holds no model of flavor "
+            f"{saved.flavor!r}: it lacks {len(missing)} of {len(wanted)} weights, "
+            f"{missing[0]!r} first"
         )
     weights = {
         name: torch.empty(like.shape, dtype=torch.float32)
@@ -194,8 +200,9 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     for name, like in weights.items():
         if (size := in_checkpoint[name].size) != like.shape:  # type: ignore[union-attr]
             raise CheckpointError(
-                f"the checkpoint {str(saved.folder)!r} has {name} of shape {tuple(size)}, expected {tuple(like.shape)} "
-                f"for flavor {saved.flavor!r}"
+                f"the checkpoint {str(saved.folder)!r} has {name} of shape "
+                f"{tuple(size)}, expected {tuple(like.shape)} for flavor "
+                f"{saved.flavor!r}"
             )
     try:
         safe_dcp.load(weights, saved.folder, no_dist=True)

@@ -233,7 +233,8 @@ def measure(
     def take_in(layer: int, z: Tensor) -> None:
         if not z.isfinite().all():
             raise ConfigError(
-                f"{name}: layer {layer} has values that are not finite: the model has diverged"
+                f"{name}: layer {layer} has values that are not finite: the model has "
+                "diverged"
             )
         for sums in (pooled, averaged, covariance):
             sums.add(layer, z)
@@ -285,7 +286,8 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
         device = targets.find_device(options.device, torch.float64)  # of the cosines
     elif find_spec("accelerate") is None:
         raise ConfigError(
-            "--device auto needs accelerate, which spreads a model over the GPUs: pip install accelerate"
+            "--device auto needs accelerate, which spreads a model over the GPUs: pip "
+            "install accelerate"
         )
     by_family = dict(_members(family, "--family") for family in options.family)
     by_pair = [_pair(pair) for pair in options.pair]
@@ -357,7 +359,8 @@ def _members(text: str, option: str) -> tuple[str, list[str]]:
     group = targets.parse_group(text)
     if group is None or len(group[1]) < 2:
         raise ConfigError(
-            f"{option} is {text!r}, expected NAME=MODEL,MODEL,… with at least two models"
+            f"{option} is {text!r}, expected NAME=MODEL,MODEL,… with at least two "
+            "models"
         )
     return group
 
@@ -382,7 +385,8 @@ def _sample(
     length = options.max_length - len(special.before) - len(special.after)
     if length < 2:
         raise ConfigError(
-            f"--max-length {options.max_length} leaves no room for text next to {name}'s special tokens"
+            f"--max-length {options.max_length} leaves no room for text next to "
+            f"{name}'s special tokens"
         )
     if options.contiguous:
         tokens = contiguous_sequences(texts, target.encode, count, length, options.seed)
@@ -391,8 +395,9 @@ def _sample(
             and (found := len(target.encode("".join(texts)))) < count * length
         ):
             print(
-                f"{name}: the text has {found:,} tokens, and {count} sequences of {length} take {count * length:,}: they "
-                f"overlap, and are not {count} independent samples",
+                f"{name}: the text has {found:,} tokens, and {count} sequences of "
+                f"{length} take {count * length:,}: they overlap, and are not {count} "
+                "independent samples",
                 file=sys.stderr,
             )
     else:

@@ -82,7 +82,8 @@ def parse_group(text: str) -> tuple[str, list[str]] | None:
     members = rest.split(",")
     if not name or not all(members) or len(set(members)) < len(members):
         raise ConfigError(
-            f"{text!r} is not a group; expected NAME=A,B,C with a name, and each member once"
+            f"{text!r} is not a group; expected NAME=A,B,C with a name, and each "
+            "member once"
         )
     return name, members
 
@@ -136,8 +137,9 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
     except Exception as error:
         messages = {
             errors.LocalEntryNotFoundError: f"{model.id!r} is not a folder here. As a model of the Hugging Face hub, it is "
-            "missing or incomplete in the cache, and the hub does not answer. Run this command on a machine with internet "
-            f"access, with HF_HOME on a disk that this machine sees:\n  {model.command(code)}",
+            "missing or incomplete in the cache, and the hub does not answer. Run "
+            "this command on a machine with internet access, with HF_HOME on a disk "
+            f"that this machine sees:\n  {model.command(code)}",
             errors.GatedRepoError: f"the hub requires permission to download {model.id!r}: request access at "
             f"https://huggingface.co/{model.id}, then log in (hf auth login, or HF_TOKEN)",
             errors.RevisionNotFoundError: f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub",
@@ -155,7 +157,8 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
         raise ConfigError(message) from error
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{model.id!r} has no config.json on the Hugging Face hub: transformers cannot load it"
+            f"{model.id!r} has no config.json on the Hugging Face hub: transformers "
+            "cannot load it"
         )
     return folder
 
@@ -166,7 +169,8 @@ def logits_root(head: Any) -> Tensor:
     """
     if not isinstance(head, nn.Linear) or head.weight.is_meta:
         raise ConfigError(
-            "--logits needs an output layer that is linear and in memory, which this model has not"
+            "--logits needs an output layer that is linear and in memory, which this "
+            "model has not"
         )
     rows = head.weight
     if head.bias is not None:
@@ -229,8 +233,9 @@ class LoadedModel:
         def take(layer: int, h: Tensor) -> None:
             if h.ndim != 3 or h.shape[:2] != tokens.shape:
                 raise ConfigError(
-                    f"layer {layer} has the shape {list(h.shape)} for {list(tokens.shape)} tokens, expected [sequences, "
-                    "tokens, features]: models of this kind cannot be measured"
+                    f"layer {layer} has the shape {list(h.shape)} for "
+                    f"{list(tokens.shape)} tokens, expected [sequences, tokens, "
+                    "features]: models of this kind cannot be measured"
                 )
             consume(layer, h)
 
@@ -257,7 +262,8 @@ def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
     lists = outermost_lists(body, lambda modules: len(modules) == count)
     if not lists:
         raise ConfigError(
-            f"{type(body).__name__} has no list of its {count} layers: it cannot be measured"
+            f"{type(body).__name__} has no list of its {count} layers: it cannot be "
+            "measured"
         )
     candidates = (list(modules.values()) for modules in lists.values())
     return max(candidates, key=lambda blocks: sum(map(_weights, blocks)))
@@ -341,11 +347,13 @@ def find_targets(
     """
     if not names:
         raise ConfigError(
-            "no target is given; expected a run's folder (job.dump_folder) or Hugging Face model"
+            "no target is given; expected a run's folder (job.dump_folder) or Hugging "
+            "Face model"
         )
     if all_steps and not any(is_run(name) for name in names):
         raise ConfigError(
-            f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}"
+            "--all-steps needs a run's folder (job.dump_folder), but was given "
+            f"{', '.join(names)}"
         )
     by_folder: dict[Path, Target] = {}
     for name in names:
@@ -560,7 +568,8 @@ def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         )
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ConfigError(
-            f"{str(folder)!r} has no usable tokenizer: {error}.{_about_code(error)} {hint}"
+            f"{str(folder)!r} has no usable tokenizer: {error}.{_about_code(error)} "
+            f"{hint}"
         ) from error
     # Without files, transformers 5 creates a tokenizer that has only special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):

@@ -63,7 +63,8 @@ def read_texts(
     """
     if (text is None) == (dataset is None):
         raise ConfigError(
-            "expected one of --text FILE and --dataset PATH, with the text to measure on"
+            "expected one of --text FILE and --dataset PATH, with the text to measure "
+            "on"
         )
     shuffle = random.Random(seed).shuffle
     source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
@@ -153,8 +154,8 @@ def _documents(
                     without += isinstance(error, OtherShape)
                     if without == HOPELESS and not usable:
                         raise ConfigError(
-                            f"{file.url}: the first {HOPELESS:,} documents have no text, the last one for this reason: "
-                            f"{of_options(error)}"
+                            f"{file.url}: the first {HOPELESS:,} documents have no "
+                            f"text, the last one for this reason: {of_options(error)}"
                         ) from error
                 else:
                     usable = True
@@ -188,7 +189,8 @@ def cut_sequences(
             break
     if len(ids) < 2:
         raise ConfigError(
-            f"the text has {counted(len(ids), 'token')}, expected at least 2: a cosine needs a pair"
+            f"the text has {counted(len(ids), 'token')}, expected at least 2: a "
+            "cosine needs a pair"
         )
     length = min(length, len(ids))
     count = min(count, len(ids) // length)
@@ -238,7 +240,8 @@ def _from(
             start //= 2
         else:
             raise ConfigError(
-                f"the text has {counted(len(ids), 'token')}, expected at least {length:,} for a sequence"
+                f"the text has {counted(len(ids), 'token')}, expected at least "
+                f"{length:,} for a sequence"
             )
 
 

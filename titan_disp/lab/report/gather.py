@@ -157,8 +157,9 @@ def _parameters(name: str, flavor: str, overrides: str) -> int:
 def _read(path: Path, name: str, group: str | None) -> RunRecord:
     if not reader.is_run(path):
         what = (
-            "lacks config.json or metrics.jsonl: it is not a run's folder, the run has not logged anything yet, or "
-            "TorchTitan's own trainer wrote it, without a config.json"
+            "lacks config.json or metrics.jsonl: it is not a run's folder, the run "
+            "has not logged anything yet, or TorchTitan's own trainer wrote it, "
+            "without a config.json"
         )
         raise ConfigError(f"{str(path)!r} {what}; expected a job.dump_folder")
     problems: list[str] = []

@@ -341,7 +341,8 @@ def _that_can_be_shown(
             shown.append(run)
         except Exception as error:
             left_out.append(
-                f"the run {str(run.path)!r} cannot be shown: {type(error).__name__}: {error}"
+                f"the run {str(run.path)!r} cannot be shown: {type(error).__name__}: "
+                f"{error}"
             )
     if not shown:
         raise ConfigError("; ".join(left_out))
@@ -358,7 +359,8 @@ def write_report(
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
         raise ConfigError(
-            f"--out {str(out)!r} {what}, expected a file such as report.html in an existing folder"
+            f"--out {str(out)!r} {what}, expected a file such as report.html in an "
+            "existing folder"
         )
     left_out: list[str] = []
     wrong = f"--evaluation {str(evaluation)!r} cannot be read, expected the --out folder of titan-disp evaluate"

@@ -70,8 +70,9 @@ def check_metric(name: str) -> None:
     kind, part = _parts(name)
     if name not in LABELS and (kind not in BY_PART or part not in PARTS):
         raise ConfigError(
-            f"the metric is {name!r} (--metric, or sweep.metric in the file), expected {', '.join(LABELS)}, or "
-            f"{', '.join(BY_PART)}, each with a part of the model such as mean_cosine.middle_blocks (the parts are "
+            f"the metric is {name!r} (--metric, or sweep.metric in the file), "
+            f"expected {', '.join(LABELS)}, or {', '.join(BY_PART)}, each with a part "
+            "of the model such as mean_cosine.middle_blocks (the parts are "
             f"{', '.join(PARTS)}; the default is blocks, which means all of them)"
         )
 
@@ -218,7 +219,8 @@ def compare(
             break
     if against is not None and against not in by_condition:
         raise ConfigError(
-            f"sweep.against or --against is {against!r}, expected one of {', '.join(by_condition)}"
+            f"sweep.against or --against is {against!r}, expected one of "
+            f"{', '.join(by_condition)}"
         )
     conditions = [
         Condition(condition, tuple(members))
@@ -366,9 +368,11 @@ def _notes(comparison: SweepComparison) -> list[str]:
         notes[0] += " (No finished run has measured held-out text.)"
     if comparison.against is not None:
         notes[0] += (
-            f"\nDifferences to {comparison.against} are paired by seed: mean ± standard error, and the 95 % interval "
-            "by Student's t.\np is the two-sided p value of the sign-flip test, which is exact for up to "
-            f"{EXACT} pairs, and at least 2/2ⁿ for n pairs. Holm is p adjusted for the number of differences."
+            f"\nDifferences to {comparison.against} are paired by seed: mean ± "
+            "standard error, and the 95 % interval by Student's t.\np is the "
+            "two-sided p value of the sign-flip test, which is exact for up to "
+            f"{EXACT} pairs, and at least 2/2ⁿ for n pairs. Holm is p adjusted for "
+            "the number of differences."
         )
     members = [
         member for condition in comparison.conditions for member in condition.members

@@ -129,7 +129,8 @@ def read_sweep(path: str | Path) -> Sweep:
         }
         if both:
             raise ConfigError(
-                f"{', '.join(sorted(both))} is in the grid of {one.name!r} and in [grid]: name it once"
+                f"{', '.join(sorted(both))} is in the grid of {one.name!r} and in "
+                "[grid]: name it once"
             )
     overrides = _overrides(sweep.get("overrides", []), "sweep.overrides")
     parsed = {
@@ -148,20 +149,24 @@ def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> Non
                 key, KNOWN[section], otherwise=f"; expected {', '.join(KNOWN[section])}"
             )
             raise ConfigError(
-                f"unknown key in {' '.join(filter(None, (section, 'of', repr(str(path)))))}: {key}{hint}"
+                "unknown key in "
+                f"{' '.join(filter(None, (section, 'of', repr(str(path)))))}: "
+                f"{key}{hint}"
             )
 
 
 def _overrides(value: Any, where: str) -> tuple[str, ...]:
     if not _is(value, list[str]):
         raise ConfigError(
-            f'{where} is {value!r}, expected a list of options, such as ["--training.steps=4"]'
+            f"{where} is {value!r}, expected a list of options, such as "
+            '["--training.steps=4"]'
         )
     for word in value:
         key = word.partition("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("--") and key in OURS:
             raise ConfigError(
-                f"{where} has {word!r}, which the sweep sets itself: sweep.config and sweep.folder"
+                f"{where} has {word!r}, which the sweep sets itself: sweep.config and "
+                "sweep.folder"
             )
     return tuple(value)
 
@@ -173,7 +178,8 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
     for text, values in grid.items():
         if isinstance(values, dict):
             raise ConfigError(
-                f'{where}: {text} is a table; quote keys with dots: "{text}.{[*values, "key"][0]}" = […]'
+                f"{where}: {text} is a table; quote keys with dots: "
+                f'"{text}.{[*values, "key"][0]}" = […]'
             )
         keys = tuple(key.strip() for key in text.split(","))
         if not isinstance(values, list) or not values:
@@ -183,7 +189,8 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
         for key in keys:
             if not re.fullmatch(r"\w+(\.\w+)+", key) or key in OURS:
                 raise ConfigError(
-                    f'{where}: {key!r} cannot vary; expected a key, such as "dispersion.coeff"'
+                    f"{where}: {key!r} cannot vary; expected a key, such as "
+                    '"dispersion.coeff"'
                 )
         for value in values:
             is_value = _is(value, VALUE) and not (
@@ -193,15 +200,17 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
                 isinstance(value, dict) and TABLES.keys() >= set(keys)
             ):
                 raise ConfigError(
-                    f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of numbers, of strings "
-                    "or of lists of strings"
+                    f"{where}: {text} has {value!r}, expected a string, a number, "
+                    "true, false, or a list of numbers, of strings or of lists of "
+                    "strings"
                 )
             if not TABLES.keys() >= set(keys) and (
                 joined := [one for one in _strings(value) if "," in one]
             ):
                 raise ConfigError(
-                    f"{where}: {text} has {joined[0]!r}, which has a comma: TorchTitan's command line splits it there. Write the "
-                    "parts as strings of their own"
+                    f"{where}: {text} has {joined[0]!r}, which has a comma: "
+                    "TorchTitan's command line splits it there. Write the parts as "
+                    "strings of their own"
                 )
         found.append(Axis(keys, tuple(values)))
     twice = [
@@ -246,7 +255,8 @@ def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
         name = table.get("name")
         if not isinstance(name, str) or not re.fullmatch(SAFE, name):
             raise ConfigError(
-                f"the name of one of [[points]] is {name!r}, expected letters, digits and . _ + -"
+                f"the name of one of [[points]] is {name!r}, expected letters, digits "
+                "and . _ + -"
             )
         where = f"the point {name!r}"
         overrides = _overrides(table.get("overrides", []), f"overrides of {where}")
@@ -267,11 +277,13 @@ def points(sweep: Sweep) -> list[Point]:
     for name, count in Counter(point.name for point in found).items():
         if count > 1:
             raise ConfigError(
-                f"{count} points of the sweep have the name {name!r}: remove the repeated value or name"
+                f"{count} points of the sweep have the name {name!r}: remove the "
+                "repeated value or name"
             )
         if len(name) > LONGEST:
             raise ConfigError(
-                f"the name {name!r} is too long for a folder: list the points as [[points]] with names"
+                f"the name {name!r} is too long for a folder: list the points as "
+                "[[points]] with names"
             )
     return found
 

@@ -279,8 +279,9 @@ def _record(point: Point) -> dict[str, Any] | None:
             f.name != CONFIG and f.name[0] != "." for f in point.folder.iterdir()
         ):
             raise ConfigError(
-                f"{str(point.folder)!r} already exists and is not a point of this sweep (it has no {RECORD}): give the "
-                "sweep another folder, or move that one away"
+                f"{str(point.folder)!r} already exists and is not a point of this "
+                f"sweep (it has no {RECORD}): give the sweep another folder, or move "
+                "that one away"
             )
         return None
     try:
@@ -314,9 +315,9 @@ def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) ->
             f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items()
         )
         raise ConfigError(
-            f"its config has changed since {str(point.folder)!r} was created: {what}. Its results would mix both "
-            "configs: give the changed sweep another folder, undo the change, or move that folder away to run the "
-            "point again"
+            f"its config has changed since {str(point.folder)!r} was created: {what}. "
+            "Its results would mix both configs: give the changed sweep another "
+            "folder, undo the change, or move that folder away to run the point again"
         )
 
 

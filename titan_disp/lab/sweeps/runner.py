@@ -83,7 +83,8 @@ def run(
     todo = [one for one in prepared if one.point.name not in results]
     every = counted(len(prepared), "point")
     _say(
-        f"{every} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time"
+        f"{every} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, "
+        f"{jobs} at a time"
     )
     runner = _Runner(todo, jobs, nproc, module)
     with stop_signals(runner.heard), contextlib.closing(runner):
@@ -150,7 +151,8 @@ class _Runner:
             if self.signals and stopped_at is None:
                 stopped_at = time.monotonic()
                 _say(
-                    f"stopping: {counted(len(self.training), 'point')} will save and end; a second signal kills them"
+                    f"stopping: {counted(len(self.training), 'point')} will save and "
+                    "end; a second signal kills them"
                 )
                 for one in self.training:
                     one.process.terminate()
@@ -248,7 +250,8 @@ class _Runner:
         steps = checkpoints(folder / one.checkpoints)
         first = steps[-1] if steps else 0
         _say(
-            f"{name}: {'from step ' + str(first) if first else 'from the start'}; log: {folder / LOG}"
+            f"{name}: {'from step ' + str(first) if first else 'from the start'}; "
+            f"log: {folder / LOG}"
         )
         self.training.append(
             _Training(one, process, lock, slot, time.time(), first, begin)
