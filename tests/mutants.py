@@ -30,7 +30,8 @@ EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 # ones run.
 ROOMS = {
     "dispersion": (
-        "titan_disp/dispersion/*.py titan_disp/dispersion/variants/*.py",
+        "titan_disp/dispersion/*.py titan_disp/dispersion/variants/*.py "
+        "titan_disp/objective.py",
         "pairwise variants padding objective sharded_loss loss_edges own_losses gpu_path",
     ),
     "guard": ("titan_disp/run/guard.py", "guard ranks_agree"),
