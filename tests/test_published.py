@@ -44,7 +44,7 @@ def test_every_number_has_its_source():
     packaged = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
         "package-data"
     ]
-    assert packaged["titan_disp.lab"] == ["published.toml"]
+    assert "published.toml" in packaged["titan_disp.lab"]
 
 
 def ours(tasks):
