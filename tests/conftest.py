@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -46,7 +47,33 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_report_header():
+    part = os.environ.get("NIGHT_PART")
+    return part and f"night: part {part} of the tests with parameters, and all others"
+
+
+def of_other_parts(items, part):
+    """Return the night tests with parameters that ``part`` leaves out: "2/3" keeps the
+    second of every three of them, and "" all.
+
+    Raises UsageError if it is no such part.
+    """
+    matched = re.fullmatch(r"([1-9])/([1-9])", part or "1/1")
+    if matched is None or matched[1] > matched[2]:
+        raise pytest.UsageError(f"NIGHT_PART is {part!r}, expected a part such as 1/3")
+    kept, parts = map(int, matched.groups())
+    kinds = [
+        item
+        for item in items
+        if item.get_closest_marker("night") and hasattr(item, "callspec")
+    ]
+    return [item for i, item in enumerate(kinds, start=1) if (i - kept) % parts]
+
+
+def pytest_collection_modifyitems(config, items):
+    left_out = {*of_other_parts(items, os.environ.get("NIGHT_PART", ""))}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
     order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
     for item in items:

@@ -93,10 +93,25 @@ def names(kind, ranks):
     ]
 
 
-def cases(kind, ranks):
+def reference_of(name):
+    """Return the case in one process with whose gradients those of a case agree."""
+    return next((r for r in REFERENCES if name.startswith(r)), "reference")
+
+
+def is_needed(case, kind, tested):
+    """Return whether one of the ``tested`` names of a table needs this case."""
+    if kind == "family":
+        return case.partition("-")[0] in {"reference", "without", *tested}
+    return case in {*tested, *map(reference_of, tested)}
+
+
+def cases(kind, ranks, tested):
+    """Return the options of the cases that tests of these names need, by case."""
     whole = dict.fromkeys(REFERENCES, ("--training.local_batch_size", "8"))
     return {
-        name: (*options_of(name), *whole.get(name, ())) for name in names(kind, ranks)
+        case: (*options_of(case), *whole.get(case, ()))
+        for case in names(kind, ranks)
+        if is_needed(case, kind, tested)
     }
 
 
@@ -122,10 +137,15 @@ def run_fast(sample, folder):
 
 
 @pytest.fixture(scope="module")
-def of(sample, tmp_path_factory):
+def of(sample, tmp_path_factory, request):
     """of(kind): what the cases of one table gave; they run when they are asked for
-    first, and once, if they fail, too.
+    first, and once, if they fail, too. Only cases of the selected tests run.
     """
+    tested = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and "name" in getattr(item, "fixturenames", ())
+    }
 
     @functools.cache
     def of(kind):
@@ -136,14 +156,8 @@ def of(sample, tmp_path_factory):
                 spawn(4, run_fast, sample, folder)
             for ranks in TABLES.get(kind, ()):
                 checkpoint = kind in ("slow", "night") and ranks > 1
-                spawn(
-                    ranks,
-                    mesh.run_cases,
-                    sample,
-                    folder,
-                    cases(kind, ranks),
-                    checkpoint,
-                )
+                needed = cases(kind, ranks, tested)
+                spawn(ranks, mesh.run_cases, sample, folder, needed, checkpoint)
         return {file.stem: torch.load(file) for file in folder.glob("*.pt")}
 
     return of
@@ -273,9 +287,7 @@ def test_bytes_of_the_plan(of, sample, ranks, name, gpus_per_node):
 def test_gradients_equal_one_process(of, kind, name):
     """Initial weights too, which do not depend on the mesh."""
     found = of(kind)[name]
-    reference = of(kind)[
-        next((r for r in REFERENCES if name.startswith(r)), "reference")
-    ]
+    reference = of(kind)[reference_of(name)]
     assert all(
         torch.equal(found["before"][n], w) for n, w in reference["before"].items()
     )

@@ -216,8 +216,8 @@ def let_slow_steps_be_late(file):
     from tests import faulty_train
     from titan_disp.run import liveness
 
-    # The ranks share the file's memory: seconds that the clock is ahead by, the steps in
-    # which rank 1 has waited for rank 0, and those in which rank 0 was late.
+    # The ranks share the file's memory: seconds by which the clock is ahead, the steps
+    # in which rank 1 has waited for rank 0, and those in which rank 0 was late.
     shared = torch.from_file(str(file), shared=True, size=3, dtype=torch.float64)
     ahead, waits, lates = shared
     arrived = liveness.Stragglers.arrived

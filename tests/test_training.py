@@ -312,6 +312,16 @@ def test_one_step_of_the_full_model(sample, tmp_path):
     assert -0.8 < record["dispersion"] < -0.2
 
 
+def train_here(argv):
+    """Train in the ranks that call this: they have imported everything."""
+    from titan_disp.config.load import load_config
+    from titan_disp.train import DispTrainer
+
+    trainer = DispTrainer(load_config(argv))
+    trainer.train()
+    trainer.close()
+
+
 @pytest.mark.night
 def test_elastic_resume(sample, tmp_path):
     """4 ranks (HSDP 2×2) → checkpoint → 2 (TP) → checkpoint → 1: the same batches and
@@ -321,11 +331,14 @@ def test_elastic_resume(sample, tmp_path):
     options += ("--lr_scheduler.total_steps", "9", "--training.steps")
     run = tmp_path / "elastic"
     whole = tmp_path / "whole"
-    train(DEMO, sample, whole, *options, "9", nproc=2)
+    data = ("--model.hf_assets_path", f"{sample}/tokenizer")
+    data += ("--training.dataset_path", str(sample), "--job.dump_folder")
+    argv = ["--job.config_file", str(DEMO), *data]
+    spawn(2, train_here, [*argv, str(whole), *options, "9"])
     hsdp = ("--parallelism.data_parallel_replicate_degree", "2")
     tp = ("--parallelism.tensor_parallel_degree", "2")
     for nproc, steps, mesh in ((4, "3", hsdp), (2, "6", tp), (1, "9", ())):
-        train(DEMO, sample, run, *options, steps, *mesh, nproc=nproc)
+        spawn(nproc, train_here, [*argv, str(run), *options, steps, *mesh])
     expected = read_metrics(whole)
     got = read_metrics(run)
     assert list(got) == list(range(1, 10))
