@@ -63,8 +63,6 @@ export TITAN_DISP_PREFIX_WORDS
 # Runs supervise.py with these arguments, and exits with the status that it intended. The caller's traps have appended the
 # signals so far to $early.
 supervise() {
-  # of an earlier job with this number
-  [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$TITAN_DISP_LAUNCH_POINTER"
   # The supervisor reads the file. TMPDIR may exist on the login node only.
   signals=$(mktemp 2>/dev/null || TMPDIR=/tmp mktemp || TMPDIR=/dev/shm mktemp) || again "no temporary file can be written here"
   trap 'echo USR1 >>"$signals" || kill -USR1 $!; interrupted=1' USR1 # a full disk

@@ -2283,6 +2283,22 @@ class TestBothBatchScripts:
         job = "7_0" if script == "sweep" else "7"
         assert cluster.calls("scontrol", "requeue") == [f"requeue {job}"] * requeued
 
+    def test_no_scripts_can_be_read_and_slurm_refuses_twice(self, cluster, script):
+        """Nor does the next start trust a file that an older job has left."""
+        pointer = cluster.folder / ".titan-disp" / "launches" / "cluster-7"
+        pointer.parent.mkdir(parents=True)
+        pointer.write_text("/of/an/older/job")
+        cluster.job["Command"] = f"/nowhere/{script}.sbatch"
+        twice = '[ $(grep -c requeue "$0.calls") -gt 2 ] || exit 1'
+        cluster.write(
+            "scontrol", f'case "$1" in requeue) {twice}; exit 0;; esac; {cluster.SHOW}'
+        )
+        status, log = cluster.batch(script=script)
+        assert status == 1
+        assert "NOT REQUEUED" not in log
+        assert len(cluster.calls("scontrol", "requeue")) == 3
+        assert not pointer.exists()
+
     def test_the_launch_folder_of_a_requeued_job(self, cluster, script):
         """A file names it.
 
