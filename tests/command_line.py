@@ -92,3 +92,17 @@ def kill_tree(pid):
         return
     for child in below:
         kill_tree(child)
+
+
+def is_running(pid):
+    """Return whether a process has not ended.
+
+    One that has ended stays in /proc until its parent asks for its status, which the
+    first process of some containers never does.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    state = stat.rpartition(") ")[2][0]
+    return state not in "ZX"

@@ -12,7 +12,15 @@ from unittest import mock
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from tests.command_line import DEMO, ROOT, SECONDS, children, command, environment
+from tests.command_line import (
+    DEMO,
+    ROOT,
+    SECONDS,
+    children,
+    command,
+    environment,
+    is_running,
+)
 from tests.pages import changed, loaded
 from titan_disp.cluster import launch
 from titan_disp.cluster.launch import StopRanks, stop_signals
@@ -212,7 +220,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
         "SIGINT ended the run. The same command resumes from the newest checkpoint"
         in output.splitlines()[-1]
     )
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+    assert not any(map(is_running, ranks))
     stop = read_events(run)[-1]
     assert (stop["event"], stop["reason"]) == ("stop", "SIGTERM")
     assert (run / "checkpoint" / f"step-{stop['step']}").is_dir()

@@ -17,7 +17,15 @@ import time
 import pytest
 from torchtitan.config import ConfigManager
 
-from tests.command_line import DEMO, ROOT, SECONDS, children, environment, train
+from tests.command_line import (
+    DEMO,
+    ROOT,
+    SECONDS,
+    children,
+    environment,
+    is_running,
+    train,
+)
 from tests.pages import can_start, changed, loaded
 from titan_disp.checks import check_config
 from titan_disp.cluster import plan as plans
@@ -739,7 +747,7 @@ def test_killed_in_the_middle(sample, tmp_path):
     first.kill()
     first.wait()
     # it is not our child any more: it saves and ends by itself
-    while os.path.exists(f"/proc/{trainer}"):
+    while is_running(trainer):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert [state(runs / name)[0] for name in NAMES] == [
