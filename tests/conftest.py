@@ -23,27 +23,23 @@ import pytest  # noqa: E402
 # order (--no-loadscope-reorder), so that no worker begins one of them when the others
 # have nothing left to do.
 LONGEST = (
-    *(
-        "meshes",
-        "tutorial",
-        "training",
-        "run_ends",
-        "stream",
-        "supervise",
-        "sweeps",
-        "evidence",
-        "evaluate",
-    ),
-    *(
-        "assembly",
-        "head",
-        "seen",
-        "docs",
-        "data_index",
-        "condensation_command",
-        "memory",
-        "sharded_loss",
-    ),
+    "meshes",
+    "tutorial",
+    "training",
+    "run_ends",
+    "stream",
+    "supervise",
+    "sweeps",
+    "evidence",
+    "evaluate",
+    "assembly",
+    "head",
+    "seen",
+    "docs",
+    "data_index",
+    "condensation_command",
+    "memory",
+    "sharded_loss",
 )
 
 

@@ -7,31 +7,27 @@ import pytest
 from tests.conftest import of_other_parts
 
 
-def item(name, night=True, parameters=True):
-    made = SimpleNamespace(name=name, get_closest_marker=lambda marker: night)
-    if parameters:
-        made.callspec = None
-    return made
+def night_test():
+    return SimpleNamespace(get_closest_marker={"night": True}.get)
 
 
 def test_each_test_with_parameters_is_in_one_part_of_three():
-    kinds = [item(f"kind {i}") for i in range(7)]
-    others = [item("a whole run", parameters=False), item("by day", night=False)]
-    parts = {
-        part: [
-            each
-            for each in (*others, *kinds)
-            if each not in of_other_parts([*others, *kinds], part)
-        ]
-        for part in ("1/3", "2/3", "3/3")
-    }
-    assert all(kept[:2] == others for kept in parts.values())
-    assert [kept[2:] for kept in parts.values()] == [
-        kinds[0::3],
-        kinds[1::3],
-        kinds[2::3],
-    ]
+    by_day = SimpleNamespace(get_closest_marker={}.get, callspec=None)
+    others = [by_day, night_test()]
+    kinds = [night_test() for _ in range(7)]
+    for test in kinds:
+        test.callspec = None  # its parameters
+
+    def part(number):
+        left_out = of_other_parts([*others, *kinds], f"{number}/3")
+        return [test for test in (*others, *kinds) if test not in left_out]
+
+    for number in (1, 2, 3):
+        assert part(number) == [*others, *kinds[number - 1 :: 3]]
     assert of_other_parts([*others, *kinds], "") == []
-    for wrong in ("4/3", "0/3", "1", "a third"):
-        with pytest.raises(pytest.UsageError, match=f"NIGHT_PART is '{wrong}'"):
-            of_other_parts(kinds, wrong)
+
+
+@pytest.mark.parametrize("text", ["4/3", "0/3", "1", "a third"])
+def test_no_part(text):
+    with pytest.raises(pytest.UsageError, match=f"NIGHT_PART is '{text}'"):
+        of_other_parts([], text)
