@@ -672,7 +672,7 @@ class DispTrainer(Trainer):
         self.stop_request.close()
         try:
             super().close()
-        # of TensorBoard on a full disk, which must not hide why the run ends
+        # TensorBoard's error on a full disk must not hide why the run ends.
         except OSError as error:
             logger.warning(f"The logs could not be closed: {error}")
         self.dataloader.close()

@@ -26,7 +26,7 @@ BLOCK = 128  # tokens of which the lowest and the highest segment are kept
 class TokenMask:
     shards: tuple[Tensor, ...]  # for each rank of the group, in rank order, [B, n] bool
     rank: int = 0  # index of this rank's shard
-    # of the same tokens, [B, n] int, −1 where there is none
+    # The segments of the same tokens, [B, n] int, −1 where there is no token.
     segments: tuple[Tensor, ...] | None = None
     # on the CPU: of each block of tokens, [B, blocks, 2]
     ranges: tuple[Tensor, ...] | None = None

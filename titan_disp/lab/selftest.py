@@ -335,7 +335,7 @@ def rows_of(
     row = {"ok": False, "section": section.__name__}
     try:
         for check, found, expected in section(device):
-            # not NaN
+            # A comparison with NaN is false.
             ok = all(
                 found[k] <= e if isinstance(e, float) else found[k] == e
                 for k, e in expected.items()

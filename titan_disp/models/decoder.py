@@ -179,7 +179,7 @@ def document_mask(segments: Tensor) -> BlockMask:
         return (query >= key) & (segments[b, query] == segments[b, key])
 
     batch, n = segments.shape
-    # which TorchTitan compiles
+    # TorchTitan compiles create_attention_mask.
     create = create_block_mask if cpu.active() else create_attention_mask
     return create(earlier_in_document, batch, None, n, n, device=segments.device)
 

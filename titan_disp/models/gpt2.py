@@ -308,7 +308,7 @@ class GPT2HfAdapter(HfAdapter):
     }
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
-        # of weights that to_hf has gathered
+        # Mesh and placements of the weights that to_hf has gathered.
         self._layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
         super().__init__(model_args, hf_assets_path)
 

@@ -128,7 +128,7 @@ class Hooks(Protocol):
     # raises ConfigError to refuse a checkpoint before it is loaded
     def check_resume(self, step: int) -> None: ...
     def healthy(self) -> bool: ...  # whether the model's state is worth saving now
-    # which other start has taken the run folder from this one
+    # Returns which other start has taken the run folder from this one.
     def taken_by(self) -> str | None: ...
     # whether it may delete what dead processes left among the checkpoints
     def owns_folder(self) -> bool: ...
@@ -159,7 +159,7 @@ class DispCheckpointManager(CheckpointManager):
         # TorchTitan does not set it if checkpoints are disabled
         self.sd_adapter = kwargs["sd_adapter"]
         self._config: Checkpoint = kwargs["checkpoint_config"]
-        # of the newest checkpoint that this process has completely saved
+        # The step of the newest checkpoint that this process has completely saved.
         self.saved_step: int | None = None
         self._forced = False
         self._due = False

@@ -83,7 +83,7 @@ class GuardedOptimizers(OptimizersContainer):
         whole = [p.grad for p in self._parameters if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in whole]
         gradients = [g for g in local if g.numel()]
-        # or NaN
+        # This is NaN if a gradient is.
         largest = (
             torch.stack(torch._foreach_norm(gradients)).max()
             if gradients

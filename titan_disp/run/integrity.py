@@ -69,9 +69,9 @@ class _HashedStream:
 
 class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
-        # of the files that this rank has written, by name
+        # Hashes of the files that this rank has written, by name.
         self.hashes: dict[str, str] = {}
-        # of the files of all ranks, on the coordinator, once they are known
+        # Hashes of the files of all ranks, on the coordinator, once they are known.
         self.of_ranks: dict[str, str] = {}
 
     @contextmanager

@@ -372,7 +372,7 @@ def _differentiated(
         grads = torch.autograd.grad(
             value.sum(), leaves, allow_unused=True, materialize_grads=True
         )
-    # which are overwritten, and may be expanded
+    # The gradients are overwritten, and may be expanded.
     return value.detach(), tuple(grad.contiguous() for grad in grads)
 
 

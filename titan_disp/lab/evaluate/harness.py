@@ -33,7 +33,7 @@ SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_rando
 class Protocol:
     shots: Mapping[str, int]  # examples in the prompt of each task
     limit: int | None  # first documents per task; None means all
-    # of the weights; "auto" means the saved one
+    # The type of the weights; "auto" means the saved one.
     dtype: Literal["auto", "float16"] = "auto"
 
 
@@ -276,7 +276,7 @@ def _offline_if_unreachable() -> Iterator[bool]:
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     reachable = False
     if not any(before):
-        # of requests, httpx or httpx2, by the version of huggingface_hub
+        # The error is that of requests, httpx or httpx2, by huggingface_hub's version.
         with suppress(Exception):
             reachable = (
                 get_session().head(constants.ENDPOINT, timeout=5.0).status_code < 500
@@ -301,7 +301,7 @@ class Settings:
     # "auto" means the largest that fits on a GPU, or CPU_BATCH
     batch_size: int | Literal["auto"]
     device: str
-    # of the weights; "auto" means the saved one
+    # The type of the weights; "auto" means the saved one.
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     seed: int  # for the choice of examples, and for everything else that is random
 
