@@ -1,4 +1,4 @@
-"""This module draws charts of training.
+"""This module draws charts of training as SVG.
 
 The number of points is limited, and a run has the same style in all charts.
 
@@ -6,10 +6,9 @@ The line of several runs that differ only in their seeds is their mean, in a ban
 the smallest to the largest.
 """
 
-import base64
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -23,50 +22,53 @@ from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.stats import binned_statistic
 
 from titan_disp.condensation.heatmap import layer_label, new_figure, plain
 from titan_disp.condensation.record import Measurement
 from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
-from titan_disp.lab.report.gather import RunRecord, conditions
+from titan_disp.lab.report.gather import Condition
 from titan_disp.run.history import WHILE_LOADING, Attempt
 from titan_disp.text import short
 
 BINS = 500  # most points of a line: two pixels each in the widest chart
 POINTS = 3000  # most points of a chart: of many lines, nobody sees the details
-SIZE = (5.6, 3.3)  # inches: a column on a laptop, and still readable at a phone's width
-MANY = 12  # most lines that a chart has in full, with a legend of its own
+SIZE = (5.6, 3.3)  # inches: half of a laptop's width, and readable on a phone
+TALL = (5.6, 4.2)  # inches: two charts above one another, or several maps
+MANY = 12  # most lines that a chart has in full
 # Fraction of a run: at first the loss is so high that the rest would look flat
 BEGINNING = 0.05
 FAULTS = ("skip", "save_failed", *WHILE_LOADING)  # events
+# Names of the two scales of an x axis, one of which the page shows
+STEP_SCALE = "scale-step"
+TOKEN_SCALE = "scale-tokens"
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Return a context for making and writing figures.
-
-    Text stays text, and equal figures have equal bytes.
-    """
-    return matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "titan-disp", "font.size": 9.5}
-    )
+    """Return a context for making and writing figures. Text stays text in it."""
+    return matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9.5})
 
 
-def to_uri(figure: Figure) -> str:
-    """Return a picture as text.
+def to_svg(figure: Figure, salt: str) -> str:
+    """Return a picture as an <svg> element. Equal figures have equal bytes.
 
-    Points of lines are rounded to 0.01 pt, which saves a sixth of a report's size.
+    ``salt`` must differ between the pictures of a page, because what a picture refers
+    to has an id in the page. Points of lines are rounded to 0.01 pt, which saves a
+    sixth of a report's size.
     """
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": salt}):
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    _, start, rest = file.getvalue().partition("<svg")
     svg = re.sub(
-        r"^(L -?\d+\.\d\d)\d* (-?\d+\.\d\d)\d*",
-        r"\1 \2",
-        file.getvalue(),
-        flags=re.MULTILINE,
+        r"^(L -?\d+\.\d\d)\d* (-?\d+\.\d\d)\d*", r"\1 \2", rest, flags=re.MULTILINE
     )
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+    # The style sheet of the page chooses a scale by its class.
+    svg = re.sub(r'id="(scale-\w+)"', r'class="\1"', svg)
+    unused_id = r' id="(?!p[0-9a-f]{10}"|m[0-9a-f]{10}"|image)[^"]*"'
+    return start + re.sub(unused_id, "", svg)
 
 
 @dataclass(frozen=True)
@@ -94,63 +96,93 @@ class Line:
 
     @property
     def style(self) -> dict[str, Any]:
-        dashes = LINES[self.place % len(LINES)]
-        width = 1.5 * (1 + self.place // (len(OKABE_ITO) * len(LINES)) % 2)
+        """Return the keywords of ``Axes.plot``, which differ for 56 places."""
+        rounds = self.place // (len(OKABE_ITO) * len(LINES))
         return {
             "color": OKABE_ITO[self.place % len(OKABE_ITO)],
-            "linestyle": dashes,
-            "linewidth": width,
+            "linestyle": LINES[self.place % len(LINES)],
+            "linewidth": 1.5 * (1 + rounds % 2),
         }
 
 
-def by_condition(runs: Sequence[RunRecord], lines: Sequence[Line]) -> list[Line]:
+def by_condition(conditions: Sequence[Condition], lines: Sequence[Line]) -> list[Line]:
     """Turn lines of runs, whose ``place`` is the run's, into lines of conditions, at
     the values of x that all seeds have.
 
     If they share fewer than two, each seed keeps its own line in the condition's
     colour.
     """
-    found: list[Line] = []
-    for place, (name, members) in enumerate(conditions(runs)):
-        of_it = [replace(line, place=place) for line in lines if line.place in members]
-        finite = [line.x[np.isfinite(line.x + line.y)] for line in of_it]
-        if len(of_it) > 1 and len(x := reduce(np.intersect1d, finite)) > 1:
-            y = np.stack([line.y[np.isin(line.x, x)] for line in of_it])
-            resumes = sorted(at for line in of_it for at in line.resumes)
-            told = (
-                name
-                if len(of_it) == len(members)
-                else f"{name}, {len(of_it)} of them drawn"
-            )
-            of_it = [
-                Line(told, x, y.mean(0), place, resumes, low=y.min(0), high=y.max(0))
-            ]
-        found += of_it
-    return found
+    drawn: list[Line] = []
+    for place, condition in enumerate(conditions):
+        seeds = [
+            replace(line, place=place)
+            for line in lines
+            if line.place in condition.places
+        ]
+        mean = _mean_line(seeds)
+        if mean is None:
+            drawn += seeds
+            continue
+        name = condition.name
+        if len(seeds) < len(condition.places):
+            name += f", {len(seeds)} of them drawn"
+        drawn.append(replace(mean, name=name))
+    return drawn
+
+
+def _mean_line(seeds: Sequence[Line]) -> Line | None:
+    """Return the mean of several seeds' lines at the values of x that all have, or None
+    if there are fewer than two lines, or two such values.
+    """
+    if len(seeds) < 2:
+        return None
+    x = reduce(np.intersect1d, [line.x[np.isfinite(line.x + line.y)] for line in seeds])
+    if len(x) < 2:
+        return None
+    y = np.stack([line.y[np.isin(line.x, x)] for line in seeds])
+    resumes: list[float] = []
+    for line in seeds:
+        resumes += line.resumes
+    return replace(
+        seeds[0], x=x, y=y.mean(0), low=y.min(0), high=y.max(0), resumes=sorted(resumes)
+    )
 
 
 def bins(lines: int) -> int:
     """Return the most points of a line in a chart of so many lines."""
-    return BINS if lines <= MANY else POINTS // lines
+    if lines <= MANY:
+        return BINS
+    return POINTS // lines
 
 
-def binned(
-    x: np.ndarray, y: np.ndarray, count: int = BINS
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean x, mean y, smallest y and largest y of the finite points in at most
-    ``count`` bins of equal width in x.
+@dataclass(frozen=True)
+class Binned:
+    """Hold a line's means in bins of equal width in x, in ascending order, [bins]."""
+
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray  # smallest y of each bin
+    high: np.ndarray  # largest y
+
+
+def binned(x: np.ndarray, y: np.ndarray, count: int = BINS) -> Binned:
+    """Return the finite points of a line in at most ``count`` bins. So few points or
+    fewer stay as they are.
     """
     finite = np.isfinite(x) & np.isfinite(y)
     x = x[finite]
     y = y[finite]
     if len(x) <= count:
-        return x, y, y, y
-    means, _, place = binned_statistic(x, [x, y], "mean", count)
-    low, high = (
-        binned_statistic(x, y, name, count).statistic for name in ("min", "max")
+        return Binned(x, y, low=y, high=y)
+    means, _, numbers = binned_statistic(x, [x, y], "mean", count)
+    filled = np.unique(numbers) - 1  # SciPy counts bins from 1
+    mean_x, mean_y = means[:, filled]
+    return Binned(
+        mean_x,
+        mean_y,
+        low=binned_statistic(x, y, "min", count).statistic[filled],
+        high=binned_statistic(x, y, "max", count).statistic[filled],
     )
-    filled = np.unique(place) - 1
-    return means[0][filled], means[1][filled], low[filled], high[filled]
 
 
 Scale = Callable[[Axes, Sequence[Line]], None]
@@ -183,7 +215,7 @@ def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
 def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
     """Let axis y show the values after the ``BEGINNING`` of the longest run."""
     start = BEGINNING * max(np.nanmax(line.x) for line in lines)
-    later = np.concatenate([y[line.x > start] for line in lines for y in line.all_y])
+    later = np.concatenate([line.all_y[:, line.x > start].ravel() for line in lines])
     later = later[np.isfinite(later)]
     if len(later) > 30 * len(lines):
         margin = 0.05 * np.ptp(later) + 1e-9
@@ -191,7 +223,7 @@ def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def draw_lines(
-    axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale
+    axes: Axes, lines: Sequence[Line], ylabel: str, scale: Scale = as_it_is
 ) -> None:
     """Draw a line for each run or condition, in a band from smallest to largest value
     if its points are means.
@@ -200,74 +232,65 @@ def draw_lines(
     """
     count = bins(len(lines))
     for line in lines:
-        x, y, low, high = binned(line.x, line.y, count)
+        points = binned(line.x, line.y, count)
         if line.low is not None and line.high is not None:
-            low = binned(line.x, line.low, count)[2]
-            high = binned(line.x, line.high, count)[3]
-        if (len(x) == count and len(lines) <= MANY) or line.low is not None:
+            low = binned(line.x, line.low, count).low
+            high = binned(line.x, line.high, count).high
+            has_band = True
+        else:
+            low = points.low
+            high = points.high
+            has_band = len(points.x) == count and len(lines) <= MANY
+        if has_band:
             axes.fill_between(
-                x, low, high, color=line.style["color"], alpha=0.2, linewidth=0
+                points.x, low, high, color=line.style["color"], alpha=0.2, linewidth=0
             )
-        marker = "o" if len(x) <= 30 else None
         axes.plot(
-            x, y, label=plain(line.name), marker=marker, markersize=3, **line.style
+            points.x,
+            points.y,
+            label=plain(line.name),
+            marker="o" if len(points.x) <= 30 else None,
+            markersize=3,
+            **line.style,
         )
-        heights = [0.025] * len(line.resumes)
-        on_axis = axes.get_xaxis_transform()
         axes.plot(
             line.resumes,
-            heights,
+            [0.025] * len(line.resumes),
             "^",
             color=line.style["color"],
             markersize=5,
-            transform=on_axis,
+            transform=axes.get_xaxis_transform(),
         )
-    axes.set(xlabel=xlabel, ylabel=fill(ylabel, 40))
+    axes.set_ylabel(fill(ylabel, 40))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     scale(axes, lines)
     axes.grid(alpha=0.3)
 
 
-def curves(
-    lines: Sequence[Line],
-    xlabel: str,
-    ylabel: str,
-    scale: Scale,
-    with_legend: bool = True,
-) -> Figure:
-    """Draw a chart of ``draw_lines`` with a legend above it, unless that is a picture
-    of its own.
+def add_tokens(axes: Axes, tokens_per_step: float | None) -> None:
+    """Add a scale of tokens in the place of the x axis, which shows steps.
+
+    A page shows one of them (``STEP_SCALE``, ``TOKEN_SCALE``). Without a number, as
+    before the first step, nothing is added.
     """
-    figure = new_figure(*SIZE)
-    draw_lines(figure.subplots(), lines, xlabel, ylabel, scale)
-    if with_legend:
-        figure.legend(
-            loc="outside upper center", ncols=_columns(line.name for line in lines)
-        )
-    return figure
+    if tokens_per_step is None:
+        return
+    axes.xaxis.set_gid(STEP_SCALE)
+    tokens = axes.secondary_xaxis(
+        "bottom",
+        functions=(lambda x: x * tokens_per_step, lambda x: x / tokens_per_step),
+    )
+    tokens.set_gid(TOKEN_SCALE)
+    tokens.set_xlabel("tokens")
+    tokens.xaxis.set_major_formatter(FuncFormatter(_tick))
+    tokens.xaxis.set_major_locator(MaxNLocator(6))
 
 
-def legend(names: Sequence[str]) -> Figure:
-    """Draw nothing but the names of all runs or conditions with their styles."""
-    columns = 2 * _columns(names)
-    figure = new_figure(9, 0.3 + 0.2 * -(-len(names) // columns))
-    lines = [
+def key(names: Sequence[str]) -> list[Line]:
+    """Return a line without points for each name, for its style."""
+    return [
         Line(name, np.empty(0), np.empty(0), place) for place, name in enumerate(names)
     ]
-    handles = [Line2D([], [], label=plain(line.name), **line.style) for line in lines]
-    figure.legend(handles=handles, loc="center", ncols=columns, fontsize=8)
-    return figure
-
-
-def crowded(names: Sequence[str]) -> bool:
-    """Return whether a legend of these names would take more rows of a chart than
-    ``MANY`` short ones.
-    """
-    return len(names) * 3 > MANY * _columns(names)
-
-
-def _columns(names: Iterable[str]) -> int:
-    return 1 if max(map(len, names)) > 24 else 3
 
 
 def _tick(value: float, _: int) -> str:
@@ -275,76 +298,76 @@ def _tick(value: float, _: int) -> str:
 
 
 def draw_layer_map(
-    axes: Axes, by_step: Mapping[int, Measurement], title: str, end: int
+    axes: Axes, by_step: Mapping[float, Measurement], title: str, end: float
 ) -> QuadMesh:
     """Draw at least two measurements' mean cosines by layer, up to the run's last step
     ``end``, in one colour scale.
     """
-    measured = list(by_step.values())
-    values = np.array([found.mean_cosine for found in measured]).T
+    measurements = list(by_step.values())
+    values = np.array([measurement.mean_cosine for measurement in measurements]).T
     layers = np.arange(len(values))
     mesh = axes.pcolormesh(
         list(by_step), layers, values, cmap="magma_r", vmin=0, vmax=1, rasterized=True
     )
     axes.set_xlim(min(by_step), max(end, *by_step))
     axes.set_title(plain(title), fontsize=10)
-    axes.set(xlabel="step", ylabel=layer_label(measured, gap="\n"))
+    axes.set(xlabel="step", ylabel=layer_label(measurements, gap="\n"))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return mesh
 
 
-def layer_map(by_step: Mapping[int, Measurement], name: str, end: int) -> Figure:
-    figure = new_figure(*SIZE)
-    mesh = draw_layer_map(figure.subplots(), by_step, name, end)
+def add_cosine_scale(figure: Figure, mesh: QuadMesh, tokens: int) -> None:
+    """Add the bar of colours of layer maps of sequences with this many tokens."""
     figure.colorbar(
         mesh,
-        label=f"{MEAN_COSINE} (of random vectors: {1 / next(iter(by_step.values())).tokens:.2g})",
+        ax=figure.axes,
+        label=f"{MEAN_COSINE} (of random vectors: {1 / tokens:.2g})",
     )
-    return figure
 
 
 def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
     return (np.asarray(seconds, dtype=np.float64) * 1000).astype("datetime64[ms]")
 
 
-def timeline(found: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw steps against time (UTC), a row for each kind of event, and the time between
+def timeline(starts: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw steps against time (UTC), a row for each sort of event, and the time between
     starts in grey.
     """
-    kinds = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
-    height = 0.22 * len(kinds) + 0.1
+    names = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
+    height = 0.22 * len(names) + 0.1  # inches
     figure = new_figure(9, 3.1 + height)
-    above, below = figure.subplots(2, sharex=True, height_ratios=[2.4, height])
-    for attempt in found:
-        times, steps, *_ = binned(
-            np.array(attempt.times), np.array(attempt.steps, dtype=np.float64)
-        )
-        above.plot(
-            _dates(times),
-            steps,
+    steps, rows = figure.subplots(2, sharex=True, height_ratios=[2.4, height])
+    for start in starts:
+        points = binned(np.array(start.times), np.array(start.steps, dtype=np.float64))
+        steps.plot(
+            _dates(points.x),
+            points.y,
             color=OKABE_ITO[0],
             linewidth=1.8,
-            marker="o" if len(times) < 3 else None,
+            marker="o" if len(points.x) < 3 else None,
         )
-    for one, following in pairwise(found):
-        for axes in (above, below):
-            axes.axvspan(
-                *_dates([one.ended, following.began]), color="0.85", linewidth=0
-            )
-    for row, kind in enumerate(kinds):
-        times = _dates([event["time"] for event in events if event["event"] == kind])
-        marker, color = ("X", OKABE_ITO[1]) if kind in FAULTS else ("|", "black")
-        below.plot(times, [row] * len(times), marker, color=color, markersize=7)
-    below.set_yticks(
-        range(len(kinds)), [plain(kind.replace("_", " ")) for kind in kinds]
+    for start, following in pairwise(starts):
+        gap = _dates([start.ended, following.began])
+        for axes in (steps, rows):
+            axes.axvspan(*gap, color="0.85", linewidth=0)
+    for row, name in enumerate(names):
+        times = _dates([event["time"] for event in events if event["event"] == name])
+        marker = "|"
+        color = "black"
+        if name in FAULTS:
+            marker = "X"
+            color = OKABE_ITO[1]
+        rows.plot(times, [row] * len(times), marker, color=color, markersize=7)
+    rows.set_yticks(
+        range(len(names)), [plain(name.replace("_", " ")) for name in names]
     )
-    below.set(ylim=(len(kinds) - 0.5, -0.5), xlabel="time (UTC)")
-    above.set(ylim=(0, None), ylabel="step")
-    above.yaxis.set_major_formatter(FuncFormatter(_tick))
-    for axes in (above, below):
+    rows.set(ylim=(len(names) - 0.5, -0.5), xlabel="time (UTC)")
+    steps.set(ylim=(0, None), ylabel="step")
+    steps.yaxis.set_major_formatter(FuncFormatter(_tick))
+    for axes in (steps, rows):
         axes.grid(axis="x", alpha=0.3)
     locator = AutoDateLocator()
-    below.xaxis.set_major_locator(locator)
-    below.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    rows.xaxis.set_major_locator(locator)
+    rows.xaxis.set_major_formatter(ConciseDateFormatter(locator))
     return figure

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ WITHOUT_EFFECT = (
     ),
     *("checkpoint.async_mode", "checkpoint.last_save"),
 )
+Seeds = tuple[Any, ...]
 ABSENT = object()  # stands for the value of a key that a column does not have
 
 
@@ -266,9 +267,20 @@ def unlike(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values[1:])
 
 
-def conditions(runs: Sequence[RunRecord]) -> list[tuple[str, list[int]]]:
-    """Return the conditions in the order of their first runs: their names, and the
-    indices of their runs.
+def seeds_of(run: RunRecord) -> Seeds:
+    """Return the values of ``SEEDS``."""
+    return tuple(map(run.settings.get, SEEDS))
+
+
+class Condition(NamedTuple):
+    """Runs of a report that differ only in their seeds."""
+
+    name: str  # such as "off (3 seeds)"
+    places: list[int]  # indices of the runs, ascending
+
+
+def conditions(runs: Sequence[RunRecord]) -> list[Condition]:
+    """Return the conditions in the order of their first runs.
 
     Runs that the user gave under one name are a condition. So are other runs with equal
     configs and different seeds.
@@ -276,26 +288,26 @@ def conditions(runs: Sequence[RunRecord]) -> list[tuple[str, list[int]]]:
     groups: dict[object, list[int]] = defaultdict(list)
     for place, run in enumerate(runs):
         groups[run.group or _recipe(run)].append(place)
-    found = []
+    result: list[Condition] = []
     for key, places in groups.items():
         if isinstance(key, str):
-            name = key
-        else:  # another run with the same seeds is on its own
-            first = {
-                tuple(map(runs[place].settings.get, SEEDS)): place
-                for place in reversed(places)
-            }
-            found += [
-                (runs[place].name, [place])
-                for place in places
-                if place not in first.values()
-            ]
-            places = sorted(first.values())
-            name = _common_name([runs[place].name for place in places])
-        found.append(
-            (f"{name} ({len(places)} seeds)" if len(places) > 1 else name, places)
-        )
-    return sorted(found, key=lambda condition: condition[1])
+            result.append(_named_condition(key, places))
+            continue
+        by_seeds: dict[Seeds, int] = {}
+        for place in places:
+            if by_seeds.setdefault(seeds_of(runs[place]), place) != place:
+                # Another run with the same seeds is on its own.
+                result.append(Condition(runs[place].name, [place]))
+        places = list(by_seeds.values())
+        name = _common_name([runs[place].name for place in places])
+        result.append(_named_condition(name, places))
+    return sorted(result, key=lambda condition: condition.places)
+
+
+def _named_condition(name: str, places: list[int]) -> Condition:
+    if len(places) > 1:
+        name = f"{name} ({len(places)} seeds)"
+    return Condition(name, places)
 
 
 def _recipe(run: RunRecord) -> tuple[str, ...]:

@@ -1,47 +1,48 @@
 """This module draws and describes the pictures of the page, renders them with the
-tables into page.html.j2, and writes it.
+headline and the tables into page.html.j2, and writes it.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from titan_disp.condensation.heatmap import heatmaps
-from titan_disp.condensation.record import (
-    LEAST_RANGE,
-    OF_PAPER,
-    PLACES,
-    Measurement,
-    blocks_mean,
-    telling_steps,
-)
+from titan_disp.condensation.heatmap import heatmaps, new_figure
+from titan_disp.condensation.record import LEAST_RANGE, Measurement, telling_steps
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import atomic_write
 from titan_disp.lab import plots
 from titan_disp.lab.published import HEADINGS, NOTE, beside, costs
-from titan_disp.lab.report import charts, tables
+from titan_disp.lab.report import charts, headline, tables
+from titan_disp.lab.report import series as declared
 from titan_disp.lab.report.charts import (
-    BEGINNING,
     MANY,
+    SIZE,
+    TALL,
     Line,
-    Scale,
     by_condition,
     drawing,
-    to_uri,
+    to_svg,
 )
-from titan_disp.lab.report.gather import RunRecord, conditions, gather
-from titan_disp.lab.report.tables import state
+from titan_disp.lab.report.gather import Condition, RunRecord, conditions, gather
+from titan_disp.lab.report.series import (
+    CROSS_ENTROPY,
+    DISPERSION,
+    HELD_OUT,
+    Points,
+    Series,
+)
 from titan_disp.lab.templates import templates
-from titan_disp.text import number
+from titan_disp.text import duration, number
 
-SHARED_STEPS = 4  # runs with so many common steps are shown at the same steps
-# a function that reads steps and values
-Points = Callable[[RunRecord], tuple[Iterable[float], Iterable[float]]]
+FIRST_MAPS = 2  # layer maps of the first screen, at most
 
 
 @dataclass(frozen=True)
@@ -50,26 +51,13 @@ class Picture:
     it.
     """
 
-    uri: str
+    svg: Markup
     alt: str
     wide: bool = False  # whether it needs the whole width of the page
 
 
-def _ends(y: np.ndarray) -> str:
-    finite = y[np.isfinite(y)]
-    return (
-        f"{number(finite[0], 4)} → {number(finite[-1], 4)}"
-        if len(finite)
-        else "no number"
-    )
-
-
-def logged(key: str) -> Points:
-    return lambda run: (run.series("step"), run.series(key))
-
-
-def measured(read: Callable[[Measurement], float]) -> Points:
-    return lambda run: (run.condensation.keys(), map(read, run.condensation.values()))
+def _picture(figure: Figure, alt: str, wide: bool = False) -> Picture:
+    return Picture(Markup(to_svg(figure, salt=alt)), alt, wide)
 
 
 def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Line]:
@@ -78,184 +66,201 @@ def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Lin
     """
     lines = []
     for place, run in enumerate(runs):
-        steps, values = (np.array(list(one), dtype=np.float64) for one in points(run))
+        steps, values = (np.array(list(column), np.float64) for column in points(run))
         per_step = run.tokens_per_step if xlabel == "tokens" else 1.0
-        if np.isfinite(steps * per_step + values).sum() > 1:
-            resumes = [
-                e["step"] * per_step
-                for e in run.events
-                if e["event"] == "resume" and e["step"] <= run.step
-            ]
-            lines.append(Line(run.name, steps * per_step, values, place, resumes))
+        if np.isfinite(steps * per_step + values).sum() < 2:
+            continue
+        resumes = [
+            event["step"] * per_step
+            for event in run.events
+            if event["event"] == "resume" and event["step"] <= run.step
+        ]
+        lines.append(Line(run.name, steps * per_step, values, place, resumes))
     return lines
 
 
-def _curves(
-    runs: Sequence[RunRecord], xlabel: str, charted: Iterable[tuple[str, Points, Scale]]
-) -> list[Picture]:
-    """Draw a chart for each (label of axis y, points, scale) that has lines."""
-    names = [name for name, _ in conditions(runs)]
-    every = [
-        (ylabel, lines_of(runs, xlabel, points), scale)
-        for ylabel, points, scale in charted
-    ]
-    found = [
-        (ylabel, by_condition(runs, lines), scale)
-        for ylabel, lines, scale in every
-        if lines
-    ]
-    crowded = charts.crowded(names) or any(len(drawn) > MANY for _, drawn, _ in found)
-    pictures = []
-    if found and crowded:
-        pictures.append(
-            Picture(
-                to_uri(charts.legend(names)), "legend of the charts below", wide=True
-            )
-        )
-    for ylabel, drawn, scale in found:
-        ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
-        uri = to_uri(
-            charts.curves(drawn, xlabel, ylabel, scale, with_legend=not crowded)
-        )
-        pictures.append(Picture(uri, f"{ylabel} against {xlabel}. {ends}"))
-    return pictures
+@dataclass(frozen=True)
+class Report:
+    """The runs of a page, and its pictures.
 
-
-def losses(runs: Sequence[RunRecord]) -> list[Picture]:
-    """Draw cross-entropy and dispersion separately against tokens, and cross-entropy on
-    other text if there is any.
+    If all runs have the same number of tokens per step, the x axes are steps, or tokens
+    if the reader chooses so. Otherwise, they are tokens.
     """
 
-    def dispersion(run: RunRecord) -> tuple[Iterable[float], Iterable[float]]:
-        return logged("dispersion")(run) if run.disperses else ((), ())
+    runs: Sequence[RunRecord]
 
-    charted: tuple[tuple[str, Points, Scale], ...] = (
-        ("cross-entropy (training)", logged("ce"), charts.without_the_beginning),
-        ("dispersion loss, without λ", dispersion, charts.as_it_is),
-        (
-            "cross-entropy (validation)",
-            lambda run: (run.validation.keys(), run.validation.values()),
-            charts.as_it_is,
-        ),
-        (
-            "cross-entropy (held-out text)",
-            measured(lambda found: found.cross_entropy),
-            charts.as_it_is,
-        ),
-    )
-    return _curves(runs, "tokens", charted)
+    @cached_property
+    def conditions(self) -> list[Condition]:
+        return conditions(self.runs)
 
+    @cached_property
+    def tokens_per_step(self) -> float | None:
+        """Return the tokens per step if all runs have the same, for a second scale."""
+        numbers = {run.tokens_per_step for run in self.runs if run.rows}
+        return numbers.pop() if len(numbers) == 1 else None
 
-def optimization(runs: Sequence[RunRecord]) -> list[Picture]:
-    charted = (
-        ("learning rate", logged("lr"), charts.as_it_is),
-        ("gradient norm, before clipping", logged("grad_norm"), charts.by_factors),
-        ("tokens/s of one rank", logged("tps"), charts.from_zero),
-    )
-    return _curves(runs, "step", charted)
+    @property
+    def xlabel(self) -> str:
+        """Return "step", or "tokens" if the runs differ in their tokens per step."""
+        logged_runs = any(run.rows for run in self.runs)
+        return "tokens" if logged_runs and self.tokens_per_step is None else "step"
 
+    @cached_property
+    def pictured(self) -> Sequence[RunRecord]:
+        """Return the runs with pictures of their own: all, or if there are many, the
+        first of each of the first conditions.
+        """
+        if len(self.runs) <= MANY:
+            return self.runs
+        return self.first_runs[: MANY // 2]
 
-MEASURES = (
-    (
-        "mean cosine, last block",
-        measured(lambda found: found.mean_cosine[found.last_block]),
-        charts.as_it_is,
-    ),
-    (
-        "mean cosine, after the final norm",
-        measured(lambda found: found.mean_cosine[-1]),
-        charts.as_it_is,
-    ),
-    ("mean cosine, average of all blocks", measured(blocks_mean), charts.as_it_is),
-    *(
-        (f"{name}, {PLACES[OF_PAPER]}", measured(read), charts.correlation)
-        for name, read in plots.MEASURES.items()
-    ),
-    (
-        "effective rank, last block",
-        measured(lambda found: found.effective_rank[found.last_block]),
-        charts.from_zero,
-    ),
-)
+    @property
+    def first_runs(self) -> list[RunRecord]:
+        """Return the first run of each condition."""
+        return [self.runs[condition.places[0]] for condition in self.conditions]
 
+    def lines(self, series: Series) -> list[Line]:
+        """Return a chart's lines, one for each condition, or none if no run has two
+        points.
+        """
+        lines = lines_of(self.runs, self.xlabel, series.points)
+        return by_condition(self.conditions, lines)
 
-def condensation_by_step(runs: Sequence[RunRecord]) -> list[Picture]:
-    """Draw condensation against steps, for runs with at least two measurements."""
-    return _curves(runs, "step", MEASURES)
+    def draw(
+        self, column: Sequence[Series], size: tuple[float, float]
+    ) -> Picture | None:
+        """Draw charts above one another, without those that have no lines. ``size`` is
+        in inches.
+        """
+        lines = {series: self.lines(series) for series in column}
+        drawn = [series for series in column if lines[series]]
+        if not drawn:
+            return None
+        figure = new_figure(*size)
+        panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, series in zip(panels, drawn, strict=True):
+            charts.draw_lines(axes, lines[series], series.label, series.scale)
+        axes.set_xlabel(self.xlabel)
+        charts.add_tokens(axes, self.tokens_per_step)
+        texts = [f"{series.label}: {_ends(lines[series])}" for series in drawn]
+        return _picture(figure, f"{'. '.join(texts)}, against {self.xlabel}s")
 
+    def gallery(self, table: Iterable[Series]) -> list[Picture]:
+        """Draw each chart that has lines."""
+        pictures = [self.draw([series], SIZE) for series in table]
+        return [picture for picture in pictures if picture is not None]
 
-def condensation_maps(runs: Sequence[RunRecord]) -> list[Picture]:
-    return [
-        Picture(
-            to_uri(charts.layer_map(run.condensation, run.name, run.step)),
-            f"mean cosine by layer and step, {run.name}: {len(run.condensation)} measurements",
+    def losses(self) -> Picture | None:
+        """Draw cross-entropy, of held-out text if there is any, and the dispersion
+        loss.
+        """
+        cross_entropy = HELD_OUT if self.lines(HELD_OUT) else CROSS_ENTROPY
+        return self.draw([cross_entropy, DISPERSION], TALL)
+
+    def layer_maps(self, runs: Sequence[RunRecord]) -> Picture | None:
+        """Draw the mean cosine by layer and step of runs above one another, without
+        those that have fewer than two measurements.
+        """
+        drawn = [run for run in runs if len(run.condensation) > 1]
+        if not drawn:
+            return None
+        figure = new_figure(TALL[0], TALL[1] * max(1, len(drawn) / 2))
+        panels = figure.subplots(len(drawn), 1, squeeze=False)[:, 0]
+        for axes, run in zip(panels, drawn, strict=True):
+            per_step = run.tokens_per_step if self.xlabel == "tokens" else 1.0
+            by_x = {step * per_step: m for step, m in run.condensation.items()}
+            mesh = charts.draw_layer_map(axes, by_x, run.name, end=run.step * per_step)
+            axes.set_xlabel(self.xlabel)
+            charts.add_tokens(axes, self.tokens_per_step)
+        first = next(iter(drawn[0].condensation.values()))
+        charts.add_cosine_scale(figure, mesh, first.tokens)
+        names = "; ".join(
+            f"{run.name}, {len(run.condensation)} measurements" for run in drawn
         )
-        for run in runs
-        if len(run.condensation) > 1
-    ]
+        return _picture(figure, f"mean cosine by layer and {self.xlabel}: {names}")
+
+    def first_screen(self) -> list[Picture]:
+        """Draw the layer maps of the first conditions, and the losses."""
+        pictures = (self.layer_maps(self.first_runs[:FIRST_MAPS]), self.losses())
+        return [picture for picture in pictures if picture is not None]
+
+    def condensation_by_layer(self) -> list[Picture]:
+        """Draw mean cosines by layer at some steps, and the cosines of all pairs at the
+        first, most condensed and last one.
+        """
+        runs = [run for run in self.pictured if run.condensation]
+        if not runs:
+            return []
+        names = ", ".join(run.name for run in runs)
+        by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
+        pairs = (
+            "cosines of all pairs of tokens by layer, first, most condensed and last "
+            f"measurement: {names}"
+        )
+        lines = plots.over_training(_some_steps(runs))
+        return [
+            _picture(lines, by_layer, wide=True),
+            _picture(heatmaps(list(map(_histograms, runs))), pairs, wide=True),
+        ]
+
+
+def _ends(lines: Sequence[Line]) -> str:
+    """Return the first and the last finite number of each line, for its description."""
+    texts = []
+    for line in lines:
+        finite = line.y[np.isfinite(line.y)]
+        texts.append(f"{line.name}: {number(finite[0], 4)} → {number(finite[-1], 4)}")
+    return "; ".join(texts)
 
 
 def _some_steps(runs: Sequence[RunRecord]) -> dict[str, dict[int, Measurement]]:
-    """Choose some measurements of every run, at the same steps if the runs share enough
-    of them.
-
-    These are the first, the last and the most condensed one, and some between them. The
-    steps between grow by equal ratios, because a collapse comes early.
+    """Return some measurements of each run by step: the first, the last and the most
+    condensed one of any run, and some between them.
     """
-    shared = set.intersection(*(set(run.condensation) for run in runs))
-    together = len(shared) >= SHARED_STEPS
-    some = {}
-    for run in runs:
-        highest = {one.most_condensed for one in (runs if together else [run])}
-        steps = sorted(shared if together else run.condensation)
-        chosen = {
-            *telling_steps(steps, highest & set(steps)),
-            run.most_condensed,
-            max(run.condensation),
+    steps = {step for run in runs for step in run.condensation}
+    highest = {run.most_condensed for run in runs}
+    chosen = {max(run.condensation) for run in runs}
+    chosen.update(telling_steps(sorted(steps), highest))
+    return {
+        run.name: {
+            step: measurement
+            for step, measurement in run.condensation.items()
+            if step in chosen
         }
-        some[run.name] = {step: run.condensation[step] for step in sorted(chosen)}
-    return some
+        for run in runs
+    }
 
 
-def condensation_by_layer(runs: Sequence[RunRecord]) -> list[Picture]:
-    """Draw mean cosines by layer at some steps, and the cosines of all pairs at the
-    first, most condensed and last one.
+def _histograms(run: RunRecord) -> dict[str, Measurement]:
+    """Return the first, the most condensed and the last measurement by title, with the
+    mean cosines before training if they were measured.
     """
-    with_any = [run for run in runs if run.condensation]
-    if not with_any:
-        return []
-    rows = []
-    for run in with_any:
-        steps = sorted(
-            {min(run.condensation), run.most_condensed, max(run.condensation)}
+    before = None
+    if 0 in run.condensation:
+        before = run.condensation[0].mean_cosine
+    steps = {min(run.condensation), run.most_condensed, max(run.condensation)}
+    return {
+        f"{run.name}, step {step:,}": replace(
+            run.condensation[step], untrained_mean_cosine=before
         )
-        before = run.condensation[0].mean_cosine if 0 in steps else None
-        shown = {
-            step: replace(run.condensation[step], untrained_mean_cosine=before)
-            for step in steps
-        }
-        rows.append({f"{run.name}, step {step:,}": one for step, one in shown.items()})
-    names = ", ".join(run.name for run in with_any)
-    by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
-    pairs = f"cosines of all pairs of tokens by layer, first, most condensed and last measurement: {names}"
-    lines = plots.over_training(_some_steps(with_any))
-    return [
-        Picture(to_uri(lines), by_layer, wide=True),
-        Picture(to_uri(heatmaps(rows)), pairs, wide=True),
-    ]
+        for step in sorted(steps)
+    }
 
 
 def history(run: RunRecord) -> Picture | None:
     """Draw steps and events against time. Returns None if nothing was logged."""
     if not run.attempts:
         return None
-    alt = f"steps and events of {run.name} against time, up to step {run.step}; number of starts: {len(run.attempts)}"
-    return Picture(to_uri(charts.timeline(run.attempts, run.events)), alt, wide=True)
+    alt = (
+        f"steps and events of {run.name} against time, up to step {run.step}; number "
+        f"of starts: {len(run.attempts)}"
+    )
+    return _picture(charts.timeline(run.attempts, run.events), alt, wide=True)
 
 
 def render(
     runs: Sequence[RunRecord],
-    now: float,
+    written: float,
     left_out: Sequence[str] = (),
     scores: Sequence[Sequence[str]] = (),
 ) -> str:
@@ -263,90 +268,63 @@ def render(
 
     It needs no other file, and texts from a run's files are never markup in it.
 
-    ``now``, in seconds since the epoch, decides whether a run is alive. ``left_out``
-    says which runs could not be read or shown. ``scores`` are lines of an evaluation,
-    as ``beside`` returns them.
+    ``written``, in seconds since the epoch, decides whether a run is alive.
+    ``left_out`` says which runs could not be read or drawn. ``scores`` are lines of an
+    evaluation, as ``beside`` returns them.
     """
-    differ, shared = tables.config_differences(runs)
-    names = [name for name, _ in conditions(runs)]
-    firsts = [runs[members[0]] for _, members in conditions(runs)]
-    # Those with pictures of their own
-    some = runs if len(runs) <= MANY else firsts[: MANY // 2]
-    pictured = [run.name for run in some]
+    filters = {"number": number, "duration": duration, "when": tables.when}
+    page = templates(__file__, **filters).get_template("page.html.j2")
     with drawing():
-        return (
-            templates(__file__)
-            .get_template("page.html.j2")
-            .render(
-                runs=runs,
-                left_out=left_out,
-                states=[state(run, now)[0] for run in runs],
-                written=tables.when(now),
-                bins=charts.bins(len(names)),
-                several_seeds=len(names) < len(runs),
-                pictured=pictured,
-                beginning=f"{BEGINNING:.0%}",
-                least_range=LEAST_RANGE,
-                overview=tables.overview(runs, now),
-                final_numbers=tables.final_numbers(runs),
-                published=[
-                    HEADINGS,
-                    [*beside(costs(runs), "this report"), *scores],
-                    NOTE,
-                ],
-                losses=losses(runs),
-                optimization=optimization(runs),
-                condensation=[
-                    condensation_by_step(runs),
-                    condensation_maps(some),
-                    condensation_by_layer(some),
-                ],
-                histories=[
-                    (
-                        run,
-                        history(run) if run.name in pictured else None,
-                        tables.starts(run, now),
-                        tables.events(run),
-                    )
-                    for run in runs
-                ],
-                seen=tables.seen(runs),
-                seen_headings=[
-                    *tables.SEEN,
-                    f"cross-entropy, mean of the last {tables.LAST_ROWS} rows",
-                ],
-                data_counters=tables.data_counters(runs),
-                differ=differ,
-                shared=shared,
-                configs=[
-                    (run.name, json.dumps(run.config, indent=2, ensure_ascii=False))
-                    for run in some
-                ],
-                environments=tables.environments(runs),
-            )
+        return page.render(
+            report=Report(runs),
+            headline=headline.headline(runs, written),
+            tables=tables,
+            series=declared,
+            charts=charts,
+            history=history,
+            written=written,
+            left_out=left_out,
+            least_range=LEAST_RANGE,
+            published=[HEADINGS, [*beside(costs(runs), "this report"), *scores], NOTE],
         )
 
 
-def _that_can_be_shown(
-    runs: Sequence[RunRecord], now: float, left_out: list[str]
+def _drawable(
+    runs: Sequence[RunRecord], written: float, left_out: list[str]
 ) -> list[RunRecord]:
     """Return the runs of which a page can be made.
 
-    ``left_out`` receives the others; ConfigError is raised if none can.
+    ``left_out`` receives the reasons for the others. Raises ConfigError if there is no
+    such run.
     """
-    shown = []
+    drawable = []
     for run in runs:
         try:
-            render([run], now)
-            shown.append(run)
+            render([run], written)
+            drawable.append(run)
         except Exception as error:
             left_out.append(
                 f"the run {str(run.path)!r} cannot be shown: {type(error).__name__}: "
                 f"{error}"
             )
-    if not shown:
+    if not drawable:
         raise ConfigError("; ".join(left_out))
-    return shown
+    return drawable
+
+
+def _scores(evaluation: Path | None) -> list[list[str]]:
+    """Return the lines of an evaluation, in the form of ``beside``. Raises
+    ConfigError.
+    """
+    if evaluation is None:
+        return []
+    wrong = (
+        f"--evaluation {str(evaluation)!r} cannot be read, expected the --out folder "
+        "of titan-disp evaluate"
+    )
+    with reported(wrong, OSError, ValueError, KeyError, TypeError):
+        results = json.loads((evaluation / "results.json").read_text())
+        return [list(map(str, line)) for line in results["published"]]
 
 
 def write_report(
@@ -357,29 +335,24 @@ def write_report(
     """
     out = Path(out)
     if out.is_dir() or not out.parent.is_dir():
-        what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
+        what = "is in a folder that does not exist"
+        if out.is_dir():
+            what = "is a folder"
         raise ConfigError(
             f"--out {str(out)!r} {what}, expected a file such as report.html in an "
             "existing folder"
         )
     left_out: list[str] = []
-    wrong = f"--evaluation {str(evaluation)!r} cannot be read, expected the --out folder of titan-disp evaluate"
-    with reported(wrong, OSError, ValueError, KeyError, TypeError):
-        lines = (
-            []
-            if evaluation is None
-            else json.loads((evaluation / "results.json").read_text())["published"]
-        )
-        scores = [list(map(str, line)) for line in lines]
+    scores = _scores(evaluation)
     runs = gather(paths, left_out)
-    now = time.time()
+    written = time.time()
     try:
-        html = render(runs, now, left_out, scores)
-    except Exception:  # numbers of a run that can be read, but not shown
-        shown = _that_can_be_shown(runs, now, left_out)
-        if len(shown) == len(runs):
+        html = render(runs, written, left_out, scores)
+    except Exception:  # numbers of a run that can be read, but not drawn
+        drawable = _drawable(runs, written, left_out)
+        if len(drawable) == len(runs):
             raise
-        html = render(shown, now, left_out, scores)
+        html = render(drawable, written, left_out, scores)
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     with (
