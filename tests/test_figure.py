@@ -1,5 +1,5 @@
 """make figure: what its page says and its picture shows, against numbers made by hand;
-and the whole of it on short runs.
+and the whole of it on short runs. The picture of the formula, against the loss itself.
 """
 
 import json
@@ -9,15 +9,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from scipy import stats
 
-from benchmarks import figure
+from benchmarks import figure, formula_figure
 from benchmarks.figure import STATES
 from tests.command_line import ROOT, SECONDS, environment
 from tests.test_pictures import condensed, shown_at
 from tests.test_report import whole, write_run
+from titan_disp.dispersion import dispersion_loss
 from titan_disp.lab.report.gather import gather
 from titan_disp.run.reader import read_json_lines
 
@@ -129,6 +131,43 @@ def test_the_picture(tmp_path, monkeypatch):
         "dispersion on (2 seeds)": [[0, 0.2], [10, 0.25], [20, 0.3]],
     }
     assert losses.lines[0].get_ydata() == pytest.approx([6.5] * 3)
+
+
+def loss_and_slope(cosine):
+    """The loss of two tokens with this cosine, and its derivative by the cosine."""
+    angle = torch.tensor(cosine, dtype=torch.float64).arccos().requires_grad_()
+    zero = torch.zeros((), dtype=torch.float64)
+    tokens = torch.stack([zero + 1, zero, angle.cos(), angle.sin()]).view(1, 2, 2)
+    loss = dispersion_loss(tokens, norm_eps=1e-12).sum()
+    (by_angle,) = torch.autograd.grad(loss, angle)
+    return loss.item(), -by_angle.item() / angle.sin().item()
+
+
+def test_the_picture_of_the_formula():
+    pair, cones = formula_figure.picture().axes
+    without, with_clamp, above, below = (line.get_xydata() for line in pair.lines)
+    np.testing.assert_allclose(without[[0, -1]], [[-1, np.exp(-1)], [1, 1]])
+    for cosine, kept in ((-0.9, below), (0.3, None), (0.9, above)):
+        loss, slope = loss_and_slope(cosine)
+        value = np.interp(cosine, *with_clamp.T)
+        assert value == pytest.approx(np.exp(loss), abs=1e-4)
+        if kept is not None:
+            begin, end = kept
+            risen, along = (end - begin)[::-1]
+            assert risen / along == pytest.approx(slope * np.exp(loss))
+    without, with_clamp, *demo = (line.get_xydata() for line in cones.lines[:5])
+    assert without[-1] == pytest.approx([1, 0], abs=1e-3)
+    assert with_clamp[-1] == pytest.approx([1, -np.arccos(0.75) / np.pi])
+    for (point,) in demo:
+        # the cosines of a cone are not all equal, except near 1
+        angle = np.arccos(min(point[0], 0.75))
+        assert point[1] == pytest.approx(-angle / np.pi, abs=2e-3)
+    assert [point[0] for (point,) in demo] == [0.02, 0.99, 0.12]
+
+
+def test_the_committed_picture_of_the_formula():
+    assert formula_figure.PICTURE.stat().st_size < 60_000
+    assert imread(formula_figure.PICTURE).shape[1] >= 1200
 
 
 @pytest.mark.night

@@ -109,6 +109,30 @@ def test_settings_of_dispersion_and_of_a_baseline(run):
     assert rows_of(run)["baseline"] == expected
 
 
+def test_formula_of_the_run(run):
+    """With the run's own values, but only where the variant is angular alone."""
+
+    def card():
+        return model_card(find_saved(run), "small", 427008, "float32", {})
+
+    own = {"coeff": 0.3, "tau": 0.5, "clamp": 0.1, "norm_eps": 0.02}
+    change_config(run, "dispersion", **own)
+    lines = card().splitlines()
+    start = lines.index(f"    u_i = z_i / (‖z_i‖ + ε)  {'ε = 0.02':>40}")
+    values = [line.split("  ")[-1].strip() for line in lines[start : start + 6]]
+    assert values[2::2] + values[5:] == ["κ = 0.1", "τ = 0.5", "λ = 0.3"]
+    # arccos(0.9) / (π · 0.5) = 0.2871
+    assert "It cannot rise above −0.287, " in card()
+    assert "every cosine is at least 0.9." in card()
+    for change in (
+        {"variant": "cosine"},
+        {"variant": "angular", "losses": [{"variant": "vicreg"}]},
+        {"losses": [], "enabled": False},
+    ):
+        change_config(run, "dispersion", **change)
+        assert "L_CE" not in card()
+
+
 def measured(step, level):
     mean = np.array([0.1, 0.2, 0.4, 0.9 * level, 0.3])
     found = Measurement(

@@ -99,9 +99,9 @@ class Measurement:
     Attributes:
         mean_cosine: [layers] mean of all N² pairwise cosines of a sequence.
         std_cosine: [layers] their standard deviation, over the pairs of all sequences.
-        mean_angle: [layers] mean of arccos(c)/π over pairs of different tokens, the
-            paper's D: ½ for directions spread uniformly over the sphere, 0 for one
-            common direction.
+        mean_angle: [layers] mean of arccos(c)/π over pairs of different tokens: ½ for
+            directions spread uniformly over the sphere, 0 for one common direction. It
+            is D of ``dispersion.formula`` without the clamp and without ε.
         effective_rank: [layers] exp of the entropy of the normalized singular values of
             the N unit vectors (Roy & Vetterli 2007): from 1 to min(N, F).
         histogram: [layers, 128] fraction of the pairs of all sequences by cosine, in

@@ -20,6 +20,7 @@ variants      the formula of each loss; finds a variant by its name, and builds 
   l2_repel      the fourth one, a function of distances
   others        those of other papers
   base          what kinds of variants share
+  formula       the text of the default loss, and its highest value
   ▼
 pairwise      exact sums over tiles of pairs
 moments       sums over all pairs in linear time

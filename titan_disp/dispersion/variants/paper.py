@@ -1,8 +1,7 @@
 """Three variants of the paper (arXiv 2602.00217, Table 1) that are functions of cosines.
 
-    D_ij = arccos(c̃_ij)/π    c̃ = clamp(c, −1+κ, 1−κ)
-
-``l2_repel`` is the fourth one.
+``formula`` defines the angle D and the clamped cosine c̃. ``l2_repel`` is the fourth
+variant.
 """
 
 import functools
@@ -12,6 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from titan_disp.dispersion.formula import bound_of
 from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.variants.base import (
@@ -20,15 +20,6 @@ from titan_disp.dispersion.variants.base import (
     log_of_mean,
 )
 from titan_disp.dispersion.vectors import Normalized, Standardized, check_norm_eps
-
-# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds
-# the slope by 1/√(2κ) ≈ 700.
-MIN_CLAMP = 1e-6
-
-
-def bound_of(clamp: float) -> float:
-    """Return the largest |c̃|."""
-    return 1.0 - max(clamp, MIN_CLAMP)
 
 
 def slope_of_arccos(c: Tensor) -> Tensor:

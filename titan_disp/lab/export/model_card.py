@@ -9,6 +9,7 @@ from typing import Any
 from titan_disp.condensation.record import OF_PAPER, PLACES
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.data.listing import list_files
+from titan_disp.dispersion.formula import AngularFormula
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
 from titan_disp.lab.templates import templates
@@ -160,6 +161,7 @@ def model_card(
         config=config,
         data=_data(saved),
         dispersion=_dispersion(config["dispersion"]),
+        formula=AngularFormula.of_run(config["dispersion"]),
         baseline=_baseline(config["baseline"]),
         start=Path(start).name,
         last=last_row(saved.run, saved.step),

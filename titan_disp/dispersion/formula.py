@@ -1,0 +1,88 @@
+"""The default loss as text, and the highest value that it can have.
+
+docs/loss.md explains the symbols. Pages and model cards show this text, and
+tests/test_formula.py evaluates it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds
+# the slope by 1/√(2κ) ≈ 700.
+MIN_CLAMP = 1e-6
+
+TEXT = """\
+u_i = z_i / (‖z_i‖ + ε)                                  ε = {norm_eps:g}
+c_ij = u_i · u_j
+c̃_ij = clamp(c_ij, −1 + κ, 1 − κ)                        κ = {clamp:g}
+D_ij = arccos(c̃_ij) / π
+L_disp = log mean_{{i≠j}} exp(−D_ij / τ)                   τ = {tau:g}
+L = L_CE + λ · mean of L_disp over layers and sequences  λ = {coeff:g}"""
+
+NOTE = """\
+L_disp is {orthogonal:.3f} where all tokens are orthogonal. It cannot rise above
+{ceiling:.3f}, the value where every cosine is at least {bound:g}. There, the curve of
+the loss is flat, but the gradient still pushes the tokens apart: look at the mean
+cosine."""
+
+
+def bound_of(clamp: float) -> float:
+    """Return the largest |c̃|."""
+    return 1.0 - max(clamp, MIN_CLAMP)
+
+
+@dataclass(frozen=True)
+class AngularFormula:
+    """The total loss with the variant ``angular``.
+
+    Attributes:
+        coeff: λ.
+        tau: τ.
+        clamp: κ.
+        norm_eps: ε.
+    """
+
+    coeff: float = 0.1
+    tau: float = 1.0
+    clamp: float = 0.25
+    norm_eps: float = 0.01
+
+    @classmethod
+    def of_run(cls, section: Mapping[str, Any]) -> "AngularFormula | None":
+        """Return the formula of a run with this [dispersion], or None if the run
+        computes another loss, or further ones.
+        """
+        is_angular = section["enabled"] and section["variant"] == "angular"
+        if not is_angular or section.get("losses"):
+            return None
+        return cls(**{option.name: section[option.name] for option in fields(cls)})
+
+    @property
+    def text(self) -> str:
+        """Six lines, whose last column has the values of the options."""
+        return TEXT.format(**vars(self))
+
+    @property
+    def ceiling(self) -> float:
+        """The highest L_disp, which it has where every cosine is 1 − κ or more."""
+        return -math.acos(bound_of(self.clamp)) / (math.pi * self.tau)
+
+    @property
+    def value_if_orthogonal(self) -> float:
+        """L_disp of tokens whose cosines are 0.
+
+        Many tokens cannot have a much lower loss, as they cannot all be opposite.
+        """
+        return -0.5 / self.tau
+
+    @property
+    def note(self) -> str:
+        """Sentences for a reader of the loss curve, in one line."""
+        lines = NOTE.format(
+            orthogonal=self.value_if_orthogonal,
+            ceiling=self.ceiling,
+            bound=bound_of(self.clamp),
+        )
+        return lines.replace("\n", " ").replace("-", "−")
