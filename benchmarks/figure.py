@@ -40,8 +40,9 @@ from titan_disp.lab.report.charts import (
     draw_lines,
     from_zero,
 )
-from titan_disp.lab.report.gather import RunRecord, gather
-from titan_disp.lab.report.page import lines_of, measured
+from titan_disp.lab.report.gather import RunRecord, conditions, gather
+from titan_disp.lab.report.page import lines_of
+from titan_disp.lab.report.series import measured
 from titan_disp.lab.statistics import paired_difference
 from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points
 from titan_disp.lab.sweeps.runner import run, summary
@@ -218,11 +219,11 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
     for axes, (label, (read, scale)) in zip(charts, panels.items(), strict=True):
         draw_lines(
             axes,
-            by_condition(every, lines_of(every, "step", measured(read))),
-            "step",
+            by_condition(conditions(every), lines_of(every, "step", measured(read))),
             label,
             scale,
         )
+        axes.set_xlabel("step")
     below.legend(
         *charts[0].get_legend_handles_labels(),
         loc="outside lower center",

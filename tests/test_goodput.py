@@ -53,8 +53,6 @@ EVENTS = [
 
 def test_the_report_says_it(tmp_path):
     from tests import test_report as report
-    from titan_disp.lab.report import tables
-    from titan_disp.lab.report.gather import gather
 
     rows = [
         {**report.row(r["step"], report.T0 + r["time"]), "spent": r["spent"]}
@@ -69,13 +67,14 @@ def test_the_report_says_it(tmp_path):
         )
         for e in EVENTS
     ]
-    (run,) = gather([report.write_run(tmp_path / "run", rows, events, steps=40)])
-    (cell,) = tables.overview([run], now=report.T0 + 800)["goodput"]
+    run = report.write_run(tmp_path / "run", rows, events, steps=40)
+    page = report.page_of(run, now=report.T0 + 800)
+    (cell,) = report.cells(page, "goodput")
     # 380 of 780 s, which are those from the first allocation to the last line.
     lost = "start-up 2 min 10 s, waiting 2 min 10 s, repeated 1 min 40 s, checkpoints 25 s, condensation 10 s"
     assert cell.startswith(f"48.7% of 13 min 0 s; {lost}")
     # 190 of 370 s, and 190 of the 280 s of the second allocation.
-    assert [line[8] for line in tables.starts(run, now=report.T0 + 800)] == [
+    assert [line[8] for line in report.starts(page)] == [
         "51.4%",
         "67.9%",
     ]

@@ -38,7 +38,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.export.model_card import model_card
 from titan_disp.lab.export.saved import find_saved
 from titan_disp.lab.report.gather import gather
-from titan_disp.lab.report.tables import overview
+from titan_disp.lab.report.tables import dispersion
 from titan_disp.run.reader import read_events, read_metrics
 
 (RECIPE,) = blocks((ROOT / "docs" / "losses.md").read_text(), "python")
@@ -420,7 +420,7 @@ def test_ranks_and_a_run(folder, sample):
     assert all(rows[step]["dispersion_Band_2"] < 0.01 for step in rows)
     (resume,) = [event for event in read_events(run) if event["event"] == "resume"]
     assert resume["config_changes"]["dispersion.options.margin"] == [0.2, -0.5]
-    (told,) = overview(gather([run]), 0.0)["dispersion"]
+    told = dispersion(gather([run])[0])
     assert (
         "my_losses:Band, estimator exact, margin=-0.5, and variant=cosine,weight=0.25,estimator=sampled"
         in told

@@ -199,7 +199,8 @@ def test_layer_map():
         30: condensed(0.5, 0.6, 0.7, 0.75),
         70: condensed(0.8, 0.85, 0.9, 1),
     }
-    axes, _ = charts.layer_map(by_step, "_run$1$", end=80).axes
+    axes = heatmap.new_figure(5, 4).subplots()
+    charts.draw_layer_map(axes, by_step, "_run$1$", end=80)
     (mesh,) = axes.collections
     assert upright(axes)
     for step, found in by_step.items():
@@ -216,7 +217,9 @@ def test_layer_map():
 
 def scaled(scale, *y):
     line = charts.Line("a", np.arange(float(len(y))), np.array(y), place=0)
-    return charts.curves([line], "step", "y", scale).axes[0]
+    axes = heatmap.new_figure(5, 4).subplots()
+    charts.draw_lines(axes, [line], "y", scale)
+    return axes
 
 
 def test_scales():

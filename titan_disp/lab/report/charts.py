@@ -261,7 +261,7 @@ def draw_lines(
             markersize=5,
             transform=axes.get_xaxis_transform(),
         )
-    axes.set_ylabel(fill(ylabel, 40))
+    axes.set_ylabel(fill(ylabel, 28))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     scale(axes, lines)
     axes.grid(alpha=0.3)
@@ -286,10 +286,11 @@ def add_tokens(axes: Axes, tokens_per_step: float | None) -> None:
     tokens.xaxis.set_major_locator(MaxNLocator(6))
 
 
-def key(names: Sequence[str]) -> list[Line]:
-    """Return a line without points for each name, for its style."""
+def key(conditions: Sequence[Condition]) -> list[Line]:
+    """Return a line without points for each condition, for its style."""
     return [
-        Line(name, np.empty(0), np.empty(0), place) for place, name in enumerate(names)
+        Line(condition.name, np.empty(0), np.empty(0), place)
+        for place, condition in enumerate(conditions)
     ]
 
 
@@ -317,13 +318,13 @@ def draw_layer_map(
     return mesh
 
 
-def add_cosine_scale(figure: Figure, mesh: QuadMesh, tokens: int) -> None:
-    """Add the bar of colours of layer maps of sequences with this many tokens."""
-    figure.colorbar(
-        mesh,
-        ax=figure.axes,
-        label=f"{MEAN_COSINE} (of random vectors: {1 / tokens:.2g})",
-    )
+def add_cosine_scale(
+    figure: Figure, mesh: QuadMesh, by_step: Mapping[int, Measurement]
+) -> None:
+    """Add the bar of colours of layer maps."""
+    tokens = next(iter(by_step.values())).tokens
+    label = f"{MEAN_COSINE} (of random vectors: {1 / tokens:.2g})"
+    figure.colorbar(mesh, ax=figure.axes, label=label)
 
 
 def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:

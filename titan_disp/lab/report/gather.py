@@ -165,19 +165,19 @@ def _read(path: Path, name: str, group: str | None) -> RunRecord:
         raise ConfigError(f"{str(path)!r} {what}; expected a job.dump_folder")
     problems: list[str] = []
     try:
-        every = reader.read_written(path)
+        records = reader.read_written(path)
         events = reader.read_events(path)
-        written = [row for row in every if not reader.is_measured(row)]
+        written = [row for row in records if not reader.is_measured(row)]
         trained = [event for event in events if not trained_nothing(event)]
         newest = max(
-            (*every[-1:], *trained[-1:]),
+            (*records[-1:], *trained[-1:]),
             key=lambda record: record["time"],
             default={"step": 0},
         )
         step = newest["step"]
 
         def done(by_step: Mapping[int, Any]) -> dict[int, Any]:
-            return {at: found for at, found in by_step.items() if at <= step}
+            return {at: value for at, value in by_step.items() if at <= step}
 
         run = RunRecord(
             path=path,
@@ -190,7 +190,7 @@ def _read(path: Path, name: str, group: str | None) -> RunRecord:
             rows=list(done(reader.by_step(written)).values()),
             events=events,
             condensation=done(load_steps(path / "condensation", problems)),
-            validation=done(reader.validation_losses(every)),
+            validation=done(reader.validation_losses(records)),
             failures=reader.read_failures(path),
             problems=problems,
         )
@@ -214,34 +214,37 @@ def gather(
     ConfigError is raised if one cannot be read. With ``left_out``, which receives the
     reason, only if none can.
     """
-    given = [parse_group(str(path)) or (None, [str(path)]) for path in paths]
-    folders = [Path(m) for _, members in given for m in members]
-    groups = [g for g, members in given for _ in members]
+    folders: dict[Path, str | None] = {}  # the group of each
+    for path in paths:
+        group, members = parse_group(str(path)) or (None, [str(path)])
+        for folder in map(Path, members):
+            if not folder.exists():
+                raise ConfigError(
+                    f"{str(folder)!r} does not exist; expected a job.dump_folder"
+                )
+            if folder.resolve() in map(Path.resolve, folders):
+                raise ConfigError(f"a run is given twice: {folder}")
+            folders[folder] = group
     if not folders:
         raise ConfigError(
             "no run to report on: give one or several run folders (job.dump_folder)"
         )
-    if missing := [str(folder) for folder in folders if not folder.exists()]:
-        raise ConfigError(f"{missing[0]!r} does not exist; expected a job.dump_folder")
-    resolved = [folder.resolve() for folder in folders]
-    if len(set(resolved)) < len(resolved):
-        raise ConfigError(f"a run is given twice: {', '.join(map(str, folders))}")
-    short = [folder.name for folder in resolved]
-    names = (
-        short if len(set(short)) == len(short) else [str(folder) for folder in folders]
-    )
-    found: list[RunRecord] = []
+    short_names = {folder.resolve().name for folder in folders}
+    runs: list[RunRecord] = []
     errors: list[ConfigError] = []
-    for folder, name, group in zip(folders, names, groups, strict=True):
+    for folder, group in folders.items():
+        name = str(folder)
+        if len(short_names) == len(folders):
+            name = folder.resolve().name
         try:
-            found.append(_read(folder, name, group))
+            runs.append(_read(folder, name, group))
         except ConfigError as error:
             errors.append(error)
-    if errors and (left_out is None or not found):
+    if errors and (left_out is None or not runs):
         raise errors[0]
     if left_out is not None:
         left_out += map(str, errors)
-    return found
+    return runs
 
 
 def defaults() -> dict[str, Any]:

@@ -2,8 +2,9 @@
 reach, are their embeddings condensed, what did dispersion change, and what did it cost.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from titan_disp.lab.report.series import (
     DISPERSION,
     HELD_OUT,
     SMOOTHED,
+    SPEED,
     VALIDATION,
     Series,
 )
@@ -45,9 +47,8 @@ class Outcome:
         return with_error(values.mean(), standard_error(values))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A number of the first screen."""
+class Tile(NamedTuple):
+    """A number of the first screen, as text."""
 
     label: str
     value: str
@@ -56,13 +57,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Headline:
-    """What a page says first about runs."""
+    """What a page says first about runs, as text."""
 
     sentence: str
     tiles: list[Tile]  # of one or two conditions
     # Of more conditions: means, and differences to the baseline, by condition
-    table: dict[str, list[str]]
-    headings: list[str]  # of the table
+    table: Mapping[str, list[str]] = field(default_factory=dict)
+    headings: Sequence[str] = ()  # of the table's columns
 
 
 def _outcome(series: Series, runs: Sequence[RunRecord]) -> Outcome | None:
@@ -78,14 +79,14 @@ def _outcome(series: Series, runs: Sequence[RunRecord]) -> Outcome | None:
     return Outcome(series.label, values, note=f"at step {number(step)}")
 
 
-def outcomes(runs: Sequence[RunRecord]) -> list[Outcome]:
+def _outcomes(runs: Sequence[RunRecord]) -> list[Outcome]:
     """Return what is compared: a loss, the mean cosine, the dispersion loss and the
     speed, without those that a run lacks.
     """
     losses = [_outcome(series, runs) for series in LOSSES]
     loss = next((outcome for outcome in losses if outcome is not None), None)
     speeds = np.array([median_speed(run) for run in runs])
-    speed = Outcome("tokens/s of one rank", speeds, note="median", is_ratio=True)
+    speed = Outcome(SPEED.label, speeds, note="median", is_ratio=True)
     candidates = (loss, _outcome(COSINE, runs), _outcome(DISPERSION, runs), speed)
     return [
         outcome
@@ -94,14 +95,14 @@ def outcomes(runs: Sequence[RunRecord]) -> list[Outcome]:
     ]
 
 
-def difference(
+def _difference(
     outcome: Outcome,
     runs: Sequence[RunRecord],
     condition: Condition,
     baseline: Condition,
 ) -> Tile:
-    """Return the difference of a condition to the baseline, paired by seed, and its
-    95 % interval.
+    """Return the difference of a condition to the baseline, paired by seed, with its
+    95 % interval as the note.
     """
     values = outcome.values
     digits = ".4f"
@@ -112,19 +113,16 @@ def difference(
         {seeds_of(runs[place]): values[place] for place in group.places}
         for group in (condition, baseline)
     )
-    pairs, paired = paired_by_seed(by_seed, baseline_by_seed)
-    if paired is None:
+    pairs, difference = paired_by_seed(by_seed, baseline_by_seed)
+    if difference is None:
         return Tile(outcome.label, NOTHING, "no seed in common")
-    ends = [paired.mean, paired.low, paired.high]
+    ends = [difference.mean, difference.low, difference.high]
     if outcome.is_ratio:
         ends = [end if end is None else np.expm1(end) for end in ends]
     mean, low, high = ends
-    note = "a single pair of seeds, so no interval"
+    note = "one pair of seeds, so no interval"
     if low is not None and high is not None:
-        interval = f"{low:+{digits}} to {high:+{digits}}"
-        note = f"95 % interval {interval}, {len(pairs)} pairs of seeds"
-        if low < 0 < high:
-            note += ": undecided"
+        note = f"{low:+{digits}} to {high:+{digits}}, {len(pairs)} pairs of seeds"
     return Tile(outcome.label, f"{mean:+{digits}}", note)
 
 
@@ -137,45 +135,32 @@ def headline(runs: Sequence[RunRecord], now: float) -> Headline:
     plain = [group for group in groups if not runs[group.places[0]].disperses]
     baseline = (plain or groups)[0]
     others = [group for group in groups if group is not baseline]
-    measured = outcomes(runs)
+    outcomes = _outcomes(runs)
     states = [state(run, now) for run in runs]
-    complete = sum(state.word == "complete" for state in states)
-    progress = f"{complete} of {counted(len(runs), 'run')} are complete"
-    if len(runs) == 1:
-        progress = f"{runs[0].name} is {': '.join(states[0])}"
-    if len(others) > 1:
-        cells = {
-            group.name: _cells(measured, runs, group, baseline) for group in groups
-        }
-        headings = []
-        for outcome in measured:
-            headings += [f"{outcome.label}, {outcome.note}", f"against {baseline.name}"]
-        sentence = f"{progress}. The table compares them with {baseline.name}."
-        return Headline(sentence, [], cells, headings)
-    if others:
-        tiles = [difference(number, runs, others[0], baseline) for number in measured]
-        tiles.append(Tile("complete runs", f"{complete} of {len(runs)}"))
+    complete = sum(word == "complete" for word, _ in states)
+    progress = f"{complete} of {counted(len(runs), 'run')} complete"
+    if not others:
+        if len(runs) == 1:
+            progress = f"{runs[0].name} is {': '.join(states[0])}"
+        tiles = [Tile(o.label, o.mean(baseline), o.note) for o in outcomes]
+        results = [f"The {tile.label} is {tile.value}." for tile in tiles[:2]]
+        return Headline(" ".join([f"{progress}.", *results]), tiles)
+    if len(others) == 1:
+        tiles = [_difference(o, runs, others[0], baseline) for o in outcomes]
         results = [f"{tile.label} {tile.value} ({tile.note})" for tile in tiles[:2]]
-        sentence = f"{others[0].name} against {baseline.name}: {', '.join(results)}."
-    else:
-        tiles = [Tile(n.label, n.mean(baseline), n.note) for n in measured]
-        results = [f"{tile.label} is {tile.value}" for tile in tiles[:2]]
-        sentence = f"{progress}. The {', and the '.join(results)}."
-    return Headline(sentence, tiles, {}, [])
-
-
-def _cells(
-    measured: Sequence[Outcome],
-    runs: Sequence[RunRecord],
-    condition: Condition,
-    baseline: Condition,
-) -> list[str]:
-    """Return a condition's mean of each outcome, and its difference to the baseline."""
-    cells = []
-    for outcome in measured:
-        if condition is baseline:
-            cells += [outcome.mean(condition), NOTHING]
-            continue
-        tile = difference(outcome, runs, condition, baseline)
-        cells += [outcome.mean(condition), f"{tile.value} ({tile.note})"]
-    return cells
+        sentence = f"{others[0].name} against {baseline.name}: {'; '.join(results)}."
+        tiles.append(Tile("complete", f"{complete} of {counted(len(runs), 'run')}"))
+        return Headline(sentence, tiles)
+    headings: list[str] = []
+    for outcome in outcomes:
+        headings += [f"{outcome.label}, {outcome.note}", f"against {baseline.name}"]
+    table = {baseline.name: [], **{group.name: [] for group in groups}}
+    for group in groups:
+        for outcome in outcomes:
+            tile = _difference(outcome, runs, group, baseline)
+            difference = NOTHING
+            if group is not baseline:
+                difference = f"{tile.value} ({tile.note})"
+            table[group.name] += [outcome.mean(group), difference]
+    sentence = f"{progress}. The baseline is {baseline.name}."
+    return Headline(sentence, [], table, headings)

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from titan_disp.condensation.heatmap import heatmaps, new_figure
 from titan_disp.condensation.record import LEAST_RANGE, Measurement, telling_steps
+from titan_disp.dispersion.formula import AngularFormula
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import atomic_write
 from titan_disp.lab import plots
@@ -42,7 +43,7 @@ from titan_disp.lab.report.series import (
 from titan_disp.lab.templates import templates
 from titan_disp.text import duration, number
 
-FIRST_MAPS = 2  # layer maps of the first screen, at most
+MAPS = 2  # layer maps of the first screen, at most
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ def _picture(figure: Figure, alt: str, wide: bool = False) -> Picture:
     return Picture(Markup(to_svg(figure, salt=alt)), alt, wide)
 
 
+def _per_step(run: RunRecord, xlabel: str) -> float:
+    """Return by how much x grows in a step of the run."""
+    return run.tokens_per_step if xlabel == "tokens" else 1.0
+
+
 def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Line]:
     """Return lines against steps or tokens, with the resumes, for runs that have at
     least two points.
@@ -67,7 +73,7 @@ def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Lin
     lines = []
     for place, run in enumerate(runs):
         steps, values = (np.array(list(column), np.float64) for column in points(run))
-        per_step = run.tokens_per_step if xlabel == "tokens" else 1.0
+        per_step = _per_step(run, xlabel)
         if np.isfinite(steps * per_step + values).sum() < 2:
             continue
         resumes = [
@@ -119,6 +125,14 @@ class Report:
         """Return the first run of each condition."""
         return [self.runs[condition.places[0]] for condition in self.conditions]
 
+    @cached_property
+    def formulas(self) -> list[AngularFormula]:
+        """Return the formulas of the loss, without duplicates."""
+        formulas = (
+            AngularFormula.of_run(run.config["dispersion"]) for run in self.runs
+        )
+        return list(dict.fromkeys(filter(None, formulas)))
+
     def lines(self, series: Series) -> list[Line]:
         """Return a chart's lines, one for each condition, or none if no run has two
         points.
@@ -140,6 +154,8 @@ class Report:
         panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
         for axes, series in zip(panels, drawn, strict=True):
             charts.draw_lines(axes, lines[series], series.label, series.scale)
+            for ceiling in {series.ceiling(run) for run in self.runs} - {None}:
+                axes.axhline(ceiling, color="0.4", linewidth=1, linestyle=(0, (4, 4)))
         axes.set_xlabel(self.xlabel)
         charts.add_tokens(axes, self.tokens_per_step)
         texts = [f"{series.label}: {_ends(lines[series])}" for series in drawn]
@@ -147,42 +163,34 @@ class Report:
 
     def gallery(self, table: Iterable[Series]) -> list[Picture]:
         """Draw each chart that has lines."""
-        pictures = [self.draw([series], SIZE) for series in table]
-        return [picture for picture in pictures if picture is not None]
-
-    def losses(self) -> Picture | None:
-        """Draw cross-entropy, of held-out text if there is any, and the dispersion
-        loss.
-        """
-        cross_entropy = HELD_OUT if self.lines(HELD_OUT) else CROSS_ENTROPY
-        return self.draw([cross_entropy, DISPERSION], TALL)
+        return list(filter(None, [self.draw([series], SIZE) for series in table]))
 
     def layer_maps(self, runs: Sequence[RunRecord]) -> Picture | None:
-        """Draw the mean cosine by layer and step of runs above one another, without
-        those that have fewer than two measurements.
+        """Draw the mean cosine by layer and step above one another, for runs with at
+        least two measurements.
         """
-        drawn = [run for run in runs if len(run.condensation) > 1]
-        if not drawn:
+        runs = [run for run in runs if len(run.condensation) > 1]
+        if not runs:
             return None
-        figure = new_figure(TALL[0], TALL[1] * max(1, len(drawn) / 2))
-        panels = figure.subplots(len(drawn), 1, squeeze=False)[:, 0]
-        for axes, run in zip(panels, drawn, strict=True):
-            per_step = run.tokens_per_step if self.xlabel == "tokens" else 1.0
+        figure = new_figure(*TALL)
+        panels = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
+        for axes, run in zip(panels, runs, strict=True):
+            per_step = _per_step(run, self.xlabel)
             by_x = {step * per_step: m for step, m in run.condensation.items()}
-            mesh = charts.draw_layer_map(axes, by_x, run.name, end=run.step * per_step)
+            mesh = charts.draw_layer_map(axes, by_x, run.name, run.step * per_step)
             axes.set_xlabel(self.xlabel)
             charts.add_tokens(axes, self.tokens_per_step)
-        first = next(iter(drawn[0].condensation.values()))
-        charts.add_cosine_scale(figure, mesh, first.tokens)
-        names = "; ".join(
-            f"{run.name}, {len(run.condensation)} measurements" for run in drawn
-        )
+        charts.add_cosine_scale(figure, mesh, runs[0].condensation)
+        names = ", ".join(run.name for run in runs)
         return _picture(figure, f"mean cosine by layer and {self.xlabel}: {names}")
 
     def first_screen(self) -> list[Picture]:
-        """Draw the layer maps of the first conditions, and the losses."""
-        pictures = (self.layer_maps(self.first_runs[:FIRST_MAPS]), self.losses())
-        return [picture for picture in pictures if picture is not None]
+        """Draw the layer maps and the losses: cross-entropy, of held-out text if there
+        is any, and the dispersion loss.
+        """
+        cross_entropy = HELD_OUT if self.lines(HELD_OUT) else CROSS_ENTROPY
+        losses = self.draw([cross_entropy, DISPERSION], TALL)
+        return list(filter(None, [self.layer_maps(self.first_runs[:MAPS]), losses]))
 
     def condensation_by_layer(self) -> list[Picture]:
         """Draw mean cosines by layer at some steps, and the cosines of all pairs at the
@@ -198,7 +206,9 @@ class Report:
             f"measurement: {names}"
         )
         lines = plots.over_training(_some_steps(runs))
+        maps = filter(None, (self.layer_maps([run]) for run in runs))
         return [
+            *maps,
             _picture(lines, by_layer, wide=True),
             _picture(heatmaps(list(map(_histograms, runs))), pairs, wide=True),
         ]

@@ -37,7 +37,6 @@ from titan_disp.text import NOTHING, duration, number
 # a run counts as dead after so many seconds without a row, or ten log intervals if they
 # are longer
 ALIVE = 900.0
-STRAGGLERS = 3  # slow ranks that are listed, at most
 
 Rows = dict[str, list[str]]  # a cell for each run, by heading
 
@@ -123,25 +122,15 @@ def goodput(run: RunRecord) -> Goodput:
     return together(run.goodputs)
 
 
-def stragglers(run: RunRecord) -> str:
-    """Describe the ranks that the others waited for, the most frequent first."""
+def stragglers(run: RunRecord) -> list[list[Mapping[str, Any]]]:
+    """Return the rows that name a slow rank, by rank in the order of time, and first
+    those of the rank that is named most often.
+    """
     rows_by_rank: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in run.written:
         if straggler := row.get("straggler"):
             rows_by_rank[straggler["host"], straggler["rank"]].append(row)
-    if not rows_by_rank:
-        return NOTHING
-    frequent = sorted(rows_by_rank.values(), key=len, reverse=True)
-    texts = [
-        f"rank {rows[-1]['straggler']['rank']} on {rows[-1]['straggler']['host']} in "
-        f"{len(rows)} of {len(run.written)} rows, last at step "
-        f"{number(rows[-1]['step'])}: {number(rows[-1]['straggler']['seconds'], 3)} s, "
-        f"median {number(rows[-1]['straggler']['median'], 3)} s"
-        for rows in frequent[:STRAGGLERS]
-    ]
-    if len(frequent) > STRAGGLERS:
-        texts.append(f"and {len(frequent) - STRAGGLERS} more")
-    return "; ".join(texts)
+    return sorted(rows_by_rank.values(), key=len, reverse=True)
 
 
 def median_speed(run: RunRecord) -> float:
@@ -163,7 +152,7 @@ def _last(series: Series, run: RunRecord) -> str:
     return f"{text} (step {number(step)})"
 
 
-def _highest_cosine(run: RunRecord) -> str:
+def highest_cosine(run: RunRecord) -> str:
     points = dict(zip(*COSINE.points(run), strict=True))
     if not points:
         return NOTHING
@@ -179,7 +168,7 @@ def final_numbers(runs: Sequence[RunRecord]) -> Rows:
     }
     rows |= {
         f"{SPEED.label}, median": [number(median_speed(run)) for run in runs],
-        f"{COSINE.label}, highest": list(map(_highest_cosine, runs)),
+        f"{COSINE.label}, highest": list(map(highest_cosine, runs)),
     }
     return _without_empty(rows)
 
