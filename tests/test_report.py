@@ -970,13 +970,22 @@ def run_command(*command):
     ).stdout
 
 
+# Folded parts are opened, and the x axes are switched to tokens.
 MEASURE = """<script>addEventListener("load", () => {
-  const pictures = [...document.images];
+  const select = selector => [...document.querySelectorAll(selector)];
+  const folded = select("details");
+  const visible = name => select(".scale-" + name).filter(s => s.getBoundingClientRect().width > 0).length;
+  folded.forEach(part => part.open = true);
+  const pictures = select("figure > svg");
+  const steps = [visible("step"), visible("tokens")];
+  document.getElementById("by-tokens").click();
+  const tokens = [visible("step"), visible("tokens")];
   parent.postMessage(JSON.stringify({
     width: document.scrollingElement.scrollWidth,
-    drawn: pictures.filter(p => p.naturalWidth > 0 && p.width > 200 && p.alt).length,
-    cut: pictures.filter(p => p.width > p.parentElement.clientWidth && p.parentElement.className != "wide").length,
+    drawn: pictures.filter(p => p.getBoundingClientRect().width > 200 && p.parentElement.ariaLabel).length,
+    cut: pictures.filter(p => p.getBoundingClientRect().width > p.parentElement.clientWidth + 1 && p.parentElement.className != "wide").length,
     scripts: document.scripts.length,
+    steps, tokens,
   }), "*")
 })</script>"""
 
@@ -1016,14 +1025,21 @@ def test_in_a_browser(compared, tmp_path):
         "</body>", MEASURE + "</body>"
     )
     (tmp_path / "copy.html").write_text(copy)
-    for width in (390, 1200):
+    scales = len(re.findall('class="scale-step"', page))
+    for width in (390, 1200, 1600):
         (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
-        dom = load(tmp_path / "frame.html", 1300, 900, "--dump-dom")
+        dom = load(tmp_path / "frame.html", 1700, 900, "--dump-dom")
         found = json.loads(
             html.unescape(re.search(r"<title>(.*?)</title>", dom).group(1))
         )
         assert found.pop("width") <= width
-        assert found == {"cut": 0, "scripts": 1, "drawn": len(pictures(page))}
+        assert found == {
+            "cut": 0,
+            "scripts": 1,
+            "drawn": len(pictures(page)),
+            "steps": [scales, 0],
+            "tokens": [0, scales],
+        }
 
     # Under its own security policy, the page has its style and pictures.
     load(compared, 1200, 2500, f"--screenshot={tmp_path}/page.png")
