@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from markupsafe import escape
 from PIL import Image
+from scipy import stats
 
 from tests.command_line import typed
 from tests.test_pictures import condensed
@@ -30,8 +31,9 @@ from titan_disp.lab.report import charts, series
 from titan_disp.lab.report import page as picture_makers
 from titan_disp.lab.report.charts import BINS, MANY, Line, binned, by_condition
 from titan_disp.lab.report.gather import conditions, defaults, gather
+from titan_disp.lab.report.headline import Headline
 from titan_disp.lab.report.page import Report, render, write_report
-from titan_disp.lab.report.tables import data_counters, events, final_numbers, state
+from titan_disp.lab.report.tables import data_counters, details, final_numbers, state
 
 DEFAULTS = functools.cache(defaults)  # parsing them takes half a second
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
@@ -318,12 +320,12 @@ def test_what_was_seen(tmp_path):
     assert cells(page, "ce/<web>") == ["–", "7.5"]
     assert cells(page, "epochs read/<web>") == ["–", "42"]
     assert data_counters(gather([mixed])) == {
+        "up to step": ["12"],
         "documents": ["9"],
         "epochs read/<web>": ["42"],
         "tokens/code": ["7"],
         "ce/<web>": ["7.5"],
         "ce/code": ["3"],
-        "up to step": ["12"],
     }
 
 
@@ -493,6 +495,117 @@ def test_runs_given_under_one_name(tmp_path):
     )
     with pytest.raises(ConfigError, match="given twice"):
         gather([str(a), f"x={a},{b}"])
+
+
+# cross-entropy and mean cosine of the only block at step 100, and tokens/s, by seed
+NUMBERS = {
+    "off": {1: (4.0, 0.5, 100.0), 2: (4.1, 0.6, 110.0), 3: (4.4, 0.7, 120.0)},
+    "on": {2: (4.0, 0.25, 99.0), 3: (4.5, 0.3, 114.0), 4: (9.0, 0.9, 1.0)},
+}
+
+
+def of_two_conditions(folder):
+    for name, by_seed in NUMBERS.items():
+        for seed, (ce, cosine, speed) in by_seed.items():
+            run = write_run(
+                folder / f"{name}-{seed}",
+                [row(s, T0 + s, tps=speed) for s in range(1, 101)],
+                [event("start", 0, T0), event("complete", 100, T0 + 101)],
+                dispersion={"enabled": name == "on"},
+                debug={"seed": seed},
+                stream={"seed": seed},
+            )
+            for step, level in ((0, 8.0), (50, 7.0), (100, ce)):
+                found = condensed(0.0, cosine, cosine)
+                dataclasses.replace(found, cross_entropy=level).save(
+                    run / "condensation" / f"step-{step}.npz"
+                )
+    return gather(sorted(folder.glob("o*-*")))
+
+
+def test_the_difference_of_two_conditions_comes_first(tmp_path):
+    """It is paired by the seeds that both have, 2 and 3."""
+    runs = of_two_conditions(tmp_path)
+    headline = Headline(runs, T0 + 200)
+    ce, cosine, speed, complete = headline.tiles
+    half = stats.t.ppf(0.975, 1)
+    assert ce == (
+        "cross-entropy on held-out text",
+        "+0.0000",  # of −0.1 and 0.1
+        f"95\N{NO-BREAK SPACE}%: {-0.1 * half:+.4f} to {0.1 * half:+.4f}, 2 pairs of seeds",
+    )
+    assert cosine.value == "-0.3750"  # of −0.35 and −0.4
+    low, high = np.expm1(
+        np.log([0.9, 0.95]).mean() + 0.5 * np.log(0.95 / 0.9) * half * np.array([-1, 1])
+    )
+    assert speed == (
+        "tokens/s of one rank",
+        f"{np.sqrt(0.9 * 0.95) - 1:+.1%}",
+        f"95\N{NO-BREAK SPACE}%: {low:+.1%} to {high:+.1%}, 2 pairs of seeds",
+    )
+    assert complete.value == "6 of 6 runs"
+    assert headline.sentence.startswith(
+        f"on (3 seeds) minus off (3 seeds): {ce.label} +0.0000 ({ce.note}); mean cosine"
+    )
+    page = html.unescape(render(runs, T0 + 200))
+    first_screen = page[: page.index("<details")]
+    assert all(tile.value in first_screen for tile in headline.tiles)
+
+
+def test_other_headlines(tmp_path):
+    runs = of_two_conditions(tmp_path)
+    off = Headline(runs[:3], T0 + 200)
+    ce = [4.0, 4.1, 4.4]
+    assert off.tiles[0] == (
+        "cross-entropy on held-out text",
+        f"{np.mean(ce):.4f} ± {stats.sem(ce):.4f}",
+        "at step 100",
+    )
+    assert off.sentence.startswith("3 of 3 runs complete. The cross-entropy on held")
+    single = Headline(runs[4:5], T0 + 200)
+    assert [tile.value for tile in single.tiles] == [
+        "4.5000",
+        "0.3000",
+        "-0.3000",
+        "114",
+    ]
+    assert single.sentence == (
+        "on-3 is complete: all 100 steps are done. The cross-entropy on held-out text is "
+        "4.5000. The mean cosine of all blocks is 0.3000."
+    )
+    pair = Headline([runs[1], runs[3]], T0 + 200)
+    assert pair.tiles[0] == (
+        ce_label := off.tiles[0].label,
+        "-0.1000",
+        "1 pair of seeds",
+    )
+    no_pair = Headline([runs[0], runs[5]], T0 + 200)
+    assert no_pair.tiles[0] == (ce_label, "–", "no seed in common")
+    other = dataclasses.replace(runs[1], name="other", group="other")
+    three = Headline([*runs, other], T0 + 200)
+    assert (three.tiles, three.sentence) == (
+        [],
+        "7 of 7 runs complete. The baseline is off (3 seeds).",
+    )
+    page = render([*runs, other], T0 + 200)
+    assert cells(page, "other")[:4] == [
+        "4.1000",
+        "+0.0000 (1 pair of seeds)",
+        "0.6000",
+        "+0.0000 (1 pair of seeds)",
+    ]
+    # What is compared is the latest common step, and what all runs have.
+    early = dataclasses.replace(
+        runs[3], condensation={s: runs[3].condensation[s] for s in (0, 50)}
+    )
+    assert Headline([runs[1], early], T0).outcomes[0].note == "at step 50"
+    unmeasured = dataclasses.replace(runs[3], condensation={})
+    labels = [o.label for o in Headline([runs[1], unmeasured], T0).outcomes]
+    assert labels == ["training cross-entropy, mean of 10 rows", "tokens/s of one rank"]
+    empty = dataclasses.replace(
+        runs[3], condensation={}, rows=[], written=[], events=[]
+    )
+    assert Headline([empty], T0).sentence == "on-2 is empty: nothing was logged yet."
 
 
 def test_bands_by_hand():
@@ -816,7 +929,7 @@ def test_details_of_events(tmp_path):
         event("complete", 1, T0 + 1e-6, spent=spent),
     ]
     (run,) = gather([write_run(tmp_path / "run", rows, ends, steps=1)])
-    told = [line[3] for line in events(run)]
+    told = list(map(details, run.events))
     assert told == [
         "allocated: 2026-02-28 23:59:29 UTC",
         "spent: start-up 1 min 25 s, checkpoints 1 h 1 min",
@@ -973,8 +1086,9 @@ def run_command(*command):
 # Folded parts are opened, and the x axes are switched to tokens.
 MEASURE = """<script>addEventListener("load", () => {
   const select = selector => [...document.querySelectorAll(selector)];
+  const width = element => element.getBoundingClientRect().width;
   const folded = select("details");
-  const visible = name => select(".scale-" + name).filter(s => s.getBoundingClientRect().width > 0).length;
+  const visible = name => select(".scale-" + name).filter(s => width(s) > 0).length;
   folded.forEach(part => part.open = true);
   const pictures = select("figure > svg");
   const steps = [visible("step"), visible("tokens")];
@@ -982,8 +1096,8 @@ MEASURE = """<script>addEventListener("load", () => {
   const tokens = [visible("step"), visible("tokens")];
   parent.postMessage(JSON.stringify({
     width: document.scrollingElement.scrollWidth,
-    drawn: pictures.filter(p => p.getBoundingClientRect().width > 200 && p.parentElement.ariaLabel).length,
-    cut: pictures.filter(p => p.getBoundingClientRect().width > p.parentElement.clientWidth + 1 && p.parentElement.className != "wide").length,
+    drawn: pictures.filter(p => width(p) > 200 && p.parentElement.ariaLabel).length,
+    cut: pictures.filter(p => width(p) > p.parentElement.clientWidth + 1 && p.parentElement.className != "wide").length,
     scripts: document.scripts.length,
     steps, tokens,
   }), "*")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from textwrap import fill
 from typing import Any
@@ -278,7 +278,10 @@ def add_tokens(axes: Axes, tokens_per_step: float | None) -> None:
     axes.xaxis.set_gid(STEP_SCALE)
     tokens = axes.secondary_xaxis(
         "bottom",
-        functions=(lambda x: x * tokens_per_step, lambda x: x / tokens_per_step),
+        functions=(
+            partial(np.multiply, tokens_per_step),
+            partial(np.multiply, 1 / tokens_per_step),
+        ),
     )
     tokens.set_gid(TOKEN_SCALE)
     tokens.set_xlabel("tokens")
@@ -299,10 +302,10 @@ def _tick(value: float, _: int) -> str:
 
 
 def draw_layer_map(
-    axes: Axes, by_step: Mapping[float, Measurement], title: str, end: float
+    axes: Axes, by_step: Mapping[Any, Measurement], title: str, end: float
 ) -> QuadMesh:
     """Draw at least two measurements' mean cosines by layer, up to the run's last step
-    ``end``, in one colour scale.
+    ``end``, in one colour scale. ``by_step`` may be by tokens as well.
     """
     measurements = list(by_step.values())
     values = np.array([measurement.mean_cosine for measurement in measurements]).T

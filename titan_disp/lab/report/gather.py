@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,7 +263,7 @@ def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return each key of the flat columns with its value in every column, or
     ``ABSENT``.
     """
-    keys = dict.fromkeys(key for column in columns for key in column)
+    keys = dict.fromkeys(chain.from_iterable(columns))
     return {key: [column.get(key, ABSENT) for column in columns] for key in keys}
 
 

@@ -2,8 +2,9 @@
 reach, are their embeddings condensed, what did dispersion change, and what did it cost.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -57,110 +58,117 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Headline:
-    """What a page says first about runs, as text."""
+    """What a page says first about runs."""
 
-    sentence: str
-    tiles: list[Tile]  # of one or two conditions
-    # Of more conditions: means, and differences to the baseline, by condition
-    table: Mapping[str, list[str]] = field(default_factory=dict)
-    headings: Sequence[str] = ()  # of the table's columns
+    runs: Sequence[RunRecord]
+    written: float  # time of the page, in seconds since the epoch
+
+    @cached_property
+    def conditions(self) -> list[Condition]:
+        return conditions(self.runs)
+
+    @cached_property
+    def baseline(self) -> Condition:
+        """Return the first condition without dispersion, or the first one."""
+        for condition in self.conditions:
+            if not self.runs[condition.places[0]].disperses:
+                return condition
+        return self.conditions[0]
+
+    @cached_property
+    def outcomes(self) -> list[Outcome]:
+        """Return what is compared: a loss, the mean cosine, the dispersion loss and the
+        speed, without those that a run lacks.
+        """
+        losses = (_outcome(series, self.runs) for series in LOSSES)
+        loss = next((outcome for outcome in losses if outcome is not None), None)
+        speeds = np.array([median_speed(run) for run in self.runs])
+        speed = None
+        if np.isfinite(speeds).all():
+            speed = Outcome(SPEED.label, speeds, note="median", is_ratio=True)
+        cosine = _outcome(COSINE, self.runs)
+        dispersion = _outcome(DISPERSION, self.runs)
+        return list(filter(None, (loss, cosine, dispersion, speed)))
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """Return the numbers of one condition, or the differences of two. More
+        conditions are a table.
+        """
+        if len(self.conditions) == 1:
+            return [Tile(o.label, o.mean(self.baseline), o.note) for o in self.outcomes]
+        if len(self.conditions) > 2:
+            return []
+        (condition,) = self.compared
+        tiles = [self.difference(outcome, condition) for outcome in self.outcomes]
+        return [*tiles, Tile("complete", self._progress)]
+
+    @property
+    def compared(self) -> list[Condition]:
+        """Return the conditions but the baseline."""
+        return [c for c in self.conditions if c is not self.baseline]
+
+    @property
+    def _progress(self) -> str:
+        words = [state(run, self.written).word for run in self.runs]
+        return f"{words.count('complete')} of {counted(len(words), 'run')}"
+
+    @property
+    def sentence(self) -> str:
+        """Return the result."""
+        if len(self.conditions) > 2:
+            return f"{self._progress} complete. The baseline is {self.baseline.name}."
+        if len(self.conditions) == 2:
+            pair = f"{self.compared[0].name} minus {self.baseline.name}"
+            results = [f"{label} {x} ({note})" for label, x, note in self.tiles[:2]]
+            return f"{pair}: {'; '.join(results)}."
+        subject = f"{self._progress} complete"
+        if len(self.runs) == 1:
+            subject = f"{self.runs[0].name} is "
+            subject += ": ".join(state(self.runs[0], self.written))
+        results = [f"The {tile.label} is {tile.value}." for tile in self.tiles[:2]]
+        return " ".join([f"{subject}.", *results])
+
+    def difference(self, outcome: Outcome, condition: Condition) -> Tile:
+        """Return the difference of a condition to the baseline, paired by seed, with
+        its 95 % interval as the note.
+        """
+        values = outcome.values
+        digits = ".4f"
+        if outcome.is_ratio:
+            values = np.log(values)
+            digits = ".1%"
+        by_seed, baseline_by_seed = (
+            {seeds_of(self.runs[place]): values[place] for place in group.places}
+            for group in (condition, self.baseline)
+        )
+        pairs, difference = paired_by_seed(by_seed, baseline_by_seed)
+        if difference is None:
+            return Tile(outcome.label, NOTHING, "no seed in common")
+        ends = [difference.mean, difference.low, difference.high]
+        if outcome.is_ratio:
+            ends = [end if end is None else np.expm1(end) for end in ends]
+        mean, low, high = ends
+        note = f"{counted(len(pairs), 'pair')} of seeds"
+        if low is not None and high is not None:
+            note = f"95\N{NO-BREAK SPACE}%: {low:+{digits}} to {high:+{digits}}, {note}"
+        return Tile(outcome.label, f"{mean:+{digits}}", note)
+
+
+def _finite(series: Series, run: RunRecord) -> dict[float, float]:
+    """Return the finite values of a series by step."""
+    points = zip(*series.points(run), strict=True)
+    return {step: value for step, value in points if np.isfinite(value)}
 
 
 def _outcome(series: Series, runs: Sequence[RunRecord]) -> Outcome | None:
-    """Return the outcome of a series, or None if the runs have no step above 0 in
-    common.
+    """Return the outcome of a series, or None if the runs have it at no common step
+    above 0.
     """
-    columns = [dict(zip(*series.points(run), strict=True)) for run in runs]
+    columns = [_finite(series, run) for run in runs]
     shared = set.intersection(*map(set, columns)) - {0}
     if not shared:
         return None
     step = max(shared)
     values = np.array([column[step] for column in columns], np.float64)
     return Outcome(series.label, values, note=f"at step {number(step)}")
-
-
-def _outcomes(runs: Sequence[RunRecord]) -> list[Outcome]:
-    """Return what is compared: a loss, the mean cosine, the dispersion loss and the
-    speed, without those that a run lacks.
-    """
-    losses = [_outcome(series, runs) for series in LOSSES]
-    loss = next((outcome for outcome in losses if outcome is not None), None)
-    speeds = np.array([median_speed(run) for run in runs])
-    speed = Outcome(SPEED.label, speeds, note="median", is_ratio=True)
-    candidates = (loss, _outcome(COSINE, runs), _outcome(DISPERSION, runs), speed)
-    return [
-        outcome
-        for outcome in candidates
-        if outcome is not None and np.isfinite(outcome.values).all()
-    ]
-
-
-def _difference(
-    outcome: Outcome,
-    runs: Sequence[RunRecord],
-    condition: Condition,
-    baseline: Condition,
-) -> Tile:
-    """Return the difference of a condition to the baseline, paired by seed, with its
-    95 % interval as the note.
-    """
-    values = outcome.values
-    digits = ".4f"
-    if outcome.is_ratio:
-        values = np.log(values)
-        digits = ".1%"
-    by_seed, baseline_by_seed = (
-        {seeds_of(runs[place]): values[place] for place in group.places}
-        for group in (condition, baseline)
-    )
-    pairs, difference = paired_by_seed(by_seed, baseline_by_seed)
-    if difference is None:
-        return Tile(outcome.label, NOTHING, "no seed in common")
-    ends = [difference.mean, difference.low, difference.high]
-    if outcome.is_ratio:
-        ends = [end if end is None else np.expm1(end) for end in ends]
-    mean, low, high = ends
-    note = "one pair of seeds, so no interval"
-    if low is not None and high is not None:
-        note = f"{low:+{digits}} to {high:+{digits}}, {len(pairs)} pairs of seeds"
-    return Tile(outcome.label, f"{mean:+{digits}}", note)
-
-
-def headline(runs: Sequence[RunRecord], now: float) -> Headline:
-    """Return what is said first, at a time in seconds since the epoch.
-
-    The baseline is the first condition without dispersion, or the first one.
-    """
-    groups = conditions(runs)
-    plain = [group for group in groups if not runs[group.places[0]].disperses]
-    baseline = (plain or groups)[0]
-    others = [group for group in groups if group is not baseline]
-    outcomes = _outcomes(runs)
-    states = [state(run, now) for run in runs]
-    complete = sum(word == "complete" for word, _ in states)
-    progress = f"{complete} of {counted(len(runs), 'run')} complete"
-    if not others:
-        if len(runs) == 1:
-            progress = f"{runs[0].name} is {': '.join(states[0])}"
-        tiles = [Tile(o.label, o.mean(baseline), o.note) for o in outcomes]
-        results = [f"The {tile.label} is {tile.value}." for tile in tiles[:2]]
-        return Headline(" ".join([f"{progress}.", *results]), tiles)
-    if len(others) == 1:
-        tiles = [_difference(o, runs, others[0], baseline) for o in outcomes]
-        results = [f"{tile.label} {tile.value} ({tile.note})" for tile in tiles[:2]]
-        sentence = f"{others[0].name} against {baseline.name}: {'; '.join(results)}."
-        tiles.append(Tile("complete", f"{complete} of {counted(len(runs), 'run')}"))
-        return Headline(sentence, tiles)
-    headings: list[str] = []
-    for outcome in outcomes:
-        headings += [f"{outcome.label}, {outcome.note}", f"against {baseline.name}"]
-    table = {baseline.name: [], **{group.name: [] for group in groups}}
-    for group in groups:
-        for outcome in outcomes:
-            tile = _difference(outcome, runs, group, baseline)
-            difference = NOTHING
-            if group is not baseline:
-                difference = f"{tile.value} ({tile.note})"
-            table[group.name] += [outcome.mean(group), difference]
-    sentence = f"{progress}. The baseline is {baseline.name}."
-    return Headline(sentence, [], table, headings)

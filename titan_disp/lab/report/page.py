@@ -21,7 +21,7 @@ from titan_disp.errors import ConfigError, reported
 from titan_disp.files import atomic_write
 from titan_disp.lab import plots
 from titan_disp.lab.published import HEADINGS, NOTE, beside, costs
-from titan_disp.lab.report import charts, headline, tables
+from titan_disp.lab.report import charts, tables
 from titan_disp.lab.report import series as declared
 from titan_disp.lab.report.charts import (
     MANY,
@@ -33,6 +33,7 @@ from titan_disp.lab.report.charts import (
     to_svg,
 )
 from titan_disp.lab.report.gather import Condition, RunRecord, conditions, gather
+from titan_disp.lab.report.headline import Headline
 from titan_disp.lab.report.series import (
     CROSS_ENTROPY,
     DISPERSION,
@@ -154,8 +155,9 @@ class Report:
         panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
         for axes, series in zip(panels, drawn, strict=True):
             charts.draw_lines(axes, lines[series], series.label, series.scale)
-            for ceiling in {series.ceiling(run) for run in self.runs} - {None}:
-                axes.axhline(ceiling, color="0.4", linewidth=1, linestyle=(0, (4, 4)))
+            if series is DISPERSION:
+                for formula in self.formulas:
+                    axes.axhline(formula.ceiling, color="0.4", linestyle=(0, (4, 4)))
         axes.set_xlabel(self.xlabel)
         charts.add_tokens(axes, self.tokens_per_step)
         texts = [f"{series.label}: {_ends(lines[series])}" for series in drawn]
@@ -282,12 +284,13 @@ def render(
     ``left_out`` says which runs could not be read or drawn. ``scores`` are lines of an
     evaluation, as ``beside`` returns them.
     """
-    filters = {"number": number, "duration": duration, "when": tables.when}
-    page = templates(__file__, **filters).get_template("page.html.j2")
+    page = templates(
+        __file__, number=number, duration=duration, when=tables.when
+    ).get_template("page.html.j2")
     with drawing():
         return page.render(
             report=Report(runs),
-            headline=headline.headline(runs, written),
+            headline=Headline(runs, written),
             tables=tables,
             series=declared,
             charts=charts,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_disp.condensation.record import OF_PAPER, PLACES, Measurement, blocks_mean
-from titan_disp.dispersion.formula import AngularFormula
 from titan_disp.lab import plots
 from titan_disp.lab.report import charts
 from titan_disp.lab.report.charts import Scale
@@ -27,7 +26,6 @@ class Series:
     label: str
     points: Points
     scale: Scale = charts.as_it_is  # of axis y
-    ceiling: Callable[[RunRecord], float | None] = lambda run: None
 
 
 def logged(key: str) -> Points:
@@ -42,12 +40,6 @@ def _dispersion(run: RunRecord) -> tuple[Iterable[float], Iterable[float]]:
     if not run.disperses:
         return (), ()
     return logged("dispersion")(run)
-
-
-def _ceiling(run: RunRecord) -> float | None:
-    """Return the highest dispersion loss that the run can log, or None."""
-    formula = AngularFormula.of_run(run.config["dispersion"])
-    return formula and formula.ceiling
 
 
 def _smoothed(run: RunRecord) -> tuple[Iterable[float], Iterable[float]]:
@@ -70,7 +62,7 @@ HELD_OUT = Series(
     "cross-entropy on held-out text",
     measured(lambda measurement: measurement.cross_entropy),
 )
-DISPERSION = Series("dispersion loss (without λ)", _dispersion, ceiling=_ceiling)
+DISPERSION = Series("dispersion loss (without λ)", _dispersion)
 SPEED = Series("tokens/s of one rank", logged("tps"), charts.from_zero)
 COSINE = Series("mean cosine of all blocks", measured(blocks_mean))
 

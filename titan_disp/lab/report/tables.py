@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from itertools import groupby, pairwise
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class State(NamedTuple):
     explanation: str
 
 
-def state(run: RunRecord, now: float) -> State:
+def state(run: RunRecord, at: float) -> State:
     """Return the state of a run at a time, in seconds since the epoch."""
     if not run.attempts:
         return State("empty", "nothing was logged yet")
@@ -62,11 +62,12 @@ def state(run: RunRecord, now: float) -> State:
     if run.steps is not None and steps_done >= run.steps:
         return State("complete", f"all {run.steps:,} steps are done")
     if last.end is not None:
-        failed = last.end["event"] == "save_failed"
-        word = "interrupted" if failed else "stopped"
+        word = "stopped"
+        if last.end["event"] == "save_failed":
+            word = "interrupted"
         return State(word, f"{last.how()}, after step {run.step:,}")
     intervals = [after - before for before, after in pairwise(last.times)]
-    silence = now - last.ended
+    silence = at - last.ended
     if silence < max(ALIVE, 10 * median(intervals or [0])):
         return State(
             "running", f"by its latest line, {duration(silence)} before this report"
@@ -137,7 +138,9 @@ def median_speed(run: RunRecord) -> float:
     """Return the median of the tokens/s of one rank, or NaN."""
     speeds = run.series("tps")
     finite = speeds[np.isfinite(speeds)]
-    return float(np.median(finite)) if len(finite) else float("nan")
+    if not len(finite):
+        return float("nan")
+    return float(np.median(finite))
 
 
 def _last(series: Series, run: RunRecord) -> str:
@@ -180,17 +183,19 @@ def data_counters(runs: Sequence[RunRecord]) -> Rows:
     """
     columns = []
     for run in runs:
-        last = run.rows[-1] if run.rows else {}
-        column = {key.replace("_", " "): n for key, n in last.get("data", {}).items()}
-        for key in last:
-            if key.startswith("ce/"):
-                column[key] = run.series(key)[-LAST_ROWS:].mean()
-        if column:
+        column: dict[str, float] = {}
+        for last in run.rows[-1:]:
             column["up to step"] = last["step"]
+            for key, value in last.get("data", {}).items():
+                column[key.replace("_", " ")] = value
+            for key in last:
+                if key.startswith("ce/"):
+                    column[key] = run.series(key)[-LAST_ROWS:].mean()
         columns.append(column)
+    headings = dict.fromkeys(chain.from_iterable(columns))
     return {
-        heading: [number(None if value is ABSENT else value) for value in values]
-        for heading, values in side_by_side(columns).items()
+        heading: [number(column.get(heading)) for column in columns]
+        for heading in headings
     }
 
 
@@ -217,61 +222,51 @@ def environments(runs: Sequence[RunRecord]) -> Rows:
 
 
 def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
-    return {
-        key: [NOTHING if value is ABSENT else _setting(value) for value in values]
-        for key, values in rows.items()
-    }
+    def cell(value: Any) -> str:
+        if value is ABSENT:
+            return NOTHING
+        return _setting(value)
+
+    return {key: list(map(cell, values)) for key, values in rows.items()}
 
 
 def _detail(name: str, value: Any) -> str:
     if name == "allocated":
         return when(value)
     if name == "spent":
-        parts = [
-            f"{part.replace('_', '-')} {duration(seconds)}"
-            for part, seconds in value.items()
-            if seconds
-        ]
+        parts = []
+        for part, seconds in value.items():
+            if seconds:
+                parts.append(f"{part.replace('_', '-')} {duration(seconds)}")
         return ", ".join(parts)
     if name == "config_changes":
-        changes = [
-            f"{key} {_setting(old)} → {_setting(new)}"
-            for key, (old, new) in value.items()
-        ]
+        changes = []
+        for key, (old, new) in value.items():
+            changes.append(f"{key} {_setting(old)} → {_setting(new)}")
         return ", ".join(changes)
-    return value if isinstance(value, str) else _setting(value)
+    if isinstance(value, str):
+        return value
+    return _setting(value)
 
 
-def events(run: RunRecord) -> list[list[str]]:
-    """Return time, event, step and details of each event.
+def details(event: Mapping[str, Any]) -> str:
+    """Return an event's details but time, name and step, without empty ones."""
+    parts = []
+    for name, value in event.items():
+        if name not in ("time", "event", "step") and value not in ({}, "", None):
+            parts.append(f"{name.replace('_', ' ')}: {_detail(name, value)}")
+    return "; ".join(parts)
 
-    Consecutive checkpoints share a line, and so do skips.
+
+def event_groups(run: RunRecord) -> list[list[Mapping[str, Any]]]:
+    """Return the events in groups: consecutive checkpoints are one, and so are skips.
+    The others are alone.
     """
-
-    def group_of(event: Mapping[str, Any]) -> Any:
-        return event["event"] if event["event"] in ("checkpoint", "skip") else id(event)
-
-    lines = []
-    for _, group in groupby(run.events, group_of):
-        first, *following = group
-        line = [
-            when(first["time"]),
-            first["event"].replace("_", " "),
-            number(first["step"]),
-        ]
-        last = first
-        if following:
-            last = following[-1]
-            ends = (when(last["time"]), number(last["step"]))
-            line = [
-                f"{line[0]} – {ends[0]}",
-                f"{line[1]} × {len(following) + 1}",
-                f"{line[2]} – {ends[1]}",
-            ]
-        details = [
-            f"{name.replace('_', ' ')}: {_detail(name, value)}"
-            for name, value in last.items()
-            if name not in ("time", "event", "step") and value not in ({}, "", None)
-        ]
-        lines.append([*line, "; ".join(details)])
-    return lines
+    groups: list[list[Mapping[str, Any]]] = []
+    for event in run.events:
+        name = event["event"]
+        if groups and name in ("checkpoint", "skip") and groups[-1][0]["event"] == name:
+            groups[-1].append(event)
+        else:
+            groups.append([event])
+    return groups
