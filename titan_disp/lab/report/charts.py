@@ -37,9 +37,12 @@ POINTS = 3000  # most points of a chart: of many lines, nobody sees the details
 SIZE = (5.6, 3.3)  # inches: half of a laptop's width, and readable on a phone
 TALL = (5.6, 4.2)  # inches: two charts above one another, or several maps
 MANY = 12  # most lines that a chart has in full
-# Fraction of a run: at first the loss is so high that the rest would look flat
+# At first, the loss is so high that the rest would look flat. This fraction of a run is
+# left out of the range of axis y.
 BEGINNING = 0.05
-FAULTS = ("skip", "save_failed", *WHILE_LOADING)  # events
+LEAST_POINTS = 30  # of each line after the beginning; otherwise, axis y shows all
+# events with a mark of their own in the timeline
+FAULTS = ("skip", "save_failed", *WHILE_LOADING)
 # Names of the two scales of an x axis, one of which the page shows
 STEP_SCALE = "scale-step"
 TOKEN_SCALE = "scale-tokens"
@@ -53,9 +56,9 @@ def drawing() -> AbstractContextManager[None]:
 def to_svg(figure: Figure, salt: str) -> str:
     """Return a picture as an <svg> element. Equal figures have equal bytes.
 
-    ``salt`` must differ between the pictures of a page, because what a picture refers
-    to has an id in the page. Points of lines are rounded to 0.01 pt, which saves a
-    sixth of a report's size.
+    ``salt`` must differ between the pictures of a page. It makes the ids of their clip
+    paths and markers differ. Points of lines are cut to 0.01 pt, which saves a sixth of
+    a report's size.
     """
     file = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -67,8 +70,10 @@ def to_svg(figure: Figure, salt: str) -> str:
     )
     # The style sheet of the page chooses a scale by its class.
     svg = re.sub(r'id="(scale-\w+)"', r'class="\1"', svg)
-    unused_id = r' id="(?!p[0-9a-f]{10}"|m[0-9a-f]{10}"|image)[^"]*"'
-    return start + re.sub(unused_id, "", svg)
+    # Clip paths (p…), markers (m…) and images are referred to by their ids. Other ids
+    # would stand in the page several times.
+    other_id = r' id="(?!p[0-9a-f]{10}"|m[0-9a-f]{10}"|image)[^"]*"'
+    return start + re.sub(other_id, "", svg)
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,9 @@ class Line:
 
     @property
     def style(self) -> dict[str, Any]:
-        """Return the keywords of ``Axes.plot``, which differ for 56 places."""
+        """Return the keywords of ``Axes.plot``. No two of the first 56 places (7
+        colours, 4 dashes, 2 widths) have the same.
+        """
         rounds = self.place // (len(OKABE_ITO) * len(LINES))
         return {
             "color": OKABE_ITO[self.place % len(OKABE_ITO)],
@@ -106,11 +113,11 @@ class Line:
 
 
 def by_condition(conditions: Sequence[Condition], lines: Sequence[Line]) -> list[Line]:
-    """Turn lines of runs, whose ``place`` is the run's, into lines of conditions, at
-    the values of x that all seeds have.
+    """Return the lines of conditions from lines of runs: for several seeds, their mean
+    at the values of x that all of them have.
 
-    If they share fewer than two, each seed keeps its own line in the condition's
-    colour.
+    If the seeds have fewer than two values of x in common, each keeps its own line. The
+    ``place`` of the lines is the run's before, and the condition's afterwards.
     """
     drawn: list[Line] = []
     for place, condition in enumerate(conditions):
@@ -131,8 +138,8 @@ def by_condition(conditions: Sequence[Condition], lines: Sequence[Line]) -> list
 
 
 def _mean_line(seeds: Sequence[Line]) -> Line | None:
-    """Return the mean of several seeds' lines at the values of x that all have, or None
-    if there are fewer than two lines, or two such values.
+    """Return the mean of several seeds' lines at the values of x that all have. None if
+    there is one line only, or fewer than two such values.
     """
     if len(seeds) < 2:
         return None
@@ -166,8 +173,8 @@ class Binned:
 
 
 def binned(x: np.ndarray, y: np.ndarray, count: int = BINS) -> Binned:
-    """Return the finite points of a line in at most ``count`` bins. So few points or
-    fewer stay as they are.
+    """Return the finite points of a line in at most ``count`` bins. If there are not
+    more points than bins, each point is its own bin.
     """
     finite = np.isfinite(x) & np.isfinite(y)
     x = x[finite]
@@ -195,7 +202,7 @@ def as_it_is(axes: Axes, lines: Sequence[Line]) -> None:
 def from_zero(axes: Axes, lines: Sequence[Line]) -> None:
     """Start axis y at 0, for numbers whose ratios matter."""
     top = max(np.nanmax(line.all_y) for line in lines)
-    # Otherwise nearly equal numbers would lie on the frame
+    # Without a margin, nearly equal numbers would lie on the upper edge.
     axes.set_ylim(0, 1.05 * top if top > 0 else None)
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
 
@@ -213,11 +220,14 @@ def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
-    """Let axis y show the values after the ``BEGINNING`` of the longest run."""
+    """Fit axis y to the values after the first ``BEGINNING`` of the longest run.
+
+    With fewer than ``LEAST_POINTS`` of them per line, axis y shows all values.
+    """
     start = BEGINNING * max(np.nanmax(line.x) for line in lines)
     later = np.concatenate([line.all_y[:, line.x > start].ravel() for line in lines])
     later = later[np.isfinite(later)]
-    if len(later) > 30 * len(lines):
+    if len(later) > LEAST_POINTS * len(lines):
         margin = 0.05 * np.ptp(later) + 1e-9
         axes.set_ylim(later.min() - margin, later.max() + margin)
 
@@ -335,8 +345,8 @@ def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def timeline(starts: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw steps against time (UTC), a row for each sort of event, and the time between
-    starts in grey.
+    """Draw the steps of a run's starts against time (UTC), and below them a row for each
+    name of an event. The time from the end of a start to the next start is grey.
     """
     names = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
     height = 0.22 * len(names) + 0.1  # inches

@@ -76,6 +76,7 @@ class RunRecord:
 
     @cached_property
     def most_condensed(self) -> int:
+        """Return the step with the highest mean cosine of all blocks."""
         return most_condensed(self.condensation)
 
     @cached_property
@@ -96,6 +97,7 @@ class RunRecord:
 
     @property
     def steps(self) -> int | None:
+        """Return the planned number of steps. ``step`` is the number done."""
         return self.settings.get("training.steps")
 
     @property
@@ -212,8 +214,9 @@ def gather(
     """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one
     condition, in their order.
 
-    ConfigError is raised if one cannot be read. With ``left_out``, which receives the
-    reason, only if none can.
+    Raises ConfigError if a folder does not exist or is given twice, or if a run cannot
+    be read. With a list of ``left_out``, such a run is left out and the reason appended,
+    and ConfigError is only raised if no run can be read.
     """
     folders: dict[Path, str | None] = {}  # the group of each
     for path in paths:
@@ -252,7 +255,7 @@ def defaults() -> dict[str, Any]:
     """Return the defaults of TorchTitan and titan-disp by dotted key, with values as in
     config.json.
     """
-    # The folder exists, because ConfigManager warns if the default tokenizer does not.
+    # ConfigManager warns if the tokenizer's folder does not exist; "." does.
     parsed = ConfigManager().parse_args(
         ["--job.custom_config_module", MODULE, "--model.hf_assets_path", "."]
     )
@@ -286,8 +289,9 @@ class Condition(NamedTuple):
 def conditions(runs: Sequence[RunRecord]) -> list[Condition]:
     """Return the conditions in the order of their first runs.
 
-    Runs that the user gave under one name are a condition. So are other runs with equal
-    configs and different seeds.
+    Runs that the user gave under one name are a condition, whatever their seeds. So are
+    other runs with equal configs and different seeds. A second run with the same seeds
+    is a condition of its own.
     """
     groups: dict[object, list[int]] = defaultdict(list)
     for place, run in enumerate(runs):
@@ -299,9 +303,11 @@ def conditions(runs: Sequence[RunRecord]) -> list[Condition]:
             continue
         by_seeds: dict[Seeds, int] = {}
         for place in places:
-            if by_seeds.setdefault(seeds_of(runs[place]), place) != place:
-                # Another run with the same seeds is on its own.
+            seeds = seeds_of(runs[place])
+            if seeds in by_seeds:
                 result.append(Condition(runs[place].name, [place]))
+            else:
+                by_seeds[seeds] = place
         places = list(by_seeds.values())
         name = _common_name([runs[place].name for place in places])
         result.append(_named_condition(name, places))
@@ -315,8 +321,8 @@ def _named_condition(name: str, places: list[int]) -> Condition:
 
 
 def _recipe(run: RunRecord) -> tuple[str, ...]:
-    """Return the keys of the config that change training or measurements, without the
-    seeds.
+    """Return the part of the config that changes training or measurements, as "key=value"
+    in alphabetical order, without the seeds.
     """
     kept = {
         k: v

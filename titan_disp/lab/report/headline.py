@@ -10,7 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_disp.errors import counted
-from titan_disp.lab.report.gather import Condition, RunRecord, conditions, seeds_of
+from titan_disp.lab.report.gather import (
+    Condition,
+    RunRecord,
+    Seeds,
+    conditions,
+    seeds_of,
+)
 from titan_disp.lab.report.series import (
     COSINE,
     CROSS_ENTROPY,
@@ -36,14 +42,15 @@ class Outcome:
     label: str
     values: np.ndarray  # [runs] float64
     note: str  # such as "at step 300"
-    is_ratio: bool = False  # whether two numbers are compared by their ratio
+    # Whether differences are relative, such as "-5.1%" for tokens/s
+    is_relative: bool = False
 
     def mean(self, condition: Condition) -> str:
-        """Return the mean over a condition's runs, with its standard error if there are
-        several.
+        """Return the mean over a condition's runs. If it is not relative, several runs
+        have their standard error.
         """
         values = self.values[condition.places]
-        if self.is_ratio:
+        if self.is_relative:
             return number(values.mean(), 4)
         return with_error(values.mean(), standard_error(values))
 
@@ -85,15 +92,16 @@ class Headline:
         speeds = np.array([median_speed(run) for run in self.runs])
         speed = None
         if np.isfinite(speeds).all():
-            speed = Outcome(SPEED.label, speeds, note="median", is_ratio=True)
+            speed = Outcome(SPEED.label, speeds, note="median", is_relative=True)
         cosine = _outcome(COSINE, self.runs)
         dispersion = _outcome(DISPERSION, self.runs)
         return list(filter(None, (loss, cosine, dispersion, speed)))
 
     @cached_property
     def tiles(self) -> list[Tile]:
-        """Return the numbers of one condition, or the differences of two. More
-        conditions are a table.
+        """Return the numbers of one condition, or the differences of two.
+
+        It is empty for more conditions, for which the page has a table.
         """
         if len(self.conditions) == 1:
             return [Tile(o.label, o.mean(self.baseline), o.note) for o in self.outcomes]
@@ -115,44 +123,51 @@ class Headline:
 
     @property
     def sentence(self) -> str:
-        """Return the result."""
+        """Return the result in words: the state of a single run or how many runs are
+        complete, and the first two numbers or differences.
+        """
         if len(self.conditions) > 2:
             return f"{self._progress} complete. The baseline is {self.baseline.name}."
         if len(self.conditions) == 2:
             pair = f"{self.compared[0].name} minus {self.baseline.name}"
             results = [f"{label} {x} ({note})" for label, x, note in self.tiles[:2]]
             return f"{pair}: {'; '.join(results)}."
-        subject = f"{self._progress} complete"
+        progress = f"{self._progress} complete."
         if len(self.runs) == 1:
-            subject = f"{self.runs[0].name} is "
-            subject += ": ".join(state(self.runs[0], self.written))
+            word, explanation = state(self.runs[0], self.written)
+            progress = f"{self.runs[0].name} is {word}: {explanation}."
         results = [f"The {tile.label} is {tile.value}." for tile in self.tiles[:2]]
-        return " ".join([f"{subject}.", *results])
+        return " ".join([progress, *results])
 
     def difference(self, outcome: Outcome, condition: Condition) -> Tile:
-        """Return the difference of a condition to the baseline, paired by seed, with
-        its 95 % interval as the note.
+        """Return the mean difference of a condition to the baseline over pairs of runs
+        with the same seeds, with its 95 % interval as the note.
+
+        It is "–" without such a pair. A relative difference is that of logarithms, as a
+        percentage of the baseline.
         """
         values = outcome.values
-        digits = ".4f"
-        if outcome.is_ratio:
+        number_format = "+.4f"
+        if outcome.is_relative:
             values = np.log(values)
-            digits = ".1%"
-        by_seed, baseline_by_seed = (
-            {seeds_of(self.runs[place]): values[place] for place in group.places}
-            for group in (condition, self.baseline)
+            number_format = "+.1%"
+        pairs, difference = paired_by_seed(
+            self._by_seed(values, condition), self._by_seed(values, self.baseline)
         )
-        pairs, difference = paired_by_seed(by_seed, baseline_by_seed)
         if difference is None:
             return Tile(outcome.label, NOTHING, "no seed in common")
-        ends = [difference.mean, difference.low, difference.high]
-        if outcome.is_ratio:
-            ends = [end if end is None else np.expm1(end) for end in ends]
-        mean, low, high = ends
+        numbers = [difference.mean, difference.low, difference.high]
+        if outcome.is_relative:
+            numbers = [x if x is None else np.expm1(x) for x in numbers]
+        mean, low, high = numbers
         note = f"{counted(len(pairs), 'pair')} of seeds"
         if low is not None and high is not None:
-            note = f"95\N{NO-BREAK SPACE}%: {low:+{digits}} to {high:+{digits}}, {note}"
-        return Tile(outcome.label, f"{mean:+{digits}}", note)
+            interval = f"{low:{number_format}} to {high:{number_format}}"
+            note = f"95\N{NO-BREAK SPACE}%: {interval}, {note}"
+        return Tile(outcome.label, f"{mean:{number_format}}", note)
+
+    def _by_seed(self, values: np.ndarray, condition: Condition) -> dict[Seeds, float]:
+        return {seeds_of(self.runs[place]): values[place] for place in condition.places}
 
 
 def _finite(series: Series, run: RunRecord) -> dict[float, float]:

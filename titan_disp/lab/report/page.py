@@ -102,15 +102,18 @@ class Report:
 
     @cached_property
     def tokens_per_step(self) -> float | None:
-        """Return the tokens per step if all runs have the same, for a second scale."""
+        """Return the tokens per step if all runs have the same, for a second scale.
+        None if they differ, or if nothing was logged.
+        """
         numbers = {run.tokens_per_step for run in self.runs if run.rows}
         return numbers.pop() if len(numbers) == 1 else None
 
     @property
     def xlabel(self) -> str:
         """Return "step", or "tokens" if the runs differ in their tokens per step."""
-        logged_runs = any(run.rows for run in self.runs)
-        return "tokens" if logged_runs and self.tokens_per_step is None else "step"
+        if self.tokens_per_step is None and any(run.rows for run in self.runs):
+            return "tokens"
+        return "step"
 
     @cached_property
     def pictured(self) -> Sequence[RunRecord]:
@@ -212,7 +215,7 @@ class Report:
         return [
             *maps,
             _picture(lines, by_layer, wide=True),
-            _picture(heatmaps(list(map(_histograms, runs))), pairs, wide=True),
+            _picture(heatmaps(list(map(_heatmap_panels, runs))), pairs, wide=True),
         ]
 
 
@@ -226,13 +229,15 @@ def _ends(lines: Sequence[Line]) -> str:
 
 
 def _some_steps(runs: Sequence[RunRecord]) -> dict[str, dict[int, Measurement]]:
-    """Return some measurements of each run by step: the first, the last and the most
-    condensed one of any run, and some between them.
+    """Return some measurements of each run by step, for lines that can be told apart.
+
+    They are those at a few of the steps of all runs, which include the first one, and
+    the most condensed and the last one of each run.
     """
-    steps = {step for run in runs for step in run.condensation}
-    highest = {run.most_condensed for run in runs}
+    steps = set().union(*(run.condensation for run in runs))
+    most_condensed = {run.most_condensed for run in runs}
     chosen = {max(run.condensation) for run in runs}
-    chosen.update(telling_steps(sorted(steps), highest))
+    chosen.update(telling_steps(sorted(steps), most_condensed))
     return {
         run.name: {
             step: measurement
@@ -243,17 +248,17 @@ def _some_steps(runs: Sequence[RunRecord]) -> dict[str, dict[int, Measurement]]:
     }
 
 
-def _histograms(run: RunRecord) -> dict[str, Measurement]:
-    """Return the first, the most condensed and the last measurement by title, with the
-    mean cosines before training if they were measured.
+def _heatmap_panels(run: RunRecord) -> dict[str, Measurement]:
+    """Return the first, the most condensed and the last measurement by title. They also
+    have the mean cosines before training, if they were measured, for a dashed line.
     """
-    before = None
+    untrained = None
     if 0 in run.condensation:
-        before = run.condensation[0].mean_cosine
+        untrained = run.condensation[0].mean_cosine
     steps = {min(run.condensation), run.most_condensed, max(run.condensation)}
     return {
         f"{run.name}, step {step:,}": replace(
-            run.condensation[step], untrained_mean_cosine=before
+            run.condensation[step], untrained_mean_cosine=untrained
         )
         for step in sorted(steps)
     }

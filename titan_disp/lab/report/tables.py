@@ -82,7 +82,7 @@ def when(seconds: float) -> str:
     )
 
 
-def _setting(value: Any) -> str:
+def _to_json(value: Any) -> str:
     """Format a value as JSON, which distinguishes the empty string, null and false."""
     return json.dumps(value, ensure_ascii=False)
 
@@ -109,11 +109,13 @@ def dispersion(run: RunRecord) -> str:
     return ", ".join(filter(None, parts))
 
 
-def percent(part: Goodput) -> str:
-    """Return the fraction of the time that was spent in steps that count."""
-    if not part.total:
+def percent(spent: Goodput) -> str:
+    """Return how much of the time went into steps that no later start repeated, such as
+    "87.7%", or "–" if no time was recorded.
+    """
+    if not spent.total:
         return NOTHING
-    return f"{part.fraction:.1%}"
+    return f"{spent.fraction:.1%}"
 
 
 def goodput(run: RunRecord) -> Goodput:
@@ -156,6 +158,7 @@ def _last(series: Series, run: RunRecord) -> str:
 
 
 def highest_cosine(run: RunRecord) -> str:
+    """Return the highest mean cosine of all blocks, with its step, or "–"."""
     points = dict(zip(*COSINE.points(run), strict=True))
     if not points:
         return NOTHING
@@ -177,14 +180,15 @@ def final_numbers(runs: Sequence[RunRecord]) -> Rows:
 
 
 def data_counters(runs: Sequence[RunRecord]) -> Rows:
-    """Return the loaders' counters at the last row: sums over ranks, but maxima for
-    epoch and waiting time. Each of several sources also has its cross-entropy, a mean of
-    the last ``LAST_ROWS`` rows.
+    """Return the loader's counters in each run's last row, in which they are those of
+    all ranks, and the cross-entropy of each of several sources, a mean of the last
+    ``LAST_ROWS`` rows.
     """
     columns = []
     for run in runs:
         column: dict[str, float] = {}
-        for last in run.rows[-1:]:
+        if run.rows:
+            last = run.rows[-1]
             column["up to step"] = last["step"]
             for key, value in last.get("data", {}).items():
                 column[key.replace("_", " ")] = value
@@ -214,18 +218,19 @@ def config_differences(runs: Sequence[RunRecord]) -> Differences:
         for key, values in columns.items()
         if unlike(values) and key not in differ
     }
-    return Differences(_as_settings(differ), _as_settings(shared))
+    return Differences(_as_json(differ), _as_json(shared))
 
 
 def environments(runs: Sequence[RunRecord]) -> Rows:
-    return _as_settings(side_by_side([flatten(run.environment) for run in runs]))
+    """Return the entries of environment.json as JSON, by dotted key."""
+    return _as_json(side_by_side([flatten(run.environment) for run in runs]))
 
 
-def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
+def _as_json(rows: Mapping[str, Sequence[Any]]) -> Rows:
     def cell(value: Any) -> str:
         if value is ABSENT:
             return NOTHING
-        return _setting(value)
+        return _to_json(value)
 
     return {key: list(map(cell, values)) for key, values in rows.items()}
 
@@ -242,15 +247,17 @@ def _detail(name: str, value: Any) -> str:
     if name == "config_changes":
         changes = []
         for key, (old, new) in value.items():
-            changes.append(f"{key} {_setting(old)} → {_setting(new)}")
+            changes.append(f"{key} {_to_json(old)} → {_to_json(new)}")
         return ", ".join(changes)
     if isinstance(value, str):
         return value
-    return _setting(value)
+    return _to_json(value)
 
 
 def details(event: Mapping[str, Any]) -> str:
-    """Return an event's details but time, name and step, without empty ones."""
+    """Return the entries of an event as text, without its time, its name (``event``),
+    its step and empty entries.
+    """
     parts = []
     for name, value in event.items():
         if name not in ("time", "event", "step") and value not in ({}, "", None):
