@@ -29,24 +29,23 @@ from titan_disp.run import reader
 from titan_disp.run.history import Attempt, Goodput, attempts, goodputs, trained_nothing
 
 SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
-# Keys that change neither training nor what is measured.
+# Beginnings of keys that change neither training nor what is measured
 WITHOUT_EFFECT = (
-    *(
-        "job.",
-        "metrics.",
-        "comm.",
-        "profiling.",
-        "condensation.interval",
-        "condensation.per_layer",
-    ),
-    *("validation.freq", "validation.local_batch_size", "training.gc_freq"),
-    *(
-        "checkpoint.enable",
-        "checkpoint.folder",
-        "checkpoint.interval",
-        "checkpoint.keep_latest_k",
-    ),
-    *("checkpoint.async_mode", "checkpoint.last_save"),
+    "job.",
+    "metrics.",
+    "comm.",
+    "profiling.",
+    "condensation.interval",
+    "condensation.per_layer",
+    "validation.freq",
+    "validation.local_batch_size",
+    "training.gc_freq",
+    "checkpoint.enable",
+    "checkpoint.folder",
+    "checkpoint.interval",
+    "checkpoint.keep_latest_k",
+    "checkpoint.async_mode",
+    "checkpoint.last_save",
 )
 Seeds = tuple[Any, ...]
 ABSENT = object()  # stands for the value of a key that a column does not have
