@@ -349,9 +349,11 @@ class DispersionObjective:
         # Backward itself does not run under autocast.
         in_bf16 = bf16_autocast(batch.ce.device.type)
 
-        def loss_of_layer(layer: int, z: Tensor) -> Tensor:
+        def loss_of_layer(
+            layer: int, z: Tensor, arriving: list[Tensor] | None
+        ) -> Tensor:
             with torch.autocast(z.device.type, torch.bfloat16, enabled=in_bf16):
-                losses = self._losses_of([z], batch, first_layer=layer)
+                losses = self._losses_of([z], batch, layer, arriving)
             losses_of_layers.append(losses.detach())
             if layer == 0:  # the gradients of all other layers have arrived before
                 self._late = coeff * self._record(
@@ -363,11 +365,16 @@ class DispersionObjective:
         return add_in_backward(activations, loss_of_layer)
 
     def _losses_of(
-        self, zs: Sequence[Tensor], batch: _Microbatch, first_layer: int = 0
+        self,
+        zs: Sequence[Tensor],
+        batch: _Microbatch,
+        first_layer: int = 0,
+        arriving: list[Tensor] | None = None,
     ) -> Tensor:
         """Return each loss, [losses], summed over the valid tokens.
 
-        Of the mean over layers, it has the part of these layers.
+        Of the mean over layers, it has the part of these layers. ``arriving`` is that of
+        ``DispersionLoss``; the first loss takes it.
         """
         sums = []
         for _, loss in self._losses.values():
@@ -378,6 +385,7 @@ class DispersionObjective:
                 batch.fit_errors,
                 segments=batch.mask,
                 first=first_layer,
+                arriving=arriving,
             )
             sums.append((batch.weights * (values.sum(0) / batch.layers)).sum())
         return torch.stack(sums)

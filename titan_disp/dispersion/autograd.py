@@ -2,10 +2,11 @@
 values over ranks.
 
 Either forward does so and saves the gradient, which backward only scales, or a hook
-does so in the backward pass (``add_in_backward``). If a sequence is sharded, each rank
-saves the complete gradient of its own tokens, so backward needs no communication: the
-derivative of a sum over ranks is the identity. A sequence may be sharded over a process
-group or a 1-D mesh.
+does so in the backward pass (``add_in_backward``), where the last pass over the gradient
+also adds the gradient that arrives from the rest of the model. If a sequence is sharded,
+each rank saves the complete gradient of its own tokens, so backward needs no
+communication: the derivative of a sum over ranks is the identity. A sequence may be
+sharded over a process group or a 1-D mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_disp.dispersion.gradients import Gradient, as_tensor
+
 # torch 2.13 renamed this function and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Group = dist.ProcessGroup | DeviceMesh | None
-Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
+Result = tuple[Tensor, Gradient]  # value [B], ∂value/∂z
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
@@ -90,31 +93,52 @@ class Gathering:
         ]
 
 
-class SavedGradient(torch.autograd.Function):
-    """Save the gradient that ``compute`` returns.
+class LayerValue(torch.autograd.Function):
+    """The values that ``compute`` returns for the k layers zs, which it computes
+    together: [k·B], returned as [k, B].
 
-    Backward scales it in place, unless the graph is retained.
-
-    It returns the values [k·B] and the gradients [k·B, n, F] of all sequences of the k
-    layers zs, which are computed together. The values are returned as [k, B].
+    Without ``arriving``, forward saves the gradient, and backward scales it in place
+    unless the graph is retained. With it, backward writes the gradient for the first
+    time, and adds the only entry of ``arriving``, which it takes out of the list.
     """
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[], Result], *zs: Tensor) -> Tensor:
-        value, grad = compute()
+    def forward(
+        ctx: Any,
+        compute: Callable[[], Result],
+        arriving: list[Tensor] | None,
+        *zs: Tensor,
+    ) -> Tensor:
+        value, gradient = compute()
         value = value.view(len(zs), -1)
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(grad.to(saved_dtype(zs[0].dtype)), value)
-            ctx.dtype = zs[0].dtype
+        if not any(ctx.needs_input_grad):
+            return value
+        ctx.shape = (value.numel(), *zs[0].shape[1:])
+        ctx.dtype = zs[0].dtype
+        ctx.arriving = arriving
+        if arriving is None:
+            ctx.save_for_backward(value, as_tensor(gradient, ctx.shape, zs[0]))
+        else:
+            ctx.gradient = gradient
+            ctx.save_for_backward(value)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor | None, ...]:
-        grad, value = ctx.saved_tensors
+        value, *saved = ctx.saved_tensors
         with torch.no_grad():
-            out = torch.empty_like(grad) if _graph_is_retained() else grad
-            out = torch.mul(grad, grad_value.reshape(-1, 1, 1), out=out).to(ctx.dtype)
-        return None, *only_first_derivative(out, value, grad_value).chunk(len(value))
+            if saved:
+                (grad,) = saved
+                out = torch.empty_like(grad) if _graph_is_retained() else grad
+                out = torch.mul(grad, grad_value.reshape(-1, 1, 1), out=out)
+                out = out.to(ctx.dtype)
+            else:
+                out = torch.empty(ctx.shape, dtype=ctx.dtype, device=value.device)
+                arriving = ctx.arriving.pop() if ctx.arriving else None
+                ctx.gradient.write(out, grad_value.reshape(-1), arriving)
+                ctx.gradient = None
+        layers = only_first_derivative(out, value, grad_value).chunk(len(value))
+        return None, None, *layers
 
 
 # AOTAutograd calls this private function too. If torch lacks it, backward does not
@@ -124,18 +148,14 @@ _graph_is_retained = getattr(
 )
 
 
-def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return z's dtype, or float32 for float16, in which ∂S/∂z could overflow, since it
-    grows with N.
-    """
-    return torch.float32 if dtype == torch.float16 else dtype
+# Returns the loss of layer ``index`` of z [B, n, F], a scalar. If the list has the
+# gradient that arrives for z, the derivative of the loss may take it out and contain it.
+LossOfLayer = Callable[[int, Tensor, list[Tensor] | None], Tensor]
 
 
-def add_in_backward(
-    zs: Sequence[Tensor], loss: Callable[[int, Tensor], Tensor]
-) -> Tensor:
-    """Return 0, whose backward adds the gradient of ``loss(index, z)``, a scalar, to
-    that of each of ``zs`` [B, n, F].
+def add_in_backward(zs: Sequence[Tensor], loss: LossOfLayer) -> Tensor:
+    """Return 0, whose backward adds the gradient of ``loss`` to that of each of ``zs``
+    [B, n, F].
 
     The loss is computed when the gradient of z arrives. Until then only z is kept,
     which the layer after it keeps as well, unless it is checkpointed together with
@@ -154,13 +174,15 @@ def add_in_backward(
             )
         if not _graph_is_retained():
             kept[index] = None
+        # Under create_graph, the sum must be differentiable.
+        arriving = None if torch.is_grad_enabled() else [grad]
         with torch.enable_grad():
             z = z.detach().requires_grad_()
-            (of_loss,) = torch.autograd.grad(loss(index, z), z, factor[-1])
-        if torch.is_grad_enabled():  # under create_graph
-            total = of_loss + grad
-        else:
-            total = of_loss.add_(grad)
+            value = loss(index, z, arriving)
+            (total,) = torch.autograd.grad(value, z, factor[-1])
+        was_added = arriving == []
+        if not was_added:
+            total = total + grad
         return only_first_derivative(total, z, factor[-1])
 
     for index, z in enumerate(zs):

@@ -33,18 +33,24 @@ from torch import Tensor
 
 from titan_disp.dispersion.autograd import (
     Gathering,
+    LayerValue,
     LogSumExpOverGroup,
     Result,
-    SavedGradient,
     SumOverGroup,
+)
+from titan_disp.dispersion.gradients import (
+    Gradient,
+    Known,
+    Masked,
+    Parts,
     saved_dtype,
 )
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.masks import Count, TokenMask
 
 # Takes this rank's tokens of some sequences of one layer, z [B, n, F], and their mask.
-# Returns value [B] and ∂value/∂z [B, n, F]. Under a mask, z is 0 at padded positions,
-# and the gradient returned there is ignored.
+# Returns value [B] and ∂value/∂z. Under a mask, z is 0 at padded positions, and the
+# gradient there is ignored.
 Compute = Callable[[Tensor, TokenMask | None], Result]
 
 # The number of elements of z that are processed at a time, so that memory does not grow
@@ -52,8 +58,10 @@ Compute = Callable[[Tensor, TokenMask | None], Result]
 # large kernels.
 BATCH_ELEMENTS = 1 << 23
 GPU_BATCH_ELEMENTS = 1 << 25
-# On a CPU, of layers that are computed together: they fit into its caches
+# Of layers that are computed together. On a CPU, they fit into its caches. On a GPU,
+# their copies would cost more than the kernels of larger ones.
 PACK_ELEMENTS = 1 << 20
+GPU_PACK_ELEMENTS = 1 << 21
 
 
 class Layers(ABC):
@@ -67,6 +75,8 @@ class Layers(ABC):
     segmented: bool = False  # whether only the pairs within segments count
     step: int = 0  # that was given with the layers
     first: int = 0  # the index of the first of them
+    # the gradient that arrives for the only layer, in a hook (``add_in_backward``)
+    arriving: list[Tensor] | None = None
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:
@@ -115,7 +125,7 @@ class Layers(ABC):
 
         def sum_of_squares(z: Tensor, mask: TokenMask | None) -> Result:
             z = z.to(accumulation_dtype(z.dtype))
-            return z.square().sum((1, 2)), 2 * z
+            return z.square().sum((1, 2)), Known(2 * z)
 
         sums = self.sum_over_group(self.each(sum_of_squares))
         tokens = self.tokens(self.mask)
@@ -137,10 +147,10 @@ class Layers(ABC):
         return z
 
     def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
-        value, grad = compute(self._prepared(z, mask), mask)
+        value, gradient = compute(self._prepared(z, mask), mask)
         if mask is not None:
-            grad.masked_fill_(~mask.own, 0.0)
-        return value, grad
+            gradient = Masked(gradient, mask.own)
+        return value, gradient
 
 
 class WholeLayers(Layers):
@@ -177,9 +187,8 @@ class WholeLayers(Layers):
         for pack, self._following, compute in zip(
             packs, [*packs[1:], []], computes, strict=True
         ):
-            values.append(
-                SavedGradient.apply(partial(self._of_pack, compute, pack), *pack)
-            )
+            of_pack = partial(self._of_pack, compute, pack)
+            values.append(LayerValue.apply(of_pack, self.arriving, *pack))
         return torch.cat(values)
 
     def gather(self, z: Tensor) -> Gathering | None:
@@ -199,7 +208,8 @@ class WholeLayers(Layers):
     def _of_pack(self, compute: Compute, pack: list[Tensor]) -> Result:
         z, mask = self._together(pack)
         if self.group is None:
-            return in_parts(z, mask, partial(self._apply, compute))
+            save = self.arriving is None
+            return in_parts(z, mask, partial(self._apply, compute), save)
         # The batch is not split: each part would need a collective call of its own, and
         # shards are small.
         return self._apply(compute, z, mask)
@@ -219,7 +229,7 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
     """Put small layers of one kind together, because each alone would take as many
     kernels, all of them small.
     """
-    most = PACK_ELEMENTS if zs[0].device.type == "cpu" else GPU_BATCH_ELEMENTS
+    most = PACK_ELEMENTS if zs[0].device.type == "cpu" else GPU_PACK_ELEMENTS
     packs = [[zs[0]]]
     for z in zs[1:]:
         last = packs[-1]
@@ -231,19 +241,27 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
     return packs
 
 
-def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
+def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute, save: bool) -> Result:
     """Return ``compute(z, mask)``, computed for a few sequences at a time to bound the
     memory of temporaries.
+
+    With ``save``, the gradient of each part is written before the next is computed.
     """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
     if most >= len(z):
         return compute(z, mask)
     size = math.ceil(len(z) / math.ceil(len(z) / most))
-    grad = torch.empty_like(z, dtype=saved_dtype(z.dtype))
+    saved = torch.empty_like(z, dtype=saved_dtype(z.dtype)) if save else None
     values = []
+    gradients: list[tuple[slice, Gradient]] = []
     for i in range(0, len(z), size):
         part = slice(i, i + size)
-        value, grad[part] = compute(z[part], None if mask is None else mask[part])
+        value, gradient = compute(z[part], None if mask is None else mask[part])
         values.append(value)
-    return torch.cat(values), grad
+        if saved is None:
+            gradients.append((part, gradient))
+        else:
+            gradient.write(saved[part], None, None)
+    whole = Parts(gradients) if saved is None else Known(saved)
+    return torch.cat(values), whole

@@ -197,6 +197,7 @@ class DispersionLoss:
         valid: Tensor | None = None,
         segments: Tensor | TokenMask | None = None,
         first: int = 0,
+        arriving: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the loss per layer and sequence.
 
@@ -223,6 +224,9 @@ class DispersionLoss:
                 Losses of cosines and l2_repel can do this, exact and sampled. The host
                 waits for the numbers.
             first: the index of the first of ``zs``, if they are some of all layers.
+            arriving: for ``add_in_backward``: the gradient that the only layer gets from
+                elsewhere. Backward may take it out of the list, and then returns the
+                sum.
 
         Returns:
             [len(zs), B] in float32 (float64 for float64 input), the same full value on
@@ -286,6 +290,7 @@ class DispersionLoss:
                 )
             layers.step = step
             layers.first = first
+            layers.arriving = arriving
             if self.estimator == "moments":
                 losses = self._variant.moments(layers, fit_errors)
             else:

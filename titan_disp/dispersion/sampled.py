@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import SavedRows, rank_in
+from titan_disp.dispersion.gradients import as_tensor
 from titan_disp.dispersion.layers import Compute, Layers, in_parts
 from titan_disp.dispersion.masks import TokenMask, held_tokens, slots_of
 
@@ -77,12 +78,12 @@ class SampledLayers(Layers):
         if len(computes) == 1:
             # All layers at once: each layer alone would take as many kernels, all of
             # them small.
-            values, grads = in_parts(
-                self.z.flatten(0, 1), self.mask_of_all, partial(self._apply, *computes)
+            values, grads = self._of_all(
+                self.z.flatten(0, 1), self.mask_of_all, *computes
             )
         else:
             results = [
-                in_parts(z, self.mask, partial(self._apply, compute))
+                self._of_all(z, self.mask, compute)
                 for z, compute in zip(self.z, computes, strict=True)
             ]
             values, grads = map(torch.cat, zip(*results, strict=True))
@@ -90,6 +91,13 @@ class SampledLayers(Layers):
         values = values.view(len(self.zs), -1)
         layers = zip(self.zs, values, rows, self.local_index, strict=True)
         return torch.stack([SavedRows.apply(*layer) for layer in layers])
+
+    def _of_all(
+        self, z: Tensor, mask: TokenMask | None, compute: Compute
+    ) -> tuple[Tensor, Tensor]:
+        """Return values [B] and gradients [B, m, F] of the drawn tokens of sequences."""
+        value, gradient = in_parts(z, mask, partial(self._apply, compute), save=True)
+        return value, as_tensor(gradient, z.shape, z)
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
         """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor

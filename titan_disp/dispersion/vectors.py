@@ -1,19 +1,27 @@
 """This module turns tokens into unit vectors, and gradients of unit vectors back into
-gradients of tokens.
+gradients of tokens, which the last pass scales and adds to others
+(``gradients``).
 """
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from titan_disp.dispersion.gradients import (
+    Gradient,
+    Known,
+    add_to_arriving,
+    row_blocks,
+    rows_of,
+)
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dtype
 
 # Of losses without an ε: it changes no digit. 1/ε², by which zero tokens are
 # multiplied, is finite in float32.
 UNIT_EPS = 1e-15
-BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
 class Units(Protocol):
@@ -31,6 +39,11 @@ class Units(Protocol):
     def backward_(self, grad: Tensor) -> Tensor:
         """Return ∂/∂z [B, n, F] of a function of u, given ∂/∂u in the accumulation
         dtype, whose memory is reused.
+        """
+
+    def of_pairs(self, w: Tensor) -> Gradient:
+        """Return ∂S/∂z of a sum S over pairs, given W = s V [B, n, F] in the
+        accumulation dtype (``pairwise``): ∂S/∂u = 2 V.
         """
 
 
@@ -57,17 +70,6 @@ def shown(norm: Tensor) -> Tensor:
     return norm.masked_fill(norm.isinf(), torch.nan)
 
 
-def row_blocks(x: Tensor) -> list[slice]:
-    """Split rows [B, n, F] into blocks that fit into a core's cache.
-
-    A GPU's fused kernel takes all rows at once.
-    """
-    if x.device.type != "cpu":
-        return [slice(None)]
-    rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
-    return [slice(i, i + rows) for i in range(0, x.shape[1], rows)]
-
-
 class Raw:
     """The tokens themselves: u = z."""
 
@@ -80,6 +82,9 @@ class Raw:
 
     def backward_(self, grad: Tensor) -> Tensor:
         return grad
+
+    def of_pairs(self, w: Tensor) -> Gradient:
+        return Known(w.mul_(2))
 
 
 class Normalized:
@@ -104,6 +109,52 @@ class Normalized:
                 grad[:, rows], self.x[:, rows], self.norm[:, rows], self.norm_eps
             )
         return grad
+
+    def of_pairs(self, w: Tensor) -> Gradient:
+        return _OfPairs(self, w)
+
+
+@dataclass
+class _OfPairs:
+    """With n = ‖z‖ and s = 1/(n + ε), ∂S/∂z = 2 (W − z (z·W) s / n)."""
+
+    units: Normalized
+    w: Tensor
+
+    def write(
+        self, out: Tensor, factor: Tensor | None, arriving: Tensor | None
+    ) -> None:
+        for rows in row_blocks(out):
+            _write_of_pairs(
+                out[:, rows],
+                self.w[:, rows],
+                self.units.x[:, rows],
+                self.units.norm[:, rows],
+                self.units.norm_eps,
+                factor,
+                rows_of(arriving, rows),
+            )
+
+
+@fused
+def _write_of_pairs(
+    out: Tensor,
+    w: Tensor,
+    z: Tensor,
+    norm: Tensor,
+    norm_eps: float,
+    factor: Tensor | None,
+    arriving: Tensor | None,
+) -> None:
+    z = z.to(w.dtype)
+    # Two divisions, because the product of the two numbers could underflow to 0.
+    radial = (
+        (z * w).sum(-1, keepdim=True)
+        / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        / (norm + norm_eps)
+    )
+    grad = torch.addcmul(w, z, radial, value=-1)
+    out.copy_(add_to_arriving(grad * 2, factor, arriving))
 
 
 @fused
@@ -157,3 +208,6 @@ class Standardized:
             direction = u.square().sum(-1, keepdim=True) > 0
             g.mul_(torch.where(direction, 1.0 / norm, 0.0))
         return grad
+
+    def of_pairs(self, w: Tensor) -> Gradient:
+        return Known(self.backward_(w.mul_(2)))

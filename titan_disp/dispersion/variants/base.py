@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import Result
+from titan_disp.dispersion.gradients import Known
 from titan_disp.dispersion.kernels import accumulation_dtype, operand_dtype, product
 from titan_disp.dispersion.layers import Compute, Layers
 from titan_disp.dispersion.masks import Count, TokenMask
@@ -169,7 +170,7 @@ class CosineVariant(Variant):
                 mask=mask,
                 pair=self._pair,
             )
-            return s, units.backward_(w.mul_(2 / units.scale))
+            return s, units.of_pairs(w)
 
         sums = layers.sum_over_group(layers.each(of_rank))
         return self.normalize(sums, layers.pairs())
@@ -221,7 +222,7 @@ class CosineVariant(Variant):
             s, grad = quadratic_sum_(
                 tokens, quadratic(tokens), layers.tokens(mask), group=layers.group
             )
-            return s, units.backward_(grad)
+            return s, Known(units.backward_(grad))
 
         sums = layers.sum_over_group(layers.each(of_rank))
         return self.normalize(sums, layers.pairs())
@@ -276,7 +277,7 @@ class MomentsVariant(Variant):
                 self, lambda: self.loss(s, m, tokens), s, m
             )
             grad = product(x, (of_m + of_m.transpose(1, 2)).to(x.dtype))
-            return value, units.backward_(grad.add_(of_s[:, None]))
+            return value, Known(units.backward_(grad.add_(of_s[:, None])))
 
         # every rank has the moments of all tokens, and so the whole loss
         return layers.each(of_rank)
@@ -343,7 +344,7 @@ class AutogradVariant(Variant):
                     return self.loss(x, valid, context)
 
                 value, (grad,) = _differentiated(self, loss, leaf)
-                return value, grad
+                return value, Known(grad)
 
             return of_rank
 

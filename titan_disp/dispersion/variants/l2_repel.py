@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import Gathering, Result
+from titan_disp.dispersion.gradients import Known
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.layers import Layers
 from titan_disp.dispersion.masks import Count, Marks, TokenMask, apart, others_of
@@ -172,12 +173,13 @@ class PairExponents:
         self.vectors *= scale[:, None, None]
 
     def result(self) -> Result:
-        """Return A [B], and ∂A/∂z [B, n, F] of the own tokens relative to this rank's
+        """Return A [B], and ∂A/∂z of the own tokens relative to this rank's
         own Σw.
         """
         a = self.maximum + self.total.log()
         grad = self.shard.x * self.weights - self.vectors
-        return a, grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
+        grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
+        return a, Known(grad)
 
 
 def _exponents(rows: Tensor, cols: Tensor, tau: float) -> Tensor:
