@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import angular, cross_entropy, drawing_order
 from titan_disp.dispersion import AutogradVariant, DispersionLoss, masks
@@ -209,6 +210,59 @@ def test_gradients_in_the_backward_pass(
     # float32's, also for the means
     torch.testing.assert_close(found[True], found[False], rtol=1.3e-6, atol=1e-5)
     assert sorted(seen) == [i for i in range(4) for _ in range(2 + 2 * (1 + retain))]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_sampled_rows_are_added_to_the_gradients_that_arrive(padded):
+    """The gradients are those of the forward pass, also of a float64 model, and no
+    layer's gradient begins as zeros.
+    """
+    tokens = torch.randn(2, 9, 6).double()
+    labels = torch.randint(6, (2, 9))
+    if padded:
+        labels[0, 3:] = -100
+    sampled = DispersionLoss(**PARAMETERS, estimator="sampled", max_tokens=4, seed=5)
+    found = {}
+    for defer in (False, True):
+        torch.manual_seed(0)
+        model = Blocks().double()
+        loss = objective(loss=sampled, defer=defer)
+        segments = torch.where(labels >= 0, 0, -1) if padded else None
+        loss.within_documents = padded
+        logits, activations = model(tokens)[:2]
+        value = loss((logits, activations, segments), labels)
+        with Operations() as operations:
+            value.backward()
+        assert loss.take_late() is None
+        shapes = [shape for name, shape in operations.seen if name == "zeros"]
+        assert (activations[0].shape in shapes) != defer
+        found[defer] = [value.detach(), *(p.grad for p in model.parameters())]
+    torch.testing.assert_close(found[True], found[False], rtol=1e-6, atol=1e-8)
+
+
+def test_sampled_rows_need_a_gradient_to_be_added_to():
+    sampled = DispersionLoss(**PARAMETERS, estimator="sampled", max_tokens=4)
+    h = torch.randn(2, 9, 6, requires_grad=True)
+    lost = torch.randn(2, 9, 6, requires_grad=True)
+    value = objective(loss=sampled, defer=True)(
+        (h, (lost, h)), torch.randint(6, (2, 9))
+    )
+    with pytest.raises(RuntimeError, match="activation 0 gets a gradient from disp"):
+        value.backward()
+
+
+class Operations(TorchDispatchMode):
+    """Names and result shapes of the operations, in order."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        shape = getattr(result, "shape", None)
+        self.seen.append((function.overloadpacket.__name__, shape))
+        return result
 
 
 class OfLayer(AutogradVariant):

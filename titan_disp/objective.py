@@ -164,7 +164,7 @@ def in_backward(
 
     This needs layers ``zs`` so large that each is computed alone anyway, and sequences
     that are not sharded. Otherwise, forward gathers the next layer while it computes
-    one, and a rank saves only its own shard's gradient. Sampled losses save little.
+    one, and a rank saves only its own shard's gradient. Sampled losses save rows.
     """
     return (
         not sharded
@@ -269,12 +269,15 @@ class DispersionObjective:
 
     def deferred(self, zs: Sequence[Tensor]) -> bool:
         """Return whether this call computes the losses' gradients in backward."""
-        possible = (
-            self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
-        )
         losses = [loss for _, loss in self._losses.values()]
         sharded = process_group(self.group) is not None
-        return possible and in_backward(losses, zs, sharded)
+        return self._in_hooks(zs) and in_backward(losses, zs, sharded)
+
+    def _in_hooks(self, zs: Sequence[Tensor]) -> bool:
+        """Return whether hooks may add gradients to those that arrive for zs."""
+        return (
+            self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
+        )
 
     def take_late(self) -> Tensor | None:
         """Return λ · dispersion of the last backward pass, summed over the valid
@@ -386,6 +389,7 @@ class DispersionObjective:
                 segments=batch.mask,
                 first=first_layer,
                 arriving=arriving,
+                in_hooks=self._in_hooks(zs),
             )
             sums.append((batch.weights * (values.sum(0) / batch.layers)).sum())
         return torch.stack(sums)

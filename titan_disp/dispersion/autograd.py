@@ -167,11 +167,7 @@ def add_in_backward(zs: Sequence[Tensor], loss: LossOfLayer) -> Tensor:
     def arrived(index: int, grad: Tensor | None) -> Tensor:
         z = kept[index]
         assert z is not None
-        if grad is None:
-            raise RuntimeError(
-                f"activation {index} gets a gradient from dispersion only: another "
-                "layer must take it as input"
-            )
+        grad = _from_elsewhere(grad, index)
         if not _graph_is_retained():
             kept[index] = None
         # Under create_graph, the sum must be differentiable.
@@ -187,25 +183,69 @@ def add_in_backward(zs: Sequence[Tensor], loss: LossOfLayer) -> Tensor:
 
     for index, z in enumerate(zs):
         z.register_hook(partial(arrived, index))
-    return _Factor.apply(factor, *zs)
+    value = zs[0].new_zeros((), dtype=torch.float32)
+    return _Factor.apply(factor, value, *zs)
+
+
+def _from_elsewhere(grad: Tensor | None, index: int) -> Tensor:
+    """Return the gradient that arrives for a layer, or raise RuntimeError if none
+    does.
+    """
+    if grad is None:
+        raise RuntimeError(
+            f"activation {index} gets a gradient from dispersion only: another layer "
+            "must take it as input"
+        )
+    return grad
 
 
 class _Factor(torch.autograd.Function):
-    """Learn by what a loss is multiplied.
+    """Return ``value``, and learn by what it is multiplied.
 
-    As the tokens are inputs, this is known before a gradient of them is complete.
+    As the tokens are inputs, this is known before a gradient of them is complete. Their
+    gradients come from hooks.
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: list[Tensor], *zs: Tensor) -> Tensor:
+    def forward(ctx: Any, factor: list[Tensor], value: Tensor, *zs: Tensor) -> Tensor:
         ctx.factor = factor
-        ctx.none = (None,) * (1 + len(zs))
-        return zs[0].new_zeros((), dtype=torch.float32)
+        ctx.none = (None,) * (2 + len(zs))
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.factor.append(grad)
         return ctx.none
+
+
+def add_rows_in_backward(
+    zs: Sequence[Tensor],
+    values: Tensor,
+    rows: Sequence[Tensor],
+    positions: Sequence[Tensor],
+) -> Tensor:
+    """Return ``values`` [L, B], whose backward adds the rows of each layer to the
+    gradient that arrives for its z [B, n, F], so that none of its size begins at 0.
+
+    ``rows`` and ``positions`` are those of ``SavedRows``. Each z must have a gradient
+    from elsewhere.
+    """
+    factor: list[Tensor] = []
+
+    def arrived(index: int, grad: Tensor | None) -> Tensor:
+        grad = _from_elsewhere(grad, index)
+        factor_of_layer = factor[-1][index][:, None, None]
+        scaled = (rows[index] * factor_of_layer).to(grad.dtype)
+        where = positions[index]
+        if where.ndim == 1:
+            total = grad.index_add(1, where, scaled)
+        else:
+            total = grad.scatter_add(1, where[..., None].expand_as(scaled), scaled)
+        return only_first_derivative(total, values, factor[-1])
+
+    for index, z in enumerate(zs):
+        z.register_hook(partial(arrived, index))
+    return _Factor.apply(factor, values, *zs)
 
 
 class SavedRows(torch.autograd.Function):

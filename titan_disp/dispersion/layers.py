@@ -77,6 +77,8 @@ class Layers(ABC):
     first: int = 0  # the index of the first of them
     # the gradient that arrives for the only layer, in a hook (``add_in_backward``)
     arriving: list[Tensor] | None = None
+    # whether rows of gradients are added by hooks (``add_rows_in_backward``)
+    in_hooks: bool = False
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:

@@ -198,6 +198,7 @@ class DispersionLoss:
         segments: Tensor | TokenMask | None = None,
         first: int = 0,
         arriving: list[Tensor] | None = None,
+        in_hooks: bool = False,
     ) -> Tensor:
         """Return the loss per layer and sequence.
 
@@ -227,6 +228,8 @@ class DispersionLoss:
             arriving: for ``add_in_backward``: the gradient that the only layer gets from
                 elsewhere. Backward may take it out of the list, and then returns the
                 sum.
+            in_hooks: whether hooks on ``zs`` may add the sampled estimator's rows to
+                the gradients that ``zs`` get from elsewhere, which they must have.
 
         Returns:
             [len(zs), B] in float32 (float64 for float64 input), the same full value on
@@ -291,6 +294,7 @@ class DispersionLoss:
             layers.step = step
             layers.first = first
             layers.arriving = arriving
+            layers.in_hooks = in_hooks
             if self.estimator == "moments":
                 losses = self._variant.moments(layers, fit_errors)
             else:

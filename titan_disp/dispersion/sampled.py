@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import SavedRows, rank_in
+from titan_disp.dispersion.autograd import (
+    SavedRows,
+    add_rows_in_backward,
+    rank_in,
+)
 from titan_disp.dispersion.gradients import as_tensor
 from titan_disp.dispersion.layers import Compute, Layers, in_parts
 from titan_disp.dispersion.masks import TokenMask, held_tokens, slots_of
@@ -89,6 +93,8 @@ class SampledLayers(Layers):
             values, grads = map(torch.cat, zip(*results, strict=True))
         rows = self.own_rows(grads.view_as(self.z))
         values = values.view(len(self.zs), -1)
+        if self.in_hooks:
+            return add_rows_in_backward(self.zs, values, rows, self.local_index)
         layers = zip(self.zs, values, rows, self.local_index, strict=True)
         return torch.stack([SavedRows.apply(*layer) for layer in layers])
 
