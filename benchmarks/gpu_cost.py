@@ -48,6 +48,7 @@ from torch.utils._pytree import tree_leaves
 
 from measuring import Printed, show
 from titan_disp.cluster import cost
+from titan_disp.cluster.plan import BANDWIDTH_PART
 from titan_disp.dispersion import DispersionLoss, kernels
 from titan_disp.dispersion.autograd import add_in_backward
 from titan_disp.dispersion.loss import ESTIMATORS
@@ -60,11 +61,7 @@ WAYS = (SAVED, HOOK)
 # Bare products of [8, 4096, 1024] in bf16 took 1.1 ms on an H100 (docs/benchmarks.md),
 # which is 375 TFLOP/s. The H200 computes as fast.
 PRODUCT_FLOPS = 400e12  # per second
-# With this part of the data sheet's bandwidth, 28 layers of [8, 2048, 1024] under AMP
-# take 15.7 ms on an H200, where 15.0 to 15.7 ms were measured (docs/benchmarks.md).
-BANDWIDTH_PART = 0.85
-# Bytes per second: data sheets of the H100 and the H200, both SXM
-BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
+GPUS = ("H100", "H200")
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "baddbmm_"}
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -329,8 +326,8 @@ class Count:
     def device_ms(self, gpu: str) -> float:
         """Return the milliseconds of products and other bytes on a GPU."""
         products = self.product_flops / PRODUCT_FLOPS
-        passes = self.other_bytes / (BANDWIDTH_PART * BANDWIDTH[gpu])
-        return 1e3 * (products + passes)
+        bandwidth = BANDWIDTH_PART * cost.GPUS[gpu].memory_bandwidth
+        return 1e3 * (products + self.other_bytes / bandwidth)
 
     def collectives_ms(self, gpu: str) -> float:
         """Return the milliseconds of collectives within a node."""
@@ -406,7 +403,7 @@ def count_rows(options: Options) -> list[dict[str, Any]]:
             per_layer = count(shape, estimator, way, options.layers)
             row = {"shape": text, "estimator": estimator, "way": way}
             row |= asdict(per_layer)
-            for gpu in BANDWIDTH:
+            for gpu in GPUS:
                 row[f"{gpu}_ms"] = per_layer.device_ms(gpu)
                 row[f"{gpu}_ms_of_layers"] = options.layers * per_layer.device_ms(gpu)
             rows.append(row)
@@ -653,7 +650,7 @@ def measured_rows(options: Options) -> list[dict[str, Any]]:
             loss_ms = (on.busy_ms - off.busy_ms) / options.layers
             row = {"shape": text, "estimator": estimator, "way": way, **asdict(on)}
             row["loss_ms_per_layer"] = loss_ms
-            if gpu in BANDWIDTH:
+            if gpu in GPUS:
                 per_layer = count(shape, estimator, way, options.layers)
                 row["predicted_ms_per_layer"] = per_layer.device_ms(gpu)
                 row["predicted_to_measured"] = per_layer.device_ms(gpu) / loss_ms

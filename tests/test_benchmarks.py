@@ -12,7 +12,7 @@ import tyro
 
 from tests.command_line import ROOT, SECONDS, environment
 from tests.pages import changed, loaded, understood
-from titan_disp.dispersion import kernels
+from titan_disp.dispersion import DispersionLoss, kernels
 
 
 @pytest.fixture
@@ -154,6 +154,17 @@ def test_gpu_cost():
         assert hook["other_bytes"] < 1.001 * row["other_bytes"]
         assert hook["saved_bytes"] < 100 < row["saved_bytes"]
     assert {row["host_waits"] for row in counts.values()} == {0}
+    # what the plan takes for tokens in bf16, in the way of the trainer
+    for estimator in ("exact", "moments", "sampled"):
+        loss = DispersionLoss(estimator=estimator)
+        for shape, sequences, tokens in (
+            ("8x4096x1024:bfloat16", 8, 4096),
+            ("1x8192x1024:bfloat16", 1, 8192),
+        ):
+            way = "saved" if estimator == "sampled" else "hook"
+            bytes_ = sequences * loss.cost(tokens, features=1024, shards=1).bytes
+            other_bytes = counts[shape, estimator, way]["other_bytes"]
+            assert bytes_ == pytest.approx(other_bytes, rel=0.15)
 
     exact = counts["8x2048x1024:amp", "exact", "saved"]
     # of two blocks, three of four tiles of cosines, and their product with z
