@@ -109,12 +109,16 @@ def test_flops_and_days_by_hand():
     model = (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048
     dispersed = 1920 * 28 * 3 * 2048**2 * 1024
     assert (plan.model.flops, plan.model.dispersion_flops) == (model, dispersed)
+    # 36 bytes per number of the tokens, and 6 for 3/4 of the pairs
+    dispersed_bytes = 1920 * 28 * (36 * 2048 * 1024 + 6 * 3 / 4 * 2048**2)
+    assert plan.model.dispersion_bytes == dispersed_bytes
+    passes = dispersed_bytes / (640 * 0.85 * 1.6e12)
     peak = 640 * 191.5e12 * 0.5
     fp32 = 640 * 47.85e12 * 0.5
     seconds = [
-        (model + 2 * dispersed) / peak,
+        (model + dispersed) / peak + passes,
         model / peak,
-        model / peak + 2 * dispersed / fp32,
+        model / peak + dispersed / fp32 + passes,
     ]
     found = [
         plan.time.days,
@@ -651,7 +655,7 @@ def test_text(every_node_count):
         *(
             "0.59 GB, 11.8 ms at 50 GB/s",
             "8.5 ms, 9.3% of a step",
-            "67,231 tokens/s per GPU",
+            "67,195 tokens/s per GPU",
         ),
         *(
             "4.49 GB of 80 GB per GPU",

@@ -49,6 +49,9 @@ class Cost(NamedTuple):
     flops: float  # of products, on all ranks together, forward and backward
     gathered: float  # elements of an all-gather, in the dtype of the tokens
     reduced: float  # elements of an all-reduce, in float32
+    # that a GPU reads and writes beside products, for tokens in bf16, as counted by
+    # benchmarks/gpu_cost.py
+    bytes: float
 
 
 def cost_of_moments(tokens: int, features: int) -> Cost:
@@ -57,6 +60,7 @@ def cost_of_moments(tokens: int, features: int) -> Cost:
         flops=4.0 * tokens * features**2,
         gathered=0.0,
         reduced=features**2 + features,
+        bytes=66.0 * tokens * features,
     )
 
 
@@ -108,6 +112,9 @@ class Variant(ABC):
             flops=(3.0 if shards == 1 else 4.0) * tokens**2 * features,
             gathered=tokens * features,
             reduced=0.0,
+            # A cosine is read in float32 and written in bf16. Of a whole sequence,
+            # there are 3/4 N² if it has two blocks, and fewer if it has more.
+            bytes=tokens * (36.0 * features + 4.5 * tokens),
         )
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
