@@ -488,8 +488,12 @@ def test_what_is_said_of_a_run(run):
     )
     for said in (
         "(goodput) of all 5 starts: ",
-        f"Checkpoints: {run}/checkpoint",
+        f"writes to     {run}",
         f"--logdir {run}/tb",
+        "5 steps, 2,560 tokens; from step 0; ends after step 3 (budget.stop_at_tokens)",
+        "5 steps, 2,560 tokens; resumes after step 3\n",
+        "validation    every 2 steps on ",
+        "step 5: checkpoint saved",
     ):
         assert said in console
     eager = dict.fromkeys(("epilogue", "normalize_backward"), "eager: on a CPU")
@@ -505,13 +509,17 @@ def test_what_is_said_of_a_run(run):
     # also where it stopped
     assert (list(found), list(losses)) == ([0, 2, 3, 4, 5], [1, 2, 4])
     assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
-    cosines = console.split("embedding → last block: ")[-1].split("  ")[0].split()
-    assert cosines == [f"{c:.2f}" for c in found[STEPS]["mean_cosine"][:-1]]
     # The last lines: how condensation went.
     numbers = (
         f"{found[STEPS]['cross_entropy']:.3f}",
         f"{np.mean(found[STEPS]['mean_cosine'][1:7]):.2f}",
     )
+    last_block = found[STEPS]["mean_cosine"][6]
+    assert (
+        f"step 5/5  held-out text: ce {numbers[0]}  mean cosine {numbers[1]}, last "
+        f"block {last_block:.2f}  ρ "
+    ) in console
+    assert f"step 4/5  validation loss {losses[4]:.3f}\n" in console
     assert re.search(
         rf" {STEPS} +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1]
     )

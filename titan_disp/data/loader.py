@@ -8,6 +8,7 @@ and any accumulation.
 """
 
 import json
+import logging
 import math
 import time
 from collections import Counter
@@ -50,6 +51,7 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
 from titan_disp.text import byte_size
 
+details = logging.getLogger(__name__)  # not for the console: see run.console
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
 # … but no more tokens than these, unless a single microbatch has more
 _GROUP_TOKENS = 1 << 16
@@ -339,20 +341,16 @@ def build_dataloader(
         stream_options(job_config, tokenizer=tokenizer),
     )
     if dp_rank == 0:
-        total = byte_size(sum(file.size for file in files), 3)
-        logger.info(
-            f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to "
-            f"{files[-1].url}"
-        )
+        details.info(f"data: from {files[0].url} to {files[-1].url}")
         sources = source_shares(job_config, slot_count(job_config, dp_world_size))
         for share in sources:
-            logger.info(f"data: {share}")
+            details.info(f"data: {share}")
         if (coarse := far_from_weights(sources)) is not None:
             logger.warning(f"data: {coarse}")
     loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
     if dp_rank == 0 and any(file.blocks is not None for file in files):
         dealt = sum(loader.assignment.dealt)
-        logger.info(
+        details.info(
             f"data: {dealt} of {counted(len(files), 'file')} are read block by block "
             "(docs/data.md)"
         )
@@ -364,7 +362,7 @@ def build_dataloader(
             byte_size(memory(own, window, length), 3)
             for length in (C4_DOCUMENT_BYTES, math.inf)
         )
-        logger.info(
+        details.info(
             f"data: {window} documents of each slot are shuffled together "
             f"(stream.shuffle_window). A rank of {own} slots holds up to {usual} for "
             f"that if documents are as long as C4's, and up to {most} if they are "
