@@ -489,9 +489,10 @@ def test_what_is_said_of_a_run(run):
     for said in (
         "(goodput) of all 5 starts: ",
         f"writes to     {run}",
-        f"--logdir {run}/tb",
-        "5 steps, 2,560 tokens; from step 0; ends after step 3 (budget.stop_at_tokens)",
-        "5 steps, 2,560 tokens; resumes after step 3\n",
+        f"curves        tensorboard --logdir {run}/tb",
+        "5 steps, 1,280 tokens; from step 0\n",
+        "ends after step 3 (budget.stop_at_tokens)\n",
+        "5 steps, 1,280 tokens; resumes after step 3\n",
         "validation    every 2 steps on ",
         "step 5: checkpoint saved",
     ):
@@ -501,8 +502,6 @@ def test_what_is_said_of_a_run(run):
         "kernels": eager,
         "products": ["float32"],
     }
-    said = "Dispersion forms products of float32. Its kernels: epilogue eager: on a CPU; normalize_backward eager: on a CPU"
-    assert console.count(said) == 2  # in both starts
     found = reader.read_condensation(run)
     rows = read_metrics(run)
     losses = reader.read_validation(run)
@@ -516,10 +515,10 @@ def test_what_is_said_of_a_run(run):
     )
     last_block = found[STEPS]["mean_cosine"][6]
     assert (
-        f"step 5/5  held-out text: ce {numbers[0]}  mean cosine {numbers[1]}, last "
+        f"  held-out text: ce {numbers[0]}  mean cosine {numbers[1]}, last "
         f"block {last_block:.2f}  ρ "
     ) in console
-    assert f"step 4/5  validation loss {losses[4]:.3f}\n" in console
+    assert f"  validation loss {losses[4]:.3f}\n" in console
     assert re.search(
         rf" {STEPS} +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1]
     )

@@ -11,7 +11,6 @@ TorchTitan's trainer runs the steps; what titan-disp adds to each is, in their o
     checkpointer.save       run.checkpoint saves at its interval, or when ``train_step`` has asked for it
 """
 
-import logging
 import os
 import sys
 import time
@@ -80,7 +79,6 @@ OPTIONS = ("initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay
 # Sections and keys that say nothing about training: their changes are in the event
 # ``resume`` only.
 SILENT = ("job.", "metrics.", "profiling.", "comm.")
-details = logging.getLogger(__name__)  # not for the console: see run.console
 SHORT = 600  # seconds of a start, which are mostly start-up
 
 
@@ -389,14 +387,8 @@ class DispTrainer(Trainer):
 
     def _record_path(self) -> None:
         path = kernels.path()
-        if not any(path.values()):
-            return  # dispersion is off, or its variant uses neither
-        ran = "; ".join(f"{name} {how}" for name, how in path["kernels"].items())
-        details.info(
-            "Dispersion forms products of "
-            f"{' and '.join(path['products']) or 'none'}. Its kernels: {ran or 'none'}"
-        )
-        if self.run_folder is not None:
+        # not if dispersion is off, or its variant uses neither
+        if any(path.values()) and self.run_folder is not None:
             self.run_folder.record_path(path)
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:

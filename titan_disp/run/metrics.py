@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,15 @@ NOTED_WAITING = 0.03
 
 
 def _notes(data: Mapping[Metric, float]) -> Iterator[str]:
-    """Yield what the console says of the data: the waiting time if it is not short, and
-    how often the source that is read fastest was read if this is more than once.
+    """Yield what the console says of the data: how often the source that is read
+    fastest was read if this is more than once, and the waiting time if it is not short.
     """
-    epochs = {
-        metric.source: epoch
-        for metric, epoch in data.items()
-        if metric.name == "epochs_read" and epoch >= 1
-    }
-    if epochs:
-        source = max(epochs, key=lambda source: epochs[source])
-        yield f"epoch {epochs[source]:.2f} {source}".strip()
+    epochs = max(
+        (value for metric, value in data.items() if metric.name == "epochs_read"),
+        default=0.0,
+    )
+    if epochs > 1:
+        yield f"epoch {epochs:.2f}"
     waiting = data.get(Metric("wait_fraction"), 0.0)
     if waiting >= NOTED_WAITING:
         yield f"{waiting:.0%} waiting for data"
@@ -164,7 +163,6 @@ class DispersionMetrics(MetricsProcessor):
         self._dp_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self.ledger = ledger
         self._loader = loader
-        self._last_step = last_step(job_config, self._dp_degree)
         self._first_log: tuple[float, int] | None = None  # (time, step)
         self._bad_fit = False  # whether it has warned of one
         # This rank's counters at the last log.
@@ -193,55 +191,47 @@ class DispersionMetrics(MetricsProcessor):
         """
         return step * tokens_per_step(self.job_config, self._dp_degree)
 
+    @cached_property
+    def _last_step(self) -> int:
+        return last_step(self.job_config, self._dp_degree)
+
     def of_steps(self, step: int) -> str:
         """Return the beginning of a line on the console, such as "step  10/300"."""
         width = len(str(self._last_step))
-        return f"{self.color.red}step {step:{width}}/{self._last_step}"
+        color = self.color
+        return f"{color.green}step {step:{width}}/{self._last_step}{color.reset}"
 
-    def time_left(self, step: int) -> str:
-        """Return the time until the last step, such as "3:10:00 left", or "".
-
-        It is estimated from the pace since this start's first log.
+    def _time_left(self, step: int) -> Iterator[str]:
+        """Yield the time until the last step, such as "3:10:00 left", unless this is
+        the first log of the start, from which the pace is measured.
         """
         now = time.monotonic()
         if self._first_log is None:
             self._first_log = (now, step)
-            return ""
-        if step >= self._last_step:
-            return ""
+            return
         first_time, first_step = self._first_log
         seconds_per_step = (now - first_time) / (step - first_step)
         seconds = (self._last_step - step) * seconds_per_step
-        return f"{timedelta(seconds=round(seconds))} left"
+        yield f"{timedelta(seconds=round(seconds))} left"
 
     def line(self, row: Mapping[str, Any]) -> str:
         """Return the line of the console for a row of metrics.jsonl.
 
         What says nothing is left out.
         """
-        color = self.color
         titan = self._last.metrics
-        ranks = self.parallel_dims.world_size
-        parts = [
-            self.of_steps(row["step"]),
-            f"{color.green}loss {row['loss']:.3f}  ce {row['ce']:.3f}",
-        ]
+        parts = [self.of_steps(row["step"]), f"loss {row['loss']:.3f}"]
         if self.job_config.dispersion.enabled:
-            parts.append(f"{color.magenta}dispersion {row['dispersion']:.3f}")
-        parts.append(f"{color.orange}grad {row['grad_norm']:.3g}")
-        if row["lr"] is not None:
-            parts.append(f"lr {row['lr']:.2g}")
-        per_rank = f"{row['tps']:,.0f} tokens/s"
-        if ranks > 1:
-            per_rank = f"{ranks} × {per_rank}"
-        parts.append(f"{color.blue}{per_rank}")
-        mfu = titan["mfu(%)"]
-        if not math.isnan(mfu):  # a CPU's peak is unknown
-            parts.append(f"mfu {mfu:.1f}%")
-        memory = titan["memory/max_reserved(GiB)"]
-        parts.append(f"{color.turquoise}{memory:.2f} GiB")
-        parts += [*_notes(row["data"]), self.time_left(row["step"])]
-        return "  ".join(filter(None, parts)) + color.reset
+            parts.append(f"ce {row['ce']:.3f}  dispersion {row['dispersion']:.3f}")
+        parts += [
+            f"grad {row['grad_norm']:.3g}",
+            f"lr {titan.get('lr', math.nan):.2g}",
+            f"{self.parallel_dims.world_size} × {row['tps']:,.0f} tokens/s",
+            f"{titan['memory/max_reserved(GiB)']:.2f} GiB",
+        ]
+        if not math.isnan(titan["mfu(%)"]):  # a CPU's peak is unknown
+            parts.append(f"mfu {titan['mfu(%)']:.1f}%")
+        return "  ".join([*parts, *_notes(row["data"]), *self._time_left(row["step"])])
 
     def data_metrics(self, seconds: float) -> dict[Metric, float]:
         """Return the loader's counters and rates over ``seconds``, of all ranks.
@@ -375,10 +365,7 @@ class DispersionMetrics(MetricsProcessor):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         super().log_validation(loss, step, extra_metrics)
-        logger.info(
-            f"{self.of_steps(step)}  {self.color.green}validation loss {loss:.3f}"
-            f"{self.color.reset}"
-        )
+        logger.info(f"{self.of_steps(step)}  validation loss {loss:.3f}")
         if self._jsonl is not None:
             append_json(
                 self._jsonl, {"step": step, "time": time.time(), "validation": loss}
@@ -419,10 +406,10 @@ class DispersionMetrics(MetricsProcessor):
         }
         append_json(self._jsonl, row)
         logger.info(
-            f"{self.of_steps(step)}  {self.color.cyan}held-out text: "
+            f"{self.of_steps(step)}  held-out text: "
             f"ce {measured.cross_entropy:.3f}  mean cosine {blocks_mean(measured):.2f}, "
             f"last block {measured.mean_cosine[measured.last_block]:.2f}  "
-            f"{measured.over_depth[OF_PAPER]}{self.color.reset}"
+            f"{measured.over_depth[OF_PAPER]}"
         )
 
     def _condensation_scalars(self, measured: Measurement) -> dict[str, float]:
