@@ -16,12 +16,12 @@ import torchtitan
 from jinja2 import StrictUndefined, Template
 from torchtitan.tools.logging import logger
 
-from titan_disp import __version__, cpu
+from titan_disp import cpu
 from titan_disp.config.batch import tokens_per_step
 from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.variants import find_variant, options_of
 from titan_disp.errors import counted
-from titan_disp.run.folder import job_id
+from titan_disp.run.folder import job_id, versions
 from titan_disp.run.reader import STOP
 from titan_disp.tables import OPTIONS, shown, written_out
 from titan_disp.text import byte_size
@@ -111,7 +111,7 @@ def split_log() -> None:
 def title(job: JobConfig) -> str:
     """Return the first line of a run: versions, and what is trained."""
     return (
-        f"titan-disp {__version__} (torch {torch.__version__}, torchtitan "
+        f"titan-disp {versions().get('titan-disp')} (torch {torch.__version__}, torchtitan "
         f"{torchtitan.__version__}): {job.job.description}"
     )
 

@@ -224,8 +224,8 @@ class DispersionMetrics(MetricsProcessor):
         if self.job_config.dispersion.enabled:
             parts.append(f"ce {row['ce']:.3f}  dispersion {row['dispersion']:.3f}")
         parts += [
-            f"grad {row['grad_norm']:.3g}",
-            f"lr {titan.get('lr', math.nan):.2g}",
+            f"grad {row['grad_norm']:#.3g}",
+            f"lr {titan.get('lr', math.nan):#.2g}",
             f"{self.parallel_dims.world_size} × {row['tps']:,.0f} tokens/s",
             f"{titan['memory/max_reserved(GiB)']:.2f} GiB",
         ]
