@@ -21,7 +21,7 @@ from titan_disp.config.batch import tokens_per_step
 from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.variants import find_variant, options_of
 from titan_disp.errors import counted
-from titan_disp.run.folder import job_id, versions
+from titan_disp.run.folder import versions
 from titan_disp.run.reader import STOP
 from titan_disp.tables import OPTIONS, shown, written_out
 from titan_disp.text import byte_size
@@ -140,9 +140,7 @@ def overview(trainer: Any) -> str:
         dims=dims,
         dispersion_keys=_dispersion(job.dispersion),
         dp_degree=dp_degree,
-        # cluster.launch starts ranks with such an id, and passes Ctrl-C on to them
-        gets_ctrl_c=os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("titan-disp-"),
-        in_slurm=job_id(),
+        environ=os.environ,
         log_file=log_file(),
         parameters=sum(p.numel() for p in trainer.model_parts[0].parameters()),
         quote=quote,
