@@ -340,4 +340,4 @@ def _counts(paths: Iterable[str]) -> str:
 # Checks, training and validation list the same folder, but it is logged once.
 _warn = cache(logger.warning)
 _say = cache(logger.info)
-_note = cache(logging.getLogger(__name__).info)
+_note = cache(logging.getLogger(__name__).info)  # not for the console

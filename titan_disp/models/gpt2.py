@@ -49,7 +49,7 @@ from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)  # not for the console: see run.console
 
 
 @dataclass

@@ -33,7 +33,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.head import ChunkedHead, chunked
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)  # not for the console: see run.console
 ApplyTP = Callable[[DispModel, ParallelDims, JobConfig], None]
 
 
