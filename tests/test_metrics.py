@@ -133,7 +133,8 @@ def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
     log(resumed, 100)
     first, second, last = lines(caplog)
     assert re.fullmatch(
-        r"step  41/100  loss 3.000  ce 3.000  dispersion 0.000  grad 1  .* GiB", first
+        r"step  41/100  loss 3.000  ce 3.000  dispersion 0.000  grad 1.00  .* GiB",
+        first,
     )
     assert second.startswith("step  51/100  ")
     assert second.endswith(" GiB  0:01:38 left")
@@ -160,7 +161,7 @@ def test_a_line_leaves_out_what_says_nothing(one_rank, tmp_path, clock, caplog):
     gpu.log(7, 3.0, 3.0, 0.25, {"lr": 6e-4})
     (line,) = lines(caplog)
     assert re.fullmatch(
-        r"step   7/100  loss 3.000  grad 0.25  lr 0.0006  640 × 125 tokens/s"
+        r"step   7/100  loss 3.000  grad 0.250  lr 0.00060  640 × 125 tokens/s"
         r"  \d.\d\d GiB  mfu 12.5%  epoch 1.25",
         line,
     )
