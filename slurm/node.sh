@@ -18,6 +18,8 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
 mkdir -p "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR"
 export PYTHONUNBUFFERED=1
+# torchrun's --role below is empty, so that nothing stands before the lines of rank 0 in the job's log.
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${role_name}"
 python=("${TITAN_DISP_PYTHON:-python}")
 if [ -n "${TITAN_DISP_PREFIX_WORDS:-}" ]; then
   # A container may start with a clean environment (apptainer's --cleanenv). The variables of SLURM, the site and this
@@ -45,5 +47,5 @@ tee=()
 exec "${python[@]}" -m torch.distributed.run \
   --nnodes "${SLURM_STEP_NUM_NODES:-$SLURM_NNODES}" --node-rank "$SLURM_NODEID" --nproc-per-node "$TITAN_DISP_NPROC" --max-restarts 0 \
   --rdzv-backend static --rdzv-id "$TITAN_DISP_START" --rdzv-endpoint "$TITAN_DISP_ENDPOINT" \
-  --role rank --redirects 3 "${tee[@]+"${tee[@]}"}" --log-dir "$TITAN_DISP_RUN/logs/$TITAN_DISP_START/node-$SLURM_NODEID" \
+  --role "" --redirects 3 "${tee[@]+"${tee[@]}"}" --log-dir "$TITAN_DISP_RUN/logs/$TITAN_DISP_START/node-$SLURM_NODEID" \
   -m "${TITAN_DISP_MODULE:-titan_disp.train}" "$@"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -221,6 +222,12 @@ def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
         in output.splitlines()[-1]
     )
     assert not any(map(is_running, ranks))
+    assert re.match(r"\d\d:\d\d:\d\d  titan-disp .* \(torch ", output)
+    assert "to stop       Ctrl-C saves and ends" in output
+    for rank in (0, 1):
+        (log,) = run.glob(f"logs/*/attempt_0/{rank}/full.log")
+        assert " - INFO - Starting job: nano Qwen3" in log.read_text()
+    assert "Starting job" not in output
     stop = read_events(run)[-1]
     assert (stop["event"], stop["reason"]) == ("stop", "SIGTERM")
     assert (run / "checkpoint" / f"step-{stop['step']}").is_dir()

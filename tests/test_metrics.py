@@ -8,6 +8,7 @@ and no effect on training.
 import dataclasses
 import logging
 import math
+import re
 import time
 from types import SimpleNamespace
 
@@ -89,6 +90,11 @@ def clock(monkeypatch, caplog):
     return clock
 
 
+def lines(caplog):
+    """The console's lines of steps. TorchTitan's own have "step:"."""
+    return [message for message in caplog.messages if message.startswith("step ")]
+
+
 def log(metrics, step):
     metrics.data_loading_times.append(0.0)
     metrics.log(step, 3.0, 3.0, 1.0)
@@ -115,15 +121,50 @@ def test_terms_are_those_of_the_logged_step(one_rank, tmp_path, caplog):
 
 
 def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
-    """The pace is that of this start, which first logs at step 41: 10 steps of 512
-    tokens in 20 s. 25 088 tokens are left.
+    """The pace is that of this start, which first logs at step 41: 10 steps in 20 s. 49
+    steps are left.
     """
     resumed = metrics(tmp_path)
     clock.now += 300  # compilation
     log(resumed, 41)
     clock.now += 20
     log(resumed, 51)
-    assert "tokens: 26,112 of 51,200 (51.0%, 0:01:38 left)" in caplog.text
+    clock.now += 98
+    log(resumed, 100)
+    first, second, last = lines(caplog)
+    assert re.fullmatch(
+        r"step  41/100  loss 3.000  ce 3.000  dispersion 0.000  grad 1.00  .* GiB",
+        first,
+    )
+    assert second.startswith("step  51/100  ")
+    assert second.endswith(" GiB  0:01:38 left")
+    assert last.endswith("  0:00:00 left")
+
+
+def test_a_line_leaves_out_what_says_nothing(one_rank, tmp_path, clock, caplog):
+    gpu = metrics(tmp_path)
+    gpu.gpu_peak_flops = 1000.0
+    gpu.parallel_dims.build_mesh()
+    gpu.parallel_dims.world_size = 640
+    gpu.job_config.dispersion.enabled = False
+    gpu._loader = DamagedFiles(0)
+    gpu._loader.counters = lambda: {
+        Metric("stored_bytes"): 0,
+        Metric("seconds_waited"): 0,
+        Metric("epochs_read", "web"): 0.5,
+        Metric("epochs_read", "wiki"): 1.25,
+    }
+    gpu._loader.check_counters = lambda data: None
+    clock.now += 2
+    gpu.ntokens_since_last_log = 250
+    gpu.data_loading_times.append(0.0)
+    gpu.log(7, 3.0, 3.0, 0.25, {"lr": 6e-4})
+    (line,) = lines(caplog)
+    assert re.fullmatch(
+        r"step   7/100  loss 3.000  grad 0.250  lr 0.00060  640 × 125 tokens/s"
+        r"  \d.\d\d GiB  mfu 12.5%  epoch 1.25",
+        line,
+    )
 
 
 def test_tokens_are_those_of_all_replicas_once(one_rank, tmp_path):
@@ -149,7 +190,9 @@ def test_data_since_the_last_log(one_rank, tmp_path, clock, caplog):
         (500.0, 0.25),
         (200.0, 0.0),
     ]
-    assert "epochs: 0.375  waiting for data: 25%" in caplog.text
+    waiting, not_waiting = lines(caplog)
+    assert waiting.endswith(" GiB  25% waiting for data")
+    assert "waiting" not in not_waiting
     loader.skipped = 21
     clock.now = 5020.0
     with pytest.raises(DataError, match="21 of 100 files are damaged"):

@@ -2119,14 +2119,16 @@ class TestNode:
         given |= {"SLURM_NODEID": str(number), "SLURM_NNODES": "80"}
         if number:  # a step on fewer nodes than the job has
             given |= {"SLURM_NNODES": "99", "SLURM_STEP_NUM_NODES": "80"}
+        prefix = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
         told = cluster.node(
-            'printf "%s\\0" "$@"',
+            f'printf "%s\\0" "${prefix}" "$@"',
             "train",
             "--job.config_file",
             "a config.toml",
             **given,
         )
-        words = told.split("\0")[:-1]
+        template, *words, _ = told.split("\0")
+        monkeypatch.setenv(prefix, template)
         assert words[:2] == ["-m", "torch.distributed.run"]
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         config, _, arguments = config_from_args(parse_args(words[2:]))
@@ -2147,6 +2149,8 @@ class TestNode:
         assert config.rdzv_configs["timeout"] >= JobConfig().comm.init_timeout_seconds
         assert (tmp_path / "a run" / "logs" / "7.1" / f"node-{number}").is_dir()
         assert arguments[-2:] == ["--job.config_file", "a config.toml"]
+        # nothing stands before the lines of rank 0
+        assert (config.log_line_prefix_template, config.role) == ("${role_name}", "")
         # rank 0 is on the first node, and speaks in the job's log
         assert ("--tee" in words) is (number == 0)
 

@@ -281,7 +281,7 @@ def test_stock_trainer_loads_the_plugin(sample, tmp_path, masks):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "dispersion: -0." in done.stdout
+    assert "  dispersion -0." in done.stdout
     assert "this is TorchTitan's own trainer" in done.stdout
     metrics = read_metrics(tmp_path)
     assert metrics[2]["loss"] == pytest.approx(

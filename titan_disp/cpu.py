@@ -12,9 +12,7 @@ If there is an accelerator, nothing here has an effect.
 
 import contextlib
 import functools
-import logging
 import os
-import re
 import resource
 import sys
 from datetime import timedelta
@@ -27,6 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
+
+# Warnings that mean nothing on a CPU: a pattern of the message, and why.
+HARMLESS = {
+    r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu": (
+        "titan-disp draws parameters without DTensor's random operators"
+    ),
+}
 
 
 def active() -> bool:
@@ -111,7 +116,6 @@ def install() -> None:
         return
     import torchtitan.tools.utils as titan_utils
     from torchtitan.models.attention import FlexAttentionWrapper
-    from torchtitan.tools.logging import logger
 
     device = {
         "device_type": "cpu",
@@ -123,9 +127,8 @@ def install() -> None:
                 if hasattr(module, name):
                     setattr(module, name, value)
     FlexAttentionWrapper._compiled_flex_attn = _masked_attention
-    # A CPU's peak is unknown, so TorchTitan computes "mfu: nan%".
+    # A CPU's peak is unknown.
     titan_utils.get_peak_flops = lambda device_name: float("nan")
-    logger.addFilter(_without_unknown_mfu)  # once, however often this is called
     if dist.is_gloo_available():
         _give_gloo_groups_one_thread()
 
@@ -151,15 +154,6 @@ def _masked_attention(
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
     )
-
-
-def _without_unknown_mfu(record: logging.LogRecord) -> bool:
-    """Return True, which keeps the record, after "mfu: nan%" was cut from its
-    message.
-    """
-    if isinstance(record.msg, str):
-        record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: nan%", "", record.msg)
-    return True
 
 
 def _give_gloo_groups_one_thread() -> None:

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
-from shlex import quote
 from typing import Any, cast
 
 import torch
@@ -58,7 +57,7 @@ from titan_disp.errors import (
     UserError,
 )
 from titan_disp.objective import DispersionObjective
-from titan_disp.run import identity, integrity
+from titan_disp.run import console, identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
@@ -112,6 +111,7 @@ class DispTrainer(Trainer):
         check_device(job_config)
         if int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
+            logger.info(console.title(job_config))
         if os.environ.get("NO_COLOR"):
             job_config.metrics.disable_color_printing = True
         path = self.run_folder.path if self.run_folder is not None else None
@@ -265,6 +265,7 @@ class DispTrainer(Trainer):
                 if self.step and trains
                 else {}
             )
+            logger.info(console.overview(self))
             if self.step:
                 self._say_changes()
             self.event(
@@ -386,14 +387,8 @@ class DispTrainer(Trainer):
 
     def _record_path(self) -> None:
         path = kernels.path()
-        if not any(path.values()):
-            return  # dispersion is off, or its variant uses neither
-        ran = "; ".join(f"{name} {how}" for name, how in path["kernels"].items())
-        logger.info(
-            "Dispersion forms products of "
-            f"{' and '.join(path['products']) or 'none'}. Its kernels: {ran or 'none'}"
-        )
-        if self.run_folder is not None:
+        # not if dispersion is off, or its variant uses neither
+        if any(path.values()) and self.run_folder is not None:
             self.run_folder.record_path(path)
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
@@ -529,27 +524,14 @@ class DispTrainer(Trainer):
         self.stop_request.done()
 
     def report(self) -> None:
-        job = self.job_config
-        logger.info(
-            f"Step {self.step} of {job.training.steps}. Run folder: "
-            f"{job.job.dump_folder}"
-        )
-        if job.checkpoint.enable:
-            logger.info(
-                "Checkpoints: "
-                f"{os.path.join(job.job.dump_folder, job.checkpoint.folder)}"
-            )
-        if job.metrics.enable_tensorboard:
-            logger.info(
-                "TensorBoard: tensorboard --logdir "
-                f"{quote(self.metrics_processor.tensorboard_folder)}"
-            )
+        """Log how condensation went, as a table."""
         if self.run_folder is not None:
             measured = read_condensation(self.run_folder.path)
-            for line in over_training(
+            lines = over_training(
                 {step: row for step, row in measured.items() if step <= self.step}
-            ):
-                logger.info(line)
+            )
+            if lines:
+                logger.info("\n".join(lines))
 
     def report_goodput(self) -> None:
         if self.run_folder is None:
@@ -726,6 +708,7 @@ def main(
     argv: Sequence[str] | None = None, trainer_class: type[DispTrainer] = DispTrainer
 ) -> None:
     init_logger()
+    console.split_log()
     try:
         # ``record`` writes a file from which torchrun reports the first rank that
         # failed, and why.

@@ -180,7 +180,7 @@ def test_completes_and_refuses_a_second_job(jobs, whole, run):
     )
     log = jobs.completed(first, restarts=0)
     assert f"the run is complete: step {STEPS}" in log
-    assert f"tokens: {STEPS * 512:,} of {STEPS * 512:,} (100.0%" in log
+    assert f"  step {STEPS}/{STEPS}  loss " in log
     assert values(run) == values(whole)
     assert {p.name for p in run.glob(f"nodes/{first}.0.*/*")} == {"n1.json", "n2.json"}
     assert (
@@ -188,7 +188,7 @@ def test_completes_and_refuses_a_second_job(jobs, whole, run):
     )
     # Rank 0 is on the first node, whose log is the job's.
     (rank_0,) = run.glob(f"logs/{first}.0.*/node-0/*/attempt_0/0/stdout.log")
-    assert f"tokens: {STEPS * 512:,} of" in rank_0.read_text()
+    assert f"  step {STEPS}/{STEPS}  loss " in rank_0.read_text()
 
     again = jobs.submit(run, *tokens)  # such as the next of a chain of jobs
     log = jobs.completed(again, restarts=0)

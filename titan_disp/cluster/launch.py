@@ -83,7 +83,9 @@ def launch(options: TrainOptions) -> int:
         os.environ.setdefault("NO_COLOR", "1")
     logs = os.path.join(job_config.job.dump_folder, "logs")
     settings = LaunchConfig(
-        role="rank",  # so that lines on the console begin with [rank0]
+        # nothing before the lines of the only rank on the console
+        role="",
+        log_line_prefix_template="${role_name}",
         logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL, local_ranks_filter={0}),
         min_nodes=1,
         max_nodes=1,

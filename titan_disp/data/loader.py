@@ -8,7 +8,7 @@ and any accumulation.
 """
 
 import json
-import math
+import logging
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -36,7 +36,6 @@ from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.listing import DataFile, on_rank_0
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field
-from titan_disp.data.shuffle import memory
 from titan_disp.data.sources import data_sets, list_and_check, source_shares
 from titan_disp.data.stream import (
     Batch,
@@ -48,12 +47,11 @@ from titan_disp.data.stream import (
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
-from titan_disp.text import byte_size
 
+details = logging.getLogger(__name__)  # not for the console: see run.console
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
 # … but no more tokens than these, unless a single microbatch has more
 _GROUP_TOKENS = 1 << 16
-C4_DOCUMENT_BYTES = 2200  # mean length of a document
 # Of all ranks, these counters are the largest, and all others are the sum.
 LARGEST = ("epoch", "seconds_waited", "wait_fraction")
 Counters = Mapping[Metric, float]
@@ -339,35 +337,16 @@ def build_dataloader(
         stream_options(job_config, tokenizer=tokenizer),
     )
     if dp_rank == 0:
-        total = byte_size(sum(file.size for file in files), 3)
-        logger.info(
-            f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to "
-            f"{files[-1].url}"
-        )
+        details.info(f"data: from {files[0].url} to {files[-1].url}")
         sources = source_shares(job_config, slot_count(job_config, dp_world_size))
-        for share in sources:
-            logger.info(f"data: {share}")
         if (coarse := far_from_weights(sources)) is not None:
             logger.warning(f"data: {coarse}")
     loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
     if dp_rank == 0 and any(file.blocks is not None for file in files):
         dealt = sum(loader.assignment.dealt)
-        logger.info(
+        details.info(
             f"data: {dealt} of {counted(len(files), 'file')} are read block by block "
             "(docs/data.md)"
         )
     loader.pin_memory = job_config.training.dataloader.pin_memory
-    own = len(loader.slots)
-    window = loader.options.shuffle_window
-    if dp_rank == 0 and window > 1:
-        usual, most = (
-            byte_size(memory(own, window, length), 3)
-            for length in (C4_DOCUMENT_BYTES, math.inf)
-        )
-        logger.info(
-            f"data: {window} documents of each slot are shuffled together "
-            f"(stream.shuffle_window). A rank of {own} slots holds up to {usual} for "
-            f"that if documents are as long as C4's, and up to {most} if they are "
-            "longer"
-        )
     return loader

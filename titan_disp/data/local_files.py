@@ -4,6 +4,7 @@ Files that are left out are logged with the reason.
 """
 
 import hashlib
+import logging
 import os
 import re
 from collections import Counter
@@ -202,7 +203,7 @@ def select(
             [os.path.relpath(path, folder) for path in left_out[:3]]
             + ["…"] * (len(left_out) > 3)
         )
-        (_say if c4 or split != "train" else _warn)(
+        (_note if c4 or split != "train" else _warn)(
             f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: "
             f"{some}. (A glob instead of the folder reads every file that it matches)"
         )
@@ -257,7 +258,7 @@ def check_kinds(paths: list[str], where: str) -> None:
 
 def readable_formats(paths: list[str], where: str) -> list[str]:
     other = [path for path in paths if not path.endswith(SUFFIXES)]
-    for say, usual in ((_warn, False), (_say, True)):
+    for say, usual in ((_warn, False), (_note, True)):
         if part := [path for path in other if path.endswith(_NO_DATA) == usual]:
             counts = _counts(part)
             say(
@@ -339,3 +340,4 @@ def _counts(paths: Iterable[str]) -> str:
 # Checks, training and validation list the same folder, but it is logged once.
 _warn = cache(logger.warning)
 _say = cache(logger.info)
+_note = cache(logging.getLogger(__name__).info)  # not for the console

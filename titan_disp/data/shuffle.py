@@ -23,17 +23,6 @@ from titan_disp.data.position import Field
 from titan_disp.errors import DataError
 
 
-def memory(slots: int, window: int, document_bytes: float) -> float:
-    """Return the most bytes of text that a rank holds for shuffling documents of this
-    mean length.
-
-    Windows are half full on average. The slot that refills reads one window ahead of
-    the others, so that their documents of a shared file wait: half a window too, at
-    most a whole one.
-    """
-    return 2 * slots * window * min(document_bytes, DOCUMENT_BYTES)
-
-
 def _hash(*numbers: int) -> int:
     return int.from_bytes(
         hashlib.sha256("/".join(map(str, numbers)).encode()).digest()[:8], "big"

@@ -7,6 +7,7 @@ dropout, as is usual in pre-training today.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -42,12 +43,13 @@ from torchtitan.models.attention import (
 )
 from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 from torchtitan.protocols.model import AttentionMasksType
-from torchtitan.tools.logging import logger
 
 from titan_disp.config.types import JobConfig
 from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
+
+logger = logging.getLogger(__name__)  # not for the console: see run.console
 
 
 @dataclass

@@ -7,6 +7,7 @@ raise or train two matrices. Here the parameters are tied again after TP, and th
 embeddings, the final norm and the output layer form one FSDP group.
 """
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Any, cast
 
@@ -25,7 +26,6 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 from torchtitan.models.llama4.infra.parallelize import apply_compile
-from torchtitan.tools.logging import logger
 
 from titan_disp import cpu
 from titan_disp.config.types import JobConfig
@@ -33,6 +33,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.head import ChunkedHead, chunked
 
+logger = logging.getLogger(__name__)  # not for the console: see run.console
 ApplyTP = Callable[[DispModel, ParallelDims, JobConfig], None]
 
 

@@ -268,6 +268,7 @@ class DispCheckpointManager(CheckpointManager):
     def _saved(self, step: int) -> None:
         self._saving = None
         self.saved_step = step
+        logger.info(f"step {step}: checkpoint saved")
         self.hooks.event("checkpoint", step)
         self._purge_stale_checkpoints()
 

@@ -10,7 +10,9 @@ import copy
 import dataclasses
 import math
 import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_disp.condensation.record import OF_PAPER, Measurement
+from titan_disp.condensation.record import OF_PAPER, Measurement, blocks_mean
 from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.config.types import JobConfig
 from titan_disp.data.listing import on_rank_0
@@ -38,22 +40,24 @@ from titan_disp.run.reader import METRICS
 
 # Smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
 HEATMAP_RATIO = 1.25
+# Smallest part of the time that ranks wait for data of which the console says so; our
+# choice
+NOTED_WAITING = 0.03
 
 
-def _format_data(data: dict[Metric, float]) -> str:
-    """Return the end of the console's line, or "" without a loader.
-
-    With several sources, each has its epoch.
+def _notes(data: Mapping[Metric, float]) -> Iterator[str]:
+    """Yield what the console says of the data: how often the source that is read
+    fastest was read if this is more than once, and the waiting time if it is not short.
     """
-    if not data:
-        return ""
-    epochs = [
-        f"{metric.source} {epoch:.3f}".strip()
-        for metric, epoch in data.items()
-        if metric.name == "epochs_read"
-    ]
-    waiting = data[Metric("wait_fraction")]
-    return f"  epochs: {', '.join(epochs)}  waiting for data: {waiting:.0%}"
+    epochs = max(
+        (value for metric, value in data.items() if metric.name == "epochs_read"),
+        default=0.0,
+    )
+    if epochs > 1:
+        yield f"epoch {epochs:.2f}"
+    waiting = data.get(Metric("wait_fraction"), 0.0)
+    if waiting >= NOTED_WAITING:
+        yield f"{waiting:.0%} waiting for data"
 
 
 def _loss_tag(term: Metric) -> str:
@@ -117,6 +121,15 @@ class TensorBoardFolder(BaseLogger):
             self._writer.close()
 
 
+class LastMetrics(BaseLogger):
+    """Keep what was logged last: TorchTitan's metrics of a step, for the console."""
+
+    metrics: dict[str, Any]
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.metrics = metrics
+
+
 class DispersionMetrics(MetricsProcessor):
     """Log cross-entropy, dispersion and the exact number of tokens seen.
 
@@ -150,7 +163,7 @@ class DispersionMetrics(MetricsProcessor):
         self._dp_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self.ledger = ledger
         self._loader = loader
-        self._first_log: tuple[float, int] | None = None  # (time, tokens)
+        self._first_log: tuple[float, int] | None = None  # (time, step)
         self._bad_fit = False  # whether it has warned of one
         # This rank's counters at the last log.
         self._last_counters: dict[Metric, float] = {}
@@ -162,12 +175,14 @@ class DispersionMetrics(MetricsProcessor):
         if for_all_ranks:
             folder /= f"rank_{rank}"
         self.tensorboard_folder = str(folder)
+        self._last = LastMetrics()
+        loggers = LoggerContainer()
+        loggers.add_logger(self._last)
+        loggers.add_logger(self.logger)
         if job_config.metrics.enable_tensorboard and (rank == 0 or for_all_ranks):
             self._tensorboard = TensorBoardFolder(self.tensorboard_folder, run)
-            loggers = LoggerContainer()
-            loggers.add_logger(self.logger)
             loggers.add_logger(self._tensorboard)
-            self.logger = loggers
+        self.logger = loggers
 
     def tokens_seen(self, step: int) -> int:
         """Return the tokens trained on after ``step`` steps.
@@ -176,20 +191,47 @@ class DispersionMetrics(MetricsProcessor):
         """
         return step * tokens_per_step(self.job_config, self._dp_degree)
 
-    def progress(self, tokens: int) -> str:
-        """Return the progress as text, such as " of 2,048 (12.5%, 3:10:00 left)".
+    @cached_property
+    def _last_step(self) -> int:
+        return last_step(self.job_config, self._dp_degree)
 
-        The time is estimated from the pace since this job's first log.
+    def of_steps(self, step: int) -> str:
+        """Return the beginning of a line on the console, such as "step  10/300"."""
+        width = len(str(self._last_step))
+        color = self.color
+        return f"{color.green}step {step:{width}}/{self._last_step}{color.reset}"
+
+    def _time_left(self, step: int) -> Iterator[str]:
+        """Yield the time until the last step, such as "3:10:00 left", unless this is
+        the first log of the start, from which the pace is measured.
         """
-        total = self.tokens_seen(last_step(self.job_config, self._dp_degree))
         now = time.monotonic()
         if self._first_log is None:
-            self._first_log = (now, tokens)
-            return f" of {total:,} ({tokens / total:.1%})"
-        first_time, first_tokens = self._first_log
-        seconds_per_token = (now - first_time) / (tokens - first_tokens)
-        remaining = timedelta(seconds=round((total - tokens) * seconds_per_token))
-        return f" of {total:,} ({tokens / total:.1%}, {remaining} left)"
+            self._first_log = (now, step)
+            return
+        first_time, first_step = self._first_log
+        seconds_per_step = (now - first_time) / (step - first_step)
+        seconds = (self._last_step - step) * seconds_per_step
+        yield f"{timedelta(seconds=round(seconds))} left"
+
+    def line(self, row: Mapping[str, Any]) -> str:
+        """Return the line of the console for a row of metrics.jsonl.
+
+        What says nothing is left out.
+        """
+        titan = self._last.metrics
+        parts = [self.of_steps(row["step"]), f"loss {row['loss']:.3f}"]
+        if self.job_config.dispersion.enabled:
+            parts.append(f"ce {row['ce']:.3f}  dispersion {row['dispersion']:.3f}")
+        parts += [
+            f"grad {row['grad_norm']:#.3g}",
+            f"lr {titan.get('lr', math.nan):#.2g}",
+            f"{self.parallel_dims.world_size} × {row['tps']:,.0f} tokens/s",
+            f"{titan['memory/max_reserved(GiB)']:.2f} GiB",
+        ]
+        if not math.isnan(titan["mfu(%)"]):  # a CPU's peak is unknown
+            parts.append(f"mfu {titan['mfu(%)']:.1f}%")
+        return "  ".join([*parts, *_notes(row["data"]), *self._time_left(row["step"])])
 
     def data_metrics(self, seconds: float) -> dict[Metric, float]:
         """Return the loader's counters and rates over ``seconds``, of all ranks.
@@ -259,14 +301,18 @@ class DispersionMetrics(MetricsProcessor):
         )
         # This sets the tokens back to 0.
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
-        color = self.color
-        logger.info(
-            f"{color.red}step: {step:2}  "
-            f"{color.green}ce: {terms[Metric('ce')]:8.5f}  "
-            f"{color.magenta}dispersion: {terms[Metric('dispersion')]:8.5f}  "
-            f"{color.blue}tokens: {tokens:,}{self.progress(tokens)}{_format_data(data)}"
-            f"{color.reset}"
-        )
+        row: Any = {
+            "step": step,
+            "time": time.time(),
+            "loss": global_avg_loss,
+            **terms,
+            "grad_norm": grad_norm,
+            "lr": extra.get("lr"),
+            "tokens": tokens,
+            "tps": tps,
+            "data": data,
+        }
+        logger.info(self.line(row))
         if straggler is not None:
             logger.warning(
                 f"step {step}: rank {straggler['rank']} on {straggler['host']} is "
@@ -274,17 +320,6 @@ class DispersionMetrics(MetricsProcessor):
                 f"that of half of the ranks at most {straggler['median']:.3f} s"
             )
         if self._jsonl is not None:
-            row: Any = {
-                "step": step,
-                "time": time.time(),
-                "loss": global_avg_loss,
-                **terms,
-                "grad_norm": grad_norm,
-                "lr": extra.get("lr"),
-                "tokens": tokens,
-                "tps": tps,
-                "data": data,
-            }
             if straggler is not None:
                 row["straggler"] = straggler
             if self.clock is not None:
@@ -330,6 +365,7 @@ class DispersionMetrics(MetricsProcessor):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         super().log_validation(loss, step, extra_metrics)
+        logger.info(f"{self.of_steps(step)}  validation loss {loss:.3f}")
         if self._jsonl is not None:
             append_json(
                 self._jsonl, {"step": step, "time": time.time(), "validation": loss}
@@ -369,13 +405,11 @@ class DispersionMetrics(MetricsProcessor):
             "seconds": seconds,
         }
         append_json(self._jsonl, row)
-        cosines = " ".join(f"{c:.2f}" for c in measured.mean_cosine[:-1])
         logger.info(
-            f"{self.color.cyan}step: {step:2}  held-out text: ce: "
-            f"{measured.cross_entropy:8.5f}  mean cosine, embedding → last block: "
-            f"{cosines}  after the final norm: {measured.mean_cosine[-1]:.2f}  over "
-            f"depth: {measured.over_depth[OF_PAPER]}  ({seconds:.1f} "
-            f"s){self.color.reset}"
+            f"{self.of_steps(step)}  held-out text: "
+            f"ce {measured.cross_entropy:.3f}  mean cosine {blocks_mean(measured):.2f}, "
+            f"last block {measured.mean_cosine[measured.last_block]:.2f}  "
+            f"{measured.over_depth[OF_PAPER]}"
         )
 
     def _condensation_scalars(self, measured: Measurement) -> dict[str, float]:

@@ -1,0 +1,173 @@
+"""What a run shows on the console, and the file with the whole log of each rank.
+
+A run begins with ``title`` and ``overview``, which say what is on. ``split_log`` keeps
+everything else that only an expert asks for away from the console.
+"""
+
+import logging
+import os
+import re
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+import torchtitan
+from jinja2 import StrictUndefined, Template
+from torchtitan.tools.logging import logger
+
+from titan_disp import cpu
+from titan_disp.config.batch import tokens_per_step
+from titan_disp.config.types import JobConfig
+from titan_disp.dispersion.variants import find_variant, options_of
+from titan_disp.errors import counted
+from titan_disp.run.folder import versions
+from titan_disp.run.reader import STOP
+from titan_disp.tables import OPTIONS, shown, written_out
+from titan_disp.text import byte_size
+
+LOG = "full.log"  # in the rank's folder, beside torchrun's stdout.log and stderr.log
+# Warnings that the console does not show: a pattern of the message, and why it means
+# nothing. Those on a CPU are in cpu.HARMLESS.
+HARMLESS = {
+    r"model\.safetensors\.index\.json not found": (
+        "without this file, weights are exported as one file, which is complete"
+    ),
+    r"TORCH_NCCL_ASYNC_ERROR_HANDLING\] = 1 will be overridden": (
+        "torchrun has set the 1, and TorchTitan sets what it needs"
+    ),
+    "Set timeout is now only supported for either nccl or gloo": (
+        "TorchTitan's groups that never communicate are fake ones without a time-out"
+    ),
+}
+# Keys of [dispersion] that an overview names even if they have their defaults, besides
+# the options that the variant uses
+TELLING = ("coeff", "layers", "variant", "estimator")
+SYMBOLS = {"coeff": "λ", "tau": "τ", "clamp": "κ"}
+TABLES = ("enabled", "options", "losses")  # keys that are written in another way
+TIME_WIDTH = len("05:40:05  ")
+
+
+class ConsoleFormatter(logging.Formatter):
+    """Write the time of day and the message, and the level if it is a warning or an
+    error.
+
+    Further lines of a message are indented, so that the times stand out.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        level = f"{record.levelname} " if record.levelno > logging.INFO else ""
+        text = f"{record.asctime}  {level}{record.message.rstrip()}"
+        return text.replace("\n", "\n" + " " * TIME_WIDTH)
+
+
+def is_for_console(record: logging.LogRecord) -> bool:
+    """Return whether the console shows a record: a warning or error that is not
+    harmless, or what the root logger gets from other files than TorchTitan's.
+
+    Details that nobody misses go to a logger of another name.
+    """
+    if record.levelno > logging.INFO:
+        harmless = "|".join(HARMLESS | cpu.HARMLESS)
+        return not re.search(harmless, record.getMessage())
+    is_torchtitans = record.pathname.startswith(tuple(torchtitan.__path__))
+    return record.name == "root" and not is_torchtitans
+
+
+def log_file() -> Path | None:
+    """Return this rank's ``LOG``, or None if torchrun keeps no files of its output."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and Path(error_file).with_name("stdout.log").exists():
+        return Path(error_file).with_name(LOG)
+    return None
+
+
+def split_log() -> None:
+    """Write all records to this rank's ``LOG``, and those ``is_for_console`` to the
+    console. Ranks other than 0 print warnings and errors only.
+
+    Without such a file, the console keeps everything, as ``init_logger`` has set it up.
+    """
+    path = log_file()
+    if path is None:
+        return
+    try:
+        file = logging.FileHandler(path)
+    except OSError as error:
+        logger.warning(f"{path} cannot be written, so everything is shown: {error}")
+        return
+    (console,) = logger.handlers
+    file.setFormatter(console.formatter)
+    logger.addHandler(file)
+    console.setFormatter(ConsoleFormatter("%(asctime)s", datefmt="%H:%M:%S"))
+    console.addFilter(is_for_console)
+    if os.environ.get("RANK") != "0":
+        console.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    # Otherwise a full disk would print a traceback at every record.
+    logging.raiseExceptions = False
+
+
+def title(job: JobConfig) -> str:
+    """Return the first line of a run: versions, and what is trained."""
+    return (
+        f"titan-disp {versions().get('titan-disp')} (torch {torch.__version__}, torchtitan "
+        f"{torchtitan.__version__}): {job.job.description}"
+    )
+
+
+def overview(trainer: Any) -> str:
+    """Return what is on in a start, one subject per line, as overview.txt.j2 has it.
+
+    ``trainer`` is a ``titan_disp.train.DispTrainer`` that has loaded its checkpoint.
+    """
+    job = trainer.job_config
+    dims = trainer.parallel_dims
+    loader = trainer.dataloader
+    dp_degree = dims.dp_replicate * dims.dp_shard
+    template = Template(
+        Path(__file__).with_name("overview.txt.j2").read_text(),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    text = template.render(
+        vars(job),
+        args=trainer.model_args,
+        byte_size=byte_size,
+        counted=counted,
+        device=trainer.metrics_processor.device_memory_monitor.device_name,
+        dims=dims,
+        dispersion_keys=_dispersion(job.dispersion),
+        dp_degree=dp_degree,
+        environ=os.environ,
+        log_file=log_file(),
+        parameters=sum(p.numel() for p in trainer.model_parts[0].parameters()),
+        quote=quote,
+        sources=[
+            (share, list(filter(share.owns, loader.files))) for share in loader.groups
+        ],
+        stop_file=os.path.join(job.job.dump_folder, STOP),
+        tokens=tokens_per_step(job, dp_degree),
+        trainer=trainer,
+        written_out=written_out,
+    )
+    return text.rstrip()
+
+
+def _dispersion(section: Any) -> str:
+    """Return the keys of [dispersion] that say which loss this is, and those that differ
+    from their defaults; "" if it is off.
+    """
+    if not section.enabled:
+        return ""
+    defaults = vars(type(section)())
+    telling = {*TELLING, *options_of(find_variant(section.variant))}
+    parts = [
+        f"{SYMBOLS.get(key, key)} {shown(value)}"
+        for key, value in vars(section).items()
+        if key in telling or (value != defaults[key] and key not in TABLES)
+    ]
+    if section.options:
+        parts.append(written_out(section.options, OPTIONS))
+    return ", ".join(parts)
