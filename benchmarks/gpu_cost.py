@@ -343,14 +343,18 @@ def added(
 ) -> Tensor:
     """Return the scalar that adds the loss of the blocks' outputs to a total."""
 
-    def mean_of(zs: list[Tensor]) -> Tensor:
+    def mean_of(zs: list[Tensor], **hooks: Any) -> Tensor:
         # A backward pass is outside of the forward's autocast.
         with torch.autocast(zs[0].device.type, torch.bfloat16, enabled=amp):
-            return loss(zs, group, fit_errors=[]).mean()
+            return loss(zs, group, fit_errors=[], **hooks).mean()
 
     if way == SAVED:
         return mean_of(outputs)
-    return add_in_backward(outputs, lambda index, z: mean_of([z]))
+    if loss.estimator == "sampled":
+        return mean_of(outputs, in_hooks=True)
+    return add_in_backward(
+        outputs, lambda index, z, arriving: mean_of([z], arriving=arriving)
+    )
 
 
 def count(
