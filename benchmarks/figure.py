@@ -31,12 +31,11 @@ from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection.command import CondensationOptions, measure
 from titan_disp.lab.inspection.targets import find_targets
 from titan_disp.lab.inspection.texts import cut_sequences, read_texts
-from titan_disp.lab.plots import MEAN_COSINE
+from titan_disp.lab.plots import MEAN_COSINE, draw_layer_map
 from titan_disp.lab.report.charts import (
     Scale,
     as_it_is,
     by_condition,
-    draw_layer_map,
     draw_lines,
     from_zero,
 )

@@ -387,7 +387,7 @@ def test_the_readme_has_the_answer_of_the_rows():
     ]
     assert (
         f"worse with dispersion by {main.mean:.4f} nats (95 % interval "
-        f"{main.low:.4f} to {main.high:.4f}, eight seeds), and with twice the learning "
+        f"{main.low:.4f} to {main.high:.4f}, eight seeds; undecided with further runs), and with twice the learning "
         f"rate by {new.mean:.4f} ({new.low:.4f} to {new.high:.4f}, 16 seeds: undecided)"
     ) in readme
     assert (main.n, new.n) == (8, 16)

@@ -200,7 +200,7 @@ def test_layer_map():
         70: condensed(0.8, 0.85, 0.9, 1),
     }
     axes = heatmap.new_figure(5, 4).subplots()
-    charts.draw_layer_map(axes, by_step, "_run$1$", end=80)
+    plots.draw_layer_map(axes, by_step, "_run$1$", end=80)
     (mesh,) = axes.collections
     assert upright(axes)
     for step, found in by_step.items():

@@ -460,7 +460,7 @@ def test_conditions():
     ]
     assert conditions(runs) == [
         ("a (2 seeds)", [0, 2]),
-        ("x (2 seeds)", [1, 3]),
+        ("x (2 runs)", [1, 3]),
         ("y", [4]),
     ]
     for names, common in (
@@ -484,12 +484,12 @@ def test_runs_given_under_one_name(tmp_path):
         ("b", "both"),
     ]
     page = render(runs, T0)
-    assert cells(page, "condition") == ["", "both (2 seeds)", "both (2 seeds)"]
+    assert cells(page, "condition") == ["", "both (2 runs)", "both (2 runs)"]
     labels = re.findall(r'aria-label="(training cross-entropy[^"]*)"', page)
     assert (
         labels
         == [
-            "training cross-entropy: a: 8.99 → 8.7; both (2 seeds): 8.99 → 8.7, against steps"
+            "training cross-entropy: a: 8.99 → 8.7; both (2 runs): 8.99 → 8.7, against steps"
         ]
         * 2
     )
@@ -527,12 +527,13 @@ def test_the_difference_of_two_conditions_comes_first(tmp_path):
     """It is paired by the seeds that both have, 2 and 3."""
     runs = of_two_conditions(tmp_path)
     headline = Headline(runs, T0 + 200)
-    ce, cosine, speed, complete = headline.tiles
+    ce, cosine, speed = headline.tiles
     half = stats.t.ppf(0.975, 1)
     assert ce == (
         "cross-entropy on held-out text",
         "+0.0000",  # of −0.1 and 0.1
-        f"95\N{NO-BREAK SPACE}%: {-0.1 * half:+.4f} to {0.1 * half:+.4f}, 2 pairs of seeds",
+        f"95\N{NO-BREAK SPACE}%: {-0.1 * half:+.4f} to {0.1 * half:+.4f}, 2 pairs of seeds"
+        "; 4.2500 ± 0.1500 → 4.2500 ± 0.2500 at step 100",
     )
     assert cosine.value == "-0.3750"  # of −0.35 and −0.4
     low, high = np.expm1(
@@ -541,11 +542,12 @@ def test_the_difference_of_two_conditions_comes_first(tmp_path):
     assert speed == (
         "tokens/s of one rank",
         f"{np.sqrt(0.9 * 0.95) - 1:+.1%}",
-        f"95\N{NO-BREAK SPACE}%: {low:+.1%} to {high:+.1%}, 2 pairs of seeds",
+        f"95\N{NO-BREAK SPACE}%: {low:+.1%} to {high:+.1%}, 2 pairs of seeds"
+        "; 115 → 106.5 median",
     )
-    assert complete.value == "6 of 6 runs"
+    assert headline.progress == ("complete", "6 of 6 runs", "")
     assert headline.sentence.startswith(
-        f"on (3 seeds) minus off (3 seeds): {ce.label} +0.0000 ({ce.note}); mean cosine"
+        f"on (3 seeds) minus off (3 seeds): {ce.label} +0.0000 ({ce.note})."
     )
     page = html.unescape(render(runs, T0 + 200))
     first_screen = page[: page.index("<details")]
@@ -574,13 +576,18 @@ def test_other_headlines(tmp_path):
         "4.5000. The mean cosine of all blocks is 0.3000."
     )
     pair = Headline([runs[1], runs[3]], T0 + 200)
+    ce_label = "cross-entropy on held-out text"
     assert pair.tiles[0] == (
-        ce_label := off.tiles[0].label,
+        ce_label,
         "-0.1000",
-        "1 pair of seeds",
+        "1 pair of seeds; 4.1000 → 4.0000 at step 100",
     )
     no_pair = Headline([runs[0], runs[5]], T0 + 200)
-    assert no_pair.tiles[0] == (ce_label, "–", "no seed in common")
+    assert no_pair.tiles[0] == (
+        ce_label,
+        "–",
+        "no seed in common; 4.0000 → 9.0000 at step 100",
+    )
     other = dataclasses.replace(runs[1], name="other", group="other")
     three = Headline([*runs, other], T0 + 200)
     assert (three.tiles, three.sentence) == (
@@ -606,6 +613,59 @@ def test_other_headlines(tmp_path):
         runs[3], condensation={}, rows=[], written=[], events=[]
     )
     assert Headline([empty], T0).sentence == "on-2 is empty: nothing was logged yet."
+
+
+def test_headlines_of_odd_runs(tmp_path):
+    runs = of_two_conditions(tmp_path)
+    healthy = Headline(runs, T0 + 200).tiles
+    # A run without a partner neither counts nor sets the step. Of an empty one, only the
+    # state is told.
+    alone = dataclasses.replace(
+        runs[5], condensation={s: runs[5].condensation[s] for s in (0, 50)}
+    )
+    assert Headline([*runs[:5], alone], T0 + 200).tiles == healthy
+    no_rows = {"condensation": {}, "rows": [], "written": [], "events": []}
+    empty = dataclasses.replace(runs[0], **no_rows)
+    headline = Headline([empty, *runs[1:]], T0 + 200)
+    assert headline.tiles == healthy
+    assert headline.progress == ("complete", "5 of 6 runs", "off-1 is empty")
+    # One that has diverged is not given its last finite number.
+    rows = [row(s, T0 + s, ce=9.0 if s < 30 else float("nan")) for s in range(1, 101)]
+    diverged = gather([write_run(tmp_path / "diverged", rows)])
+    assert "rows is nan." in Headline(diverged, T0 + 200).sentence
+    # Runs with other batches are compared at the same number of tokens.
+    twice = [row(s, T0 + s, tokens=8192 * s) for s in range(1, 101)]
+    other = write_run(tmp_path / "twice", twice, training={"local_batch_size": 16})
+    base = write_run(tmp_path / "base", *whole())
+    pair = Headline(gather([base, other]), T0 + 2000)
+    assert pair.outcomes[0].note == f"at {100 * 4096:,} tokens"
+    # steps 100 and 50, without rows of the other batch's odd steps
+    assert pair.tiles[0].value == "–"  # the seeds are not set
+    seeds = {"debug": {"seed": 1}, "stream": {"seed": 1}}
+    folders = [
+        write_run(tmp_path / "a", whole()[0], **seeds),
+        write_run(tmp_path / "b", twice, training={"local_batch_size": 16}, **seeds),
+    ]
+    pair = Headline(gather(folders), T0 + 2000)
+    means = [8.0 + 0.01 * 4.5, 8.5 + 0.01 * 4.5]  # of 91 … 100 and 41 … 50
+    assert pair.tiles[0].value == f"{means[1] - means[0]:+.4f}"
+
+
+def test_runs_of_other_versions_and_trainers(tmp_path):
+    """They may lack a section or a key."""
+    bare = write_run(tmp_path / "bare", *whole(), dispersion={"enabled": True})
+    config = json.loads((bare / "config.json").read_text())
+    del config["dispersion"]["norm_eps"]
+    (bare / "config.json").write_text(json.dumps(config))
+    stock = write_run(tmp_path / "stock", *whole())
+    del config["dispersion"]
+    (stock / "config.json").write_text(json.dumps(config))
+    assert "ε = 0.01" in page_of(bare, stock)
+    # A run with measurements and no row yet, beside runs with different batches
+    measured = [(0, 0.1), (50, 0.2)]
+    twice = [row(s, T0 + s, tokens=8192 * s) for s in range(1, 101)]
+    fresh = write_run(tmp_path / "fresh", measured=measured)
+    assert "fresh" in page_of(bare, write_run(tmp_path / "twice", twice), fresh)
 
 
 def test_bands_by_hand():

@@ -31,6 +31,9 @@ HARMLESS = {
     r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu": (
         "titan-disp draws parameters without DTensor's random operators"
     ),
+    "In CPU autocast, but the target dtype is not supported": (
+        "without a GPU, a single rank trains in float32 anyway"
+    ),
 }
 
 

@@ -54,10 +54,12 @@ class AngularFormula:
         """Return the formula of a run with this [dispersion], or None if the run
         computes another loss, or further ones.
         """
-        is_angular = section["enabled"] and section["variant"] == "angular"
-        if not is_angular or section.get("losses"):
+        is_angular = section.get("variant", "angular") == "angular"
+        if not section.get("enabled") or not is_angular or section.get("losses"):
             return None
-        return cls(**{option.name: section[option.name] for option in fields(cls)})
+        names = [option.name for option in fields(cls)]
+        # A run of an earlier version may lack one.
+        return cls(**{name: section[name] for name in names if name in section})
 
     @property
     def text(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -21,7 +22,9 @@ from titan_disp.condensation.record import (
     RANKS,
     Measurement,
     blocks_mean,
+    most_condensed,
     over_depth,
+    telling_steps,
 )
 from titan_disp.text import short
 
@@ -190,6 +193,74 @@ def over_training(
         [lines[step] for step in steps], names, title=title, loc="outside right center"
     )
     return figure
+
+
+def some_steps(
+    runs: Mapping[str, Mapping[int, Measurement]],
+) -> dict[str, dict[int, Measurement]]:
+    """Return some measurements of each run by step, for ``over_training``, whose lines
+    can then be told apart.
+
+    They are those at a few of the steps of all runs, which include the first one, and
+    the most condensed and the last one of each run.
+    """
+    steps = set().union(*runs.values())
+    highest = set(map(most_condensed, runs.values()))
+    chosen = set(map(max, runs.values()))
+    chosen.update(telling_steps(sorted(steps), highest))
+    return {
+        name: {
+            step: measurement for step, measurement in by_step.items() if step in chosen
+        }
+        for name, by_step in runs.items()
+    }
+
+
+def heatmap_panels(
+    name: str, by_step: Mapping[int, Measurement]
+) -> dict[str, Measurement]:
+    """Return the first, the most condensed and the last measurement by title. They also
+    have the mean cosines before training, if they were measured, for a dashed line.
+    """
+    untrained = None
+    if 0 in by_step:
+        untrained = by_step[0].mean_cosine
+    steps = {min(by_step), most_condensed(by_step), max(by_step)}
+    return {
+        f"{name}, step {step:,}": replace(
+            by_step[step], untrained_mean_cosine=untrained
+        )
+        for step in sorted(steps)
+    }
+
+
+def draw_layer_map(
+    axes: Axes, by_step: Mapping[Any, Measurement], title: str, end: float
+) -> QuadMesh:
+    """Draw at least two measurements' mean cosines by layer, up to the run's last step
+    ``end``, in one colour scale. ``by_step`` may be by tokens as well.
+    """
+    measurements = list(by_step.values())
+    values = np.array([measurement.mean_cosine for measurement in measurements]).T
+    layers = np.arange(len(values))
+    mesh = axes.pcolormesh(
+        list(by_step), layers, values, cmap="magma_r", vmin=0, vmax=1, rasterized=True
+    )
+    axes.set_xlim(min(by_step), max(end, *by_step))
+    axes.set_title(plain(fill(title, 50)), fontsize=10)
+    axes.set(xlabel="step", ylabel=layer_label(measurements, gap="\n"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x)))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return mesh
+
+
+def add_cosine_scale(
+    figure: Figure, mesh: QuadMesh, by_step: Mapping[int, Measurement]
+) -> None:
+    """Add the bar of colours of layer maps."""
+    tokens = next(iter(by_step.values())).tokens
+    label = f"{MEAN_COSINE} (of random vectors: {1 / tokens:.2g})"
+    figure.colorbar(mesh, ax=figure.axes, label=label)
 
 
 def size(parameters: float) -> str:

@@ -2,9 +2,11 @@
 and beside what runs cost.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import tomli
 
 from titan_disp.lab.report.gather import RunRecord
@@ -42,6 +44,18 @@ def beside(ours: Ours, source: str) -> Lines:
     return found
 
 
+def gpu_seconds(run: RunRecord) -> float:
+    """Return the seconds of all ranks in the steps that count; NaN before the first
+    row.
+    """
+    seconds = np.diff(run.series("tokens"), prepend=0.0) / run.series("tps")
+    return float(np.nansum(seconds)) or math.nan
+
+
+def _seconds_per_token(run: RunRecord) -> float:
+    return gpu_seconds(run) / (run.step * run.tokens_per_step)
+
+
 def costs(runs: Sequence[RunRecord]) -> Ours:
     """Return what runs cost on GPUs, and those with a method relative to the first of
     the same model without any.
@@ -52,14 +66,14 @@ def costs(runs: Sequence[RunRecord]) -> Ours:
             not run.disperses and run.settings.get("baseline.method", "none") == "none"
         )
 
-    off = {run.model: run.gpu_seconds[1] for run in reversed(runs) if plain(run)}
+    off = {run.model: _seconds_per_token(run) for run in reversed(runs) if plain(run)}
     others = [run for run in runs if not plain(run) and run.model in off]
     relative = {
-        f"{run.name} ÷ off": number(run.gpu_seconds[1] / off[run.model], 4)
+        f"{run.name} ÷ off": number(_seconds_per_token(run) / off[run.model], 4)
         for run in others
     }
     hours = {
-        run.name: number(run.gpu_seconds[0] / 3600, 4)
+        run.name: number(gpu_seconds(run) / 3600, 4)
         for run in runs
         if run.environment.get("accelerators")
     }

@@ -19,15 +19,13 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import QuadMesh
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.stats import binned_statistic
 
-from titan_disp.condensation.heatmap import layer_label, new_figure, plain
-from titan_disp.condensation.record import Measurement
-from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
+from titan_disp.condensation.heatmap import new_figure, plain
+from titan_disp.lab.plots import LINES, OKABE_ITO
 from titan_disp.lab.report.gather import Condition
 from titan_disp.run.history import WHILE_LOADING, Attempt
 from titan_disp.text import short
@@ -309,35 +307,6 @@ def key(conditions: Sequence[Condition]) -> list[Line]:
 
 def _tick(value: float, _: int) -> str:
     return short(value)
-
-
-def draw_layer_map(
-    axes: Axes, by_step: Mapping[Any, Measurement], title: str, end: float
-) -> QuadMesh:
-    """Draw at least two measurements' mean cosines by layer, up to the run's last step
-    ``end``, in one colour scale. ``by_step`` may be by tokens as well.
-    """
-    measurements = list(by_step.values())
-    values = np.array([measurement.mean_cosine for measurement in measurements]).T
-    layers = np.arange(len(values))
-    mesh = axes.pcolormesh(
-        list(by_step), layers, values, cmap="magma_r", vmin=0, vmax=1, rasterized=True
-    )
-    axes.set_xlim(min(by_step), max(end, *by_step))
-    axes.set_title(plain(title), fontsize=10)
-    axes.set(xlabel="step", ylabel=layer_label(measurements, gap="\n"))
-    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    return mesh
-
-
-def add_cosine_scale(
-    figure: Figure, mesh: QuadMesh, by_step: Mapping[int, Measurement]
-) -> None:
-    """Add the bar of colours of layer maps."""
-    tokens = next(iter(by_step.values())).tokens
-    label = f"{MEAN_COSINE} (of random vectors: {1 / tokens:.2g})"
-    figure.colorbar(mesh, ax=figure.axes, label=label)
 
 
 def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -112,15 +112,6 @@ class RunRecord:
             else float("nan")
         )
 
-    @property
-    def gpu_seconds(self) -> np.ndarray:
-        """Return the seconds of all ranks in the steps that count: in total, and per
-        token. NaN before the first row.
-        """
-        tokens = self.series("tokens")
-        total = np.nansum(np.diff(tokens, prepend=0.0) / self.series("tps")) or np.nan
-        return total / np.array([1.0, tokens[-1] if len(tokens) else np.nan])
-
     def series(self, key: str) -> np.ndarray:
         """Return a column of ``rows`` as [rows] float64, with NaN for missing
         numbers.
@@ -298,7 +289,7 @@ def conditions(runs: Sequence[RunRecord]) -> list[Condition]:
     result: list[Condition] = []
     for key, places in groups.items():
         if isinstance(key, str):
-            result.append(_named_condition(key, places))
+            result.append(_named_condition(key, places, runs))
             continue
         by_seeds: dict[Seeds, int] = {}
         for place in places:
@@ -309,13 +300,17 @@ def conditions(runs: Sequence[RunRecord]) -> list[Condition]:
                 by_seeds[seeds] = place
         places = list(by_seeds.values())
         name = _common_name([runs[place].name for place in places])
-        result.append(_named_condition(name, places))
+        result.append(_named_condition(name, places, runs))
     return sorted(result, key=lambda condition: condition.places)
 
 
-def _named_condition(name: str, places: list[int]) -> Condition:
+def _named_condition(
+    name: str, places: list[int], runs: Sequence[RunRecord]
+) -> Condition:
+    seeds = {seeds_of(runs[place]) for place in places}
     if len(places) > 1:
-        name = f"{name} ({len(places)} seeds)"
+        noun = "seeds" if len(seeds) == len(places) else "runs"
+        name = f"{name} ({len(places)} {noun})"
     return Condition(name, places)
 
 

@@ -2,7 +2,7 @@
 reach, are their embeddings condensed, what did dispersion change, and what did it cost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from titan_disp.lab.report.gather import (
     Seeds,
     conditions,
     seeds_of,
+    unlike,
 )
 from titan_disp.lab.report.series import (
     COSINE,
@@ -26,6 +27,8 @@ from titan_disp.lab.report.series import (
     SPEED,
     VALIDATION,
     Series,
+    per_step,
+    xlabel_of,
 )
 from titan_disp.lab.report.tables import median_speed, state
 from titan_disp.lab.statistics import paired_by_seed, standard_error, with_error
@@ -37,22 +40,28 @@ LOSSES = (HELD_OUT, VALIDATION, SMOOTHED, CROSS_ENTROPY)
 
 @dataclass(frozen=True)
 class Outcome:
-    """A number of each run, at the latest step that all runs have."""
+    """A number of each run at the latest step, or number of tokens, that all of these
+    runs have.
+    """
 
     label: str
-    values: np.ndarray  # [runs] float64
+    values: Mapping[int, float]  # by the run's index, without runs that have none
     note: str  # such as "at step 300"
     # Whether differences are relative, such as "-5.1%" for tokens/s
     is_relative: bool = False
 
     def mean(self, condition: Condition) -> str:
-        """Return the mean over a condition's runs. If it is not relative, several runs
-        have their standard error.
+        """Return the mean over a condition's runs, or "–". If it is not relative,
+        several runs have their standard error.
         """
-        values = self.values[condition.places]
+        values = [
+            self.values[place] for place in condition.places if place in self.values
+        ]
+        if not values:
+            return NOTHING
         if self.is_relative:
-            return number(values.mean(), 4)
-        return with_error(values.mean(), standard_error(values))
+            return number(np.mean(values), 4)
+        return with_error(float(np.mean(values)), standard_error(values))
 
 
 class Tile(NamedTuple):
@@ -83,19 +92,43 @@ class Headline:
         return self.conditions[0]
 
     @cached_property
-    def outcomes(self) -> list[Outcome]:
-        """Return what is compared: a loss, the mean cosine, the dispersion loss and the
-        speed, without those that a run lacks.
+    def compared(self) -> list[Condition]:
+        """Return the conditions but the baseline."""
+        return [c for c in self.conditions if c is not self.baseline]
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Return the indices of the runs that count: those with seeds that all
+        conditions have, or all runs if there are no such seeds.
         """
-        losses = (_outcome(series, self.runs) for series in LOSSES)
-        loss = next((outcome for outcome in losses if outcome is not None), None)
-        speeds = np.array([median_speed(run) for run in self.runs])
-        speed = None
-        if np.isfinite(speeds).all():
-            speed = Outcome(SPEED.label, speeds, note="median", is_relative=True)
-        cosine = _outcome(COSINE, self.runs)
-        dispersion = _outcome(DISPERSION, self.runs)
-        return list(filter(None, (loss, cosine, dispersion, speed)))
+        seeds = [
+            {seeds_of(self.runs[place]) for place in condition.places}
+            for condition in self.conditions
+        ]
+        shared = set.intersection(*seeds)
+        paired = [i for i, run in enumerate(self.runs) if seeds_of(run) in shared]
+        return paired or list(range(len(self.runs)))
+
+    @cached_property
+    def outcomes(self) -> list[Outcome]:
+        """Return what is compared, without what no run has: a loss, the mean cosine, the
+        dispersion loss of a single condition, and the speed.
+        """
+        runs = {
+            place: self.runs[place] for place in self.places if self.runs[place].rows
+        }
+        if not runs:
+            return []
+        losses = [*LOSSES]
+        if unlike([run.settings.get("metrics.log_freq") for run in self.runs]):
+            losses.remove(SMOOTHED)  # ten rows are not as many steps
+        of_losses = (_outcome(series, runs) for series in losses)
+        further = [_outcome(COSINE, runs)]
+        if not self.compared:  # of other options, the dispersion loss is another number
+            further.append(_outcome(DISPERSION, runs))
+        speeds = {place: median_speed(run) for place, run in runs.items()}
+        further.append(Outcome(SPEED.label, speeds, note="median", is_relative=True))
+        return [o for o in (next(filter(None, of_losses), None), *further) if o]
 
     @cached_property
     def tiles(self) -> list[Tile]:
@@ -103,36 +136,42 @@ class Headline:
 
         It is empty for more conditions, for which the page has a table.
         """
-        if len(self.conditions) == 1:
+        if not self.compared:
             return [Tile(o.label, o.mean(self.baseline), o.note) for o in self.outcomes]
-        if len(self.conditions) > 2:
+        if len(self.compared) > 1:
             return []
-        (condition,) = self.compared
-        tiles = [self.difference(outcome, condition) for outcome in self.outcomes]
-        return [*tiles, Tile("complete", self._progress)]
+        tiles = []
+        for outcome in self.outcomes:
+            difference = self.difference(outcome, self.compared[0])
+            means = [outcome.mean(c) for c in (self.baseline, self.compared[0])]
+            note = f"{difference.note}; {' → '.join(means)} {outcome.note}"
+            tiles.append(difference._replace(note=note))
+        return tiles
 
     @property
-    def compared(self) -> list[Condition]:
-        """Return the conditions but the baseline."""
-        return [c for c in self.conditions if c is not self.baseline]
-
-    @property
-    def _progress(self) -> str:
-        words = [state(run, self.written).word for run in self.runs]
-        return f"{words.count('complete')} of {counted(len(words), 'run')}"
+    def progress(self) -> Tile:
+        """Return how many runs are complete, and the states of the others."""
+        states = {run.name: state(run, self.written).word for run in self.runs}
+        others = [
+            f"{name} is {word}" for name, word in states.items() if word != "complete"
+        ]
+        complete = len(self.runs) - len(others)
+        text = f"{complete} of {counted(len(self.runs), 'run')}"
+        return Tile("complete", text, ", ".join(others))
 
     @property
     def sentence(self) -> str:
         """Return the result in words: the state of a single run or how many runs are
-        complete, and the first two numbers or differences.
+        complete, and the first numbers or the first difference.
         """
-        if len(self.conditions) > 2:
-            return f"{self._progress} complete. The baseline is {self.baseline.name}."
-        if len(self.conditions) == 2:
+        if len(self.compared) > 1:
+            baseline = self.baseline.name
+            return f"{self.progress.value} complete. The baseline is {baseline}."
+        if self.compared:
             pair = f"{self.compared[0].name} minus {self.baseline.name}"
-            results = [f"{label} {x} ({note})" for label, x, note in self.tiles[:2]]
-            return f"{pair}: {'; '.join(results)}."
-        progress = f"{self._progress} complete."
+            results = [f"{label} {x} ({note})" for label, x, note in self.tiles[:1]]
+            return f"{pair}: {''.join(results) or 'nothing is measured in both'}."
+        progress = f"{self.progress.value} complete."
         if len(self.runs) == 1:
             word, explanation = state(self.runs[0], self.written)
             progress = f"{self.runs[0].name} is {word}: {explanation}."
@@ -149,7 +188,7 @@ class Headline:
         values = outcome.values
         number_format = "+.4f"
         if outcome.is_relative:
-            values = np.log(values)
+            values = {place: np.log(value) for place, value in values.items()}
             number_format = "+.1%"
         pairs, difference = paired_by_seed(
             self._by_seed(values, condition), self._by_seed(values, self.baseline)
@@ -166,24 +205,34 @@ class Headline:
             note = f"95\N{NO-BREAK SPACE}%: {interval}, {note}"
         return Tile(outcome.label, f"{mean:{number_format}}", note)
 
-    def _by_seed(self, values: np.ndarray, condition: Condition) -> dict[Seeds, float]:
-        return {seeds_of(self.runs[place]): values[place] for place in condition.places}
+    def _by_seed(
+        self, values: Mapping[int, float], condition: Condition
+    ) -> dict[Seeds, float]:
+        by_seed = {}
+        for place in condition.places:
+            seeds = seeds_of(self.runs[place])
+            if place in values and None not in seeds:  # which differ in every start
+                by_seed[seeds] = values[place]
+        return by_seed
 
 
-def _finite(series: Series, run: RunRecord) -> dict[float, float]:
-    """Return the finite values of a series by step."""
-    points = zip(*series.points(run), strict=True)
-    return {step: value for step, value in points if np.isfinite(value)}
-
-
-def _outcome(series: Series, runs: Sequence[RunRecord]) -> Outcome | None:
-    """Return the outcome of a series, or None if the runs have it at no common step
-    above 0.
+def _outcome(series: Series, runs: Mapping[int, RunRecord]) -> Outcome | None:
+    """Return the outcome of a series for runs by their index, or None if one of them has
+    no number of it, or if they have no x above 0 in common.
     """
-    columns = [_finite(series, run) for run in runs]
-    shared = set.intersection(*map(set, columns)) - {0}
+    xlabel = xlabel_of(list(runs.values()))
+    columns = {}
+    for place, run in runs.items():
+        points = dict(zip(*series.points(run), strict=True))
+        if not np.isfinite(list(points.values())).any():
+            return None
+        columns[place] = {x * per_step(run, xlabel): y for x, y in points.items()}
+    shared = set.intersection(*map(set, columns.values())) - {0}
     if not shared:
         return None
-    step = max(shared)
-    values = np.array([column[step] for column in columns], np.float64)
-    return Outcome(series.label, values, note=f"at step {number(step)}")
+    x = max(shared)
+    note = f"at step {number(x)}"
+    if xlabel == "tokens":
+        note = f"at {number(x)} tokens"
+    values = {place: float(column[x]) for place, column in columns.items()}
+    return Outcome(series.label, values, note)

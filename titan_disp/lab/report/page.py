@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from titan_disp.condensation.heatmap import heatmaps, new_figure
-from titan_disp.condensation.record import LEAST_RANGE, Measurement, telling_steps
+from titan_disp.condensation.record import LEAST_RANGE
 from titan_disp.dispersion.formula import AngularFormula
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import atomic_write
@@ -40,6 +40,9 @@ from titan_disp.lab.report.series import (
     HELD_OUT,
     Points,
     Series,
+    per_step,
+    tokens_per_step,
+    xlabel_of,
 )
 from titan_disp.lab.templates import templates
 from titan_disp.text import duration, number
@@ -62,11 +65,6 @@ def _picture(figure: Figure, alt: str, wide: bool = False) -> Picture:
     return Picture(Markup(to_svg(figure, salt=alt)), alt, wide)
 
 
-def _per_step(run: RunRecord, xlabel: str) -> float:
-    """Return by how much x grows in a step of the run."""
-    return run.tokens_per_step if xlabel == "tokens" else 1.0
-
-
 def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Line]:
     """Return lines against steps or tokens, with the resumes, for runs that have at
     least two points.
@@ -74,15 +72,15 @@ def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Lin
     lines = []
     for place, run in enumerate(runs):
         steps, values = (np.array(list(column), np.float64) for column in points(run))
-        per_step = _per_step(run, xlabel)
-        if np.isfinite(steps * per_step + values).sum() < 2:
+        x = steps * per_step(run, xlabel)
+        if np.isfinite(x + values).sum() < 2:
             continue
         resumes = [
-            event["step"] * per_step
+            event["step"] * per_step(run, xlabel)
             for event in run.events
             if event["event"] == "resume" and event["step"] <= run.step
         ]
-        lines.append(Line(run.name, steps * per_step, values, place, resumes))
+        lines.append(Line(run.name, x, values, place, resumes))
     return lines
 
 
@@ -101,19 +99,8 @@ class Report:
         return conditions(self.runs)
 
     @cached_property
-    def tokens_per_step(self) -> float | None:
-        """Return the tokens per step if all runs have the same, for a second scale.
-        None if they differ, or if nothing was logged.
-        """
-        numbers = {run.tokens_per_step for run in self.runs if run.rows}
-        return numbers.pop() if len(numbers) == 1 else None
-
-    @property
     def xlabel(self) -> str:
-        """Return "step", or "tokens" if the runs differ in their tokens per step."""
-        if self.tokens_per_step is None and any(run.rows for run in self.runs):
-            return "tokens"
-        return "step"
+        return xlabel_of(self.runs)
 
     @cached_property
     def pictured(self) -> Sequence[RunRecord]:
@@ -130,12 +117,19 @@ class Report:
         return [self.runs[condition.places[0]] for condition in self.conditions]
 
     @cached_property
-    def formulas(self) -> list[AngularFormula]:
-        """Return the formulas of the loss, without duplicates."""
-        formulas = (
-            AngularFormula.of_run(run.config["dispersion"]) for run in self.runs
-        )
-        return list(dict.fromkeys(filter(None, formulas)))
+    def formulas(self) -> list[AngularFormula | None]:
+        """Return the formulas of the runs that disperse, without duplicates. None stands
+        for another loss.
+        """
+        disperse = [run.config["dispersion"] for run in self.runs if run.disperses]
+        return list(dict.fromkeys(map(AngularFormula.of_run, disperse)))
+
+    @property
+    def ceiling(self) -> float | None:
+        """Return the highest dispersion loss, if it is the same for all runs."""
+        if len(self.formulas) == 1 and self.formulas[0] is not None:
+            return self.formulas[0].ceiling
+        return None
 
     def lines(self, series: Series) -> list[Line]:
         """Return a chart's lines, one for each condition, or none if no run has two
@@ -158,11 +152,10 @@ class Report:
         panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
         for axes, series in zip(panels, drawn, strict=True):
             charts.draw_lines(axes, lines[series], series.label, series.scale)
-            if series is DISPERSION:
-                for formula in self.formulas:
-                    axes.axhline(formula.ceiling, color="0.4", linestyle=(0, (4, 4)))
+            if series is DISPERSION and self.ceiling is not None:
+                axes.axhline(self.ceiling, color="0.4", linestyle=(0, (4, 4)))
         axes.set_xlabel(self.xlabel)
-        charts.add_tokens(axes, self.tokens_per_step)
+        charts.add_tokens(axes, tokens_per_step(self.runs))
         texts = [f"{series.label}: {_ends(lines[series])}" for series in drawn]
         return _picture(figure, f"{'. '.join(texts)}, against {self.xlabel}s")
 
@@ -174,18 +167,22 @@ class Report:
         """Draw the mean cosine by layer and step above one another, for runs with at
         least two measurements.
         """
-        runs = [run for run in runs if len(run.condensation) > 1]
+        runs = [
+            run
+            for run in runs
+            if len(run.condensation) > 1 and np.isfinite(per_step(run, self.xlabel))
+        ]
         if not runs:
             return None
         figure = new_figure(*TALL)
         panels = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
         for axes, run in zip(panels, runs, strict=True):
-            per_step = _per_step(run, self.xlabel)
-            by_x = {step * per_step: m for step, m in run.condensation.items()}
-            mesh = charts.draw_layer_map(axes, by_x, run.name, run.step * per_step)
+            scale = per_step(run, self.xlabel)
+            by_x = {step * scale: m for step, m in run.condensation.items()}
+            mesh = plots.draw_layer_map(axes, by_x, run.name, run.step * scale)
             axes.set_xlabel(self.xlabel)
-            charts.add_tokens(axes, self.tokens_per_step)
-        charts.add_cosine_scale(figure, mesh, runs[0].condensation)
+            charts.add_tokens(axes, tokens_per_step(self.runs))
+        plots.add_cosine_scale(figure, mesh, runs[0].condensation)
         names = ", ".join(run.name for run in runs)
         return _picture(figure, f"mean cosine by layer and {self.xlabel}: {names}")
 
@@ -210,12 +207,14 @@ class Report:
             "cosines of all pairs of tokens by layer, first, most condensed and last "
             f"measurement: {names}"
         )
-        lines = plots.over_training(_some_steps(runs))
+        by_run = {run.name: run.condensation for run in runs}
+        lines = plots.over_training(plots.some_steps(by_run))
+        panels = [plots.heatmap_panels(*run) for run in by_run.items()]
         maps = filter(None, (self.layer_maps([run]) for run in runs))
         return [
             *maps,
             _picture(lines, by_layer, wide=True),
-            _picture(heatmaps(list(map(_heatmap_panels, runs))), pairs, wide=True),
+            _picture(heatmaps(panels), pairs, wide=True),
         ]
 
 
@@ -226,42 +225,6 @@ def _ends(lines: Sequence[Line]) -> str:
         finite = line.y[np.isfinite(line.y)]
         texts.append(f"{line.name}: {number(finite[0], 4)} → {number(finite[-1], 4)}")
     return "; ".join(texts)
-
-
-def _some_steps(runs: Sequence[RunRecord]) -> dict[str, dict[int, Measurement]]:
-    """Return some measurements of each run by step, for lines that can be told apart.
-
-    They are those at a few of the steps of all runs, which include the first one, and
-    the most condensed and the last one of each run.
-    """
-    steps = set().union(*(run.condensation for run in runs))
-    most_condensed = {run.most_condensed for run in runs}
-    chosen = {max(run.condensation) for run in runs}
-    chosen.update(telling_steps(sorted(steps), most_condensed))
-    return {
-        run.name: {
-            step: measurement
-            for step, measurement in run.condensation.items()
-            if step in chosen
-        }
-        for run in runs
-    }
-
-
-def _heatmap_panels(run: RunRecord) -> dict[str, Measurement]:
-    """Return the first, the most condensed and the last measurement by title. They also
-    have the mean cosines before training, if they were measured, for a dashed line.
-    """
-    untrained = None
-    if 0 in run.condensation:
-        untrained = run.condensation[0].mean_cosine
-    steps = {min(run.condensation), run.most_condensed, max(run.condensation)}
-    return {
-        f"{run.name}, step {step:,}": replace(
-            run.condensation[step], untrained_mean_cosine=untrained
-        )
-        for step in sorted(steps)
-    }
 
 
 def history(run: RunRecord) -> Picture | None:

@@ -2,7 +2,7 @@
 the run.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,26 @@ class Series:
     label: str
     points: Points
     scale: Scale = charts.as_it_is  # of axis y
+
+
+def tokens_per_step(runs: Sequence[RunRecord]) -> float | None:
+    """Return the tokens per step if all runs have the same. None if they differ, or if
+    nothing was logged.
+    """
+    numbers = {run.tokens_per_step for run in runs if run.rows}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def xlabel_of(runs: Sequence[RunRecord]) -> str:
+    """Return "step", or "tokens" if the runs differ in their tokens per step."""
+    if tokens_per_step(runs) is None and any(run.rows for run in runs):
+        return "tokens"
+    return "step"
+
+
+def per_step(run: RunRecord, xlabel: str) -> float:
+    """Return by how much x grows in a step of the run. NaN if it is not known."""
+    return run.tokens_per_step if xlabel == "tokens" else 1.0
 
 
 def logged(key: str) -> Points:
