@@ -244,3 +244,16 @@ def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
     (grad,) = torch.autograd.grad(value, model[3].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
+
+
+def test_lambda_is_exact_in_float64(every_layer_alone):
+    """In float32, 0.1 has eight digits."""
+    gradients = {}
+    for defer in (False, True):
+        model = Blocks().double()
+        tokens = torch.randn(3, 9, 6, generator=torch.Generator().manual_seed(0))
+        labels = torch.zeros(3, 9, dtype=torch.long)
+        loss = objective(lambda step: 0.1, defer=defer)
+        loss(model(tokens.double()), labels).backward()
+        gradients[defer] = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(gradients[True], gradients[False], rtol=1e-12, atol=0)
