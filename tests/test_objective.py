@@ -257,3 +257,27 @@ def test_lambda_is_exact_in_float64(every_layer_alone):
         loss(model(tokens.double()), labels).backward()
         gradients[defer] = [p.grad for p in model.parameters()]
     torch.testing.assert_close(gradients[True], gradients[False], rtol=1e-12, atol=0)
+
+
+def test_late_terms_of_several_backward_passes_add_up(every_layer_alone):
+    """Two forward passes may come before both backward passes, and one of these may be
+    repeated.
+    """
+    labels = torch.zeros(3, 9, dtype=torch.long)
+    ledger = LossLedger()
+    loss = objective(defer=True, ledger=ledger)
+    predictions = [Blocks()(torch.randn(3, 9, 6)) for _ in range(2)]
+    first, second = (
+        0.5 * summed_dispersion([z.detach() for z in layers], labels)
+        for _, layers in predictions
+    )
+    losses = [loss(prediction, labels) for prediction in predictions]
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+    torch.testing.assert_close(loss.take_late(), first + second)
+    assert loss.take_late() is None
+    ledger.reset()
+    losses[0].backward()
+    torch.testing.assert_close(loss.take_late(), first)
+    dispersion = ledger.mean(None)["dispersion"] * labels.numel()
+    assert 0.5 * dispersion == pytest.approx(first.item(), rel=1e-5)

@@ -277,11 +277,11 @@ class DispersionObjective:
         return possible and in_backward(losses, zs, sharded)
 
     def take_late(self) -> Tensor | None:
-        """Return λ · dispersion of the last backward pass, summed over the valid
-        tokens.
+        """Return λ · dispersion of the backward passes since the last call, summed over
+        the valid tokens.
 
-        Returns None if the loss contained it. Raises RuntimeError if the backward pass
-        has not reached all activations.
+        Returns None if the losses contained it. Raises RuntimeError if the last
+        backward pass has not reached all activations.
         """
         if self._awaits_backward:
             raise RuntimeError(
@@ -342,7 +342,7 @@ class DispersionObjective:
 
         The gradients are multiplied by the gradient that arrives here, which contains λ
         because the caller multiplies by it. ``coeff`` is λ for the value that backward
-        leaves in ``_late``, λ · dispersion.
+        adds to ``_late``, λ · dispersion.
         """
         self._awaits_backward = True
         losses_of_layers: list[Tensor] = []
@@ -354,9 +354,9 @@ class DispersionObjective:
                 losses = self._losses_of([z], batch, first_layer=layer)
             losses_of_layers.append(losses.detach())
             if layer == 0:  # the gradients of all other layers have arrived before
-                self._late = coeff * self._record(
-                    torch.stack(losses_of_layers).sum(0), batch
-                )
+                late = coeff * self._record(torch.stack(losses_of_layers).sum(0), batch)
+                losses_of_layers.clear()  # the graph may be retained for another pass
+                self._late = late if self._late is None else self._late + late
                 self._awaits_backward = False
             return self._weighted_sum(losses)
 
