@@ -212,6 +212,17 @@ def test_accumulation_with_others_in_between():
         assert handle.loss() == 0
 
 
+def test_a_batch_without_sequences():
+    """The loss is 0, as that of sequences without pairs, and so is its gradient."""
+    model = encoder(batch_first=True)
+    handle = attach(model)
+    model(torch.zeros(0, 12, 16).double())
+    loss, gradients = backward(model, handle.loss())
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients)
+    assert [*handle.losses.values()] == [0, 0]
+
+
 def on_ranks():
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
         model = model_of("LlamaForCausalLM")

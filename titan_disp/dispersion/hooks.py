@@ -167,7 +167,7 @@ class attach(AbstractContextManager["attach"]):
 
         Args:
             weights: [B], with which the sequences are added up. None: 1/B each, their
-                mean.
+                mean. Without sequences, the loss is 0.
 
         Raises:
             RuntimeError: nothing was collected since the last call. (Under
@@ -194,12 +194,12 @@ class attach(AbstractContextManager["attach"]):
         )
         self.step += 1
         self.losses = {
-            name: of_block.mean()
+            name: _mean(of_block)
             for (name, _), of_block in zip(outputs, losses.detach(), strict=True)
         }
         of_sequences = losses.mean(0)
         if weights is None:
-            return self.coeff * of_sequences.mean()
+            return self.coeff * _mean(of_sequences)
         return self.coeff * (weights * of_sequences).sum()
 
     def detach(self, *error: object) -> None:
@@ -236,6 +236,11 @@ class attach(AbstractContextManager["attach"]):
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
+
+
+def _mean(losses: Tensor) -> Tensor:
+    """Return the mean of losses [B], and 0 of none."""
+    return losses.sum() / max(1, len(losses))
 
 
 def _arguments(model: nn.Module) -> list[str]:
