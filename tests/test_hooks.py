@@ -2,6 +2,7 @@
 torch: alone, on ranks, checkpointed.
 """
 
+import copy
 import functools
 import re
 import weakref
@@ -221,6 +222,31 @@ def test_a_batch_without_sequences():
     assert loss == 0
     assert not any(gradient.any() for gradient in gradients)
     assert [*handle.losses.values()] == [0, 0]
+
+
+def test_copies_of_an_attached_model(tmp_path):
+    """A copy has hooks of its own, and nothing that a forward has left."""
+    model = encoder(batch_first=True)
+    handle = attach(model)
+    z = torch.randn(4, 12, 16).double()
+    model(z)
+    expected = handle.loss()
+    model(z)  # its outputs are not leaves, which deepcopy refuses
+    torch.save([model, handle], tmp_path / "model.pt")
+    size = (tmp_path / "model.pt").stat().st_size
+    saved = torch.load(tmp_path / "model.pt", weights_only=False)
+    for copied, its_handle in (copy.deepcopy([model, handle]), saved):
+        with pytest.raises(RuntimeError, match="no outputs of blocks"):
+            its_handle.loss()
+        copied(z)
+        close(its_handle.loss(), expected)
+        its_handle.detach()
+        copied(z)
+        assert not its_handle._outputs
+    close(handle.loss(), expected)
+    model(z.expand(100, 4, 12, 16).flatten(0, 1))
+    torch.save([model, handle], tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").stat().st_size == pytest.approx(size, rel=0.1)
 
 
 def on_ranks():

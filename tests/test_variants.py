@@ -2,12 +2,14 @@
 schedule; and a config's loss.
 """
 
+import copy
 import dataclasses
 import importlib
 import inspect
 import itertools
 import json
 import math
+import pickle
 import pkgutil
 import re
 from pathlib import Path
@@ -57,6 +59,16 @@ def test_a_second_derivative_is_an_error(variant, estimator, options):
         torch.testing.assert_close(grad, expected)
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(of_gradient(grad), by)
+
+
+@pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)
+def test_copies_after_a_call(variant, estimator, options):
+    loss = DispersionLoss(variant, estimator, **options, **drawn(estimator, 5))
+    z = tokens(2, 12, 8)
+    expected = loss([z], fit_errors=[])
+    for copied in (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)):
+        assert copied == loss
+        assert torch.equal(copied([z], fit_errors=[]), expected)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

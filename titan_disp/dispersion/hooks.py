@@ -210,6 +210,10 @@ class attach(AbstractContextManager["attach"]):
 
     __exit__ = detach
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the model keeps: not what a forward has left."""
+        return vars(self) | {"_outputs": [], "_inputs": {}, "mask": None}
+
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
