@@ -249,6 +249,35 @@ def test_copies_of_an_attached_model(tmp_path):
     assert (tmp_path / "model.pt").stat().st_size == pytest.approx(size, rel=0.1)
 
 
+def test_a_forward_that_raises():
+    """The loss must not be that of the blocks before the error, nor of an older
+    forward; and nothing holds their outputs.
+    """
+    model = encoder(batch_first=True)
+    handle = attach(model)
+    z = torch.randn(4, 12, 16).double()
+    model(z)
+    expected = handle.loss()
+    model(z)
+    for _ in range(2):
+        with (
+            model.layers[1].register_forward_pre_hook(fail),
+            pytest.raises(KeyError),
+        ):
+            model(z)
+        assert not handle._outputs
+        with torch.no_grad():
+            model(z)
+        with pytest.raises(RuntimeError, match="the last forward raised an error"):
+            handle.loss()
+    model(z)
+    close(handle.loss(), expected)
+
+
+def fail(*arguments):
+    raise KeyError
+
+
 def on_ranks():
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
         model = model_of("LlamaForCausalLM")
@@ -297,7 +326,9 @@ WRONG = {
     "handle.mask has shape [4, 11], expected [4, 12]": lambda: losses(
         mask=TOKENS[:, 1:]
     ),
-    "in training mode (model.train())": lambda: losses(change=nn.Module.eval),
+    "since the last loss(): call it after each forward of the attached model, in training mode (model.train())": lambda: (
+        losses(change=nn.Module.eval)
+    ),
     "no outputs of blocks since the last loss()": lambda: losses(times=2),
     "start one process per GPU": lambda: losses(
         change=nn.Module._replicate_for_data_parallel

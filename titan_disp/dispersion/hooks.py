@@ -18,6 +18,20 @@ from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import Variant
 from titan_disp.errors import did_you_mean
 
+# Why there are no outputs.
+NO_FORWARD = (
+    "no outputs of blocks since the last loss(): call it after each forward of the "
+    "attached model, in training mode (model.train())"
+)
+RAISED = (
+    "the last forward raised an error, so that the outputs of some blocks are "
+    "missing: call loss() only after a forward that returns"
+)
+NOT_CALLED = (
+    "no outputs of blocks since the last loss(), although the attached model ran: "
+    "where blocks are checkpointed, set use_reentrant=False"
+)
+
 # Arguments of models. torch's own src_key_padding_mask is 0 at tokens.
 MASKS = ("attention_mask", "src_key_padding_mask")
 Modules = dict[str, nn.Module]  # by their names in ``named_modules()``
@@ -132,6 +146,7 @@ class attach(AbstractContextManager["attach"]):
         self.losses = dict[str, Tensor]()
         self.mask: Tensor | None = None
         self._in_forward = False
+        self._why_missing = NO_FORWARD
         self._inputs = dict[str, Tensor]()
         self._outputs = list[tuple[str, Tensor]]()
         self._arguments = _arguments(model)
@@ -156,6 +171,7 @@ class attach(AbstractContextManager["attach"]):
         self._hooks = ExitStack()
         for hook in (
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._succeed),
             model.register_forward_hook(self._end, always_call=True),
             collect(blocks, self._take),
         ):
@@ -170,25 +186,23 @@ class attach(AbstractContextManager["attach"]):
                 mean. Without sequences, the loss is 0.
 
         Raises:
-            RuntimeError: nothing was collected since the last call. (Under
-                ``torch.no_grad``, the loss is then 0.)
+            RuntimeError: nothing was collected since the last call, or the last forward
+                raised an error. (Under ``torch.no_grad``, the loss is then 0.)
             ValueError: the outputs or the mask do not have the shape that the model's
                 input implies.
         """
         outputs = self._outputs
         inputs = self._inputs
         mask = self.mask
+        why_missing = self._why_missing
         self._outputs = []
         self._inputs = {}
         self.mask = None
+        self._why_missing = NO_FORWARD
         if not outputs:
             if not torch.is_grad_enabled():
                 return torch.zeros(())
-            raise RuntimeError(
-                "no outputs of blocks since the last loss(): call it after each "
-                "forward of the attached model, in training mode (model.train()); "
-                "where blocks are checkpointed, set use_reentrant=False"
-            )
+            raise RuntimeError(why_missing)
         losses = self._dispersion(
             [z for _, z in outputs], step=self.step, valid=_valid(mask, inputs, outputs)
         )
@@ -233,13 +247,20 @@ class attach(AbstractContextManager["attach"]):
                 name: x for name, x in inputs.items() if isinstance(x, Tensor)
             }
             self._outputs = []
+            self._why_missing = RAISED
 
     def _take(self, name: str, z: Tensor) -> None:
         if self._in_forward and torch.is_grad_enabled():
             self._outputs.append((name, z))
 
+    def _succeed(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._in_forward:
+            self._why_missing = NOT_CALLED
+
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
+        if self._why_missing == RAISED:
+            self._outputs = []
 
 
 def _mean(losses: Tensor) -> Tensor:
