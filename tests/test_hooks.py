@@ -278,6 +278,60 @@ def fail(*arguments):
     raise KeyError
 
 
+class Block(nn.Linear):
+    def __init__(self, returned):
+        super().__init__(16, 16)
+        self.returned = returned
+
+    def forward(self, x):
+        return self.returned(super().forward(x))
+
+
+class Chain(nn.Module):
+    """Two blocks.
+
+    Args:
+        returned: what a block returns, given its tensor.
+        tensor_of: the tensor of what it returns.
+    """
+
+    def __init__(self, returned=lambda z: z, tensor_of=lambda z: z):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(returned) for _ in range(2)).double()
+        self.tensor_of = tensor_of
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.tensor_of(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("compiled", ["wrapped", "in place", "within a function"])
+def test_attached_after_a_compiled_forward(compiled):
+    """Dynamo does not notice that blocks, which had no hooks, have some now."""
+    torch._dynamo.reset()
+    model = Chain()
+    z = torch.randn(4, 12, 16).double()
+    with attach(model) as handle:
+        model(z)
+        expected = handle.loss()
+    forward = model
+    if compiled == "in place":
+        model.compile(backend="eager")
+    elif compiled == "wrapped":
+        forward = torch.compile(model, backend="eager")
+    else:
+        forward = torch.compile(lambda x: model(x), backend="eager")
+    forward(z)
+    handle = attach(model if compiled == "within a function" else forward)
+    forward(z)
+    with pytest.raises(RuntimeError, match=re.escape("call torch._dynamo.reset()")):
+        handle.loss()
+    torch._dynamo.reset()
+    forward(z)
+    close(handle.loss(), expected)
+
+
 def on_ranks():
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
         model = model_of("LlamaForCausalLM")

@@ -21,7 +21,8 @@ from titan_disp.errors import did_you_mean
 # Why there are no outputs.
 NO_FORWARD = (
     "no outputs of blocks since the last loss(): call it after each forward of the "
-    "attached model, in training mode (model.train())"
+    "attached model, in training mode (model.train()); if a compiled forward has run "
+    "before attach, call torch._dynamo.reset() after it"
 )
 RAISED = (
     "the last forward raised an error, so that the outputs of some blocks are "
@@ -29,7 +30,8 @@ RAISED = (
 )
 NOT_CALLED = (
     "no outputs of blocks since the last loss(), although the attached model ran: "
-    "where blocks are checkpointed, set use_reentrant=False"
+    "where blocks are checkpointed, set use_reentrant=False; if a compiled forward "
+    "has run before attach, call torch._dynamo.reset() after it"
 )
 
 # Arguments of models. torch's own src_key_padding_mask is 0 at tokens.
