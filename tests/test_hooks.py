@@ -306,6 +306,29 @@ class Chain(nn.Module):
         return x
 
 
+OUTPUTS = {
+    "tensor": (lambda z: z, lambda z: z),
+    "tuple": (lambda z: (z, z[..., :3]), lambda output: output[0]),
+    "None first": (lambda z: (None, z), lambda output: output[1]),
+    "dict": (
+        lambda z: {"weights": z[:, None], "ids": z.long(), "z": z, "cache": None},
+        lambda output: output["z"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_of_blocks(kind):
+    model = Chain(*OUTPUTS[kind])
+    z = torch.randn(4, 12, 16).double()
+    zs = []
+    handle = attach(model, coeff=1)
+    model(z)
+    for layer in model.layers:
+        zs.append(z := model.tensor_of(layer(z)))
+    close(handle.loss(), dispersion_losses(zs).mean())
+
+
 @pytest.mark.parametrize("compiled", ["wrapped", "in place", "within a function"])
 def test_attached_after_a_compiled_forward(compiled):
     """Dynamo does not notice that blocks, which had no hooks, have some now."""
@@ -360,7 +383,22 @@ def losses(name="BertForMaskedLM", change=nn.Module.train, mask=None, times=1):
     return [handle.loss() for _ in range(times)]
 
 
+def outputs(returned):
+    attach(model := Chain(returned))
+    model(torch.zeros(4, 12, 16).double())
+
+
 WRONG = {
+    "block layers.0 returns a dict of q [4, 12, 16] and k [4, 12, 16], expected a tensor": lambda: (
+        outputs(lambda z: {"q": z, "k": z})
+    ),
+    "block layers.0 returns a dict of name str, expected": lambda: outputs(
+        lambda z: {"name": "z"}
+    ),
+    "block layers.0 returns a tuple of NoneType, expected": lambda: outputs(
+        lambda z: (None,)
+    ),
+    "block layers.0 returns a function, expected": lambda: outputs(lambda z: outputs),
     "Linear has no list of modules of one class, expected one": lambda: attach(
         nn.Linear(2, 2)
     ),

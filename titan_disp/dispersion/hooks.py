@@ -80,8 +80,8 @@ def collect(
 ) -> ExitStack:
     """Return hooks that call ``take(key, z)`` when a block has returned z.
 
-    If a block returns a tuple, z is what it begins with. ``close``, or the end of a
-    with statement, removes the hooks.
+    If a block returns a tuple, z is the first tensor in it; if a dict, the only one
+    [B, N, F]. ``close``, or the end of a with statement, removes the hooks.
     """
     hooks = ExitStack()
     for key, block in blocks.items():
@@ -96,9 +96,47 @@ def _pass_on(
     args: tuple[Any, ...],
     output: Any,
 ) -> None:
-    if not isinstance(output, Tensor):
-        output = output[0]
-    take(key, output)
+    z = _tensor_of(output)
+    if z is None:
+        raise ValueError(
+            f"block {key} returns {_summary(output)}, expected a tensor [B, N, F], a "
+            "tuple that begins with it, or a dict with no other: attach to other "
+            "modules, with layers=…"
+        )
+    take(key, z)
+
+
+def _tensor_of(output: Any) -> Tensor | None:
+    """Return the activations in the output of a block; None if there are none, or
+    several in a dict.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list):
+        return next((part for part in output if isinstance(part, Tensor)), None)
+    if isinstance(output, Mapping):
+        tensors = [part for part in output.values() if isinstance(part, Tensor)]
+        candidates = [x for x in tensors if x.ndim == 3 and x.is_floating_point()]
+        if len(candidates) == 1:
+            return candidates[0]
+    return None
+
+
+def _summary(output: Any) -> str:
+    """Return the type of a block's output, and what is in a tuple or dict."""
+    if isinstance(output, Mapping):
+        parts = [f"{name} {_shape(part)}" for name, part in output.items()]
+        return f"a dict of {' and '.join(parts) or 'nothing'}"
+    if isinstance(output, tuple | list):
+        return f"a tuple of {' and '.join(map(_shape, output)) or 'nothing'}"
+    return f"a {type(output).__name__}"
+
+
+def _shape(part: Any) -> str:
+    """Return the shape of a tensor, or the type of anything else."""
+    if isinstance(part, Tensor):
+        return str(list(part.shape))
+    return type(part).__name__
 
 
 class attach(AbstractContextManager["attach"]):
@@ -114,9 +152,10 @@ class attach(AbstractContextManager["attach"]):
     Args:
         model: of any library. DDP, ``fully_shard`` or torch.compile may wrap it before
             or after.
-        layers: names of modules in ``model.named_modules()`` that return [B, N, F], or
-            a tuple that begins with it. The name of a list stands for all its modules.
-            None: the longest list of modules of one class.
+        layers: names of modules in ``model.named_modules()`` that return [B, N, F], a
+            tuple whose first tensor this is, or a dict with no other such tensor. The
+            name of a list stands for all its modules. None: the longest list of
+            modules of one class.
         coeff: λ, an attribute.
         variant: of the loss. ``options`` are further attributes of ``DispersionLoss``.
 
