@@ -412,6 +412,12 @@ WRONG = {
         model_of("BertForMaskedLM"), ["bert.encoder.layr"]
     ),
     "layers.0 has tokens as [N, B, F], expected [B, N, F]": lambda: attach(encoder()),
+    "encoder.layers.0 has tokens as [N, B, F]": lambda: attach(
+        nn.Transformer(16, 2, 2, 2, 32), "encoder.layers"
+    ),
+    "rnn has tokens as [N, B, F]": lambda: attach(
+        nn.ModuleDict({"rnn": nn.LSTM(16, 16)}), "rnn"
+    ),
     "layer.0 is [12, 4, 16], expected [B, N, F] for an input that begins with [4": lambda: (
         losses("XLNetLMHeadModel")
     ),

@@ -199,6 +199,13 @@ def test_what_is_not_finite_shows(variant, estimator, value, features):
     assert torch.equal(loss[0], expected[0])
 
 
+def test_token_ids_are_no_activations():
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    for z in (ids, ids[..., None].expand(2, 8, 4)):
+        with pytest.raises(ValueError, match="pass the outputs of blocks, not token"):
+            dispersion_loss(z)
+
+
 @pytest.mark.parametrize(("variant", "estimator"), EVERY_ESTIMATOR)
 def test_a_batch_without_sequences(variant, estimator):
     """The loss and its gradient are empty, also of layers that differ in dtype."""

@@ -151,7 +151,9 @@ class attach(AbstractContextManager["attach"]):
 
     Args:
         model: of any library. DDP, ``fully_shard`` or torch.compile may wrap it before
-            or after.
+            or after. Its inputs begin with [B] or, if they are token ids, with [B, N].
+            Where B = N, or where the input is [N, B] as well, attach notices blocks
+            that return [N, B, F] only by the ``batch_first`` of torch's modules.
         layers: names of modules in ``model.named_modules()`` that return [B, N, F], a
             tuple whose first tensor this is, or a dict with no other such tensor. The
             name of a list stands for all its modules. None: the longest list of
@@ -202,7 +204,8 @@ class attach(AbstractContextManager["attach"]):
             blocks = _named(model, layers)
         for name, block in blocks.items():
             if any(
-                isinstance(part, nn.MultiheadAttention) and not part.batch_first
+                isinstance(part, nn.MultiheadAttention | nn.RNNBase)
+                and not part.batch_first
                 for part in block.modules()
             ):
                 raise ValueError(

@@ -363,9 +363,12 @@ def _length(zs: Sequence[Tensor], shards: int, least: int) -> int:
                 f"layer {layer} is {z!r}, expected a float tensor [B, N, F]"
             )
         if z.ndim != 3 or not z.is_floating_point():
+            hint = ""
+            if not z.is_floating_point():
+                hint = ": pass the outputs of blocks, not token ids"
             raise ValueError(
                 f"z has shape {tuple(z.shape)} and dtype {z.dtype}, "
-                "expected a float tensor [B, N, F]"
+                f"expected a float tensor [B, N, F]{hint}"
             )
         if not z.shape[2]:
             raise ValueError(
