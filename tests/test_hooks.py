@@ -138,6 +138,59 @@ def test_torchs_own_encoder():
     )
 
 
+def test_a_decoder_of_torch():
+    layer = nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True)
+    model = nn.TransformerDecoder(layer, 2).double()
+    z = torch.randn(4, 12, 16).double()
+    memory = torch.randn(4, 5, 16).double()
+    zs = []
+    handle = attach(model, coeff=2)
+    model(z, memory, tgt_key_padding_mask=~TOKENS)
+    for layer in model.layers:
+        zs.append(z := layer(z, memory, tgt_key_padding_mask=~TOKENS))
+    close(handle.loss(), 2 * dispersion_losses(zs, valid=TOKENS).mean())
+
+
+def test_the_parts_of_an_encoder_decoder():
+    model = model_of("BartForConditionalGeneration")
+    inputs = batch() | {"decoder_attention_mask": TOKENS.flip(0).long()}
+    with attach(model.model.encoder) as encoder, attach(model.model.decoder) as decoder:
+        out = model(**inputs, output_hidden_states=True)
+        for handle, zs, valid in (
+            (encoder, out.encoder_hidden_states, TOKENS),
+            (decoder, out.decoder_hidden_states, TOKENS.flip(0)),
+        ):
+            close(handle.loss(), 0.1 * dispersion_losses(zs[1:], valid=valid).mean())
+
+
+class Universal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block(lambda z: z)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+def test_a_block_that_runs_several_times():
+    """Each call counts as a layer."""
+    model = model_of("AlbertForMaskedLM")
+    with attach(model, "albert.encoder.albert_layer_groups", coeff=1) as handle:
+        zs = model(**batch(), output_hidden_states=True).hidden_states[1:]
+        losses = dispersion_losses(zs, valid=TOKENS)
+        close(handle.loss(), losses.mean())
+        close([*handle.losses.values()], [losses[-1].mean()])
+    model = Universal().double()
+    zs = [torch.randn(4, 12, 16).double()]
+    handle = attach(model, ["block"], coeff=1)
+    model(zs[0])
+    for _ in range(3):
+        zs.append(model.block(zs[-1]))
+    close(handle.loss(), dispersion_losses(zs[1:]).mean())
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -236,7 +289,7 @@ def test_copies_of_an_attached_model(tmp_path):
     size = (tmp_path / "model.pt").stat().st_size
     saved = torch.load(tmp_path / "model.pt", weights_only=False)
     for copied, its_handle in (copy.deepcopy([model, handle]), saved):
-        with pytest.raises(RuntimeError, match="no outputs of blocks"):
+        with pytest.raises(RuntimeError, match="call it after each forward"):
             its_handle.loss()
         copied(z)
         close(its_handle.loss(), expected)
@@ -405,15 +458,25 @@ WRONG = {
     "has 0.layers (2 modules) and 2.layers (2": lambda: attach(
         nn.ModuleList([encoder(), nn.ReLU(), encoder()])
     ),
-    "two sequences: attach to a part of it, as": lambda: attach(
+    "as in attach(model.encoder) or attach(model.decoder)": lambda: attach(
         model_of("T5ForConditionalGeneration")
+    ),
+    # whose first sequence is sound
+    "WhisperModel has two sequences": lambda: attach(
+        transformers.WhisperModel(transformers.WhisperConfig(d_model=24))
+    ),
+    "as in attach(model.model.encoder) or attach(model.model.decoder)": lambda: attach(
+        model_of("BartForConditionalGeneration")
+    ),
+    "as in layers='albert.encoder.albert_layer_groups'. A block that runs several": lambda: (
+        attach(model_of("AlbertForMaskedLM"))
     ),
     "did you mean bert.encoder.layer": lambda: attach(
         model_of("BertForMaskedLM"), ["bert.encoder.layr"]
     ),
     "layers.0 has tokens as [N, B, F], expected [B, N, F]": lambda: attach(encoder()),
-    "encoder.layers.0 has tokens as [N, B, F]": lambda: attach(
-        nn.Transformer(16, 2, 2, 2, 32), "encoder.layers"
+    "Transformer has two sequences: attach to a part of it, as in attach(model.encoder) or attach(model.decoder)": lambda: (
+        attach(nn.Transformer(16, 2, 2, 2, 32, batch_first=True))
     ),
     "rnn has tokens as [N, B, F]": lambda: attach(
         nn.ModuleDict({"rnn": nn.LSTM(16, 16)}), "rnn"

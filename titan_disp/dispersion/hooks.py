@@ -34,8 +34,9 @@ NOT_CALLED = (
     "has run before attach, call torch._dynamo.reset() after it"
 )
 
-# Arguments of models. torch's own src_key_padding_mask is 0 at tokens.
-MASKS = ("attention_mask", "src_key_padding_mask")
+# Arguments of models. Those that end in key_padding_mask, torch's own, are 0 at tokens.
+MASKS = ("attention_mask", "src_key_padding_mask", "tgt_key_padding_mask")
+TWO_SEQUENCES = ({"decoder_input_ids"}, {"src", "tgt"})  # arguments of such models
 Modules = dict[str, nn.Module]  # by their names in ``named_modules()``
 Key = TypeVar("Key")
 
@@ -156,8 +157,9 @@ class attach(AbstractContextManager["attach"]):
             that return [N, B, F] only by the ``batch_first`` of torch's modules.
         layers: names of modules in ``model.named_modules()`` that return [B, N, F], a
             tuple whose first tensor this is, or a dict with no other such tensor. The
-            name of a list stands for all its modules. None: the longest list of
-            modules of one class.
+            name of a list stands for all its modules. A block that runs several times
+            in a forward counts as several layers, as in ["block"] of a universal
+            transformer. None: the longest list of modules of one class.
         coeff: λ, an attribute.
         variant: of the loss. ``options`` are further attributes of ``DispersionLoss``.
 
@@ -165,8 +167,8 @@ class attach(AbstractContextManager["attach"]):
         step: from which the sampled estimator draws its positions. Every ``loss`` adds
             1.
         mask: [B, N], not 0 at tokens, for the next ``loss`` only. None: the
-            ``attention_mask`` or ``src_key_padding_mask`` that the model got; without
-            one, every position is a token.
+            ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask``
+            that the model got; without one, every position is a token.
         losses: of each block, or of its last call, the mean over the sequences in the
             last ``loss`` without λ, on the device.
 
@@ -193,10 +195,11 @@ class attach(AbstractContextManager["attach"]):
         self._inputs = dict[str, Tensor]()
         self._outputs = list[tuple[str, Tensor]]()
         self._arguments = _arguments(model)
-        if "decoder_input_ids" in self._arguments:
+        if any(names <= {*self._arguments} for names in TWO_SEQUENCES):
+            parts = " or ".join(f"attach(model.{part})" for part in _parts(model))
             raise ValueError(
                 f"{type(model).__name__} has two sequences: attach to a part of it, "
-                "as to model.decoder"
+                f"as in {parts or 'attach(model.decoder)'}"
             )
         if layers is None:
             blocks = _longest_list(model)
@@ -265,12 +268,18 @@ class attach(AbstractContextManager["attach"]):
         self._hooks.close()
         self._outputs = []
         self._inputs = {}
+        self._why_missing = NO_FORWARD
 
     __exit__ = detach
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the model keeps: not what a forward has left."""
-        return vars(self) | {"_outputs": [], "_inputs": {}, "mask": None}
+        return vars(self) | {
+            "_outputs": [],
+            "_inputs": {},
+            "_why_missing": NO_FORWARD,
+            "mask": None,
+        }
 
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -298,7 +307,7 @@ class attach(AbstractContextManager["attach"]):
             self._outputs.append((name, z))
 
     def _succeed(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._in_forward:
+        if self._in_forward:  # this hook is not called after an error
             self._why_missing = NOT_CALLED
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -327,6 +336,16 @@ def _arguments(model: nn.Module) -> list[str]:
             break
         arguments = inspect.signature(inner.forward).parameters
     return list(arguments)
+
+
+def _parts(model: nn.Module) -> list[str]:
+    """Return the names of the outermost encoders and decoders in a model."""
+    parts = list[str]()
+    for name, _ in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in parts)
+        if name.rpartition(".")[2] in ("encoder", "decoder") and not is_inside:
+            parts.append(name)
+    return parts
 
 
 def _valid(
@@ -359,7 +378,7 @@ def _valid(
             f"{name} has shape {list(mask.shape)}, expected {list(tokens)}: set "
             "handle.mask before loss()"
         )
-    if name == "src_key_padding_mask":
+    if name.endswith("key_padding_mask"):
         return mask == 0
     return mask != 0
 
@@ -392,11 +411,13 @@ def _longest_list(model: nn.Module) -> Modules:
         choice = " and ".join(
             f"{name} ({len(modules)} modules)" for name, modules in candidates.items()
         )
-        example = next(iter(candidates), "encoder.layers")
+        singles = outermost_lists(model, lambda modules: len(modules) == 1)
+        example = next(iter(candidates or singles), "encoder.layers")
         raise ValueError(
             f"{type(model).__name__} has "
             f"{choice or 'no list of modules of one class'}, expected one list of "
-            f"blocks: name it, or the blocks, as in layers={example!r}"
+            f"blocks: name it, or the blocks, as in layers={example!r}. A block that "
+            "runs several times in a forward counts as several layers"
         )
     (blocks,) = candidates.values()
     return blocks
