@@ -4,6 +4,7 @@ torch: alone, on ranks, checkpointed.
 
 import copy
 import functools
+import math
 import re
 import weakref
 
@@ -441,7 +442,22 @@ def outputs(returned):
     model(torch.zeros(4, 12, 16).double())
 
 
+def test_a_negative_lambda():
+    model = encoder(batch_first=True)
+    with pytest.warns(UserWarning, match="λ is -0.2, which is negative") as caught:
+        handle = attach(model, coeff=-0.2)
+    assert [warning.filename for warning in caught] == [__file__]
+    z = torch.randn(4, 12, 16).double()
+    model(z)
+    loss = handle.loss()
+    handle.coeff = 0.2
+    model(z)
+    close(loss, -handle.loss())
+
+
 WRONG = {
+    "coeff is nan, expected a finite number": lambda: attach(encoder(), coeff=math.nan),
+    "coeff is -inf, expected": lambda: attach(encoder(), coeff=-math.inf),
     "block layers.0 returns a dict of q [4, 12, 16] and k [4, 12, 16], expected a tensor": lambda: (
         outputs(lambda z: {"q": z, "k": z})
     ),

@@ -6,6 +6,7 @@ blocks and pass on their outputs for any other purpose.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from titan_disp.dispersion.formula import check_coeff, condensing
 from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import Variant
 from titan_disp.errors import did_you_mean
@@ -160,7 +162,7 @@ class attach(AbstractContextManager["attach"]):
             name of a list stands for all its modules. A block that runs several times
             in a forward counts as several layers, as in ["block"] of a universal
             transformer. None: the longest list of modules of one class.
-        coeff: λ, an attribute.
+        coeff: λ, an attribute. Below 0, the embeddings condense, and attach warns.
         variant: of the loss. ``options`` are further attributes of ``DispersionLoss``.
 
     Attributes:
@@ -185,6 +187,9 @@ class attach(AbstractContextManager["attach"]):
         variant: str | Variant = "angular",
         **options: Any,
     ) -> None:
+        check_coeff("coeff", coeff)
+        if warning := condensing(coeff):
+            warnings.warn(warning, stacklevel=2)
         self.coeff = coeff
         self._dispersion = DispersionLoss(variant, **options)
         self.step = 0
