@@ -183,7 +183,8 @@ def add_in_backward(zs: Sequence[Tensor], loss: LossOfLayer) -> Tensor:
 
     for index, z in enumerate(zs):
         z.register_hook(partial(arrived, index))
-    value = zs[0].new_zeros((), dtype=torch.float32)
+    dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
+    value = zs[0].new_zeros((), dtype=dtype)
     return _Factor.apply(factor, value, *zs)
 
 
