@@ -1,7 +1,7 @@
 """What a run shows on the console, and the file with the whole log of each rank.
 
-A run begins with ``title`` and ``overview``, which say what is on. ``split_log`` keeps
-everything else that only an expert asks for away from the console.
+A run begins with ``title`` and ``overview``, which say what is on. ``split_log`` writes
+all messages to a file, and keeps those that a user does not need off the console.
 """
 
 import logging
@@ -44,7 +44,8 @@ HARMLESS = {
 # the options that the variant uses
 TELLING = ("coeff", "layers", "variant", "estimator")
 SYMBOLS = {"coeff": "λ", "tau": "τ", "clamp": "κ"}
-TABLES = ("enabled", "options", "losses")  # keys that are written in another way
+# keys that ``_dispersion`` does not write as "key value"
+OTHERWISE = ("enabled", "options", "losses")
 TIME_WIDTH = len("05:40:05  ")
 
 
@@ -62,10 +63,11 @@ class ConsoleFormatter(logging.Formatter):
 
 
 def is_for_console(record: logging.LogRecord) -> bool:
-    """Return whether the console shows a record: a warning or error that is not
-    harmless, or what the root logger gets from other files than TorchTitan's.
+    """Return whether the console shows a record.
 
-    Details that nobody misses go to a logger of another name.
+    It shows warnings and errors that are not harmless. Of other messages, it shows those
+    of titan-disp to the root logger, which TorchTitan's own files use as well. Modules
+    write details to loggers of their own names.
     """
     if record.levelno > logging.INFO:
         harmless = "|".join(HARMLESS | cpu.HARMLESS)
@@ -86,7 +88,8 @@ def split_log() -> None:
     """Write all records to this rank's ``LOG``, and those ``is_for_console`` to the
     console. Ranks other than 0 print warnings and errors only.
 
-    Without such a file, the console keeps everything, as ``init_logger`` has set it up.
+    If torchrun keeps no files, the console shows everything, in the form that TorchTitan
+    has given it. To be called once.
     """
     path = log_file()
     if path is None:
@@ -117,7 +120,7 @@ def title(job: JobConfig) -> str:
 
 
 def overview(trainer: Any) -> str:
-    """Return what is on in a start, one subject per line, as overview.txt.j2 has it.
+    """Return what this start trains, on what, and where it writes: overview.txt.j2.
 
     ``trainer`` is a ``titan_disp.train.DispTrainer`` that has loaded its checkpoint.
     """
@@ -166,7 +169,7 @@ def _dispersion(section: Any) -> str:
     parts = [
         f"{SYMBOLS.get(key, key)} {shown(value)}"
         for key, value in vars(section).items()
-        if key in telling or (value != defaults[key] and key not in TABLES)
+        if key in telling or (value != defaults[key] and key not in OTHERWISE)
     ]
     if section.options:
         parts.append(written_out(section.options, OPTIONS))

@@ -52,7 +52,8 @@ def drawing() -> AbstractContextManager[None]:
 
 
 def to_svg(figure: Figure, salt: str) -> str:
-    """Return a picture as an <svg> element. Equal figures have equal bytes.
+    """Return a picture as an <svg> element. Equal figures with equal salts have equal
+    bytes.
 
     ``salt`` must differ between the pictures of a page. It makes the ids of their clip
     paths and markers differ. Points of lines are cut to 0.01 pt, which saves a sixth of
@@ -99,8 +100,10 @@ class Line:
 
     @property
     def style(self) -> dict[str, Any]:
-        """Return the keywords of ``Axes.plot``. No two of the first 56 places (7
-        colours, 4 dashes, 2 widths) have the same.
+        """Return the keywords of ``Axes.plot``.
+
+        The first 56 places differ: colours repeat after 7, dashes after 4, so that 28
+        pairs do, and then the width changes.
         """
         rounds = self.place // (len(OKABE_ITO) * len(LINES))
         return {
@@ -218,9 +221,11 @@ def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
-    """Fit axis y to the values after the first ``BEGINNING`` of the longest run.
+    """Fit axis y to the values after the beginning of the longest run (``BEGINNING`` of
+    its length).
 
-    With fewer than ``LEAST_POINTS`` of them per line, axis y shows all values.
+    If the lines have fewer than ``LEAST_POINTS`` such values on average, axis y shows
+    all values.
     """
     start = BEGINNING * max(np.nanmax(line.x) for line in lines)
     later = np.concatenate([line.all_y[:, line.x > start].ravel() for line in lines])
@@ -233,10 +238,11 @@ def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
 def draw_lines(
     axes: Axes, lines: Sequence[Line], ylabel: str, scale: Scale = as_it_is
 ) -> None:
-    """Draw a line for each run or condition, in a band from smallest to largest value
-    if its points are means.
+    """Draw a line for each run or condition.
 
-    Of more than ``MANY`` lines, only those of several seeds have a band.
+    A line of several seeds is in a band from the smallest to the largest seed. So is a
+    line whose points are means in bins, in a band from the smallest to the largest value
+    of each bin, unless there are more than ``MANY`` lines.
     """
     count = bins(len(lines))
     for line in lines:
@@ -314,8 +320,8 @@ def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def timeline(starts: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the steps of a run's starts against time (UTC), and below them a row for each
-    name of an event. The time from the end of a start to the next start is grey.
+    """Draw the steps of a run against time (UTC), and below them a row for each name of
+    an event. ``starts`` are in order of time; the time between them is grey.
     """
     names = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
     height = 0.22 * len(names) + 0.1  # inches

@@ -40,8 +40,8 @@ LOSSES = (HELD_OUT, VALIDATION, SMOOTHED, CROSS_ENTROPY)
 
 @dataclass(frozen=True)
 class Outcome:
-    """A number of each run at the latest step, or number of tokens, that all of these
-    runs have.
+    """A number of each run: at the latest step, or number of tokens, that all of these
+    runs have logged, or over the whole run.
     """
 
     label: str
@@ -51,8 +51,8 @@ class Outcome:
     is_relative: bool = False
 
     def mean(self, condition: Condition) -> str:
-        """Return the mean over a condition's runs, or "–". If it is not relative,
-        several runs have their standard error.
+        """Return the mean over a condition's runs as text, or "–" if none has a number.
+        Several runs also have their standard error, unless differences are relative.
         """
         values = [
             self.values[place] for place in condition.places if place in self.values
@@ -85,7 +85,9 @@ class Headline:
 
     @cached_property
     def baseline(self) -> Condition:
-        """Return the first condition without dispersion, or the first one."""
+        """Return the first condition without dispersion, judged by its first run, or
+        the first condition if all have it.
+        """
         for condition in self.conditions:
             if not self.runs[condition.places[0]].disperses:
                 return condition
@@ -98,21 +100,23 @@ class Headline:
 
     @cached_property
     def places(self) -> list[int]:
-        """Return the indices of the runs that count: those with seeds that all
-        conditions have, or all runs if there are no such seeds.
+        """Return the indices of the runs that count: those whose seeds occur in every
+        condition, or all runs if no seeds do.
         """
-        seeds = [
+        seeds_of_conditions = [
             {seeds_of(self.runs[place]) for place in condition.places}
             for condition in self.conditions
         ]
-        shared = set.intersection(*seeds)
-        paired = [i for i, run in enumerate(self.runs) if seeds_of(run) in shared]
-        return paired or list(range(len(self.runs)))
+        shared = set.intersection(*seeds_of_conditions)
+        places = [i for i, run in enumerate(self.runs) if seeds_of(run) in shared]
+        return places or list(range(len(self.runs)))
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
-        """Return what is compared, without what no run has: a loss, the mean cosine, the
-        dispersion loss of a single condition, and the speed.
+        """Return what is compared, without what some run lacks: a loss, the mean cosine,
+        the dispersion loss of a single condition, and the speed.
+
+        Runs that have logged nothing do not count.
         """
         runs = {
             place: self.runs[place] for place in self.places if self.runs[place].rows
@@ -121,14 +125,16 @@ class Headline:
             return []
         losses = [*LOSSES]
         if unlike([run.settings.get("metrics.log_freq") for run in self.runs]):
-            losses.remove(SMOOTHED)  # ten rows are not as many steps
+            # Ten rows of one run are not as many steps as ten rows of another.
+            losses.remove(SMOOTHED)
         of_losses = (_outcome(series, runs) for series in losses)
+        loss = next(filter(None, of_losses), None)
         further = [_outcome(COSINE, runs)]
         if not self.compared:  # of other options, the dispersion loss is another number
             further.append(_outcome(DISPERSION, runs))
         speeds = {place: median_speed(run) for place, run in runs.items()}
         further.append(Outcome(SPEED.label, speeds, note="median", is_relative=True))
-        return [o for o in (next(filter(None, of_losses), None), *further) if o]
+        return list(filter(None, [loss, *further]))
 
     @cached_property
     def tiles(self) -> list[Tile]:
@@ -161,8 +167,11 @@ class Headline:
 
     @property
     def sentence(self) -> str:
-        """Return the result in words: the state of a single run or how many runs are
-        complete, and the first numbers or the first difference.
+        """Return the result in words.
+
+        Of one condition, these are the state of its only run, or how many of its runs are
+        complete, and the first two numbers; of two, the first difference; of more, how
+        many runs are complete.
         """
         if len(self.compared) > 1:
             baseline = self.baseline.name
@@ -182,8 +191,8 @@ class Headline:
         """Return the mean difference of a condition to the baseline over pairs of runs
         with the same seeds, with its 95 % interval as the note.
 
-        It is "–" without such a pair. A relative difference is that of logarithms, as a
-        percentage of the baseline.
+        The value is "–" without such a pair. A relative difference is the mean difference
+        of logarithms, written as a percentage of the baseline.
         """
         values = outcome.values
         number_format = "+.4f"
@@ -208,17 +217,19 @@ class Headline:
     def _by_seed(
         self, values: Mapping[int, float], condition: Condition
     ) -> dict[Seeds, float]:
+        """Return the values of a condition's runs by their seeds."""
         by_seed = {}
         for place in condition.places:
             seeds = seeds_of(self.runs[place])
-            if place in values and None not in seeds:  # which differ in every start
+            # A seed that is not set is another one in every start.
+            if place in values and None not in seeds:
                 by_seed[seeds] = values[place]
         return by_seed
 
 
 def _outcome(series: Series, runs: Mapping[int, RunRecord]) -> Outcome | None:
-    """Return the outcome of a series for runs by their index, or None if one of them has
-    no number of it, or if they have no x above 0 in common.
+    """Return the outcome of a series for runs, given by their indices. None if a run has
+    no finite number of the series, or if the runs share no step but 0.
     """
     xlabel = xlabel_of(list(runs.values()))
     columns = {}
