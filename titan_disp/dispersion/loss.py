@@ -184,7 +184,7 @@ class DispersionLoss:
                 gathered=0.0,
                 reduced=self.max_tokens * features,
                 # of all tokens, zeros and the sum of two gradients
-                bytes=of_rank.bytes * shards + 8.0 * tokens * features,
+                bytes=of_rank.bytes * shards + 4.0 * tokens * features,
             )
         if self.estimator == "moments":
             return cost_of_moments(tokens, features)

@@ -60,7 +60,7 @@ def cost_of_moments(tokens: int, features: int) -> Cost:
         flops=4.0 * tokens * features**2,
         gathered=0.0,
         reduced=features**2 + features,
-        bytes=66.0 * tokens * features,
+        bytes=58.0 * tokens * features,
     )
 
 
@@ -114,7 +114,7 @@ class Variant(ABC):
             reduced=0.0,
             # A cosine is read in float32 and written in bf16. Of a whole sequence,
             # there are 3/4 N² if it has two blocks, and fewer if it has more.
-            bytes=tokens * (36.0 * features + 4.5 * tokens),
+            bytes=tokens * (12.0 * features + 3.75 * tokens),
         )
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
