@@ -50,11 +50,10 @@ def small_tiles(monkeypatch):
     """Tiles of 16 tokens, blocks of 40, which is no multiple, and bf16 products, as on
     a GPU.
     """
-    if DEVICE == "cpu":
-        small = triton_pairs.TileShape(
-            tokens=16, features=16, warps=4, stages=2, registers=128
-        )
-        monkeypatch.setattr(triton_pairs, "TILE_SHAPES", dict.fromkeys(DTYPES, small))
+    small = triton_pairs.TileShape(
+        tokens=16, features=16, warps=4, stages=2, registers=128
+    )
+    monkeypatch.setattr(triton_pairs, "TILE_SHAPES", dict.fromkeys(DTYPES, small))
     monkeypatch.setattr(pairwise, "tile_size", lambda tokens, *_: min(tokens, 40))
     monkeypatch.setattr(pairwise, "operand_dtype", lambda x: x.dtype)
     monkeypatch.setattr(Shard, "wide", True)
@@ -247,9 +246,13 @@ def exponential_tile(c, factor):
     assert_agrees(tokens(*ONE_SPAN).to(DEVICE), pair)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has one order of programs")
-def test_the_same_sums_every_time():
-    x = tokens(4, 1000, 64).to(DEVICE, torch.bfloat16)
+@pytest.mark.skipif(DEVICE == "cpu", reason="large, and the interpreter is slow")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 1664, 192), (1, 4099, 1000)])
+def test_tiles_of_a_gpu(shape, dtype):
+    """Blocks of 6.5 tiles, and of 11; the same sums every time."""
+    x = tokens(*shape).to(DEVICE, dtype)
+    assert_agrees(x, PAIRS["angular"])
     first = all_pairs(x, PAIRS["angular"])
     for _ in range(3):
         assert all(map(torch.equal, first, all_pairs(x, PAIRS["angular"])))
