@@ -24,6 +24,7 @@ variants      the formula of each loss; finds a variant by its name, and builds 
   ▼
 pairwise      exact sums over tiles of pairs
 moments       sums over all pairs in linear time
+triton_pairs  pairs in one kernel of a GPU; triton_kernels is its source
 kernels       fused steps
   ▼
 autograd      the gradient that forward has saved, and the collectives

@@ -33,9 +33,15 @@ def path() -> dict[str, Any]:
     before the first loss.
 
     ``kernels`` says of every fused function that ran whether it was compiled or eager,
-    and why. ``products`` lists the dtypes of the operands of products.
+    and of every kernel of ``triton_pairs`` whether it is used, and why. ``products``
+    lists the dtypes of the operands of products.
     """
     return {"kernels": dict(_functions), "products": sorted(_products)}
+
+
+def record(kernel: str, how: str) -> None:
+    """Let ``path`` say how a kernel ran, unless it says so already."""
+    _functions.setdefault(kernel, how)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -29,6 +29,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from titan_disp.dispersion import triton_pairs
 from titan_disp.dispersion.autograd import Gathering
 from titan_disp.dispersion.kernels import (
     accumulation_dtype,
@@ -38,12 +39,11 @@ from titan_disp.dispersion.kernels import (
     product,
 )
 from titan_disp.dispersion.masks import Marks, TokenMask, apart, others_of
+from titan_disp.dispersion.triton_pairs import PairFunction
 from titan_disp.dispersion.vectors import Units
 
 # marks of the rows [B, m, 1] and of the columns [B, 1, n] of a tile
 TileMarks = tuple[Tensor, Tensor]
-# cosines [B, m, n], which it may overwrite → w and r = dw/dc
-PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # On 2 cores, 768 is 3 % slower than 1024 but saves 20 MiB of peak memory at N = 4096, F
 # = 1024. A GPU needs larger products to fill its cores (2048² is two waves of 128²
@@ -125,14 +125,11 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(triton_pairs.Tokens):
     """Consecutive tokens of a shard: the rows or the columns of a tile."""
 
     shard: "Shard"
     where: slice  # the tokens' positions in the shard
-    x: Tensor  # [B, m, F], in the dtype of products
-    scale: Tensor  # [B, m, 1]
-    marks: Tensor | None  # [B, m, 1]; None if all tokens form pairs
 
     def part(self, where: slice) -> "Block":
         """Return some of the tokens, given their positions in the shard."""
@@ -237,6 +234,13 @@ def span_pairs(
     S counts the tiles beside the diagonal of a shard twice, because their transposes
     are not computed.
     """
+    if triton_pairs.takes(rows.x, pair):
+        # The columns of a shard begin with the rows' block, or after it.
+        mirrored = rows.shard is cols.shard and rows.where.start == cols.where.start
+        sums, q = triton_pairs.span_sums(rows, cols, pair, mirrored=mirrored)
+        if not mirrored:
+            sums *= _multiplicity(rows, cols)
+        return sums, q
     if len(span) == 1:
         sums, q = tile_pairs(rows, cols, pair)
         return _multiplicity(rows, cols) * sums, q
