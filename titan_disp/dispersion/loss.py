@@ -183,8 +183,8 @@ class DispersionLoss:
                 flops=of_rank.flops * shards,
                 gathered=0.0,
                 reduced=self.max_tokens * features,
-                # of all tokens, zeros and the sum of two gradients
-                bytes=of_rank.bytes * shards + 4.0 * tokens * features,
+                # The sampled tokens, and the gradient that arrives, read and written
+                bytes=(40.0 * self.max_tokens * shards + 4.0 * tokens) * features,
             )
         if self.estimator == "moments":
             return cost_of_moments(tokens, features)
