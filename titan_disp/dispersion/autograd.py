@@ -162,9 +162,11 @@ def add_in_backward(zs: Sequence[Tensor], loss: LossOfLayer) -> Tensor:
     others. Each z must have a gradient from elsewhere, as from that layer.
     """
     kept: list[Tensor | None] = [z.detach() for z in zs]
-    factor: list[Tensor] = []
+    factor = Factors()
 
-    def arrived(index: int, grad: Tensor | None) -> Tensor:
+    def arrived(index: int, grad: Tensor | None) -> Tensor | None:
+        if not factor.is_known():
+            return grad
         z = kept[index]
         assert z is not None
         grad = _from_elsewhere(grad, index)
@@ -175,11 +177,11 @@ def add_in_backward(zs: Sequence[Tensor], loss: LossOfLayer) -> Tensor:
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             value = loss(index, z, arriving)
-            (total,) = torch.autograd.grad(value, z, factor[-1])
+            (total,) = torch.autograd.grad(value, z, factor.value)
         was_added = arriving == []
         if not was_added:
             total = total + grad
-        return only_first_derivative(total, z, factor[-1])
+        return only_first_derivative(total, z, factor.value)
 
     for index, z in enumerate(zs):
         z.register_hook(partial(arrived, index))
@@ -200,6 +202,27 @@ def _from_elsewhere(grad: Tensor | None, index: int) -> Tensor:
     return grad
 
 
+class Factors:
+    """What a loss is multiplied by in a backward pass.
+
+    Hooks on z also run in other backward passes, which do not reach the loss: in those,
+    it is not known.
+    """
+
+    value: Tensor
+
+    def __init__(self) -> None:
+        self._pass = -1  # autograd's number of the backward pass of ``value``
+
+    def set(self, value: Tensor) -> None:
+        self.value = value
+        self._pass = torch._C._current_graph_task_id()
+
+    def is_known(self) -> bool:
+        """Return whether the current backward pass has reached the loss."""
+        return self._pass == torch._C._current_graph_task_id()
+
+
 class _Factor(torch.autograd.Function):
     """Return ``value``, and learn by what it is multiplied.
 
@@ -208,14 +231,14 @@ class _Factor(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: list[Tensor], value: Tensor, *zs: Tensor) -> Tensor:
+    def forward(ctx: Any, factor: Factors, value: Tensor, *zs: Tensor) -> Tensor:
         ctx.factor = factor
         ctx.none = (None,) * (2 + len(zs))
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.factor.append(grad)
+        ctx.factor.set(grad)
         return ctx.none
 
 
@@ -231,18 +254,20 @@ def add_rows_in_backward(
     ``rows`` and ``positions`` are those of ``SavedRows``. Each z must have a gradient
     from elsewhere.
     """
-    factor: list[Tensor] = []
+    factor = Factors()
 
-    def arrived(index: int, grad: Tensor | None) -> Tensor:
+    def arrived(index: int, grad: Tensor | None) -> Tensor | None:
+        if not factor.is_known():
+            return grad
         grad = _from_elsewhere(grad, index)
-        factor_of_layer = factor[-1][index][:, None, None]
+        factor_of_layer = factor.value[index][:, None, None]
         scaled = (rows[index] * factor_of_layer).to(grad.dtype)
         where = positions[index]
         if where.ndim == 1:
             total = grad.index_add(1, where, scaled)
         else:
             total = grad.scatter_add(1, where[..., None].expand_as(scaled), scaled)
-        return only_first_derivative(total, values, factor[-1])
+        return only_first_derivative(total, values, factor.value)
 
     for index, z in enumerate(zs):
         z.register_hook(partial(arrived, index))
