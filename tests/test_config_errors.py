@@ -344,9 +344,11 @@ def test_ranges():
         if not facts.finite:
             check_ranges(changed(whole, {name: math.inf}))
     numbers = {name for name, field in all_keys().items() if field.type in (int, float)}
-    # Other rules check these three: any seed is good, and -1 has a meaning for the
-    # others.
+    # Other rules check these: any seed and any finite λ is good, and -1 has a meaning
+    # for the others.
     assert numbers - RANGES.keys() == {
+        "dispersion.coeff",
+        "dispersion.final_coeff",
         "stream.seed",
         "training.steps",
         "validation.seq_len",

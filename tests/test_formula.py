@@ -179,6 +179,8 @@ def test_the_note():
     assert "−0.230" in note
     assert "at least 0.75" in note
     assert "−0.287" in OTHER.note  # arccos(0.9) / (π · 0.5)
+    assert "the gradient still pushes the tokens apart" in note
+    assert "still pulls the tokens together" in AngularFormula(coeff=-0.1).note
 
 
 def test_whose_loss_it_is():

@@ -2,7 +2,9 @@
 torch: alone, on ranks, checkpointed.
 """
 
+import copy
 import functools
+import math
 import re
 import weakref
 
@@ -137,6 +139,59 @@ def test_torchs_own_encoder():
     )
 
 
+def test_a_decoder_of_torch():
+    layer = nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True)
+    model = nn.TransformerDecoder(layer, 2).double()
+    z = torch.randn(4, 12, 16).double()
+    memory = torch.randn(4, 5, 16).double()
+    zs = []
+    handle = attach(model, coeff=2)
+    model(z, memory, tgt_key_padding_mask=~TOKENS)
+    for layer in model.layers:
+        zs.append(z := layer(z, memory, tgt_key_padding_mask=~TOKENS))
+    close(handle.loss(), 2 * dispersion_losses(zs, valid=TOKENS).mean())
+
+
+def test_the_parts_of_an_encoder_decoder():
+    model = model_of("BartForConditionalGeneration")
+    inputs = batch() | {"decoder_attention_mask": TOKENS.flip(0).long()}
+    with attach(model.model.encoder) as encoder, attach(model.model.decoder) as decoder:
+        out = model(**inputs, output_hidden_states=True)
+        for handle, zs, valid in (
+            (encoder, out.encoder_hidden_states, TOKENS),
+            (decoder, out.decoder_hidden_states, TOKENS.flip(0)),
+        ):
+            close(handle.loss(), 0.1 * dispersion_losses(zs[1:], valid=valid).mean())
+
+
+class Universal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block(lambda z: z)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+def test_a_block_that_runs_several_times():
+    """Each call counts as a layer."""
+    model = model_of("AlbertForMaskedLM")
+    with attach(model, "albert.encoder.albert_layer_groups", coeff=1) as handle:
+        zs = model(**batch(), output_hidden_states=True).hidden_states[1:]
+        losses = dispersion_losses(zs, valid=TOKENS)
+        close(handle.loss(), losses.mean())
+        close([*handle.losses.values()], [losses[-1].mean()])
+    model = Universal().double()
+    zs = [torch.randn(4, 12, 16).double()]
+    handle = attach(model, ["block"], coeff=1)
+    model(zs[0])
+    for _ in range(3):
+        zs.append(model.block(zs[-1]))
+    close(handle.loss(), dispersion_losses(zs[1:]).mean())
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -212,6 +267,148 @@ def test_accumulation_with_others_in_between():
         assert handle.loss() == 0
 
 
+def test_a_batch_without_sequences():
+    """The loss is 0, as that of sequences without pairs, and so is its gradient."""
+    model = encoder(batch_first=True)
+    handle = attach(model)
+    model(torch.zeros(0, 12, 16).double())
+    loss, gradients = backward(model, handle.loss())
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients)
+    assert [*handle.losses.values()] == [0, 0]
+
+
+def test_copies_of_an_attached_model(tmp_path):
+    """A copy has hooks of its own, and nothing that a forward has left."""
+    model = encoder(batch_first=True)
+    handle = attach(model)
+    z = torch.randn(4, 12, 16).double()
+    model(z)
+    expected = handle.loss()
+    model(z)  # its outputs are not leaves, which deepcopy refuses
+    torch.save([model, handle], tmp_path / "model.pt")
+    size = (tmp_path / "model.pt").stat().st_size
+    saved = torch.load(tmp_path / "model.pt", weights_only=False)
+    for copied, its_handle in (copy.deepcopy([model, handle]), saved):
+        with pytest.raises(RuntimeError, match="call it after each forward"):
+            its_handle.loss()
+        copied(z)
+        close(its_handle.loss(), expected)
+        its_handle.detach()
+        copied(z)
+        assert not its_handle._outputs
+    close(handle.loss(), expected)
+    model(z.expand(100, 4, 12, 16).flatten(0, 1))
+    torch.save([model, handle], tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").stat().st_size == pytest.approx(size, rel=0.1)
+
+
+def test_a_forward_that_raises():
+    """The loss must not be that of the blocks before the error, nor of an older
+    forward; and nothing holds their outputs.
+    """
+    model = encoder(batch_first=True)
+    handle = attach(model)
+    z = torch.randn(4, 12, 16).double()
+    model(z)
+    expected = handle.loss()
+    model(z)
+    for _ in range(2):
+        with (
+            model.layers[1].register_forward_pre_hook(fail),
+            pytest.raises(KeyError),
+        ):
+            model(z)
+        assert not handle._outputs
+        with torch.no_grad():
+            model(z)
+        with pytest.raises(RuntimeError, match="the last forward raised an error"):
+            handle.loss()
+    model(z)
+    close(handle.loss(), expected)
+
+
+def fail(*arguments):
+    raise KeyError
+
+
+class Block(nn.Linear):
+    def __init__(self, returned):
+        super().__init__(16, 16)
+        self.returned = returned
+
+    def forward(self, x):
+        return self.returned(super().forward(x))
+
+
+class Chain(nn.Module):
+    """Two blocks.
+
+    Args:
+        returned: what a block returns, given its tensor.
+        tensor_of: the tensor of what it returns.
+    """
+
+    def __init__(self, returned=lambda z: z, tensor_of=lambda z: z):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(returned) for _ in range(2)).double()
+        self.tensor_of = tensor_of
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.tensor_of(layer(x))
+        return x
+
+
+OUTPUTS = {
+    "tensor": (lambda z: z, lambda z: z),
+    "tuple": (lambda z: (z, z[..., :3]), lambda output: output[0]),
+    "None first": (lambda z: (None, z), lambda output: output[1]),
+    "dict": (
+        lambda z: {"weights": z[:, None], "ids": z.long(), "z": z, "cache": None},
+        lambda output: output["z"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_of_blocks(kind):
+    model = Chain(*OUTPUTS[kind])
+    z = torch.randn(4, 12, 16).double()
+    zs = []
+    handle = attach(model, coeff=1)
+    model(z)
+    for layer in model.layers:
+        zs.append(z := model.tensor_of(layer(z)))
+    close(handle.loss(), dispersion_losses(zs).mean())
+
+
+@pytest.mark.parametrize("compiled", ["wrapped", "in place", "within a function"])
+def test_attached_after_a_compiled_forward(compiled):
+    """Dynamo does not notice that blocks, which had no hooks, have some now."""
+    torch._dynamo.reset()
+    model = Chain()
+    z = torch.randn(4, 12, 16).double()
+    with attach(model) as handle:
+        model(z)
+        expected = handle.loss()
+    forward = model
+    if compiled == "in place":
+        model.compile(backend="eager")
+    elif compiled == "wrapped":
+        forward = torch.compile(model, backend="eager")
+    else:
+        forward = torch.compile(lambda x: model(x), backend="eager")
+    forward(z)
+    handle = attach(model if compiled == "within a function" else forward)
+    forward(z)
+    with pytest.raises(RuntimeError, match=re.escape("call torch._dynamo.reset()")):
+        handle.loss()
+    torch._dynamo.reset()
+    forward(z)
+    close(handle.loss(), expected)
+
+
 def on_ranks():
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
         model = model_of("LlamaForCausalLM")
@@ -240,27 +437,75 @@ def losses(name="BertForMaskedLM", change=nn.Module.train, mask=None, times=1):
     return [handle.loss() for _ in range(times)]
 
 
+def outputs(returned):
+    attach(model := Chain(returned))
+    model(torch.zeros(4, 12, 16).double())
+
+
+def test_a_negative_lambda():
+    model = encoder(batch_first=True)
+    with pytest.warns(UserWarning, match="λ is -0.2, which is negative") as caught:
+        handle = attach(model, coeff=-0.2)
+    assert [warning.filename for warning in caught] == [__file__]
+    z = torch.randn(4, 12, 16).double()
+    model(z)
+    loss = handle.loss()
+    handle.coeff = 0.2
+    model(z)
+    close(loss, -handle.loss())
+
+
 WRONG = {
+    "coeff is nan, expected a finite number": lambda: attach(encoder(), coeff=math.nan),
+    "coeff is -inf, expected": lambda: attach(encoder(), coeff=-math.inf),
+    "block layers.0 returns a dict of q [4, 12, 16] and k [4, 12, 16], expected a tensor": lambda: (
+        outputs(lambda z: {"q": z, "k": z})
+    ),
+    "block layers.0 returns a dict of name str, expected": lambda: outputs(
+        lambda z: {"name": "z"}
+    ),
+    "block layers.0 returns a tuple of NoneType, expected": lambda: outputs(
+        lambda z: (None,)
+    ),
+    "block layers.0 returns a function, expected": lambda: outputs(lambda z: outputs),
     "Linear has no list of modules of one class, expected one": lambda: attach(
         nn.Linear(2, 2)
     ),
     "has 0.layers (2 modules) and 2.layers (2": lambda: attach(
         nn.ModuleList([encoder(), nn.ReLU(), encoder()])
     ),
-    "two sequences: attach to a part of it, as": lambda: attach(
+    "as in attach(model.encoder) or attach(model.decoder)": lambda: attach(
         model_of("T5ForConditionalGeneration")
+    ),
+    # whose first sequence is sound
+    "WhisperModel has two sequences": lambda: attach(
+        transformers.WhisperModel(transformers.WhisperConfig(d_model=24))
+    ),
+    "as in attach(model.model.encoder) or attach(model.model.decoder)": lambda: attach(
+        model_of("BartForConditionalGeneration")
+    ),
+    "as in layers='albert.encoder.albert_layer_groups'. A block that runs several": lambda: (
+        attach(model_of("AlbertForMaskedLM"))
     ),
     "did you mean bert.encoder.layer": lambda: attach(
         model_of("BertForMaskedLM"), ["bert.encoder.layr"]
     ),
     "layers.0 has tokens as [N, B, F], expected [B, N, F]": lambda: attach(encoder()),
+    "Transformer has two sequences: attach to a part of it, as in attach(model.encoder) or attach(model.decoder)": lambda: (
+        attach(nn.Transformer(16, 2, 2, 2, 32, batch_first=True))
+    ),
+    "rnn has tokens as [N, B, F]": lambda: attach(
+        nn.ModuleDict({"rnn": nn.LSTM(16, 16)}), "rnn"
+    ),
     "layer.0 is [12, 4, 16], expected [B, N, F] for an input that begins with [4": lambda: (
         losses("XLNetLMHeadModel")
     ),
     "handle.mask has shape [4, 11], expected [4, 12]": lambda: losses(
         mask=TOKENS[:, 1:]
     ),
-    "in training mode (model.train())": lambda: losses(change=nn.Module.eval),
+    "since the last loss(): call it after each forward of the attached model, in training mode (model.train())": lambda: (
+        losses(change=nn.Module.eval)
+    ),
     "no outputs of blocks since the last loss()": lambda: losses(times=2),
     "start one process per GPU": lambda: losses(
         change=nn.Module._replicate_for_data_parallel

@@ -22,6 +22,7 @@ from tests.oracle import (
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.moments import sample
 from titan_disp.dispersion.sampled import order
+from titan_disp.dispersion.variants import VARIANTS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the moments estimator fits some tokens badly"
@@ -196,3 +197,28 @@ def test_what_is_not_finite_shows(variant, estimator, value, features):
     loss, _ = loss_and_gradient(dispersion_loss, z, **options)
     assert not loss[1].isfinite()
     assert torch.equal(loss[0], expected[0])
+
+
+def test_token_ids_are_no_activations():
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    for z in (ids, ids[..., None].expand(2, 8, 4)):
+        with pytest.raises(ValueError, match="pass the outputs of blocks, not token"):
+            dispersion_loss(z)
+
+
+@pytest.mark.parametrize(("variant", "estimator"), EVERY_ESTIMATOR)
+def test_a_batch_without_sequences(variant, estimator):
+    """The loss and its gradient are empty, also of layers that differ in dtype."""
+    loss = DispersionLoss(variant, estimator, **drawn(estimator, 4))
+    masks = [{}, {"valid": torch.ones(0, 8, dtype=torch.bool)}]
+    if VARIANTS[variant].of_pairs and estimator != "moments":
+        masks.append({"segments": torch.ones(0, 8, dtype=torch.int64)})
+    for mask in masks:
+        zs = [
+            torch.zeros(0, 8, 16, dtype=dtype, requires_grad=True)
+            for dtype in (torch.bfloat16, torch.float64)
+        ]
+        losses = loss(zs, **mask)
+        losses.sum().backward()
+        assert (losses.shape, losses.dtype) == ((2, 0), torch.float64)
+        assert all(z.grad.shape == z.shape for z in zs)

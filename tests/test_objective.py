@@ -244,3 +244,40 @@ def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
     (grad,) = torch.autograd.grad(value, model[3].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
+
+
+def test_lambda_is_exact_in_float64(every_layer_alone):
+    """In float32, 0.1 has eight digits."""
+    gradients = {}
+    for defer in (False, True):
+        model = Blocks().double()
+        tokens = torch.randn(3, 9, 6, generator=torch.Generator().manual_seed(0))
+        labels = torch.zeros(3, 9, dtype=torch.long)
+        loss = objective(lambda step: 0.1, defer=defer)
+        loss(model(tokens.double()), labels).backward()
+        gradients[defer] = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(gradients[True], gradients[False], rtol=1e-12, atol=0)
+
+
+def test_late_terms_of_several_backward_passes_add_up(every_layer_alone):
+    """Two forward passes may come before both backward passes, and one of these may be
+    repeated.
+    """
+    labels = torch.zeros(3, 9, dtype=torch.long)
+    ledger = LossLedger()
+    loss = objective(defer=True, ledger=ledger)
+    predictions = [Blocks()(torch.randn(3, 9, 6)) for _ in range(2)]
+    first, second = (
+        0.5 * summed_dispersion([z.detach() for z in layers], labels)
+        for _, layers in predictions
+    )
+    losses = [loss(prediction, labels) for prediction in predictions]
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+    torch.testing.assert_close(loss.take_late(), first + second)
+    assert loss.take_late() is None
+    ledger.reset()
+    losses[0].backward()
+    torch.testing.assert_close(loss.take_late(), first)
+    dispersion = ledger.mean(None)["dispersion"] * labels.numel()
+    assert 0.5 * dispersion == pytest.approx(first.item(), rel=1e-5)

@@ -2,26 +2,37 @@
 schedule; and a config's loss.
 """
 
+import copy
 import dataclasses
 import importlib
 import inspect
 import itertools
 import json
 import math
+import pickle
 import pkgutil
 import re
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
-from tests.command_line import ROOT
+from tests.command_line import DEMO, ROOT
 from tests.distributed import spawn
 from tests.mesh import build
 from tests.oracle import EVERY_LOSS, drawn, loss_and_gradient, tokens
-from tests.pages import changed
-from titan_disp.checks import build_coeff_schedule, build_dispersion_losses
+from tests.pages import changed, loaded
+from titan_disp.checks import (
+    build_coeff_schedule,
+    build_dispersion_losses,
+    check_config,
+    coeff_warnings,
+)
+from titan_disp.cluster.plan import make_plan
+from titan_disp.config.command_options import Machine
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import (
     DispersionLoss,
@@ -31,8 +42,11 @@ from titan_disp.dispersion import (
 )
 from titan_disp.dispersion.loss import ESTIMATORS
 from titan_disp.dispersion.variants import VARIANTS, Variant, options_of
+from titan_disp.errors import ConfigError
 from titan_disp.job_config import Dispersion
+from titan_disp.models.registry import MODELS
 from titan_disp.objective import CoeffSchedule
+from titan_disp.spec import train_spec
 
 
 @pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)
@@ -57,6 +71,16 @@ def test_a_second_derivative_is_an_error(variant, estimator, options):
         torch.testing.assert_close(grad, expected)
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(of_gradient(grad), by)
+
+
+@pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)
+def test_copies_after_a_call(variant, estimator, options):
+    loss = DispersionLoss(variant, estimator, **options, **drawn(estimator, 5))
+    z = tokens(2, 12, 8)
+    expected = loss([z], fit_errors=[])
+    for copied in (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)):
+        assert copied == loss
+        assert torch.equal(copied([z], fit_errors=[]), expected)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -277,6 +301,45 @@ def test_edges_of_a_schedule():
     ):
         with pytest.raises(ValueError, match="expected"):
             CoeffSchedule(**{"coeff": 1.0, "total_steps": 3} | bad)
+
+
+def test_a_negative_lambda(caplog):
+    """It is allowed: the plan and the start of a run warn once, as the schedule does.
+
+    Zero is no negative number.
+    """
+    message = "λ is -0.1, which is negative: it condenses the embeddings"
+    for given in (
+        {"coeff": -0.1},
+        {"coeff": 0.3, "decay": "linear", "final_coeff": -0.1},
+    ):
+        with pytest.warns(UserWarning, match=message):
+            schedule = CoeffSchedule(**given, total_steps=3)
+        assert schedule(2) == -0.1
+        words = [f"--dispersion.{name}={value}" for name, value in given.items()]
+        job = loaded(DEMO, *words)
+        dims = SimpleNamespace(tp_enabled=False, get_optional_mesh=lambda name: None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan = make_plan(job, Machine(1, 1))
+            caplog.clear()
+            train_spec(MODELS["qwen3_disp"]).build_loss_fn(job, dims)
+        for lines in (plan.warnings, caplog.messages):
+            assert [message in line for line in lines].count(True) == 1
+    for words in (
+        ["--dispersion.coeff=0"],
+        ["--dispersion.coeff=-1", "--dispersion.no-enabled"],
+        ["--dispersion.final_coeff=-1"],  # which a constant λ never has
+    ):
+        assert coeff_warnings(loaded(DEMO, "--training.steps=3", *words)) == []
+
+
+@pytest.mark.parametrize("name", ["coeff", "final_coeff"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_lambda_is_a_finite_number(name, value):
+    message = rf"^dispersion.{name} is {value}, expected a finite number$"
+    with pytest.raises(ConfigError, match=message):
+        check_config(loaded(DEMO, f"--dispersion.{name}={value}"), 1)
 
 
 def moments_during_training(sample, folder):

@@ -12,6 +12,7 @@ import importlib.util
 import math
 import operator
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -45,7 +46,8 @@ from titan_disp.data.tokenizer import (
     load_tokenizer,
 )
 from titan_disp.data.validation import validation_sequences
-from titan_disp.dispersion import DispersionLoss
+from titan_disp.dispersion.formula import condensing
+from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import checked
 from titan_disp.errors import ConfigError, counted, did_you_mean, fits
 from titan_disp.job_config import all_keys
@@ -635,5 +637,14 @@ def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
         for f in fields(CoeffSchedule)
         if f.name != "total_steps"
     }
-    with _named("dispersion."):
+    with _named("dispersion."), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ``coeff_warnings`` has it
         return CoeffSchedule(**keys, total_steps=steps)
+
+
+def coeff_warnings(job_config: JobConfig) -> list[str]:
+    """Return a warning if λ is negative at any step. training.steps must be known."""
+    warning = condensing(build_coeff_schedule(job_config).lowest)
+    if warning is None or not job_config.dispersion.enabled:
+        return []
+    return [warning]

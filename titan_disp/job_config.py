@@ -35,8 +35,10 @@ class Dispersion:
     TorchTitan's Qwen3 (its embeddings stay tied under FSDP, too) or plain GPT-2.
     """
 
-    coeff: float = key(0.1, "paper", least=0, also=("lambda", "lamda", "weight"))
-    """λ, the weight of the dispersion loss."""
+    coeff: float = key(0.1, "paper", also=("lambda", "lamda", "weight"))
+    """λ, the weight of the dispersion loss. A negative λ condenses the embeddings, as a
+    control in an experiment; plan, submit and every start warn of it.
+    """
 
     tau: float = key(
         1.0,
@@ -125,7 +127,7 @@ class Dispersion:
     the last step.
     """
 
-    final_coeff: float = key(0.0, least=0)
+    final_coeff: float = key(0.0)
     """λ at the end of the decay. It has no effect if decay is constant."""
 
 

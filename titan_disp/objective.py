@@ -11,6 +11,7 @@ valid labels, for any mesh and any accumulation. λ may change over a run
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_disp.dispersion.autograd import Group, add_in_backward, process_group
+from titan_disp.dispersion.formula import check_coeff, condensing
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import packed
 from titan_disp.dispersion.loss import DispersionLoss
@@ -277,11 +279,11 @@ class DispersionObjective:
         return possible and in_backward(losses, zs, sharded)
 
     def take_late(self) -> Tensor | None:
-        """Return λ · dispersion of the last backward pass, summed over the valid
-        tokens.
+        """Return λ · dispersion of the backward passes since the last call, summed over
+        the valid tokens.
 
-        Returns None if the loss contained it. Raises RuntimeError if the backward pass
-        has not reached all activations.
+        Returns None if the losses contained it. Raises RuntimeError if the last
+        backward pass has not reached all activations.
         """
         if self._awaits_backward:
             raise RuntimeError(
@@ -342,7 +344,7 @@ class DispersionObjective:
 
         The gradients are multiplied by the gradient that arrives here, which contains λ
         because the caller multiplies by it. ``coeff`` is λ for the value that backward
-        leaves in ``_late``, λ · dispersion.
+        adds to ``_late``, λ · dispersion.
         """
         self._awaits_backward = True
         losses_of_layers: list[Tensor] = []
@@ -354,9 +356,9 @@ class DispersionObjective:
                 losses = self._losses_of([z], batch, first_layer=layer)
             losses_of_layers.append(losses.detach())
             if layer == 0:  # the gradients of all other layers have arrived before
-                self._late = coeff * self._record(
-                    torch.stack(losses_of_layers).sum(0), batch
-                )
+                late = coeff * self._record(torch.stack(losses_of_layers).sum(0), batch)
+                losses_of_layers.clear()  # the graph may be retained for another pass
+                self._late = late if self._late is None else self._late + late
                 self._awaits_backward = False
             return self._weighted_sum(losses)
 
@@ -416,7 +418,8 @@ class CoeffSchedule:
     """Compute λ from the number of completed steps. The paper's λ is constant.
 
     Attributes:
-        coeff: λ after warm-up. (``job_config`` declares its range.)
+        coeff: λ after warm-up. If λ is negative at any step, the embeddings condense,
+            and a warning says so.
         warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has
             coeff / warmup_steps.
         decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays),
@@ -438,6 +441,8 @@ class CoeffSchedule:
     decay_steps: int = 0
 
     def __post_init__(self) -> None:
+        check_coeff("coeff", self.coeff)
+        check_coeff("final_coeff", self.final_coeff)
         if not 0 <= self.warmup_steps <= self.total_steps:
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps}, expected 0 to "
@@ -458,6 +463,15 @@ class CoeffSchedule:
                 f"decay_steps is {self.decay_steps}, but decay is 'constant': "
                 "expected 0 or another decay"
             )
+        if warning := condensing(self.lowest):
+            warnings.warn(warning, stacklevel=3)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest λ after warm-up."""
+        if self.decay == "constant":
+            return self.coeff
+        return min(self.coeff, self.final_coeff)
 
     def __call__(self, step: int) -> float:
         """Return λ of the step that follows ``step`` completed steps."""

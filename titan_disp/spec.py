@@ -178,6 +178,8 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_loss(
         job_config: JobConfig, parallel_dims: ParallelDims
     ) -> DispersionObjective:
+        for warning in checks.coeff_warnings(job_config):
+            logger.warning(warning)
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),
             losses=checks.build_dispersion_losses(job_config),

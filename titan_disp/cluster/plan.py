@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from titan_disp.checks import check_config, missing_inputs
+from titan_disp.checks import check_config, coeff_warnings, missing_inputs
 from titan_disp.cluster import cost
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import (
@@ -327,6 +327,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
             *missing,
+            *coeff_warnings(job_config),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),
         ],

@@ -38,7 +38,7 @@ from torchtitan.train import Trainer
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
-from titan_disp.checks import check_config, check_mesh
+from titan_disp.checks import check_config, check_mesh, coeff_warnings
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.command_options import PreflightOptions
 from titan_disp.config.load import load_config
@@ -274,7 +274,7 @@ def preflight(options: PreflightOptions) -> Report:
         flavor=named(job.model.flavor, job.model.overrides),
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
-        warnings=hub_warnings(whole, options.ranks),
+        warnings=[*coeff_warnings(whole), *hub_warnings(whole, options.ranks)],
         **measured,
     )
 

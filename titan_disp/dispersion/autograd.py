@@ -178,7 +178,8 @@ class _Factor(torch.autograd.Function):
     def forward(ctx: Any, factor: list[Tensor], *zs: Tensor) -> Tensor:
         ctx.factor = factor
         ctx.none = (None,) * (1 + len(zs))
-        return zs[0].new_zeros((), dtype=torch.float32)
+        dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
+        return zs[0].new_zeros((), dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:

@@ -24,8 +24,25 @@ L = L_CE + λ · mean of L_disp over layers and sequences  λ = {coeff:g}"""
 NOTE = """\
 L_disp is {orthogonal:.3f} where all tokens are orthogonal. It cannot rise above
 {ceiling:.3f}, the value where every cosine is at least {bound:g}. There, the curve of
-the loss is flat, but the gradient still pushes the tokens apart: look at the mean
-cosine."""
+the loss is flat, but the gradient still {moves}: look at the mean cosine."""
+
+PUSHES = "pushes the tokens apart"
+PULLS = "pulls the tokens together"
+
+
+def check_coeff(name: str, coeff: float) -> None:
+    if not math.isfinite(coeff):
+        raise ValueError(f"{name} is {coeff}, expected a finite number")
+
+
+def condensing(coeff: float) -> str | None:
+    """Return a warning if λ is negative, as in the control of an experiment."""
+    if coeff >= 0:
+        return None
+    return (
+        f"λ is {coeff:g}, which is negative: it condenses the embeddings, which a "
+        "positive λ disperses"
+    )
 
 
 def bound_of(clamp: float) -> float:
@@ -86,5 +103,6 @@ class AngularFormula:
             orthogonal=self.value_if_orthogonal,
             ceiling=self.ceiling,
             bound=bound_of(self.clamp),
+            moves=PUSHES if self.coeff >= 0 else PULLS,
         )
         return lines.replace("\n", " ").replace("-", "−")

@@ -6,6 +6,7 @@ blocks and pass on their outputs for any other purpose.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -14,12 +15,30 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from titan_disp.dispersion.formula import check_coeff, condensing
 from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import Variant
 from titan_disp.errors import did_you_mean
 
-# Arguments of models. torch's own src_key_padding_mask is 0 at tokens.
-MASKS = ("attention_mask", "src_key_padding_mask")
+# Why there are no outputs.
+NO_FORWARD = (
+    "no outputs of blocks since the last loss(): call it after each forward of the "
+    "attached model, in training mode (model.train()); if a compiled forward has run "
+    "before attach, call torch._dynamo.reset() after it"
+)
+RAISED = (
+    "the last forward raised an error, so that the outputs of some blocks are "
+    "missing: call loss() only after a forward that returns"
+)
+NOT_CALLED = (
+    "no outputs of blocks since the last loss(), although the attached model ran: "
+    "where blocks are checkpointed, set use_reentrant=False; if a compiled forward "
+    "has run before attach, call torch._dynamo.reset() after it"
+)
+
+# Arguments of models. Those that end in key_padding_mask, torch's own, are 0 at tokens.
+MASKS = ("attention_mask", "src_key_padding_mask", "tgt_key_padding_mask")
+TWO_SEQUENCES = ({"decoder_input_ids"}, {"src", "tgt"})  # arguments of such models
 Modules = dict[str, nn.Module]  # by their names in ``named_modules()``
 Key = TypeVar("Key")
 
@@ -64,8 +83,8 @@ def collect(
 ) -> ExitStack:
     """Return hooks that call ``take(key, z)`` when a block has returned z.
 
-    If a block returns a tuple, z is what it begins with. ``close``, or the end of a
-    with statement, removes the hooks.
+    If a block returns a tuple, z is the first tensor in it; if a dict, the only one
+    [B, N, F]. ``close``, or the end of a with statement, removes the hooks.
     """
     hooks = ExitStack()
     for key, block in blocks.items():
@@ -80,9 +99,47 @@ def _pass_on(
     args: tuple[Any, ...],
     output: Any,
 ) -> None:
-    if not isinstance(output, Tensor):
-        output = output[0]
-    take(key, output)
+    z = _tensor_of(output)
+    if z is None:
+        raise ValueError(
+            f"block {key} returns {_summary(output)}, expected a tensor [B, N, F], a "
+            "tuple that begins with it, or a dict with no other: attach to other "
+            "modules, with layers=…"
+        )
+    take(key, z)
+
+
+def _tensor_of(output: Any) -> Tensor | None:
+    """Return the activations in the output of a block; None if there are none, or
+    several in a dict.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list):
+        return next((part for part in output if isinstance(part, Tensor)), None)
+    if isinstance(output, Mapping):
+        tensors = [part for part in output.values() if isinstance(part, Tensor)]
+        candidates = [x for x in tensors if x.ndim == 3 and x.is_floating_point()]
+        if len(candidates) == 1:
+            return candidates[0]
+    return None
+
+
+def _summary(output: Any) -> str:
+    """Return the type of a block's output, and what is in a tuple or dict."""
+    if isinstance(output, Mapping):
+        parts = [f"{name} {_shape(part)}" for name, part in output.items()]
+        return f"a dict of {' and '.join(parts) or 'nothing'}"
+    if isinstance(output, tuple | list):
+        return f"a tuple of {' and '.join(map(_shape, output)) or 'nothing'}"
+    return f"a {type(output).__name__}"
+
+
+def _shape(part: Any) -> str:
+    """Return the shape of a tensor, or the type of anything else."""
+    if isinstance(part, Tensor):
+        return str(list(part.shape))
+    return type(part).__name__
 
 
 class attach(AbstractContextManager["attach"]):
@@ -97,19 +154,23 @@ class attach(AbstractContextManager["attach"]):
 
     Args:
         model: of any library. DDP, ``fully_shard`` or torch.compile may wrap it before
-            or after.
-        layers: names of modules in ``model.named_modules()`` that return [B, N, F], or
-            a tuple that begins with it. The name of a list stands for all its modules.
-            None: the longest list of modules of one class.
-        coeff: λ, an attribute.
+            or after. Its inputs begin with [B] or, if they are token ids, with [B, N].
+            Where B = N, or where the input is [N, B] as well, attach notices blocks
+            that return [N, B, F] only by the ``batch_first`` of torch's modules.
+        layers: names of modules in ``model.named_modules()`` that return [B, N, F], a
+            tuple whose first tensor this is, or a dict with no other such tensor. The
+            name of a list stands for all its modules. A block that runs several times
+            in a forward counts as several layers, as in ["block"] of a universal
+            transformer. None: the longest list of modules of one class.
+        coeff: λ, an attribute. Below 0, the embeddings condense, and attach warns.
         variant: of the loss. ``options`` are further attributes of ``DispersionLoss``.
 
     Attributes:
         step: from which the sampled estimator draws its positions. Every ``loss`` adds
             1.
         mask: [B, N], not 0 at tokens, for the next ``loss`` only. None: the
-            ``attention_mask`` or ``src_key_padding_mask`` that the model got; without
-            one, every position is a token.
+            ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask``
+            that the model got; without one, every position is a token.
         losses: of each block, or of its last call, the mean over the sequences in the
             last ``loss`` without λ, on the device.
 
@@ -126,19 +187,24 @@ class attach(AbstractContextManager["attach"]):
         variant: str | Variant = "angular",
         **options: Any,
     ) -> None:
+        check_coeff("coeff", coeff)
+        if warning := condensing(coeff):
+            warnings.warn(warning, stacklevel=2)
         self.coeff = coeff
         self._dispersion = DispersionLoss(variant, **options)
         self.step = 0
         self.losses = dict[str, Tensor]()
         self.mask: Tensor | None = None
         self._in_forward = False
+        self._why_missing = NO_FORWARD
         self._inputs = dict[str, Tensor]()
         self._outputs = list[tuple[str, Tensor]]()
         self._arguments = _arguments(model)
-        if "decoder_input_ids" in self._arguments:
+        if any(names <= {*self._arguments} for names in TWO_SEQUENCES):
+            parts = " or ".join(f"attach(model.{part})" for part in _parts(model))
             raise ValueError(
                 f"{type(model).__name__} has two sequences: attach to a part of it, "
-                "as to model.decoder"
+                f"as in {parts or 'attach(model.decoder)'}"
             )
         if layers is None:
             blocks = _longest_list(model)
@@ -146,7 +212,8 @@ class attach(AbstractContextManager["attach"]):
             blocks = _named(model, layers)
         for name, block in blocks.items():
             if any(
-                isinstance(part, nn.MultiheadAttention) and not part.batch_first
+                isinstance(part, nn.MultiheadAttention | nn.RNNBase)
+                and not part.batch_first
                 for part in block.modules()
             ):
                 raise ValueError(
@@ -156,6 +223,7 @@ class attach(AbstractContextManager["attach"]):
         self._hooks = ExitStack()
         for hook in (
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._succeed),
             model.register_forward_hook(self._end, always_call=True),
             collect(blocks, self._take),
         ):
@@ -167,39 +235,37 @@ class attach(AbstractContextManager["attach"]):
 
         Args:
             weights: [B], with which the sequences are added up. None: 1/B each, their
-                mean.
+                mean. Without sequences, the loss is 0.
 
         Raises:
-            RuntimeError: nothing was collected since the last call. (Under
-                ``torch.no_grad``, the loss is then 0.)
+            RuntimeError: nothing was collected since the last call, or the last forward
+                raised an error. (Under ``torch.no_grad``, the loss is then 0.)
             ValueError: the outputs or the mask do not have the shape that the model's
                 input implies.
         """
         outputs = self._outputs
         inputs = self._inputs
         mask = self.mask
+        why_missing = self._why_missing
         self._outputs = []
         self._inputs = {}
         self.mask = None
+        self._why_missing = NO_FORWARD
         if not outputs:
             if not torch.is_grad_enabled():
                 return torch.zeros(())
-            raise RuntimeError(
-                "no outputs of blocks since the last loss(): call it after each "
-                "forward of the attached model, in training mode (model.train()); "
-                "where blocks are checkpointed, set use_reentrant=False"
-            )
+            raise RuntimeError(why_missing)
         losses = self._dispersion(
             [z for _, z in outputs], step=self.step, valid=_valid(mask, inputs, outputs)
         )
         self.step += 1
         self.losses = {
-            name: of_block.mean()
+            name: _mean(of_block)
             for (name, _), of_block in zip(outputs, losses.detach(), strict=True)
         }
         of_sequences = losses.mean(0)
         if weights is None:
-            return self.coeff * of_sequences.mean()
+            return self.coeff * _mean(of_sequences)
         return self.coeff * (weights * of_sequences).sum()
 
     def detach(self, *error: object) -> None:
@@ -207,8 +273,18 @@ class attach(AbstractContextManager["attach"]):
         self._hooks.close()
         self._outputs = []
         self._inputs = {}
+        self._why_missing = NO_FORWARD
 
     __exit__ = detach
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the model keeps: not what a forward has left."""
+        return vars(self) | {
+            "_outputs": [],
+            "_inputs": {},
+            "_why_missing": NO_FORWARD,
+            "mask": None,
+        }
 
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -229,13 +305,25 @@ class attach(AbstractContextManager["attach"]):
                 name: x for name, x in inputs.items() if isinstance(x, Tensor)
             }
             self._outputs = []
+            self._why_missing = RAISED
 
     def _take(self, name: str, z: Tensor) -> None:
         if self._in_forward and torch.is_grad_enabled():
             self._outputs.append((name, z))
 
+    def _succeed(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._in_forward:  # this hook is not called after an error
+            self._why_missing = NOT_CALLED
+
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
+        if self._why_missing == RAISED:
+            self._outputs = []
+
+
+def _mean(losses: Tensor) -> Tensor:
+    """Return the mean of losses [B], and 0 of none."""
+    return losses.sum() / max(1, len(losses))
 
 
 def _arguments(model: nn.Module) -> list[str]:
@@ -253,6 +341,16 @@ def _arguments(model: nn.Module) -> list[str]:
             break
         arguments = inspect.signature(inner.forward).parameters
     return list(arguments)
+
+
+def _parts(model: nn.Module) -> list[str]:
+    """Return the names of the outermost encoders and decoders in a model."""
+    parts = list[str]()
+    for name, _ in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in parts)
+        if name.rpartition(".")[2] in ("encoder", "decoder") and not is_inside:
+            parts.append(name)
+    return parts
 
 
 def _valid(
@@ -285,7 +383,7 @@ def _valid(
             f"{name} has shape {list(mask.shape)}, expected {list(tokens)}: set "
             "handle.mask before loss()"
         )
-    if name == "src_key_padding_mask":
+    if name.endswith("key_padding_mask"):
         return mask == 0
     return mask != 0
 
@@ -318,11 +416,13 @@ def _longest_list(model: nn.Module) -> Modules:
         choice = " and ".join(
             f"{name} ({len(modules)} modules)" for name, modules in candidates.items()
         )
-        example = next(iter(candidates), "encoder.layers")
+        singles = outermost_lists(model, lambda modules: len(modules) == 1)
+        example = next(iter(candidates or singles), "encoder.layers")
         raise ValueError(
             f"{type(model).__name__} has "
             f"{choice or 'no list of modules of one class'}, expected one list of "
-            f"blocks: name it, or the blocks, as in layers={example!r}"
+            f"blocks: name it, or the blocks, as in layers={example!r}. A block that "
+            "runs several times in a forward counts as several layers"
         )
     (blocks,) = candidates.values()
     return blocks

@@ -16,7 +16,7 @@ from titan_disp.dispersion.autograd import (
     process_group,
     size_of,
 )
-from titan_disp.dispersion.kernels import bf16_autocast
+from titan_disp.dispersion.kernels import accumulation_dtype, bf16_autocast
 from titan_disp.dispersion.layers import Layers, WholeLayers
 from titan_disp.dispersion.masks import TokenMask, token_mask
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
@@ -227,7 +227,7 @@ class DispersionLoss:
         Returns:
             [len(zs), B] in float32 (float64 for float64 input), the same full value on
                 every rank of ``group``. Each rank's own shard receives its complete
-                gradient.
+                gradient. Without sequences, it is empty, and its mean is NaN.
 
         Raises:
             ValueError: a wrong shape or dtype, fewer than 2 positions per sequence
@@ -256,6 +256,10 @@ class DispersionLoss:
         if pg is not None:
             _check_shards(tuple(tuple(z.shape) for z in zs), pg)
         mask = self._mask(valid, segments, zs[0], pg)
+        if not len(zs[0]):  # maxima over no sequence are not defined
+            return torch.stack(
+                [z.sum((1, 2), dtype=accumulation_dtype(z.dtype)) for z in zs]
+            )
         device = zs[0].device.type
         # The loss chooses its dtypes itself: AMP would round cosines to bf16 and lose
         # the digits near the clamp.
@@ -359,9 +363,12 @@ def _length(zs: Sequence[Tensor], shards: int, least: int) -> int:
                 f"layer {layer} is {z!r}, expected a float tensor [B, N, F]"
             )
         if z.ndim != 3 or not z.is_floating_point():
+            hint = ""
+            if not z.is_floating_point():
+                hint = ": pass the outputs of blocks, not token ids"
             raise ValueError(
                 f"z has shape {tuple(z.shape)} and dtype {z.dtype}, "
-                "expected a float tensor [B, N, F]"
+                f"expected a float tensor [B, N, F]{hint}"
             )
         if not z.shape[2]:
             raise ValueError(

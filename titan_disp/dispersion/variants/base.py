@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -144,6 +144,10 @@ class CosineVariant(Variant):
     # Also of a variant whose ``pair`` is another object every time
     def _pair(self) -> PairFunction:
         return self.pair
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes but ``_pair``: local functions cannot be pickled."""
+        return {name: value for name, value in vars(self).items() if name != "_pair"}
 
     def units(self, z: Tensor) -> Units:
         """Return the unit vectors of z [B, n, F]."""
