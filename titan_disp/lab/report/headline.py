@@ -234,10 +234,12 @@ def _outcome(series: Series, runs: Mapping[int, RunRecord]) -> Outcome | None:
     xlabel = xlabel_of(list(runs.values()))
     columns = {}
     for place, run in runs.items():
-        points = dict(zip(*series.points(run), strict=True))
-        if not np.isfinite(list(points.values())).any():
+        by_step = series.by_step(run)
+        if not np.isfinite(list(by_step.values())).any():
             return None
-        columns[place] = {x * per_step(run, xlabel): y for x, y in points.items()}
+        columns[place] = {
+            step * per_step(run, xlabel): value for step, value in by_step.items()
+        }
     shared = set.intersection(*map(set, columns.values())) - {0}
     if not shared:
         return None

@@ -29,6 +29,7 @@ from titan_disp.lab.report.series import (
     SPEED,
     Series,
 )
+from titan_disp.run.console import SYMBOLS
 from titan_disp.run.history import Goodput, together, trained_nothing
 from titan_disp.run.reader import flatten
 from titan_disp.tables import written_out
@@ -94,16 +95,11 @@ def _without_empty(rows: Rows) -> Rows:
 def dispersion(run: RunRecord) -> str:
     if not run.disperses:
         return "off"
-    symbols = {
-        "λ": "coeff",
-        "τ": "tau",
-        "κ": "clamp",
-        "layers": "layers",
-        "variant": "variant",
-        "estimator": "estimator",
-    }
     section = run.config["dispersion"]
-    parts = [f"{symbol} {section.get(key, NOTHING)}" for symbol, key in symbols.items()]
+    parts = [
+        f"{SYMBOLS.get(key, key)} {section.get(key, NOTHING)}"
+        for key in (*SYMBOLS, "layers", "variant", "estimator")
+    ]
     parts.append(written_out(section.get("options", {})))
     parts += [f"and {written_out(table)}" for table in section.get("losses", [])]
     return ", ".join(filter(None, parts))
@@ -147,11 +143,11 @@ def median_speed(run: RunRecord) -> float:
 
 def _last(series: Series, run: RunRecord) -> str:
     """Return the last number of a series, with its step if the run went further."""
-    points = list(zip(*series.points(run), strict=True))
-    if not points:
+    by_step = series.by_step(run)
+    if not by_step:
         return NOTHING
-    step, value = points[-1]
-    text = number(value)
+    step = max(by_step)
+    text = number(by_step[step])
     if step == run.step or text == NOTHING:
         return text
     return f"{text} (step {number(step)})"
@@ -159,11 +155,11 @@ def _last(series: Series, run: RunRecord) -> str:
 
 def highest_cosine(run: RunRecord) -> str:
     """Return the highest mean cosine of all blocks, with its step, or "–"."""
-    points = dict(zip(*COSINE.points(run), strict=True))
-    if not points:
+    by_step = COSINE.by_step(run)
+    if not by_step:
         return NOTHING
     step = run.most_condensed
-    return f"{number(points[step])} (step {number(step)})"
+    return f"{number(by_step[step])} (step {number(step)})"
 
 
 def final_numbers(runs: Sequence[RunRecord]) -> Rows:
