@@ -93,6 +93,7 @@ def _without_empty(rows: Rows) -> Rows:
 
 
 def dispersion(run: RunRecord) -> str:
+    """Return the keys of [dispersion] that say which losses the run has, or "off"."""
     if not run.disperses:
         return "off"
     section = run.config["dispersion"]
@@ -122,8 +123,8 @@ def goodput(run: RunRecord) -> Goodput:
 
 
 def stragglers(run: RunRecord) -> list[list[Mapping[str, Any]]]:
-    """Return the rows that name a slow rank, by rank in the order of time, and first
-    those of the rank that is named most often.
+    """Return the rows that name a slow rank, in one list for each such rank. The rank
+    that is named most often comes first. A list is in the order of time.
     """
     rows_by_rank: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in run.written:
@@ -163,7 +164,9 @@ def highest_cosine(run: RunRecord) -> str:
 
 
 def final_numbers(runs: Sequence[RunRecord]) -> Rows:
-    """Return the last number of each series, and numbers over several steps."""
+    """Return the last number of each series, the median speed and the highest mean
+    cosine, without rows that no run has.
+    """
     rows = {
         f"{series.label}, last": [_last(series, run) for run in runs]
         for series in (*LOSSES, SMOOTHED, *OPTIMIZATION, *CONDENSATION)
@@ -176,9 +179,10 @@ def final_numbers(runs: Sequence[RunRecord]) -> Rows:
 
 
 def data_counters(runs: Sequence[RunRecord]) -> Rows:
-    """Return the loader's counters in each run's last row, in which they are those of
-    all ranks, and the cross-entropy of each of several sources, a mean of the last
-    ``LAST_ROWS`` rows.
+    """Return the loader's counters of all ranks, from the last row of each run.
+
+    A run with several sources also has the cross-entropy of each, which is a mean over
+    its last ``LAST_ROWS`` rows.
     """
     columns = []
     for run in runs:
