@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_disp.lab.templates import templates
+from titan_disp.templates import templates
 
 FOLDER = Path(__file__).parent
 

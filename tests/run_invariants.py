@@ -149,24 +149,30 @@ def check_sources(row: dict) -> None:
 def _starts(events: list[dict], held: set[int]) -> list[tuple[int, float]]:
     """Check the order of the events, and that resumed steps were saved or are ``held``.
 
+    A kill may come between a save and its event, and retention may delete that
+    checkpoint later: after a killed start, a step above its last event may be resumed.
     Return step and time of each start.
     """
     starts: list[tuple[int, float]] = []
     training = False
+    killed = False  # the start before
     saved = 0
     for event in events:
         name = event["event"]
         step = event["step"]
         time = event["time"]
         assert name in EVENTS, f"docs/run_folder.md names no such event: {name}"
-        assert name != "resume" or step in held, (
-            f"no checkpoint to resume from: {event}"
-        )
+        killed |= training and name in BEFORE_A_RESUME | {"start", "resume"}
+        if name == "resume":
+            assert step in held or (killed and step > saved), (
+                f"no checkpoint to resume from: {event}"
+            )
         if name in ("start", "resume"):
             assert (name == "start") == (step == 0), event
             assert not starts or time >= starts[-1][1], event
             starts.append((step, time))
             training = True
+            killed = False
             saved = step
         elif name in ENDS:
             assert training or "allocated" in event, (

@@ -480,6 +480,32 @@ def test_what_spoils_a_run_folder_is_noticed(run, tmp_path, said, key, place, ch
         check_run(copy)
 
 
+def test_a_kill_after_a_save_hides_its_event(tmp_path):
+    """Retention deleted the checkpoint that a start began from. Its event is missing,
+    and only a kill explains that.
+    """
+    (tmp_path / "checkpoint" / "step-9").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").touch()
+    events = [{"time": "2026-01-01T00:00:01+00:00", "event": "start", "step": 0}]
+    resumed = [
+        {"time": "2026-01-01T00:00:03+00:00", "event": "resume", "step": 3},
+        {"time": "2026-01-01T00:00:04+00:00", "event": "checkpoint", "step": 9},
+        {"time": "2026-01-01T00:00:05+00:00", "event": "complete", "step": 9},
+    ]
+
+    def write(events):
+        (tmp_path / "events.jsonl").write_text(
+            "".join(json.dumps(event) + "\n" for event in events)
+        )
+
+    write(events + resumed)
+    check_run(tmp_path)
+    ended = {"time": "2026-01-01T00:00:02+00:00", "event": "stop", "step": 3}
+    write([*events, ended, *resumed])
+    with pytest.raises(AssertionError, match="no checkpoint to resume from"):
+        check_run(tmp_path)
+
+
 def test_what_is_said_of_a_run(run):
     console = (run.parent / "parts.log").read_text()
     assert re.search(

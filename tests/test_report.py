@@ -629,6 +629,9 @@ def test_headlines_of_odd_runs(tmp_path):
     headline = Headline([empty, *runs[1:]], T0 + 200)
     assert headline.tiles == healthy
     assert headline.progress == ("complete", "5 of 6 runs", "off-1 is empty")
+    # Runs without a speed, as without a row after the first, are in no pair of it.
+    slow = [dataclasses.replace(run, rows=[row(100, T0, tps=None)]) for run in runs]
+    assert Headline(slow, T0 + 200).tiles[-1].value == "–"
     # One that has diverged is not given its last finite number.
     rows = [row(s, T0 + s, ce=9.0 if s < 30 else float("nan")) for s in range(1, 101)]
     diverged = gather([write_run(tmp_path / "diverged", rows)])

@@ -1,4 +1,4 @@
-"""The default loss as text, and the highest value that it can have.
+"""The default loss as text, the highest value that it can have, and which λ is allowed.
 
 docs/loss.md explains the symbols. Pages and model cards show this text, and
 tests/test_formula.py evaluates it.
@@ -31,6 +31,7 @@ PULLS = "pulls the tokens together"
 
 
 def check_coeff(name: str, coeff: float) -> None:
+    """Raise ValueError, which names the option, if λ is not finite."""
     if not math.isfinite(coeff):
         raise ValueError(f"{name} is {coeff}, expected a finite number")
 

@@ -48,8 +48,8 @@ from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.errors import ConfigError, counted, of_options
 from titan_disp.files import atomic_folder, cores
 from titan_disp.lab.sample import train_tokenizer, write_shard
-from titan_disp.lab.templates import templates
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
+from titan_disp.templates import templates
 from titan_disp.text import byte_size, estimated_duration, short
 
 # bytes or characters of text

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torchtitan
-from jinja2 import StrictUndefined, Template
 from torchtitan.tools.logging import logger
 
 from titan_disp import cpu
@@ -24,6 +23,7 @@ from titan_disp.errors import counted
 from titan_disp.run.folder import versions
 from titan_disp.run.reader import STOP
 from titan_disp.tables import OPTIONS, shown, written_out
+from titan_disp.templates import templates
 from titan_disp.text import byte_size
 
 LOG = "full.log"  # in the rank's folder, beside torchrun's stdout.log and stderr.log
@@ -128,32 +128,31 @@ def overview(trainer: Any) -> str:
     dims = trainer.parallel_dims
     loader = trainer.dataloader
     dp_degree = dims.dp_replicate * dims.dp_shard
-    template = Template(
-        Path(__file__).with_name("overview.txt.j2").read_text(),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    text = template.render(
-        vars(job),
-        args=trainer.model_args,
-        byte_size=byte_size,
-        counted=counted,
-        device=trainer.metrics_processor.device_memory_monitor.device_name,
-        dims=dims,
-        dispersion_keys=_dispersion(job.dispersion),
-        dp_degree=dp_degree,
-        environ=os.environ,
-        log_file=log_file(),
-        parameters=sum(p.numel() for p in trainer.model_parts[0].parameters()),
-        quote=quote,
-        sources=[
-            (share, list(filter(share.owns, loader.files))) for share in loader.groups
-        ],
-        stop_file=os.path.join(job.job.dump_folder, STOP),
-        tokens=tokens_per_step(job, dp_degree),
-        trainer=trainer,
-        written_out=written_out,
+    text = (
+        templates(__file__)
+        .get_template("overview.txt.j2")
+        .render(
+            vars(job),
+            args=trainer.model_args,
+            byte_size=byte_size,
+            counted=counted,
+            device=trainer.metrics_processor.device_memory_monitor.device_name,
+            dims=dims,
+            dispersion_keys=_dispersion(job.dispersion),
+            dp_degree=dp_degree,
+            environ=os.environ,
+            log_file=log_file(),
+            parameters=sum(p.numel() for p in trainer.model_parts[0].parameters()),
+            quote=quote,
+            sources=[
+                (share, list(filter(share.owns, loader.files)))
+                for share in loader.groups
+            ],
+            stop_file=os.path.join(job.job.dump_folder, STOP),
+            tokens=tokens_per_step(job, dp_degree),
+            trainer=trainer,
+            written_out=written_out,
+        )
     )
     return text.rstrip()
 

@@ -12,10 +12,10 @@ from titan_disp.data.listing import list_files
 from titan_disp.dispersion.formula import AngularFormula
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
-from titan_disp.lab.templates import templates
 from titan_disp.models.baselines import OPTIONS
 from titan_disp.run.reader import last_row, read_condensation, read_validation
 from titan_disp.tables import written_out
+from titan_disp.templates import templates
 from titan_disp.text import byte_size
 
 SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one

@@ -282,7 +282,7 @@ def draw_lines(
 
 
 def add_tokens(axes: Axes, tokens_per_step: float | None) -> None:
-    """Add a scale of tokens in the place of the x axis, which shows steps.
+    """Add a second x axis, of tokens, where the one of steps is.
 
     A page shows one of them (``STEP_SCALE``, ``TOKEN_SCALE``). Without a number, as
     before the first step, nothing is added.

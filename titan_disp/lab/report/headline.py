@@ -100,8 +100,8 @@ class Headline:
 
     @cached_property
     def places(self) -> list[int]:
-        """Return the indices of the runs that count: those whose seeds occur in every
-        condition, or all runs if no seeds do.
+        """Return the indices of the runs whose step is compared: those whose seeds occur
+        in every condition, or all runs if no seeds do.
         """
         seeds_of_conditions = [
             {seeds_of(self.runs[place]) for place in condition.places}
@@ -113,17 +113,16 @@ class Headline:
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
-        """Return what is compared, without what some run lacks: a loss, the mean cosine,
-        the dispersion loss of a single condition, and the speed.
-
-        Runs that have logged nothing do not count.
+        """Return what is compared, for the runs in ``places`` that have logged a row: a
+        loss, the mean cosine, if there is only one condition the dispersion loss, and the
+        speed. Of the first three, those that one of these runs lacks are left out.
         """
         runs = {
             place: self.runs[place] for place in self.places if self.runs[place].rows
         }
         if not runs:
             return []
-        losses = [*LOSSES]
+        losses = list(LOSSES)
         if unlike([run.settings.get("metrics.log_freq") for run in self.runs]):
             # Ten rows of one run are not as many steps as ten rows of another.
             losses.remove(SMOOTHED)
@@ -132,8 +131,12 @@ class Headline:
         further = [_outcome(COSINE, runs)]
         if not self.compared:  # of other options, the dispersion loss is another number
             further.append(_outcome(DISPERSION, runs))
-        speeds = {place: median_speed(run) for place, run in runs.items()}
-        further.append(Outcome(SPEED.label, speeds, note="median", is_relative=True))
+        speeds = {
+            place: speed
+            for place, run in runs.items()
+            if (speed := median_speed(run)) > 0  # not NaN
+        }
+        further.append(Outcome(SPEED.label, speeds, "median", is_relative=True))
         return list(filter(None, [loss, *further]))
 
     @cached_property
@@ -188,11 +191,11 @@ class Headline:
         return " ".join([progress, *results])
 
     def difference(self, outcome: Outcome, condition: Condition) -> Tile:
-        """Return the mean difference of a condition to the baseline over pairs of runs
-        with the same seeds, with its 95 % interval as the note.
+        """Return the mean of a condition minus the baseline over pairs of runs with the
+        same seeds, with its 95 % interval as the note.
 
-        The value is "–" without such a pair. A relative difference is the mean difference
-        of logarithms, written as a percentage of the baseline.
+        The value is "–" without such a pair. A relative difference is the geometric mean
+        of the ratios, minus 1, in percent.
         """
         values = outcome.values
         number_format = "+.4f"
@@ -217,11 +220,13 @@ class Headline:
     def _by_seed(
         self, values: Mapping[int, float], condition: Condition
     ) -> dict[Seeds, float]:
-        """Return the values of a condition's runs by their seeds."""
+        """Return the values of a condition's runs by their seeds, without runs that have
+        no value or an unset seed.
+        """
         by_seed = {}
         for place in condition.places:
             seeds = seeds_of(self.runs[place])
-            # A seed that is not set is another one in every start.
+            # A run draws an unset seed anew, so that it has no partner.
             if place in values and None not in seeds:
                 by_seed[seeds] = values[place]
         return by_seed
@@ -234,10 +239,12 @@ def _outcome(series: Series, runs: Mapping[int, RunRecord]) -> Outcome | None:
     xlabel = xlabel_of(list(runs.values()))
     columns = {}
     for place, run in runs.items():
-        points = dict(zip(*series.points(run), strict=True))
-        if not np.isfinite(list(points.values())).any():
+        by_step = series.by_step(run)
+        if not np.isfinite(list(by_step.values())).any():
             return None
-        columns[place] = {x * per_step(run, xlabel): y for x, y in points.items()}
+        columns[place] = {
+            step * per_step(run, xlabel): value for step, value in by_step.items()
+        }
     shared = set.intersection(*map(set, columns.values())) - {0}
     if not shared:
         return None

@@ -44,7 +44,7 @@ from titan_disp.lab.report.series import (
     tokens_per_step,
     xlabel_of,
 )
-from titan_disp.lab.templates import templates
+from titan_disp.templates import templates
 from titan_disp.text import duration, number
 
 MAPS = 2  # layer maps of the first screen, at most

@@ -27,6 +27,11 @@ class Series:
     points: Points
     scale: Scale = charts.as_it_is  # of axis y
 
+    def by_step(self, run: RunRecord) -> dict[float, float]:
+        """Return the run's numbers by step, in ascending order of steps."""
+        steps, values = self.points(run)
+        return dict(zip(steps, values, strict=True))
+
 
 def tokens_per_step(runs: Sequence[RunRecord]) -> float | None:
     """Return the tokens per step if all runs have the same. None if they differ, or if

@@ -29,6 +29,7 @@ from titan_disp.lab.report.series import (
     SPEED,
     Series,
 )
+from titan_disp.run.console import SYMBOLS
 from titan_disp.run.history import Goodput, together, trained_nothing
 from titan_disp.run.reader import flatten
 from titan_disp.tables import written_out
@@ -92,18 +93,14 @@ def _without_empty(rows: Rows) -> Rows:
 
 
 def dispersion(run: RunRecord) -> str:
+    """Return the keys of [dispersion] that say which losses the run has, or "off"."""
     if not run.disperses:
         return "off"
-    symbols = {
-        "λ": "coeff",
-        "τ": "tau",
-        "κ": "clamp",
-        "layers": "layers",
-        "variant": "variant",
-        "estimator": "estimator",
-    }
     section = run.config["dispersion"]
-    parts = [f"{symbol} {section.get(key, NOTHING)}" for symbol, key in symbols.items()]
+    parts = [
+        f"{SYMBOLS.get(key, key)} {section.get(key, NOTHING)}"
+        for key in (*SYMBOLS, "layers", "variant", "estimator")
+    ]
     parts.append(written_out(section.get("options", {})))
     parts += [f"and {written_out(table)}" for table in section.get("losses", [])]
     return ", ".join(filter(None, parts))
@@ -126,8 +123,8 @@ def goodput(run: RunRecord) -> Goodput:
 
 
 def stragglers(run: RunRecord) -> list[list[Mapping[str, Any]]]:
-    """Return the rows that name a slow rank, by rank in the order of time, and first
-    those of the rank that is named most often.
+    """Return the rows that name a slow rank, in one list for each such rank. The rank
+    that is named most often comes first. A list is in the order of time.
     """
     rows_by_rank: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in run.written:
@@ -147,11 +144,11 @@ def median_speed(run: RunRecord) -> float:
 
 def _last(series: Series, run: RunRecord) -> str:
     """Return the last number of a series, with its step if the run went further."""
-    points = list(zip(*series.points(run), strict=True))
-    if not points:
+    by_step = series.by_step(run)
+    if not by_step:
         return NOTHING
-    step, value = points[-1]
-    text = number(value)
+    step = max(by_step)
+    text = number(by_step[step])
     if step == run.step or text == NOTHING:
         return text
     return f"{text} (step {number(step)})"
@@ -159,15 +156,17 @@ def _last(series: Series, run: RunRecord) -> str:
 
 def highest_cosine(run: RunRecord) -> str:
     """Return the highest mean cosine of all blocks, with its step, or "–"."""
-    points = dict(zip(*COSINE.points(run), strict=True))
-    if not points:
+    by_step = COSINE.by_step(run)
+    if not by_step:
         return NOTHING
     step = run.most_condensed
-    return f"{number(points[step])} (step {number(step)})"
+    return f"{number(by_step[step])} (step {number(step)})"
 
 
 def final_numbers(runs: Sequence[RunRecord]) -> Rows:
-    """Return the last number of each series, and numbers over several steps."""
+    """Return the last number of each series, the median speed and the highest mean
+    cosine, without rows that no run has.
+    """
     rows = {
         f"{series.label}, last": [_last(series, run) for run in runs]
         for series in (*LOSSES, SMOOTHED, *OPTIMIZATION, *CONDENSATION)
@@ -180,9 +179,10 @@ def final_numbers(runs: Sequence[RunRecord]) -> Rows:
 
 
 def data_counters(runs: Sequence[RunRecord]) -> Rows:
-    """Return the loader's counters in each run's last row, in which they are those of
-    all ranks, and the cross-entropy of each of several sources, a mean of the last
-    ``LAST_ROWS`` rows.
+    """Return the loader's counters of all ranks, from the last row of each run.
+
+    A run with several sources also has the cross-entropy of each, which is a mean over
+    its last ``LAST_ROWS`` rows.
     """
     columns = []
     for run in runs:
