@@ -28,7 +28,7 @@ from titan_disp.dispersion import (
     pairwise,
     vectors,
 )
-from titan_disp.dispersion.gradients import Known
+from titan_disp.dispersion.vectors import Gradient
 from titan_disp.dispersion.variants import VARIANTS, base
 from titan_disp.dispersion.variants.paper import angular_pair
 
@@ -136,7 +136,16 @@ def test_in_place_kernels_compile_on_views():
     norm = torch.linalg.vector_norm(z.float(), dim=-1, keepdim=True)
     quadratic = moments.Quadratic(*torch.rand(3, 2, 40, 1)[:, :, 8:24])
     for function, arguments in (
-        (vectors._normalize_backward_, (z[:, 8:24], norm[:, 8:24], 1e-2)),
+        (
+            vectors._write,
+            (
+                g[:, 8:24],
+                (z[:, 8:24], norm[:, 8:24], 1 / norm[:, 8:24]),
+                None,
+                None,
+                None,
+            ),
+        ),
         (moments._combine_, (tokens(2, 16, 24), torch.rand(2, 1, 24), quadratic, 39)),
         (
             moments._combine_,
@@ -325,7 +334,6 @@ def test_parts_of_a_batch_are_equal(monkeypatch, batch, parts):
     layers.in_parts(
         torch.zeros(batch, 3, 2),
         None,
-        lambda z, mask: seen.append(len(z)) or (z.sum((1, 2)), Known(z)),
-        save=True,
+        lambda z, mask: seen.append(len(z)) or (z.sum((1, 2)), Gradient(z)),
     )
     assert seen == parts

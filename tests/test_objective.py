@@ -295,9 +295,47 @@ def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
     ):
         value.backward()
     value = objective(defer=True)(model(tokens), labels)
-    (grad,) = torch.autograd.grad(value, model[3].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        grad.sum().backward()
+        torch.autograd.grad(value, model[0].weight, create_graph=True)
+    h, activations = model(tokens)
+    value = objective(defer=True)((h + 0, activations), labels)  # + saves nothing
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(RuntimeError, match="activation 3 has been modified"):
+        value.backward()
+
+
+def test_layers_in_any_order_and_twice(every_layer_alone, monkeypatch):
+    """A layer may stand in the list twice, and the first may get its gradient before
+    the last. A large batch is computed in parts.
+    """
+    monkeypatch.setattr("titan_disp.dispersion.layers.BATCH_ELEMENTS", 2 * 9 * 6)
+    tokens = torch.randn(3, 9, 6)
+    labels = torch.zeros(3, 9, dtype=torch.long)
+    labels[1, 4:] = -100
+    found = {}
+    for defer in (False, True):
+        model = Blocks()
+        ledger = LossLedger()
+        loss = objective(defer=defer, ledger=ledger)
+        h, activations = model(tokens)
+        layers = [activations[3], activations[0], activations[1], activations[0]]
+        loss((h, layers), labels).backward()
+        assert (loss.take_late() is not None) == defer
+        found[defer] = [*(p.grad for p in model.parameters()), ledger.mean(None)]
+    torch.testing.assert_close(found[True], found[False], rtol=1.3e-6, atol=1e-5)
+
+
+def test_a_backward_pass_that_does_not_reach_all_activations(every_layer_alone):
+    model = Blocks()
+    labels = torch.zeros(3, 9, dtype=torch.long)
+    loss = objective(defer=True)
+    value = loss(model(torch.randn(3, 9, 6)), labels)
+    loss(model(torch.randn(3, 9, 6)), labels).backward()
+    with pytest.raises(RuntimeError, match="of some activations have not arrived"):
+        loss.take_late()
+    value.backward()
+    assert loss.take_late() is not None
 
 
 def test_lambda_is_exact_in_float64(every_layer_alone):

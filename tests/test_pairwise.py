@@ -22,10 +22,10 @@ from tests.oracle import (
 from titan_disp.dispersion import (
     DispersionLoss,
     dispersion_loss,
-    gradients,
     layers,
     moments,
     pairwise,
+    vectors,
 )
 from titan_disp.dispersion.variants import VARIANTS, options_of
 
@@ -130,7 +130,7 @@ def test_small_layers_are_computed_together(
     ):
         monkeypatch.setattr(layers, "PACK_ELEMENTS", pack)
         monkeypatch.setattr(layers, "BATCH_ELEMENTS", sequence)
-        monkeypatch.setattr(gradients, "BLOCK_ELEMENTS", rows)
+        monkeypatch.setattr(vectors, "BLOCK_ELEMENTS", rows)
         monkeypatch.setattr(moments, "GRAM_BLOCK", features)
         leaves = [z.clone().requires_grad_() for z in zs]
         errors = []

@@ -18,13 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_disp.dispersion.gradients import Gradient, as_tensor
+from titan_disp.dispersion.vectors import Gradient
 
 # torch 2.13 renamed this function and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Result = tuple[Tensor, Gradient]  # value [B], ∂value/∂z
+
+NO_SECOND_DERIVATIVE = (
+    "the dispersion loss has no second derivative: its gradient is computed beside its "
+    "value, and is a constant"
+)
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
@@ -113,11 +118,11 @@ class LayerValue(torch.autograd.Function):
         value = value.view(len(zs), -1)
         if not any(ctx.needs_input_grad):
             return value
-        ctx.shape = (value.numel(), *zs[0].shape[1:])
         ctx.dtype = zs[0].dtype
         ctx.arriving = arriving
         if arriving is None:
-            ctx.save_for_backward(value, as_tensor(gradient, ctx.shape, zs[0]))
+            saved = gradient.tensor(saved_dtype(ctx.dtype))
+            ctx.save_for_backward(value, saved)
         else:
             ctx.gradient = gradient
             ctx.save_for_backward(value)
@@ -126,183 +131,139 @@ class LayerValue(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor | None, ...]:
         value, *saved = ctx.saved_tensors
+        factor = grad_value.reshape(-1)
         with torch.no_grad():
             if saved:
                 (grad,) = saved
-                out = torch.empty_like(grad) if _graph_is_retained() else grad
-                out = torch.mul(grad, grad_value.reshape(-1, 1, 1), out=out)
-                out = out.to(ctx.dtype)
+                out = torch.empty_like(grad) if graph_is_retained() else grad
+                out = torch.mul(grad, factor[:, None, None], out=out).to(ctx.dtype)
             else:
-                out = torch.empty(ctx.shape, dtype=ctx.dtype, device=value.device)
                 arriving = ctx.arriving.pop() if ctx.arriving else None
-                ctx.gradient.write(out, grad_value.reshape(-1), arriving)
+                out = torch.empty_like(ctx.gradient.w, dtype=ctx.dtype)
+                ctx.gradient.write(out, factor, arriving)
                 ctx.gradient = None
         layers = only_first_derivative(out, value, grad_value).chunk(len(value))
         return None, None, *layers
 
 
+def saved_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return z's dtype, or float32 for float16, in which ∂S/∂z could overflow, since it
+    grows with N.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 # AOTAutograd calls this private function too. If torch lacks it, backward does not
 # reuse the memory.
-_graph_is_retained = getattr(
+graph_is_retained = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
 
 
-# Returns the loss of layer ``index`` of z [B, n, F], a scalar. If the list has the
-# gradient that arrives for z, the derivative of the loss may take it out and contain it.
-LossOfLayer = Callable[[int, Tensor, list[Tensor] | None], Tensor]
+# Takes the index of a layer, the gradient of the value, and the one that arrives for z.
+# Returns the latter with what the value contributes to it, in new memory.
+Add = Callable[[int, Tensor, Tensor], Tensor]
 
 
-def add_in_backward(zs: Sequence[Tensor], loss: LossOfLayer) -> Tensor:
-    """Return 0, whose backward adds the gradient of ``loss`` to that of each of ``zs``
-    [B, n, F].
+def add_in_backward(
+    zs: Sequence[Tensor],
+    value: Tensor,
+    add: Add,
+    finish: Callable[[], None] | None = None,
+) -> Tensor:
+    """Return ``value``, in whose backward hooks ``add`` its gradients to those that
+    arrive for each of ``zs`` [B, n, F], and then ``finish``.
 
-    The loss is computed when the gradient of z arrives. Until then only z is kept,
-    which the layer after it keeps as well, unless it is checkpointed together with
-    others. Each z must have a gradient from elsewhere, as from that layer.
+    Hooks run in every backward pass through z; they do nothing in one that does not
+    reach the value.
+
+    Raises:
+        RuntimeError: in backward, if no other gradient arrives for a layer, or under
+            ``create_graph``.
     """
-    kept: list[Tensor | None] = [z.detach() for z in zs]
-    factor = Factors()
+    current = _Pass()
+    count = len(zs)  # the hooks must not hold zs
 
-    def arrived(index: int, grad: Tensor | None) -> Tensor | None:
-        if not factor.is_known():
+    def arrived(layer: int, grad: Tensor | None) -> Tensor | None:
+        if current.number != torch._C._current_graph_task_id():
             return grad
-        z = kept[index]
-        assert z is not None
-        grad = _from_elsewhere(grad, index)
-        if not _graph_is_retained():
-            kept[index] = None
-        # Under create_graph, the sum must be differentiable.
-        arriving = None if torch.is_grad_enabled() else [grad]
-        with torch.enable_grad():
-            z = z.detach().requires_grad_()
-            value = loss(index, z, arriving)
-            (total,) = torch.autograd.grad(value, z, factor.value)
-        was_added = arriving == []
-        if not was_added:
-            total = total + grad
-        return only_first_derivative(total, z, factor.value)
+        if grad is None:
+            raise RuntimeError(
+                f"activation {layer} gets a gradient from dispersion only: another "
+                "layer must take it as input, and not within the same compiled function"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        total = add(layer, current.factor, grad)
+        current.layers.add(layer)
+        if finish is not None and len(current.layers) == count:
+            finish()
+        return total
 
-    for index, z in enumerate(zs):
-        z.register_hook(partial(arrived, index))
-    dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
-    value = zs[0].new_zeros((), dtype=dtype)
-    return _Factor.apply(factor, value, *zs)
+    for layer, z in enumerate(zs):
+        z.register_hook(partial(arrived, layer))
+    return _InPass.apply(current, value, *zs)
 
 
-def _from_elsewhere(grad: Tensor | None, index: int) -> Tensor:
-    """Return the gradient that arrives for a layer, or raise RuntimeError if none
-    does.
-    """
-    if grad is None:
-        raise RuntimeError(
-            f"activation {index} gets a gradient from dispersion only: another layer "
-            "must take it as input"
-        )
-    return grad
+class _Pass:
+    """A backward pass that has reached a value."""
+
+    number = -1  # autograd's
+    factor: Tensor  # the gradient of the value
+    layers: set[int]  # whose gradients have arrived
 
 
-class Factors:
-    """What a loss is multiplied by in a backward pass.
+class _InPass(torch.autograd.Function):
+    """Return ``value``, and describe the backward pass that reaches it.
 
-    Hooks on z also run in other backward passes, which do not reach the loss: in those,
-    it is not known.
-    """
-
-    value: Tensor
-
-    def __init__(self) -> None:
-        self._pass = -1  # autograd's number of the backward pass of ``value``
-
-    def set(self, value: Tensor) -> None:
-        self.value = value
-        self._pass = torch._C._current_graph_task_id()
-
-    def is_known(self) -> bool:
-        """Return whether the current backward pass has reached the loss."""
-        return self._pass == torch._C._current_graph_task_id()
-
-
-class _Factor(torch.autograd.Function):
-    """Return ``value``, and learn by what it is multiplied.
-
-    As the tokens are inputs, this is known before a gradient of them is complete. Their
+    As the tokens are inputs, this happens before a gradient of them is complete. Their
     gradients come from hooks.
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: Factors, value: Tensor, *zs: Tensor) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, current: _Pass, value: Tensor, *zs: Tensor) -> Tensor:
+        ctx.current = current
         ctx.none = (None,) * (2 + len(zs))
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.factor.set(grad)
+        ctx.current.number = torch._C._current_graph_task_id()
+        ctx.current.factor = grad
+        ctx.current.layers = set()
         return ctx.none
 
 
-def add_rows_in_backward(
-    zs: Sequence[Tensor],
-    values: Tensor,
-    rows: Sequence[Tensor],
-    positions: Sequence[Tensor],
-) -> Tensor:
-    """Return ``values`` [L, B], whose backward adds the rows of each layer to the
-    gradient that arrives for its z [B, n, F], so that none of its size begins at 0.
-
-    ``rows`` and ``positions`` are those of ``SavedRows``. Each z must have a gradient
-    from elsewhere.
-    """
-    factor = Factors()
-
-    def arrived(index: int, grad: Tensor | None) -> Tensor | None:
-        if not factor.is_known():
-            return grad
-        grad = _from_elsewhere(grad, index)
-        factor_of_layer = factor.value[index][:, None, None]
-        scaled = (rows[index] * factor_of_layer).to(grad.dtype)
-        where = positions[index]
-        if where.ndim == 1:
-            total = grad.index_add(1, where, scaled)
-        else:
-            total = grad.scatter_add(1, where[..., None].expand_as(scaled), scaled)
-        return only_first_derivative(total, values, factor.value)
-
-    for index, z in enumerate(zs):
-        z.register_hook(partial(arrived, index))
-    return _Factor.apply(factor, values, *zs)
-
-
 class SavedRows(torch.autograd.Function):
-    """Attach a known gradient to a value [B]: ``rows`` [B, k, F] at some positions of
-    z, and 0 at the others.
-
-    ``positions`` is [k], distinct and shared by all sequences, or [B, k], where rows at
-    the same position are added.
+    """Attach a known gradient to a value [B]: ``rows`` [B, m, F] at positions of z, and
+    0 at the others. ``index`` is that of ``add_rows_``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, value: Tensor, rows: Tensor, positions: Tensor
+        ctx: Any, z: Tensor, value: Tensor, rows: Tensor, index: Tensor
     ) -> Tensor:
         value = value.clone()
-        ctx.save_for_backward(rows, positions, value)
+        ctx.save_for_backward(rows, index, value)
         ctx.shape = z.shape
         ctx.dtype = z.dtype
         return value
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, positions, value = ctx.saved_tensors
+        rows, index, value = ctx.saved_tensors
         with torch.no_grad():
             grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
-            scaled = (rows * grad_value[:, None, None]).to(ctx.dtype)
-            if positions.ndim == 1:
-                grad[:, positions] = scaled
-            else:
-                grad.scatter_add_(1, positions[..., None].expand_as(scaled), scaled)
+            add_rows_(grad, rows, index, grad_value)
         return only_first_derivative(grad, value, grad_value), None, None, None
+
+
+def add_rows_(grad: Tensor, rows: Tensor, index: Tensor, factor: Tensor) -> None:
+    """Add factor [B] · rows [B, m, F] to a contiguous grad [B, n, F], at positions that
+    are numbered in all sequences in a row, ``index`` [B·m].
+    """
+    scaled = (rows * factor[:, None, None]).to(grad.dtype)
+    grad.flatten(0, 1).index_add_(0, index, scaled.flatten(0, 1))
 
 
 def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:
@@ -326,10 +287,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            "the dispersion loss has no second derivative: its gradient is computed "
-            "in forward and saved"
-        )
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 class SumOverGroup(torch.autograd.Function):

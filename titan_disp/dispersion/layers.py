@@ -25,6 +25,7 @@ With a group, every rank gets the full loss, and backward returns grad_output ·
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,17 +37,22 @@ from titan_disp.dispersion.autograd import (
     LayerValue,
     LogSumExpOverGroup,
     Result,
+    SavedRows,
     SumOverGroup,
-)
-from titan_disp.dispersion.gradients import (
-    Gradient,
-    Known,
-    Masked,
-    Parts,
+    add_in_backward,
+    add_rows_,
+    graph_is_retained,
     saved_dtype,
 )
 from titan_disp.dispersion.kernels import accumulation_dtype
-from titan_disp.dispersion.masks import Count, TokenMask
+from titan_disp.dispersion.masks import (
+    Count,
+    TokenMask,
+    first_of_order,
+    held_tokens,
+    slots_of,
+)
+from titan_disp.dispersion.vectors import Gradient
 
 # Takes this rank's tokens of some sequences of one layer, z [B, n, F], and their mask.
 # Returns value [B] and ∂value/∂z. Under a mask, z is 0 at padded positions, and the
@@ -75,10 +81,9 @@ class Layers(ABC):
     segmented: bool = False  # whether only the pairs within segments count
     step: int = 0  # that was given with the layers
     first: int = 0  # the index of the first of them
-    # the gradient that arrives for the only layer, in a hook (``add_in_backward``)
+    # the gradient that arrives for the only layer (``compute_in_backward``)
     arriving: list[Tensor] | None = None
-    # whether rows of gradients are added by hooks (``add_rows_in_backward``)
-    in_hooks: bool = False
+    in_hooks: bool = False  # whether sampled layers add their gradients in hooks
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:
@@ -127,7 +132,7 @@ class Layers(ABC):
 
         def sum_of_squares(z: Tensor, mask: TokenMask | None) -> Result:
             z = z.to(accumulation_dtype(z.dtype))
-            return z.square().sum((1, 2)), Known(2 * z)
+            return z.square().sum((1, 2)), Gradient(2 * z)
 
         sums = self.sum_over_group(self.each(sum_of_squares))
         tokens = self.tokens(self.mask)
@@ -151,7 +156,7 @@ class Layers(ABC):
     def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
         value, gradient = compute(self._prepared(z, mask), mask)
         if mask is not None:
-            gradient = Masked(gradient, mask.own)
+            gradient = replace(gradient, tokens=mask.own)
         return value, gradient
 
 
@@ -210,8 +215,7 @@ class WholeLayers(Layers):
     def _of_pack(self, compute: Compute, pack: list[Tensor]) -> Result:
         z, mask = self._together(pack)
         if self.group is None:
-            save = self.arriving is None
-            return in_parts(z, mask, partial(self._apply, compute), save)
+            return in_parts(z, mask, partial(self._apply, compute))
         # The batch is not split: each part would need a collective call of its own, and
         # shards are small.
         return self._apply(compute, z, mask)
@@ -243,27 +247,183 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
     return packs
 
 
-def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute, save: bool) -> Result:
-    """Return ``compute(z, mask)``, computed for a few sequences at a time to bound the
-    memory of temporaries.
-
-    With ``save``, the gradient of each part is written before the next is computed.
+def parts(z: Tensor) -> list[slice]:
+    """Divide the sequences of z [B, n, F], so that the memory of temporaries does not
+    grow with the batch.
     """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
-    if most >= len(z):
-        return compute(z, mask)
     size = math.ceil(len(z) / math.ceil(len(z) / most))
-    saved = torch.empty_like(z, dtype=saved_dtype(z.dtype)) if save else None
+    return [slice(i, i + size) for i in range(0, len(z), size)]
+
+
+def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
+    """Return ``compute(z, mask)``, computed for a few sequences at a time."""
+    slices = parts(z)
+    if len(slices) == 1:
+        return compute(z, mask)
+    grad = torch.empty_like(z, dtype=saved_dtype(z.dtype))
     values = []
-    gradients: list[tuple[slice, Gradient]] = []
-    for i in range(0, len(z), size):
-        part = slice(i, i + size)
+    for part in slices:
         value, gradient = compute(z[part], None if mask is None else mask[part])
         values.append(value)
-        if saved is None:
-            gradients.append((part, gradient))
+        gradient.write(grad[part])
+    return torch.cat(values), Gradient(grad)
+
+
+# Returns the loss of some sequences of a layer, a scalar, given the index of the layer,
+# the tokens [b, n, F], which sequences they are, and the gradient that arrives for them
+# in a list. The derivative of the loss may take it out, and then contains it.
+LossOfPart = Callable[[int, Tensor, slice, list[Tensor]], Tensor]
+
+
+def compute_in_backward(
+    zs: Sequence[Tensor], loss: LossOfPart, finish: Callable[[], None]
+) -> Tensor:
+    """Return 0, whose backward adds the gradient of ``loss`` to that of each of ``zs``
+    [B, n, F], and then calls ``finish``.
+
+    The loss is computed when the gradient of z arrives. Until then only z is kept,
+    which the layer after it keeps as well, unless it is checkpointed together with
+    others. Each z must have a gradient from elsewhere, as from that layer.
+
+    Raises:
+        RuntimeError: in backward, as ``add_in_backward``, or if z has been changed.
+    """
+    kept: list[Tensor | None] = [z.detach() for z in zs]
+    versions = [z._version for z in zs]
+
+    def add(layer: int, factor: Tensor, grad: Tensor) -> Tensor:
+        z = kept[layer]
+        assert z is not None
+        if z._version != versions[layer]:
+            raise RuntimeError(
+                f"activation {layer} has been modified by an in-place operation after "
+                "the loss was called, which needs it in the backward pass"
+            )
+        if not graph_is_retained():
+            kept[layer] = None
+        sums = [of_part(layer, z[part], part, factor, grad[part]) for part in parts(z)]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+    def of_part(
+        layer: int, z: Tensor, part: slice, factor: Tensor, grad: Tensor
+    ) -> Tensor:
+        arriving = [grad]
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            value = loss(layer, z, part, arriving)
+            (of_loss,) = torch.autograd.grad(value, z, factor)
+        return of_loss + grad if arriving else of_loss
+
+    dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
+    return add_in_backward(zs, zs[0].new_zeros((), dtype=dtype), add, finish)
+
+
+def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
+    """Return all positions below ``tokens`` in the order in which they are drawn, int64
+    on the CPU.
+    """
+    generator = torch.Generator().manual_seed(
+        ((seed * 1_000_003 + step) * 1_009 + layer) % 2**64
+    )
+    return torch.randperm(tokens, generator=generator)
+
+
+class SampledLayers(Layers):
+    """The first ``count`` positions of each layer's order that hold tokens in a
+    sequence, or all of these if there are fewer.
+
+    Without a mask, they are the same for all sequences. The authors' released code
+    samples by default: 256 positions, drawn anew for every layer and microbatch. Here
+    the draw depends on the seed, the step and the layer alone, so it is the same on
+    every mesh and after a resume.
+
+    Every rank computes the loss of them all, and keeps the gradient of its own.
+    """
+
+    group = None
+
+    def __init__(
+        self,
+        zs: Sequence[Tensor],
+        orders: Sequence[Tensor],
+        count: int,
+        mask: TokenMask | None,
+        group: dist.ProcessGroup | None,
+        in_bf16: bool,
+    ) -> None:
+        self.zs = zs
+        self.length = count
+        self.features = [z.shape[2] for z in zs]
+        self.in_bf16 = in_bf16
+        self.mask = None
+        self.mask_of_all: TokenMask | None = None  # of all layers in a row
+        self.segmented = mask is not None and mask.segments is not None
+        draws = []
+        segments = []
+        for z, order in zip(zs, orders, strict=True):
+            if mask is None:
+                shared = order[:count].sort().values.to(z.device, non_blocking=True)
+                positions = shared.expand(len(z), count)
+            else:
+                on_device = order.to(z.device, non_blocking=True)
+                chosen = first_of_order(mask, on_device, count)
+                positions, filled = slots_of(chosen, count)
+                self.mask = TokenMask((filled,))  # the same for every layer
+                if mask.segments is not None:
+                    numbers = torch.cat(mask.segments, dim=1).gather(1, positions)
+                    segments.append(numbers.masked_fill(~filled, -1))
+            draws.append(held_tokens(z.detach(), positions, group))
+        if self.mask is not None:
+            of_all = self.mask.repeat(len(zs))
+            if segments:
+                of_all = replace(of_all, segments=(torch.cat(segments),))
+            self.mask_of_all = of_all
+        self.z = torch.stack([draw.z for draw in draws])  # [L, B, m, F]
+        if group is not None:
+            # Adds only zeros to each token: exact in any dtype
+            dist.all_reduce(self.z, group=group)
+        self.held = torch.stack([draw.held for draw in draws])
+        sequence = torch.arange(len(zs[0]), device=zs[0].device)[:, None]
+        index = torch.stack([draw.local_index for draw in draws])
+        self.index = (index + sequence * zs[0].shape[1]).flatten(1)  # [L, B·m]
+
+    def each(self, *computes: Compute) -> Tensor:
+        if len(computes) == 1:
+            # All layers at once: each layer alone would take as many kernels, all of
+            # them small.
+            values, grads = self._of_all(
+                self.z.flatten(0, 1), self.mask_of_all, *computes
+            )
         else:
-            gradient.write(saved[part], None, None)
-    whole = Parts(gradients) if saved is None else Known(saved)
-    return torch.cat(values), whole
+            results = [
+                self._of_all(z, self.mask, compute)
+                for z, compute in zip(self.z, computes, strict=True)
+            ]
+            values, grads = map(torch.cat, zip(*results, strict=True))
+        values = values.view(len(self.zs), -1)
+        rows = grads.view_as(self.z).where(self.held, 0.0)
+        index = self.index
+        if self.in_hooks:
+
+            def add(layer: int, factor: Tensor, grad: Tensor) -> Tensor:
+                total = grad.clone(memory_format=torch.contiguous_format)
+                add_rows_(total, rows[layer], index[layer], factor[layer])
+                return total
+
+            return add_in_backward(self.zs, values, add)
+        layers = zip(self.zs, values, rows, index, strict=True)
+        return torch.stack([SavedRows.apply(*layer) for layer in layers])
+
+    def _of_all(
+        self, z: Tensor, mask: TokenMask | None, compute: Compute
+    ) -> tuple[Tensor, Tensor]:
+        """Return values [B] and gradients [B, m, F] of the drawn tokens of sequences."""
+        value, gradient = in_parts(z, mask, partial(self._apply, compute))
+        return value, gradient.tensor(saved_dtype(z.dtype))
+
+    def _masked_pairs(self) -> Tensor:
+        assert self.mask_of_all is not None
+        pairs = self.mask_of_all.squares - self.mask_of_all.counts
+        return pairs.view(len(self.zs), -1)

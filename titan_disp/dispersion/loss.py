@@ -17,9 +17,13 @@ from titan_disp.dispersion.autograd import (
     size_of,
 )
 from titan_disp.dispersion.kernels import accumulation_dtype, bf16_autocast
-from titan_disp.dispersion.layers import Layers, WholeLayers
+from titan_disp.dispersion.layers import (
+    Layers,
+    SampledLayers,
+    WholeLayers,
+    order,
+)
 from titan_disp.dispersion.masks import TokenMask, token_mask
-from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import (
     VARIANTS,
     Variant,
@@ -227,9 +231,9 @@ class DispersionLoss:
                 Losses of cosines and l2_repel can do this, exact and sampled. The host
                 waits for the numbers.
             first: the index of the first of ``zs``, if they are some of all layers.
-            arriving: for ``add_in_backward``: the gradient that the only layer gets from
-                elsewhere. Backward may take it out of the list, and then returns the
-                sum.
+            arriving: for ``compute_in_backward``: the gradient that the only layer gets
+                from elsewhere. Backward may take it out of the list, and then returns
+                the sum.
             in_hooks: whether hooks on ``zs`` may add the sampled estimator's rows to
                 the gradients that ``zs`` get from elsewhere, which they must have.
 
@@ -280,19 +284,14 @@ class DispersionLoss:
                     order(length, self.seed, step, first + layer)
                     for layer in range(len(zs))
                 ]
-                if mask is None:
-                    layers = SampledLayers(
-                        zs, orders, count=self.max_tokens, group=pg, in_bf16=in_bf16
-                    )
-                else:
-                    layers = SampledTokens(
-                        zs,
-                        orders,
-                        count=self.max_tokens,
-                        group=pg,
-                        in_bf16=in_bf16,
-                        mask=mask,
-                    )
+                layers = SampledLayers(
+                    zs,
+                    orders,
+                    count=self.max_tokens,
+                    mask=mask,
+                    group=pg,
+                    in_bf16=in_bf16,
+                )
             else:
                 layers = WholeLayers(
                     zs, length=length, mask=mask, group=pg, in_bf16=in_bf16

@@ -172,6 +172,16 @@ def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def first_of_order(mask: TokenMask, order: Tensor, count: int) -> Tensor:
+    """Return the first ``count`` positions of the order that hold tokens, as [B, N]
+    bool.
+    """
+    in_order = mask.whole[:, order]
+    chosen = torch.empty_like(in_order)
+    chosen[:, order] = in_order & (in_order.cumsum(1) <= count)
+    return chosen
+
+
 @dataclass(frozen=True)
 class HeldTokens:
     """The tokens at some positions of whole sequences, as far as this rank has them."""

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import of_ranks, rank_in
-from titan_disp.dispersion.gradients import row_blocks
 from titan_disp.dispersion.kernels import (
     accumulation_dtype,
     fused,
@@ -32,7 +31,7 @@ from titan_disp.dispersion.kernels import (
 )
 from titan_disp.dispersion.masks import Count, TokenMask, held_tokens, slots_of
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.vectors import norms
+from titan_disp.dispersion.vectors import norms, row_blocks
 
 FIT_TOKENS = 64  # tokens spread over a sequence, with which every token is compared
 GOLDEN = 2654435769  # 2**32 divided by the golden ratio

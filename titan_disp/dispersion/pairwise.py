@@ -11,10 +11,9 @@ Most variants sum a function w of the cosine c over all pairs of tokens (arXiv
 matrix of cosines is computed tile by tile and never stored.
 
 Products are formed of x instead of u, because x is exact in its own dtype (see
-``vectors``). The cosine is then the product times s_i s_j, and the function returns W
-instead of V::
+``vectors``). The cosine is then the product times s_i s_j, and the function returns W::
 
-    q_ij = s_i r_ij s_j       W_i = Σ_{j≠i} q_ij x_j = s_i V_i
+    q_ij = 2 s_i r_ij s_j       W_i = Σ_{j≠i} q_ij x_j = s_i ∂S/∂u_i
 
 The N tokens of a shard are divided into *blocks*. A block of rows and a block of
 columns make a *tile*.
@@ -101,7 +100,7 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
         eager = not torch.compiler.is_compiling()
         memory_q = products if eager else None
         memory_w = cosines if eager else None
-        q = torch.mul(r, s_rows, out=memory_q).mul_(s_cols).to(dtype)
+        q = torch.mul(r, 2 * s_rows, out=memory_q).mul_(s_cols).to(dtype)
         zero = w.new_zeros(())
         if diagonal:  # a token and itself are not a pair
             index = torch.arange(products.shape[1], device=products.device)
@@ -149,14 +148,27 @@ class Shard:
 
     Attributes:
         marks: which tokens form pairs; None if all do.
+        in_triton: whether the kernel of ``triton_pairs`` computes the pairs.
     """
 
-    def __init__(self, x: Tensor, scale: Tensor, marks: Marks | None = None) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        marks: Marks | None = None,
+        in_triton: bool = False,
+    ) -> None:
         self.x = x
         self.scale = scale
         self.marks = marks
+        self.in_triton = in_triton
         batch, tokens, _ = x.shape
-        size = tile_size(tokens, batch, x.device.type)
+        # Small blocks, so that those without a common segment are left out
+        has_ranges = marks is not None and marks.ranges is not None
+        if in_triton and not has_ranges:
+            size = triton_pairs.rows_at_once(tokens, batch)
+        else:
+            size = tile_size(tokens, batch, x.device.type)
         self.blocks = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
         self.segments = {
             i.start: None if marks is None else marks.span(i) for i in self.blocks
@@ -234,7 +246,7 @@ def span_pairs(
     S counts the tiles beside the diagonal of a shard twice, because their transposes
     are not computed.
     """
-    if triton_pairs.takes(rows.x, pair):
+    if rows.shard.in_triton:
         # The columns of a shard begin with the rows' block, or after it.
         mirrored = rows.shard is cols.shard and rows.where.start == cols.where.start
         sums, q = triton_pairs.span_sums(rows, cols, pair, mirrored=mirrored)
@@ -276,12 +288,15 @@ def pair_sums(
         to_units: the function that turned z into ``units``.
         gathering: the all-gather of z, if the sequence is sharded.
     """
-    shard = Shard(units.x, units.scale, None if mask is None else mask.marks(mask.rank))
+    in_triton = triton_pairs.takes(units.x, pair)
+    marks = None if mask is None else mask.marks(mask.rank)
+    shard = Shard(units.x, units.scale, marks, in_triton)
     s, w = all_pairs(shard, pair)
     if gathering is not None:
         for z, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
-            other = to_units(z)
-            s += add_pairs_with(shard, Shard(other.x, other.scale, marks), w, pair)
+            units = to_units(z)
+            other = Shard(units.x, units.scale, marks, in_triton)
+            s = s + add_pairs_with(shard, other, w, pair)
     return s, w
 
 
@@ -291,7 +306,7 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
     Only the tiles on and above the diagonal are computed. One above it also stands for
     its transpose below it.
     """
-    s = shard.scale.new_zeros(len(shard.x))
+    sums = []
     # If no tile is left out, the first row of tiles writes every element of W, so that
     # W need not begin at 0.
     all_written = shard.marks is None or shard.marks.ranges is None
@@ -303,8 +318,8 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
             begin = span[0].start
             end = span[-1].stop
             cols = shard.block(slice(begin, end))
-            sums, q = span_pairs(rows, cols, span, pair)
-            s += sums
+            sums_of_span, q = span_pairs(rows, cols, span, pair)
+            sums.append(sums_of_span)
             add_product_(w[:, i], q, cols.x, to_zero=all_written and begin == 0)
             below = max(begin, i.stop)
             if below < end:
@@ -312,7 +327,7 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
                 add_product_(
                     w[:, below:end], transposed, rows.x, to_zero=all_written and k == 0
                 )
-    return s, w
+    return functools.reduce(torch.add, sums), w
 
 
 def add_pairs_with(shard: Shard, other: Shard, w: Tensor, pair: PairFunction) -> Tensor:

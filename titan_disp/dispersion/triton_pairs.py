@@ -55,6 +55,8 @@ TILE_SHAPES = {
     ),
     torch.float32: TileShape(tokens=64, features=32, warps=4, stages=2, registers=128),
 }
+# of q: 128 MiB in bf16
+Q_ELEMENTS = 1 << 26
 # of S and q, relative, with which the kernel is used: q is rounded to bf16, by 2⁻⁹ or,
 # under the interpreter, 2⁻⁸
 LARGEST_ERROR = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
@@ -95,6 +97,15 @@ class Tokens:
     x: Tensor  # [B, m, F], in the dtype of products
     scale: Tensor  # [B, m, 1]
     marks: Tensor | None  # [B, m, 1]; None if all tokens form pairs
+
+
+def rows_at_once(tokens: int, batch: int) -> int:
+    """Return of how many rows of a shard q is computed at once: all, if their q has at
+    most Q_ELEMENTS elements, or else parts of about equal size.
+    """
+    most = max(128, Q_ELEMENTS // max(1, batch * tokens))
+    parts = math.ceil(tokens / most)
+    return math.ceil(tokens / parts / 128) * 128
 
 
 def takes(x: Tensor, pair: PairFunction) -> bool:

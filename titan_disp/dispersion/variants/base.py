@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import Result
-from titan_disp.dispersion.gradients import Known
 from titan_disp.dispersion.kernels import accumulation_dtype, operand_dtype, product
 from titan_disp.dispersion.layers import Compute, Layers
 from titan_disp.dispersion.masks import Count, TokenMask
@@ -34,7 +33,7 @@ from titan_disp.dispersion.moments import (
     sample_tokens,
 )
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
-from titan_disp.dispersion.vectors import UNIT_EPS, Normalized, Raw, Units
+from titan_disp.dispersion.vectors import UNIT_EPS, Gradient, Normalized, Raw, Units
 
 LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.md
 
@@ -181,7 +180,7 @@ class CosineVariant(Variant):
                 mask=mask,
                 pair=self._pair,
             )
-            return s, units.of_pairs(w)
+            return s, units.gradient(w)
 
         sums = layers.sum_over_group(layers.each(of_rank))
         return self.normalize(sums, layers.pairs())
@@ -233,7 +232,7 @@ class CosineVariant(Variant):
             s, grad = quadratic_sum_(
                 tokens, quadratic(tokens), layers.tokens(mask), group=layers.group
             )
-            return s, Known(units.backward_(grad))
+            return s, units.gradient(grad.mul_(units.scale))
 
         sums = layers.sum_over_group(layers.each(of_rank))
         return self.normalize(sums, layers.pairs())
@@ -288,7 +287,8 @@ class MomentsVariant(Variant):
                 self, lambda: self.loss(s, m, tokens), s, m
             )
             grad = product(x, (of_m + of_m.transpose(1, 2)).to(x.dtype))
-            return value, Known(units.backward_(grad.add_(of_s[:, None])))
+            grad.add_(of_s[:, None]).mul_(units.scale)
+            return value, units.gradient(grad)
 
         # every rank has the moments of all tokens, and so the whole loss
         return layers.each(of_rank)
@@ -355,7 +355,7 @@ class AutogradVariant(Variant):
                     return self.loss(x, valid, context)
 
                 value, (grad,) = _differentiated(self, loss, leaf)
-                return value, Known(grad)
+                return value, Gradient(grad)
 
             return of_rank
 
@@ -403,10 +403,7 @@ def off_diagonal(x: Tensor) -> Tensor:
 def log_of_mean(mean: Tensor, least: float) -> Tensor:
     """Return log(mean) of w ≥ ``least``.
 
-    If the quadratics of moments give much less than is possible, the loss shows it.
+    If the quadratics of moments give much less than is possible, the loss shows it:
+    it is NaN. Without any pair, it is NaN as well, and filled in later.
     """
-    impossible = (mean < least / 2) & (mean != 0)
-    # Without any pair, the mean is 0, and the loss is filled in later.
-    return torch.log(
-        mean.masked_fill(impossible, torch.nan).clamp_min(torch.finfo(mean.dtype).tiny)
-    )
+    return torch.log(mean.where(mean >= least / 2, torch.nan))

@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from titan_disp.dispersion.autograd import Gathering, Result
-from titan_disp.dispersion.gradients import Known
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.layers import Layers
 from titan_disp.dispersion.masks import Count, Marks, TokenMask, apart, others_of
 from titan_disp.dispersion.pairwise import Block, Shard
 from titan_disp.dispersion.variants.base import Variant, check_tau
-from titan_disp.dispersion.vectors import Raw
+from titan_disp.dispersion.vectors import Gradient, Raw
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class PairExponents:
         a = self.maximum + self.total.log()
         grad = self.shard.x * self.weights - self.vectors
         grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
-        return a, Known(grad)
+        return a, Gradient(grad)
 
 
 def _exponents(rows: Tensor, cols: Tensor, tau: float) -> Tensor:
