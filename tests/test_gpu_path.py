@@ -28,9 +28,9 @@ from titan_disp.dispersion import (
     pairwise,
     vectors,
 )
-from titan_disp.dispersion.vectors import Gradient
 from titan_disp.dispersion.variants import VARIANTS, base
 from titan_disp.dispersion.variants.paper import angular_pair
+from titan_disp.dispersion.vectors import Gradient
 
 
 @pytest.fixture(autouse=True)

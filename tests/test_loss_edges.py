@@ -20,8 +20,8 @@ from tests.oracle import (
     tokens,
 )
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
-from titan_disp.dispersion.moments import sample
 from titan_disp.dispersion.layers import order
+from titan_disp.dispersion.moments import sample
 from titan_disp.dispersion.variants import VARIANTS
 
 pytestmark = pytest.mark.filterwarnings(
