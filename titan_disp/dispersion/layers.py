@@ -50,6 +50,7 @@ from titan_disp.dispersion.masks import (
     TokenMask,
     first_of_order,
     held_tokens,
+    in_a_row,
     slots_of,
 )
 from titan_disp.dispersion.vectors import Gradient
@@ -190,13 +191,13 @@ class WholeLayers(Layers):
             computes = computes * len(packs)
         else:
             packs = [[z] for z in self.zs]
-        values = []
+        values: list[Tensor] = []
         for pack, self._following, compute in zip(
             packs, [*packs[1:], []], computes, strict=True
         ):
             of_pack = partial(self._of_pack, compute, pack)
             values.append(LayerValue.apply(of_pack, self.arriving, *pack))
-        return torch.cat(values)
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def gather(self, z: Tensor) -> Gathering | None:
         """Also start to gather the layers that follow, so that this takes no time
@@ -385,9 +386,8 @@ class SampledLayers(Layers):
             # Adds only zeros to each token: exact in any dtype
             dist.all_reduce(self.z, group=group)
         self.held = torch.stack([draw.held for draw in draws])
-        sequence = torch.arange(len(zs[0]), device=zs[0].device)[:, None]
-        index = torch.stack([draw.local_index for draw in draws])
-        self.index = (index + sequence * zs[0].shape[1]).flatten(1)  # [L, B·m]
+        n = zs[0].shape[1]
+        self.indices = [in_a_row(draw.local_index, n) for draw in draws]
 
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
@@ -404,16 +404,16 @@ class SampledLayers(Layers):
             values, grads = map(torch.cat, zip(*results, strict=True))
         values = values.view(len(self.zs), -1)
         rows = grads.view_as(self.z).where(self.held, 0.0)
-        index = self.index
+        indices = self.indices
         if self.in_hooks:
 
             def add(layer: int, factor: Tensor, grad: Tensor) -> Tensor:
                 total = grad.clone(memory_format=torch.contiguous_format)
-                add_rows_(total, rows[layer], index[layer], factor[layer])
+                add_rows_(total, rows[layer], indices[layer], factor[layer])
                 return total
 
             return add_in_backward(self.zs, values, add)
-        layers = zip(self.zs, values, rows, index, strict=True)
+        layers = zip(self.zs, values, rows, indices, strict=True)
         return torch.stack([SavedRows.apply(*layer) for layer in layers])
 
     def _of_all(

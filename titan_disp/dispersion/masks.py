@@ -199,5 +199,15 @@ def held_tokens(
     rank = rank_in(group)
     held = (positions // n == rank)[..., None]
     local_index = (positions - rank * n).clamp(0, n - 1)
-    tokens = z.take_along_dim(local_index[..., None], dim=1)
+    # Many times faster on a CPU than take_along_dim
+    rows = z.flatten(0, 1).index_select(0, in_a_row(local_index, n))
+    tokens = rows.unflatten(0, positions.shape)
     return HeldTokens(torch.where(held, tokens, 0.0), held, local_index)
+
+
+def in_a_row(index: Tensor, n: int) -> Tensor:
+    """Return positions [B, m] in sequences of n tokens as positions [B·m] in all
+    sequences in a row.
+    """
+    sequence = torch.arange(len(index), device=index.device)[:, None]
+    return (index + sequence * n).flatten()

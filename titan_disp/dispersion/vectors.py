@@ -174,12 +174,6 @@ class Raw:
         return Gradient(w)
 
 
-@fused
-def _norm_and_scale(z: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
-    norm = norms(z)
-    return norm, 1 / (norm + norm_eps)
-
-
 class Normalized:
     """Compute u = z / (‖z‖ + ε).
 
@@ -189,7 +183,8 @@ class Normalized:
     def __init__(self, z: Tensor, norm_eps: float) -> None:
         self.x = z
         self.norm_eps = norm_eps
-        self.norm, self.scale = _norm_and_scale(z, norm_eps)
+        self.norm = norms(z)
+        self.scale = 1 / (self.norm + norm_eps)
 
     def vectors(self) -> Tensor:
         return self.x / (shown(self.norm) + self.norm_eps)
