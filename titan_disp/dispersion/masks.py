@@ -40,6 +40,9 @@ class TokenMask:
         return mask
 
     def __getitem__(self, sequences: slice) -> "TokenMask":
+        batch = len(self.shards[0])
+        if sequences.indices(batch) == (0, batch, 1):
+            return self  # with what it has cached
         return self._with(lambda part: part[sequences])
 
     def repeat(self, times: int) -> "TokenMask":
