@@ -172,6 +172,12 @@ def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def tokens_at(z: Tensor, positions: Tensor) -> Tensor:
+    """Return the tokens of z [B, n, F] at ``positions`` [B or 1, m], as [B, m, F]."""
+    sequences = torch.arange(len(z), device=z.device)[:, None]
+    return z[sequences, positions]
+
+
 @dataclass(frozen=True)
 class HeldTokens:
     """The tokens at some positions of whole sequences, as far as this rank has them."""
@@ -184,10 +190,12 @@ class HeldTokens:
 def held_tokens(
     z: Tensor, positions: Tensor, group: dist.ProcessGroup | None
 ) -> HeldTokens:
-    """Return the tokens at ``positions`` [B, m] of which z [B, n, F] is a shard."""
+    """Return the tokens at ``positions`` [B or 1, m] of whole sequences, of which z
+    [B, n, F] is a shard.
+    """
     n = z.shape[1]
     rank = rank_in(group)
     held = (positions // n == rank)[..., None]
     local_index = (positions - rank * n).clamp(0, n - 1)
-    tokens = z.take_along_dim(local_index[..., None], dim=1)
+    tokens = tokens_at(z, local_index)
     return HeldTokens(torch.where(held, tokens, 0.0), held, local_index)

@@ -31,7 +31,6 @@ from titan_disp.dispersion.moments import (
     over_group,
     quadratic_sum_,
     sample,
-    sample_tokens,
 )
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
 from titan_disp.dispersion.vectors import UNIT_EPS, Normalized, Raw, Units
@@ -190,10 +189,7 @@ class CosineVariant(Variant):
         squares: list[Tensor] = []  # of the errors and of the slopes, [B, 2] each
 
         def fitted(tokens: UnitTokens) -> Quadratic:
-            if tokens.mask is None:
-                sampled = sample(tokens.z, layers.length, layers.group)
-            else:
-                sampled = sample_tokens(tokens.z, tokens.mask, layers.group)
+            sampled = sample(tokens.z, layers.length, tokens.mask, layers.group)
             vectors = self.units(sampled.z).vectors()
             quadratic, squares_of_layer = fit(tokens, sampled, vectors, self._pair)
             squares.append(squares_of_layer)
