@@ -13,6 +13,7 @@ import tyro
 from tests.command_line import ROOT, SECONDS, environment
 from tests.pages import changed, loaded, understood
 from titan_disp.dispersion import DispersionLoss, kernels
+from titan_disp.dispersion.cost import cost_of
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_gpu_cost():
             ("8x4096x1024:bfloat16", 8, 4096),
             ("1x8192x1024:bfloat16", 1, 8192),
         ):
-            bytes_ = sequences * loss.cost(tokens, features=1024, shards=1).bytes
+            bytes_ = sequences * cost_of(loss, tokens, features=1024, shards=1).bytes
             other_bytes = counts[shape, estimator, "hook"]["other_bytes"]
             assert bytes_ == pytest.approx(other_bytes, rel=0.15)
 
