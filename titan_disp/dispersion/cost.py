@@ -13,7 +13,7 @@ class Cost(NamedTuple):
     gathered: float  # elements of an all-gather, in the dtype of the tokens
     reduced: float  # elements of an all-reduce, in float32
     # that a GPU reads and writes beside products, for tokens in bf16, as counted by
-    # benchmarks/gpu_cost.py
+    # benchmarks/gpu_cost.py --no-kernel: Triton's kernel of pairs was not measured yet
     bytes: float
 
 
