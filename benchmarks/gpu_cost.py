@@ -3,11 +3,13 @@
     python benchmarks/gpu_cost.py            # a table for three shapes and all estimators
     python benchmarks/gpu_cost.py --rule     # moments beside exact, for long sequences
     python benchmarks/gpu_cost.py --measure  # beside what this GPU takes in a step
+    python benchmarks/gpu_cost.py --no-kernel  # as without Triton's kernel of pairs
 
 The loss runs on meta tensors, which have shapes but no data, and takes the path of a
 GPU. All numbers are of one layer, forward and backward:
 
-kernels         kernels that are launched; a fused function counts as one
+kernels         kernels that are launched; a fused function counts as one, and so does
+                Triton's kernel of pairs, with its products
 calls           calls of PyTorch's dispatcher, also of views
 allocations     new tensors that need memory
 host_waits      numbers that the host reads from the device, and waits for
@@ -20,13 +22,15 @@ H100_ms, …      the time of products and other bytes, without gaps between ker
 "way" says where the gradient is computed: "saved" in the forward pass, "hook" in a hook
 of the backward pass, as the trainer does for large layers. Host times are in CPU
 microseconds per layer of few small tokens. On a CPU, they are of the CPU's path with
-compiled functions. "two products" is the least that a loss of pairs could take: two
+compiled functions. They leave out the launch of Triton's kernel of pairs: its results
+are only allocated. "two products" is the least that a loss of pairs could take: two
 products in one autograd function.
 """
 
 import contextlib
 import functools
 import math
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,8 +53,8 @@ from torch.utils._pytree import tree_leaves
 from measuring import Printed, show
 from titan_disp.cluster import cost
 from titan_disp.cluster.plan import BANDWIDTH_PART
-from titan_disp.dispersion import DispersionLoss, kernels
-from titan_disp.dispersion.autograd import add_in_backward
+from titan_disp.dispersion import DispersionLoss, kernels, triton_pairs
+from titan_disp.dispersion.layers import compute_in_backward
 from titan_disp.dispersion.loss import ESTIMATORS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,6 +120,9 @@ class Options(Printed):
     minute; 0 leaves host times out."""
     rule: bool = False
     """Compare moments with exact for one sequence of 8192 tokens, on 1 and 8 ranks."""
+    kernel: bool = True
+    """Take Triton's kernel of pairs, or else the compiled functions that it replaces, as
+    with TITAN_DISP_TRITON=0."""
     measure: bool = False
     """Measure each estimator in steps of a stack of layers on this device."""
 
@@ -188,6 +195,25 @@ def accesses(
     return Accesses(reads, [*writes, *new], new)
 
 
+@contextlib.contextmanager
+def pretended_kernel(launch: Callable[..., None], dtype: torch.dtype) -> Iterator[None]:
+    """Let Triton's kernel of pairs take tokens of a dtype on any device, and call
+    ``launch`` with its arguments in place of it.
+    """
+
+    def takes(x: Tensor, pair: triton_pairs.PairFunction) -> bool:
+        return triton_pairs.CHOICE != "0" and x.dtype == dtype
+
+    # In place of the module that imports Triton
+    module = mock.MagicMock()
+    module.span_kernel.__getitem__.return_value = launch
+    with (
+        mock.patch.dict(sys.modules, {triton_pairs.KERNELS: module}),
+        mock.patch.object(triton_pairs, "takes", takes),
+    ):
+        yield
+
+
 class Counter(TorchDispatchMode):
     """Counts what runs on meta tensors within it."""
 
@@ -216,6 +242,9 @@ class Counter(TorchDispatchMode):
         self._patches.enter_context(autocast)
         self._patches.enter_context(
             mock.patch.object(kernels, "run_fused", self._run_fused)
+        )
+        self._patches.enter_context(
+            pretended_kernel(self._add_span, dtype=torch.bfloat16)
         )
         super().__enter__()
         return self
@@ -290,6 +319,25 @@ class Counter(TorchDispatchMode):
         self._add_new(new)
         return result
 
+    def _add_span(
+        self,
+        q: Tensor,
+        sums: Tensor,
+        FEATURES: int,
+        MIRRORED: bool,
+        TILE: int,
+        **arguments: Any,
+    ) -> None:
+        """Count Triton's kernel of pairs, given its arguments. It reads each once."""
+        batch, rows, cols = q.shape
+        pairs = rows * cols
+        if MIRRORED:  # it does not compute the tiles below the diagonal
+            for below in range(0, rows, TILE):
+                pairs -= min(TILE, rows - below) * below
+        self.kernels += 1
+        self.product_flops += 2 * batch * pairs * FEATURES
+        self.other_bytes += bytes_of([*on_device(arguments), q, sums])
+
     def _add_new(self, tensors: list[Tensor]) -> None:
         self.allocations += len(tensors)
         for x in tensors:
@@ -352,9 +400,13 @@ def added(
         return mean_of(outputs)
     if loss.estimator == "sampled":
         return mean_of(outputs, in_hooks=True)
-    return add_in_backward(
-        outputs, lambda index, z, arriving: mean_of([z], arriving=arriving)
-    )
+
+    def of_part(
+        layer: int, z: Tensor, part: slice, arriving: list[Tensor]
+    ) -> Tensor:
+        return mean_of([z], arriving=arriving)
+
+    return compute_in_backward(outputs, of_part, finish=lambda: None)
 
 
 def count(
@@ -524,7 +576,10 @@ def host_rows(options: Options) -> list[dict[str, Any]]:
     """Return CPU microseconds per layer, the least of a few rounds."""
     cases = host_cases(options)
     best = dict.fromkeys(cases, math.inf)
-    with mock.patch.object(kernels, "run_fused", run_compiled):
+    with (
+        mock.patch.object(kernels, "run_fused", run_compiled),
+        pretended_kernel(launch_nothing, dtype=torch.float32),
+    ):
         for round_ in range(options.host_rounds + 1):
             for case, value_of in cases.items():
                 seconds = host_seconds(value_of)
@@ -540,6 +595,10 @@ def host_rows(options: Options) -> list[dict[str, Any]]:
         }
         for (estimator, way), seconds in best.items()
     ]
+
+
+def launch_nothing(**arguments: Any) -> None:
+    """Leave the results of Triton's kernel of pairs as they were allocated."""
 
 
 def run_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -663,6 +722,8 @@ def measured_rows(options: Options) -> list[dict[str, Any]]:
 
 
 def main(options: Options) -> None:
+    if not options.kernel:
+        triton_pairs.CHOICE = "0"
     tables = {"counts": count_rows(options)}
     if options.rule:
         tables["rule"] = rule_rows(options)

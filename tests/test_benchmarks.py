@@ -12,7 +12,9 @@ import tyro
 
 from tests.command_line import ROOT, SECONDS, environment
 from tests.pages import changed, loaded, understood
-from titan_disp.dispersion import DispersionLoss, kernels
+from titan_disp.dispersion import DispersionLoss, kernels, triton_pairs
+from titan_disp.dispersion.cost import cost_of
+from titan_disp.dispersion.variants.paper import angular_pair
 
 
 @pytest.fixture
@@ -130,6 +132,32 @@ def test_count_of_a_product(gpu_cost):
     assert (live_bytes, counter.live_bytes()) == (3 * 4 * 4 * 4, 0)
 
 
+@pytest.mark.parametrize(
+    # Of 3 × 3 tiles of 128 tokens (the last: 64), those below the diagonal are left out.
+    ("mirrored", "pairs"),
+    [(True, 320**2 - 128 * 128 - 64 * 256), (False, 320**2)],
+)
+def test_count_of_the_kernel_of_pairs(gpu_cost, mirrored, pairs):
+    """One kernel that reads rows, columns and scales, and writes q and a sum for each
+    tile, and another one that adds the sums.
+    """
+    x = torch.empty(2, 320, 64, dtype=torch.bfloat16, device="meta")
+    pair = angular_pair(1.0, 0.25)
+    with gpu_cost.Counter(amp=False) as counter:
+        scale = x.new_empty(2, 320, 1, dtype=torch.float32)
+        tokens = triton_pairs.Tokens(x=x, scale=scale, marks=None)
+        assert triton_pairs.takes(x, pair)
+        assert not triton_pairs.takes(x.float(), pair)
+        counter.other_bytes = counter.kernels = 0
+        triton_pairs.span_sums(tokens, tokens, pair, mirrored=mirrored)
+    assert counter.product_flops == 2 * 2 * pairs * 64
+    sums = 2 * 9 * 4
+    q = 2 * 320 * 320 * 2
+    read = 2 * (2 * 320 * 64 * 2 + 2 * 320 * 4)
+    assert counter.other_bytes == (read + q + sums) + (sums + 2 * 4)
+    assert counter.kernels == 2
+
+
 # Megabytes of passes that are not products, per layer of two. Of the code before the
 # gradient was scaled, cast and added in one pass, an independent count had 857 + 201 in
 # the first shape, and this one 1058.
@@ -144,9 +172,44 @@ MEGABYTES = {
 }
 
 
+KERNEL_MEGABYTES = {
+    ("8x2048x1024:amp", "exact", "hook"): 504,
+    ("8x4096x1024:bfloat16", "exact", "hook"): 807,
+    ("1x8192x1024:bfloat16", "exact", "hook"): 244,
+}
+
+
+def counts_of(results):
+    return {(r["shape"], r["estimator"], r["way"]): r for r in results["counts"]}
+
+
 def test_gpu_cost():
     results = results_of("gpu_cost.py", "--layers 2 --host-rounds 0 --rule")
-    counts = {(r["shape"], r["estimator"], r["way"]): r for r in results["counts"]}
+    counts = counts_of(results)
+    for key, megabytes in KERNEL_MEGABYTES.items():
+        assert counts[key]["other_bytes"] == pytest.approx(megabytes * 1e6, rel=3e-3)
+    exact = counts["8x2048x1024:amp", "exact", "saved"]
+    # Of two blocks, three of four tiles of cosines, and their product with z. Of the
+    # two squares of 8 × 8 smaller tiles, those below the diagonal are left out.
+    cosines = 3 / 4 - 2 * 28 / 16**2
+    assert exact["product_flops"] == (2 * cosines + 2) * 8 * 2048**2 * 1024
+    assert {row["host_waits"] for row in counts.values()} == {0}
+
+    exact, moments, exact_of_8, moments_of_8 = results["rule"]
+    assert exact["sent_bytes"] == moments["sent_bytes"] == 0
+    # on 8 ranks, of z in bf16, and of M in float32, twice
+    assert exact_of_8["sent_bytes"] == pytest.approx(7 / 8 * 8192 * 1024 * 2, rel=1e-3)
+    assert moments_of_8["sent_bytes"] == pytest.approx(7 / 8 * 8 * 1024**2, rel=0.05)
+    assert moments["ratio_to_exact"] == pytest.approx(
+        moments["device_ms"] / exact["device_ms"]
+    )
+    assert [row["within_rule"] for row in results["rule"]] == [True] * 4
+
+
+def test_gpu_cost_without_the_kernel():
+    counts = counts_of(
+        results_of("gpu_cost.py", "--layers 2 --host-rounds 0 --no-kernel")
+    )
     for key, megabytes in MEGABYTES.items():
         assert counts[key]["other_bytes"] == pytest.approx(megabytes * 1e6, rel=3e-3)
     for (shape, estimator, way), row in counts.items():
@@ -162,9 +225,9 @@ def test_gpu_cost():
             ("8x4096x1024:bfloat16", 8, 4096),
             ("1x8192x1024:bfloat16", 1, 8192),
         ):
-            bytes_ = sequences * loss.cost(tokens, features=1024, shards=1).bytes
+            of_sequence = cost_of(loss, tokens, features=1024, shards=1)
             other_bytes = counts[shape, estimator, "hook"]["other_bytes"]
-            assert bytes_ == pytest.approx(other_bytes, rel=0.15)
+            assert sequences * of_sequence.bytes == pytest.approx(other_bytes, rel=0.15)
 
     exact = counts["8x2048x1024:amp", "exact", "saved"]
     # of two blocks, three of four tiles of cosines, and their product with z
@@ -175,16 +238,6 @@ def test_gpu_cost():
     moments = counts["8x4096x1024:bfloat16", "moments", "saved"]
     # M, its product with z, and the cosines with 64 tokens of each sequence
     assert moments["product_flops"] == (4 * 1024 + 2 * 64) * 8 * 4096 * 1024
-
-    exact, moments, exact_of_8, moments_of_8 = results["rule"]
-    assert exact["sent_bytes"] == moments["sent_bytes"] == 0
-    # on 8 ranks, of z in bf16, and of M in float32, twice
-    assert exact_of_8["sent_bytes"] == pytest.approx(7 / 8 * 8192 * 1024 * 2, rel=1e-3)
-    assert moments_of_8["sent_bytes"] == pytest.approx(7 / 8 * 8 * 1024**2, rel=0.05)
-    assert moments["ratio_to_exact"] == pytest.approx(
-        moments["device_ms"] / exact["device_ms"]
-    )
-    assert [row["within_rule"] for row in results["rule"]] == [True] * 4
 
 
 @pytest.mark.slow

@@ -176,10 +176,10 @@ def test_moments_compile():
     ones = torch.ones(2, 64, 1)
     valid = (torch.arange(64) < torch.tensor([[40], [0]]))[..., None]
     index = torch.arange(64)[None, :, None]
-    for mask, filled in ((None, None), (valid, valid[:, ::4].transpose(1, 2))):
+    for mask in (index >= 0, valid):
         rows = moments._Rows(ones, ones, index, mask)
         columns = moments._Columns(
-            ones[:, ::4].transpose(1, 2), index[:, ::4].transpose(1, 2), filled
+            *(of_rows[:, ::4].transpose(1, 2) for of_rows in (ones, index, mask))
         )
         arguments = (c, rows, columns, angular_pair(0.7, 0.25))
         torch.testing.assert_close(

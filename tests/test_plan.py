@@ -383,6 +383,16 @@ def test_dispersion_flops(sample):
             },
             6 * 3,
         ),
+        (
+            {
+                "training.seq_len": 256,
+                "dispersion.variant": "cosine",
+                "dispersion.estimator": "sampled",
+                "dispersion.max_tokens": 128,
+                "dispersion.within_documents": True,
+            },
+            6 * 3 / 4,
+        ),
     ):
         plan = make_plan(
             demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2)

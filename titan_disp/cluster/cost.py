@@ -24,8 +24,8 @@ from titan_disp.checks import build_dispersion_losses
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
 from titan_disp.config.command_options import Machine
 from titan_disp.config.types import JobConfig
+from titan_disp.dispersion.cost import Cost, cost_of
 from titan_disp.dispersion.layers import GPU_BATCH_ELEMENTS
-from titan_disp.dispersion.variants.base import Cost
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.decoder import DispModel
@@ -497,17 +497,23 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
 
 
 def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
-    """Sum what all losses of all layers cost for one sequence.
-
-    Autograd code counts as a function of pairs.
-    """
+    """Sum what all losses of all layers cost for one sequence."""
     p = job_config.parallelism
     tokens = job_config.training.seq_len
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
     segmented = job_config.dispersion.within_documents
     every = zip(
-        *(loss.cost(tokens, args.dim, shards, segmented) for loss in losses),
+        *(
+            cost_of(
+                loss,
+                tokens=tokens,
+                features=args.dim,
+                shards=shards,
+                segmented=segmented,
+            )
+            for loss in losses
+        ),
         strict=True,
     )
     return Cost(*(len(args.activations) * sum(part) for part in every))

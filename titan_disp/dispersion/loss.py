@@ -31,7 +31,6 @@ from titan_disp.dispersion.variants import (
     options_of,
     users_of,
 )
-from titan_disp.dispersion.variants.base import Cost, cost_of_moments
 from titan_disp.errors import did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
@@ -170,29 +169,6 @@ class DispersionLoss:
         them.
         """
         return self.max_tokens if self.estimator == "sampled" else None
-
-    def cost(
-        self, tokens: int, features: int, shards: int, segmented: bool = False
-    ) -> Cost:
-        """Return what the loss costs for one layer of a sequence over this number of
-        shards (ranks).
-
-        If it is ``segmented``, all pairs count, although those of tiles without a
-        common segment are left out.
-        """
-        if self.estimator == "sampled" and self.max_tokens < tokens:
-            of_rank = self._variant.cost(self.max_tokens, features, shards=1)
-            # every rank takes all sampled tokens
-            return Cost(
-                flops=of_rank.flops * shards,
-                gathered=0.0,
-                reduced=self.max_tokens * features,
-                # The sampled tokens, and the gradient that arrives, read and written
-                bytes=(40.0 * self.max_tokens * shards + 4.0 * tokens) * features,
-            )
-        if self.estimator == "moments":
-            return cost_of_moments(tokens, features)
-        return self._variant.cost(tokens, features, shards, segmented)
 
     def __call__(
         self,

@@ -185,6 +185,14 @@ def first_of_order(mask: TokenMask, order: Tensor, count: int) -> Tensor:
     return chosen
 
 
+def tokens_at(z: Tensor, positions: Tensor) -> Tensor:
+    """Return the tokens of z [B, n, F] at ``positions`` [B or 1, m], as [B, m, F]."""
+    batch, n, _ = z.shape
+    rows = in_a_row(positions.expand(batch, -1), n)
+    # Many times faster on a CPU than take_along_dim
+    return z.flatten(0, 1).index_select(0, rows).unflatten(0, (batch, -1))
+
+
 @dataclass(frozen=True)
 class HeldTokens:
     """The tokens at some positions of whole sequences, as far as this rank has them."""
@@ -197,14 +205,14 @@ class HeldTokens:
 def held_tokens(
     z: Tensor, positions: Tensor, group: dist.ProcessGroup | None
 ) -> HeldTokens:
-    """Return the tokens at ``positions`` [B, m] of which z [B, n, F] is a shard."""
+    """Return the tokens at ``positions`` [B or 1, m] of whole sequences, of which z
+    [B, n, F] is a shard.
+    """
     n = z.shape[1]
     rank = rank_in(group)
     held = (positions // n == rank)[..., None]
     local_index = (positions - rank * n).clamp(0, n - 1)
-    # Many times faster on a CPU than take_along_dim
-    rows = z.flatten(0, 1).index_select(0, in_a_row(local_index, n))
-    tokens = rows.unflatten(0, positions.shape)
+    tokens = tokens_at(z, local_index)
     return HeldTokens(torch.where(held, tokens, 0.0), held, local_index)
 
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from titan_disp.dispersion.moments import (
     over_group,
     quadratic_sum_,
     sample,
-    sample_tokens,
 )
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
 from titan_disp.dispersion.vectors import UNIT_EPS, Gradient, Normalized, Raw, Units
@@ -40,27 +39,6 @@ LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.
 # exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such
 # numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
-
-
-class Cost(NamedTuple):
-    """What a loss costs for one layer of one sequence, up to small terms."""
-
-    flops: float  # of products, on all ranks together, forward and backward
-    gathered: float  # elements of an all-gather, in the dtype of the tokens
-    reduced: float  # elements of an all-reduce, in float32
-    # that a GPU reads and writes beside products, for tokens in bf16, as counted by
-    # benchmarks/gpu_cost.py
-    bytes: float
-
-
-def cost_of_moments(tokens: int, features: int) -> Cost:
-    """Return the cost of M and of its product with the tokens, which take 2NF² each."""
-    return Cost(
-        flops=4.0 * tokens * features**2,
-        gathered=0.0,
-        reduced=features**2 + features,
-        bytes=58.0 * tokens * features,
-    )
 
 
 def bad_fit(error: float) -> str | None:
@@ -95,26 +73,6 @@ class Variant(ABC):
     @abstractmethod
     def exact(self, layers: Layers) -> Tensor:
         """Return the loss over all pairs of the tokens, [L, B]."""
-
-    def cost(
-        self, tokens: int, features: int, shards: int, segmented: bool = False
-    ) -> Cost:
-        """Return the cost of the exact form, for a sequence over this number of shards.
-
-        The cosines take 2N²F FLOPs and V another 2N²F. In a whole sequence, each tile
-        above the diagonal serves both sides, which saves half of the cosines. Of
-        shards, only a rank's own tokens do; this is ignored.
-        """
-        if self.linear_in_tokens and features < tokens and not segmented:
-            return cost_of_moments(tokens, features)
-        return Cost(
-            flops=(3.0 if shards == 1 else 4.0) * tokens**2 * features,
-            gathered=tokens * features,
-            reduced=0.0,
-            # A cosine is read in float32 and written in bf16. Of a whole sequence,
-            # there are 3/4 N² if it has two blocks, and fewer if it has more.
-            bytes=tokens * (12.0 * features + 3.75 * tokens),
-        )
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         """Return the loss by moments, [L, B].
@@ -189,10 +147,7 @@ class CosineVariant(Variant):
         squares: list[Tensor] = []  # of the errors and of the slopes, [B, 2] each
 
         def fitted(tokens: UnitTokens) -> Quadratic:
-            if tokens.mask is None:
-                sampled = sample(tokens.z, layers.length, layers.group)
-            else:
-                sampled = sample_tokens(tokens.z, tokens.mask, layers.group)
+            sampled = sample(tokens.z, layers.length, tokens.mask, layers.group)
             vectors = self.units(sampled.z).vectors()
             quadratic, squares_of_layer = fit(tokens, sampled, vectors, self._pair)
             squares.append(squares_of_layer)
@@ -258,11 +213,6 @@ class MomentsVariant(Variant):
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
         """Return the loss [B], given s, M and n [B]."""
 
-    def cost(
-        self, tokens: int, features: int, shards: int, segmented: bool = False
-    ) -> Cost:
-        return cost_of_moments(tokens, features)
-
     def units(self, z: Tensor) -> Units:
         """Return the vectors u of z [B, n, F]: ``Raw``, z itself, or ``Normalized``."""
         return Raw(z)
@@ -326,14 +276,6 @@ class AutogradVariant(Variant):
         tokens is ignored. The tokens of other ranks have no gradient, and stand in the
         order of the ranks, which under context parallelism is not theirs.
         """
-
-    def cost(
-        self, tokens: int, features: int, shards: int, segmented: bool = False
-    ) -> Cost:
-        # as a function of pairs: its code is not known
-        of_rank = super().cost(tokens, features, shards=1)
-        # every rank computes the whole
-        return of_rank._replace(flops=of_rank.flops * shards)
 
     def exact(self, layers: Layers) -> Tensor:
         def of_layer(layer: int) -> Compute:
