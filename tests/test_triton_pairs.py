@@ -115,11 +115,11 @@ def test_tokens_without_numbers_decide_nothing(chosen):
     assert triton_pairs.takes(torch.ones(1, 2, 3), pair)
 
 
-def test_pair_functions_are_not_kept(chosen):
+def test_pair_functions_are_not_kept(monkeypatch):
     """Of a variant that makes a new one for each loss."""
+    monkeypatch.setattr(triton_pairs, "_error_of_example", lambda *_: 0.0)
     pairs = weakref.WeakSet()
     for _ in range(300):
-        chosen()
         pair = in_triton("uniformity_tile", 1.0)(lambda c: (c, c))
         pairs.add(pair)
         assert takes(pair)
