@@ -3,21 +3,27 @@
 tests/triton_cases.py compares its numbers with float64.
 """
 
+import gc
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.oracle import tokens
 from tests.triton_cases import PAIRS, forget_examples, no_record  # noqa: F401
 from titan_disp.dispersion import dispersion_loss, kernels, triton_pairs
+from titan_disp.dispersion.triton_pairs import in_triton
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,6 +87,46 @@ def test_the_environment_chooses(chosen):
     }
 
 
+def test_tokens_without_numbers_decide_nothing(chosen):
+    """Of tracers, or on the meta device: whether the kernel is used is found out with
+    the first tokens that have numbers.
+    """
+    example = chosen(choice="1")
+    pair = PAIRS["angular"]
+    assert not takes(device="meta")
+    with FakeTensorMode():
+        fake = torch.empty(1, 2, 3, device="cuda", dtype=torch.bfloat16)
+        assert not triton_pairs.takes(fake, pair)
+    assert not triton_pairs.takes(fake, pair)
+    answers = []
+
+    def traced(x):
+        answers.append(triton_pairs.takes(x, pair))
+        return x + 1
+
+    make_fx(traced, tracing_mode="fake")(torch.ones(1, 2, 3))
+    exported = torch.nn.Module()
+    exported.forward = traced
+    torch.export.export(exported, (torch.ones(1, 2, 3),), strict=False)
+    assert answers
+    assert not any(answers)
+    assert example.call_count == 0
+    assert kernels.path()["kernels"] == {}
+    assert triton_pairs.takes(torch.ones(1, 2, 3), pair)
+
+
+def test_pair_functions_are_not_kept(monkeypatch):
+    """Of a variant that makes a new one for each loss."""
+    monkeypatch.setattr(triton_pairs, "_error_of_example", lambda *_: 0.0)
+    pairs = weakref.WeakSet()
+    for _ in range(300):
+        pair = in_triton("uniformity_tile", 1.0)(lambda c: (c, c))
+        pairs.add(pair)
+        assert takes(pair)
+    gc.collect()
+    assert len(pairs) < 150
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -131,39 +177,63 @@ class H100:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("pair", "marked"),
-    [
-        ("angular", False),
-        ("angular", True),
-        ("orthogonalization", False),
-        ("uniformity", False),
-    ],
-)
-def test_it_compiles_for_an_h100(pair, marked, monkeypatch):
-    """Products are on tensor cores, and two programs fit into an SM."""
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return the function that compiles the kernel for a span of an H100."""
     triton = pytest.importorskip("triton")
     from titan_disp.dispersion import triton_kernels
 
-    compiled = []
+    results = []
     span_kernel = triton_kernels.span_kernel
 
     class Compiled:
         def __class_getitem__(cls, grid):
-            return lambda **arguments: compiled.append(
+            return lambda **arguments: results.append(
                 span_kernel.warmup(grid=grid, **arguments)
             )
 
     monkeypatch.setattr(triton_kernels, "span_kernel", Compiled)
-    rows = triton_pairs.Tokens(
-        x=torch.empty(2, 256, 128, dtype=torch.bfloat16),
-        scale=torch.empty(2, 256, 1),
-        marks=torch.ones(2, 256, 1, dtype=torch.bool) if marked else None,
-    )
     monkeypatch.setattr(triton.runtime.driver, "_active", H100())
-    triton_pairs.span_sums(rows, rows, PAIRS[pair], mirrored=True)
-    (kernel,) = compiled
+
+    def compile_span(pair, marks=None):
+        rows = triton_pairs.Tokens(
+            x=torch.empty(2, 256, 128, dtype=torch.bfloat16),
+            scale=torch.empty(2, 256, 1),
+            marks=marks,
+        )
+        triton_pairs.span_sums(rows, rows, PAIRS[pair], mirrored=True)
+        return results.pop()
+
+    return compile_span
+
+
+ONES = torch.ones(2, 256, 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("pair", "marks"),
+    [
+        ("angular", None),
+        ("angular", ONES),
+        ("angular", ONES.long()),
+        ("orthogonalization", None),
+        ("uniformity", None),
+    ],
+)
+def test_it_compiles_for_an_h100(compiled, pair, marks):
+    """Products are on tensor cores, and two programs fit into an SM."""
+    kernel = compiled(pair, marks)
     assert "wgmma" in kernel.asm["ptx"]
     assert ".maxnreg 128" in kernel.asm["ptx"]
     assert kernel.metadata.num_warps == 8
     assert kernel.metadata.shared <= 113 * 1024
+
+
+def test_offsets_have_64_bits(compiled):
+    """No product of two numbers that depend on tokens has 32: q may have more than 2³¹
+    elements.
+    """
+    products = re.findall("arith.muli .* : (.*)", compiled("angular").asm["ttir"])
+    of_tiles = [kind for kind in products if kind.startswith("tensor")]
+    assert of_tiles
+    assert all("i64" in kind for kind in of_tiles)

@@ -12,7 +12,7 @@ import torch
 
 from tests.oracle import loss_and_gradient, oracle, tokens, within
 from titan_disp.dispersion import dispersion_loss, kernels, pairwise, triton_pairs
-from titan_disp.dispersion.masks import Marks
+from titan_disp.dispersion.masks import Marks, apart
 from titan_disp.dispersion.pairwise import Shard
 from titan_disp.dispersion.variants.others import uniformity_pair
 from titan_disp.dispersion.variants.paper import angular_pair, orthogonalization_pair
@@ -50,9 +50,7 @@ def small_tiles(monkeypatch):
     """Tiles of 16 tokens, blocks of 40, which is no multiple, and bf16 products, as on
     a GPU.
     """
-    small = triton_pairs.TileShape(
-        tokens=16, features=16, warps=4, stages=2, registers=128
-    )
+    small = {"TILE": 16, "STEP": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
     monkeypatch.setattr(triton_pairs, "TILE_SHAPES", dict.fromkeys(DTYPES, small))
     monkeypatch.setattr(pairwise, "tile_size", lambda tokens, *_: min(tokens, 40))
     monkeypatch.setattr(pairwise, "operand_dtype", lambda x: x.dtype)
@@ -148,6 +146,43 @@ def segments():
     return numbers
 
 
+def with_marks(tokens, marks, where):
+    x = tokens[:, where]
+    scale = 1 / x.norm(dim=-1, keepdim=True)
+    return triton_pairs.Tokens(x, scale, None if marks is None else marks[:, where])
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("marks", [None, padding()[..., None], segments()[..., None]])
+def test_a_span(small_tiles, marks, mirrored):
+    """Of 37 rows and 81 columns; the columns of a span that is not mirrored begin
+    elsewhere.
+    """
+    x = tokens(*THREE_SPANS).to(DEVICE)
+    if marks is not None:
+        marks = marks.to(DEVICE)
+    first = 0 if mirrored else 20
+    rows = with_marks(x, marks, slice(37))
+    cols = with_marks(x, marks, slice(first, first + 81))
+    pair = PAIRS["uniformity"]
+    sums, q = triton_pairs.span_sums(rows, cols, pair, mirrored=mirrored)
+
+    is_pair = torch.ones(2, 37, 81, dtype=torch.bool, device=DEVICE)
+    if marks is not None:
+        is_pair &= ~apart(rows.marks, cols.marks.mT)
+    times = torch.ones(81, device=DEVICE)
+    if mirrored:
+        is_pair &= ~torch.eye(37, 81, dtype=torch.bool, device=DEVICE)
+        times[37:] = 2.0
+    scale = (rows.scale * cols.scale.mT).double()
+    w, r = pair((rows.x.double() @ cols.x.double().mT) * scale)
+    torch.testing.assert_close(
+        sums.double(), (w * is_pair * times).sum((1, 2)), rtol=1e-5, atol=0
+    )
+    exact_q = 2 * r * scale * is_pair
+    torch.testing.assert_close(q.double(), exact_q, rtol=1e-4, atol=1e-9)
+
+
 RANGES = torch.tensor([[[0, 3]], [[0, 1]]])
 
 
@@ -224,6 +259,24 @@ def test_a_function_that_computes_something_else_is_not_used(small_tiles):
     x = tokens(1, 20, 24).to(DEVICE)
     with pytest.warns(UserWarning, match="uniformity_tile is not used, .* error is"):
         assert not triton_pairs.takes(x, pair)
+
+
+@pytest.mark.parametrize("wrong", ["mirrored", "mask", "segments"])
+def test_the_example_covers_every_use(small_tiles, monkeypatch, wrong):
+    """A kernel that fails for one of them is not used."""
+    span_sums = triton_pairs.span_sums
+
+    def doubled(rows, cols, pair, mirrored):
+        sums, q = span_sums(rows, cols, pair, mirrored)
+        case = "mirrored"
+        if not mirrored:
+            case = "mask" if rows.marks.dtype == torch.bool else "segments"
+        return (2 * sums if case == wrong else sums), q
+
+    monkeypatch.setattr(triton_pairs, "span_sums", doubled)
+    x = tokens(1, 20, 24).to(DEVICE)
+    with pytest.warns(UserWarning, match="its relative error is 1.0e[+]00"):
+        assert not triton_pairs.takes(x, PAIRS["angular"])
 
 
 def test_a_function_of_another_module(small_tiles, monkeypatch, tmp_path):

@@ -15,45 +15,51 @@ PI = tl.constexpr(3.141592653589793)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
-def arccos_and_slope(c):
-    """Return arccos c, with an error below 4e-7, and 1/√(1 − c²) of a tile of |c| < 1.
+# Abramowitz & Stegun 1964, 4.4.46
+ARCCOS = tl.constexpr(
+    (
+        -0.0012624911,
+        0.0066700901,
+        -0.0170881256,
+        0.0308918810,
+        -0.0501743046,
+        0.0889789874,
+        -0.2145988016,
+        1.5707963050,
+    )
+)
 
-    Abramowitz & Stegun 1964, 4.4.46: √(1 − |c|) times a polynomial, within 2e-8; the
-    rest is rounding. Triton's interpreter has no arccos.
+
+@triton.jit
+def angle_and_slope(c, bound):
+    """Return arccos c̃, with an error below 4e-7, and 1/√(1 − c̃²) of a tile of cosines,
+    where c̃ is c within ±bound.
+
+    arccos |c̃| is √(1 − |c̃|) times a polynomial, within 2e-8; the rest is rounding.
+    Triton's interpreter has no arccos.
     """
+    # c̃ of NaN, by which tokens show a fault, is NaN.
+    c = tl.clamp(c, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
     a = tl.abs(c)
-    p = -0.0012624911
-    p = p * a + 0.0066700901
-    p = p * a - 0.0170881256
-    p = p * a + 0.0308918810
-    p = p * a - 0.0501743046
-    p = p * a + 0.0889789874
-    p = p * a - 0.2145988016
-    p = p * a + 1.5707963050
-    inverse = tl.rsqrt(1.0 - a)
-    angle = (1.0 - a) * inverse * p
-    return tl.where(c < 0.0, PI - angle, angle), inverse * tl.rsqrt(1.0 + a)
-
-
-@triton.jit
-def clamp(c, bound):
-    """Return c within ±bound, and NaN for NaN, which shows a fault of the tokens."""
-    return tl.clamp(c, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
+    polynomial = 0.0
+    for k in tl.static_range(8):  # the interpreter knows no len(ARCCOS)
+        polynomial = polynomial * a + ARCCOS[k]
+    angle = tl.sqrt(1.0 - a) * polynomial
+    slope = tl.rsqrt((1.0 - a) * (1.0 + a))
+    return tl.where(c < 0.0, PI - angle, angle), slope
 
 
 @triton.jit
 def angular_tile(c, k, bound):
-    angle, slope = arccos_and_slope(clamp(c, bound))
+    angle, slope = angle_and_slope(c, bound)
     w = tl.exp(-k * angle)
     return w, k * w * slope
 
 
 @triton.jit
 def orthogonalization_tile(c, bound):
-    angle, slope = arccos_and_slope(clamp(c, bound))
-    near = 0.5 - angle / PI
-    near = tl.maximum(near, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    angle, slope = angle_and_slope(c, bound)
+    near = tl.maximum(0.5 - angle / PI, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return near * near, near * slope * (2.0 / PI)
 
 
@@ -64,55 +70,20 @@ def uniformity_tile(c, slope):
 
 
 @triton.jit
-def span_kernel(
-    x_rows,
-    x_rows_strides,
-    x_cols,
-    x_cols_strides,
-    scale_rows,
-    scale_rows_strides,
-    scale_cols,
-    scale_cols_strides,
-    marks_rows,
-    marks_rows_strides,
-    marks_cols,
-    marks_cols_strides,
-    q,
-    q_strides,
-    sums,
-    rows,
-    cols,
-    constants,
-    FEATURES: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    MIRRORED: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Each program computes the tile in row i and column j of tiles of one sequence."""
-    program = tl.program_id(0)
-    tiles_across = tl.cdiv(cols, TILE)
-    tiles = tl.cdiv(rows, TILE) * tiles_across
-    sequence = (program // tiles).to(tl.int64)
-    i = program % tiles // tiles_across
-    j = program % tiles_across
-    if MIRRORED & (j < i):
-        tl.store(sums + program, 0.0)
-        return
+def values_at(values, sequence, offset):
+    """Return pointers to ``triton_pairs.Values`` of a sequence, given their offsets."""
+    return values.first + sequence * values.stride + offset
 
-    row = i * TILE + tl.arange(0, TILE)
-    col = j * TILE + tl.arange(0, TILE)
-    is_inside = (row < rows)[:, None] & (col < cols)[None]
-    # Beyond the end, any token is read, and left out by ``is_inside``.
-    row_token = (row % rows).to(tl.int64)
-    col_token = (col % cols).to(tl.int64)
 
-    x_rows += sequence * x_rows_strides[0]
-    x_cols += sequence * x_cols_strides[0]
-    feature = tl.arange(0, STEP)
-    a_at = x_rows + row_token[:, None] * x_rows_strides[1] + feature * x_rows_strides[2]
-    b_at = x_cols + col_token * x_cols_strides[1] + feature[:, None] * x_cols_strides[2]
+@triton.jit
+def tile_products(x_rows, x_cols, FEATURES, TILE, STEP):
+    """Return x_i·x_j of a tile in float32, given pointers to the first features of its
+    rows [TILE, 1] and of its columns [1, TILE].
+    """
     products = tl.zeros((TILE, TILE), tl.float32)
+    feature = tl.arange(0, STEP)
+    a_at = x_rows + feature[None]
+    b_at = x_cols + feature[:, None]
     for first in range(0, FEATURES, STEP):
         is_feature = feature < FEATURES - first
         a = tl.load(a_at, mask=is_feature[None], other=0.0)
@@ -121,37 +92,84 @@ def span_kernel(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         products = tl.dot(a, b, products, input_precision="ieee")
-        a_at += STEP * x_rows_strides[2]
-        b_at += STEP * x_cols_strides[2]
+        a_at += STEP
+        b_at += STEP
+    return products
 
-    scale_rows += sequence * scale_rows_strides[0]
-    scale_cols += sequence * scale_cols_strides[0]
-    s_rows = tl.load(scale_rows + row_token * scale_rows_strides[1])[:, None]
-    s_cols = tl.load(scale_cols + col_token * scale_cols_strides[1])[None]
+
+@triton.jit
+def form_pairs(row_marks, col_marks):
+    """Return which tokens form pairs: the contrary of ``masks.apart``."""
+    if row_marks.dtype == tl.int1:
+        return row_marks & col_marks
+    return (row_marks == col_marks) & (row_marks >= 0)
+
+
+@triton.jit
+def span_kernel(
+    rows,
+    cols,
+    q,
+    q_width,
+    sums,
+    constants,
+    FEATURES: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    MIRRORED: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Write what ``triton_pairs.span_sums`` returns: q, and Σ w of each tile.
+
+    ``rows`` and ``cols`` are a ``triton_pairs.Side`` each. Each program computes the
+    tile in row i and column j of tiles of one sequence.
+    """
+    program = tl.program_id(0)
+    tiles_across = tl.cdiv(cols.tokens, TILE)
+    tiles = tl.cdiv(rows.tokens, TILE) * tiles_across
+    i = program % tiles // tiles_across
+    j = program % tiles_across
+    if MIRRORED & (j < i):  # the tile above the diagonal writes this q, too
+        tl.store(sums + program, 0.0)
+        return
+
+    row = i * TILE + tl.arange(0, TILE)[:, None]
+    col = j * TILE + tl.arange(0, TILE)[None]
+    is_inside = (row < rows.tokens) & (col < cols.tokens)
+    # Beyond the end, any token is read, and left out by ``is_inside``. Offsets in
+    # memory may exceed 32 bits; positions of tokens do not.
+    sequence = (program // tiles).to(tl.int64)
+    row_token = (row % rows.tokens).to(tl.int64)
+    col_token = (col % cols.tokens).to(tl.int64)
+
+    products = tile_products(
+        values_at(rows.x, sequence, row_token * FEATURES),
+        values_at(cols.x, sequence, col_token * FEATURES),
+        FEATURES=FEATURES,
+        TILE=TILE,
+        STEP=STEP,
+    )
+    s_rows = tl.load(values_at(rows.scale, sequence, row_token))
+    s_cols = tl.load(values_at(cols.scale, sequence, col_token))
     w, r = FUNCTION(products * s_rows * s_cols, *constants)
 
     is_pair = is_inside
+    if rows.marks is not None:
+        row_marks = tl.load(values_at(rows.marks, sequence, row_token))
+        col_marks = tl.load(values_at(cols.marks, sequence, col_token))
+        is_pair &= form_pairs(row_marks, col_marks)
+    # The first columns are the rows. Elsewhere, no other tile has the same pairs.
+    in_square = col < rows.tokens
     if MIRRORED:
-        is_pair = is_pair & (row[:, None] != col)
-    if marks_rows is not None:
-        marks_rows += sequence * marks_rows_strides[0]
-        marks_cols += sequence * marks_cols_strides[0]
-        mark_rows = tl.load(marks_rows + row_token * marks_rows_strides[1])
-        mark_cols = tl.load(marks_cols + col_token * marks_cols_strides[1])
-        is_pair = (
-            is_pair & (mark_rows[:, None] == mark_cols) & (mark_rows >= 0)[:, None]
-        )
-    w = tl.where(is_pair, w, 0.0)
-    if MIRRORED:
-        # A tile on the diagonal holds its own transpose, except for the columns beyond
-        # the rows.
-        has_transpose = (i == j) & (col < rows)
-        w = tl.where(has_transpose, w, 2.0 * w)
-    tl.store(sums + program, tl.sum(w))
+        is_pair &= row != col
+        # The square's tiles on its diagonal hold each pair twice, the others once.
+        w *= tl.where((i == j) & in_square, 1.0, 2.0)
 
-    tile = tl.where(is_pair, r * s_rows * s_cols, 0.0).to(q.dtype.element_ty)
-    q += sequence * q_strides[0]
-    tl.store(q + row[:, None] * q_strides[1] + col, tile, mask=is_inside)
-    if MIRRORED & (i < j) & (j * TILE < rows):
-        is_row = (col < rows)[:, None] & (row < rows)
-        tl.store(q + col[:, None] * q_strides[1] + row, tl.trans(tile), mask=is_row)
+    tile = tl.where(is_pair, r * (2.0 * s_rows) * s_cols, 0.0)
+    first = sequence * rows.tokens
+    tl.store(q + (first + row) * q_width + col, tile, mask=is_inside)
+    # after q, so that r is in registers for a shorter time
+    tl.store(sums + program, tl.sum(tl.where(is_pair, w, 0.0)))
+    if MIRRORED & (i < j) & (j * TILE < rows.tokens):
+        is_inside &= in_square
+        tl.store(q + (first + col) * q_width + row, tile, mask=is_inside)

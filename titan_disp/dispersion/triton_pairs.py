@@ -15,12 +15,16 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from titan_disp.dispersion.kernels import record
+from titan_disp.dispersion.masks import apart
+from titan_disp.dispersion.vectors import norms
 
 # cosines [B, m, n], which it may overwrite → w and r = dw/dc
 PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -31,18 +35,9 @@ KERNELS = "titan_disp.dispersion.triton_kernels"
 # products use no tensor cores, and the library's are faster.)
 CHOICE = os.environ.get("TITAN_DISP_TRITON", "")
 
-
-@dataclass(frozen=True)
-class TileShape:
-    """What one program computes, and with which resources."""
-
-    tokens: int  # of the rows, and as many of the columns
-    features: int  # that are loaded and multiplied at a time
-    warps: int
-    stages: int  # of loads that are under way
-    registers: int  # per thread, at most
-
-
+# Arguments of the kernel: one program computes a tile of TILE rows and as many columns,
+# and multiplies STEP features at a time. ``maxnreg`` is registers per thread.
+#
 # bf16 on an H100: three stages of two 128×64 operands are 96 KiB of an SM's 227 KiB of
 # shared memory, and 256 threads of 128 registers are half of its registers. So two
 # programs run on an SM: the tensor cores work for one while the other computes w and r.
@@ -50,10 +45,20 @@ class TileShape:
 # over features.) Smaller tiles would read the tokens from the L2 cache more often than
 # it can deliver them.
 TILE_SHAPES = {
-    torch.bfloat16: TileShape(
-        tokens=128, features=64, warps=8, stages=3, registers=128
-    ),
-    torch.float32: TileShape(tokens=64, features=32, warps=4, stages=2, registers=128),
+    torch.bfloat16: {
+        "TILE": 128,
+        "STEP": 64,
+        "num_warps": 8,
+        "num_stages": 3,
+        "maxnreg": 128,
+    },
+    torch.float32: {
+        "TILE": 64,
+        "STEP": 32,
+        "num_warps": 4,
+        "num_stages": 2,
+        "maxnreg": 128,
+    },
 }
 # of q: 128 MiB in bf16
 Q_ELEMENTS = 1 << 26
@@ -64,18 +69,19 @@ LARGEST_ERROR = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class TileFunction:
-    """A function that Triton compiles into the kernel, and its options."""
+    """What Triton compiles into the kernel in place of a pair function."""
 
-    name: str  # in ``triton_kernels``, or "package.module:function"
+    name: str  # of a function in ``triton_kernels``, or "package.module:function"
     options: tuple[float, ...]
 
-    @property
-    def function(self) -> Any:
+    def load(self) -> Any:
+        """Return the function. Its module imports Triton."""
         module, _, function = self.name.rpartition(":")
         return getattr(importlib.import_module(module or KERNELS), function)
 
 
-_tile_functions: dict[PairFunction, TileFunction] = {}
+# weak, since a variant may make a new pair function for each call
+_tile_functions: WeakKeyDictionary[PairFunction, TileFunction] = WeakKeyDictionary()
 
 
 def in_triton(name: str, *options: float) -> Callable[[PairFunction], PairFunction]:
@@ -118,72 +124,88 @@ def takes(x: Tensor, pair: PairFunction) -> bool:
     is_default = x.device.type == "cuda" and x.dtype == torch.bfloat16
     if not is_default and CHOICE != "1":
         return False
-    # Dynamo cannot trace a kernel that takes a function.
-    if torch.compiler.is_compiling():
+    # Dynamo cannot trace a kernel that takes a function. Other tracers, such as
+    # torch.export, pass fake tensors, which hold no numbers.
+    is_traced = torch.compiler.is_compiling() or detect_fake_mode(x) is not None
+    if is_traced or x.device.type == "meta":
         return False
     return _is_accurate(pair, x.device, x.dtype)
 
 
-@functools.cache
+@functools.lru_cache
 def _is_accurate(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernel runs on the device and agrees with float64; warn if it
-    does not.
-    """
+    """Return whether the kernel can be used on the device; warn if it fails there."""
     name = _tile_functions[pair].name
     if CHOICE == "0":
         record(name, "not used: TITAN_DISP_TRITON is 0")
         return False
-    try:
-        error = _error_of_example(pair, device, dtype)
-        reason = f"its relative error is {error:.1e}"
-    except torch.OutOfMemoryError:
-        raise
-    # Triton, its compilers and the driver raise different types.
-    except Exception as exception:
-        error = torch.inf
-        first_line = str(exception).split("\n")[0]
-        reason = f"{type(exception).__name__}: {first_line}"
-    if error <= LARGEST_ERROR[dtype]:
+    fault = _fault(pair, device, dtype)
+    if fault is None:
         record(name, "compiled")
         return True
-    record(name, f"not used: {reason}")
+    record(name, f"not used: {fault}")
     warnings.warn(
         f"the Triton kernel {name} is not used, and the dispersion loss runs slower: "
-        f"{reason}",
+        f"{fault}",
         stacklevel=2,
     )
     return False
 
 
+def _fault(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return how the kernel fails on an example, or None if it agrees with float64."""
+    try:
+        error = _error_of_example(pair, device, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    # Triton, its compilers and the driver raise different types.
+    except Exception as exception:
+        first_line = str(exception).split("\n")[0]
+        return f"{type(exception).__name__}: {first_line}"
+    if error <= LARGEST_ERROR[dtype]:
+        return None
+    return f"its relative error is {error:.1e}"
+
+
 def _error_of_example(
     pair: PairFunction, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Return the relative error of S or of q, whichever is larger, for a few tokens
-    beside float64.
+    """Return the largest error of S and of q, relative to float64, for a few tokens: of
+    a mirrored span, and of one with a mask and one with segments.
     """
-    count = 2 * TILE_SHAPES[dtype].tokens + 1
+    shape = TILE_SHAPES[dtype]
+    count = 2 * shape["TILE"] + 1
+    features = shape["STEP"] + 8
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, count, 24, generator=generator)
+    x = torch.randn(2, count, features, generator=generator, device="cpu")
     x = x.to(device, dtype)
-    scale = 1 / torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    example = Tokens(x=x, scale=scale, marks=None)
-    sums, q = span_sums(example, example, pair, mirrored=True)
-
-    exact_scale = scale.double()
-    u = exact_scale * x.double()
-    w, r = pair(u @ u.mT)
-    itself = torch.eye(count, device=device, dtype=torch.bool)
-    exact_q = (r * exact_scale * exact_scale.mT).masked_fill(itself, 0.0)
-    exact_sums = w.masked_fill(itself, 0.0).sum((1, 2))
-    error_of_sums = (sums - exact_sums).norm() / exact_sums.norm()
-    error_of_q = (q - exact_q).norm() / exact_q.norm()
-    return torch.maximum(error_of_sums, error_of_q).item()
+    scale = 1 / norms(x)
+    segments = torch.arange(-1, 2 * count - 1, device=device).view(2, count, 1) // 50
+    errors = []
+    for marks in (None, segments >= 0, segments):
+        rows = Tokens(x, scale, marks)
+        cols = rows
+        if marks is None:
+            no_pair = torch.eye(count, device=device, dtype=torch.bool)
+        else:
+            # those of the other sequence, so that no token pairs with itself
+            cols = Tokens(x.flip(0), scale.flip(0), marks)
+            no_pair = apart(marks, marks.mT)
+        w, r = pair((scale * x.double()) @ (cols.scale * cols.x.double()).mT)
+        exact_sums = w.masked_fill(no_pair, 0.0).sum((1, 2))
+        exact_q = (2 * scale * r * cols.scale.mT).masked_fill(no_pair, 0.0)
+        sums, q = span_sums(rows, cols, pair, mirrored=marks is None)
+        errors.append((sums - exact_sums).norm() / exact_sums.norm())
+        errors.append((q - exact_q).norm() / exact_q.norm())
+    return torch.stack(errors).max().item()
 
 
 def span_sums(
     rows: Tokens, cols: Tokens, pair: PairFunction, mirrored: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ w [B] in float32 and q [B, m, n] in the dtype of x.
+    """Return Σ w [B] in float32 and q_ij = 2 s_i r_ij s_j [B, m, n] in the dtype of x.
+
+    Tokens of a sequence that are not adjacent in memory are copied.
 
     Args:
         mirrored: the columns begin with the rows. Of the square that these form, only
@@ -191,56 +213,65 @@ def span_sums(
             sides. A token and itself are no pair. Σ w counts every other pair of a row
             and a column twice.
     """
-    kernels = importlib.import_module(KERNELS)
+    # imports Triton
+    from titan_disp.dispersion.triton_kernels import span_kernel
+
     batch, row_count, features = rows.x.shape
     col_count = cols.x.shape[1]
     shape = TILE_SHAPES[rows.x.dtype]
     # Rows of q begin at multiples of 128 bytes, which makes writes and products faster.
     width = math.ceil(col_count / 64) * 64
-    q = rows.x.new_empty(batch, row_count, width)[..., :col_count]
-    tiles_down = math.ceil(row_count / shape.tokens)
-    tiles = tiles_down * math.ceil(col_count / shape.tokens)
+    q = rows.x.new_empty(batch, row_count, width)
+    tiles_down = math.ceil(row_count / shape["TILE"])
+    tiles_across = math.ceil(col_count / shape["TILE"])
     # A sum for each tile, not atomic additions, whose order and rounding would vary.
-    sums = rows.scale.new_empty(batch, tiles)
-    row_marks = _numbers(rows.marks)
-    col_marks = _numbers(cols.marks)
+    sums = rows.scale.new_empty(batch, tiles_down * tiles_across)
     tile_function = _tile_functions[pair]
     with torch.cuda.device_of(rows.x):
-        kernels.span_kernel[(batch * tiles,)](
-            x_rows=rows.x,
-            x_rows_strides=rows.x.stride(),
-            x_cols=cols.x,
-            x_cols_strides=cols.x.stride(),
-            scale_rows=rows.scale,
-            scale_rows_strides=rows.scale.stride(),
-            scale_cols=cols.scale,
-            scale_cols_strides=cols.scale.stride(),
-            marks_rows=row_marks,
-            marks_rows_strides=None if row_marks is None else row_marks.stride(),
-            marks_cols=col_marks,
-            marks_cols_strides=None if col_marks is None else col_marks.stride(),
+        span_kernel[(sums.numel(),)](
+            rows=_side(rows),
+            cols=_side(cols),
             q=q,
-            q_strides=q.stride(),
+            q_width=width,
             sums=sums,
-            rows=row_count,
-            cols=col_count,
             constants=tile_function.options,
             FEATURES=features,
-            FUNCTION=tile_function.function,
+            FUNCTION=tile_function.load(),
             MIRRORED=mirrored,
-            TILE=shape.tokens,
-            STEP=shape.features,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-            maxnreg=shape.registers,
+            **shape,
         )
-    return sums.sum(1), q
+    return sums.sum(1), q[..., :col_count]
 
 
-def _numbers(marks: Tensor | None) -> Tensor | None:
-    """Return marks as numbers that are equal for two tokens of a pair, and negative at
-    padding.
+class Values(NamedTuple):
+    """Features, scales or marks, as the kernel takes them."""
+
+    first: Tensor  # a pointer to the first value. A sequence's values are adjacent.
+    stride: int  # values from the beginning of a sequence to that of the next
+
+
+class Side(NamedTuple):
+    """``Tokens`` as the kernel takes them."""
+
+    x: Values
+    scale: Values
+    marks: Values | None
+    tokens: int  # per sequence
+
+
+def _side(tokens: Tokens) -> Side:
+    return Side(
+        x=_values(tokens.x),
+        scale=_values(tokens.scale),
+        marks=None if tokens.marks is None else _values(tokens.marks),
+        tokens=tokens.x.shape[1],
+    )
+
+
+def _values(tensor: Tensor) -> Values:
+    """Return the values of a tensor [B, m, k], which is copied unless those of a
+    sequence are adjacent.
     """
-    if marks is None or marks.dtype != torch.bool:
-        return marks
-    return marks.to(torch.int8) - 1
+    if tensor.stride()[1:] != (tensor.shape[2], 1):
+        tensor = tensor.contiguous()
+    return Values(tensor, stride=tensor.stride(0))
