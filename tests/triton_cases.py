@@ -52,7 +52,8 @@ def small_tiles(monkeypatch):
     """
     small = {"TILE": 16, "STEP": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
     monkeypatch.setattr(triton_pairs, "TILE_SHAPES", dict.fromkeys(DTYPES, small))
-    monkeypatch.setattr(pairwise, "tile_size", lambda tokens, *_: min(tokens, 40))
+    for module, function in ((pairwise, "tile_size"), (triton_pairs, "rows_at_once")):
+        monkeypatch.setattr(module, function, lambda tokens, *_: min(tokens, 40))
     monkeypatch.setattr(pairwise, "operand_dtype", lambda x: x.dtype)
     monkeypatch.setattr(Shard, "wide", True)
 
@@ -62,7 +63,7 @@ def all_pairs(x, pair, marks=None):
     scale = 1 / (x.float().norm(dim=-1, keepdim=True) + 1e-2)
     if x.dtype == torch.float64:
         scale = scale.double()
-    s, w = pairwise.all_pairs(Shard(x, scale, marks), pair)
+    s, w = pairwise.all_pairs(Shard(x, scale, marks, pair), pair)
     return s.double(), w.double()
 
 
@@ -203,7 +204,11 @@ def test_pairs_with_another_shard(small_tiles):
     results = []
     for dtype in (torch.float32, torch.float64):
         shards = [
-            Shard(z.to(dtype), 1 / z.to(dtype).norm(dim=-1, keepdim=True))
+            Shard(
+                z.to(dtype),
+                1 / z.to(dtype).norm(dim=-1, keepdim=True),
+                pair=PAIRS["angular"],
+            )
             for z in (x, other)
         ]
         w = torch.zeros_like(shards[0].x)

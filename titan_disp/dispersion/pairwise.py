@@ -22,7 +22,7 @@ columns make a *tile*.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -130,25 +130,14 @@ class Block(triton_pairs.Tokens):
     shard: "Shard"
     where: slice  # the tokens' positions in the shard
 
-    def part(self, where: slice) -> "Block":
-        """Return some of the tokens, given their positions in the shard."""
-        local = slice(where.start - self.where.start, where.stop - self.where.start)
-        marks = None if self.marks is None else self.marks[:, local]
-        return replace(
-            self,
-            where=where,
-            x=self.x[:, local],
-            scale=self.scale[:, local],
-            marks=marks,
-        )
-
 
 class Shard:
     """One rank's tokens x [B, n, F] and scales s [B, n, 1], divided into blocks.
 
-    Attributes:
+    Args:
         marks: which tokens form pairs; None if all do.
-        in_triton: whether the kernel of ``triton_pairs`` computes the pairs.
+        pair: the function of their cosines, if the kernel of ``triton_pairs`` may
+            compute it.
     """
 
     def __init__(
@@ -156,16 +145,16 @@ class Shard:
         x: Tensor,
         scale: Tensor,
         marks: Marks | None = None,
-        in_triton: bool = False,
+        pair: PairFunction | None = None,
     ) -> None:
-        self.x = x
+        self.x = x.to(operand_dtype(x))
         self.scale = scale
         self.marks = marks
-        self.in_triton = in_triton
+        self.in_triton = pair is not None and triton_pairs.takes(self.x, pair)
         batch, tokens, _ = x.shape
         # Small blocks, so that those without a common segment are left out
         has_ranges = marks is not None and marks.ranges is not None
-        if in_triton and not has_ranges:
+        if self.in_triton and not has_ranges:
             size = triton_pairs.rows_at_once(tokens, batch)
         else:
             size = tile_size(tokens, batch, x.device.type)
@@ -184,9 +173,12 @@ class Shard:
 
     def block(self, where: slice) -> Block:
         marks = None if self.marks is None else self.marks.tokens[:, where]
-        x = self.x[:, where].to(operand_dtype(self.x))
         return Block(
-            shard=self, where=where, x=x, scale=self.scale[:, where], marks=marks
+            shard=self,
+            where=where,
+            x=self.x[:, where],
+            scale=self.scale[:, where],
+            marks=marks,
         )
 
     def spans(self, rows: Block, first: int = 0) -> Iterator[list[slice]]:
@@ -261,7 +253,7 @@ def span_pairs(
     whole = cols.x.new_empty(*rows.x.shape[:2], cols.shard.x.shape[1])
     s = rows.scale.new_zeros(len(rows.x))
     for where in span:
-        tile_cols = cols.part(where)
+        tile_cols = cols.shard.block(where)
         sums, _ = tile_pairs(rows, tile_cols, pair, out=whole[..., where])
         s += _multiplicity(rows, tile_cols) * sums
     return s, whole[..., cols.where]
@@ -288,14 +280,13 @@ def pair_sums(
         to_units: the function that turned z into ``units``.
         gathering: the all-gather of z, if the sequence is sharded.
     """
-    in_triton = triton_pairs.takes(units.x, pair)
     marks = None if mask is None else mask.marks(mask.rank)
-    shard = Shard(units.x, units.scale, marks, in_triton)
+    shard = Shard(units.x, units.scale, marks, pair)
     s, w = all_pairs(shard, pair)
     if gathering is not None:
         for z, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
             units = to_units(z)
-            other = Shard(units.x, units.scale, marks, in_triton)
+            other = Shard(units.x, units.scale, marks, pair)
             s = s + add_pairs_with(shard, other, w, pair)
     return s, w
 
