@@ -146,7 +146,16 @@ def test_in_place_kernels_compile_on_views():
                 None,
             ),
         ),
-        (moments._combine_, (tokens(2, 16, 24), torch.rand(2, 1, 24), quadratic, 39)),
+        (
+            moments._combine_,
+            (
+                tokens(2, 16, 24),
+                torch.rand(2, 1, 24),
+                quadratic,
+                39,
+                torch.rand(2, 16, 1),
+            ),
+        ),
         (
             moments._combine_,
             (
@@ -154,6 +163,7 @@ def test_in_place_kernels_compile_on_views():
                 torch.rand(2, 1, 24),
                 quadratic,
                 torch.tensor([[[39]], [[20]]]),
+                torch.rand(2, 16, 1),
             ),
         ),
     ):

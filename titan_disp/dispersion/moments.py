@@ -95,8 +95,8 @@ def quadratic_sum_(
     counts: Count,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, [B], and ∂S/∂u of
-    the sum S over all i, in u's memory.
+    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, [B], and W = s
+    ∂S/∂u of the sum S over all i, in u's memory (``vectors``).
 
     u and the quadratic's offset are 0 where there is no token. ``counts`` are the
     numbers of tokens of the whole sequences.
@@ -113,25 +113,37 @@ def quadratic_sum_(
         of_rows = Quadratic(
             *(part if part.shape[1] == 1 else part[:, rows] for part in quadratic)
         )
-        total += _combine_(u[:, rows], product(x[:, rows], m), s, of_rows, partners)
+        total += _combine_(
+            u[:, rows],
+            um=product(x[:, rows], m),
+            s=s,
+            quadratic=of_rows,
+            partners=partners,
+            scale=tokens.scale[:, rows],
+        )
     return total, u
 
 
 @fused
 def _combine_(
-    u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, partners: Count
+    u: Tensor,
+    um: Tensor,
+    s: Tensor,
+    quadratic: Quadratic,
+    partners: Count,
+    scale: Tensor,
 ) -> Tensor:
-    """Replace u by 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and return the sum
-    over these tokens' pairs, [B].
+    """Replace u by the scale times 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and
+    return the sum over these tokens' pairs, [B].
     """
     offset, slope, curvature = quadratic
     squares = u.square().sum(-1, keepdim=True)
     first = (u * s).sum(-1, keepdim=True) - squares
     second = (u * um).sum(-1, keepdim=True) - squares.square()
     sums = offset * partners + slope * first + curvature * second / 2
-    u.mul_(-2 * (slope + curvature * squares)).addcmul_(um, 2 * curvature).addcmul_(
-        s, 2 * slope
-    )
+    of_s = 2 * scale * slope
+    of_um = 2 * scale * curvature
+    u.mul_(-(of_s + of_um * squares)).addcmul_(um, of_um).addcmul_(s, of_s)
     return sums.sum((1, 2))
 
 

@@ -124,8 +124,8 @@ def takes(x: Tensor, pair: PairFunction) -> bool:
     if not is_default and CHOICE != "1":
         return False
     # Dynamo cannot trace a kernel that takes a function. Other tracers, such as
-    # torch.export, pass tensors of their own classes, which hold no numbers.
-    is_traced = torch.compiler.is_compiling() or type(x) is not Tensor
+    # torch.export, pass fake tensors, which hold no numbers.
+    is_traced = torch.compiler.is_compiling() or hasattr(x, "fake_mode")
     if is_traced or x.device.type == "meta":
         return False
     return _is_accurate(pair, x.device, x.dtype)

@@ -184,10 +184,10 @@ class CosineVariant(Variant):
         def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
             tokens = UnitTokens(z=z, mask=mask, scale=units.scale, u=units.vectors())
-            s, grad = quadratic_sum_(
+            s, w = quadratic_sum_(
                 tokens, quadratic(tokens), layers.tokens(mask), group=layers.group
             )
-            return s, units.gradient(grad.mul_(units.scale))
+            return s, units.gradient(w)
 
         sums = layers.sum_over_group(layers.each(of_rank))
         return self.normalize(sums, layers.pairs())
