@@ -189,6 +189,8 @@ def accesses(
         reads = []
     elif name == "index":  # reads only the rows that it takes
         reads = [*new, *on_device(values["indices"])]
+    elif name == "index_select":
+        reads = [*new, *on_device(values["index"])]
     elif name == "index_put_":  # writes only the rows that it is given
         writes = on_device(values["values"])
         reads = [*writes, *on_device(values["indices"])]
@@ -401,9 +403,7 @@ def added(
     if loss.estimator == "sampled":
         return mean_of(outputs, in_hooks=True)
 
-    def of_part(
-        layer: int, z: Tensor, part: slice, arriving: list[Tensor]
-    ) -> Tensor:
+    def of_part(layer: int, z: Tensor, part: slice, arriving: list[Tensor]) -> Tensor:
         return mean_of([z], arriving=arriving)
 
     return compute_in_backward(outputs, of_part, finish=lambda: None)

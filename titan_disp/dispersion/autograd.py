@@ -235,35 +235,36 @@ class _InPass(torch.autograd.Function):
 
 
 class SavedRows(torch.autograd.Function):
-    """Attach a known gradient to a value [B]: ``rows`` [B, m, F] at positions of z, and
-    0 at the others. ``index`` is that of ``add_rows_``.
+    """Attach a known gradient to a value [B]: ``grads`` [B, m, F] of some rows of z
+    (``add_rows``), and 0 of the others.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, value: Tensor, rows: Tensor, index: Tensor
+        ctx: Any, z: Tensor, value: Tensor, grads: Tensor, rows: Tensor
     ) -> Tensor:
         value = value.clone()
-        ctx.save_for_backward(rows, index, value)
+        ctx.save_for_backward(grads, rows, value)
         ctx.shape = z.shape
         ctx.dtype = z.dtype
         return value
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, index, value = ctx.saved_tensors
+        grads, rows, value = ctx.saved_tensors
         with torch.no_grad():
-            grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
-            add_rows_(grad, rows, index, grad_value)
+            zero = torch.zeros((), dtype=ctx.dtype, device=grads.device)
+            scaled = grads * grad_value[:, None, None]
+            grad = add_rows(zero.expand(ctx.shape), scaled, rows)
         return only_first_derivative(grad, value, grad_value), None, None, None
 
 
-def add_rows_(grad: Tensor, rows: Tensor, index: Tensor, factor: Tensor) -> None:
-    """Add factor [B] · rows [B, m, F] to a contiguous grad [B, n, F], at positions that
-    are numbered in all sequences in a row, ``index`` [B·m].
+def add_rows(x: Tensor, grads: Tensor, rows: Tensor) -> Tensor:
+    """Return x [B, n, F] with ``grads`` [B, m, F] added to ``rows`` [B·m] of
+    x.flatten(0, 1), in new memory.
     """
-    scaled = (rows * factor[:, None, None]).to(grad.dtype)
-    grad.flatten(0, 1).index_add_(0, index, scaled.flatten(0, 1))
+    added = grads.flatten(0, 1).to(x.dtype)
+    return x.flatten(0, 1).index_add(0, rows, added).view(x.shape)
 
 
 def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:

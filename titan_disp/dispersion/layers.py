@@ -40,7 +40,7 @@ from titan_disp.dispersion.autograd import (
     SavedRows,
     SumOverGroup,
     add_in_backward,
-    add_rows_,
+    add_rows,
     graph_is_retained,
     saved_dtype,
 )
@@ -48,8 +48,8 @@ from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.masks import (
     Count,
     TokenMask,
-    first_of_order,
-    held_tokens,
+    first_of_orders,
+    held_positions,
     in_a_row,
     slots_of,
 )
@@ -348,7 +348,7 @@ class SampledLayers(Layers):
     def __init__(
         self,
         zs: Sequence[Tensor],
-        orders: Sequence[Tensor],
+        orders: list[Tensor],
         count: int,
         mask: TokenMask | None,
         group: dist.ProcessGroup | None,
@@ -359,35 +359,43 @@ class SampledLayers(Layers):
         self.features = [z.shape[2] for z in zs]
         self.in_bf16 = in_bf16
         self.mask = None
-        self.mask_of_all: TokenMask | None = None  # of all layers in a row
+        self.mask_of_all: TokenMask | None = None  # of the sequences of all layers
         self.segmented = mask is not None and mask.segments is not None
-        draws = []
-        segments = []
-        for z, order in zip(zs, orders, strict=True):
-            if mask is None:
-                shared = order[:count].sort().values.to(z.device, non_blocking=True)
-                positions = shared.expand(len(z), count)
-            else:
-                on_device = order.to(z.device, non_blocking=True)
-                chosen = first_of_order(mask, on_device, count)
-                positions, filled = slots_of(chosen, count)
-                self.mask = TokenMask((filled,))  # the same for every layer
-                if mask.segments is not None:
-                    numbers = torch.cat(mask.segments, dim=1).gather(1, positions)
-                    segments.append(numbers.masked_fill(~filled, -1))
-            draws.append(held_tokens(z.detach(), positions, group))
-        if self.mask is not None:
-            of_all = self.mask.repeat(len(zs))
-            if segments:
-                of_all = replace(of_all, segments=(torch.cat(segments),))
-            self.mask_of_all = of_all
-        self.z = torch.stack([draw.z for draw in draws])  # [L, B, m, F]
+        batch, n, _ = zs[0].shape
+        device = zs[0].device
+        if mask is None:
+            drawn = torch.stack(orders)[:, :count].sort().values
+            on_device = drawn.to(device, non_blocking=True)
+            positions = on_device[:, None].expand(-1, batch, -1)
+        else:
+            on_device = torch.stack(orders).to(device, non_blocking=True)
+            positions = self._first_tokens(mask, on_device)
+        is_held, index = held_positions(positions, n, group)
+        self.rows = in_a_row(index, n)  # of z, [L, B·m]
+        tokens = [
+            z.detach().flatten(0, 1).index_select(0, rows)
+            for z, rows in zip(zs, self.rows, strict=True)
+        ]
+        self.z = torch.stack(tokens).unflatten(1, (batch, count))  # [L, B, m, F]
+        self.is_held = None
         if group is not None:
+            self.is_held = is_held[..., None]
+            self.z = self.z.where(self.is_held, 0.0)
             # Adds only zeros to each token: exact in any dtype
             dist.all_reduce(self.z, group=group)
-        self.held = torch.stack([draw.held for draw in draws])
-        n = zs[0].shape[1]
-        self.indices = [in_a_row(draw.local_index, n) for draw in draws]
+
+    def _first_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
+        """Return positions [L, B, m], and set the masks of these."""
+        layers = len(orders)
+        chosen = first_of_orders(mask, orders, self.length).flatten(0, 1)
+        positions, filled = slots_of(chosen, self.length)
+        self.mask = TokenMask((filled.unflatten(0, (layers, -1))[0],))  # of each layer
+        segments = None
+        if mask.segments is not None:
+            numbers = torch.cat(mask.segments, dim=1).repeat(layers, 1)
+            segments = (numbers.gather(1, positions).masked_fill(~filled, -1),)
+        self.mask_of_all = TokenMask((filled,), segments=segments)
+        return positions.unflatten(0, (layers, -1))
 
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
@@ -403,17 +411,18 @@ class SampledLayers(Layers):
             ]
             values, grads = map(torch.cat, zip(*results, strict=True))
         values = values.view(len(self.zs), -1)
-        rows = grads.view_as(self.z).where(self.held, 0.0)
-        indices = self.indices
+        grads = grads.view_as(self.z)
+        if self.is_held is not None:
+            grads = grads.where(self.is_held, 0.0)
+        rows = self.rows
         if self.in_hooks:
 
-            def add(layer: int, factor: Tensor, grad: Tensor) -> Tensor:
-                total = grad.clone(memory_format=torch.contiguous_format)
-                add_rows_(total, rows[layer], indices[layer], factor[layer])
-                return total
+            def add(layer: int, factor: Tensor, arriving: Tensor) -> Tensor:
+                of_layer = grads[layer] * factor[layer][:, None, None]
+                return add_rows(arriving, of_layer, rows[layer])
 
             return add_in_backward(self.zs, values, add)
-        layers = zip(self.zs, values, rows, indices, strict=True)
+        layers = zip(self.zs, values, grads, rows, strict=True)
         return torch.stack([SavedRows.apply(*layer) for layer in layers])
 
     def _of_all(

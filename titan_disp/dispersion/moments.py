@@ -29,7 +29,7 @@ from titan_disp.dispersion.kernels import (
     operand_dtype,
     product,
 )
-from titan_disp.dispersion.masks import Count, TokenMask, held_tokens, tokens_at
+from titan_disp.dispersion.masks import Count, TokenMask, held_positions, tokens_at
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.vectors import norms, row_blocks
 
@@ -203,9 +203,10 @@ def sample(
     filled = begin < counts
     if group is None:
         return Sample(tokens_at(z, positions), positions, filled)
-    tokens = held_tokens(z, positions, group)
-    dist.all_reduce(tokens.z, group=group)  # exact: adds only zeros to each token
-    return Sample(tokens.z, tokens.local_index.where(tokens.held[..., 0], -1), filled)
+    is_held, index = held_positions(positions, z.shape[1], group)
+    tokens = tokens_at(z, index).where(is_held[..., None], 0.0)
+    dist.all_reduce(tokens, group=group)  # exact: adds only zeros to each token
+    return Sample(tokens, index.where(is_held, -1), filled)
 
 
 class _Rows(NamedTuple):
