@@ -574,6 +574,7 @@ def host_cases(options: Options) -> dict[tuple[str, str], ValueOf]:
 
 def host_rows(options: Options) -> list[dict[str, Any]]:
     """Return CPU microseconds per layer, the least of a few rounds."""
+    torch.set_num_threads(1)  # else threads that wait for others count
     cases = host_cases(options)
     best = dict.fromkeys(cases, math.inf)
     with (

@@ -70,7 +70,7 @@ def cost_of(
             flops=flops,
             gathered=0.0,
             reduced=features**2 + features,
-            bytes=58.0 * tokens * features,
+            bytes=52.0 * tokens * features,
         )
     return Cost(
         flops=flops,
