@@ -33,7 +33,7 @@ DTYPES = [*TOLERANCE]
 
 
 def forget_examples():
-    triton_pairs._is_accurate.cache_clear()
+    triton_pairs._is_usable.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -122,19 +122,19 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return product(a.float(), b.float())
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, to_zero: bool = False) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
     """Add a @ b to ``out`` [B, m, n] in place, or write it there.
 
     ``out`` has the accumulation dtype.
     """
-    beta = 0 if to_zero else 1  # with 0, what is in ``out`` is not read
+    beta = 0 if overwrite else 1  # with 0, what is in ``out`` is not read
     if a.dtype == out.dtype:
         _products.add(str(a.dtype).removeprefix("torch."))
         out.baddbmm_(a, b, beta=beta)
     elif _float32_results(a.device, "baddbmm"):
         _products.add(BF16_PRODUCTS)
         _baddbmm(out, a, b, beta)
-    elif to_zero:
+    elif overwrite:
         out.copy_(product(a, b))
     else:
         out.add_(product(a, b))

@@ -192,9 +192,9 @@ class WholeLayers(Layers):
         else:
             packs = [[z] for z in self.zs]
         values: list[Tensor] = []
-        for pack, self._following, compute in zip(
-            packs, [*packs[1:], []], computes, strict=True
-        ):
+        for number, compute in enumerate(computes):
+            pack = packs[number]
+            self._following = [*packs, []][number + 1]  # see ``gather``
             of_pack = partial(self._of_pack, compute, pack)
             values.append(LayerValue.apply(of_pack, self.arriving, *pack))
         return values[0] if len(values) == 1 else torch.cat(values)
@@ -273,8 +273,9 @@ def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
 
 
 # Returns the loss of some sequences of a layer, a scalar, given the index of the layer,
-# the tokens [b, n, F], which sequences they are, and the gradient that arrives for them
-# in a list. The derivative of the loss may take it out, and then contains it.
+# the tokens [b, n, F], which sequences they are, and a list of the gradient that arrives
+# for them. Backward of the loss may take the gradient out of the list, and then returns
+# the sum of it and its own.
 LossOfPart = Callable[[int, Tensor, slice, list[Tensor]], Tensor]
 
 
@@ -282,7 +283,7 @@ def compute_in_backward(
     zs: Sequence[Tensor], loss: LossOfPart, finish: Callable[[], None]
 ) -> Tensor:
     """Return 0, whose backward adds the gradient of ``loss`` to that of each of ``zs``
-    [B, n, F], and then calls ``finish``.
+    [B, n, F], and then, after the last of these, calls ``finish``.
 
     The loss is computed when the gradient of z arrives. Until then only z is kept,
     which the layer after it keeps as well, unless it is checkpointed together with
@@ -294,6 +295,7 @@ def compute_in_backward(
     kept: list[Tensor | None] = [z.detach() for z in zs]
     versions = [z._version for z in zs]
 
+    # ``factor`` is what the value, a scalar, is multiplied by.
     def add(layer: int, factor: Tensor, grad: Tensor) -> Tensor:
         z = kept[layer]
         assert z is not None
@@ -304,8 +306,8 @@ def compute_in_backward(
             )
         if not graph_is_retained():
             kept[layer] = None
-        sums = [of_part(layer, z[part], part, factor, grad[part]) for part in parts(z)]
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
+        grads = [of_part(layer, z[part], part, factor, grad[part]) for part in parts(z)]
+        return grads[0] if len(grads) == 1 else torch.cat(grads)
 
     def of_part(
         layer: int, z: Tensor, part: slice, factor: Tensor, grad: Tensor
@@ -315,7 +317,9 @@ def compute_in_backward(
             z = z.detach().requires_grad_()
             value = loss(layer, z, part, arriving)
             (of_loss,) = torch.autograd.grad(value, z, factor)
-        return of_loss + grad if arriving else of_loss
+        if arriving:  # it was not taken out
+            return of_loss + grad
+        return of_loss
 
     dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
     return add_in_backward(zs, zs[0].new_zeros((), dtype=dtype), add, finish)
@@ -343,7 +347,7 @@ class SampledLayers(Layers):
     Every rank computes the loss of them all, and keeps the gradient of its own.
     """
 
-    group = None
+    group = None  # as every rank has all of them
 
     def __init__(
         self,
@@ -358,7 +362,7 @@ class SampledLayers(Layers):
         self.length = count
         self.features = [z.shape[2] for z in zs]
         self.in_bf16 = in_bf16
-        self.mask = None
+        self.mask = None  # of each layer: as many slots are filled in all
         self.mask_of_all: TokenMask | None = None  # of the sequences of all layers
         self.segmented = mask is not None and mask.segments is not None
         batch, n, _ = zs[0].shape
@@ -369,7 +373,7 @@ class SampledLayers(Layers):
             positions = on_device[:, None].expand(-1, batch, -1)
         else:
             on_device = torch.stack(orders).to(device, non_blocking=True)
-            positions = self._first_tokens(mask, on_device)
+            positions = self._draw_tokens(mask, on_device)
         is_held, index = held_positions(positions, n, group)
         self.rows = in_a_row(index, n)  # of z, [L, B·m]
         tokens = [
@@ -384,12 +388,12 @@ class SampledLayers(Layers):
             # Adds only zeros to each token: exact in any dtype
             dist.all_reduce(self.z, group=group)
 
-    def _first_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
-        """Return positions [L, B, m], and set the masks of these."""
+    def _draw_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
+        """Set the masks of the drawn tokens, and return their positions, [L, B, m]."""
         layers = len(orders)
         chosen = first_of_orders(mask, orders, self.length).flatten(0, 1)
         positions, filled = slots_of(chosen, self.length)
-        self.mask = TokenMask((filled.unflatten(0, (layers, -1))[0],))  # of each layer
+        self.mask = TokenMask((filled[: len(mask.whole)],))
         segments = None
         if mask.segments is not None:
             numbers = torch.cat(mask.segments, dim=1).repeat(layers, 1)
@@ -401,12 +405,12 @@ class SampledLayers(Layers):
         if len(computes) == 1:
             # All layers at once: each layer alone would take as many kernels, all of
             # them small.
-            values, grads = self._of_all(
+            values, grads = self._computed(
                 self.z.flatten(0, 1), self.mask_of_all, *computes
             )
         else:
             results = [
-                self._of_all(z, self.mask, compute)
+                self._computed(z, self.mask, compute)
                 for z, compute in zip(self.z, computes, strict=True)
             ]
             values, grads = map(torch.cat, zip(*results, strict=True))
@@ -425,10 +429,12 @@ class SampledLayers(Layers):
         layers = zip(self.zs, values, grads, rows, strict=True)
         return torch.stack([SavedRows.apply(*layer) for layer in layers])
 
-    def _of_all(
+    def _computed(
         self, z: Tensor, mask: TokenMask | None, compute: Compute
     ) -> tuple[Tensor, Tensor]:
-        """Return values [B] and gradients [B, m, F] of the drawn tokens of sequences."""
+        """Return values [b] and gradients [b, m, F] of drawn tokens z [b, m, F]: of one
+        layer, or of all in a row.
+        """
         value, gradient = in_parts(z, mask, partial(self._apply, compute))
         return value, gradient.tensor(saved_dtype(z.dtype))
 

@@ -58,9 +58,9 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     at most TILE_ELEMENTS elements.
 
     A GPU kernel is compiled for each shape of tile, so blocks should be equal. On a
-    GPU, the size is the largest multiple of 128 that divides ``tokens``, or else of 16,
-    if it is more than half of the largest size allowed. If there is none, the last
-    block is smaller than the others.
+    GPU, the size is the largest multiple of 128 that divides ``tokens``, or else the
+    largest such multiple of 16. Neither may be less than half of the largest size
+    allowed. If there is none, the last of the blocks is a little smaller.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     largest = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -94,9 +94,9 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
         # a new tensor: in place, the kernel would write the products, too
         cosines = (products * s_rows).mul_(s_cols)
         w, r = pair(cosines)
-        # On a CPU, q and w reuse the memory of tiles that are not needed any more. A
-        # compiled kernel stores no temporaries. w and r themselves are not overwritten:
-        # a pair function may return one tensor as both, or one that it keeps.
+        # Eager code puts q and w into the memory of tiles that are not needed any
+        # more. (Compiled code stores no temporaries.) w and r themselves are not
+        # overwritten: a pair function may return one tensor as both, or keep it.
         eager = not torch.compiler.is_compiling()
         memory_q = products if eager else None
         memory_w = cosines if eager else None
@@ -108,11 +108,11 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
             w = torch.where(same, zero, w, out=memory_w)
             q.masked_fill_(same, 0.0)
         if marks is not None:
-            # Subtracting w(0) from the sum afterwards would cancel digits at small τ.
             no_pair = apart(*marks)
             w = torch.where(no_pair, zero, w, out=memory_w)
+            # Without segments, only pairs with padding are left out. x is 0 there, so
+            # that q does not matter.
             has_segments = marks[0].dtype != torch.bool
-            # else x is 0 where there is no pair, at padding, and q does not matter
             if has_segments:
                 q.masked_fill_(no_pair, 0.0)
         return w.sum(-1).sum(-1), q if out is None else out.copy_(q)
@@ -152,11 +152,10 @@ class Shard:
         self.marks = marks
         self.in_triton = pair is not None and triton_pairs.takes(self.x, pair)
         batch, tokens, _ = x.shape
-        # Small blocks, so that those without a common segment are left out
         has_ranges = marks is not None and marks.ranges is not None
         if self.in_triton and not has_ranges:
             size = triton_pairs.rows_at_once(tokens, batch)
-        else:
+        else:  # small enough that many blocks have no segment in common
             size = tile_size(tokens, batch, x.device.type)
         self.blocks = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
         self.segments = {
@@ -197,8 +196,8 @@ class Shard:
                 yield from ([block] for block in blocks)
 
     def _may_pair(self, rows: Block, cols: slice) -> bool:
-        """Return False if it is known that no token of the rows has the segment of a
-        token of the columns.
+        """Return False if the rows and the columns are known to have no segment in
+        common.
         """
         a = rows.shard.segments[rows.where.start]
         b = self.segments[cols.start]
@@ -232,14 +231,15 @@ def tile_pairs(
 def span_pairs(
     rows: Block, cols: Block, span: list[slice], pair: PairFunction
 ) -> tuple[Tensor, Tensor]:
-    """Return S [B] and q [B, m, n] of ``rows`` with ``cols``, whose blocks are
-    ``span``.
+    """Return Σ w [B] and q [B, m, n] of ``rows`` with ``cols``, which are the blocks
+    ``span`` of a shard.
 
-    S counts the tiles beside the diagonal of a shard twice, because their transposes
-    are not computed.
+    If rows and columns are of one shard, Σ w counts all tiles off its diagonal twice,
+    because their transposes are not computed.
     """
     if rows.shard.in_triton:
-        # The columns of a shard begin with the rows' block, or after it.
+        # A span of the rows' shard begins with the rows' block, or after it. If with
+        # it, the kernel counts twice what is off the diagonal.
         mirrored = rows.shard is cols.shard and rows.where.start == cols.where.start
         sums, q = triton_pairs.span_sums(rows, cols, pair, mirrored=mirrored)
         if not mirrored:
@@ -260,7 +260,7 @@ def span_pairs(
 
 
 def _multiplicity(rows: Block, cols: Block) -> int:
-    """Return 2 for a tile beside the diagonal of one shard, which also stands for its
+    """Return 2 for a tile off the diagonal of one shard, which also stands for its
     transpose, and else 1.
     """
     return 2 if rows.shard is cols.shard and rows.where != cols.where else 1
@@ -275,8 +275,10 @@ def pair_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's part of S, [B], and W of its tokens, [B, n, F].
 
+    Its part has all pairs of one of its own tokens i with any token j ≠ i.
+
     Args:
-        units: of this rank's tokens. They are 0 where the mask has no token.
+        units: of this rank's tokens z. They are 0 where the mask has no token.
         to_units: the function that turned z into ``units``.
         gathering: the all-gather of z, if the sequence is sharded.
     """
@@ -284,10 +286,12 @@ def pair_sums(
     shard = Shard(units.x, units.scale, marks, pair)
     s, w = all_pairs(shard, pair)
     if gathering is not None:
-        for z, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
-            units = to_units(z)
-            other = Shard(units.x, units.scale, marks, pair)
-            s = s + add_pairs_with(shard, other, w, pair)
+        # without a mask, the marks are an endless row of None
+        shards = zip(gathering.other_shards(), others_of(mask), strict=False)
+        for other_z, other_marks in shards:
+            other_units = to_units(other_z)
+            other = Shard(other_units.x, other_units.scale, other_marks, pair)
+            s += add_pairs_with(shard, other, w, pair)
     return s, w
 
 
@@ -297,9 +301,10 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
     Only the tiles on and above the diagonal are computed. One above it also stands for
     its transpose below it.
     """
-    sums = []
-    # If no tile is left out, the first row of tiles writes every element of W, so that
-    # W need not begin at 0.
+    s = shard.scale.new_zeros(len(shard.x))
+    # If no tile is left out, the first row of tiles writes W for the first time, so
+    # that W need not begin at 0: that of its own rows with its first span, and that of
+    # the rows below with each span.
     all_written = shard.marks is None or shard.marks.ranges is None
     new = torch.empty_like if all_written else torch.zeros_like
     w = new(shard.x, dtype=accumulation_dtype(shard.x.dtype))
@@ -309,16 +314,20 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
             begin = span[0].start
             end = span[-1].stop
             cols = shard.block(slice(begin, end))
-            sums_of_span, q = span_pairs(rows, cols, span, pair)
-            sums.append(sums_of_span)
-            add_product_(w[:, i], q, cols.x, to_zero=all_written and begin == 0)
+            sums, q = span_pairs(rows, cols, span, pair)
+            s += sums
+            add_product_(w[:, i], q, cols.x, overwrite=all_written and begin == 0)
+            # the columns that are not among the rows
             below = max(begin, i.stop)
             if below < end:
                 transposed = q[..., below - begin :].transpose(1, 2)
                 add_product_(
-                    w[:, below:end], transposed, rows.x, to_zero=all_written and k == 0
+                    w[:, below:end],
+                    transposed,
+                    rows.x,
+                    overwrite=all_written and k == 0,
                 )
-    return functools.reduce(torch.add, sums), w
+    return s, w
 
 
 def add_pairs_with(shard: Shard, other: Shard, w: Tensor, pair: PairFunction) -> Tensor:

@@ -38,7 +38,7 @@ def angle_and_slope(c, bound):
     arccos |c̃| is √(1 − |c̃|) times a polynomial, within 2e-8; the rest is rounding.
     Triton's interpreter has no arccos.
     """
-    # c̃ of NaN, by which tokens show a fault, is NaN.
+    # NaN stays NaN, and so shows a fault of a token.
     c = tl.clamp(c, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
     a = tl.abs(c)
     polynomial = 0.0
@@ -99,7 +99,9 @@ def tile_products(x_rows, x_cols, FEATURES, TILE, STEP):
 
 @triton.jit
 def form_pairs(row_marks, col_marks):
-    """Return which tokens form pairs: the contrary of ``masks.apart``."""
+    """Return which tokens form pairs, given bool marks of a mask or numbers of segments:
+    the contrary of ``masks.apart``.
+    """
     if row_marks.dtype == tl.int1:
         return row_marks & col_marks
     return (row_marks == col_marks) & (row_marks >= 0)
@@ -129,7 +131,7 @@ def span_kernel(
     tiles = tl.cdiv(rows.tokens, TILE) * tiles_across
     i = program % tiles // tiles_across
     j = program % tiles_across
-    if MIRRORED & (j < i):  # the tile above the diagonal writes this q, too
+    if MIRRORED & (j < i):  # the tile (j, i) writes the q of this one
         tl.store(sums + program, 0.0)
         return
 
@@ -158,11 +160,10 @@ def span_kernel(
         row_marks = tl.load(values_at(rows.marks, sequence, row_token))
         col_marks = tl.load(values_at(cols.marks, sequence, col_token))
         is_pair &= form_pairs(row_marks, col_marks)
-    # The first columns are the rows. Elsewhere, no other tile has the same pairs.
-    in_square = col < rows.tokens
+    in_square = col < rows.tokens  # if mirrored, these columns are the rows
     if MIRRORED:
         is_pair &= row != col
-        # The square's tiles on its diagonal hold each pair twice, the others once.
+        # Only the square's tiles on its diagonal hold (i, j) as well as (j, i).
         w *= tl.where((i == j) & in_square, 1.0, 2.0)
 
     tile = tl.where(is_pair, r * (2.0 * s_rows) * s_cols, 0.0)
@@ -171,5 +172,6 @@ def span_kernel(
     # after q, so that r is in registers for a shorter time
     tl.store(sums + program, tl.sum(tl.where(is_pair, w, 0.0)))
     if MIRRORED & (i < j) & (j * TILE < rows.tokens):
-        is_inside &= in_square
-        tl.store(q + (first + col) * q_width + row, tile, mask=is_inside)
+        # its transpose, below the diagonal
+        in_both = is_inside & in_square
+        tl.store(q + (first + col) * q_width + row, tile, mask=in_both)

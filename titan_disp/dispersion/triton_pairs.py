@@ -84,8 +84,10 @@ _tile_functions: WeakKeyDictionary[PairFunction, TileFunction] = WeakKeyDictiona
 
 
 def in_triton(name: str, *options: float) -> Callable[[PairFunction], PairFunction]:
-    """Declare that a function of this name, decorated with ``triton.jit``, computes of
-    (c, *options) what the pair function computes of c.
+    """Declare the Triton function that takes the place of the decorated pair function.
+
+    Given (c, *options), it returns what the pair function returns of c. ``name`` is
+    that of ``TileFunction``.
     """
 
     def declare(pair: PairFunction) -> PairFunction:
@@ -105,8 +107,10 @@ class Tokens:
 
 
 def rows_at_once(tokens: int, batch: int) -> int:
-    """Return of how many rows of a shard q is computed at once: all, if their q has at
-    most Q_ELEMENTS elements, or else parts of about equal size.
+    """Return how many rows a span of a shard should have, a multiple of 128.
+
+    This covers all tokens if their q, with as many columns, has at most Q_ELEMENTS
+    elements. Otherwise, spans are of about equal size.
     """
     most = max(128, Q_ELEMENTS // max(1, batch * tokens))
     parts = math.ceil(tokens / most)
@@ -114,7 +118,7 @@ def rows_at_once(tokens: int, batch: int) -> int:
 
 
 def takes(x: Tensor, pair: PairFunction) -> bool:
-    """Return whether the kernel computes the pairs of tokens x.
+    """Return whether the kernel is to compute the pairs of tokens x.
 
     The first time, the host waits for the kernel's result on a small example.
     """
@@ -128,12 +132,12 @@ def takes(x: Tensor, pair: PairFunction) -> bool:
     is_traced = torch.compiler.is_compiling() or hasattr(x, "fake_mode")
     if is_traced or x.device.type == "meta":
         return False
-    return _is_accurate(pair, x.device, x.dtype)
+    return _is_usable(pair, x.device, x.dtype)
 
 
 @functools.lru_cache
-def _is_accurate(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernel can be used on the device; warn if it fails there."""
+def _is_usable(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernel may be used on the device; warn if it fails there."""
     name = _tile_functions[pair].name
     if CHOICE == "0":
         record(name, "not used: TITAN_DISP_TRITON is 0")
@@ -169,8 +173,8 @@ def _fault(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> str 
 def _error_of_example(
     pair: PairFunction, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Return the largest error of S and of q, relative to float64, for a few tokens: of
-    a mirrored span, and of one with a mask and one with segments.
+    """Return the largest relative error of Σ w and of q, beside float64, in three
+    spans: a mirrored one, one with a mask, and one with segments.
     """
     shape = TILE_SHAPES[dtype]
     count = 2 * shape["TILE"] + 1
@@ -179,7 +183,8 @@ def _error_of_example(
     x = torch.randn(2, count, features, generator=generator, device="cpu")
     x = x.to(device, dtype)
     scale = 1 / norms(x)
-    segments = torch.arange(-1, 2 * count - 1, device=device).view(2, count, 1) // 50
+    numbers = torch.arange(2 * count, device=device).view(2, count, 1)
+    segments = (numbers - 1) // 50  # −1 for the first token
     errors = []
     for marks in (None, segments >= 0, segments):
         rows = Tokens(x, scale, marks)
@@ -187,7 +192,7 @@ def _error_of_example(
         if marks is None:
             no_pair = torch.eye(count, device=device, dtype=torch.bool)
         else:
-            # those of the other sequence, so that no token pairs with itself
+            # the tokens of the other sequence, so that none pairs with itself
             cols = Tokens(x.flip(0), scale.flip(0), marks)
             no_pair = apart(marks, marks.mT)
         w, r = pair((scale * x.double()) @ (cols.scale * cols.x.double()).mT)
@@ -207,10 +212,10 @@ def span_sums(
     Tokens of a sequence that are not adjacent in memory are copied.
 
     Args:
-        mirrored: the columns begin with the rows. Of the square that these form, only
-            the tiles on and above the diagonal are computed, and q is the same on both
-            sides. A token and itself are no pair. Σ w counts every other pair of a row
-            and a column twice.
+        mirrored: the first columns are the rows. Of the square that these form, only
+            the tiles on and above the diagonal are computed, and q is symmetric. A
+            token and itself are no pair. Σ w has both (i, j) and (j, i) of every pair:
+            those of columns beyond the square count twice.
     """
     # imports Triton
     from titan_disp.dispersion.triton_kernels import span_kernel
@@ -218,7 +223,7 @@ def span_sums(
     batch, row_count, features = rows.x.shape
     col_count = cols.x.shape[1]
     shape = TILE_SHAPES[rows.x.dtype]
-    # Rows of q begin at multiples of 128 bytes, which makes writes and products faster.
+    # In bf16, rows of q begin at multiples of 128 bytes: writes and products are faster.
     width = math.ceil(col_count / 64) * 64
     q = rows.x.new_empty(batch, row_count, width)
     tiles_down = math.ceil(row_count / shape["TILE"])
@@ -243,9 +248,12 @@ def span_sums(
 
 
 class Values(NamedTuple):
-    """Features, scales or marks, as the kernel takes them."""
+    """Features, scales or marks, as the kernel takes them.
 
-    first: Tensor  # a pointer to the first value. A sequence's values are adjacent.
+    The values of a sequence are adjacent in memory.
+    """
+
+    first: Tensor  # in the kernel, a pointer to the first value
     stride: int  # values from the beginning of a sequence to that of the next
 
 
@@ -268,8 +276,9 @@ def _side(tokens: Tokens) -> Side:
 
 
 def _values(tensor: Tensor) -> Values:
-    """Return the values of a tensor [B, m, k], which is copied unless those of a
-    sequence are adjacent.
+    """Return the values of a tensor [B, m, k].
+
+    It is copied if the values of a sequence are not adjacent.
     """
     if tensor.stride()[1:] != (tensor.shape[2], 1):
         tensor = tensor.contiguous()

@@ -77,7 +77,8 @@ class Variant(ABC):
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         """Return the loss by moments, [L, B].
 
-        ``fit_errors`` receives the relative error [B] of every layer's fit.
+        ``fit_errors`` receives the relative error [B] of every layer's fitted slopes.
+        Without it, the host waits for the errors, and a large one is warned of.
         """
         raise NotImplementedError
 
@@ -126,14 +127,14 @@ class CosineVariant(Variant):
 
     def exact(self, layers: Layers) -> Tensor:
         is_linear = self.quadratic is not None and max(layers.features) < layers.length
-        if is_linear and not layers.segmented:  # else there is one M per segment
+        if is_linear and not layers.segmented:  # moments do not tell segments apart
             return self.of_quadratic(layers, self._same_for_all)
 
         def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
             s, w = pair_sums(
                 units,
-                self.units,
+                to_units=self.units,
                 gathering=layers.gather(z),
                 mask=mask,
                 pair=self._pair,
@@ -237,8 +238,8 @@ class MomentsVariant(Variant):
                 self, lambda: self.loss(s, m, tokens), s, m
             )
             grad = product(x, (of_m + of_m.transpose(1, 2)).to(x.dtype))
-            grad.add_(of_s[:, None]).mul_(units.scale)
-            return value, units.gradient(grad)
+            of_u = grad.add_(of_s[:, None])
+            return value, units.gradient(of_u.mul_(units.scale))
 
         # every rank has the moments of all tokens, and so the whole loss
         return layers.each(of_rank)
@@ -273,8 +274,9 @@ class AutogradVariant(Variant):
         N] bool says which are tokens.
 
         z is 0 where there is no token. The loss of a sequence with fewer than two
-        tokens is ignored. The tokens of other ranks have no gradient, and stand in the
-        order of the ranks, which under context parallelism is not theirs.
+        tokens is ignored. The tokens of other ranks are constants. The shards are
+        joined in the order of the ranks: under context parallelism, this is not the
+        order of the tokens in the sequence.
         """
 
     def exact(self, layers: Layers) -> Tensor:
