@@ -72,6 +72,14 @@ def checks(options: Options, gpus: int) -> Iterator[Check]:
     yield Check(
         "dispersion", "benchmarks of the loss", ("benchmarks/dispersion.py", *size)
     )
+    cost = ("--rule", "--measure")
+    if small:
+        cost = (*cost, "--layers=2", "--shapes=2x64x16:float32", "--host-rounds=1")
+    yield Check(
+        "gpu-cost",
+        "kernels and bytes of the loss, predicted and measured times",
+        ("benchmarks/gpu_cost.py", *cost),
+    )
     of_step = {"training.local_batch_size": 8, "training.global_batch_size": 8}
     step = (
         "--overrides=--compile.enable",

@@ -67,7 +67,7 @@ class LossTime:
     """
 
     def __init__(self) -> None:
-        from titan_disp.dispersion.autograd import SavedGradient, SavedRows
+        from titan_disp.dispersion.autograd import LayerValue, SavedRows
         from titan_disp.dispersion.loss import DispersionLoss
 
         self.seconds = 0.0
@@ -81,7 +81,7 @@ class LossTime:
             return self._timed(self._call)(loss, zs, *args, **kwargs)
 
         DispersionLoss.__call__ = call  # type: ignore[method-assign]
-        for function in (SavedGradient, SavedRows):
+        for function in (LayerValue, SavedRows):
             function.backward = staticmethod(self._timed(function.backward))  # type: ignore[method-assign]
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -361,7 +361,7 @@ def run_cases(sample, folder, cases, checkpoint):
         )
         large = mock.patch.object(objective, "packed", alone)
         in_backward = mock.patch.object(
-            objective, "add_in_backward", wraps=objective.add_in_backward
+            objective, "compute_in_backward", wraps=objective.compute_in_backward
         )
         with (
             large,

@@ -156,3 +156,14 @@ def test_refused(options, given, message):
         dispersion_losses(
             [tokens(2, 8, 4)], **options, **({"segments": NUMBERS} | given)
         )
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+def test_a_batch_of_padding_alone(estimator):
+    z = tokens(2, 12, 8).requires_grad_()
+    segments = torch.full((2, 12), -1)
+    options = {"estimator": estimator, **drawn(estimator, 5)}
+    loss = dispersion_loss(z, segments=segments, **options)
+    loss.sum().backward()
+    assert loss.tolist() == [0, 0]
+    assert not z.grad.any()

@@ -31,14 +31,20 @@ def typed(monkeypatch, example, *words):
     example.main()
 
 
+STEPS = 25
 LOOPS = {
-    "plain_loop": "--steps 25 --batch-size 4 --seq-len 32 --width 32 --depth 2 --every 25",
-    "accelerate_loop": "--steps 25 --batch-size 2 --seq-len 48 --every 25",
+    "plain_loop": f"--steps {STEPS} --batch-size 4 --seq-len 32 --width 32 --depth 2 --every 1",
+    "accelerate_loop": f"--steps {STEPS} --batch-size 2 --seq-len 48 --every 1",
 }
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(name, monkeypatch, capsys):
+    """Cross-entropy falls, and training with the loss lowers dispersion.
+
+    A single step says little: dispersion varies from step to step by more than the
+    margin, and rounding changes by how much. So the second half's mean is compared.
+    """
     pytest.importorskip("accelerate") if name == "accelerate_loop" else None
     monkeypatch.syspath_prepend(ROOT / "examples")
     example = load(name)
@@ -48,11 +54,12 @@ def test_loops(name, monkeypatch, capsys):
         numbers = re.findall(
             r"(?:cross-entropy|dispersion|mean cosine) (\S+)", capsys.readouterr().out
         )
-        found[coeff] = np.array(numbers, dtype=float).reshape(2, -1)
+        found[coeff] = np.array(numbers, dtype=float).reshape(STEPS, -1)
     assert (found["0"][0] == found["1"][0]).all()  # nothing has been trained
-    assert max(rows[1, 0] - rows[0, 0] for rows in found.values()) < -1
+    assert max(rows[-1, 0] - rows[0, 0] for rows in found.values()) < -1
     # dispersion and mean cosine
-    assert (found["1"][1, 1:] < found["0"][1, 1:] - 0.02).all()
+    off, on = (rows[STEPS // 2 :, 1:].mean(0) for rows in found.values())
+    assert (on < off - 0.02).all()
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from titan_disp.dispersion import (
 )
 from titan_disp.dispersion.variants import VARIANTS, base
 from titan_disp.dispersion.variants.paper import angular_pair
+from titan_disp.dispersion.vectors import Gradient
 
 
 @pytest.fixture(autouse=True)
@@ -135,8 +136,26 @@ def test_in_place_kernels_compile_on_views():
     norm = torch.linalg.vector_norm(z.float(), dim=-1, keepdim=True)
     quadratic = moments.Quadratic(*torch.rand(3, 2, 40, 1)[:, :, 8:24])
     for function, arguments in (
-        (vectors._normalize_backward_, (z[:, 8:24], norm[:, 8:24], 1e-2)),
-        (moments._combine_, (tokens(2, 16, 24), torch.rand(2, 1, 24), quadratic, 39)),
+        (
+            vectors._write,
+            (
+                g[:, 8:24],
+                (z[:, 8:24], norm[:, 8:24], 1 / norm[:, 8:24]),
+                None,
+                None,
+                None,
+            ),
+        ),
+        (
+            moments._combine_,
+            (
+                tokens(2, 16, 24),
+                torch.rand(2, 1, 24),
+                quadratic,
+                39,
+                torch.rand(2, 16, 1),
+            ),
+        ),
         (
             moments._combine_,
             (
@@ -144,6 +163,7 @@ def test_in_place_kernels_compile_on_views():
                 torch.rand(2, 1, 24),
                 quadratic,
                 torch.tensor([[[39]], [[20]]]),
+                torch.rand(2, 16, 1),
             ),
         ),
     ):
@@ -166,10 +186,10 @@ def test_moments_compile():
     ones = torch.ones(2, 64, 1)
     valid = (torch.arange(64) < torch.tensor([[40], [0]]))[..., None]
     index = torch.arange(64)[None, :, None]
-    for mask, filled in ((None, None), (valid, valid[:, ::4].transpose(1, 2))):
+    for mask in (index >= 0, valid):
         rows = moments._Rows(ones, ones, index, mask)
         columns = moments._Columns(
-            ones[:, ::4].transpose(1, 2), index[:, ::4].transpose(1, 2), filled
+            *(of_rows[:, ::4].transpose(1, 2) for of_rows in (ones, index, mask))
         )
         arguments = (c, rows, columns, angular_pair(0.7, 0.25))
         torch.testing.assert_close(
@@ -324,6 +344,6 @@ def test_parts_of_a_batch_are_equal(monkeypatch, batch, parts):
     layers.in_parts(
         torch.zeros(batch, 3, 2),
         None,
-        lambda z, mask: seen.append(len(z)) or (z.sum((1, 2)), z),
+        lambda z, mask: seen.append(len(z)) or (z.sum((1, 2)), Gradient(z)),
     )
     assert seen == parts

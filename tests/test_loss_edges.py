@@ -20,8 +20,8 @@ from tests.oracle import (
     tokens,
 )
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
+from titan_disp.dispersion.layers import order
 from titan_disp.dispersion.moments import sample
-from titan_disp.dispersion.sampled import order
 from titan_disp.dispersion.variants import VARIANTS
 
 pytestmark = pytest.mark.filterwarnings(
@@ -136,7 +136,7 @@ def test_a_fitted_sum_that_cannot_be_is_nan():
     is below 0 for the others.
     """
     z = tokens(1, 256, 16, mean=0.0).double()
-    (fitted,) = sample(z, 256, None).rows
+    (fitted,) = sample(z, length=256, mask=None, group=None).rows
     z[:, fitted] *= 0.01
     z[:, fitted, 0] += 1.0
     value, grad = loss_and_gradient(dispersion_loss, z, estimator="moments", tau=0.05)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import angular, cross_entropy, drawing_order
 from titan_disp.dispersion import AutogradVariant, DispersionLoss, masks
@@ -211,6 +212,59 @@ def test_gradients_in_the_backward_pass(
     assert sorted(seen) == [i for i in range(4) for _ in range(2 + 2 * (1 + retain))]
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_sampled_rows_are_added_to_the_gradients_that_arrive(padded):
+    """The gradients are those of the forward pass, also of a float64 model, and no
+    layer's gradient begins as zeros.
+    """
+    tokens = torch.randn(2, 9, 6).double()
+    labels = torch.randint(6, (2, 9))
+    if padded:
+        labels[0, 3:] = -100
+    sampled = DispersionLoss(**PARAMETERS, estimator="sampled", max_tokens=4, seed=5)
+    found = {}
+    for defer in (False, True):
+        torch.manual_seed(0)
+        model = Blocks().double()
+        loss = objective(loss=sampled, defer=defer)
+        segments = torch.where(labels >= 0, 0, -1) if padded else None
+        loss.within_documents = padded
+        logits, activations = model(tokens)[:2]
+        value = loss((logits, activations, segments), labels)
+        with Operations() as operations:
+            value.backward()
+        assert loss.take_late() is None
+        shapes = [shape for name, shape in operations.seen if name == "expand"]
+        assert (activations[0].shape in shapes) != defer
+        found[defer] = [value.detach(), *(p.grad for p in model.parameters())]
+    torch.testing.assert_close(found[True], found[False], rtol=1e-6, atol=1e-8)
+
+
+def test_sampled_rows_need_a_gradient_to_be_added_to():
+    sampled = DispersionLoss(**PARAMETERS, estimator="sampled", max_tokens=4)
+    h = torch.randn(2, 9, 6, requires_grad=True)
+    lost = torch.randn(2, 9, 6, requires_grad=True)
+    value = objective(loss=sampled, defer=True)(
+        (h, (lost, h)), torch.randint(6, (2, 9))
+    )
+    with pytest.raises(RuntimeError, match="activation 0 gets a gradient from disp"):
+        value.backward()
+
+
+class Operations(TorchDispatchMode):
+    """Names and result shapes of the operations, in order."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        shape = getattr(result, "shape", None)
+        self.seen.append((function.overloadpacket.__name__, shape))
+        return result
+
+
 class OfLayer(AutogradVariant):
     seen = []
 
@@ -241,9 +295,47 @@ def test_what_a_hook_in_the_backward_pass_refuses(every_layer_alone):
     ):
         value.backward()
     value = objective(defer=True)(model(tokens), labels)
-    (grad,) = torch.autograd.grad(value, model[3].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        grad.sum().backward()
+        torch.autograd.grad(value, model[0].weight, create_graph=True)
+    h, activations = model(tokens)
+    value = objective(defer=True)((h + 0, activations), labels)  # + saves nothing
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(RuntimeError, match="activation 3 has been modified"):
+        value.backward()
+
+
+def test_layers_in_any_order_and_twice(every_layer_alone, monkeypatch):
+    """A layer may stand in the list twice, and the first may get its gradient before
+    the last. A large batch is computed in parts.
+    """
+    monkeypatch.setattr("titan_disp.dispersion.layers.BATCH_ELEMENTS", 2 * 9 * 6)
+    tokens = torch.randn(3, 9, 6)
+    labels = torch.zeros(3, 9, dtype=torch.long)
+    labels[1, 4:] = -100
+    found = {}
+    for defer in (False, True):
+        model = Blocks()
+        ledger = LossLedger()
+        loss = objective(defer=defer, ledger=ledger)
+        h, activations = model(tokens)
+        layers = [activations[3], activations[0], activations[1], activations[0]]
+        loss((h, layers), labels).backward()
+        assert (loss.take_late() is not None) == defer
+        found[defer] = [*(p.grad for p in model.parameters()), ledger.mean(None)]
+    torch.testing.assert_close(found[True], found[False], rtol=1.3e-6, atol=1e-5)
+
+
+def test_a_backward_pass_that_does_not_reach_all_activations(every_layer_alone):
+    model = Blocks()
+    labels = torch.zeros(3, 9, dtype=torch.long)
+    loss = objective(defer=True)
+    value = loss(model(torch.randn(3, 9, 6)), labels)
+    loss(model(torch.randn(3, 9, 6)), labels).backward()
+    with pytest.raises(RuntimeError, match="of some activations have not arrived"):
+        loss.take_late()
+    value.backward()
+    assert loss.take_late() is not None
 
 
 def test_lambda_is_exact_in_float64(every_layer_alone):

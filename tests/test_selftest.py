@@ -92,13 +92,13 @@ def test_one_rank(trains_quickly, monkeypatch, capsys, tmp_path):
     ):
         row = rows["accuracy", ", ".join((*case, "clamp 0.25"))]
         assert 0 < row["found"]["gradient"] <= row["expected"]["gradient"] <= 0.01
-    kernels_run = {
-        f"kernel {name}"
-        for name in ("epilogue", "normalize_backward", "fit", "combine")
-    }
-    assert {
-        check for section, check in rows if section == "path" and "kernel" in check
-    } == kernels_run
+    of_kernels = [
+        row["found"]
+        for (section, check), row in rows.items()
+        if section == "path" and check.startswith("kernel ")
+    ]
+    assert of_kernels
+    assert all(found == {"ran": "eager: on a CPU"} for found in of_kernels)
     assert ("meshes", "sharded sequences") in rows
     assert rows["resume", "steps"]["found"] == {"trained": [1, 2, 3, 2, 3]}
     losses = [

@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +24,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_disp.dispersion.autograd import Group, add_in_backward, process_group
+from titan_disp.dispersion.autograd import Group, process_group
 from titan_disp.dispersion.formula import check_coeff, condensing
 from titan_disp.dispersion.kernels import bf16_autocast
-from titan_disp.dispersion.layers import packed
+from titan_disp.dispersion.layers import compute_in_backward, packed
 from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.masks import TokenMask, token_mask
 from titan_disp.metric import Metric
@@ -166,7 +167,7 @@ def in_backward(
 
     This needs layers ``zs`` so large that each is computed alone anyway, and sequences
     that are not sharded. Otherwise, forward gathers the next layer while it computes
-    one, and a rank saves only its own shard's gradient. Sampled losses save little.
+    one, and a rank saves only its own shard's gradient. Sampled losses save rows.
     """
     return (
         not sharded
@@ -175,7 +176,7 @@ def in_backward(
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Microbatch:
     """What the losses of one forward pass need.
 
@@ -189,6 +190,7 @@ class _Microbatch:
     step: int
     layers: int
     mask: TokenMask | None  # documents, if only the pairs within them count
+    ledger: "LossLedger | None"  # None in validation
     fit_errors: list[Tensor] = field(default_factory=list)  # which the losses append
 
 
@@ -228,7 +230,8 @@ class DispersionObjective:
     ledger: LossLedger | None = None
     ignore_index: int = -100
     _late: Tensor | None = field(default=None, init=False)
-    _awaits_backward: bool = field(default=False, init=False)
+    # whose backward passes have not reached all activations
+    _awaited: set[_Microbatch] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         losses = self.losses
@@ -263,6 +266,7 @@ class DispersionObjective:
             step=self.step(),
             layers=len(activations),
             mask=self._documents(segments) if self.within_documents else None,
+            ledger=self._training_ledger(),
         )
         coeff = self.coeff(batch.step)
         if self.deferred(activations):
@@ -271,21 +275,26 @@ class DispersionObjective:
 
     def deferred(self, zs: Sequence[Tensor]) -> bool:
         """Return whether this call computes the losses' gradients in backward."""
-        possible = (
-            self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
-        )
         losses = [loss for _, loss in self._losses.values()]
         sharded = process_group(self.group) is not None
-        return possible and in_backward(losses, zs, sharded)
+        return self._in_hooks(zs) and in_backward(losses, zs, sharded)
+
+    def _in_hooks(self, zs: Sequence[Tensor]) -> bool:
+        """Return whether hooks may add gradients to those that arrive for zs."""
+        return (
+            self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
+        )
 
     def take_late(self) -> Tensor | None:
         """Return λ · dispersion of the backward passes since the last call, summed over
         the valid tokens.
 
-        Returns None if the losses contained it. Raises RuntimeError if the last
-        backward pass has not reached all activations.
+        Returns None if the losses contained it. Raises RuntimeError if the
+        backward passes have not reached all activations.
         """
-        if self._awaits_backward:
+        is_missing = len(self._awaited) > 0
+        self._awaited.clear()
+        if is_missing:
             raise RuntimeError(
                 "the gradients of some activations have not arrived, so that these "
                 "were not dispersed"
@@ -346,31 +355,42 @@ class DispersionObjective:
         because the caller multiplies by it. ``coeff`` is λ for the value that backward
         adds to ``_late``, λ · dispersion.
         """
-        self._awaits_backward = True
-        losses_of_layers: list[Tensor] = []
+        self._awaited.add(batch)
+        losses_of_parts: dict[tuple[int, int], Tensor] = {}
         # Backward itself does not run under autocast.
         in_bf16 = bf16_autocast(batch.ce.device.type)
 
-        def loss_of_layer(layer: int, z: Tensor) -> Tensor:
+        def loss_of_part(
+            layer: int, z: Tensor, part: slice, arriving: list[Tensor]
+        ) -> Tensor:
             with torch.autocast(z.device.type, torch.bfloat16, enabled=in_bf16):
-                losses = self._losses_of([z], batch, first_layer=layer)
-            losses_of_layers.append(losses.detach())
-            if layer == 0:  # the gradients of all other layers have arrived before
-                late = coeff * self._record(torch.stack(losses_of_layers).sum(0), batch)
-                losses_of_layers.clear()  # the graph may be retained for another pass
-                self._late = late if self._late is None else self._late + late
-                self._awaits_backward = False
+                losses = self._losses_of([z], batch, layer, part, arriving)
+            losses_of_parts[layer, part.start] = losses.detach()
             return self._weighted_sum(losses)
 
-        return add_in_backward(activations, loss_of_layer)
+        def finish() -> None:
+            losses = reduce(torch.add, losses_of_parts.values())
+            losses_of_parts.clear()  # the graph may be retained for another pass
+            late = coeff * self._record(losses, batch)
+            self._late = late if self._late is None else self._late + late
+            self._awaited.discard(batch)
+
+        return compute_in_backward(activations, loss_of_part, finish)
 
     def _losses_of(
-        self, zs: Sequence[Tensor], batch: _Microbatch, first_layer: int = 0
+        self,
+        zs: Sequence[Tensor],
+        batch: _Microbatch,
+        first_layer: int = 0,
+        part: slice = slice(None),
+        arriving: list[Tensor] | None = None,
     ) -> Tensor:
         """Return each loss, [losses], summed over the valid tokens.
 
-        Of the mean over layers, it has the part of these layers.
+        Of the mean over layers, it has the part of these layers, and of the batch,
+        ``part``. ``arriving`` is that of ``DispersionLoss``; the first loss takes it.
         """
+        mask = None if batch.mask is None else batch.mask[part]
         sums = []
         for _, loss in self._losses.values():
             values = loss(
@@ -378,27 +398,29 @@ class DispersionObjective:
                 self.group,
                 batch.step,
                 batch.fit_errors,
-                segments=batch.mask,
+                segments=mask,
                 first=first_layer,
+                arriving=arriving,
+                in_hooks=self._in_hooks(zs),
             )
-            sums.append((batch.weights * (values.sum(0) / batch.layers)).sum())
+            sums.append((batch.weights[part] * values).sum() / batch.layers)
         return torch.stack(sums)
 
     def _weighted_sum(self, losses: Tensor) -> Tensor:
         weights = [weight for weight, _ in self._losses.values()]
         weighted = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
-        return torch.stack(weighted).sum()
+        return reduce(torch.add, weighted)
 
     def _record(self, losses: Tensor, batch: _Microbatch) -> Tensor:
         """Add the terms to the ledger. Return dispersion."""
         dispersion = self._weighted_sum(losses)
-        if (ledger := self._training_ledger()) is not None:
+        if (ledger := batch.ledger) is not None:
             parts = {}
             if len(losses) > 1:
                 parts = dict(zip(self._losses, losses, strict=True))
             ledger.add(batch.ce, dispersion, batch.tokens, parts)
             if batch.fit_errors:
-                ledger.add_fit_errors(torch.stack(batch.fit_errors))
+                ledger.add_fit_errors(torch.cat(batch.fit_errors))
         return dispersion
 
     def _training_ledger(self) -> LossLedger | None:

@@ -24,8 +24,8 @@ from titan_disp.checks import build_dispersion_losses
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
 from titan_disp.config.command_options import Machine
 from titan_disp.config.types import JobConfig
+from titan_disp.dispersion.cost import Cost, cost_of
 from titan_disp.dispersion.layers import GPU_BATCH_ELEMENTS
-from titan_disp.dispersion.variants.base import Cost
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.decoder import DispModel
@@ -285,6 +285,8 @@ class Gpu:
     node_bandwidth: float
     # bytes/s sent to other nodes by the machine named next to it; other machines differ
     network_bandwidth: float
+    # peak bytes/s of its memory; without a number, about that of the RTX4090
+    memory_bandwidth: float = 1e12
 
 
 # Each number was compared with the source beside it: data sheets and the white paper in
@@ -300,6 +302,7 @@ GPUS = {
         node_bandwidth=300e9,
         # DGX A100 data sheet: 8 single-port ConnectX-6 cards of 200 Gb/s for 8 GPUs
         network_bandwidth=25e9,
+        memory_bandwidth=2.039e12,  # NVIDIA A100 data sheet
     ),
     "H100": Gpu(
         # Hopper white paper, H100 SXM5. Data sheet: 1,979 TFLOP/s with sparsity, which
@@ -312,6 +315,7 @@ GPUS = {
         # DGX BasePOD reference architecture: 8 single-port ConnectX-7 of 400 Gb/s for 8
         # GPUs
         network_bandwidth=50e9,
+        memory_bandwidth=3.35e12,  # H100 data sheet, SXM
     ),
     "H200": Gpu(
         # H200 data sheet, SXM: the compute of an H100 (1,979 TFLOP/s with sparsity)
@@ -321,6 +325,7 @@ GPUS = {
         node_bandwidth=450e9,  # the same: NVLink, 900 GB/s both ways
         # DGX BasePOD reference architecture: DGX H200 has the network cards of DGX H100
         network_bandwidth=50e9,
+        memory_bandwidth=4.8e12,  # H200 data sheet, SXM
     ),
     # One of the two dies (GCDs) of a card. torch sees each as a device.
     "MI250X-GCD": Gpu(
@@ -337,6 +342,7 @@ GPUS = {
         # slowest link, if it uses one of 50 GB/s; that it does is our assumption.
         node_bandwidth=50e9,
         network_bandwidth=12.5e9,  # Frontier User Guide: 4 cards of 200 Gb/s for 8 dies
+        memory_bandwidth=1.6e12,  # AMD's table: 3.2 TB/s for a card
     ),
     "MI300X": Gpu(
         # ROCm's page "MI300 microarchitecture": peak of dense bf16 matrix products
@@ -350,6 +356,7 @@ GPUS = {
         node_bandwidth=448e9,
         # Azure ND MI300X v5: 8 NDR ports of 400 Gb/s for 8 GPUs. Other machines differ
         network_bandwidth=50e9,
+        memory_bandwidth=5.3e12,  # ROCm's page on the microarchitecture
     ),
     # Of a desktop: PCIe ×16 (4.0, and 5.0 for the last), and Ethernet of 10 Gb/s, which
     # is our assumption.
@@ -360,6 +367,7 @@ GPUS = {
         memory=24e9,
         node_bandwidth=32e9,
         network_bandwidth=1.25e9,
+        memory_bandwidth=936e9,  # the white paper
     ),
     "RTX4090": Gpu(
         # Ada white paper: dense, with FP32 sums; 330.3 with sparsity
@@ -368,6 +376,7 @@ GPUS = {
         memory=24e9,
         node_bandwidth=32e9,
         network_bandwidth=1.25e9,
+        memory_bandwidth=1008e9,  # the white paper
     ),
     "RTX5090": Gpu(
         bf16_flops=209.5e12,  # RTX Blackwell white paper: dense, with FP32 sums
@@ -375,6 +384,7 @@ GPUS = {
         memory=32e9,
         node_bandwidth=64e9,
         network_bandwidth=1.25e9,
+        memory_bandwidth=1792e9,  # the white paper
     ),
 }
 
@@ -487,17 +497,23 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
 
 
 def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
-    """Sum what all losses of all layers cost for one sequence.
-
-    Autograd code counts as a function of pairs.
-    """
+    """Sum what all losses of all layers cost for one sequence."""
     p = job_config.parallelism
     tokens = job_config.training.seq_len
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
     segmented = job_config.dispersion.within_documents
     every = zip(
-        *(loss.cost(tokens, args.dim, shards, segmented) for loss in losses),
+        *(
+            cost_of(
+                loss,
+                tokens=tokens,
+                features=args.dim,
+                shards=shards,
+                segmented=segmented,
+            )
+            for loss in losses
+        ),
         strict=True,
     )
     return Cost(*(len(args.activations) * sum(part) for part in every))

@@ -77,12 +77,14 @@ class Model:
             positions.
         flops: of forward and backward, without recomputation.
         dispersion_flops: what dispersion adds to these.
+        dispersion_bytes: that it reads and writes beside its products.
     """
 
     parameters: int
     parameters_non_embedding: int
     flops: float
     dispersion_flops: float
+    dispersion_bytes: float
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Time:
 
     Attributes:
         computing_seconds: of a step's products at the machine's ``mfu`` of the bf16
-            peak (dispersion: half of it).
+            peak, and of ``dispersion_bytes``.
         within_bytes: that a GPU sends in a step to others of its node (``traffic``).
         between_bytes: that it sends to other nodes.
         within_seconds, between_seconds: to send these bytes.
@@ -417,14 +419,15 @@ def predict(job_config: JobConfig, module: DispModel, machine: Machine) -> Predi
     args = module.model_args
     parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
     embeddings = nn.ModuleList([*module.embeddings, module.output])
-    dispersion_flops = cost.dispersion_cost(job_config, args).flops
+    dispersion = cost.dispersion_cost(job_config, args)
     model = Model(
         parameters=parameters,
         # A tied weight is one parameter.
         parameters_non_embedding=parameters
         - sum(weight.numel() for weight in embeddings.parameters()),
         flops=float(flops_per_token * step_tokens),
-        dispersion_flops=float(sequences * dispersion_flops),
+        dispersion_flops=float(sequences * dispersion.flops),
+        dispersion_bytes=float(sequences * dispersion.bytes),
     )
     return Prediction(
         mesh=mesh,
@@ -437,9 +440,9 @@ def predict(job_config: JobConfig, module: DispModel, machine: Machine) -> Predi
     )
 
 
-# How much longer dispersion's FLOPs take than the model's: rounded from the exact
-# estimator on one H200 (docs/benchmarks.md).
-SLOWER = 2.0
+# The part of a GPU's memory bandwidth that dispersion gets. With it,
+# benchmarks/gpu_cost.py predicts what was measured on one H200 (docs/benchmarks.md).
+BANDWIDTH_PART = 0.85
 
 
 def _time(
@@ -463,7 +466,8 @@ def _time(
         seconds = computing + sent.exposed(computing, within, between)
         return batch.steps * seconds / 86400
 
-    computing = (model.flops + SLOWER * model.dispersion_flops) / bf16
+    passes = model.dispersion_bytes / (world * BANDWIDTH_PART * gpu.memory_bandwidth)
+    computing = (model.flops + model.dispersion_flops) / bf16 + passes
     exposed = sent.exposed(computing, within, between)
     return Time(
         computing_seconds=computing,
@@ -477,7 +481,7 @@ def _time(
         days=days(computing),
         days_without_dispersion=days(model.flops / bf16),
         days_fp32_dispersion=days(
-            model.flops / bf16 + SLOWER * model.dispersion_flops / fp32
+            model.flops / bf16 + model.dispersion_flops / fp32 + passes
         ),
     )
 
@@ -633,7 +637,7 @@ def _time_rows(plan: Plan) -> list[Row]:
             "FLOPs",
             f"{model.flops:.3e} per step, {model.flops * steps:.3e} in total; "
             f"dispersion adds {model.dispersion_flops:.3e} and "
-            f"{model.dispersion_flops * steps:.3e} ({share:.1%}, at half the speed)",
+            f"{model.dispersion_flops * steps:.3e} ({share:.1%})",
         ),
         (
             "step",

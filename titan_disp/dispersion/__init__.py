@@ -24,10 +24,12 @@ variants      the formula of each loss; finds a variant by its name, and builds 
   ▼
 pairwise      exact sums over tiles of pairs
 moments       sums over all pairs in linear time
+triton_pairs  pairs in one kernel of a GPU; triton_kernels is its source
 kernels       fused steps
   ▼
-autograd      the gradient that forward has saved, and the collectives
+autograd      when a gradient is computed and added, and the collectives
 vectors       norms and their derivatives
+gradients     the last pass over a gradient: scale, add and cast
 """
 
 from titan_disp.dispersion.hooks import attach

@@ -2,10 +2,11 @@
 values over ranks.
 
 Either forward does so and saves the gradient, which backward only scales, or a hook
-does so in the backward pass (``add_in_backward``). If a sequence is sharded, each rank
-saves the complete gradient of its own tokens, so backward needs no communication: the
-derivative of a sum over ranks is the identity. A sequence may be sharded over a process
-group or a 1-D mesh.
+does so in the backward pass (``add_in_backward``), where the last pass over the gradient
+also adds the gradient that arrives from the rest of the model. If a sequence is sharded,
+each rank saves the complete gradient of its own tokens, so backward needs no
+communication: the derivative of a sum over ranks is the identity. A sequence may be
+sharded over a process group or a 1-D mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_disp.dispersion.vectors import Gradient
+
 # torch 2.13 renamed this function and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Group = dist.ProcessGroup | DeviceMesh | None
-Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
+Result = tuple[Tensor, Gradient]  # value [B], ∂value/∂z
+
+NO_SECOND_DERIVATIVE = (
+    "the dispersion loss has no second derivative: its gradient is computed beside its "
+    "value, and is a constant"
+)
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
@@ -90,38 +98,52 @@ class Gathering:
         ]
 
 
-class SavedGradient(torch.autograd.Function):
-    """Save the gradient that ``compute`` returns.
+class LayerValue(torch.autograd.Function):
+    """The values that ``compute`` returns for the k layers zs, which it computes
+    together: [k·B], returned as [k, B].
 
-    Backward scales it in place, unless the graph is retained.
-
-    It returns the values [k·B] and the gradients [k·B, n, F] of all sequences of the k
-    layers zs, which are computed together. The values are returned as [k, B].
+    Without ``arriving``, forward saves the gradient, and backward scales it in place
+    unless the graph is retained. With it, backward writes the gradient for the first
+    time, and adds the only entry of ``arriving``, which it takes out of the list.
     """
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[], Result], *zs: Tensor) -> Tensor:
-        value, grad = compute()
+    def forward(
+        ctx: Any,
+        compute: Callable[[], Result],
+        arriving: list[Tensor] | None,
+        *zs: Tensor,
+    ) -> Tensor:
+        value, gradient = compute()
         value = value.view(len(zs), -1)
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(grad.to(saved_dtype(zs[0].dtype)), value)
-            ctx.dtype = zs[0].dtype
+        if not any(ctx.needs_input_grad):
+            return value
+        ctx.dtype = zs[0].dtype
+        ctx.arriving = arriving
+        if arriving is None:
+            saved = gradient.tensor(saved_dtype(ctx.dtype))
+            ctx.save_for_backward(value, saved)
+        else:
+            ctx.gradient = gradient
+            ctx.save_for_backward(value)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor | None, ...]:
-        grad, value = ctx.saved_tensors
+        value, *saved = ctx.saved_tensors
+        factor = grad_value.reshape(-1)
         with torch.no_grad():
-            out = torch.empty_like(grad) if _graph_is_retained() else grad
-            out = torch.mul(grad, grad_value.reshape(-1, 1, 1), out=out).to(ctx.dtype)
-        return None, *only_first_derivative(out, value, grad_value).chunk(len(value))
-
-
-# AOTAutograd calls this private function too. If torch lacks it, backward does not
-# reuse the memory.
-_graph_is_retained = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
-)
+            if saved:
+                (grad,) = saved
+                out = torch.empty_like(grad) if graph_is_retained() else grad
+                out = torch.mul(grad, factor[:, None, None], out=out).to(ctx.dtype)
+            else:
+                arriving = ctx.arriving.pop() if ctx.arriving else None
+                out = torch.empty_like(ctx.gradient.w, dtype=ctx.dtype)
+                ctx.gradient.write(out, factor, arriving)
+                ctx.gradient = None
+        layers = only_first_derivative(out, value, grad_value).chunk(len(value))
+        return None, None, *layers
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -131,91 +153,118 @@ def saved_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+# AOTAutograd calls this private function too. If torch lacks it, backward does not
+# reuse the memory.
+graph_is_retained = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+# Takes the index of a layer, the gradient of the value, and the one that arrives for z.
+# Returns the latter with what the value contributes to it, in new memory.
+Add = Callable[[int, Tensor, Tensor], Tensor]
+
+
 def add_in_backward(
-    zs: Sequence[Tensor], loss: Callable[[int, Tensor], Tensor]
+    zs: Sequence[Tensor],
+    value: Tensor,
+    add: Add,
+    finish: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Return 0, whose backward adds the gradient of ``loss(index, z)``, a scalar, to
-    that of each of ``zs`` [B, n, F].
+    """Return ``value``, in whose backward hooks ``add`` its gradients to those that
+    arrive for each of ``zs`` [B, n, F], and then ``finish``.
 
-    The loss is computed when the gradient of z arrives. Until then only z is kept,
-    which the layer after it keeps as well, unless it is checkpointed together with
-    others. Each z must have a gradient from elsewhere, as from that layer.
+    Hooks run in every backward pass through z; they do nothing in one that does not
+    reach the value.
+
+    Raises:
+        RuntimeError: in backward, if no other gradient arrives for a layer, or under
+            ``create_graph``.
     """
-    kept: list[Tensor | None] = [z.detach() for z in zs]
-    factor: list[Tensor] = []
+    current = _Pass()
+    count = len(zs)  # the hooks must not hold zs
 
-    def arrived(index: int, grad: Tensor | None) -> Tensor:
-        z = kept[index]
-        assert z is not None
+    def arrived(layer: int, grad: Tensor | None) -> Tensor | None:
+        if current.number != torch._C._current_graph_task_id():
+            return grad
         if grad is None:
             raise RuntimeError(
-                f"activation {index} gets a gradient from dispersion only: another "
-                "layer must take it as input"
+                f"activation {layer} gets a gradient from dispersion only: another "
+                "layer must take it as input, and not within the same compiled function"
             )
-        if not _graph_is_retained():
-            kept[index] = None
-        with torch.enable_grad():
-            z = z.detach().requires_grad_()
-            (of_loss,) = torch.autograd.grad(loss(index, z), z, factor[-1])
-        if torch.is_grad_enabled():  # under create_graph
-            total = of_loss + grad
-        else:
-            total = of_loss.add_(grad)
-        return only_first_derivative(total, z, factor[-1])
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        total = add(layer, current.factor, grad)
+        current.layers.add(layer)
+        if finish is not None and len(current.layers) == count:
+            finish()
+        return total
 
-    for index, z in enumerate(zs):
-        z.register_hook(partial(arrived, index))
-    return _Factor.apply(factor, *zs)
+    for layer, z in enumerate(zs):
+        z.register_hook(partial(arrived, layer))
+    return _InPass.apply(current, value, *zs)
 
 
-class _Factor(torch.autograd.Function):
-    """Learn by what a loss is multiplied.
+class _Pass:
+    """A backward pass that has reached a value."""
 
-    As the tokens are inputs, this is known before a gradient of them is complete.
+    number = -1  # autograd's
+    factor: Tensor  # the gradient of the value
+    layers: set[int]  # whose gradients have arrived
+
+
+class _InPass(torch.autograd.Function):
+    """Return ``value``, and describe the backward pass that reaches it.
+
+    As the tokens are inputs, this happens before a gradient of them is complete. Their
+    gradients come from hooks.
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: list[Tensor], *zs: Tensor) -> Tensor:
-        ctx.factor = factor
-        ctx.none = (None,) * (1 + len(zs))
-        dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
-        return zs[0].new_zeros((), dtype=dtype)
+    def forward(ctx: Any, current: _Pass, value: Tensor, *zs: Tensor) -> Tensor:
+        ctx.current = current
+        ctx.none = (None,) * (2 + len(zs))
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.factor.append(grad)
+        ctx.current.number = torch._C._current_graph_task_id()
+        ctx.current.factor = grad
+        ctx.current.layers = set()
         return ctx.none
 
 
 class SavedRows(torch.autograd.Function):
-    """Attach a known gradient to a value [B]: ``rows`` [B, k, F] at some positions of
-    z, and 0 at the others.
-
-    ``positions`` is [k], distinct and shared by all sequences, or [B, k], where rows at
-    the same position are added.
+    """Attach a known gradient to a value [B]: ``grads`` [B, m, F] of some rows of z
+    (``add_rows``), and 0 of the others.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, value: Tensor, rows: Tensor, positions: Tensor
+        ctx: Any, z: Tensor, value: Tensor, grads: Tensor, rows: Tensor
     ) -> Tensor:
         value = value.clone()
-        ctx.save_for_backward(rows, positions, value)
+        ctx.save_for_backward(grads, rows, value)
         ctx.shape = z.shape
         ctx.dtype = z.dtype
         return value
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, positions, value = ctx.saved_tensors
+        grads, rows, value = ctx.saved_tensors
         with torch.no_grad():
-            grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
-            scaled = (rows * grad_value[:, None, None]).to(ctx.dtype)
-            if positions.ndim == 1:
-                grad[:, positions] = scaled
-            else:
-                grad.scatter_add_(1, positions[..., None].expand_as(scaled), scaled)
+            zero = torch.zeros((), dtype=ctx.dtype, device=grads.device)
+            scaled = grads * grad_value[:, None, None]
+            grad = add_rows(zero.expand(ctx.shape), scaled, rows)
         return only_first_derivative(grad, value, grad_value), None, None, None
+
+
+def add_rows(x: Tensor, grads: Tensor, rows: Tensor) -> Tensor:
+    """Return x [B, n, F] with ``grads`` [B, m, F] added to ``rows`` [B·m] of
+    x.flatten(0, 1), in new memory.
+    """
+    added = grads.flatten(0, 1).to(x.dtype)
+    return x.flatten(0, 1).index_add(0, rows, added).view(x.shape)
 
 
 def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:
@@ -239,10 +288,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            "the dispersion loss has no second derivative: its gradient is computed "
-            "in forward and saved"
-        )
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 class SumOverGroup(torch.autograd.Function):

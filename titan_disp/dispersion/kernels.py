@@ -10,7 +10,7 @@ overflow.
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ EAGER_ON_CPU = "eager: on a CPU"
 BF16_PRODUCTS = "bfloat16, added in float32"
 _functions: dict[str, str] = {}
 _products: set[str] = set()
+# Called with a fused function and its arguments, in place of it. A benchmark sets this
+# to count each call as one kernel, on meta tensors that no compiler takes.
+run_fused: Callable[..., Any] | None = None
 
 
 def path() -> dict[str, Any]:
@@ -30,9 +33,15 @@ def path() -> dict[str, Any]:
     before the first loss.
 
     ``kernels`` says of every fused function that ran whether it was compiled or eager,
-    and why. ``products`` lists the dtypes of the operands of products.
+    and of every kernel of ``triton_pairs`` whether it is used, and why. ``products``
+    lists the dtypes of the operands of products.
     """
     return {"kernels": dict(_functions), "products": sorted(_products)}
+
+
+def record(kernel: str, how: str) -> None:
+    """Let ``path`` say how a kernel ran, unless it says so already."""
+    _functions.setdefault(kernel, how)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -113,19 +122,19 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return product(a.float(), b.float())
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, to_zero: bool = False) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
     """Add a @ b to ``out`` [B, m, n] in place, or write it there.
 
     ``out`` has the accumulation dtype.
     """
-    beta = 0 if to_zero else 1  # with 0, what is in ``out`` is not read
+    beta = 0 if overwrite else 1  # with 0, what is in ``out`` is not read
     if a.dtype == out.dtype:
         _products.add(str(a.dtype).removeprefix("torch."))
         out.baddbmm_(a, b, beta=beta)
     elif _float32_results(a.device, "baddbmm"):
         _products.add(BF16_PRODUCTS)
         _baddbmm(out, a, b, beta)
-    elif to_zero:
+    elif overwrite:
         out.copy_(product(a, b))
     else:
         out.add_(product(a, b))
@@ -142,6 +151,8 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if run_fused is not None:
+            return cast(T, run_fused(function, *args, **kwargs))
         first = args[0]
         assert isinstance(first, Tensor)
         if first.device.type == "cpu":

@@ -25,6 +25,7 @@ With a group, every rank gets the full loss, and backward returns grad_output ·
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,18 +34,30 @@ from torch import Tensor
 
 from titan_disp.dispersion.autograd import (
     Gathering,
+    LayerValue,
     LogSumExpOverGroup,
     Result,
-    SavedGradient,
+    SavedRows,
     SumOverGroup,
+    add_in_backward,
+    add_rows,
+    graph_is_retained,
     saved_dtype,
 )
 from titan_disp.dispersion.kernels import accumulation_dtype
-from titan_disp.dispersion.masks import Count, TokenMask
+from titan_disp.dispersion.masks import (
+    Count,
+    TokenMask,
+    first_of_orders,
+    held_positions,
+    in_a_row,
+    slots_of,
+)
+from titan_disp.dispersion.vectors import Gradient
 
 # Takes this rank's tokens of some sequences of one layer, z [B, n, F], and their mask.
-# Returns value [B] and ∂value/∂z [B, n, F]. Under a mask, z is 0 at padded positions,
-# and the gradient returned there is ignored.
+# Returns value [B] and ∂value/∂z. Under a mask, z is 0 at padded positions, and the
+# gradient there is ignored.
 Compute = Callable[[Tensor, TokenMask | None], Result]
 
 # The number of elements of z that are processed at a time, so that memory does not grow
@@ -52,8 +65,10 @@ Compute = Callable[[Tensor, TokenMask | None], Result]
 # large kernels.
 BATCH_ELEMENTS = 1 << 23
 GPU_BATCH_ELEMENTS = 1 << 25
-# On a CPU, of layers that are computed together: they fit into its caches
+# Of layers that are computed together. On a CPU, they fit into its caches. On a GPU,
+# their copies would cost more than the kernels of larger ones.
 PACK_ELEMENTS = 1 << 20
+GPU_PACK_ELEMENTS = 1 << 21
 
 
 class Layers(ABC):
@@ -67,6 +82,9 @@ class Layers(ABC):
     segmented: bool = False  # whether only the pairs within segments count
     step: int = 0  # that was given with the layers
     first: int = 0  # the index of the first of them
+    # the gradient that arrives for the only layer (``compute_in_backward``)
+    arriving: list[Tensor] | None = None
+    in_hooks: bool = False  # whether sampled layers add their gradients in hooks
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:
@@ -115,7 +133,7 @@ class Layers(ABC):
 
         def sum_of_squares(z: Tensor, mask: TokenMask | None) -> Result:
             z = z.to(accumulation_dtype(z.dtype))
-            return z.square().sum((1, 2)), 2 * z
+            return z.square().sum((1, 2)), Gradient(2 * z)
 
         sums = self.sum_over_group(self.each(sum_of_squares))
         tokens = self.tokens(self.mask)
@@ -137,10 +155,10 @@ class Layers(ABC):
         return z
 
     def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
-        value, grad = compute(self._prepared(z, mask), mask)
+        value, gradient = compute(self._prepared(z, mask), mask)
         if mask is not None:
-            grad.masked_fill_(~mask.own, 0.0)
-        return value, grad
+            gradient = replace(gradient, tokens=mask.own)
+        return value, gradient
 
 
 class WholeLayers(Layers):
@@ -173,14 +191,13 @@ class WholeLayers(Layers):
             computes = computes * len(packs)
         else:
             packs = [[z] for z in self.zs]
-        values = []
-        for pack, self._following, compute in zip(
-            packs, [*packs[1:], []], computes, strict=True
-        ):
-            values.append(
-                SavedGradient.apply(partial(self._of_pack, compute, pack), *pack)
-            )
-        return torch.cat(values)
+        values: list[Tensor] = []
+        for number, compute in enumerate(computes):
+            pack = packs[number]
+            self._following = [*packs, []][number + 1]  # see ``gather``
+            of_pack = partial(self._of_pack, compute, pack)
+            values.append(LayerValue.apply(of_pack, self.arriving, *pack))
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def gather(self, z: Tensor) -> Gathering | None:
         """Also start to gather the layers that follow, so that this takes no time
@@ -219,7 +236,7 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
     """Put small layers of one kind together, because each alone would take as many
     kernels, all of them small.
     """
-    most = PACK_ELEMENTS if zs[0].device.type == "cpu" else GPU_BATCH_ELEMENTS
+    most = PACK_ELEMENTS if zs[0].device.type == "cpu" else GPU_PACK_ELEMENTS
     packs = [[zs[0]]]
     for z in zs[1:]:
         last = packs[-1]
@@ -231,19 +248,197 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
     return packs
 
 
-def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
-    """Return ``compute(z, mask)``, computed for a few sequences at a time to bound the
-    memory of temporaries.
+def parts(z: Tensor) -> list[slice]:
+    """Divide the sequences of z [B, n, F], so that the memory of temporaries does not
+    grow with the batch.
     """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
-    if most >= len(z):
-        return compute(z, mask)
     size = math.ceil(len(z) / math.ceil(len(z) / most))
+    return [slice(i, i + size) for i in range(0, len(z), size)]
+
+
+def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
+    """Return ``compute(z, mask)``, computed for a few sequences at a time."""
+    slices = parts(z)
+    if len(slices) == 1:
+        return compute(z, mask)
     grad = torch.empty_like(z, dtype=saved_dtype(z.dtype))
     values = []
-    for i in range(0, len(z), size):
-        part = slice(i, i + size)
-        value, grad[part] = compute(z[part], None if mask is None else mask[part])
+    for part in slices:
+        value, gradient = compute(z[part], None if mask is None else mask[part])
         values.append(value)
-    return torch.cat(values), grad
+        gradient.write(grad[part])
+    return torch.cat(values), Gradient(grad)
+
+
+# Returns the loss of some sequences of a layer, a scalar, given the index of the layer,
+# the tokens [b, n, F], which sequences they are, and a list of the gradient that arrives
+# for them. Backward of the loss may take the gradient out of the list, and then returns
+# the sum of it and its own.
+LossOfPart = Callable[[int, Tensor, slice, list[Tensor]], Tensor]
+
+
+def compute_in_backward(
+    zs: Sequence[Tensor], loss: LossOfPart, finish: Callable[[], None]
+) -> Tensor:
+    """Return 0, whose backward adds the gradient of ``loss`` to that of each of ``zs``
+    [B, n, F], and then, after the last of these, calls ``finish``.
+
+    The loss is computed when the gradient of z arrives. Until then only z is kept,
+    which the layer after it keeps as well, unless it is checkpointed together with
+    others. Each z must have a gradient from elsewhere, as from that layer.
+
+    Raises:
+        RuntimeError: in backward, as ``add_in_backward``, or if z has been changed.
+    """
+    kept: list[Tensor | None] = [z.detach() for z in zs]
+    versions = [z._version for z in zs]
+
+    # ``factor`` is what the value, a scalar, is multiplied by.
+    def add(layer: int, factor: Tensor, grad: Tensor) -> Tensor:
+        z = kept[layer]
+        assert z is not None
+        if z._version != versions[layer]:
+            raise RuntimeError(
+                f"activation {layer} has been modified by an in-place operation after "
+                "the loss was called, which needs it in the backward pass"
+            )
+        if not graph_is_retained():
+            kept[layer] = None
+        grads = [of_part(layer, z[part], part, factor, grad[part]) for part in parts(z)]
+        return grads[0] if len(grads) == 1 else torch.cat(grads)
+
+    def of_part(
+        layer: int, z: Tensor, part: slice, factor: Tensor, grad: Tensor
+    ) -> Tensor:
+        arriving = [grad]
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            value = loss(layer, z, part, arriving)
+            (of_loss,) = torch.autograd.grad(value, z, factor)
+        if arriving:  # it was not taken out
+            return of_loss + grad
+        return of_loss
+
+    dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
+    return add_in_backward(zs, zs[0].new_zeros((), dtype=dtype), add, finish)
+
+
+def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
+    """Return all positions below ``tokens`` in the order in which they are drawn, int64
+    on the CPU.
+    """
+    generator = torch.Generator().manual_seed(
+        ((seed * 1_000_003 + step) * 1_009 + layer) % 2**64
+    )
+    return torch.randperm(tokens, generator=generator)
+
+
+class SampledLayers(Layers):
+    """The first ``count`` positions of each layer's order that hold tokens in a
+    sequence, or all of these if there are fewer.
+
+    Without a mask, they are the same for all sequences. The authors' released code
+    samples by default: 256 positions, drawn anew for every layer and microbatch. Here
+    the draw depends on the seed, the step and the layer alone, so it is the same on
+    every mesh and after a resume.
+
+    Every rank computes the loss of them all, and keeps the gradient of its own.
+    """
+
+    group = None  # as every rank has all of them
+
+    def __init__(
+        self,
+        zs: Sequence[Tensor],
+        orders: list[Tensor],
+        count: int,
+        mask: TokenMask | None,
+        group: dist.ProcessGroup | None,
+        in_bf16: bool,
+    ) -> None:
+        self.zs = zs
+        self.length = count
+        self.features = [z.shape[2] for z in zs]
+        self.in_bf16 = in_bf16
+        self.mask = None  # of each layer: as many slots are filled in all
+        self.mask_of_all: TokenMask | None = None  # of the sequences of all layers
+        self.segmented = mask is not None and mask.segments is not None
+        batch, n, _ = zs[0].shape
+        device = zs[0].device
+        if mask is None:
+            drawn = torch.stack(orders)[:, :count].sort().values
+            on_device = drawn.to(device, non_blocking=True)
+            positions = on_device[:, None].expand(-1, batch, -1)
+        else:
+            on_device = torch.stack(orders).to(device, non_blocking=True)
+            positions = self._draw_tokens(mask, on_device)
+        is_held, index = held_positions(positions, n, group)
+        self.rows = in_a_row(index, n)  # of z, [L, B·m]
+        tokens = [
+            z.detach().flatten(0, 1).index_select(0, rows)
+            for z, rows in zip(zs, self.rows, strict=True)
+        ]
+        self.z = torch.stack(tokens).unflatten(1, (batch, count))  # [L, B, m, F]
+        self.is_held = None
+        if group is not None:
+            self.is_held = is_held[..., None]
+            self.z = self.z.where(self.is_held, 0.0)
+            # Adds only zeros to each token: exact in any dtype
+            dist.all_reduce(self.z, group=group)
+
+    def _draw_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
+        """Set the masks of the drawn tokens, and return their positions, [L, B, m]."""
+        layers = len(orders)
+        chosen = first_of_orders(mask, orders, self.length).flatten(0, 1)
+        positions, filled = slots_of(chosen, self.length)
+        self.mask = TokenMask((filled[: len(mask.whole)],))
+        segments = None
+        if mask.segments is not None:
+            numbers = torch.cat(mask.segments, dim=1).repeat(layers, 1)
+            segments = (numbers.gather(1, positions).masked_fill(~filled, -1),)
+        self.mask_of_all = TokenMask((filled,), segments=segments)
+        return positions.unflatten(0, (layers, -1))
+
+    def each(self, *computes: Compute) -> Tensor:
+        if len(computes) == 1:
+            # All layers at once: each layer alone would take as many kernels, all of
+            # them small.
+            values, grads = self._computed(
+                self.z.flatten(0, 1), self.mask_of_all, *computes
+            )
+        else:
+            results = [
+                self._computed(z, self.mask, compute)
+                for z, compute in zip(self.z, computes, strict=True)
+            ]
+            values, grads = map(torch.cat, zip(*results, strict=True))
+        values = values.view(len(self.zs), -1)
+        grads = grads.view_as(self.z)
+        if self.is_held is not None:
+            grads = grads.where(self.is_held, 0.0)
+        rows = self.rows
+        if self.in_hooks:
+
+            def add(layer: int, factor: Tensor, arriving: Tensor) -> Tensor:
+                of_layer = grads[layer] * factor[layer][:, None, None]
+                return add_rows(arriving, of_layer, rows[layer])
+
+            return add_in_backward(self.zs, values, add)
+        layers = zip(self.zs, values, grads, rows, strict=True)
+        return torch.stack([SavedRows.apply(*layer) for layer in layers])
+
+    def _computed(
+        self, z: Tensor, mask: TokenMask | None, compute: Compute
+    ) -> tuple[Tensor, Tensor]:
+        """Return values [b] and gradients [b, m, F] of drawn tokens z [b, m, F]: of one
+        layer, or of all in a row.
+        """
+        value, gradient = in_parts(z, mask, partial(self._apply, compute))
+        return value, gradient.tensor(saved_dtype(z.dtype))
+
+    def _masked_pairs(self) -> Tensor:
+        assert self.mask_of_all is not None
+        pairs = self.mask_of_all.squares - self.mask_of_all.counts
+        return pairs.view(len(self.zs), -1)

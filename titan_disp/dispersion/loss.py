@@ -17,9 +17,13 @@ from titan_disp.dispersion.autograd import (
     size_of,
 )
 from titan_disp.dispersion.kernels import accumulation_dtype, bf16_autocast
-from titan_disp.dispersion.layers import Layers, WholeLayers
+from titan_disp.dispersion.layers import (
+    Layers,
+    SampledLayers,
+    WholeLayers,
+    order,
+)
 from titan_disp.dispersion.masks import TokenMask, token_mask
-from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import (
     VARIANTS,
     Variant,
@@ -27,7 +31,6 @@ from titan_disp.dispersion.variants import (
     options_of,
     users_of,
 )
-from titan_disp.dispersion.variants.base import Cost, cost_of_moments
 from titan_disp.errors import did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
@@ -167,27 +170,6 @@ class DispersionLoss:
         """
         return self.max_tokens if self.estimator == "sampled" else None
 
-    def cost(
-        self, tokens: int, features: int, shards: int, segmented: bool = False
-    ) -> Cost:
-        """Return what the loss costs for one layer of a sequence over this number of
-        shards (ranks).
-
-        If it is ``segmented``, all pairs count, although those of tiles without a
-        common segment are left out.
-        """
-        if self.estimator == "sampled" and self.max_tokens < tokens:
-            of_rank = self._variant.cost(self.max_tokens, features, shards=1)
-            # every rank takes all sampled tokens
-            return Cost(
-                flops=of_rank.flops * shards,
-                gathered=0.0,
-                reduced=self.max_tokens * features,
-            )
-        if self.estimator == "moments":
-            return cost_of_moments(tokens, features)
-        return self._variant.cost(tokens, features, shards, segmented)
-
     def __call__(
         self,
         zs: Iterable[Tensor],
@@ -197,6 +179,8 @@ class DispersionLoss:
         valid: Tensor | None = None,
         segments: Tensor | TokenMask | None = None,
         first: int = 0,
+        arriving: list[Tensor] | None = None,
+        in_hooks: bool = False,
     ) -> Tensor:
         """Return the loss per layer and sequence.
 
@@ -223,6 +207,11 @@ class DispersionLoss:
                 Losses of cosines and l2_repel can do this, exact and sampled. The host
                 waits for the numbers.
             first: the index of the first of ``zs``, if they are some of all layers.
+            arriving: for ``compute_in_backward``: the gradient that the only layer gets
+                from elsewhere. Backward may take it out of the list, and then returns
+                the sum.
+            in_hooks: whether hooks on ``zs`` may add the sampled estimator's rows to
+                the gradients that ``zs`` get from elsewhere, which they must have.
 
         Returns:
             [len(zs), B] in float32 (float64 for float64 input), the same full value on
@@ -271,25 +260,22 @@ class DispersionLoss:
                     order(length, self.seed, step, first + layer)
                     for layer in range(len(zs))
                 ]
-                if mask is None:
-                    layers = SampledLayers(
-                        zs, orders, count=self.max_tokens, group=pg, in_bf16=in_bf16
-                    )
-                else:
-                    layers = SampledTokens(
-                        zs,
-                        orders,
-                        count=self.max_tokens,
-                        group=pg,
-                        in_bf16=in_bf16,
-                        mask=mask,
-                    )
+                layers = SampledLayers(
+                    zs,
+                    orders,
+                    count=self.max_tokens,
+                    mask=mask,
+                    group=pg,
+                    in_bf16=in_bf16,
+                )
             else:
                 layers = WholeLayers(
                     zs, length=length, mask=mask, group=pg, in_bf16=in_bf16
                 )
             layers.step = step
             layers.first = first
+            layers.arriving = arriving
+            layers.in_hooks = in_hooks
             if self.estimator == "moments":
                 losses = self._variant.moments(layers, fit_errors)
             else:

@@ -16,20 +16,20 @@ outside the cone, for which the slope of a common quadratic would be wrong by as
 the slope itself.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import of_ranks, rank_in
 from titan_disp.dispersion.kernels import (
     accumulation_dtype,
     fused,
     operand_dtype,
     product,
 )
-from titan_disp.dispersion.masks import Count, TokenMask, held_tokens, slots_of
+from titan_disp.dispersion.masks import Count, TokenMask, held_positions, tokens_at
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.vectors import norms, row_blocks
 
@@ -95,8 +95,8 @@ def quadratic_sum_(
     counts: Count,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, [B], and ∂S/∂u of
-    the sum S over all i, in u's memory.
+    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, [B], and W = s
+    ∂S/∂u of the sum S over all i, in u's memory (``vectors``).
 
     u and the quadratic's offset are 0 where there is no token. ``counts`` are the
     numbers of tokens of the whole sequences.
@@ -113,25 +113,37 @@ def quadratic_sum_(
         of_rows = Quadratic(
             *(part if part.shape[1] == 1 else part[:, rows] for part in quadratic)
         )
-        total += _combine_(u[:, rows], product(x[:, rows], m), s, of_rows, partners)
+        total += _combine_(
+            u[:, rows],
+            um=product(x[:, rows], m),
+            s=s,
+            quadratic=of_rows,
+            partners=partners,
+            scale=tokens.scale[:, rows],
+        )
     return total, u
 
 
 @fused
 def _combine_(
-    u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, partners: Count
+    u: Tensor,
+    um: Tensor,
+    s: Tensor,
+    quadratic: Quadratic,
+    partners: Count,
+    scale: Tensor,
 ) -> Tensor:
-    """Replace u by 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and return the sum
-    over these tokens' pairs, [B].
+    """Replace u by the scale times 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and
+    return the sum over these tokens' pairs, [B].
     """
     offset, slope, curvature = quadratic
     squares = u.square().sum(-1, keepdim=True)
     first = (u * s).sum(-1, keepdim=True) - squares
     second = (u * um).sum(-1, keepdim=True) - squares.square()
     sums = offset * partners + slope * first + curvature * second / 2
-    u.mul_(-2 * (slope + curvature * squares)).addcmul_(um, 2 * curvature).addcmul_(
-        s, 2 * slope
-    )
+    of_s = 2 * scale * slope
+    of_um = 2 * scale * curvature
+    u.mul_(-(of_s + of_um * squares)).addcmul_(um, of_um).addcmul_(s, of_s)
     return sums.sum((1, 2))
 
 
@@ -141,11 +153,22 @@ class Sample(NamedTuple):
     z: Tensor  # [B, m, F]
     # [B or 1, m], their indices among this rank's tokens; −1 if another rank holds them
     rows: Tensor
-    # [B, m] bool, which entries hold tokens; None if all do
-    filled: Tensor | None = None
+    filled: Tensor  # [B or 1, m] bool, which entries hold tokens
 
 
-def offsets(blocks: Tensor, size: int | Tensor) -> Tensor:
+def block_size(counts: Count, length: int) -> Count:
+    """Return the largest power of two that divides ``counts`` tokens, of at most
+    ``length`` positions, into 64 or more blocks; 1 if there are fewer tokens.
+    """
+    size: Count = 1
+    least = 2 * FIT_TOKENS
+    while least <= length:
+        size = size * (1 + (counts >= least))
+        least *= 2
+    return size
+
+
+def offset_in_block(block: Tensor, size: Count) -> Tensor:
     """Return which token of each block of ``size`` is sampled: the fraction of block ·
     golden ratio, times the size.
 
@@ -153,55 +176,37 @@ def offsets(blocks: Tensor, size: int | Tensor) -> Tensor:
     fractions spread evenly. Of the first block it is the first token, which is often
     unlike all others in a language model.
     """
-    return ((blocks * GOLDEN) % 2**32) * size >> 32
+    return ((block * GOLDEN) % 2**32) * size >> 32
 
 
-def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
-    """Return one token of each block of a sequence, which has 64 to 128 blocks (all
-    tokens of a shorter sequence).
-
-    The size of a block is a power of two, so that shards of the usual lengths give the
-    same tokens as one process.
-    """
-    size = 1 << max(0, (tokens // FIT_TOKENS).bit_length() - 1)
-    n = z.shape[1]
-    rank = rank_in(group)
-    begins = torch.arange(0, n, size, device=z.device)
-    rows = begins + offsets((begins + rank * n) // size, size)
-    rows = rows.clamp_max(n - 1)
-    local = z[:, rows]
-    if group is None:
-        return Sample(local, rows[None])
-    batch, m, features = local.shape
-    sampled = of_ranks(local, group).transpose(0, 1).reshape(batch, -1, features)
-    rows_of_ranks = rows.new_full((1, sampled.shape[1]), -1)
-    rows_of_ranks[0, rank * m : (rank + 1) * m] = rows
-    return Sample(sampled, rows_of_ranks)
-
-
-def sample_tokens(
-    z: Tensor, mask: TokenMask, group: dist.ProcessGroup | None
+def sample(
+    z: Tensor, length: int, mask: TokenMask | None, group: dist.ProcessGroup | None
 ) -> Sample:
-    """Return what ``sample`` would take from each sequence without its padding, in 2
-    FIT_TOKENS slots (``masks``).
+    """Return one token of each block of whole sequences of ``length`` positions, of
+    which z is a shard. Each sequence has 64 to 128 blocks, or one per token if it is
+    shorter. Padding is not counted.
     """
-    length = mask.whole.shape[1]
-    counts = mask.counts[:, None]
-    size = torch.ones_like(counts)
-    twice = 2 * FIT_TOKENS
-    while twice <= length:
-        size = torch.where(counts >= twice, 2 * size, size)
-        twice *= 2
-    number = mask.whole.cumsum(1) - 1  # of every token, from 0
-    block = number // size
-    sampled = (block * size + offsets(block, size)).minimum(counts - 1)
-    positions, filled = slots_of(
-        mask.whole & (number == sampled), min(length, 2 * FIT_TOKENS)
-    )
-    tokens = held_tokens(z, positions, group)
-    if group is not None:
-        dist.all_reduce(tokens.z, group=group)  # exact: adds only zeros to each token
-    return Sample(tokens.z, tokens.local_index.where(tokens.held[..., 0], -1), filled)
+    counts: Count = length
+    if mask is not None:
+        counts = mask.counts[:, None]
+    size = block_size(counts, length)
+    if isinstance(size, int):
+        slots = math.ceil(length / size)
+    else:  # the number of blocks is known on the device only
+        slots = min(length, 2 * FIT_TOKENS)
+    block = torch.arange(slots, device=z.device)[None]
+    begin = block * size
+    positions = (begin + offset_in_block(block, size)).clamp_max(counts - 1)
+    if mask is not None:
+        # Token number i is at the first position with i + 1 tokens up to it.
+        positions = torch.searchsorted(mask.whole.cumsum(1), positions + 1)
+    filled = begin < counts
+    if group is None:
+        return Sample(tokens_at(z, positions), positions, filled)
+    is_held, index = held_positions(positions, z.shape[1], group)
+    tokens = tokens_at(z, index).where(is_held[..., None], 0.0)
+    dist.all_reduce(tokens, group=group)  # exact: adds only zeros to each token
+    return Sample(tokens, index.where(is_held, -1), filled)
 
 
 class _Rows(NamedTuple):
@@ -210,15 +215,10 @@ class _Rows(NamedTuple):
     squares: Tensor  # ‖u_i‖² [B, n, 1]
     scale: Tensor  # 1/(‖z_i‖ + ε) [B, n, 1]
     local_index: Tensor  # among this rank's tokens, [1, n, 1] int
-    valid: Tensor | None  # which are tokens, [B, n, 1] bool; None if all are
+    valid: Tensor  # which are tokens, [B or 1, n, 1] bool
 
     def part(self, rows: slice) -> "_Rows":
-        return _Rows(
-            squares=self.squares[:, rows],
-            scale=self.scale[:, rows],
-            local_index=self.local_index[:, rows],
-            valid=None if self.valid is None else self.valid[:, rows],
-        )
+        return _Rows(*(of_rows[:, rows] for of_rows in self))
 
 
 class _Columns(NamedTuple):
@@ -227,7 +227,7 @@ class _Columns(NamedTuple):
     squares: Tensor  # ‖u_j‖² [B, 1, m]
     # among this rank's tokens, [B or 1, 1, m] int; −1 if another rank holds the token
     local_index: Tensor
-    filled: Tensor | None  # which hold tokens, [B, 1, m] bool; None if all do
+    filled: Tensor  # which hold tokens, [B or 1, 1, m] bool
 
 
 def fit(
@@ -243,16 +243,21 @@ def fit(
     u = tokens.u
     x = u.to(operand_dtype(tokens.z))
     y = vectors.to(x.dtype)
+    local_index = torch.arange(u.shape[1], device=u.device)[None, :, None]
+    if tokens.mask is None:
+        valid = local_index >= 0  # all
+    else:
+        valid = tokens.mask.own
     rows = _Rows(
         squares=norms(x).square_(),
         scale=tokens.scale,
-        local_index=torch.arange(u.shape[1], device=u.device)[None, :, None],
-        valid=None if tokens.mask is None else tokens.mask.own,
+        local_index=local_index,
+        valid=valid,
     )
     columns = _Columns(
         squares=norms(y).square_().transpose(1, 2),
         local_index=sampled.rows[:, None],
-        filled=None if sampled.filled is None else sampled.filled[:, None],
+        filled=sampled.filled[:, None],
     )
     c = product(x, y.transpose(1, 2))
     coefficients = u.new_empty(*u.shape[:2], 3)
@@ -273,9 +278,8 @@ def _fit(
     sums [B, 2] of ``fit``.
     """
     w, r = pair(c.clone())
-    pairs = columns.local_index != rows.local_index  # a token and itself are not a pair
-    if rows.valid is not None and columns.filled is not None:
-        pairs = pairs & rows.valid & columns.filled
+    is_other = columns.local_index != rows.local_index
+    pairs = is_other & rows.valid & columns.filled
     square = c.square()
     # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Times r_ij, this is the length of
     # what token j adds to the gradient of token i.

@@ -11,10 +11,9 @@ Most variants sum a function w of the cosine c over all pairs of tokens (arXiv
 matrix of cosines is computed tile by tile and never stored.
 
 Products are formed of x instead of u, because x is exact in its own dtype (see
-``vectors``). The cosine is then the product times s_i s_j, and the function returns W
-instead of V::
+``vectors``). The cosine is then the product times s_i s_j, and the function returns W::
 
-    q_ij = s_i r_ij s_j       W_i = Σ_{j≠i} q_ij x_j = s_i V_i
+    q_ij = 2 s_i r_ij s_j       W_i = Σ_{j≠i} q_ij x_j = s_i ∂S/∂u_i
 
 The N tokens of a shard are divided into *blocks*. A block of rows and a block of
 columns make a *tile*.
@@ -23,12 +22,13 @@ columns make a *tile*.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from titan_disp.dispersion import triton_pairs
 from titan_disp.dispersion.autograd import Gathering
 from titan_disp.dispersion.kernels import (
     accumulation_dtype,
@@ -38,12 +38,11 @@ from titan_disp.dispersion.kernels import (
     product,
 )
 from titan_disp.dispersion.masks import Marks, TokenMask, apart, others_of
+from titan_disp.dispersion.triton_pairs import PairFunction
 from titan_disp.dispersion.vectors import Units
 
 # marks of the rows [B, m, 1] and of the columns [B, 1, n] of a tile
 TileMarks = tuple[Tensor, Tensor]
-# cosines [B, m, n], which it may overwrite → w and r = dw/dc
-PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # On 2 cores, 768 is 3 % slower than 1024 but saves 20 MiB of peak memory at N = 4096, F
 # = 1024. A GPU needs larger products to fill its cores (2048² is two waves of 128²
@@ -59,9 +58,9 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     at most TILE_ELEMENTS elements.
 
     A GPU kernel is compiled for each shape of tile, so blocks should be equal. On a
-    GPU, the size is the largest multiple of 128 that divides ``tokens``, or else of 16,
-    if it is more than half of the largest size allowed. If there is none, the last
-    block is smaller than the others.
+    GPU, the size is the largest multiple of 128 that divides ``tokens``, or else the
+    largest such multiple of 16. Neither may be less than half of the largest size
+    allowed. If there is none, the last of the blocks is a little smaller.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     largest = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -95,13 +94,13 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
         # a new tensor: in place, the kernel would write the products, too
         cosines = (products * s_rows).mul_(s_cols)
         w, r = pair(cosines)
-        # On a CPU, q and w reuse the memory of tiles that are not needed any more. A
-        # compiled kernel stores no temporaries. w and r themselves are not overwritten:
-        # a pair function may return one tensor as both, or one that it keeps.
+        # Eager code puts q and w into the memory of tiles that are not needed any
+        # more. (Compiled code stores no temporaries.) w and r themselves are not
+        # overwritten: a pair function may return one tensor as both, or keep it.
         eager = not torch.compiler.is_compiling()
         memory_q = products if eager else None
         memory_w = cosines if eager else None
-        q = torch.mul(r, s_rows, out=memory_q).mul_(s_cols).to(dtype)
+        q = torch.mul(r, 2 * s_rows, out=memory_q).mul_(s_cols).to(dtype)
         zero = w.new_zeros(())
         if diagonal:  # a token and itself are not a pair
             index = torch.arange(products.shape[1], device=products.device)
@@ -109,11 +108,11 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
             w = torch.where(same, zero, w, out=memory_w)
             q.masked_fill_(same, 0.0)
         if marks is not None:
-            # Subtracting w(0) from the sum afterwards would cancel digits at small τ.
             no_pair = apart(*marks)
             w = torch.where(no_pair, zero, w, out=memory_w)
+            # Without segments, only pairs with padding are left out. x is 0 there, so
+            # that q does not matter.
             has_segments = marks[0].dtype != torch.bool
-            # else x is 0 where there is no pair, at padding, and q does not matter
             if has_segments:
                 q.masked_fill_(no_pair, 0.0)
         return w.sum(-1).sum(-1), q if out is None else out.copy_(q)
@@ -125,41 +124,39 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(triton_pairs.Tokens):
     """Consecutive tokens of a shard: the rows or the columns of a tile."""
 
     shard: "Shard"
     where: slice  # the tokens' positions in the shard
-    x: Tensor  # [B, m, F], in the dtype of products
-    scale: Tensor  # [B, m, 1]
-    marks: Tensor | None  # [B, m, 1]; None if all tokens form pairs
-
-    def part(self, where: slice) -> "Block":
-        """Return some of the tokens, given their positions in the shard."""
-        local = slice(where.start - self.where.start, where.stop - self.where.start)
-        marks = None if self.marks is None else self.marks[:, local]
-        return replace(
-            self,
-            where=where,
-            x=self.x[:, local],
-            scale=self.scale[:, local],
-            marks=marks,
-        )
 
 
 class Shard:
     """One rank's tokens x [B, n, F] and scales s [B, n, 1], divided into blocks.
 
-    Attributes:
+    Args:
         marks: which tokens form pairs; None if all do.
+        pair: the function of their cosines, if the kernel of ``triton_pairs`` may
+            compute it.
     """
 
-    def __init__(self, x: Tensor, scale: Tensor, marks: Marks | None = None) -> None:
-        self.x = x
+    def __init__(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        marks: Marks | None = None,
+        pair: PairFunction | None = None,
+    ) -> None:
+        self.x = x.to(operand_dtype(x))
         self.scale = scale
         self.marks = marks
+        self.in_triton = pair is not None and triton_pairs.takes(self.x, pair)
         batch, tokens, _ = x.shape
-        size = tile_size(tokens, batch, x.device.type)
+        has_ranges = marks is not None and marks.ranges is not None
+        if self.in_triton and not has_ranges:
+            size = triton_pairs.rows_at_once(tokens, batch)
+        else:  # small enough that many blocks have no segment in common
+            size = tile_size(tokens, batch, x.device.type)
         self.blocks = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
         self.segments = {
             i.start: None if marks is None else marks.span(i) for i in self.blocks
@@ -175,9 +172,12 @@ class Shard:
 
     def block(self, where: slice) -> Block:
         marks = None if self.marks is None else self.marks.tokens[:, where]
-        x = self.x[:, where].to(operand_dtype(self.x))
         return Block(
-            shard=self, where=where, x=x, scale=self.scale[:, where], marks=marks
+            shard=self,
+            where=where,
+            x=self.x[:, where],
+            scale=self.scale[:, where],
+            marks=marks,
         )
 
     def spans(self, rows: Block, first: int = 0) -> Iterator[list[slice]]:
@@ -196,8 +196,8 @@ class Shard:
                 yield from ([block] for block in blocks)
 
     def _may_pair(self, rows: Block, cols: slice) -> bool:
-        """Return False if it is known that no token of the rows has the segment of a
-        token of the columns.
+        """Return False if the rows and the columns are known to have no segment in
+        common.
         """
         a = rows.shard.segments[rows.where.start]
         b = self.segments[cols.start]
@@ -231,12 +231,20 @@ def tile_pairs(
 def span_pairs(
     rows: Block, cols: Block, span: list[slice], pair: PairFunction
 ) -> tuple[Tensor, Tensor]:
-    """Return S [B] and q [B, m, n] of ``rows`` with ``cols``, whose blocks are
-    ``span``.
+    """Return Σ w [B] and q [B, m, n] of ``rows`` with ``cols``, which are the blocks
+    ``span`` of a shard.
 
-    S counts the tiles beside the diagonal of a shard twice, because their transposes
-    are not computed.
+    If rows and columns are of one shard, Σ w counts all tiles off its diagonal twice,
+    because their transposes are not computed.
     """
+    if rows.shard.in_triton:
+        # A span of the rows' shard begins with the rows' block, or after it. If with
+        # it, the kernel counts twice what is off the diagonal.
+        mirrored = rows.shard is cols.shard and rows.where.start == cols.where.start
+        sums, q = triton_pairs.span_sums(rows, cols, pair, mirrored=mirrored)
+        if not mirrored:
+            sums *= _multiplicity(rows, cols)
+        return sums, q
     if len(span) == 1:
         sums, q = tile_pairs(rows, cols, pair)
         return _multiplicity(rows, cols) * sums, q
@@ -245,14 +253,14 @@ def span_pairs(
     whole = cols.x.new_empty(*rows.x.shape[:2], cols.shard.x.shape[1])
     s = rows.scale.new_zeros(len(rows.x))
     for where in span:
-        tile_cols = cols.part(where)
+        tile_cols = cols.shard.block(where)
         sums, _ = tile_pairs(rows, tile_cols, pair, out=whole[..., where])
         s += _multiplicity(rows, tile_cols) * sums
     return s, whole[..., cols.where]
 
 
 def _multiplicity(rows: Block, cols: Block) -> int:
-    """Return 2 for a tile beside the diagonal of one shard, which also stands for its
+    """Return 2 for a tile off the diagonal of one shard, which also stands for its
     transpose, and else 1.
     """
     return 2 if rows.shard is cols.shard and rows.where != cols.where else 1
@@ -267,17 +275,23 @@ def pair_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's part of S, [B], and W of its tokens, [B, n, F].
 
+    Its part has all pairs of one of its own tokens i with any token j ≠ i.
+
     Args:
-        units: of this rank's tokens. They are 0 where the mask has no token.
+        units: of this rank's tokens z. They are 0 where the mask has no token.
         to_units: the function that turned z into ``units``.
         gathering: the all-gather of z, if the sequence is sharded.
     """
-    shard = Shard(units.x, units.scale, None if mask is None else mask.marks(mask.rank))
+    marks = None if mask is None else mask.marks(mask.rank)
+    shard = Shard(units.x, units.scale, marks, pair)
     s, w = all_pairs(shard, pair)
     if gathering is not None:
-        for z, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
-            other = to_units(z)
-            s += add_pairs_with(shard, Shard(other.x, other.scale, marks), w, pair)
+        # without a mask, the marks are an endless row of None
+        shards = zip(gathering.other_shards(), others_of(mask), strict=False)
+        for other_z, other_marks in shards:
+            other_units = to_units(other_z)
+            other = Shard(other_units.x, other_units.scale, other_marks, pair)
+            s += add_pairs_with(shard, other, w, pair)
     return s, w
 
 
@@ -288,8 +302,9 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
     its transpose below it.
     """
     s = shard.scale.new_zeros(len(shard.x))
-    # If no tile is left out, the first row of tiles writes every element of W, so that
-    # W need not begin at 0.
+    # If no tile is left out, the first row of tiles writes W for the first time, so
+    # that W need not begin at 0: that of its own rows with its first span, and that of
+    # the rows below with each span.
     all_written = shard.marks is None or shard.marks.ranges is None
     new = torch.empty_like if all_written else torch.zeros_like
     w = new(shard.x, dtype=accumulation_dtype(shard.x.dtype))
@@ -301,12 +316,16 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
             cols = shard.block(slice(begin, end))
             sums, q = span_pairs(rows, cols, span, pair)
             s += sums
-            add_product_(w[:, i], q, cols.x, to_zero=all_written and begin == 0)
+            add_product_(w[:, i], q, cols.x, overwrite=all_written and begin == 0)
+            # the columns that are not among the rows
             below = max(begin, i.stop)
             if below < end:
                 transposed = q[..., below - begin :].transpose(1, 2)
                 add_product_(
-                    w[:, below:end], transposed, rows.x, to_zero=all_written and k == 0
+                    w[:, below:end],
+                    transposed,
+                    rows.x,
+                    overwrite=all_written and k == 0,
                 )
     return s, w
 

@@ -1,8 +1,14 @@
 """This module turns tokens into unit vectors, and gradients of unit vectors back into
 gradients of tokens.
+
+Unit vectors are u = s x, for tokens z [B, n, F] with scales s [B, n, 1]. A function S of
+them has the gradient W = s ∂S/∂u. The last pass over W turns it into ∂S/∂z, scales it,
+adds the gradient that z gets from elsewhere, and casts the sum, so that the gradient is
+not read and written for each of these (``Gradient``).
 """
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,7 +23,7 @@ BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
 class Units(Protocol):
-    """Unit vectors are u = s x for tokens z [B, n, F].
+    """The unit vectors of some tokens z [B, n, F].
 
     ``pairwise`` forms products of x.
     """
@@ -28,10 +34,107 @@ class Units(Protocol):
     def vectors(self) -> Tensor:
         """Return u [B, n, F] in the accumulation dtype, in new memory."""
 
-    def backward_(self, grad: Tensor) -> Tensor:
-        """Return ∂/∂z [B, n, F] of a function of u, given ∂/∂u in the accumulation
-        dtype, whose memory is reused.
+    def gradient(self, w: Tensor) -> "Gradient":
+        """Return ∂S/∂z, given W [B, n, F] in the accumulation dtype, whose memory it
+        may overwrite.
         """
+
+
+@dataclass
+class Gradient:
+    """∂S/∂z of some sequences, up to the last pass over it.
+
+    Attributes:
+        w: W [B, n, F].
+        units: through whose norm the last pass differentiates; None if W is ∂S/∂z.
+        tokens: bool [B, n, 1], where the gradient is not 0; None: everywhere.
+    """
+
+    w: Tensor
+    units: "Normalized | None" = None
+    tokens: Tensor | None = None
+
+    def write(
+        self, out: Tensor, factor: Tensor | None = None, arriving: Tensor | None = None
+    ) -> None:
+        """Write factor · ∂S/∂z + arriving.
+
+        Args:
+            out: [B, n, F] in any dtype. It is not read.
+            factor: [B]; None is 1.
+            arriving: [B, n, F]; None is 0.
+        """
+        for rows in row_blocks(out):
+            along = None
+            if self.units is not None:
+                units = self.units
+                along = (units.x[:, rows], units.norm[:, rows], units.scale[:, rows])
+            _write(
+                out[:, rows],
+                self.w[:, rows],
+                along,
+                factor,
+                _rows_of(self.tokens, rows),
+                _rows_of(arriving, rows),
+            )
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """Return ∂S/∂z [B, n, F]. It may be W itself."""
+        is_complete = self.units is None and self.tokens is None
+        if is_complete and self.w.dtype == dtype:
+            return self.w
+        out = torch.empty_like(self.w, dtype=dtype)
+        self.write(out)
+        return out
+
+
+@fused
+def _write(
+    out: Tensor,
+    w: Tensor,
+    along: tuple[Tensor, Tensor, Tensor] | None,
+    factor: Tensor | None,
+    tokens: Tensor | None,
+    arriving: Tensor | None,
+) -> None:
+    """Write some rows of a ``Gradient``. ``along`` are z, ‖z‖ and s of its units."""
+    grad = w
+    if along is not None:
+        grad = _through_norm(w, *along)
+    if factor is not None:
+        grad = grad * factor[:, None, None]
+    if tokens is not None:
+        grad = grad.where(tokens, 0.0)
+    if arriving is not None:
+        grad = grad + arriving
+    out.copy_(grad)
+
+
+def _through_norm(w: Tensor, z: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
+    """Return ∂S/∂z = W − z (z·W) s / ‖z‖.
+
+    The derivative of ‖z‖ at z = 0 is taken as 0, as in autograd.
+    """
+    z = z.to(w.dtype)
+    tiny = torch.finfo(norm.dtype).tiny
+    # Divided before it is multiplied, as s / ‖z‖ of short tokens is infinite
+    radial = (z * w).sum(-1, keepdim=True) / norm.clamp_min(tiny) * scale
+    return torch.addcmul(w, z, radial, value=-1)
+
+
+def row_blocks(x: Tensor) -> list[slice]:
+    """Split rows [B, n, F] into blocks that fit into a core's cache.
+
+    A GPU's fused kernel takes all rows at once.
+    """
+    if x.device.type != "cpu":
+        return [slice(None)]
+    rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
+    return [slice(i, i + rows) for i in range(0, x.shape[1], rows)]
+
+
+def _rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
+    return None if x is None else x[:, rows]
 
 
 def check_norm_eps(norm_eps: float) -> None:
@@ -57,17 +160,6 @@ def shown(norm: Tensor) -> Tensor:
     return norm.masked_fill(norm.isinf(), torch.nan)
 
 
-def row_blocks(x: Tensor) -> list[slice]:
-    """Split rows [B, n, F] into blocks that fit into a core's cache.
-
-    A GPU's fused kernel takes all rows at once.
-    """
-    if x.device.type != "cpu":
-        return [slice(None)]
-    rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
-    return [slice(i, i + rows) for i in range(0, x.shape[1], rows)]
-
-
 class Raw:
     """The tokens themselves: u = z."""
 
@@ -78,8 +170,8 @@ class Raw:
     def vectors(self) -> Tensor:
         return self.x.to(self.scale.dtype, copy=True)
 
-    def backward_(self, grad: Tensor) -> Tensor:
-        return grad
+    def gradient(self, w: Tensor) -> Gradient:
+        return Gradient(w)
 
 
 class Normalized:
@@ -97,26 +189,8 @@ class Normalized:
     def vectors(self) -> Tensor:
         return self.x / (shown(self.norm) + self.norm_eps)
 
-    def backward_(self, grad: Tensor) -> Tensor:
-        """The derivative of ‖z‖ at z = 0 is taken as 0, as in autograd."""
-        for rows in row_blocks(grad):
-            _normalize_backward_(
-                grad[:, rows], self.x[:, rows], self.norm[:, rows], self.norm_eps
-            )
-        return grad
-
-
-@fused
-def _normalize_backward_(g: Tensor, z: Tensor, norm: Tensor, norm_eps: float) -> None:
-    z = z.to(g.dtype)
-    scale = norm + norm_eps
-    # Two divisions, because the product of the two numbers could underflow to 0.
-    radial = (
-        (z * g).sum(-1, keepdim=True)
-        / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        / scale
-    )
-    g.addcmul_(z, radial, value=-1).div_(scale)
+    def gradient(self, w: Tensor) -> Gradient:
+        return Gradient(w, units=self)
 
 
 class Standardized:
@@ -146,14 +220,14 @@ class Standardized:
     def vectors(self) -> Tensor:
         return self.u.clone()
 
-    def backward_(self, grad: Tensor) -> Tensor:
-        for rows in row_blocks(grad):
+    def gradient(self, w: Tensor) -> Gradient:
+        for rows in row_blocks(w):
             u = self.u[:, rows]
-            g = grad[:, rows]
+            g = w[:, rows]
             norm = self.norm[:, rows]
             g.sub_(g.mean(-1, keepdim=True)).addcmul_(
                 u, (u * g).sum(-1, keepdim=True), value=-1
             )
-            direction = u.square().sum(-1, keepdim=True) > 0
-            g.mul_(torch.where(direction, 1.0 / norm, 0.0))
-        return grad
+            has_direction = u.square().sum(-1, keepdim=True) > 0
+            g.mul_(torch.where(has_direction, 1.0 / norm, 0.0))
+        return Gradient(w)

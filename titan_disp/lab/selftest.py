@@ -33,8 +33,8 @@ from torchtitan.tools import utils
 import titan_disp.plugin  # noqa: F401
 from titan_disp.config.command_options import SelftestOptions
 from titan_disp.dispersion import DispersionLoss, kernels
+from titan_disp.dispersion.layers import order
 from titan_disp.dispersion.loss import ESTIMATORS
-from titan_disp.dispersion.sampled import order
 from titan_disp.lab.sample import write_sample
 from titan_disp.models.registry import MODELS, model_args
 from titan_disp.objective import DispersionObjective

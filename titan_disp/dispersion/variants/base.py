@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,33 +30,15 @@ from titan_disp.dispersion.moments import (
     over_group,
     quadratic_sum_,
     sample,
-    sample_tokens,
 )
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
-from titan_disp.dispersion.vectors import UNIT_EPS, Normalized, Raw, Units
+from titan_disp.dispersion.vectors import UNIT_EPS, Gradient, Normalized, Raw, Units
 
 LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.md
 
 # exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such
 # numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
-
-
-class Cost(NamedTuple):
-    """What a loss costs for one layer of one sequence, up to small terms."""
-
-    flops: float  # of products, on all ranks together, forward and backward
-    gathered: float  # elements of an all-gather, in the dtype of the tokens
-    reduced: float  # elements of an all-reduce, in float32
-
-
-def cost_of_moments(tokens: int, features: int) -> Cost:
-    """Return the cost of M and of its product with the tokens, which take 2NF² each."""
-    return Cost(
-        flops=4.0 * tokens * features**2,
-        gathered=0.0,
-        reduced=features**2 + features,
-    )
 
 
 def bad_fit(error: float) -> str | None:
@@ -92,27 +74,11 @@ class Variant(ABC):
     def exact(self, layers: Layers) -> Tensor:
         """Return the loss over all pairs of the tokens, [L, B]."""
 
-    def cost(
-        self, tokens: int, features: int, shards: int, segmented: bool = False
-    ) -> Cost:
-        """Return the cost of the exact form, for a sequence over this number of shards.
-
-        The cosines take 2N²F FLOPs and V another 2N²F. In a whole sequence, each tile
-        above the diagonal serves both sides, which saves half of the cosines. Of
-        shards, only a rank's own tokens do; this is ignored.
-        """
-        if self.linear_in_tokens and features < tokens and not segmented:
-            return cost_of_moments(tokens, features)
-        return Cost(
-            flops=(3.0 if shards == 1 else 4.0) * tokens**2 * features,
-            gathered=tokens * features,
-            reduced=0.0,
-        )
-
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         """Return the loss by moments, [L, B].
 
-        ``fit_errors`` receives the relative error [B] of every layer's fit.
+        ``fit_errors`` receives the relative error [B] of every layer's fitted slopes.
+        Without it, the host waits for the errors, and a large one is warned of.
         """
         raise NotImplementedError
 
@@ -161,19 +127,19 @@ class CosineVariant(Variant):
 
     def exact(self, layers: Layers) -> Tensor:
         is_linear = self.quadratic is not None and max(layers.features) < layers.length
-        if is_linear and not layers.segmented:  # else there is one M per segment
+        if is_linear and not layers.segmented:  # moments do not tell segments apart
             return self.of_quadratic(layers, self._same_for_all)
 
         def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
             s, w = pair_sums(
                 units,
-                self.units,
+                to_units=self.units,
                 gathering=layers.gather(z),
                 mask=mask,
                 pair=self._pair,
             )
-            return s, units.backward_(w.mul_(2 / units.scale))
+            return s, units.gradient(w)
 
         sums = layers.sum_over_group(layers.each(of_rank))
         return self.normalize(sums, layers.pairs())
@@ -182,10 +148,7 @@ class CosineVariant(Variant):
         squares: list[Tensor] = []  # of the errors and of the slopes, [B, 2] each
 
         def fitted(tokens: UnitTokens) -> Quadratic:
-            if tokens.mask is None:
-                sampled = sample(tokens.z, layers.length, layers.group)
-            else:
-                sampled = sample_tokens(tokens.z, tokens.mask, layers.group)
+            sampled = sample(tokens.z, layers.length, tokens.mask, layers.group)
             vectors = self.units(sampled.z).vectors()
             quadratic, squares_of_layer = fit(tokens, sampled, vectors, self._pair)
             squares.append(squares_of_layer)
@@ -222,10 +185,10 @@ class CosineVariant(Variant):
         def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
             tokens = UnitTokens(z=z, mask=mask, scale=units.scale, u=units.vectors())
-            s, grad = quadratic_sum_(
+            s, w = quadratic_sum_(
                 tokens, quadratic(tokens), layers.tokens(mask), group=layers.group
             )
-            return s, units.backward_(grad)
+            return s, units.gradient(w)
 
         sums = layers.sum_over_group(layers.each(of_rank))
         return self.normalize(sums, layers.pairs())
@@ -251,11 +214,6 @@ class MomentsVariant(Variant):
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
         """Return the loss [B], given s, M and n [B]."""
 
-    def cost(
-        self, tokens: int, features: int, shards: int, segmented: bool = False
-    ) -> Cost:
-        return cost_of_moments(tokens, features)
-
     def units(self, z: Tensor) -> Units:
         """Return the vectors u of z [B, n, F]: ``Raw``, z itself, or ``Normalized``."""
         return Raw(z)
@@ -280,7 +238,8 @@ class MomentsVariant(Variant):
                 self, lambda: self.loss(s, m, tokens), s, m
             )
             grad = product(x, (of_m + of_m.transpose(1, 2)).to(x.dtype))
-            return value, units.backward_(grad.add_(of_s[:, None]))
+            of_u = grad.add_(of_s[:, None])
+            return value, units.gradient(of_u.mul_(units.scale))
 
         # every rank has the moments of all tokens, and so the whole loss
         return layers.each(of_rank)
@@ -315,17 +274,10 @@ class AutogradVariant(Variant):
         N] bool says which are tokens.
 
         z is 0 where there is no token. The loss of a sequence with fewer than two
-        tokens is ignored. The tokens of other ranks have no gradient, and stand in the
-        order of the ranks, which under context parallelism is not theirs.
+        tokens is ignored. The tokens of other ranks are constants. The shards are
+        joined in the order of the ranks: under context parallelism, this is not the
+        order of the tokens in the sequence.
         """
-
-    def cost(
-        self, tokens: int, features: int, shards: int, segmented: bool = False
-    ) -> Cost:
-        # as a function of pairs: its code is not known
-        of_rank = super().cost(tokens, features, shards=1)
-        # every rank computes the whole
-        return of_rank._replace(flops=of_rank.flops * shards)
 
     def exact(self, layers: Layers) -> Tensor:
         def of_layer(layer: int) -> Compute:
@@ -347,7 +299,7 @@ class AutogradVariant(Variant):
                     return self.loss(x, valid, context)
 
                 value, (grad,) = _differentiated(self, loss, leaf)
-                return value, grad
+                return value, Gradient(grad)
 
             return of_rank
 
@@ -395,10 +347,7 @@ def off_diagonal(x: Tensor) -> Tensor:
 def log_of_mean(mean: Tensor, least: float) -> Tensor:
     """Return log(mean) of w ≥ ``least``.
 
-    If the quadratics of moments give much less than is possible, the loss shows it.
+    If the quadratics of moments give much less than is possible, the loss shows it:
+    it is NaN. Without any pair, it is NaN as well, and filled in later.
     """
-    impossible = (mean < least / 2) & (mean != 0)
-    # Without any pair, the mean is 0, and the loss is filled in later.
-    return torch.log(
-        mean.masked_fill(impossible, torch.nan).clamp_min(torch.finfo(mean.dtype).tiny)
-    )
+    return torch.log(mean.where(mean >= least / 2, torch.nan))

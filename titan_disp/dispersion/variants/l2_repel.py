@@ -32,7 +32,7 @@ from titan_disp.dispersion.layers import Layers
 from titan_disp.dispersion.masks import Count, Marks, TokenMask, apart, others_of
 from titan_disp.dispersion.pairwise import Block, Shard
 from titan_disp.dispersion.variants.base import Variant, check_tau
-from titan_disp.dispersion.vectors import Raw
+from titan_disp.dispersion.vectors import Gradient, Raw
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,13 @@ class PairExponents:
         self.vectors *= scale[:, None, None]
 
     def result(self) -> Result:
-        """Return A [B], and ∂A/∂z [B, n, F] of the own tokens relative to this rank's
+        """Return A [B], and ∂A/∂z of the own tokens relative to this rank's
         own Σw.
         """
         a = self.maximum + self.total.log()
         grad = self.shard.x * self.weights - self.vectors
-        return a, grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
+        grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
+        return a, Gradient(grad)
 
 
 def _exponents(rows: Tensor, cols: Tensor, tau: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_disp.dispersion import pairwise
 from titan_disp.dispersion.masks import Count
-from titan_disp.dispersion.pairwise import PairFunction
+from titan_disp.dispersion.triton_pairs import PairFunction, in_triton
 from titan_disp.dispersion.variants.base import (
     MIN_TAU,
     AutogradVariant,
@@ -47,6 +47,7 @@ class Cosine(CosineVariant):
 def uniformity_pair(t: float) -> PairFunction:
     """w = exp(−2t (1 − c)); r = 2t w."""
 
+    @in_triton("uniformity_tile", 2.0 * t)
     def pair(c: Tensor) -> tuple[Tensor, Tensor]:
         w = c.sub_(1.0).mul_(2.0 * t).exp_()
         return w, w * (2.0 * t)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan_disp.dispersion.formula import bound_of
 from titan_disp.dispersion.masks import Count
-from titan_disp.dispersion.pairwise import PairFunction
+from titan_disp.dispersion.triton_pairs import PairFunction, in_triton
 from titan_disp.dispersion.variants.base import (
     CosineVariant,
     check_tau,
@@ -57,6 +57,7 @@ def angular_pair(tau: float, clamp: float) -> PairFunction:
     k = 1.0 / (math.pi * tau)
     bound = bound_of(clamp)
 
+    @in_triton("angular_tile", k, bound)
     def pair(c: Tensor) -> tuple[Tensor, Tensor]:
         slope = slope_of_arccos(c.clamp_(-bound, bound))
         w = c.acos_().mul_(-k).exp_()
@@ -95,6 +96,7 @@ def orthogonalization_pair(clamp: float) -> PairFunction:
     """w = max(0, ½ − D)²; r = 2 max(0, ½ − D) / (π √(1 − c̃²))."""
     bound = bound_of(clamp)
 
+    @in_triton("orthogonalization_tile", bound)
     def pair(c: Tensor) -> tuple[Tensor, Tensor]:
         slope = slope_of_arccos(c.clamp_(-bound, bound))
         near = c.acos_().mul_(-1.0 / math.pi).add_(0.5).clamp_min_(0.0)
