@@ -299,6 +299,7 @@ class GPT2HfAdapter(HfAdapter):
     model_cls = GPT2DispModel
     model_args: GPT2DispModelArgs
     transformers_class = "GPT2LMHeadModel"
+    embedding = OUTSIDE["tok_embeddings.weight"]
     defaults = {
         "n_inner": None,
         "activation_function": "gelu_new",

@@ -144,6 +144,7 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
     model_cls = Qwen3DispModel
     model_args: Qwen3DispModelArgs
     transformers_class = "Qwen3ForCausalLM"
+    embedding = "model.embed_tokens.weight"
     defaults = {
         "rope_scaling": None,
         "attention_bias": False,
