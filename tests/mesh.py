@@ -56,6 +56,7 @@ WORDS = {
     "untied": "--model.overrides n_layers=2,enable_weight_tying=false",
     "single_untied": "--model.overrides n_layers=1,enable_weight_tying=false",
     "gpt2": "--model.name gpt2_disp",
+    "llama": "--model.name llama_disp",
     "gpt2_untied": "--model.name gpt2_disp --model.flavor nano_untied",
     # Another place of a token in the batch, or another position, would be another
     # gradient.
@@ -339,6 +340,8 @@ def run_cases(sample, folder, cases, checkpoint):
     warnings.filterwarnings(
         "error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)"
     )
+    # and of modules that a plan of TP names and the model lacks
+    warnings.filterwarnings("error", message="Parallelize plan key")
     if cpu.active() and any(
         "--parallelism.context_parallel_degree" in options for options in cases.values()
     ):

@@ -492,9 +492,12 @@ def test_missing_config(tmp_path):
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configs_are_valid(config):
-    can_start(
-        {"qwen3_0.6b_c4.toml": 640, "gpt2_124m_c4.toml": 8}.get(config.name, 1), config
-    )
+    ranks = {
+        "qwen3_0.6b_c4.toml": 640,
+        "gpt2_124m_c4.toml": 8,
+        "smollm2_135m_c4.toml": 8,
+    }
+    can_start(ranks.get(config.name, 1), config)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -18,6 +18,7 @@ from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.init import _Hardware, _read, _sized, _Tokens, init
+from titan_disp.models.registry import MODELS
 
 PROSE = "\n".join(topics[name] for name in sorted(topics))
 TEXTS = [PROSE[i : i + 3000].strip() for i in range(0, 450_000, 3000)]
@@ -50,7 +51,9 @@ def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("titan_disp.lab.init._cpu_flops", lambda *_: 2e10)
     text = write(tmp_path)
     run = tmp_path / "my run [*]"
-    assert typed(monkeypatch, "init", run, "--text", text, "--text-field", "body") == 0
+    model = "llama_disp" if write is json_lines else "qwen3_disp"
+    words = ["--text", text, "--text-field", "body", "--model", model]
+    assert typed(monkeypatch, "init", run, *words) == 0
     _, held, *_, train, _, off = capsys.readouterr().out.splitlines()
     assert (held == "held out   7 files, by a hash of their names") == (
         write is folder_of_texts
@@ -59,6 +62,7 @@ def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     assert train == f"titan-disp train '{run}'/config.toml --nproc {ranks}"
     assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
     config = load_config(["--job.config_file", str(run / "config.toml")])
+    assert config.model.name == model
     options = StreamOptions(format=Format(text_split=config.stream.text_split))
     paths = {
         "text": config.training.dataset_path,
@@ -98,9 +102,9 @@ def test_a_gpu(name, tmp_path, monkeypatch, capsys):
     assert "a GPU would need" not in capsys.readouterr().out
 
 
-def sized(text_tokens, vocab_size, seq_len, hardware, minutes=None):
+def sized(text_tokens, vocab_size, seq_len, hardware, minutes=None, model="qwen3_disp"):
     tokens = _Tokens(vocab_size, 4.0, text_tokens, 1000)
-    return _sized(tokens, seq_len, hardware, minutes)
+    return _sized(MODELS[model], tokens, seq_len, hardware, minutes)
 
 
 def test_sizes_follow_text_and_time(monkeypatch):
@@ -109,6 +113,8 @@ def test_sizes_follow_text_and_time(monkeypatch):
     size = sized(1e12, 16384, 2048, h100s)
     assert (size.model.overrides["dim"], size.lr) == (768, 6e-4)
     assert sized(1e12, 16384, 2048, h100s, minutes=2400).model.flavor == "0.6B"
+    llama = sized(1e12, 16384, 2048, h100s, minutes=2400, model="llama_disp")
+    assert llama.model.flavor == "SmolLM2-360M"
     little = sized(1e6, 2048, 256, h100s)
     assert (little.model.overrides, little.lr) == ({"vocab_size": 2048}, 1.6e-2)
     assert little.steps * little.global_batch_size * 256 == little.tokens

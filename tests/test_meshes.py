@@ -53,6 +53,7 @@ FAST = (
         "fsdp-tp",
         "single_untied-fsdp-tp",
         "gpt2-single-fsdp-tp",
+        "llama-single-fsdp-tp-op",
         "chunked-hsdp-batch1-full-single",
     ),
     *("chunked-fsdp-always-single_untied", "chunked-gpt2-fsdp-tp-single"),
@@ -71,7 +72,7 @@ TABLES = {
     "night": NIGHT,
     # Those that begin with "within" have no masks of attention.
     "documents": {
-        1: "restart-full gpt2-mask-op within-alone",
+        1: "restart-full gpt2-mask-op llama-restart-op within-alone",
         2: "restart-fsdp-compile-single gpt2-restart-tp-compile-single",
         4: "mask-hsdp mask-fsdp-tp-single restart-fsdp-tp-op-single gpt2-restart-fsdp-tp-full-single within-hsdp within-fsdp-tp",
     },

@@ -14,6 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
 import titan_disp.plugin  # noqa: F401
@@ -30,10 +32,10 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export
 from titan_disp.lab.export.generate import generate
 from titan_disp.lab.export.saved import longest_sequence
-from titan_disp.models import gpt2, qwen3
+from titan_disp.models import gpt2, llama, qwen3
 from titan_disp.models.arguments import block_indices
 from titan_disp.models.decoder import canonical_name, draw
-from titan_disp.models.registry import MODELS
+from titan_disp.models.registry import MODELS, model_args
 from titan_disp.objective import DispersionObjective
 
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2048
@@ -204,6 +206,118 @@ def test_flavors_are_qwens(tmp_path, flavor):
     check_published(
         "qwen3_disp", flavor, config, parameters, multiplying, QWEN3, tmp_path
     )
+
+
+# config.json of HuggingFaceTB/SmolLM2-*, TinyLlama/TinyLlama-1.1B-intermediate-step-
+# 1431k-3T and meta-llama/Llama-*. Parameters: by hand, with a tied embedding once.
+LLAMA = {
+    # flavor: (blocks, heads, key/value heads, width, feed-forward, vocabulary,
+    #          base of the rotary embeddings, factor of their scaling, tied, parameters)
+    "SmolLM2-135M": (30, 9, 3, 576, 1536, 49152, 1e5, None, True, 134_515_008),
+    "SmolLM2-360M": (32, 15, 5, 960, 2560, 49152, 1e5, None, True, 361_821_120),
+    "TinyLlama-1.1B": (22, 32, 4, 2048, 5632, 32000, 1e4, None, False, 1_100_048_384),
+    "Llama-3.2-1B": (16, 32, 8, 2048, 8192, 128256, 5e5, 32, True, 1_235_814_400),
+    "SmolLM2-1.7B": (24, 32, 32, 2048, 8192, 49152, 1.3e5, None, True, 1_711_376_384),
+    "Llama-3.2-3B": (28, 24, 8, 3072, 8192, 128256, 5e5, 32, True, 3_212_749_824),
+    "Llama-3.1-8B": (32, 32, 8, 4096, 14336, 128256, 5e5, 8, False, 8_030_261_248),
+}
+
+
+def llama3_scaling(factor):
+    return {
+        "rope_type": "llama3",
+        "factor": float(factor),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+@pytest.mark.parametrize("flavor", LLAMA)
+def test_flavors_are_llamas(tmp_path, flavor):
+    """The parameters counted by hand; config.json as an export writes it."""
+    (
+        layers,
+        heads,
+        kv_heads,
+        width,
+        feed_forward,
+        vocabulary,
+        theta,
+        factor,
+        tied,
+        parameters,
+    ) = LLAMA[flavor]
+    attention = (2 * heads + 2 * kv_heads) * (width // heads) * width
+    block = attention + 3 * width * feed_forward + 2 * width
+    assert (
+        parameters == layers * block + width + (1 if tied else 2) * vocabulary * width
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        rms_norm_eps=1e-5,
+        rope_theta=theta,
+        rope_scaling=llama3_scaling(factor) if factor else None,
+        tie_word_embeddings=tied,
+        max_position_embeddings=131072,
+    )
+    stated = transformers.LlamaConfig(
+        **llama.LlamaHfAdapter(llama.flavors[flavor], None).architecture(),
+        max_position_embeddings=131072,
+    )
+    assert stated.to_dict() == config.to_dict()
+    # A tied matrix multiplies, as the output layer.
+    multiplying = parameters - (0 if tied else vocabulary * width)
+    check_published(
+        "llama_disp", flavor, config, parameters, multiplying, LLAMA, tmp_path
+    )
+
+
+@torch.no_grad()
+def test_scaled_rotary_embeddings_are_transformers(tmp_path):
+    """Llama 3.1's heads, base and scaling, in two narrow layers, far beyond the
+    shortest scaled wavelength (2,048 positions).
+    """
+    sizes = "n_layers=2,vocab_size=512,dim=256,hidden_dim=512,n_heads=4,n_kv_heads=2"
+    tokens = torch.arange(4000)[None] * 19 % 512
+    args = model_args("llama_disp", "Llama-3.1-8B", sizes)
+    args.max_seq_len = tokens.numel()
+    ours = llama.LlamaDispModel(args).eval()
+    ours.init_weights()
+    for block in ours.layers.values():
+        block.attention.wq.weight.mul_(40)  # so that attention is far from a mean
+    adapter = llama.LlamaHfAdapter(args, None)
+    config = transformers.LlamaConfig(**adapter.architecture(), **adapter.extras())
+    assert config.rope_parameters == llama3_scaling(8) | {"rope_theta": 500000.0}
+    # else transformers warns at each load
+    assert config.max_position_embeddings > 8192
+    assert longest_sequence(config) == tokens.numel()
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.load_state_dict(adapter.to_hf(ours.state_dict()))
+    logits = theirs(tokens).logits
+    torch.testing.assert_close(ours(tokens), logits, rtol=0, atol=1e-4)
+    args.rope_factor = 1.0
+    ours.init_buffers()
+    assert (ours(tokens) - logits).abs().max() > 0.1
+
+
+def test_initial_distribution_is_torchtitans_llama():
+    torch.manual_seed(0)
+    sizes = {"dim": 256, "n_layers": 6, "n_heads": 4, "vocab_size": 2048}
+    stock = Transformer(TransformerModelArgs(**sizes))
+    with torch.no_grad():
+        stock.init_weights()
+    sizes |= {"head_dim": 64, "n_kv_heads": 4, "hidden_dim": 768}
+    args = model_args("llama_disp", "nano_untied", sizes)
+    ours = drawn(llama.LlamaDispModel(args), args)
+    theirs = dict(stock.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert_drawn_alike(ours, theirs)
 
 
 def drawn(model, args):

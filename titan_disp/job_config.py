@@ -32,7 +32,7 @@ class Dispersion:
 
     enabled: bool = key(False)
     """Whether to add λ · dispersion to the cross-entropy. When it is off, the model is
-    TorchTitan's Qwen3 (its embeddings stay tied under FSDP, too) or plain GPT-2.
+    TorchTitan's Qwen3 (its embeddings stay tied under FSDP, too), plain Llama or GPT-2.
     """
 
     coeff: float = key(0.1, "paper", also=("lambda", "lamda", "weight"))
@@ -219,7 +219,7 @@ class Stream:
     restart_positions: bool = key(False, fixes="model")
     """Whether positions begin at 0 in every document of a sequence. Needs
     document_mask. Rotary embeddings know only distances, so that this changes GPT-2
-    and, but for rounding, not Qwen3.
+    and, but for rounding, not Qwen3 and Llama.
     """
 
     seed: int = key(0, fixes="data")

@@ -240,6 +240,8 @@ class InitOptions:
     """
     tokenizer: OptionalPath = None
     """folder of a tokenizer. The default is to train one on the text."""
+    model: Literal["qwen3_disp", "llama_disp"] = "qwen3_disp"
+    """architecture (model.name). Its size follows from the text and the time."""
     minutes: OptionalFloat = None
     """how long training may take, about. The default is 4 minutes on a CPU, and 240 on
     GPUs.

@@ -50,7 +50,13 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 # of models on the hub, by their names
-_OWNERS = {"Qwen": "Qwen", "gpt2": "openai-community", "Llama": "meta-llama"}
+_OWNERS = {
+    "Qwen": "Qwen",
+    "gpt2": "openai-community",
+    "Llama": "meta-llama",
+    "SmolLM": "HuggingFaceTB",
+    "TinyLlama": "TinyLlama",
+}
 
 
 def find_tokenizer(folder: str | Path) -> Path:

@@ -48,7 +48,7 @@ from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.errors import ConfigError, counted, of_options
 from titan_disp.files import atomic_folder, cores
 from titan_disp.lab.sample import train_tokenizer, write_shard
-from titan_disp.models.qwen3 import Qwen3DispModel, flavors
+from titan_disp.models.registry import ModelEntry, find_model
 from titan_disp.templates import templates
 from titan_disp.text import byte_size, estimated_duration, short
 
@@ -71,8 +71,8 @@ LAUNCHES = 0.1
 # per multiprocessor of a GPU that the plan does not know: an RTX 3090's, the least of
 # its table
 OTHER_FLOPS = 0.87e12
-# Flavor, and width, blocks and heads where they are not the flavor's, in the shape of
-# nano and 0.6B, which they lie between.
+# Width, blocks and heads in the shape of nano and Qwen3's 0.6B, between which they lie.
+# Then come the flavors of LARGER, by model.name.
 BETWEEN = (
     (96, 6, 4),
     (128, 6, 4),
@@ -82,13 +82,10 @@ BETWEEN = (
     (512, 12, 8),
     (768, 16, 12),
 )
-SIZES = (
-    ("nano", ()),
-    *(("nano", size) for size in BETWEEN),
-    ("0.6B", ()),
-    ("1.7B", ()),
-    ("4B", ()),
-)
+LARGER = {
+    "qwen3_disp": ("0.6B", "1.7B", "4B"),
+    "llama_disp": ("SmolLM2-360M", "SmolLM2-1.7B"),
+}
 # Parameters → learning rate: what docs/evidence.md tuned, then GPT-3's (Brown et al.
 # 2020, Table 2.1).
 RATES = (
@@ -177,7 +174,8 @@ def init(options: InitOptions) -> str:
             model = _tokenizer(text.training, text.characters, hardware.gpus > 0)
             (partial / "tokenizer/tokenizer.model").write_bytes(model)
         tokens = _count_tokens(text, options.tokenizer or partial / "tokenizer")
-        size = _sized(tokens, text.seq_len, hardware, options.minutes)
+        entry = find_model(options.model)
+        size = _sized(entry, tokens, text.seq_len, hardware, options.minutes)
         run = _Run(options, text, tokens, hardware, size)
         config = partial / "config.toml"
         config.write_text(run.config(partial))
@@ -380,11 +378,11 @@ def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
     )
 
 
-def _cpu_flops(vocab_size: int, seq_len: int) -> float:
+def _cpu_flops(entry: ModelEntry, vocab_size: int, seq_len: int) -> float:
     """Measure FLOP/s of nano, forward and backward, on one core."""
     own: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": seq_len}
-    args = replace(flavors["nano"], **own)
-    model = Qwen3DispModel(args)
+    args: Any = replace(entry.flavors["nano"], **own)
+    model = entry.model_cls(args)
     tokens = torch.arange(4 * seq_len).view(4, -1) % vocab_size
     model.init_weights()
     threads = torch.get_num_threads()
@@ -406,7 +404,7 @@ def _cpu_flops(vocab_size: int, seq_len: int) -> float:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model of SIZES, and how many tokens it can be trained on."""
+    """A model's size, and how many tokens it can be trained on."""
 
     flavor: str
     overrides: dict[str, Any]
@@ -420,6 +418,7 @@ class _Model:
 
 
 def _largest_model(
+    entry: ModelEntry,
     text_tokens: float,
     vocab_size: int,
     seq_len: int,
@@ -433,7 +432,10 @@ def _largest_model(
     ``speed`` is in FLOP/s, and ``memory`` is that of all GPUs in bytes.
     """
     chosen: _Model | None = None
-    for flavor, shape in SIZES:
+    sizes: list[tuple[str, tuple[int, ...]]] = [("nano", ())]
+    sizes += [("nano", shape) for shape in BETWEEN]
+    sizes += [(flavor, ()) for flavor in LARGER[entry.name]]
+    for flavor, shape in sizes:
         overrides: dict[str, Any] = {"vocab_size": vocab_size}
         if shape:
             dim, layers, heads = shape
@@ -443,23 +445,23 @@ def _largest_model(
                 "n_kv_heads": heads // 2,
                 "head_dim": dim // heads,
             }
-        args = replace(flavors[flavor], **(overrides | {"max_seq_len": seq_len}))
+        changes = overrides | {"max_seq_len": seq_len}
+        args: Any = replace(entry.flavors[flavor], **changes)
         with torch.device("meta"):
-            parameters, flops = args.get_nparams_and_flops(
-                Qwen3DispModel(args), seq_len
-            )
+            model = entry.model_cls(args)
+        parameters, flops = args.get_nparams_and_flops(model, seq_len)
         limits = {
             "20 tokens per parameter (Hoffmann et al. 2022)": 20 * parameters,
             "4 epochs of the text (Muennighoff et al. 2023)": 4 * text_tokens,
             f"{minutes:g} minute{'s' * (minutes != 1)}": minutes * 60 * speed / flops,
         }
-        model = _Model(flavor, overrides, parameters, flops, limits)
+        candidate = _Model(flavor, overrides, parameters, flops, limits)
         adamw = 16 * parameters  # bytes, in fp32
         if chosen is not None and (
-            model.tokens < 20 * parameters or adamw > memory / 2
+            candidate.tokens < 20 * parameters or adamw > memory / 2
         ):
             break
-        chosen = model
+        chosen = candidate
     assert chosen is not None
     return chosen
 
@@ -494,7 +496,11 @@ class _Size:
 
 
 def _sized(
-    tokens: _Tokens, seq_len: int, hardware: _Hardware, minutes: float | None
+    entry: ModelEntry,
+    tokens: _Tokens,
+    seq_len: int,
+    hardware: _Hardware,
+    minutes: float | None,
 ) -> _Size:
     """Return the largest model that text and time allow, and how to train it.
 
@@ -506,8 +512,9 @@ def _sized(
     if gpus:
         speed = gpus * MFU * gpu.bf16_flops
     else:
-        speed = ranks * SHARE * _cpu_flops(tokens.vocab_size, seq_len)
+        speed = ranks * SHARE * _cpu_flops(entry, tokens.vocab_size, seq_len)
     model = _largest_model(
+        entry=entry,
         text_tokens=tokens.training,
         vocab_size=tokens.vocab_size,
         seq_len=seq_len,

@@ -142,10 +142,7 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
             "indices"
         )
     chosen = sorted(named[layers] if isinstance(layers, str) else layers)
-    if any(
-        isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n_layers
-        for i in chosen
-    ):
+    if any(type(i) is not int or not 0 <= i < n_layers for i in chosen):
         raise ConfigError(
             f"dispersion.layers is {layers}, but the model has {n_layers} blocks: "
             f"expected indices from 0 to {n_layers - 1}"
@@ -185,16 +182,12 @@ def architecture_of(args: Any) -> dict[str, Any]:
 
     ``_enforced`` is a sentence of TorchTitan's about its dataclass.
     """
-    fields = (
-        f.name
-        for f in dataclasses.fields(args)
-        if f.name not in ("max_seq_len", "attn_type", "_enforced")
-    )
-    values = {name: getattr(args, name) for name in fields}
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, (bool, int, float, str))
+        if name not in ("max_seq_len", "attn_type", "_enforced")
+        and isinstance(value, (bool, int, float, str))
     }
 
 
@@ -233,24 +226,21 @@ def apply_overrides(args: Any, overrides: Written) -> None:
     _check_heads(args)
 
 
-def _check_heads(args: Any) -> None:
-    own = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
-    heads, kv_heads, head_dim = (
-        own.get(name) for name in ("n_heads", "n_kv_heads", "head_dim")
-    )
-    if heads and kv_heads and heads % kv_heads:
+def _check_heads(args: DispModelArgs) -> None:
+    if args.n_heads % args.n_kv_heads:
         raise ConfigError(
-            f"{OVERRIDES}: n_heads {heads} is not a multiple of n_kv_heads "
-            f"{kv_heads}: set both so that it is"
+            f"{OVERRIDES}: n_heads {args.n_heads} is not a multiple of n_kv_heads "
+            f"{args.n_kv_heads}: set both so that it is"
         )
-    if heads and not head_dim and own.get("dim") and own["dim"] % heads:
+    if not hasattr(args, "rope_theta"):  # head_dim is dim ÷ n_heads
+        if args.dim % args.n_heads:
+            raise ConfigError(
+                f"{OVERRIDES}: dim {args.dim} is not a multiple of n_heads "
+                f"{args.n_heads}: set both so that it is"
+            )
+    elif args.head_dim % 2:
         raise ConfigError(
-            f"{OVERRIDES}: dim {own['dim']} is not a multiple of n_heads {heads}: set "
-            "both so that it is"
-        )
-    if head_dim and head_dim % 2 and "rope_theta" in own:
-        raise ConfigError(
-            f"{OVERRIDES}.head_dim is {head_dim}, expected an even number: rotary "
+            f"{OVERRIDES}.head_dim is {args.head_dim}, expected an even number: rotary "
             "embeddings rotate pairs"
         )
 
@@ -259,9 +249,6 @@ def named(flavor: str, overrides: Written) -> str:
     """Return a flavor's name with its overrides, for people: "nano with hidden_dim =
     16".
     """
-    found = parse_overrides(overrides)
-    return flavor + (
-        " with " + ", ".join(f"{key} = {shown(value)}" for key, value in found.items())
-        if found
-        else ""
-    )
+    pairs = parse_overrides(overrides).items()
+    changes = ", ".join(f"{key} = {shown(value)}" for key, value in pairs)
+    return f"{flavor} with {changes}" if changes else flavor

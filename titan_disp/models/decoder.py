@@ -209,14 +209,13 @@ def fill_(param: nn.Parameter, full: Tensor) -> None:
     full = full.to(param.dtype)
     if isinstance(param, DTensor):
         # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
-        full = full.to(param.to_local().device)
-        param.copy_(
-            distribute_tensor(
-                full, param.device_mesh, param.placements, src_data_rank=None
-            )
+        full = distribute_tensor(
+            full.to(param.to_local().device),
+            param.device_mesh,
+            param.placements,
+            src_data_rank=None,
         )
-    else:
-        param.copy_(full)
+    param.copy_(full)
 
 
 def canonical_name(name: str) -> str:

@@ -299,6 +299,7 @@ class GPT2HfAdapter(HfAdapter):
     model_cls = GPT2DispModel
     model_args: GPT2DispModelArgs
     transformers_class = "GPT2LMHeadModel"
+    embedding = OUTSIDE["tok_embeddings.weight"]
     defaults = {
         "n_inner": None,
         "activation_function": "gelu_new",
@@ -339,8 +340,7 @@ class GPT2HfAdapter(HfAdapter):
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
         config = super().stated(config)
-        if config["n_inner"] is None and isinstance(config.get("n_embd"), int):
-            config["n_inner"] = 4 * config["n_embd"]
+        config["n_inner"] = config["n_inner"] or 4 * config.get("n_embd", 0)
         return config
 
     def canonical(self, name: str) -> str:
@@ -432,16 +432,13 @@ class _Reader(HuggingFaceStorageReader):
     def __init__(self, path: str, canonical: Callable[[str], str]) -> None:
         super().__init__(path)
         self._canonical = canonical
-        self._in_file: dict[str, str] = {}
 
     def read_metadata(self) -> Metadata:
         metadata = super().read_metadata()
-        self._in_file = {
-            self._canonical(name): name for name in metadata.state_dict_metadata
-        }
-        found = metadata.state_dict_metadata
+        stored = metadata.state_dict_metadata
+        self._in_file = {self._canonical(name): name for name in stored}
         metadata.state_dict_metadata = {
-            name: found[in_file] for name, in_file in self._in_file.items()
+            self._canonical(name): weight for name, weight in stored.items()
         }
         return metadata
 

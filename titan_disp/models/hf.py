@@ -11,11 +11,13 @@ from safetensors import SafetensorError, safe_open
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, reported
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.decoder import DispModel
+from titan_disp.tables import OVERRIDES
 
 INDEX = "model.safetensors.index.json"
+OUTPUT_LAYER = "lm_head.weight"
 
 
 class HfAdapter(StateDictAdapter):
@@ -30,6 +32,7 @@ class HfAdapter(StateDictAdapter):
 
     model_cls: type[DispModel]
     transformers_class: str  # such as "Qwen3ForCausalLM"
+    embedding: str  # Hugging Face's name of the tokens' embedding
     # Transformers', for keys of ``architecture`` that a config.json may omit
     defaults: dict[str, Any]
     fqn_to_index_mapping: dict[Any, int] | None
@@ -90,8 +93,10 @@ class HfAdapter(StateDictAdapter):
 
 
 def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
-    """Check, by headers alone, that ``checkpoint.initial_load_in_hf`` can load a
-    folder, or raise ConfigError.
+    """Check that ``checkpoint.initial_load_in_hf`` can load a folder, or raise
+    ConfigError.
+
+    Headers decide, and the values of the output layer if config.json ties it.
     """
     folder = Path(folder)
     where = f"checkpoint.initial_load_in_hf: {str(folder)!r}"
@@ -101,13 +106,22 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{where} holds no *.safetensors; expected {what}")
     try:
-        config = adapter.stated(json.loads((folder / "config.json").read_text()))
+        text = (folder / "config.json").read_text()
     except OSError as error:
         raise ConfigError(
             f"{where}: config.json: {error.strerror}; expected {what}"
         ) from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: config.json is not valid JSON: {error}") from error
+    with reported(f"{where}: config.json is not valid JSON", ValueError):
+        config = adapter.stated(json.loads(text))
+    stored = stored_weights(folder, adapter, where)
+    if config.get("tie_word_embeddings") and has_own_output(stored, adapter):
+        if adapter.model_args.enable_weight_tying:
+            raise ConfigError(
+                f"{where}: config.json ties the output layer to the embedding, but "
+                f"{OUTPUT_LAYER} differs from {adapter.embedding}. To train both, add "
+                f"enable_weight_tying=false to {OVERRIDES}"
+            )
+        config["tie_word_embeddings"] = False  # transformers 5 decides so, too
     differ = [
         f"{key} is {config.get(key)!r} in config.json and {expected!r} in this model"
         for key, expected in adapter.architecture().items()
@@ -119,34 +133,48 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
             f"model.overrides describe: {'; '.join(differ)}. Change these keys to "
             "match the weights"
         )
-    check_weights(folder, adapter, where)
+    check_weights(stored, adapter, where)
 
 
-def check_weights(folder: Path, adapter: HfAdapter, where: str) -> None:
-    """Check, by their headers, that the files of a folder hold all weights, or raise
+def stored_weights(folder: Path, adapter: HfAdapter, where: str) -> dict[str, Any]:
+    """Return the weights in a folder's files by their canonical names, as slices, which
+    are read when they are indexed. Raise ConfigError if a header is damaged.
+    """
+    stored = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        damaged = f"{where}: {file.name} is damaged (download it again)"
+        with (
+            reported(damaged, OSError, SafetensorError),
+            safe_open(file, framework="pt") as weights,
+        ):
+            for name in weights.keys():  # noqa: SIM118
+                stored[adapter.canonical(name)] = weights.get_slice(name)
+    return stored
+
+
+def has_own_output(stored: dict[str, Any], adapter: HfAdapter) -> bool:
+    """Return whether ``stored_weights`` have an output layer other than a copy of their
+    embedding.
+    """
+    if not {OUTPUT_LAYER, adapter.embedding} <= stored.keys():
+        return False
+    return not torch.equal(stored[OUTPUT_LAYER][:], stored[adapter.embedding][:])
+
+
+def check_weights(stored: dict[str, Any], adapter: HfAdapter, where: str) -> None:
+    """Check that ``stored_weights`` are all weights, by their shapes, or raise
     ConfigError.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118
-                    found[adapter.canonical(name)] = tuple(
-                        weights.get_slice(name).get_shape()
-                    )
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"{where}: {file.name} is damaged: {error}. Download it again"
-            ) from error
     wanted = adapter.weight_shapes()
-    if missing := sorted(wanted.keys() - found.keys()):
+    if missing := sorted(wanted.keys() - stored.keys()):
         raise ConfigError(
             f"{where} lacks {len(missing)} of the {len(wanted)} weights, "
             f"{missing[0]!r} first: is the download complete?"
         )
     for name, shape in wanted.items():
-        if found[name] != shape:
+        actual = tuple(stored[name].get_shape())
+        if actual != shape:
             raise ConfigError(
-                f"{where} has {name} of shape {found[name]}, expected {shape} for "
+                f"{where} has {name} of shape {actual}, expected {shape} for "
                 "model.flavor"
             )

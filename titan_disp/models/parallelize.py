@@ -9,7 +9,7 @@ embeddings, the final norm and the output layer form one FSDP group.
 
 import logging
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,20 +100,16 @@ class LocalHeads(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-        if (
-            not isinstance(q, DTensor)
-            or not isinstance(k, DTensor)
-            or not isinstance(v, DTensor)
-        ):
-            return self.attention(q, k, v, **kwargs)  # already local
+    def forward(self, q: Tensor, k: Any, v: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(q, DTensor):
+            return self.attention(q, k, v, **kwargs)  # all three are local already
         out = self.attention(q.to_local(), k.to_local(), v.to_local(), **kwargs)
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
 def _attentions(model: DispModel) -> list[Any]:
     """Return each block's attention, whose ``inner_attention`` can be replaced."""
-    return [block.attention for block in cast(Any, model.layers).values()]
+    return [block.attention for block in model.layers.values()]
 
 
 def _apply_fsdp(
@@ -167,10 +163,6 @@ def _columns_where_rows_are_uneven(param: nn.Parameter) -> Shard | None:
         for degree, placement in zip(
             param.device_mesh.shape, param.placements, strict=True
         ):
-            if (
-                isinstance(placement, Shard)
-                and placement.dim == 0
-                and param.shape[0] % degree
-            ):
+            if placement.is_shard(dim=0) and param.shape[0] % degree:
                 return Shard(1)
     return None

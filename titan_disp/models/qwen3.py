@@ -1,6 +1,7 @@
 """``qwen3_disp`` is TorchTitan's Qwen3 with a forward that can return activations."""
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
     activations: tuple[int, ...] = ()
 
     not_overridable: ClassVar[dict[str, str]] = {
-        "qk_norm": "Hugging Face's Qwen3 always normalizes queries and keys, so an export would be a different model",
+        "qk_norm": "Hugging Face's Qwen3 always normalizes queries and keys, and its Llama never does: model.name decides",
         "eos_id": "the tokenizer defines it",
         "moe_enabled": "the model is dense",
         "moe_inter_dim": "the model is dense",
@@ -53,11 +54,12 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
         h = self.hidden_dim
         q = self.n_heads * self.head_dim
         kv = self.n_kv_heads * self.head_dim
+        copies = 3 if self.qk_norm else 2
         return {
-            # Both residuals; both normalized inputs; q and k before their norm; q, k, v
-            # and the attention's output; w1's output, its SiLU, w3's output and their
-            # product.
-            "none": 2 * d / tp + 2 * d + (3 * q + 3 * kv + 4 * h) / tp,
+            # Both residuals; both normalized inputs; q and k before their norm, if they
+            # have one; q, k, v and the attention's output; w1's output, its SiLU, w3's
+            # output and their product.
+            "none": 2 * d / tp + 2 * d + (copies * (q + kv) + 4 * h) / tp,
             # The block's input, the attention's output and every second product (q, v,
             # w1, w2) are kept. Under TP, w2's output is a partial sum over the whole
             # sequence, and both reduce-scattered results are kept too.
@@ -79,15 +81,12 @@ flavors = Flavors(
     {
         "nano": Qwen3DispModelArgs(  # 0.4 M parameters: for the demo and tests on a CPU
             vocab_size=2048,
-            max_seq_len=4096,
             head_dim=16,
             dim=64,
             n_layers=6,
             n_heads=4,
             n_kv_heads=2,
-            qk_norm=True,
             hidden_dim=192,
-            rope_theta=1000000,
             enable_weight_tying=True,
         ),
         "debugmodel": _like_torchtitan("debugmodel"),
@@ -127,6 +126,8 @@ def apply_tp(
     model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
     recipe = job_config.quantize.linear.float8.recipe_name
+    # The plan names norms that Llama does not have.
+    warnings.filterwarnings("ignore", r"Parallelize plan key '[qk]_norm'")
     apply_non_moe_tp(
         model,
         parallel_dims.get_mesh("tp"),
@@ -144,6 +145,8 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
     model_cls = Qwen3DispModel
     model_args: Qwen3DispModelArgs
     transformers_class = "Qwen3ForCausalLM"
+    embedding = "model.embed_tokens.weight"
+    model_type = "qwen3"
     defaults = {
         "rope_scaling": None,
         "attention_bias": False,
@@ -154,7 +157,7 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
     def architecture(self) -> dict[str, Any]:
         args = self.model_args
         return self.defaults | {
-            "model_type": "qwen3",
+            "model_type": self.model_type,
             "vocab_size": args.vocab_size,
             "hidden_size": args.dim,
             "intermediate_size": args.hidden_dim,
@@ -177,11 +180,13 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
         config = super().stated(config)
-        rope = config.get("rope_parameters")  # which transformers 5 writes
-        if not isinstance(rope, dict):
-            return config
-        plain = rope.get("rope_type", "default") == "default"
-        return config | {
-            "rope_theta": rope.get("rope_theta"),
-            "rope_scaling": None if plain else rope,
-        }
+        # transformers 5 writes the first, earlier releases the second
+        rope = config.get("rope_parameters") or config["rope_scaling"] or {}
+        config["rope_theta"] = rope.get("rope_theta", config.get("rope_theta"))
+        # A type of "default" is none
+        config["rope_scaling"] = {
+            key: value
+            for key, value in rope.items()
+            if key != "rope_theta" and value != "default"
+        } or None
+        return config

@@ -12,7 +12,7 @@ from torchtitan.distributed import ParallelDims
 
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, did_you_mean
-from titan_disp.models import gpt2, qwen3
+from titan_disp.models import gpt2, llama, qwen3
 from titan_disp.models.arguments import DispModelArgs, Flavors, apply_overrides
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
@@ -55,6 +55,14 @@ MODELS: dict[str, ModelEntry] = {
             qwen3.Qwen3HfAdapter,
             qwen3.apply_tp,
             qwen3.SAVED_OPS,
+        ),
+        ModelEntry(
+            name="llama_disp",
+            title="Llama",
+            flavors=llama.flavors,
+            adapter=llama.LlamaHfAdapter,
+            apply_tp=qwen3.apply_tp,
+            saved_ops=qwen3.SAVED_OPS,
         ),
         ModelEntry(
             "gpt2_disp",

@@ -21,7 +21,7 @@ from titan_disp.errors import CheckpointError, ConfigError, counted, reported
 from titan_disp.lab.export.inventory import verify
 from titan_disp.models.arguments import DispModelArgs, architecture_of, named
 from titan_disp.models.decoder import DispModel
-from titan_disp.models.hf import HfAdapter, check_weights
+from titan_disp.models.hf import HfAdapter, check_weights, stored_weights
 from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_args
 from titan_disp.run.identity import identity_changes, read_identity
 from titan_disp.run.integrity import checkpoints, warn_without_hashes
@@ -158,13 +158,13 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     """
     args = saved.model_args()
     if saved.in_hf_format:
-        check_weights(
-            saved.folder, saved.adapter(), f"the checkpoint {str(saved.folder)!r}"
-        )
+        adapter = saved.adapter()
+        where = f"the checkpoint {str(saved.folder)!r}"
+        check_weights(stored_weights(saved.folder, adapter, where), adapter, where)
         hf: dict[str, torch.Tensor] = {}
         for file in sorted(saved.folder.glob("*.safetensors")):
             hf |= load_file(file)
-        weights = {k: v.float() for k, v in saved.adapter().from_hf(hf).items()}
+        weights = {k: v.float() for k, v in adapter.from_hf(hf).items()}
         return {
             k: v
             for k, v in weights.items()
