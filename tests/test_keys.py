@@ -16,6 +16,7 @@ from tests.command_line import DEMO, ROOT, typed
 from tests.pages import changed, loaded
 from titan_disp import train
 from titan_disp.checks import check_config
+from titan_disp.cluster.freeze import freeze
 from titan_disp.cluster.plan import Machine, make_plan, render
 from titan_disp.config.keys import torchtitan_facts
 from titan_disp.config.load import load_config
@@ -381,3 +382,12 @@ def test_a_path_with_an_unknown_variable_or_user_is_refused(monkeypatch):
         with pytest.raises(ConfigError, match=message):
             loaded(DEMO, f"--job.dump_folder={written}")
     assert (ROOT / "train_configs").is_dir()
+
+
+def test_a_frozen_job_has_the_config_of_a_path_with_a_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    (tmp_path / "c.toml").write_text(DEMO.read_text())
+    argv = ["--job.config_file", "$SCRATCH/c.toml", "--job.dump_folder=$SCRATCH/run"]
+    folder = freeze(load_config(argv), argv, "1.0.a")
+    assert folder == tmp_path / "run" / "launch" / "1.0.a"
+    assert (folder / "config.toml").read_text() == DEMO.read_text()
