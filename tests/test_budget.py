@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.command_line import DEMO
 from tests.pages import changed, loaded
 from titan_disp.checks import (
-    build_coeff_schedule,
     check_batch,
     check_stream,
     resolve_replicas,
@@ -19,6 +18,7 @@ from titan_disp.checks import (
 from titan_disp.config import batch
 from titan_disp.data.validation import validation_sequences
 from titan_disp.errors import ConfigError
+from titan_disp.schedules import build_coeff_schedule
 
 few = st.integers(1, 12)
 degrees = st.integers(1, 4)

@@ -420,6 +420,24 @@ def test_which_is_loaded_where_nothing_is_moved(
     assert again.names == ["step-2", "step-4"]
 
 
+def test_a_resume_that_would_count_its_steps_anew_is_refused(start):
+    """It would overwrite the checkpoints of the run, as an old load_step would."""
+    run = start()
+    run.save(1)
+    excluded = ["train_state", "lr_scheduler"]
+    again = start(exclude_from_loading=excluded)
+    with pytest.raises(
+        RefusedError,
+        match=r"has 'train_state', but .* holds checkpoints \(1\), which training "
+        "from step 1 would overwrite: leave it out, or start a new run in another",
+    ):
+        again.manager.load(-1)
+    assert (again.loaded, again.names) == ((-1, 0), ["step-1"])
+    only_loads = start(exclude_from_loading=excluded, load_only=True)
+    assert only_loads.manager.load(-1)
+    assert only_loads.loaded == (1, 0)
+
+
 def test_a_run_that_kept_its_model_only_has_ended(start):
     """Its last checkpoint is not loaded to find that out, but it is verified: a damaged
     one has not ended the run.

@@ -11,6 +11,7 @@ from torchtitan.config import JobConfig
 from tests.command_line import ROOT, typed
 from titan_disp import job_config
 from titan_disp.config import reference
+from titan_disp.config.keys import torchtitan_facts
 from titan_disp.errors import ConfigError
 
 
@@ -69,13 +70,11 @@ def test_the_keys_of_torchtitan_that_our_files_set():
         for section, keys in config.items()
         for key in keys
     }
-    used = {
-        f"{section}.{key}"
-        for section, keys in reference.used_keys().items()
-        for key in keys
-    }
+    used = {name for name, facts in torchtitan_facts().items() if facts.means}
     assert used == set_there - set(job_config.all_keys())
-    page = reference.markdown().split("## TorchTitan's keys")[1]
+    _, _, rest = reference.markdown().partition("## TorchTitan's keys")
+    page, _, limits = rest.partition("## What is checked of TorchTitan's keys")
+    assert all(f"\n| `{name}` | " in limits for name in torchtitan_facts())
     for name in used:
         section, key = name.split(".")
         assert of_toml(table(page, f"[{section}]")[key][1]) == getattr(

@@ -88,7 +88,7 @@ def test_a_finite_step_is_taken():
     training.optimizers.zero_grad()
     training.optimizers.step()  # without any gradient
     assert (training.optimizers.bad_terms, training.counts) == (
-        ["gradient norm"],
+        ["zero gradients"],
         [3, 1, 1],
     )
 
@@ -108,6 +108,15 @@ def test_steps_in_a_row_end_the_run(caplog):
     ):
         training.step(*bad)
     assert (training.counts, training.weights) == ([6, 5, 3], [0.5, 1.5])
+
+
+def test_gradients_of_zero_end_the_run_with_advice_of_their_own():
+    training = Training(max_skipped_steps=1)
+    with pytest.raises(
+        NonFiniteError,
+        match="^step 1: all gradients are zero, 1 step in a row .* does not depend on",
+    ):
+        training.step(0.0, 0.0)
 
 
 def test_the_state_goes_on_after_a_resume():
@@ -174,20 +183,31 @@ def test_a_message_waits_for_nothing(gradient, loss):
 
 
 @pytest.mark.parametrize(
-    ("gradients", "loss", "bad_terms"),
+    ("gradients", "loss", "bad_terms", "message"),
     [
-        ((1.0, math.nan), {}, ["gradient norm"]),
-        ((-math.inf, 1.0), {}, ["gradient norm"]),
+        ((1.0, math.nan), {}, ["gradient norm"], "gradient norm not finite"),
+        ((-math.inf, 1.0), {}, ["gradient norm"], "gradient norm not finite"),
         # Clipping by a norm that overflowed leaves zeros
-        ((0.0, 0.0), {}, ["gradient norm"]),
-        ((1.0, 1.0), {"ce": math.nan}, ["cross-entropy"]),
-        ((1.0, 1.0), {"dispersion": math.nan}, ["dispersion"]),
-        ((1.0, 1.0), {"dispersion": math.inf}, ["dispersion"]),
-        ((math.nan, 1.0), {"ce": math.nan}, ["cross-entropy", "gradient norm"]),
+        ((0.0, 0.0), {}, ["zero gradients"], "all gradients are zero (1"),
+        ((1.0, 1.0), {"ce": math.nan}, ["cross-entropy"], "cross-entropy not finite"),
+        (
+            (0.0, 0.0),
+            {"ce": math.nan},
+            ["cross-entropy", "zero gradients"],
+            "cross-entropy not finite, and all gradients are zero (1",
+        ),
+        ((1.0, 1.0), {"dispersion": math.nan}, ["dispersion"], "dispersion not finite"),
+        ((1.0, 1.0), {"dispersion": math.inf}, ["dispersion"], "dispersion not finite"),
+        (
+            (math.nan, 1.0),
+            {"ce": math.nan},
+            ["cross-entropy", "gradient norm"],
+            "cross-entropy and gradient norm not finite",
+        ),
     ],
 )
 def test_a_fused_optimizer_takes_the_verdict_from_the_device(
-    gradients, loss, bad_terms, caplog
+    gradients, loss, bad_terms, message, caplog
 ):
     """The host reads it in the next step. The other steps give what they give alone."""
     alone, training = (Training(max_skipped_steps=9, fused=True) for _ in range(2))
@@ -214,7 +234,7 @@ def test_a_fused_optimizer_takes_the_verdict_from_the_device(
         [2, 0, 0],
     )
     assert (optimizers.bad_terms, late) == (bad_terms, [True, True, False])
-    assert "step 5 is skipped on all ranks: " + " and ".join(bad_terms) in caplog.text
+    assert f"step 5 is skipped on all ranks: {message}" in caplog.text
     assert str(state) == str(expected)  # the weights' moments and steps
     assert not hasattr(optimizers.optimizers[0], "found_inf")
     optimizers.settle()

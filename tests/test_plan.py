@@ -653,7 +653,7 @@ def test_text(every_node_count):
     assert ", ".join(
         line[:16].strip() for line in text.splitlines() if "warning" not in line
     ) == (
-        "plan, machine, mesh, batch, steps, parameters, memory, weights, gradients, "
+        "plan, machine, mesh, batch, steps, learning rate, λ, parameters, memory, weights, gradients, "
         "optimizer, unsharded, activations, dispersion, logits, checkpoint, over the "
         "run, every, FLOPs, step, within nodes, between, not hidden, throughput, "
         "time, without, fp32, also runs on"

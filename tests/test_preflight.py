@@ -210,8 +210,8 @@ def test_an_accelerator_leaves_out_nothing_but_files(monkeypatch):
     small = reduced.job_config
     assert reduced.changes == [
         "checkpoint.enable true → false",
-        "validation.enable true → false",
         "metrics.enable_tensorboard true → false",
+        "validation.enable true → false",
     ]
     for section in (
         "model",

@@ -52,7 +52,7 @@ def check_verdicts():
         (((1.0, math.inf), {}), GOOD, "gradient norm"),
         (GOOD, ((1.0, -2.0), {"ce": math.nan}), "cross-entropy"),
         (((1.0, -2.0), {"dispersion": math.nan}), GOOD, "dispersion"),
-        (nothing, nothing, "gradient norm"),
+        (nothing, nothing, "zero gradients"),
     ):
         gradients, loss = steps[rank]
         training.step(*gradients, **loss)
@@ -93,15 +93,15 @@ def check_verdicts_on_shards():
             torch.equal(x, p.full_tensor()) for x, p in zip(before, model, strict=True)
         ], state
 
-    for of_ranks in (
-        (1.0, math.nan),
-        (math.inf, 1.0),
-        (0.0, 0.0),
-        (math.nan, math.nan),
+    for of_ranks, bad_term in (
+        ((1.0, math.nan), "gradient norm"),
+        ((math.inf, 1.0), "gradient norm"),
+        ((0.0, 0.0), "zero gradients"),
+        ((math.nan, math.nan), "gradient norm"),
     ):
         assert step(*of_ranks) == ([True, True], 0.0)
         optimizers.settle()
-        assert optimizers.bad_terms == ["gradient norm"], of_ranks
+        assert optimizers.bad_terms == [bad_term], of_ranks
         optimizers._counts[2] = 0
     assert step(1.0, 1.0) == ([False, False], 1.0)
     assert step(1.0, math.nan) == ([True, True], 1.0)

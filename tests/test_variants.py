@@ -26,10 +26,8 @@ from tests.mesh import build
 from tests.oracle import EVERY_LOSS, drawn, loss_and_gradient, tokens
 from tests.pages import changed, loaded
 from titan_disp.checks import (
-    build_coeff_schedule,
     build_dispersion_losses,
     check_config,
-    coeff_warnings,
 )
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config.command_options import Machine
@@ -46,6 +44,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.job_config import Dispersion
 from titan_disp.models.registry import MODELS
 from titan_disp.objective import CoeffSchedule
+from titan_disp.schedules import build_coeff_schedule, schedule_warnings
 from titan_disp.spec import train_spec
 
 
@@ -331,7 +330,7 @@ def test_a_negative_lambda(caplog):
         ["--dispersion.coeff=-1", "--dispersion.no-enabled"],
         ["--dispersion.final_coeff=-1"],  # which a constant λ never has
     ):
-        assert coeff_warnings(loaded(DEMO, "--training.steps=3", *words)) == []
+        assert not list(schedule_warnings(loaded(DEMO, "--training.steps=3", *words)))
 
 
 @pytest.mark.parametrize("name", ["coeff", "final_coeff"])

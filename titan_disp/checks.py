@@ -8,17 +8,18 @@ first problem that it finds. Other checks are elsewhere: ``cluster.preflight`` r
 real step, and ``cluster.job_check`` runs these checks for a SLURM job.
 """
 
+import importlib
 import importlib.util
 import math
 import operator
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import torch._dynamo
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
 from titan_disp import cpu
 from titan_disp.config.batch import (
@@ -27,7 +28,7 @@ from titan_disp.config.batch import (
     resolve_steps,
     slot_count,
 )
-from titan_disp.config.keys import facts_of
+from titan_disp.config.keys import Facts, written
 from titan_disp.config.types import JobConfig
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.listing import DataFile
@@ -46,25 +47,26 @@ from titan_disp.data.tokenizer import (
     load_tokenizer,
 )
 from titan_disp.data.validation import validation_sequences
-from titan_disp.dispersion.formula import condensing
 from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import checked
-from titan_disp.errors import ConfigError, counted, did_you_mean, fits
-from titan_disp.job_config import all_keys
+from titan_disp.errors import (
+    ConfigError,
+    counted,
+    did_you_mean,
+    fits,
+    prefixed,
+    reported,
+)
+from titan_disp.job_config import all_facts
 from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
-from titan_disp.objective import CoeffSchedule
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
+from titan_disp.schedules import check_schedules
 from titan_disp.tables import LOSSES, OPTIONS, parse_overrides
 
 T = TypeVar("T")
-NOT_WITH_CP = {  # keys, and why
-    "validation.enable": "reads freqs_cis for it, which the models do not have",
-    "stream.document_mask": "passes no mask to the context parallelism of Qwen3",
-    "dispersion.within_documents": "would divide the tokens, but not the numbers of their documents",
-}
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
@@ -81,14 +83,17 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
         )
     find_model(job_config.model.name)
     resolve_tables(job_config)
-    check_ranges(job_config)
+    check_keys(job_config)
+    check_names_of_code(job_config)
     check_mesh(job_config, world_size)
     check_batch(job_config, world_size)
     resolve_steps(job_config, world_size)
     check_model(job_config)
+    check_schedules(job_config)
     check_validation(job_config)
     check_stream(job_config, world_size)
-    check_operations(job_config)
+    check_profiling(job_config)
+    check_loading(job_config)
     check_baseline(job_config)
 
 
@@ -100,10 +105,71 @@ def resolve_tables(job_config: JobConfig) -> None:
     dispersion.options = parse_overrides(dispersion.options, OPTIONS)
 
 
-def check_ranges(job_config: JobConfig) -> None:
-    """Check every key of ``titan_disp.job_config`` by itself."""
-    for name, field in all_keys().items():
-        facts_of(field).check(name, operator.attrgetter(name)(job_config), field.type)
+def value_of(job_config: JobConfig, key: str) -> Any:
+    """Return the value of a key by its full name, such as "optimizer.lr"."""
+    return operator.attrgetter(key)(job_config)
+
+
+def check_keys(job_config: JobConfig) -> None:
+    """Check every key, TorchTitan's and titan-disp's, by the facts about it."""
+    for key, facts in all_facts().items():
+        if (facts.limited or facts.needs) and _holds(facts, job_config):
+            facts.check(key, value_of(job_config, key))
+            _check_needs(key, facts, job_config)
+
+
+def _holds(facts: Facts, job_config: JobConfig) -> bool:
+    """Return whether the limits of a key hold with the values of the other keys."""
+
+    def all_have(values: Mapping[str, Any]) -> bool:
+        return all(value_of(job_config, key) == values[key] for key in values)
+
+    return all_have(facts.when) and not (facts.unless and all_have(facts.unless))
+
+
+def _check_needs(key: str, facts: Facts, job_config: JobConfig) -> None:
+    """Refuse a key that is set if another key does not have the value that it needs."""
+    value = value_of(job_config, key)
+    if value is False or value is None:
+        return
+    for other, needed in facts.needs.items():
+        actual = value_of(job_config, other)
+        if needed not in (actual if isinstance(actual, list) else [actual]):
+            off = f", or {key} = false" if value is True else ""
+            raise ConfigError(
+                f"{key} is {written(value)}, but {other} is {written(actual)}: "
+                f"{facts.because}. Set {other} = {written(needed)}{off}"
+            )
+
+
+def check_names_of_code(job_config: JobConfig) -> None:
+    """Check the names of a module to import, of model converters, and of a backend of
+    torch.compile.
+
+    The module is imported, because it may register more of them.
+    """
+    module = job_config.experimental.custom_import
+    if module:
+        what = f"experimental.custom_import is {module!r}, which cannot be imported"
+        with reported(what, Exception):
+            importlib.import_module(module)
+    converters = _registry_model_converter_cls
+    for name in job_config.model.converters:
+        if name not in converters:
+            raise ConfigError(
+                f"model.converters has {name!r}, expected {' or '.join(converters)}, "
+                "or one that the module in experimental.custom_import registers"
+            )
+    backend = job_config.compile.backend
+    if job_config.compile.enable and backend not in backends():
+        raise ConfigError(
+            f"compile.backend is {backend!r}, expected one of {', '.join(backends())}"
+        )
+
+
+def backends() -> list[str]:
+    """Return the names of torch.compile's backends, also of those for debugging."""
+    return torch._dynamo.list_backends(exclude_tags=())
 
 
 def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
@@ -150,29 +216,11 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
     resolve_replicas(job_config, world_size)
     shards = _check_shards(job_config, world_size)
     _check_sharded_sizes(job_config, shards)
-    _check_supported(job_config)
 
 
 def _check_degrees(job_config: JobConfig, world_size: int) -> None:
-    p = job_config.parallelism
-    tp = p.tensor_parallel_degree
-    cp = p.context_parallel_degree
-    if p.pipeline_parallel_degree > 1:
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_degree is {p.pipeline_parallel_degree}, "
-            "expected 1: pipeline stages pass on one tensor, while dispersion needs "
-            "every block's output at the loss. Use FSDP, HSDP, TP or CP"
-        )
-    if p.expert_parallel_degree > 1 or p.expert_tensor_parallel_degree > 1:
-        raise ConfigError(
-            "expert_parallel_degree and expert_tensor_parallel_degree must be 1: the "
-            "model is dense"
-        )
-    for name, degree in (("tensor", tp), ("context", cp)):
-        if degree < 1:
-            raise ConfigError(
-                f"parallelism.{name}_parallel_degree is {degree}, expected at least 1"
-            )
+    tp = job_config.parallelism.tensor_parallel_degree
+    cp = job_config.parallelism.context_parallel_degree
     if world_size % (cp * tp):
         raise ConfigError(
             f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} "
@@ -190,11 +238,6 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
     tp = p.tensor_parallel_degree
     cp = p.context_parallel_degree
     replicate = p.data_parallel_replicate_degree
-    if replicate < 1:
-        raise ConfigError(
-            f"data_parallel_replicate_degree is {replicate}, expected at least 1, or "
-            "-1 to compute it"
-        )
     shard = p.data_parallel_shard_degree
     if shard == -1:
         shard = max(1, world_size // (replicate * cp * tp))
@@ -266,41 +309,6 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
         )
 
 
-def _check_supported(job_config: JobConfig) -> None:
-    p = job_config.parallelism
-    compiled = job_config.compile
-    for key, why in NOT_WITH_CP.items():
-        if p.context_parallel_degree > 1 and operator.attrgetter(key)(job_config):
-            raise ConfigError(
-                f"{key} is true, but context_parallel_degree is "
-                f"{p.context_parallel_degree}: TorchTitan 0.2.2 {why}. Set "
-                f"context_parallel_degree = 1 or {key} = false"
-            )
-    stream = job_config.stream
-    if stream.restart_positions and not stream.document_mask:
-        raise ConfigError(
-            "stream.restart_positions is true, but stream.document_mask is false: "
-            "attention across documents needs positions in the sequence. Set "
-            "stream.document_mask = true or stream.restart_positions = false"
-        )
-    if p.enable_async_tensor_parallel and not (
-        compiled.enable and "model" in compiled.components
-    ):
-        raise ConfigError(
-            'enable_async_tensor_parallel needs compile.enable = true, and "model" in '
-            "compile.components"
-        )
-    if job_config.fault_tolerance.enable:
-        raise ConfigError(
-            "fault_tolerance.enable (torchft) is not supported: set it to false"
-        )
-    if job_config.comm.mode == "local_tensor":
-        raise ConfigError(
-            'comm.mode = "local_tensor" is not supported: use "default" or '
-            '"fake_backend"'
-        )
-
-
 def _flavor(job_config: JobConfig) -> str:
     return named(job_config.model.flavor, job_config.model.overrides)
 
@@ -310,14 +318,8 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
     data-parallel ranks.
     """
     t = job_config.training
-    if t.local_batch_size < 1:
-        raise ConfigError(
-            f"training.local_batch_size is {t.local_batch_size}, expected at least 1"
-        )
     dp = data_parallel_degree(job_config, world_size)
-    if t.global_batch_size != -1 and (
-        t.global_batch_size < 1 or t.global_batch_size % (t.local_batch_size * dp)
-    ):
+    if t.global_batch_size != -1 and t.global_batch_size % (t.local_batch_size * dp):
         raise ConfigError(
             f"training.global_batch_size {t.global_batch_size} is not a positive "
             f"multiple of local_batch_size {t.local_batch_size} × "
@@ -326,7 +328,7 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
 
 
 def check_model(job_config: JobConfig) -> None:
-    """Check the flavor, the training length and the [dispersion] section."""
+    """Check the flavor, the sequence length and the [dispersion] section."""
     args = args_of(job_config)
     dispersion = job_config.dispersion
     training = job_config.training
@@ -341,10 +343,7 @@ def check_model(job_config: JobConfig) -> None:
             f"{_flavor(job_config)!r} has learned positions for {args.max_positions} "
             "tokens: set training.seq_len to at most that"
         )
-    if training.steps < 1:
-        raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
     build_dispersion_losses(job_config)
-    build_coeff_schedule(job_config)
     activation_indices(dispersion.layers, dispersion.final_norm, args.n_layers)
 
 
@@ -399,54 +398,27 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
         validation_sequences(job_config, dp)
 
 
-def check_operations(job_config: JobConfig) -> None:
-    """Check what saving, resuming and skipping steps need of [checkpoint] and other
-    sections of TorchTitan.
-    """
-    option = job_config.activation_checkpoint.selective_ac_option
-    if (
-        job_config.activation_checkpoint.mode == "selective"
-        and option != "op"
-        and not option.isdigit()
-    ):
+def check_profiling(job_config: JobConfig) -> None:
+    """Check that the profiler's warm-up and active steps fit into its cycle."""
+    section = job_config.profiling
+    cycle = section.profiler_warmup + section.profiler_active
+    if section.enable_profiling and section.profile_freq < cycle:
         raise ConfigError(
-            f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" '
-            "or a number"
+            f"profiling.profile_freq is {section.profile_freq}, expected at least "
+            f"profiler_warmup {section.profiler_warmup} + profiler_active "
+            f"{section.profiler_active} = {cycle}"
         )
-    checkpoint = job_config.checkpoint
-    if job_config.optimizer.early_step_in_backward:
+
+
+def check_loading(job_config: JobConfig) -> None:
+    """Refuse to load only one of two parts of a checkpoint that count the same steps."""
+    excluded = set(job_config.checkpoint.exclude_from_loading)
+    counts = {"train_state", "lr_scheduler"}
+    if "train_state" in excluded and not counts <= excluded:
         raise ConfigError(
-            "optimizer.early_step_in_backward must be false: it applies gradients "
-            "before all are known to be finite"
+            "checkpoint.exclude_from_loading has 'train_state' without 'lr_scheduler', "
+            "expected both: steps would begin at 1 in the middle of the schedule"
         )
-    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
-        raise ConfigError(
-            "checkpoint.last_save_in_hf needs last_save_model_only = true: "
-            "safetensors hold no optimizer"
-        )
-    if checkpoint.create_seed_checkpoint and (
-        not checkpoint.enable or checkpoint.load_only or checkpoint.last_save_in_hf
-    ):
-        raise ConfigError(
-            "checkpoint.create_seed_checkpoint needs enable = true, load_only and "
-            "last_save_in_hf = false"
-        )
-    if checkpoint.enable and checkpoint.interval < 1:
-        raise ConfigError(
-            f"checkpoint.interval is {checkpoint.interval}, expected at least 1"
-        )
-    if checkpoint.enable and checkpoint.keep_latest_k == 1:
-        raise ConfigError(
-            "checkpoint.keep_latest_k is 1, expected 0 (all) or at least 2: the "
-            "newest one may be damaged"
-        )
-    for key in (
-        "metrics.log_freq",
-        "training.gc_freq",
-        *["validation.freq"] * job_config.validation.enable,
-    ):
-        if (value := operator.attrgetter(key)(job_config)) < 1:
-            raise ConfigError(f"{key} is {value}, expected at least 1")
 
 
 def check_device(job_config: JobConfig) -> None:
@@ -568,9 +540,9 @@ def build_dispersion_losses(
     seed = job_config.debug.seed or 0
 
     def build(where: str, values: Mapping[str, Any]) -> DispersionLoss:
-        with _named(where):
+        with prefixed(where):
             loss = DispersionLoss(**values, seed=seed)
-        with _named(where, ", or set dispersion.within_documents = false"):
+        with prefixed(where, ", or set dispersion.within_documents = false"):
             if section.within_documents:
                 loss.check_within_segments()
         return loss
@@ -603,7 +575,7 @@ def build_dispersion_losses(
                 f"{where}.options is {given['options']!r}, expected a table such as "
                 f"{{margin = 0.5}}"
             )
-        with _named(f"{where}."):
+        with prefixed(f"{where}."):
             values = {
                 key: checked(key, value, known[key]) for key, value in given.items()
             }
@@ -616,35 +588,3 @@ def build_dispersion_losses(
             name = f"{loss.name}_{count}"
         found[name] = float(weight), loss
     return found
-
-
-@contextmanager
-def _named(where: str, cure: str = "") -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"{where}{error}{cure}") from error
-
-
-def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
-    """Return λ over the run, as [dispersion] describes it. training.steps must be
-    known.
-    """
-    section = job_config.dispersion
-    steps = job_config.training.steps
-    keys = {
-        f.name: getattr(section, f.name)
-        for f in fields(CoeffSchedule)
-        if f.name != "total_steps"
-    }
-    with _named("dispersion."), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ``coeff_warnings`` has it
-        return CoeffSchedule(**keys, total_steps=steps)
-
-
-def coeff_warnings(job_config: JobConfig) -> list[str]:
-    """Return a warning if λ is negative at any step. training.steps must be known."""
-    warning = condensing(build_coeff_schedule(job_config).lowest)
-    if warning is None or not job_config.dispersion.enabled:
-        return []
-    return [warning]

@@ -93,6 +93,15 @@ def reported(what: str, *kinds: type[Exception]) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}") from error
 
 
+@contextmanager
+def prefixed(where: str, cure: str = "") -> Iterator[None]:
+    """Raise a ValueError of the block as a ConfigError "``where``reason``cure``"."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}{error}{cure}") from error
+
+
 def did_you_mean(
     name: str,
     candidates: Iterable[str],

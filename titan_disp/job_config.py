@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
-from titan_disp.config.keys import facts_of, key
+from titan_disp.config.keys import Facts, facts_of, key, torchtitan_facts
 from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits
 from titan_disp.tables import Losses, Options, Overrides
 
@@ -63,7 +63,12 @@ class Dispersion:
     blocks' outputs, as false does.
     """
 
-    within_documents: bool = key(False)
+    within_documents: bool = key(
+        False,
+        needs={"parallelism.context_parallel_degree": 1},
+        because="TorchTitan 0.2.2 would divide the tokens, but not the numbers of "
+        "their documents",
+    )
     """Whether the loss of a sequence takes only the pairs of tokens of one document. By
     default, as in the paper, it takes all pairs of the sequence, which holds several
     documents.
@@ -210,13 +215,23 @@ class Stream:
     multiple of the slots, and the slots a multiple of the data-parallel ranks.
     """
 
-    document_mask: bool = key(False, fixes="model")
+    document_mask: bool = key(
+        False,
+        needs={"parallelism.context_parallel_degree": 1},
+        because="TorchTitan 0.2.2 passes no mask to the context parallelism of Qwen3",
+        fixes="model",
+    )
     """Whether attention stays within a document. A sequence holds several documents,
     one after another; by default, as in the paper, a token also attends to the
     documents before its own. docs/training.md says more.
     """
 
-    restart_positions: bool = key(False, fixes="model")
+    restart_positions: bool = key(
+        False,
+        needs={"stream.document_mask": True},
+        because="attention across documents needs positions in the sequence",
+        fixes="model",
+    )
     """Whether positions begin at 0 in every document of a sequence. Needs
     document_mask. Rotary embeddings know only distances, so that this changes GPT-2
     and, but for rounding, not Qwen3 and Llama.
@@ -233,7 +248,7 @@ class Stream:
     slots × this × the mean length of a document in memory (docs/data.md).
     """
 
-    index: str = key("")
+    index: str = key("", path=True)
     """Folder of an index of local training data, which titan-disp data index CONFIG
     writes, or "memory": the run makes one at its start (at most 256 MiB of data). With
     it, all slots get equal shares of the text, a resume reads only what it needs, and
@@ -355,7 +370,7 @@ def _source(where: str, table: Any) -> Source:
 
 @dataclass
 class Training:
-    steps: int = key(-1)
+    steps: int = key(-1, least=1, besides=(-1,), noun="steps")
     """Optimizer steps of the whole run, which the learning-rate schedule follows. −1:
     computed from budget.tokens.
     """
@@ -371,7 +386,9 @@ class Training:
 
 @dataclass
 class Validation:
-    seq_len: int = key(-1)
+    seq_len: int = key(
+        -1, least=1, besides=(-1,), noun="tokens", when={"validation.enable": True}
+    )
     """Tokens of a validation sequence, at most training.seq_len, because the rotary
     embeddings end there. −1: training.seq_len. TorchTitan's default is 2048.
     """
@@ -470,6 +487,12 @@ def all_keys() -> dict[str, Field[Any]]:
         for f in fields(section.type):  # type: ignore[arg-type]
             keys[f"{section.name}.{f.name}"] = f
     return keys
+
+
+def all_facts() -> dict[str, Facts]:
+    """Return the facts about all keys of a config, TorchTitan's and titan-disp's."""
+    ours = {name: facts_of(field) for name, field in all_keys().items()}
+    return torchtitan_facts() | ours
 
 
 def fixed(what: str) -> list[str]:

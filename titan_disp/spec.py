@@ -20,7 +20,7 @@ from torchtitan.config.job_config import LRScheduler
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from titan_disp import checks
+from titan_disp import checks, schedules
 from titan_disp.config.types import JobConfig
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
@@ -178,12 +178,12 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_loss(
         job_config: JobConfig, parallel_dims: ParallelDims
     ) -> DispersionObjective:
-        for warning in checks.coeff_warnings(job_config):
+        for warning in schedules.schedule_warnings(job_config):
             logger.warning(warning)
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),
             losses=checks.build_dispersion_losses(job_config),
-            coeff=checks.build_coeff_schedule(job_config),
+            coeff=schedules.build_coeff_schedule(job_config),
             step=shared.steps_completed,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),

@@ -57,7 +57,7 @@ from titan_disp.errors import (
     UserError,
 )
 from titan_disp.objective import DispersionObjective
-from titan_disp.run import console, identity, integrity
+from titan_disp.run import console, dry, identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
@@ -105,12 +105,16 @@ class DispTrainer(Trainer):
         work.
         """
         self.clock = Clock(allocation_began())
-        fake = job_config.comm.mode != "default"
-        world_size = int(os.environ.get("NGPU" if fake else "WORLD_SIZE", "1"))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if dry.is_dry(job_config):
+            world_size = dry.simulated_ranks()
         check_config(job_config, world_size)
         check_device(job_config)
-        if int(os.environ.get("RANK", "0")) == 0:
+        if dry.is_dry(job_config):
+            dry.write_nothing(job_config)
+        elif int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
+        if int(os.environ.get("RANK", "0")) == 0:
             logger.info(console.title(job_config))
         if os.environ.get("NO_COLOR"):
             job_config.metrics.disable_color_printing = True
@@ -137,7 +141,7 @@ class DispTrainer(Trainer):
                 self.busy, "validation"
             )
         self.metrics_processor.clock = self.clock
-        if world_size > 1 and not fake:
+        if world_size > 1 and not dry.is_dry(job_config):
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.stop_request = StopRequest(path)
         self.aside.errands.append(self.stop_request)
@@ -364,7 +368,7 @@ class DispTrainer(Trainer):
             self._record_path()
             # TorchTitan shortens time-outs after step 1 only, and so never after a
             # resume.
-            if self.step != 1 and self.job_config.comm.mode == "default":
+            if self.step != 1 and not dry.is_dry(self.job_config):
                 seconds = self.job_config.comm.train_timeout_seconds
                 set_pg_timeouts(
                     timeout=timedelta(seconds=seconds), parallel_dims=self.parallel_dims
@@ -565,7 +569,7 @@ class DispTrainer(Trainer):
         """
         job = self.job_config
         section = self.job_config.condensation
-        if not section.interval or job.comm.mode != "default":
+        if not section.interval or dry.is_dry(job):
             return None
         assert self.tokenizer is not None
         found = held_out_sequences(job, self.tokenizer, section.sequences)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_disp.config.load import load_config
+from titan_disp.config.load import expanded, load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError
 from titan_disp.run.folder import versions, writing
@@ -69,7 +69,7 @@ def freeze(
                 shutil.copyfile(file, partial / "slurm" / file.relative_to(SCRIPTS))
         if site is not None:
             shutil.copyfile(site, partial / "slurm" / "site.sh")
-        shutil.copyfile(argv[1], partial / "config.toml")
+        shutil.copyfile(expanded("job.config_file", argv[1]), partial / "config.toml")
         (partial / "resolved.json").write_text(
             json.dumps(job_config.to_dict(), indent=2)
         )

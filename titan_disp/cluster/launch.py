@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -31,8 +32,10 @@ from titan_disp.config.command_options import (
     check_least,
 )
 from titan_disp.config.load import load_config
+from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError
 from titan_disp.files import cores
+from titan_disp.run import dry
 from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 
 
@@ -73,15 +76,35 @@ def launch(options: TrainOptions) -> int:
     check_least(options, nproc=1)
     job_config = load_config(options.argv)
     nproc = options.nproc or torch.accelerator.device_count() or 1
-    fake = job_config.comm.mode != "default"
-    check_config(job_config, int(os.environ.get("NGPU", "1")) if fake else nproc)
+    ranks = nproc
+    if dry.is_dry(job_config):
+        nproc = 1
+        ranks = dry.simulated_ranks()
+    check_config(job_config, ranks)
     check_device(job_config)
     check_inputs(job_config)
     # torchrun sets one thread per rank. Here the ranks share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     if not sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")
-    logs = os.path.join(job_config.job.dump_folder, "logs")
+    with _log_folder(job_config) as logs:
+        return _start_ranks(options.argv, job_config, nproc, logs)
+
+
+@contextlib.contextmanager
+def _log_folder(job_config: JobConfig) -> Iterator[str]:
+    """Yield the folder of the ranks' logs, which is removed after a dry run."""
+    if dry.is_dry(job_config):
+        with tempfile.TemporaryDirectory(prefix="titan-disp-dry-") as folder:
+            yield folder
+    else:
+        yield os.path.join(job_config.job.dump_folder, "logs")
+
+
+def _start_ranks(
+    argv: Sequence[str], job_config: JobConfig, nproc: int, logs: str
+) -> int:
+    """Run torchrun with a checked config, and return the exit status of ``launch``."""
     settings = LaunchConfig(
         # nothing before the lines of the only rank on the console
         role="",
@@ -109,9 +132,7 @@ def launch(options: TrainOptions) -> int:
     )
     try:
         with stop_signals(stop.heard):
-            elastic_launch(settings, sys.executable)(
-                "-m", "titan_disp.train", *options.argv
-            )
+            elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if stop.number and failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL):
@@ -128,7 +149,10 @@ def launch(options: TrainOptions) -> int:
     if stop.number:
         _say(f"titan-disp: {stop.name} ended the run. The same command {then}.")
         return 128 + stop.number
-    _say(f"titan-disp: {_outcome(job_config.job.dump_folder, then)}")
+    outcome = "the dry run has ended, and has written nothing"
+    if not dry.is_dry(job_config):
+        outcome = _outcome(job_config.job.dump_folder, then)
+    _say(f"titan-disp: {outcome}")
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from titan_disp.checks import check_config, coeff_warnings, missing_inputs
+from titan_disp.checks import check_config, missing_inputs
 from titan_disp.cluster import cost
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import (
@@ -35,6 +35,12 @@ from titan_disp.data.sources import measured as with_densities
 from titan_disp.errors import ConfigError, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
+from titan_disp.schedules import (
+    Curve,
+    coeff_curve,
+    learning_rate,
+    schedule_warnings,
+)
 from titan_disp.text import estimated_duration
 
 MAX_NODES = 1024  # largest number of nodes that is tried
@@ -143,6 +149,28 @@ class Time:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """A learning rate or a λ over the run, in its first step, at its peak, and in its
+    last step. The peak has the largest absolute value.
+    """
+
+    first: float
+    peak: float
+    peak_step: int
+    last: float
+
+    @classmethod
+    def of_curve(cls, values: Curve) -> "Schedule":
+        return cls(values.first, values.peak, values.peak_step, values.last)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.first:.3g} in step 1, {self.peak:.3g} at its peak in step "
+            f"{self.peak_step:,}, {self.last:.3g} in the last step"
+        )
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What follows from a config and a machine alone."""
 
@@ -160,6 +188,8 @@ class Plan(Prediction):
     Attributes:
         config: path of the file.
         machine: with all its bandwidths, in GB/s.
+        learning_rate: optimizer.lr with its schedule.
+        coeff: λ, or None if dispersion is off.
         checkpoints: those of the whole run.
         sources: the shares of several sources of data.
         unseen: for each local source, about the fraction of its text that an epoch's
@@ -171,6 +201,8 @@ class Plan(Prediction):
 
     config: str
     machine: Machine
+    learning_rate: Schedule
+    coeff: Schedule | None
     checkpoints: Checkpoints
     sources: list[Share]
     unseen: dict[str, float]
@@ -319,17 +351,22 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     mesh = prediction.mesh
     slots = slot_count(job_config, mesh.data_parallel)
     sources = source_shares(job_config, slots)
+    coeff = None
+    if job_config.dispersion.enabled:
+        coeff = Schedule.of_curve(coeff_curve(job_config))
     return Plan(
         **vars(prediction),
         config=job_config.job.config_file or "",
         machine=machine,
+        learning_rate=Schedule.of_curve(learning_rate(job_config)),
+        coeff=coeff,
         checkpoints=checkpoints,
         sources=sources,
         unseen=unseen_shares(job_config, listed, slots, sources),
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
             *missing,
-            *coeff_warnings(job_config),
+            *schedule_warnings(job_config),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),
         ],
@@ -570,6 +607,8 @@ def _run_rows(plan: Plan) -> list[Row]:
             f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = "
             f"{batch.total_tokens:,} tokens",
         ),
+        ("learning rate", str(plan.learning_rate)),
+        *([("λ", str(plan.coeff))] if plan.coeff is not None else []),
         *zip(source_names, map(str, plan.sources), strict=False),
         *(
             (

@@ -38,7 +38,7 @@ from torchtitan.train import Trainer
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
-from titan_disp.checks import check_config, check_mesh, coeff_warnings
+from titan_disp.checks import check_config, check_mesh
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.command_options import PreflightOptions
 from titan_disp.config.load import load_config
@@ -48,6 +48,8 @@ from titan_disp.data.stream import Batch, as_batch
 from titan_disp.errors import ConfigError, counted
 from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.registry import args_of, find_model
+from titan_disp.run.dry import WRITERS
+from titan_disp.schedules import schedule_warnings
 from titan_disp.tables import shown
 
 SEQ_LEN = 128  # tokens per sequence without an accelerator
@@ -149,14 +151,7 @@ def _one_step(r: Reduced) -> None:
         "metrics.disable_color_printing": True,
     }.items():
         r.set(key, value, said=False)
-    for key in (
-        "checkpoint.enable",
-        "validation.enable",
-        "metrics.enable_tensorboard",
-        "metrics.enable_wandb",
-        "profiling.enable_profiling",
-        "profiling.enable_memory_snapshot",
-    ):
+    for key in (*WRITERS, "validation.enable"):
         r.set(key, False)
     r.set(
         "parallelism.enable_async_tensor_parallel", False, "it needs real communication"
@@ -274,7 +269,7 @@ def preflight(options: PreflightOptions) -> Report:
         flavor=named(job.model.flavor, job.model.overrides),
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
-        warnings=[*coeff_warnings(whole), *hub_warnings(whole, options.ranks)],
+        warnings=[*schedule_warnings(whole), *hub_warnings(whole, options.ranks)],
         **measured,
     )
 

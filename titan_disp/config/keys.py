@@ -1,16 +1,25 @@
-"""Say what the type and the help text of a key do not: whose its default is, its range,
-and what it fixes.
+"""Facts about config keys that their type and help text do not state: what a value must
+be, whose the default is, and what it fixes.
 
-``job_config`` declares every key with ``key``. Checks, pages, the fingerprint of the
-data and the identity of the model loop over these fields. This module imports nothing
-heavy: ``titan-disp config`` answers while one types.
+``job_config`` declares titan-disp's keys with ``key``. The facts about TorchTitan's keys
+are in ``torchtitan_keys.toml``. Checks, pages, the fingerprint of the data and the
+identity of the model loop over them. This module imports nothing heavy: ``titan-disp
+config`` answers while one types.
 """
 
+import functools
+import json
 import math
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from titan_disp.errors import ConfigError
+import tomli
+
+from titan_disp.errors import ConfigError, did_you_mean
 
 SOURCES = {
     "paper": "the paper's text",
@@ -18,19 +27,39 @@ SOURCES = {
     "ours": "our choice",
     "measured": "our measurement",
 }
+TORCHTITAN = "torchtitan"  # the source of the defaults of TorchTitan's keys
+INFINITE = (math.inf, -math.inf)
+# The attributes of ``Facts`` that are bounds of a number.
+BOUNDS = {
+    "least": ("≥", operator.ge),
+    "above": (">", operator.gt),
+    "most": ("≤", operator.le),
+    "below": ("<", operator.lt),
+}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Describe a key.
+    """What is known about a key. Without any limit, all values of its type are allowed.
 
     Attributes:
-        source: whose the default is: a key of ``SOURCES``.
+        source: whose the default is: a key of ``SOURCES``, or ``TORCHTITAN``.
+        means: one line for pages, in place of TorchTitan's own text.
         least, above, most, below: bounds of a number; ``above`` and ``below`` are not
             allowed themselves.
         finite: whether a number with bounds may not be infinite.
-        noun: what a whole number counts, for the message; because: the reason for a
-            bound, or what the bound means.
+        noun: what a whole number counts, for the message.
+        choices: the allowed values, or the allowed elements of a list.
+        pattern: the regular expression of an allowed text; form: what messages call
+            such a text.
+        besides: values that are allowed in addition, such as -1.
+        when, unless: values of other keys. The limits hold only if all keys of ``when``
+            and not all of ``unless`` have these values.
+        needs: values that other keys must have if this key is set and not false. A list
+            must contain the value.
+        because: the reason for a limit, or what it means.
+        free: the reason why all values are allowed.
+        path: whether the value is a path, in which ~ and $VARIABLES are replaced.
         fixes: what another value would change, so that a resume refuses it.
         modules: a folder of the package. The values are the names of the classes in it,
             each written as ``name: ClassVar[str] = "…"``.
@@ -38,52 +67,108 @@ class Facts:
     """
 
     source: str = "ours"
+    means: str = ""
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
     finite: bool = True
     noun: str = ""
+    choices: Sequence[Any] = ()
+    pattern: str = ""
+    form: str = ""
+    besides: Sequence[Any] = ()
+    when: Mapping[str, Any] = field(default_factory=dict)
+    unless: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)
     because: str = ""
+    free: str = ""
+    path: bool = False
     fixes: Literal["data", "model"] | None = None
     modules: str = ""
     also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.source not in SOURCES or self.fixes not in (None, "data", "model"):
+        if self.source not in (*SOURCES, TORCHTITAN) or self.fixes not in (
+            None,
+            "data",
+            "model",
+        ):
             raise ValueError(f"unknown source {self.source!r} or fixes {self.fixes!r}")
+
+    @functools.cached_property
+    def bounds(self) -> dict[str, float]:
+        """The bounds that are set, by their names in ``BOUNDS``."""
+        return {
+            name: getattr(self, name)
+            for name in BOUNDS
+            if getattr(self, name) is not None
+        }
 
     @property
     def range(self) -> str:
-        """Such as "≥ 0" or "in [0, 1)", or an empty text."""
-        low = self.least if self.above is None else self.above
-        high = self.most if self.below is None else self.below
-        if low is not None and high is not None:
-            return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
-        if high is not None:
-            return f"{'≤' if self.below is None else '<'} {high}"
-        return "" if low is None else f"{'≥' if self.above is None else '>'} {low}"
+        """Such as "≥ 0 and < 1", or an empty text."""
+        return " and ".join(
+            f"{BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()
+        )
 
-    def check(self, name: str, value: Any, kind: Any) -> None:
-        """Raise ConfigError if a value of the key's type, ``kind``, is out of range."""
-        low = (self.least is None or value >= self.least) and (
-            self.above is None or value > self.above
+    @property
+    def limited(self) -> bool:
+        """Whether there is a value that ``check`` refuses."""
+        return bool(self.bounds or self.choices or self.pattern)
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a value, or an element of a list, is allowed by itself."""
+        if value is None or value in self.besides:
+            return True
+        if self.choices:
+            return value in self.choices
+        if self.pattern:
+            return re.fullmatch(self.pattern, value) is not None
+        if not self.bounds:
+            return True
+        inside = all(
+            BOUNDS[name][1](value, bound) for name, bound in self.bounds.items()
         )
-        high = (self.most is None or value <= self.most) and (
-            self.below is None or value < self.below
-        )
-        if not (low and high) or (self.range and self.finite and not value < math.inf):
-            counted = kind is int and self.range == f"≥ {self.least}"
-            number = "a finite number" if value in (math.inf, -math.inf) else "a number"
-            expected = (
-                f"{self.least} or more {self.noun}"
-                if counted
-                else f"{number} {self.range}"
-            )
-            raise ConfigError(
-                f"{name} is {value}, expected "
-                f"{expected}{self.because and ': '}{self.because}"
-            )
+        return inside and not (self.finite and math.isinf(value))
+
+    @property
+    def allowed(self) -> str:
+        """What messages and pages call the allowed values."""
+        values = [json.dumps(value) for value in (*self.choices, *self.besides)]
+        if self.form:
+            values.insert(0, self.form)
+        elif self.noun and self.range == f"≥ {self.least}":
+            values.insert(0, f"{self.least} or more {self.noun}")
+        elif self.range:
+            values.insert(0, f"a number {self.range}")
+        return " or ".join(values)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ConfigError if the value of the key, or an element of it, is not
+        allowed.
+        """
+        elements = value if isinstance(value, list) else [value]
+        verb = "has" if isinstance(value, list) else "is"
+        for element in elements:
+            if not self.allows(element):
+                finite = (
+                    " that is finite" if self.finite and element in INFINITE else ""
+                )
+                raise ConfigError(
+                    f"{name} {verb} {written(element)}, expected {self.allowed}{finite}"
+                    f"{self._similar(element)}{self.because and ': '}{self.because}"
+                )
+
+    def _similar(self, value: Any) -> str:
+        in_lower_case = {str(choice).lower(): str(choice) for choice in self.choices}
+        names = in_lower_case.values()
+        return did_you_mean(str(value), names, instead=in_lower_case)
+
+
+def written(value: Any) -> str:
+    """Return a value as messages show it."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def key(default: Any, source: str = "ours", **facts: Any) -> Any:
@@ -91,12 +176,27 @@ def key(default: Any, source: str = "ours", **facts: Any) -> Any:
 
     A default of ``list`` or ``dict`` stands for a new empty one.
     """
-    made: dict[str, Any] = {
-        "default_factory" if callable(default) else "default": default
-    }
-    return field(**made, metadata={"facts": Facts(source, **facts)})
+    name = "default_factory" if callable(default) else "default"
+    parameters: dict[str, Any] = {name: default}
+    return field(**parameters, metadata={"facts": Facts(source, **facts)})
 
 
 def facts_of(field: Field[Any]) -> Facts:
     """Return what a field says, which is nothing if it is TorchTitan's."""
     return field.metadata.get("facts", Facts())
+
+
+@functools.cache
+def torchtitan_facts() -> dict[str, Facts]:
+    """Return the facts about TorchTitan's keys by full name, such as "optimizer.lr",
+    without the keys that titan-disp declares anew.
+    """
+    file = Path(__file__).with_name("torchtitan_keys.toml")
+    sections = tomli.loads(file.read_text(encoding="utf-8"))
+    return dict(_of_sections(sections))
+
+
+def _of_sections(sections: Mapping[str, Any]) -> Iterator[tuple[str, Facts]]:
+    for section, keys in sections.items():
+        for name, facts in keys.items():
+            yield f"{section}.{name}", Facts(TORCHTITAN, **facts)

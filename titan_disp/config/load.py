@@ -5,12 +5,15 @@ ConfigManager, with helpful errors.
 import contextlib
 import dataclasses
 import functools
+import io
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import takewhile, zip_longest
+from operator import attrgetter
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -22,6 +25,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.config.keys import facts_of
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits, reported
+from titan_disp.job_config import all_facts
 from titan_disp.tables import TABLES, parse_overrides, written_out
 
 _TYPE_NAMES = TYPE_NAMES | {type(None): "nothing"}
@@ -139,15 +143,15 @@ def _keys(
             yield f"{prefix}{f.name}", f, value
 
 
-def _option(argv: Sequence[str], *names: str) -> str | None:
+def _option(argv: Sequence[str], name: str) -> str | None:
     """Return the value of ``--name value`` or ``--name=value``.
 
     Hyphens and underscores are the same, as in tyro.
     """
-    for i, arg in enumerate(argv):
-        key, equals, value = arg.partition("=")
-        if key.replace("-", "_") in {f"__{name}" for name in names}:
-            return value if equals else (argv[i + 1] if i + 1 < len(argv) else None)
+    for word, after in zip_longest(argv, argv[1:]):
+        key, equals, value = word.partition("=")
+        if key.replace("-", "_") == f"__{name}":
+            return value if equals else after
     return None
 
 
@@ -229,21 +233,68 @@ def _check_types(config: Any) -> None:
             raise ConfigError(f"{name} is {value!r}, expected {TYPE_NAMES[f.type]}")
 
 
+def expanded(key: str, path: str) -> str:
+    """Return the path of a key in which ~, ~USER, $NAME and ${NAME} are replaced.
+
+    Raises:
+        ConfigError: there is no such user or variable.
+    """
+    whole = os.path.expanduser(os.path.expandvars(path))
+    unset = re.search(r"\$(\w+|\{\w+\})", whole)
+    if unset:
+        raise ConfigError(
+            f"{key} is {path!r}, but the environment has no variable "
+            f"{unset[1].strip('{}')}: set it, or write the path without it"
+        )
+    if whole.startswith("~"):
+        raise ConfigError(
+            f"{key} is {path!r}, but there is no such user: a name that begins with ~ "
+            f"is written ./{whole}"
+        )
+    return whole
+
+
+def expand_paths(config: Any) -> None:
+    """Replace ~ and variables in the paths of a config."""
+    facts = all_facts()
+    for key, _, value in _keys(config):
+        if key in facts and facts[key].path and value:
+            section, _, name = key.rpartition(".")
+            setattr(attrgetter(section)(config), name, expanded(key, value))
+    stream = getattr(config, "stream", None)
+    for i, source in enumerate(stream.sources if stream is not None else ()):
+        if source.path:
+            source.path = expanded(f"stream.sources[{i}].path", source.path)
+
+
 def _is_wanted(record: logging.LogRecord) -> bool:
     # TorchTitan warns of a tokenizer's folder, mostly its own default. Commands that
     # need one say what to do.
     return not record.getMessage().startswith("HF assets path ")
 
 
+def _in_one_line(box: str) -> str:
+    """Return tyro's message without its title, its frame, and the hint at --help."""
+    _, _, lines = box.partition("\n")
+    return " ".join(re.sub(r"[╰╯│─]|For full helptext.*", " ", lines).split())
+
+
 def _parse(argv: list[str]) -> JobConfig:
     logger.addFilter(_is_wanted)
+    box = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(box):
             # tyro warns about types that _check_types refuses
             warnings.simplefilter("ignore", UserWarning)
-            return ConfigManager().parse_args(argv)
+            config = ConfigManager().parse_args(argv)
+    except SystemExit as exit:
+        if exit.code == 0:  # --help
+            raise
+        raise ConfigError(f"bad option: {_in_one_line(box.getvalue())}") from exit
     finally:
         logger.removeFilter(_is_wanted)
+    sys.stderr.write(box.getvalue())  # warnings
+    return config
 
 
 @functools.cache  # a sweep loads many configs
@@ -260,14 +311,17 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     ``job.custom_config_module``.
 
     Raises:
-        ConfigError: no such file, invalid TOML, unknown keys, or values of the wrong
-            type.
-        SystemExit: a bad command-line option, for which tyro has printed what it
-            expected.
+        ConfigError: no such file, invalid TOML, unknown keys, bad options, or values of
+            the wrong type.
     """
     argv = list(argv)
     path = _option(argv, "job.config_file")
-    toml = read_toml(path) if path else {}
+    toml: dict[str, Any] = {}
+    if path:
+        path = expanded("job.config_file", path)
+        toml = read_toml(path)
+        # TorchTitan reads the file that is named first.
+        argv = ["--job.config_file", path, *argv]
     if not _option(
         argv, "job.custom_config_module"
     ) and "custom_config_module" not in toml.get("job", {}):
@@ -275,7 +329,8 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     module = (
         _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
     )
-    known = _known(module)
+    with reported(f"job.custom_config_module {module!r} cannot be read", Exception):
+        known = _known(module)
     if unknown := list(_unknown_keys(toml, known)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
@@ -288,7 +343,8 @@ def load_config(argv: Sequence[str]) -> JobConfig:
         for key in TABLES
         for section, name in [key.split(".")]
     }
-    with reported("bad value in the config", ValueError):
+    with reported("bad value in the config", ValueError, AssertionError):
         config = _parse(respelled(argv, known, tables))
     _check_types(config)
+    expand_paths(config)
     return config

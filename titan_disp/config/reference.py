@@ -7,7 +7,6 @@ seconds of PyTorch.
 """
 
 import ast
-import functools
 import importlib.util
 import json
 import re
@@ -16,9 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tomli
-
-from titan_disp.config.keys import SOURCES, Facts
+from titan_disp.config.keys import SOURCES, TORCHTITAN, Facts, torchtitan_facts, written
 from titan_disp.errors import ConfigError, did_you_mean
 
 NAMES = {
@@ -39,7 +36,7 @@ class Key:
     type: str
     default: str
     text: str
-    facts: Facts | None  # of titan-disp's keys
+    facts: Facts | None  # the keys of [[stream.sources]] have none
 
     @property
     def full(self) -> str:
@@ -47,7 +44,7 @@ class Key:
 
     @property
     def source(self) -> str:
-        return SOURCES[self.facts.source] if self.facts else ""
+        return SOURCES.get(self.facts.source, "") if self.facts else ""
 
 
 @dataclass(frozen=True)
@@ -66,15 +63,17 @@ class Section:
 
 def _type(node: ast.expr, facts: Facts | None) -> str:
     # str | None → string; Literal["a", "b"] → "a" or "b"; a number also has its range
+    facts = facts or Facts()
     alternatives = list(
-        _modules(facts.modules) if facts and facts.modules else _alternatives(node)
+        _modules(facts.modules) if facts.modules else _alternatives(node)
     )
-    last = alternatives[-1] + (
-        f" {facts.range}" if facts and alternatives[-1] in ("integer", "number") else ""
-    )
-    return " or ".join(
-        [", ".join(alternatives[:-1]), last] if len(alternatives) > 1 else [last]
-    ).rstrip()
+    if alternatives[-1] in ("integer", "number") and facts.bounds:
+        alternatives[-1] += f" {facts.range}"
+        alternatives += map(json.dumps, facts.besides)
+    elif alternatives == ["string"] and facts.choices:
+        alternatives = [json.dumps(choice) for choice in facts.choices]
+    *others, last = alternatives
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _modules(folder: str) -> Iterator[str]:
@@ -148,6 +147,7 @@ def _sections(source: Path) -> dict[str, Section]:
             # a list of tables is both a key and a section
             if inner is None or item is not field.annotation:
                 default, facts = _declared(field.value)
+                facts = facts or torchtitan_facts().get(full)
                 text = _text(below) + (
                     " Fixed for the life of a run." if facts and facts.fixes else ""
                 )
@@ -207,26 +207,30 @@ def torchtitan_sections() -> list[Section]:
     ]
 
 
-@functools.cache
-def used_keys() -> dict[str, dict[str, str]]:
-    """Return the most used of TorchTitan's keys, by section, with their meaning."""
-    file = Path(__file__).with_name("torchtitan_keys.toml")
-    return tomli.loads(file.read_text(encoding="utf-8"))
-
-
-def _meaning(key: Key) -> str | None:
-    return used_keys().get(key.section, {}).get(key.name)
-
-
 def _used() -> Iterator[Section]:
+    """Yield TorchTitan's sections with the most used keys only, and their meaning."""
     for section in torchtitan_sections():
-        keys = tuple(
-            replace(key, text=meaning)
+        keys = [
+            replace(key, text=key.facts.means)
             for key in section.keys
-            if (meaning := _meaning(key)) is not None
-        )
+            if key.facts and key.facts.means
+        ]
         if keys:
-            yield Section(section.name, "", keys)
+            yield Section(section.name, "", tuple(keys))
+
+
+def limits(facts: Facts) -> Iterator[str]:
+    """Yield what is checked of a key, or why nothing is, in phrases."""
+    if facts.limited:
+        yield facts.allowed
+    for key, value in facts.when.items():
+        yield f"if {key} = {written(value)}"
+    for key, value in facts.unless.items():
+        yield f"unless {key} = {written(value)}"
+    for key, value in facts.needs.items():
+        yield f"needs {key} = {written(value)}"
+    if facts.path:
+        yield "a path, in which ~ and $VARIABLES are replaced"
 
 
 def _lines(section: Section) -> Iterator[str]:
@@ -250,11 +254,19 @@ def _find(name: str) -> Iterator[Section]:
     for section in (*own_sections(), *torchtitan_sections()):
         whole = name == section.name or section.name.startswith(f"{name}.")
         keys = [key for key in section.keys if whole or name in (key.full, key.name)]
-        for i, key in enumerate(keys):
-            if meaning := _meaning(key):
-                keys[i] = replace(key, text=f"{meaning} TorchTitan: {key.text}")
         if keys:
-            yield Section(section.name, section.text if whole else "", tuple(keys))
+            explained = tuple(_explained(key) for key in keys)
+            yield Section(section.name, section.text if whole else "", explained)
+
+
+def _explained(key: Key) -> Key:
+    """Return one of TorchTitan's keys with its limits and its meaning in its text."""
+    facts = key.facts
+    if facts is None or facts.source != TORCHTITAN:
+        return key
+    text = f"{facts.means} TorchTitan: {key.text}" if facts.means else key.text
+    phrases = [*limits(facts), *filter(None, (facts.because, facts.free.rstrip(".")))]
+    return replace(key, text=f"{text} [{'; '.join(phrases)}.]".lstrip())
 
 
 def _not_found(name: str) -> ConfigError:
@@ -335,6 +347,18 @@ if it concerns the data and `stream.on_mismatch` is "restart", begins a new epoc
 The defaults are TorchTitan's. Keys whose defaults titan-disp changes are listed above.
 
 {others}
+
+## What is checked of TorchTitan's keys
+
+`plan`, `submit`, `preflight`, sweeps and every start refuse values that TorchTitan 0.2.2 would train with wrongly, or that
+would end in an error later. This table has all of its keys. Without *expected*, every value of the key's type works, or the
+key has no effect. An element of a list is expected to be one of the values.
+
+The learning rate and λ of the whole run are computed as well, with TorchTitan's own function: a learning rate that is
+negative or not finite is refused, and so is a λ that is not finite. `titan-disp plan` prints both, and warns of a rate that
+rises again after its peak or never reaches `optimizer.lr`.
+
+{limits}
 """
 
 
@@ -342,7 +366,15 @@ def markdown() -> str:
     """Return the content of ``docs/configuration.md``."""
     ours = "\n\n".join(_table(section, "default from") for section in own_sections())
     others = "\n\n".join(_table(section) for section in _used())
-    return PAGE.format(ours=ours, others=others)
+    return PAGE.format(ours=ours, others=others, limits="\n".join(_limits_table()))
+
+
+def _limits_table() -> Iterator[str]:
+    yield "| key | expected | because |"
+    yield "|---|---|---|"
+    for name, facts in torchtitan_facts().items():
+        cells = [f"`{name}`", "; ".join(limits(facts)), facts.because or facts.free]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _table(section: Section, *source: str) -> str:

@@ -32,10 +32,6 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
     """
     v = job_config.validation
     wanted = job_config.stream.validation_sequences
-    if v.local_batch_size < 1:
-        raise ConfigError(
-            f"validation.local_batch_size is {v.local_batch_size}, expected at least 1"
-        )
     step = v.local_batch_size * dp_world_size
     if not wanted:
         if v.steps < 1:

@@ -425,6 +425,7 @@ class DispCheckpointManager(CheckpointManager):
         on_rank_0(self._finish_saves)
         steps = on_rank_0(integrity.checkpoints, self.folder)
         on_rank_0(_refuse_ended, self.folder)
+        self._refuse_to_count_anew(steps)
         if step != -1:
             return self._load_explicit(step, steps)
         failed: dict[int, str] = {}
@@ -474,6 +475,24 @@ class DispCheckpointManager(CheckpointManager):
             self.sd_adapter.hf_assets_path,
             self.sd_adapter,
         )
+
+    def _refuse_to_count_anew(self, steps: list[int]) -> None:
+        """Refuse to resume without the number of the step: the run would begin at step
+        1 again, and overwrite its checkpoints.
+        """
+        trained = [step for step in steps if step > 0]
+        if (
+            trained
+            and "train_state" in self.exclude_from_loading
+            and not self.load_only
+        ):
+            raise RefusedError(
+                "checkpoint.exclude_from_loading has 'train_state', but "
+                f"{self.folder} holds checkpoints ({', '.join(map(str, trained))}), "
+                "which training from step 1 would overwrite: leave it out, or start a "
+                "new run in another --job.dump_folder, with "
+                "--checkpoint.initial_load_path for this checkpoint"
+            )
 
     def _load_explicit(self, step: int, steps: list[int]) -> bool:
         if step not in steps:

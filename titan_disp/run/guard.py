@@ -29,6 +29,26 @@ from torchtitan.tools.logging import logger
 from titan_disp.errors import NonFiniteError, counted
 
 Terms = Callable[[], Tensor | None]
+# What ``bad_terms`` and the event ``skip`` call gradients that are all zero.
+ZERO = "zero gradients"
+ADVICE = "Try a lower learning rate or a longer warm-up, or check the data"
+# If the norm of finite gradients overflows, clipping by it leaves zeros everywhere.
+ADVICE_ZERO = (
+    "Either the loss does not depend on the weights, or the norm of the gradients has "
+    "overflowed, so that clipping has made them zero: check the loss and the data, or "
+    "try a lower learning rate"
+)
+
+
+def _reason(bad_terms: list[str]) -> str:
+    """Return what was wrong with a step, from the names of the terms."""
+    reasons = []
+    not_finite = [term for term in bad_terms if term != ZERO]
+    if not_finite:
+        reasons.append(f"{' and '.join(not_finite)} not finite")
+    if ZERO in bad_terms:
+        reasons.append("all gradients are zero")
+    return ", and ".join(reasons)
 
 
 class GuardedOptimizers(OptimizersContainer):
@@ -57,7 +77,7 @@ class GuardedOptimizers(OptimizersContainer):
         self._post_init(self._parameters, inner.defaults)
         # steps, skipped, in a row; saved in checkpoints
         self._counts = torch.zeros(3, dtype=torch.int64)
-        # what was not finite in the last step whose message was read
+        # what was not finite, or zero, in the last step whose message was read
         self.bad_terms: list[str] = []
         # asked once per step, by name, for this rank's answer
         self.flags: dict[str, Callable[[], bool]] = {}
@@ -118,12 +138,11 @@ class GuardedOptimizers(OptimizersContainer):
             bool, message.tolist()
         )
         self.agreed = dict(zip(self.flags, agreed, strict=True))
-        # If the norm of finite gradients overflows, clipping by it leaves zeros
-        # everywhere.
         verdicts = {
             "cross-entropy": bad_ce,
             "dispersion": bad_dispersion,
-            "gradient norm": bad_gradient or not any_gradient,
+            "gradient norm": bad_gradient,
+            ZERO: not (any_gradient or bad_gradient),
         }
         self.bad_terms = [name for name, bad in verdicts.items() if bad]
         self._counts[0] += 1
@@ -132,16 +151,15 @@ class GuardedOptimizers(OptimizersContainer):
             return
         self._counts[1:] += 1
         step = int(self._counts[0])
-        terms = " and ".join(self.bad_terms)
+        reason = _reason(self.bad_terms)
         logger.warning(
-            f"step {step} is skipped on all ranks: {terms} not finite "
-            f"({self.in_a_row} in a row)"
+            f"step {step} is skipped on all ranks: {reason} ({self.in_a_row} in a row)"
         )
         if self.in_a_row >= self.max_skipped_steps:
             raise NonFiniteError(
-                f"step {step}: {terms} not finite, {counted(self.in_a_row, 'step')} "
-                "in a row (guard.max_skipped_steps). These steps changed no weights. "
-                "Try a lower learning rate or a longer warm-up, or check the data"
+                f"step {step}: {reason}, {counted(self.in_a_row, 'step')} in a row "
+                "(guard.max_skipped_steps). These steps changed no weights. "
+                f"{ADVICE_ZERO if ZERO in self.bad_terms else ADVICE}"
             )
         self.on_skip(late)
 

@@ -34,6 +34,7 @@ from titan_disp.dispersion.variants.base import bad_fit
 from titan_disp.errors import ConfigError
 from titan_disp.metric import Metric
 from titan_disp.objective import LossLedger
+from titan_disp.run.dry import is_dry
 from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
 from titan_disp.run.reader import METRICS
@@ -167,8 +168,9 @@ class DispersionMetrics(MetricsProcessor):
         self._bad_fit = False  # whether it has warned of one
         # This rank's counters at the last log.
         self._last_counters: dict[Metric, float] = {}
-        self._jsonl = Path(run) / METRICS if rank == 0 else None
-        if self._jsonl is not None:
+        self._jsonl: Path | None = None
+        if rank == 0 and not is_dry(job_config):
+            self._jsonl = Path(run) / METRICS
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard: TensorBoardFolder | None = None
         folder = Path(run) / job_config.metrics.save_tb_folder

@@ -13,7 +13,7 @@ from typing import Any
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from titan_disp.config.load import read_toml
+from titan_disp.config.load import expanded, read_toml
 from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.lab.report.gather import SEEDS
 from titan_disp.tables import TABLES, shown, written_out
@@ -134,7 +134,8 @@ def read_sweep(path: str | Path) -> Sweep:
             )
     overrides = _overrides(sweep.get("overrides", []), "sweep.overrides")
     parsed = {
-        "folder": Path(sweep["folder"]),
+        "config": expanded("sweep.config", sweep["config"]),
+        "folder": Path(expanded("sweep.folder", sweep["folder"])),
         "overrides": overrides,
         "listed": listed or (Listed(),),
         "axes": axes,

@@ -1,0 +1,393 @@
+"""The facts about every key of a config, TorchTitan's and titan-disp's, are checked by
+every command.
+"""
+
+import dataclasses
+import math
+import time
+from operator import attrgetter
+
+import pytest
+import tomli
+import torchtitan
+from torchtitan.config import JobConfig
+
+from tests.command_line import DEMO, ROOT, typed
+from tests.pages import changed, loaded
+from titan_disp import train
+from titan_disp.checks import check_config
+from titan_disp.cluster.freeze import freeze
+from titan_disp.cluster.plan import Machine, make_plan, render
+from titan_disp.config.keys import torchtitan_facts
+from titan_disp.config.load import load_config
+from titan_disp.errors import EXIT_CODE, ConfigError
+from titan_disp.job_config import all_facts, all_keys
+from titan_disp.lab.sweeps.definition import read_sweep
+from titan_disp.schedules import curve, learning_rate, schedule_warnings
+
+
+def key_types(section, prefix=""):
+    """Yield the full name and the type of every key of a config class."""
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(field.type):
+            yield from key_types(field.type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field.type
+
+
+def test_every_key_of_torchtitan_has_facts():
+    """Each has a limit, or a reason for having none, and not both."""
+    assert torchtitan.__version__ == "0.2.2"
+    keys = {name for name, _ in key_types(JobConfig)} - all_keys().keys()
+    facts = torchtitan_facts()
+    assert facts.keys() == keys
+    for name in keys:
+        limited = facts[name].limited or bool(facts[name].needs)
+        assert limited != bool(facts[name].free), name
+    for name, facts_of_key in all_facts().items():
+        named = {**facts_of_key.when, **facts_of_key.unless, **facts_of_key.needs}
+        assert named.keys() <= all_facts().keys(), name
+
+
+def test_defaults_are_allowed():
+    stock = JobConfig()
+    for name, facts in torchtitan_facts().items():
+        facts.check(name, attrgetter(name)(stock))
+    demo_config = loaded(DEMO)
+    for name, facts in all_facts().items():
+        facts.check(name, attrgetter(name)(demo_config))
+
+
+def test_bounds():
+    """Every bound is allowed or not, as it says; beside it, the message begins with the
+    key.
+    """
+    types = dict(key_types(type(loaded(DEMO))))
+    for name, facts in all_facts().items():
+        step = 1 if facts.noun or types[name] in (int, int | None) else 1e-9
+        outside = [math.nan] * bool(facts.bounds)
+        outside += [math.inf] * bool(facts.bounds and facts.finite)
+        for kind, bound in facts.bounds.items():
+            inwards = step if kind in ("least", "above") else -step
+            if kind in ("least", "most"):
+                facts.check(name, bound)
+                outside.append(bound - inwards)
+            else:
+                facts.check(name, bound + inwards)
+                outside.append(bound)
+        for value in outside:
+            if value not in facts.besides:
+                with pytest.raises(
+                    ConfigError, match=rf"^{name} is {value}, expected .*\d"
+                ):
+                    facts.check(name, value)
+        if facts.bounds and not facts.finite:
+            facts.check(name, math.inf)
+    limitless = {name for name, kind in types.items() if kind in (int, float)}
+    limitless -= {name for name, facts in all_facts().items() if facts.limited}
+    # Any seed is good, and any finite λ, which is computed over the run.
+    assert {name for name in limitless if name in all_keys()} == {
+        "dispersion.coeff",
+        "dispersion.final_coeff",
+        "stream.seed",
+    }
+
+
+WRONG = {
+    "lr_scheduler.total_steps 8": "^the learning rate of step 10 is nan, expected .*: "
+    "lr_scheduler.total_steps is 8, but training.steps is 300. Leave total_steps out$",
+    "lr_scheduler.total_steps 8 lr_scheduler.warmup_steps 4 lr_scheduler.decay_type "
+    "linear lr_scheduler.min_lr_factor 0": "^the learning rate of step 10 is -0.00",
+    "training.max_norm -1": "^training.max_norm is -1.0, expected a number > 0: .* inf$",
+    "training.max_norm 0": "^training.max_norm is 0.0, .* for no clipping, write inf$",
+    "optimizer.lr -0.01": "^optimizer.lr is -0.01, expected a number ≥ 0: ",
+    "optimizer.lr nan": "^optimizer.lr is nan, expected a number ≥ 0",
+    "optimizer.lr inf": "^optimizer.lr is inf, expected a number ≥ 0 that is finite",
+    "optimizer.lr fast": "^bad option: .*'fast'",
+    "optimizer.implementation cuda": "^bad option: invalid choice 'cuda' for argument "
+    r"'--optimizer.implementation'. Expected one of \('for-loop', 'foreach', 'fused'\).",
+    "optimizr.lr 1": "^bad option: Unrecognized options: --optimizr.lr.* Perhaps you "
+    "meant: --optimizer.lr",
+    "training.max_norm -inf": "^training.max_norm is -inf, expected a number > 0: ",
+    "optimizer.beta1 -0.1": "^optimizer.beta1 is -0.1, expected a number ≥ 0 and < 1$",
+    "optimizer.beta2 1.5": "^optimizer.beta2 is 1.5, expected a number ≥ 0 and < 1$",
+    "optimizer.eps -1": "^optimizer.eps is -1.0, expected a number ≥ 0$",
+    "optimizer.weight_decay -0.1": "^optimizer.weight_decay is -0.1, expected a number",
+    "optimizer.name Muon": '^optimizer.name is \'Muon\', expected "AdamW" or "Adam": ',
+    "optimizer.name SGD": '^optimizer.name is \'SGD\', expected "AdamW" or "Adam": ',
+    "optimizer.name adamw": r'expected "AdamW" or "Adam" \(did you mean AdamW\?\): ',
+    "optimizer.early_step_in_backward true": "is true, expected false: it applies",
+    "lr_scheduler.warmup_steps -5": "warmup_steps is -5, expected 0 or more steps$",
+    "lr_scheduler.min_lr_factor -1": "min_lr_factor is -1.0, expected a number ≥ 0 and",
+    "lr_scheduler.min_lr_factor 2": "min_lr_factor is 2.0, expected a number ≥ 0 and ≤",
+    "lr_scheduler.decay_ratio 1.5": "decay_ratio is 1.5, expected a number ≥ 0 and ≤ 1",
+    "lr_scheduler.decay_ratio -0.5": "decay_ratio is -0.5, expected a number ≥ 0",
+    "comm.train_timeout_seconds 0": "timeout_seconds is 0, expected 1 or more seconds$",
+    "comm.trace_buf_size -1": "trace_buf_size is -1, expected 0 or more entries",
+    "checkpoint.keep_latest_k -3": "keep_latest_k is -3, expected 2 or more checkpoints "
+    "or 0: 0 keeps all",
+    "checkpoint.load_step -2": "load_step is -2, expected a number ≥ 0 or -1: ",
+    "checkpoint.exclude_from_loading optimiser": "has 'optimiser', expected "
+    r'"optimizer" or .* \(did you mean optimizer\?\)',
+    "checkpoint.exclude_from_loading train_state": "has 'train_state' without "
+    "'lr_scheduler', expected both: steps would begin at 1",
+    "checkpoint.folder ": "folder is '', expected the name of a folder",
+    "checkpoint.initial_load_in_hf_quantized true": "is true, expected false: ",
+    "job.dump_folder ": "dump_folder is '', expected a folder, such as",
+    "model.converters quantize.float8": "^model.converters has 'quantize.float8', "
+    "expected quantize.linear.float8 or",
+    "compile.enable true compile.backend inducter": "^compile.backend is 'inducter', "
+    "expected one of .*inductor",
+    "compile.components modle": r"has 'modle', .* \(did you mean model\?\): TorchTitan",
+    "experimental.custom_import nowhere.at_all": "is 'nowhere.at_all', which cannot be "
+    "imported: No module named 'nowhere'$",
+    "job.custom_config_module nowhere.at_all": "'nowhere.at_all' cannot be read: No",
+    "validation.steps 0": "bad value in the config: validation steps must be positive",
+    "activation_checkpoint.determinism_check yes": "is 'yes', expected \"default\" or",
+    "activation_checkpoint.mode memory_budget": "memory_budget is 0.5, but "
+    "compile.enable is false: it divides memory .* Set compile.enable = true$",
+    "activation_checkpoint.mode memory_budget compile.enable true compile.components "
+    "loss": r"but compile.components is \['loss'\]: .* Set compile.components = 'model'",
+    "debug.seed 18446744073709551616": "seed is 18446744073709551616, expected a number",
+    "profiling.profile_freq 0": "profile_freq is 0, expected 1 or more steps",
+    "profiling.enable_profiling true profiling.profile_freq 3": "profile_freq is 3, "
+    "expected at least profiler_warmup 3 \\+ profiler_active 1 = 4",
+    "parallelism.tensor_parallel_degree 0": "degree is 0, expected 1 or more ranks$",
+    "parallelism.data_parallel_shard_degree -2": "is -2, expected 1 or more shards or -1",
+    "dispersion.coeff 1e308 dispersion.warmup_steps 10": "^λ of step 2 is inf, expected",
+}
+
+
+ONE_GPU = ("--gpus-per-node", "1")
+
+
+@pytest.mark.parametrize("changes", WRONG)
+def test_wrong_values_in_plan_and_at_a_start(changes, monkeypatch, capfd):
+    """One line, status 2, and no traceback."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    words = changes.split(" ")
+    options = [
+        f"--{key}={value}" for key, value in zip(words[::2], words[1::2], strict=True)
+    ]
+    assert typed(monkeypatch, "plan", str(DEMO), *ONE_GPU, *options) == EXIT_CODE
+    planned = capfd.readouterr().err.splitlines()
+    with pytest.raises(SystemExit) as exit:
+        train.main(["--job.config_file", str(DEMO), *options])
+    started = capfd.readouterr().err.splitlines()
+    assert exit.value.code == EXIT_CODE
+    assert len(planned) == len(started) == 1
+    for (line,) in (planned, started):
+        message = line.removeprefix("titan-disp: error: ")
+        with pytest.raises(ConfigError, match=WRONG[changes].removesuffix("$")):
+            raise ConfigError(message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.max_norm": math.inf},
+        {"training.max_norm": 1},  # a whole number
+        {"optimizer.lr": 0.0},
+        {"lr_scheduler.total_steps": 1000},  # a part of a longer schedule
+        {"lr_scheduler.total_steps": 299},  # the last step has the last rate exactly
+        {"lr_scheduler.warmup_steps": 1000},  # TorchTitan takes 300
+        {"lr_scheduler.decay_ratio": 0.0},
+        {"lr_scheduler.decay_ratio": 1.0},  # TorchTitan takes what warm-up leaves
+        {"lr_scheduler.warmup_steps": 0, "lr_scheduler.decay_ratio": None},
+        {"checkpoint.enable": False, "checkpoint.interval": 0},
+        {"checkpoint.keep_latest_k": 0},
+        {"debug.seed": -1},
+        {"debug.seed": None},
+        {"model.converters": ["quantize.linear.float8"]},
+        {"parallelism.context_parallel_load_balancer": None},
+        {"parallelism.context_parallel_load_balancer": "ptrr"},  # no effect
+        {"training.global_batch_size": -1},
+        {"checkpoint.exclude_from_loading": ["train_state", "lr_scheduler"]},
+        {"compile.enable": True, "compile.backend": "aot_eager"},
+    ],
+    ids=str,
+)
+def test_what_works_in_torchtitan_is_allowed(changes):
+    check_config(changed(loaded(DEMO), changes), 1)
+
+
+# ---- the learning rate and λ over the run
+
+
+def demo(**options):
+    words = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
+    return loaded(DEMO, *words)
+
+
+def test_the_learning_rate_is_that_of_the_run():
+    rate = learning_rate(demo())
+    assert list(rate.values) == list(range(1, 301))
+    assert rate.first == pytest.approx(1.6e-2 / 60)
+    # The first step after the warm-up has the highest rate, too.
+    assert (rate.peak_step, rate.peak) == (60, 1.6e-2)
+    # Its schedule would end in a step after the last.
+    progress = 239 / 240
+    expected = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+    assert rate.last == pytest.approx(1.6e-2 * expected)
+    assert rate.rise <= 1e-12
+
+
+def test_a_long_run_is_checked_in_less_than_a_fifth_of_a_second():
+    config = demo(training__steps=10**6, lr_scheduler__warmup_steps=12_345)
+    start = time.process_time()
+    rate = learning_rate(config)
+    assert time.process_time() - start < 0.2
+    assert (rate.peak_step, rate.peak) == (12_345, 1.6e-2)
+    steps = list(rate.values)
+    assert steps[:64] == list(range(1, 65))
+    assert steps[-64:] == list(range(10**6 - 63, 10**6 + 1))
+    assert len(steps) < 3000
+    # An end of the schedule 10 steps before that of the run is noticed.
+    config = changed(
+        config,
+        {
+            "lr_scheduler.total_steps": 10**6 - 10,
+            "lr_scheduler.min_lr_factor": 0.0,
+            "lr_scheduler.decay_type": "linear",
+        },
+    )
+    with pytest.raises(ConfigError, match=r"^the learning rate of step 999992 is -"):
+        check_config(config, 1)
+
+
+def test_the_peak_is_what_is_furthest_from_zero():
+    falling = curve(lambda completed: -0.1 * (completed + 1), 4)
+    assert (falling.first, falling.peak, falling.peak_step, falling.last) == (
+        -0.1,
+        -0.4,
+        4,
+        -0.4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "warnings"),
+    [
+        ({}, []),
+        ({"lr_scheduler.warmup_steps": 300}, []),  # the last step has it
+        ({"optimizer.lr": 0.0}, ["optimizer.lr is 0: no weight changes"]),
+        (
+            {"lr_scheduler.total_steps": 900, "lr_scheduler.warmup_steps": 600},
+            [
+                "the learning rate never reaches optimizer.lr 0.016: the highest is "
+                "0.008, in step 300 of 300. Lower lr_scheduler.warmup_steps"
+            ],
+        ),
+        (
+            {"lr_scheduler.total_steps": 200},
+            [
+                "the learning rate rises again after its peak, to 0.0131617 in the "
+                "last step, 300: lr_scheduler.total_steps 200 ends before. Leave it out"
+            ],
+        ),
+    ],
+)
+def test_warnings_of_the_learning_rate(changes, warnings):
+    config = changed(loaded(DEMO), changes)
+    check_config(config, 1)
+    assert list(schedule_warnings(config)) == warnings
+    assert make_plan(config, Machine(1, 1)).warnings[-len(warnings) or 99 :] == warnings
+
+
+def test_the_plan_shows_the_learning_rate_and_lambda():
+    options = {"dispersion__warmup_steps": 10, "dispersion__decay": "linear"}
+    plan = make_plan(demo(**options), Machine(1, 1))
+    lines = render(plan).splitlines()
+    assert (
+        "learning rate   0.000267 in step 1, 0.016 at its peak in step 60, 0.0016 in "
+        "the last step"
+    ) in lines
+    assert (
+        "λ               0.01 in step 1, 0.1 at its peak in step 10, 0 in the last step"
+    ) in lines
+    off = render(make_plan(demo(dispersion__enabled="false"), Machine(1, 1)))
+    assert "\nλ " not in off
+
+
+# ---- ~ and variables in paths
+
+
+@pytest.mark.parametrize(
+    "key", [name for name, facts in all_facts().items() if facts.path]
+)
+@pytest.mark.parametrize("in_file", [True, False], ids=["file", "option"])
+def test_variables_in_paths(key, in_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    content = DEMO.read_text().replace("[job]\ndump_folder", "[job]\n# dump_folder")
+    content = content.replace("\nhf_assets_path", "\n# ").replace(
+        "\ndataset_path", "\n#"
+    )
+    config = tmp_path / "c.toml"
+    section, _, name = key.partition(".")
+    for written, expected in (
+        ("~/a", f"{tmp_path}/a"),
+        ("$SCRATCH/${SCRATCH}x", "/scratch//scratchx"),
+    ):
+        options = [] if in_file else [f"--{key}={written}"]
+        line = f'{key} = "{written}"\n' if in_file else ""
+        config.write_text(content)
+        if key == "job.config_file":
+            monkeypatch.setenv("SCRATCH", str(tmp_path))
+            argv = ["--job.config_file", "$SCRATCH/c.toml"]
+            assert load_config(argv).job.config_file == str(config)
+            assert load_config(["--job.config_file=~/c.toml"]).job.dump_folder
+            return
+        toml = tomli.loads(content)
+        assert name not in toml.get(section, {}), key
+        head = f"[{section}]\n"
+        if line and head in content:
+            config.write_text(content.replace(head, f'{head}{name} = "{written}"\n'))
+        elif line:
+            config.write_text(f'{content}\n{head}{name} = "{written}"\n')
+        loaded_config = load_config(["--job.config_file", str(config), *options])
+        assert getattr(getattr(loaded_config, section), name) == expected
+
+
+def test_variables_in_the_paths_of_sources_and_sweeps(monkeypatch, tmp_path):
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    (tmp_path / "c.toml").write_text(
+        f'{DEMO.read_text()}\n[[stream.sources]]\npath = "$SCRATCH/web"\nweight = 1\n'
+    )
+    config = load_config(["--job.config_file", str(tmp_path / "c.toml")])
+    assert config.stream.sources[0].path == "/scratch/web"
+    (tmp_path / "s.toml").write_text(
+        '[sweep]\nconfig = "$SCRATCH/c.toml"\nfolder = "$SCRATCH/s"\n'
+        '[grid]\n"training.steps" = [1, 2]\n'
+    )
+    sweep = read_sweep(tmp_path / "s.toml")
+    assert (sweep.config, str(sweep.folder)) == ("/scratch/c.toml", "/scratch/s")
+
+
+def test_a_path_with_an_unknown_variable_or_user_is_refused(monkeypatch):
+    monkeypatch.delenv("SCRATCH", raising=False)
+    for written, message in (
+        (
+            "$SCRATCH/runs",
+            r"^job.dump_folder is '\$SCRATCH/runs', but the environment has no "
+            "variable SCRATCH: set it, or write the path without it$",
+        ),
+        ("${SCRATCH}/runs", "no variable SCRATCH: set it"),
+        (
+            "~nobody-at-all/runs",
+            "there is no such user: a name that begins with ~ is written ./~nobody-at",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loaded(DEMO, f"--job.dump_folder={written}")
+    assert (ROOT / "train_configs").is_dir()
+
+
+def test_a_frozen_job_has_the_config_of_a_path_with_a_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    (tmp_path / "c.toml").write_text(DEMO.read_text())
+    argv = ["--job.config_file", "$SCRATCH/c.toml", "--job.dump_folder=$SCRATCH/run"]
+    folder = freeze(load_config(argv), argv, "1.0.a")
+    assert folder == tmp_path / "run" / "launch" / "1.0.a"
+    assert (folder / "config.toml").read_text() == DEMO.read_text()

@@ -1,0 +1,52 @@
+"""A dry run computes the steps of rank 0 of many ranks in one process, and writes
+nothing (docs/training.md).
+
+It is TorchTitan's ``comm.mode = "fake_backend"``: collectives return at once with this
+rank's values, so that losses mean nothing. Nothing of it may reach a run folder.
+"""
+
+import operator
+import os
+
+from titan_disp.config.types import JobConfig
+from titan_disp.errors import ConfigError
+
+# The keys that make a run write files. metrics.jsonl has no key.
+WRITERS = (
+    "checkpoint.enable",
+    "metrics.enable_tensorboard",
+    "metrics.enable_wandb",
+    "profiling.enable_profiling",
+    "profiling.enable_memory_snapshot",
+)
+
+
+def is_dry(job_config: JobConfig) -> bool:
+    return job_config.comm.mode != "default"
+
+
+def simulated_ranks() -> int:
+    """Return the number of ranks that a dry run simulates.
+
+    Raises ConfigError if the environment does not say it.
+    """
+    number = os.environ.get("NGPU", "")
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(
+            f"NGPU is {number!r}, expected the number of ranks that comm.mode = "
+            '"fake_backend" simulates: NGPU=8 titan-disp train …'
+        )
+    return int(number)
+
+
+def write_nothing(job_config: JobConfig) -> None:
+    """Switch off everything in a checked config that reads or writes the run folder."""
+    for key in WRITERS:
+        section, _, name = key.partition(".")
+        setattr(operator.attrgetter(section)(job_config), name, False)
+    job_config.job.save_config_file = None
+    job_config.activation_checkpoint.visualize_memory_budget_pareto = False
+    checkpoint = job_config.checkpoint
+    checkpoint.create_seed_checkpoint = False
+    checkpoint.initial_load_in_hf = False
+    checkpoint.initial_load_path = None

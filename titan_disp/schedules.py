@@ -1,0 +1,201 @@
+"""The learning rate and λ over a run, computed before it starts: checks, warnings, and
+what a plan shows.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.config.job_config import LRScheduler
+from torchtitan.tools.logging import logger
+
+from titan_disp.config.types import JobConfig
+from titan_disp.dispersion.formula import condensing
+from titan_disp.errors import ConfigError, prefixed
+from titan_disp.objective import CoeffSchedule
+
+# A longer run's schedule is computed at about this many steps. All steps of a run of
+# 156 B tokens would take up to a second, and a plan tries a thousand numbers of nodes.
+POINTS = 2000
+ENDS = 64  # first and last steps, all of which are computed
+ROUNDING = 1e-6  # differences of learning rates, relative to the highest, that are none
+# What TorchTitan's schedule raises where it has no value.
+NO_VALUE = (AssertionError, ArithmeticError, ValueError)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The values of a schedule by step, counted from 1. The first and the last step of
+    the run are among the steps.
+    """
+
+    values: dict[int, float]
+
+    @property
+    def first(self) -> float:
+        return next(iter(self.values.values()))
+
+    @property
+    def last(self) -> float:
+        return next(reversed(self.values.values()))
+
+    @property
+    def peak_step(self) -> int:
+        """The first step with the largest absolute value."""
+        return max(self.values, key=lambda step: abs(self.values[step]))
+
+    @property
+    def peak(self) -> float:
+        return self.values[self.peak_step]
+
+    @property
+    def rise(self) -> float:
+        """How much the value grows again after it has fallen from its peak."""
+        after = [v for step, v in self.values.items() if step >= self.peak_step]
+        lowest = accumulate(after, min)
+        return max(v - low for v, low in zip(after, lowest, strict=True))
+
+    def step_of(self, test: Callable[[float], bool]) -> int | None:
+        """Return the first step whose value passes the test, or None."""
+        return next((step for step, v in self.values.items() if test(v)), None)
+
+
+def curve(
+    schedule: Callable[[int], float], steps: int, corners: Iterable[int] = ()
+) -> Curve:
+    """Return the values of a schedule over a run of ``steps``: all of them, or those of
+    evenly spaced steps, of both ends, and of ``corners``.
+
+    ``schedule`` takes the number of completed steps, and so do ``corners``.
+    """
+    ends = (*range(ENDS), *range(steps - ENDS, steps), *corners)
+    completed = set(range(0, steps, max(1, steps // POINTS)))
+    completed.update(step for step in ends if 0 <= step < steps)
+    return Curve({step + 1: schedule(step) for step in sorted(completed)})
+
+
+def learning_rate(job_config: JobConfig) -> Curve:
+    """Return the learning rate over the run, NaN where TorchTitan's schedule fails.
+
+    training.steps must be known.
+    """
+    section = job_config.lr_scheduler
+    options = {f.name: getattr(section, f.name) for f in fields(LRScheduler)}
+    return _learning_rate(
+        job_config.optimizer.lr, job_config.training.steps, tuple(options.items())
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _learning_rate(
+    rate: float, steps: int, options: tuple[tuple[str, Any], ...]
+) -> Curve:
+    config = LRScheduler(**dict(options))
+    factor = _factor(config, steps)
+
+    def scheduled(completed: int) -> float:
+        try:
+            return rate * factor(completed)
+        except NO_VALUE:
+            return math.nan
+
+    warmup = config.warmup_steps
+    return curve(scheduled, steps, corners=(warmup - 1, warmup))
+
+
+def _factor(config: LRScheduler, steps: int) -> Callable[[int], float]:
+    """Return TorchTitan's function from completed steps to a factor of the rate."""
+    optimizers: Any = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
+    logger.disabled = True  # the trainer will warn of what this would warn of
+    try:
+        (scheduler,) = build_lr_schedulers(optimizers, config, steps)
+    except NO_VALUE:
+        return lambda completed: math.nan
+    finally:
+        logger.disabled = False
+    return scheduler.lr_lambdas[0]
+
+
+def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
+    """Return λ over the run, as [dispersion] describes it. training.steps must be
+    known.
+    """
+    section = job_config.dispersion
+    steps = job_config.training.steps
+    keys = {
+        f.name: getattr(section, f.name)
+        for f in fields(CoeffSchedule)
+        if f.name != "total_steps"
+    }
+    with prefixed("dispersion."), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ``schedule_warnings`` has it
+        return CoeffSchedule(**keys, total_steps=steps)
+
+
+def coeff_curve(job_config: JobConfig) -> Curve:
+    """Return λ over the run. training.steps must be known."""
+    return _coeff_curve(build_coeff_schedule(job_config))
+
+
+@functools.lru_cache(maxsize=16)
+def _coeff_curve(schedule: CoeffSchedule) -> Curve:
+    warmup = schedule.warmup_steps
+    return curve(schedule, schedule.total_steps, corners=(warmup - 1, warmup))
+
+
+def check_schedules(job_config: JobConfig) -> None:
+    """Check that no learning rate of the run is negative, and that the learning rates
+    and λ are finite.
+    """
+    rate = learning_rate(job_config)
+    bad_step = rate.step_of(lambda value: not (0 <= value < math.inf))
+    if bad_step is not None:
+        schedule_steps = job_config.lr_scheduler.total_steps
+        cure = "change [lr_scheduler]"
+        if schedule_steps is not None:
+            cure = (
+                f"lr_scheduler.total_steps is {schedule_steps}, but training.steps is "
+                f"{job_config.training.steps}. Leave total_steps out"
+            )
+        raise ConfigError(
+            f"the learning rate of step {bad_step} is {rate.values[bad_step]:.3g}, "
+            f"expected a finite number ≥ 0: {cure}"
+        )
+    coeff = coeff_curve(job_config)
+    bad_step = coeff.step_of(lambda value: not math.isfinite(value))
+    if bad_step is not None:
+        raise ConfigError(
+            f"λ of step {bad_step} is {coeff.values[bad_step]}, expected a finite "
+            "number: lower dispersion.coeff or dispersion.final_coeff"
+        )
+
+
+def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
+    """Yield warnings about the learning rate and λ over the run. training.steps must be
+    known.
+    """
+    rate = learning_rate(job_config)
+    highest = job_config.optimizer.lr
+    if highest == 0:
+        yield "optimizer.lr is 0: no weight changes"
+    elif rate.peak < highest * (1 - ROUNDING):
+        yield (
+            f"the learning rate never reaches optimizer.lr {highest:g}: the highest is "
+            f"{rate.peak:g}, in step {rate.peak_step} of {job_config.training.steps}. "
+            "Lower lr_scheduler.warmup_steps"
+        )
+    if rate.rise > highest * ROUNDING:
+        yield (
+            f"the learning rate rises again after its peak, to {rate.last:g} in the "
+            f"last step, {job_config.training.steps}: lr_scheduler.total_steps "
+            f"{job_config.lr_scheduler.total_steps} ends before. Leave it out"
+        )
+    coeff_warning = condensing(build_coeff_schedule(job_config).lowest)
+    if coeff_warning is not None and job_config.dispersion.enabled:
+        yield coeff_warning
