@@ -222,3 +222,10 @@ def test_a_batch_without_sequences(variant, estimator):
         losses.sum().backward()
         assert (losses.shape, losses.dtype) == ((2, 0), torch.float64)
         assert all(z.grad.shape == z.shape for z in zs)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if VARIANTS[v].of_pairs])
+def test_norms_that_overflow_show_in_the_gradient(variant):
+    z = (tokens(2, 20, 8) * 1e30).requires_grad_()
+    dispersion_loss(z, variant=variant).sum().backward()
+    assert not z.grad.isfinite().all()

@@ -493,7 +493,7 @@ def test_odd_rows_of_gpt2_under_tensor_parallelism():
         )
         config = job_config(
             "",
-            "",
+            "unused",
             "--model.name",
             "gpt2_disp",
             *words,

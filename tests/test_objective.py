@@ -334,8 +334,31 @@ def test_a_backward_pass_that_does_not_reach_all_activations(every_layer_alone):
     loss(model(torch.randn(3, 9, 6)), labels).backward()
     with pytest.raises(RuntimeError, match="of some activations have not arrived"):
         loss.take_late()
+    assert loss.take_late() is None  # nothing of that step is left
     value.backward()
-    assert loss.take_late() is not None
+    late = loss.take_late()
+    del value
+    # An error in a backward pass ends that step, not the next one.
+    predictions = model(torch.randn(3, 9, 6))
+    hook = predictions[1][1].register_hook(stop)
+    failed = loss(predictions, labels)
+    with pytest.raises(KeyError):
+        failed.backward()
+    hook.remove()
+    del failed, predictions
+    loss(model(torch.randn(3, 9, 6)), labels).backward()
+    assert loss.take_late().abs() < 10 * late.abs()
+
+
+def stop(grad):
+    raise KeyError
+
+
+def test_a_microbatch_without_sequences(every_layer_alone):
+    model = Blocks()
+    loss = objective(defer=True)
+    loss(model(torch.randn(0, 9, 6)), torch.zeros(0, 9, dtype=torch.long)).backward()
+    assert loss.take_late() is None
 
 
 def test_lambda_is_exact_in_float64(every_layer_alone):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -230,8 +231,10 @@ class DispersionObjective:
     ledger: LossLedger | None = None
     ignore_index: int = -100
     _late: Tensor | None = field(default=None, init=False)
-    # whose backward passes have not reached all activations
-    _awaited: set[_Microbatch] = field(default_factory=set, init=False)
+    # whose backward passes have not reached all activations. Those that nobody will
+    # run, after an error, are forgotten with their graphs, but not the last one.
+    _awaited: WeakSet[_Microbatch] = field(default_factory=WeakSet, init=False)
+    _last: _Microbatch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         losses = self.losses
@@ -282,7 +285,10 @@ class DispersionObjective:
     def _in_hooks(self, zs: Sequence[Tensor]) -> bool:
         """Return whether hooks may add gradients to those that arrive for zs."""
         return (
-            self.defer and torch.is_grad_enabled() and all(z.requires_grad for z in zs)
+            self.defer
+            and torch.is_grad_enabled()
+            and len(zs[0]) > 0
+            and all(z.requires_grad for z in zs)
         )
 
     def take_late(self) -> Tensor | None:
@@ -292,15 +298,16 @@ class DispersionObjective:
         Returns None if the losses contained it. Raises RuntimeError if the
         backward passes have not reached all activations.
         """
+        late = self._late
         is_missing = len(self._awaited) > 0
+        self._late = None
+        self._last = None
         self._awaited.clear()
         if is_missing:
             raise RuntimeError(
                 "the gradients of some activations have not arrived, so that these "
                 "were not dispersed"
             )
-        late = self._late
-        self._late = None
         return late
 
     def _cross_entropy(self, logits: Any, labels: Tensor, valid: Tensor) -> Tensor:
@@ -356,6 +363,7 @@ class DispersionObjective:
         adds to ``_late``, λ · dispersion.
         """
         self._awaited.add(batch)
+        self._last = batch
         losses_of_parts: dict[tuple[int, int], Tensor] = {}
         # Backward itself does not run under autocast.
         in_bf16 = bf16_autocast(batch.ce.device.type)

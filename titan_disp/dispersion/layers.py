@@ -436,7 +436,8 @@ class SampledLayers(Layers):
         layer, or of all in a row.
         """
         value, gradient = in_parts(z, mask, partial(self._apply, compute))
-        return value, gradient.tensor(saved_dtype(z.dtype))
+        # rounded to z's dtype only once, in the sum with other gradients
+        return value, gradient.tensor(accumulation_dtype(z.dtype))
 
     def _masked_pairs(self) -> Tensor:
         assert self.mask_of_all is not None

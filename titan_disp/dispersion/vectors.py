@@ -117,8 +117,9 @@ def _through_norm(w: Tensor, z: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
     """
     z = z.to(w.dtype)
     tiny = torch.finfo(norm.dtype).tiny
-    # Divided before it is multiplied, as s / ‖z‖ of short tokens is infinite
-    radial = (z * w).sum(-1, keepdim=True) / norm.clamp_min(tiny) * scale
+    # Divided before it is multiplied, as s / ‖z‖ of short tokens is infinite. NaN for
+    # a norm of infinity, which would be hidden as s = 0.
+    radial = (z * w).sum(-1, keepdim=True) / norm.clamp_min(tiny) * scale + 0 * norm
     return torch.addcmul(w, z, radial, value=-1)
 
 

@@ -138,9 +138,8 @@ class DispModel(ModelProtocol):
                 activations.append(h)
         h = self.norm(h)
         if after_norm in wanted:
-            # Under TP, h is a DTensor, which the output layer's plan expects. FSDP2
-            # warns of views such as its local tensor.
-            activations.append(h.to_local().clone() if isinstance(h, DTensor) else h)
+            h, activation = _plain(h)
+            activations.append(activation)
         logits = self.output(h)
         if isinstance(self.output, ChunkedHead) and self.training:
             logits = HiddenStates(logits, self.output.weight)
@@ -199,6 +198,20 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(
         int.from_bytes(digest[:8], "little", signed=True)
     )
+
+
+def _plain(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states to go on with, and the same as a plain tensor [B, n, F] that
+    gets their gradient.
+
+    Under TP they are a DTensor, which the output layer's plan expects. FSDP2 warns of
+    views such as its local tensor.
+    """
+    if not isinstance(h, DTensor):
+        return h, h
+    local = h.to_local().clone()
+    whole = DTensor.from_local(local, h.device_mesh, h.placements, run_check=False)
+    return whole, local
 
 
 @torch.no_grad()
