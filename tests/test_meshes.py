@@ -39,7 +39,8 @@ SLOW = {
     4: "hsdp-batch1 fsdp4 fsdp-tp untied-fsdp-tp final_norm-fsdp-tp noise-fsdp-tp *-hsdp-batch1 *-fsdp-tp",
 }
 NIGHT = {
-    1: "reference untied final_norm final_norm-angular_sampled noise * gpt2_untied batch1 op full chunked-compile compile-op final_norm-compile-op "
+    1: "reference untied final_norm final_norm-angular_sampled noise * gpt2_untied batch1 op full chunked-compile "
+    "compile-op final_norm-compile-op "
     "*-compile-op *-batch2-full",
     2: "fsdp-compile tp-compile tp-logits chunked-tp-logits chunked-tp-compile chunked-cp final_norm-tp-compile cp noise-cp "
     "final_norm-angular_sampled-tp *-tp *-fsdp-compile *-tp-compile *-cp *-tp-logits *-tp-full",
