@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from titan_disp.checks import check_config, check_device, check_inputs
+from titan_disp.checks import check_device, check_inputs, check_ranks
 from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.command_options import (
@@ -80,7 +80,7 @@ def launch(options: TrainOptions) -> int:
     if dry.is_dry(job_config):
         nproc = 1
         ranks = dry.simulated_ranks()
-    check_config(job_config, ranks)
+    check_ranks(job_config, ranks)
     check_device(job_config)
     check_inputs(job_config)
     # torchrun sets one thread per rank. Here the ranks share the machine's cores.

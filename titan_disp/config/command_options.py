@@ -140,7 +140,9 @@ class PlanOptions(Machine, ConfigOptions):
     """
 
     strict: bool = False
-    """fail, rather than warn, if the data or the tokenizer is missing."""
+    """fail, rather than warn, if the data or the tokenizer is missing, and report all
+    problems, not only the first.
+    """
     suggest: bool = False
     """list other local batches, meshes and activation checkpointing that fit the
     memory, with the least step time.
