@@ -115,7 +115,9 @@ class SlurmOptions(Nodes):
     account=abc partition=gpu.
     """
     dry_run: bool = False
-    """print the sbatch command instead of running it."""
+    """print the sbatch command instead of running it. On a machine with sbatch, the run
+    folder must be writable.
+    """
 
     @property
     def machine(self) -> Machine:
