@@ -22,7 +22,6 @@ from typing import Any
 
 import torch._dynamo
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config.job_config import Parallelism
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
 from titan_disp import cpu
@@ -117,33 +116,31 @@ def check_ranks(job_config: JobConfig, world_size: int) -> None:
     """Check a config as ``check_config``. If mesh or batch do not fit the number of
     ranks, the message names the nearest numbers that they fit.
     """
-    parallelism = copy.copy(job_config.parallelism)
+    asked = copy.copy(job_config)
+    asked.parallelism = copy.copy(job_config.parallelism)
     try:
         check_config(job_config, world_size)
     except ConfigError as error:
-        hint = nearest_hint(job_config, parallelism, world_size, "rank")
+        hint = nearest_hint(asked, world_size, "rank")
         raise ConfigError(f"{error}{hint}") from error
 
 
 def nearest_hint(
-    job_config: JobConfig,
-    parallelism: Parallelism,
-    count: int,
-    noun: str,
-    ranks_each: int = 1,
+    job_config: JobConfig, count: int, noun: str, ranks_each: int = 1
 ) -> str:
     """Return the end of a message: the next smaller and the next larger number of nodes
     or ranks that mesh and batch fit, or "" if they fit ``count``.
 
-    ``parallelism``: as in the file, because checks change it. ``ranks_each``: ranks of
-    a node, or 1.
+    ``job_config``: with the degrees of parallelism of the file, which checks change.
+    ``ranks_each``: ranks of a node, or 1.
     """
     if not check_keys(job_config, Problems(collect=True)):
         return ""
+    p = job_config.parallelism
 
     def fits(count: int) -> bool:
         trial = copy.copy(job_config)
-        trial.parallelism = copy.copy(parallelism)
+        trial.parallelism = copy.copy(p)
         with suppress(ConfigError):
             check_mesh(trial, count * ranks_each)
             check_batch(trial, count * ranks_each)
@@ -158,9 +155,7 @@ def nearest_hint(
     if batch > 0:
         # Every data-parallel rank has at least one microbatch.
         microbatches = batch // job_config.training.local_batch_size
-        ranks_of_sequence = (
-            parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-        )
+        ranks_of_sequence = p.tensor_parallel_degree * p.context_parallel_degree
         largest = microbatches * ranks_of_sequence // ranks_each
     smaller = filter(fits, range(min(count - 1, largest), 0, -1))
     larger = filter(fits, range(count + 1, largest + 1))

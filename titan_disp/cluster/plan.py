@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torchtitan.config.job_config import Parallelism
 
 from titan_disp.checks import check_config, listed_inputs, nearest_hint
 from titan_disp.cluster import cost
@@ -336,11 +335,13 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     unchecked = job_config
     job_config = copy.deepcopy(job_config)
     world = machine.nodes * machine.gpus_per_node
+    asked = copy.copy(job_config)
+    asked.parallelism = unchecked.parallelism
     problems = Problems(collect=True)
     problems.pass_(check_config, job_config, world, problems)
     end = ""
     if problems.messages:
-        end = _asked_size(job_config, unchecked.parallelism, machine)
+        end = _asked_size(asked, machine)
         if not strict:
             first, *_ = problems.messages.values()
             raise ConfigError(f"{first}. {end}")
@@ -376,19 +377,13 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     )
 
 
-def _asked_size(
-    job_config: JobConfig, parallelism: Parallelism, machine: Machine
-) -> str:
-    """Return the sentence which number of nodes was asked for, and which would do.
+def _asked_size(job_config: JobConfig, machine: Machine) -> str:
+    """Return a sentence on the asked number of nodes, and on those that would work.
 
-    ``parallelism``: as in the file.
+    ``job_config``: with the degrees of parallelism of the file.
     """
     hint = nearest_hint(
-        job_config,
-        parallelism,
-        machine.nodes,
-        noun="node",
-        ranks_each=machine.gpus_per_node,
+        job_config, machine.nodes, noun="node", ranks_each=machine.gpus_per_node
     )
     return (
         f"This is for {counted(machine.nodes, 'node')} of "
