@@ -25,6 +25,7 @@ from tests.oracle import oracle
 from tests.pages import (
     PLACEHOLDERS,
     blocks,
+    both_ways,
     can_start,
     commands,
     loaded,
@@ -306,6 +307,25 @@ def test_a_newcomer_finds_every_page():
         len(README.read_text().splitlines()) <= 110,
         len(README.read_text().split()) <= 1000,
     ) == (True, True)
+
+
+def test_switches_have_one_spelling():
+    """``--section.no-key``, as the parsers of TorchTitan and titan-disp understand."""
+    files = (
+        *PAGES,
+        *SCRIPTS,
+        ROOT / "titan_disp" / "config" / "command_options.py",
+        *(ROOT / "titan_disp" / "lab").glob("init.py"),
+    )
+    text = "\n".join(file.read_text() for file in files)
+    value = r"(?:=| +)[\"']?(?:true|false|yes|no|on|off)\b"
+    assert re.findall(rf"--[a-z_]+\.[\w-]+{value}", text, flags=re.I) == []
+    switches = sorted(set(re.findall(r"--[a-z_]+\.no-[\w-]+", text)))
+    assert "--dispersion.no-enabled" in switches
+    for config in both_ways("train_configs/demo_cpu.toml", *switches):
+        for switch in switches:
+            section, key = switch.removeprefix("--").split(".no-")
+            assert getattr(getattr(config, section), key) is False, switch
 
 
 def test_requirements():

@@ -94,6 +94,11 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
         (TP2, {"seq_len": 63}, "seq_len 63 is not divisible by 2"),
         ((), {"flavor": "0.7B"}, "model.flavor is '0.7B'"),
         ((), {"seq_len": 0}, "training.seq_len is 0"),
+        (
+            (),
+            {"ranks": 7},
+            "7; the nearest: 1918, 1925; 6 or 8 ranks would work with this mesh and",
+        ),
         # The unreduced config is checked: block 28 does not exist, and block 27 not in
         # the small model.
         (("--dispersion.layers", "28"), {}, "has 28 blocks"),
@@ -101,7 +106,7 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
 )
 def test_errors_come_before_the_step(options, reduction, message):
     with pytest.raises(ConfigError, match=message):
-        preflight(PreflightOptions(PAPER, options, 640, **reduction))
+        preflight(PreflightOptions(PAPER, options, **{"ranks": 640, **reduction}))
 
 
 @pytest.mark.parametrize(

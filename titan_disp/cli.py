@@ -290,7 +290,7 @@ def run(args: Sequence[str], prog: str) -> None:
             args = _split_overrides(args)
     about = _wrapped(
         "Pre-train language models with the dispersion loss, and measure their "
-        "condensation."
+        "condensation. titan-disp --version prints the version."
     )
     # Without pairs, help shows --json, and not "--json, --no-json"
     config = (tyro.conf.FlagCreatePairsOff,)

@@ -1,7 +1,7 @@
 """Exceptions for problems that the user can fix, and parts of their messages."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,57 @@ class NonFiniteError(UserError):
 
     The training may be unstable.
     """
+
+
+class Problems:
+    """What several checks refuse. By default, the first ConfigError is raised.
+
+    Attributes:
+        messages: if they are collected, one for each subject, such as a key.
+    """
+
+    def __init__(self, collect: bool = False) -> None:
+        self.collect = collect
+        self.messages: dict[str, str] = {}
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Collect a ConfigError, which ends the block only."""
+        try:
+            yield
+        except ConfigError as error:
+            if not self.collect:
+                raise
+            subject, _, _ = str(error).partition(" is ")
+            self.messages.setdefault(subject, str(error))
+
+    def pass_(self, check: Callable[..., object], *arguments: Any) -> bool:
+        """Return whether a check passes."""
+        try:
+            with self.collected():
+                check(*arguments)
+                return True
+        except Exception:
+            # It may compute with a value that an earlier check has refused.
+            if not self.messages:
+                raise
+        return False
+
+    def refuse(self, end: str = "") -> None:
+        """Raise a ConfigError of all messages and the sentence ``end``, if there are
+        messages.
+        """
+        messages = list(self.messages.values())
+        if not messages:
+            return
+        if len(messages) == 1 and end:
+            raise ConfigError(f"{messages[0]}. {end}")
+        if len(messages) == 1:
+            raise ConfigError(messages[0])
+        lines = [f"- {message}" for message in messages]
+        raise ConfigError(
+            "\n".join([f"{len(messages)} problems:", *lines, end]).strip()
+        )
 
 
 EXIT_CODE = 2

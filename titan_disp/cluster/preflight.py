@@ -38,7 +38,7 @@ from torchtitan.train import Trainer
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
-from titan_disp.checks import check_config, check_mesh
+from titan_disp.checks import check_config, check_mesh, check_ranks
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.command_options import PreflightOptions
 from titan_disp.config.load import load_config
@@ -277,7 +277,7 @@ def preflight(options: PreflightOptions) -> Report:
 def prepare(options: PreflightOptions) -> tuple[JobConfig, Reduced]:
     """Check the config and its reduced form for one step, and return both."""
     job_config = load_config(options.argv)
-    check_config(job_config, options.ranks)
+    check_ranks(job_config, options.ranks)
     reduced = reduce(job_config, options.ranks, options.flavor, options.seq_len)
     check_config(reduced.job_config, options.ranks)
     return job_config, reduced

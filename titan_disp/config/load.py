@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile, zip_longest
 from operator import attrgetter
+from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -158,16 +159,27 @@ def _option(argv: Sequence[str], name: str) -> str | None:
 def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
-        # UnicodeDecodeError is a ValueError as well.
-        with (
-            open(path, "rb") as file,
-            reported(f"the config {path!r} is not valid TOML", ValueError),
-        ):
-            return tomli.load(file)
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
             f"cannot read the config {path!r}: {error.strerror}{_near(path)}"
         ) from error
+    try:
+        return tomli.loads(content.decode())
+    except ValueError as error:  # UnicodeDecodeError is one, too
+        raise ConfigError(
+            f"the config {path!r} is not valid TOML: {error}{_lower_case(content, error)}"
+        ) from error
+
+
+def _lower_case(content: bytes, error: ValueError) -> str:
+    """Return a hint if the error of TOML is at Python's True or False, or ""."""
+    place = re.search(r"at line (\d+), column (\d+)", str(error))
+    if place is None:
+        return ""
+    line = content.decode().split("\n")[int(place[1]) - 1]
+    word = re.match(r"(True|False)\b", line[int(place[2]) - 1 :])
+    return f": write {word[0].lower()} in lower case" if word else ""
 
 
 def _near(path: str) -> str:

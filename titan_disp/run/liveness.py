@@ -288,6 +288,7 @@ class Clock:
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._running: tuple[str, float] | None = None
         self._stepped = False
+        self._step_seconds = 0.0
 
     def _now(self) -> float:
         return self._offset + time.monotonic()
@@ -300,6 +301,7 @@ class Clock:
             yield
         finally:
             self._seconds = self.spent()
+            self._step_seconds = self.step_seconds()
             self._running = None
             self._stepped = self._stepped or kind == "steps"
 
@@ -318,6 +320,15 @@ class Clock:
                 now - self.began - sum(s for k, s in seconds.items() if k != "start_up")
             )
         return seconds
+
+    def step_seconds(self) -> float:
+        """Return the seconds of all steps up to now, including the first step, and the
+        step that is running.
+        """
+        kind, since = self._running or ("", 0.0)
+        if kind != "steps":
+            return self._step_seconds
+        return self._step_seconds + self._now() - since
 
     def rounded(self) -> dict[str, float]:
         """Return ``spent`` rounded to milliseconds, for a line of JSON."""
