@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, cast
@@ -32,12 +31,7 @@ from torchtitan.train import Trainer
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.checks import check_config, check_device
-from titan_disp.condensation.measure import (
-    Forward,
-    MeshPosition,
-    Monitor,
-    cross_entropies,
-)
+from titan_disp.condensation.measure import Monitor
 from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.load import load_config
@@ -45,9 +39,8 @@ from titan_disp.config.types import JobConfig
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.listing import on_rank_0
 from titan_disp.data.loader import StreamLoader
-from titan_disp.data.validation import StreamValidator, held_out_sequences
+from titan_disp.data.validation import StreamValidator
 from titan_disp.dispersion import kernels
-from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
@@ -57,7 +50,7 @@ from titan_disp.errors import (
     UserError,
 )
 from titan_disp.objective import DispersionObjective
-from titan_disp.run import console, dry, identity, integrity
+from titan_disp.run import console, dry, held_out, identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
@@ -563,43 +556,12 @@ class DispTrainer(Trainer):
 
     @cached_property
     def monitor(self) -> Monitor | None:
-        """What measures condensation, or None.
+        """What measures condensation, or None if nothing does.
 
-        The first access is a collective call.
+        The first access is a collective call, and raises ConfigError if the held-out
+        text is too short.
         """
-        job = self.job_config
-        section = self.job_config.condensation
-        if not section.interval or dry.is_dry(job):
-            return None
-        assert self.tokenizer is not None
-        found = held_out_sequences(job, self.tokenizer, section.sequences)
-        if found is None:
-            logger.warning(
-                "condensation is not measured: no validation split was found (one is "
-                "looked for only on the hub or in a folder). Set validation.enable = "
-                "true with validation.dataset_path, or condensation.interval = 0"
-            )
-            return None
-        mesh = self.parallel_dims.get_optional_mesh("batch")
-        sequences, *segments = (rows.to(self.device) for rows in found)
-        position = MeshPosition(
-            sequence_group=process_group(self.loss_fn.group),
-            label_group=process_group(self.loss_fn.cp_group),
-        )
-        if mesh is not None:
-            position = replace(
-                position,
-                dp_rank=mesh.get_local_rank(),
-                dp_degree=mesh.size(),
-                dp_group=mesh.get_group(),
-            )
-        return Monitor(
-            sequences,
-            job.training.local_batch_size,
-            section.max_tokens,
-            position,
-            *segments,
-        )
+        return held_out.build_monitor(self)
 
     def measure_condensation(self) -> None:
         """Measure condensation and cross-entropy on held-out text, and log them.
@@ -610,46 +572,9 @@ class DispTrainer(Trainer):
             start = time.perf_counter()
             if self.monitor is None:
                 return
-            model = self.model_parts[0]
-            layers = range(self.model_args.n_layers + 2)
-
-            def forward(
-                tokens: torch.Tensor,
-                labels: torch.Tensor,
-                segments: torch.Tensor | None = None,
-            ) -> Forward:
-                given = (
-                    {"input": tokens}
-                    if segments is None
-                    else {"input": tokens, "segments": segments}
-                )
-                inputs, labels, extra, kwargs = self.post_dataloading_process(
-                    given, labels
-                )
-                with self.train_context():
-                    with self.maybe_enable_amp:
-                        predictions = model(
-                            inputs, **extra, **kwargs, return_activations=layers
-                        )
-                    ce = cross_entropies(predictions.logits, labels)
-                positions = kwargs.get("positions")
-                return Forward(
-                    predictions.activations,
-                    ce,
-                    None if positions is None else positions[0],
-                )
-
-            model.eval()
-            found = self.monitor.measure(forward)
-            model.train()
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    # as backward would; a save would not find the optimizer's
-                    # parameters of a gathered head
-                    module.reshard()
-            self.metrics_processor.log_condensation(
-                self.step, found, time.perf_counter() - start
-            )
+            measurement = held_out.measure(self, self.monitor)
+            seconds = time.perf_counter() - start
+            self.metrics_processor.log_condensation(self.step, measurement, seconds)
 
     def close(self) -> None:
         self.taken_by()
