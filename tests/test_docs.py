@@ -308,20 +308,6 @@ def test_a_newcomer_finds_every_page():
     ) == (True, True)
 
 
-def test_the_way_through_a_run():
-    """Each function of the list is where it says, in a class if there is one."""
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    section = page.partition("## The way through a run\n")[2].partition("\n## ")[0]
-    calls = re.findall(r"([\w/]+\.py):([\w.]+)", section)
-    assert len(calls) > 20
-    for file, function in calls:
-        tree = ast.parse((ROOT / "titan_disp" / file).read_text())
-        for word in function.split("."):
-            (tree,) = [
-                node for node in tree.body if getattr(node, "name", None) == word
-            ]
-
-
 def test_requirements():
     asked = {re.match(r"[\w-]+", line)[0]: line for line in PROJECT["dependencies"]}
     readme = README.read_text()
@@ -339,6 +325,20 @@ def test_requirements():
         importlib.metadata.version("torchtitan")
         == asked["torchtitan"].partition("==")[2]
     )
+
+
+def test_the_way_through_a_run():
+    """Each function of the list is where it says, in a class if there is one."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.partition("## The way through a run\n")[2].partition("\n## ")[0]
+    calls = re.findall(r"([\w/]+\.py):([\w.]+)", section)
+    assert len(calls) > 20
+    for file, function in calls:
+        tree = ast.parse((ROOT / "titan_disp" / file).read_text())
+        for word in function.split("."):
+            (tree,) = [
+                node for node in tree.body if getattr(node, "name", None) == word
+            ]
 
 
 def test_imports_from_torchtitan():

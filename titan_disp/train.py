@@ -36,7 +36,6 @@ from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.listing import on_rank_0
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import StreamValidator
@@ -44,14 +43,13 @@ from titan_disp.dispersion import kernels
 from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
-    ConfigError,
     DataError,
     RefusedError,
     UserError,
 )
 from titan_disp.objective import DispersionObjective
 from titan_disp.run import console, dry, held_out, identity, integrity
-from titan_disp.run.checkpoint import DispCheckpointManager
+from titan_disp.run.checkpoint import DispCheckpointManager, Hooks
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.history import Goodput, goodputs, together
@@ -59,6 +57,7 @@ from titan_disp.run.liveness import (
     Aside,
     Clock,
     Heartbeat,
+    Start,
     StopRequest,
     Stragglers,
     allocation_began,
@@ -75,12 +74,11 @@ SILENT = ("job.", "metrics.", "profiling.", "comm.")
 SHORT = 600  # seconds of a start, which are mostly start-up
 
 
-class DispTrainer(Trainer):
-    """Extend TorchTitan's Trainer by overriding its hooks, and answer the checkpoint
-    manager's (``run.checkpoint.Hooks``).
+class DispTrainer(Start, Trainer):
+    """TorchTitan's Trainer with some methods overridden. ``Start`` has what a start
+    tells others: ``event``, ``announce``, ``busy``.
     """
 
-    run_folder: RunFolder | None = None
     stragglers: Stragglers | None = None
     checkpointer: DispCheckpointManager
     dataloader: StreamLoader
@@ -114,7 +112,7 @@ class DispTrainer(Trainer):
         path = self.run_folder.path if self.run_folder is not None else None
         self.heartbeat = Heartbeat(path, job_config)
         self.aside = Aside(self.heartbeat.write)
-        self._announce("start", 0)
+        self.announce("start", 0)
         self.last_step = last_step(
             job_config, data_parallel_degree(job_config, world_size)
         )
@@ -154,7 +152,14 @@ class DispTrainer(Trainer):
             identity.STEP: self.metrics_processor.tokens_seen(1)
         }
         return DispCheckpointManager(
-            hooks=self,
+            hooks=Hooks(
+                check_resume=partial(identity.check_resume, self),
+                healthy=self.optimizers.healthy,
+                taken_by=self.taken_by,
+                owns_folder=self.owns_folder,
+                event=self.event,
+                busy=self.busy,
+            ),
             save_seconds=self.job_config.guard.save_seconds,
             dataloader=self.dataloader,
             model_parts=self.model_parts,
@@ -192,14 +197,6 @@ class DispTrainer(Trainer):
                 )
             raise
 
-    def event(self, name: str, step: int, **details: Any) -> None:
-        if self.run_folder is not None:
-            self.run_folder.event(name, step, **details)
-
-    def healthy(self) -> bool:
-        self.optimizers.settle()
-        return self.optimizers.in_a_row == 0
-
     def _skipped(self, late: bool) -> None:
         step = self.step - late  # the guard reads the message of a step in the next one
         self.event(
@@ -208,31 +205,6 @@ class DispTrainer(Trainer):
             terms=self.optimizers.bad_terms,
             in_a_row=self.optimizers.in_a_row,
         )
-
-    def taken_by(self) -> str | None:
-        other = self.run_folder.taken_by() if self.run_folder is not None else None
-        if other:
-            self.heartbeat.file = None  # the file is the other start's now
-        return other
-
-    def owns_folder(self) -> bool:
-        return (
-            self.run_folder is not None
-            and self.run_folder.locked
-            and not self.taken_by()
-        )
-
-    def _announce(self, doing: str, step: int) -> None:
-        self.heartbeat.begin(doing, step)
-        if self.run_folder is not None:  # on rank 0
-            self.aside.wake()
-
-    @contextmanager
-    def busy(self, doing: str, step: int) -> Iterator[None]:
-        """Announce a save, validation or condensation, and count its time."""
-        self._announce(doing, step)
-        with self.clock.during("checkpoints" if doing == "save" else doing):
-            yield
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         """Yield batches.
@@ -311,47 +283,11 @@ class DispTrainer(Trainer):
                 self.stragglers.arrived()
             yield batch
 
-    def check_resume(self, step: int) -> None:
-        """Compare model and data of the checkpoint with this run's, before DCP meets
-        tensors of another size.
-
-        Every rank raises ConfigError if one differs, unless stream.on_mismatch is
-        "restart" and only the data does: then the data streams begin a new epoch.
-        CheckpointError means that the checkpoint cannot be read.
-        """
-        folder = self.checkpointer._create_checkpoint_id(step)
-        checkpoint = self.job_config.checkpoint
-        other_loss = self.job_config.checkpoint.allow_other_loss
-        counts = step > 0 and any(vars(self.job_config.budget).values())
-        now = {
-            key: value
-            for key, value in self.identity.items()
-            if counts or key != identity.STEP
-        }
-        identity.check_identity(
-            on_rank_0(identity.read_identity, folder), now, other_loss
-        )
-        if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
-            return
-        saved, epoch = on_rank_0(read_data_state, folder)
-        try:
-            check_fingerprint(saved, self.dataloader.fingerprint)
-        except ConfigError as error:
-            if self.job_config.stream.on_mismatch != "restart":
-                raise
-            logger.warning(f"the data streams restart with epoch {epoch + 1}: {error}")
-            self.checkpointer.exclude_from_loading = [
-                *checkpoint.exclude_from_loading,
-                "dataloader",
-            ]
-            self.dataloader.restart(epoch + 1)
-            self.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
-
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run TorchTitan's step and act on what all ranks agreed on: during it if it
         logs or ends, else one step before.
         """
-        self._announce("step", self.step)
+        self.announce("step", self.step)
         self._microbatch = 0
         with self.clock.during("steps"):
             super().train_step(data_iterator)

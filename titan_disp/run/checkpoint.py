@@ -8,12 +8,13 @@ learn of it and stop together.
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,18 +123,18 @@ def describe(
     write_tokenizer(folder, tokenizer, dest, adapter.model_args.max_seq_len, documents)
 
 
-class Hooks(Protocol):
-    """What a checkpoint manager asks of the trainer."""
+@dataclass
+class Hooks:
+    """What a checkpoint manager calls. Beside each is what ``train`` passes."""
 
-    # raises ConfigError to refuse a checkpoint before it is loaded
-    def check_resume(self, step: int) -> None: ...
-    def healthy(self) -> bool: ...  # whether the model's state is worth saving now
-    # Returns which other start has taken the run folder from this one.
-    def taken_by(self) -> str | None: ...
-    # whether it may delete what dead processes left among the checkpoints
-    def owns_folder(self) -> bool: ...
-    def event(self, name: str, step: int, **details: Any) -> None: ...
-    def busy(self, doing: str, step: int) -> AbstractContextManager[None]: ...
+    check_resume: Callable[[int], None]  # run.identity.check_resume
+    healthy: Callable[[], bool]  # run.guard.GuardedOptimizers.healthy
+    # Methods of run.liveness.Start. A start that does not own the run folder may not
+    # delete what dead processes left among the checkpoints.
+    taken_by: Callable[[], str | None]
+    owns_folder: Callable[[], bool]
+    event: Callable[..., None]
+    busy: Callable[[str, int], AbstractContextManager[None]]
 
 
 class DispCheckpointManager(CheckpointManager):
