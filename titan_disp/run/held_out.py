@@ -2,9 +2,8 @@
 text.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from functools import partial
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -20,7 +19,6 @@ from titan_disp.condensation.measure import (
 from titan_disp.condensation.record import Measurement
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.dispersion.autograd import process_group
-from titan_disp.objective import DispersionObjective
 from titan_disp.run import dry
 
 
@@ -44,29 +42,24 @@ def build_monitor(trainer: Trainer) -> Monitor | None:
         )
         return None
     sequences, *segments = (row.to(trainer.device) for row in rows)
+    position = MeshPosition(
+        sequence_group=process_group(trainer.loss_fn.group),
+        label_group=process_group(trainer.loss_fn.cp_group),
+    )
+    mesh = trainer.parallel_dims.get_optional_mesh("batch")
+    if mesh is not None:
+        position = replace(
+            position,
+            dp_rank=mesh.get_local_rank(),
+            dp_degree=mesh.size(),
+            dp_group=mesh.get_group(),
+        )
     return Monitor(
         sequences,
         job.training.local_batch_size,
         section.max_tokens,
-        _position(trainer),
-        *segments,
-    )
-
-
-def _position(trainer: Trainer) -> MeshPosition:
-    loss = cast(DispersionObjective, trainer.loss_fn)
-    position = MeshPosition(
-        sequence_group=process_group(loss.group),
-        label_group=process_group(loss.cp_group),
-    )
-    mesh = trainer.parallel_dims.get_optional_mesh("batch")
-    if mesh is None:
-        return position
-    return replace(
         position,
-        dp_rank=mesh.get_local_rank(),
-        dp_degree=mesh.size(),
-        dp_group=mesh.get_group(),
+        *segments,
     )
 
 
@@ -76,7 +69,7 @@ def measure(trainer: Trainer, monitor: Monitor) -> Measurement:
     """
     model = trainer.model_parts[0]
     model.eval()
-    measurement = monitor.measure(_forward_of(trainer))
+    measurement = monitor.measure(partial(_forward, trainer))
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -86,28 +79,22 @@ def measure(trainer: Trainer, monitor: Monitor) -> Measurement:
     return measurement
 
 
-def _forward_of(trainer: Trainer) -> Callable[..., Forward]:
-    """Return a function from token ids, labels, and segments if there are any, each
-    [B, N], to what the model computes of them.
-    """
+def _forward(
+    trainer: Trainer, tokens: Tensor, labels: Tensor, segments: Tensor | None = None
+) -> Forward:
+    """Return what the model computes of token ids, each argument being [B, N]."""
+    batch = {"input": tokens}
+    if segments is not None:
+        batch["segments"] = segments
+    inputs, labels, extra, kwargs = trainer.post_dataloading_process(batch, labels)
     layers = range(trainer.model_args.n_layers + 2)
-
-    def forward(
-        tokens: Tensor, labels: Tensor, segments: Tensor | None = None
-    ) -> Forward:
-        batch = {"input": tokens}
-        if segments is not None:
-            batch["segments"] = segments
-        inputs, labels, extra, kwargs = trainer.post_dataloading_process(batch, labels)
-        with trainer.train_context():
-            with trainer.maybe_enable_amp:
-                predictions = trainer.model_parts[0](
-                    inputs, **extra, **kwargs, return_activations=layers
-                )
-            ce = cross_entropies(predictions.logits, labels)
-        positions = kwargs.get("positions")  # [1, N] under context parallelism
-        if positions is not None:
-            positions = positions[0]
-        return Forward(predictions.activations, ce, positions)
-
-    return forward
+    with trainer.train_context():
+        with trainer.maybe_enable_amp:
+            predictions = trainer.model_parts[0](
+                inputs, **extra, **kwargs, return_activations=layers
+            )
+        ce = cross_entropies(predictions.logits, labels)
+    positions = kwargs.get("positions")  # [1, N] under context parallelism
+    if positions is not None:
+        positions = positions[0]
+    return Forward(predictions.activations, ce, positions)

@@ -91,12 +91,11 @@ def check_resume(trainer: Any, step: int) -> None:
     """
     job = trainer.job_config
     folder = trainer.checkpointer._create_checkpoint_id(step)
-    current = dict(trainer.identity)
+    saved = on_rank_0(read_identity, folder)
     counts_tokens = step > 0 and any(vars(job.budget).values())
     if not counts_tokens:
-        current.pop(STEP, None)
-    saved = on_rank_0(read_identity, folder)
-    check_identity(saved, current, job.checkpoint.allow_other_loss)
+        saved.pop(STEP, None)
+    check_identity(saved, trainer.identity, job.checkpoint.allow_other_loss)
     excluded = job.checkpoint.exclude_from_loading
     if step < 1 or "dataloader" in excluded:
         return

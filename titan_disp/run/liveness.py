@@ -137,18 +137,18 @@ class Heartbeat:
         self._began = now = time.monotonic()
         if doing == self._doing and now - self._said < PAUSE:
             return
-        # faulthandler takes no infinite time.
-        self._doing, self._said, allowed = doing, now, min(self.allowed(doing), 1e8)
+        self._doing = doing
+        self._said = now
+        allowed = min(self.allowed(doing), 1e8)  # faulthandler takes no infinite time
         # Stderr, which is this rank's log
         faulthandler.dump_traceback_later(allowed, file=2)
-        content = {
+        self._content = {
             "start": job_id(),
             "step": step,
             "doing": doing,
             "allowed_seconds": allowed,
             "time": time.time(),
         }
-        self._content = content
 
     def write(self) -> None:
         """Write what ``begin`` has announced since the last call."""
@@ -409,13 +409,12 @@ class StopRequest:
         """Return the id in a stop file that a job's script wrote, or None for a user's
         file or no file.
         """
+        if self.file is None:
+            return None
         with suppress(OSError):
-            text = (
-                self.file.read_text(errors="replace").strip()
-                if self.file is not None
-                else ""
-            )
-            return text if re.fullmatch(r"\d+\.\d+(\.[0-9a-f]{6})?", text) else None
+            text = self.file.read_text(errors="replace").strip()
+            if re.fullmatch(r"\d+\.\d+(\.[0-9a-f]{6})?", text):
+                return text
         return None
 
     def held(self) -> bool:
