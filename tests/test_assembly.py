@@ -138,16 +138,16 @@ def resume(sample, run, *options):
     with trainer_of(sample, run, *options) as trainer:
         saved = trainer.checkpointer
         guard = trainer.optimizers
-        assert saved.hooks is saved.states["train_state"] is trainer
+        assert saved.states["train_state"] is trainer
         identity = json.loads(saved.states["identity"]["json"])
         assert (identity["hidden_dim"], identity["tokens of a step"]) == (192, TOKENS)
         assert guard.max_skipped_steps == 7
-        assert trainer.owns_folder()
+        assert saved.hooks.owns_folder()
         trainer.train()
         assert guard._counts.tolist() == [STEPS, 0, 0]  # with those before the resume
-        assert trainer.healthy()
+        assert saved.hooks.healthy()
         guard._counts[2] = 1
-        assert not trainer.healthy()
+        assert not saved.hooks.healthy()
         shutil.copy(run / "heartbeat.json", run.parent)
         return None, weights(trainer), trainer.dataloader.state_dict()
 

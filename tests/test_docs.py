@@ -347,6 +347,20 @@ def test_requirements():
     )
 
 
+def test_the_way_through_a_run():
+    """Each function of the list is where it says, in a class if there is one."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.partition("## The way through a run\n")[2].partition("\n## ")[0]
+    calls = re.findall(r"([\w/]+\.py):([\w.]+)", section)
+    assert len(calls) > 20
+    for file, function in calls:
+        tree = ast.parse((ROOT / "titan_disp" / file).read_text())
+        for word in function.split("."):
+            (tree,) = [
+                node for node in tree.body if getattr(node, "name", None) == word
+            ]
+
+
 def test_imports_from_torchtitan():
     """The port's script, by reading, against Python's own answer; and the page of the
     port, which is made by hand.

@@ -381,7 +381,8 @@ def test_what_went_wrong_in_a_step(trainer):
         )
     trainer.optimizers.in_a_row = 0
     trainer.optimizers.settle = lambda: setattr(trainer.optimizers, "in_a_row", 1)
-    assert not trainer.healthy()  # a save knows of the step before it
+    # a save knows of the step before it
+    assert not GuardedOptimizers.healthy(trainer.optimizers)
     trainer.optimizers.agreed["save_failed"] = True
     with pytest.raises(
         CheckpointError, match="step 5: an asynchronous save failed on another rank"
