@@ -309,7 +309,7 @@ def trainer(monkeypatch):
     )
     trainer.optimizers.settle = lambda: calls.append("settle")
     trainer.metrics_processor = SimpleNamespace(should_log=lambda step: step == 4)
-    trainer._record_path = lambda: None  # of what ran so far in this process
+    trainer._record_kernels = lambda: None  # of what ran so far in this process
     trainer.run_folder = object()
     trainer.aside = SimpleNamespace(wake=lambda: calls.append("wake"))
     trainer.checkpointer = SimpleNamespace(

@@ -168,7 +168,7 @@ class DispTrainer(Start, Trainer):
         )
 
     def _connect_parts(self, world_size: int) -> None:
-        """Tell the parts that TorchTitan has built of one another."""
+        """Give the parts that TorchTitan has built what they need of other parts."""
         job = self.job_config
         self.loss_fn.defer = True
         if job.validation.enable:
@@ -255,8 +255,8 @@ class DispTrainer(Start, Trainer):
                 )
 
     def _use_configured_options(self) -> None:
-        """Replace the options of the optimizer that the checkpoint has brought back by
-        those of the config.
+        """Let the optimizers use the options of the config, instead of those that the
+        checkpoint has loaded.
         """
         for optimizer, scheduler, configured in zip(
             self.optimizers, self.lr_schedulers, self._configured_options, strict=True
@@ -329,7 +329,7 @@ class DispTrainer(Start, Trainer):
         self.heartbeat.step(self.step)
         if not self._stepped:
             self._stepped = True
-            self._record_path()
+            self._record_kernels()
             # TorchTitan shortens time-outs after step 1 only, and so never after a
             # resume.
             if self.step != 1 and not dry.is_dry(self.job_config):
@@ -362,12 +362,13 @@ class DispTrainer(Start, Trainer):
         """Return whether TorchTitan runs another step, the same on all ranks."""
         return self.step < self.last_step and not self._stopping
 
-    def _record_path(self) -> None:
-        """Write which kernel the first step used into environment.json, on rank 0."""
-        path = kernels.path()
-        # not if dispersion is off, or its variant uses neither
-        if any(path.values()) and self.run_folder is not None:
-            self.run_folder.record_path(path)
+    def _record_kernels(self) -> None:
+        """Write what computed the first step's dispersion into environment.json, on
+        rank 0.
+        """
+        used = kernels.path()  # kernels and dtypes of products, or none of both
+        if any(used.values()) and self.run_folder is not None:
+            self.run_folder.record_path(used)
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         """Run one microbatch, and return this rank's part of its loss, a scalar.
@@ -384,6 +385,7 @@ class DispTrainer(Start, Trainer):
         if self.parallel_dims.dp_replicate_enabled and (last or self._microbatch == 1):
             self.model_parts[0].set_requires_all_reduce(last)
         loss = super().forward_backward_step(**kwargs)
+        # λ · dispersion, summed over tokens, if the backward pass computed it
         late = self.loss_fn.take_late()
         if late is not None:
             loss = loss + late / kwargs["global_valid_tokens"]
@@ -420,7 +422,9 @@ class DispTrainer(Start, Trainer):
         return interval > 0 and self.step % interval == 0
 
     def _measured(self) -> bool:
-        """Return whether the run folder has a measurement of this step. On rank 0."""
+        """Return whether the run folder has a measurement of this step. Only rank 0,
+        which has the folder, knows it.
+        """
         return self.run_folder is not None and self.step in read_condensation(
             self.run_folder.path
         )
@@ -574,7 +578,7 @@ class DispTrainer(Start, Trainer):
 
     def close(self) -> None:
         """Close all parts, the run folder last. A full disk is warned of."""
-        self.taken_by()
+        self.taken_by()  # if another start has the run folder, leaves its heartbeat
         self.aside.close()
         self.heartbeat.close()
         self.stop_request.close()
