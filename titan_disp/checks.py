@@ -125,6 +125,20 @@ def check_ranks(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError(f"{error}{hint}") from error
 
 
+def fits_ranks(job_config: JobConfig, world_size: int) -> bool:
+    """Return whether mesh and batch of a config, whose tables are resolved, fit a
+    number of ranks. The config is not changed.
+    """
+    trial = copy.copy(job_config)
+    trial.parallelism = copy.copy(job_config.parallelism)
+    with suppress(ConfigError):
+        check_mesh(trial, world_size)
+        check_batch(trial, world_size)
+        check_stream(trial, world_size)
+        return True
+    return False
+
+
 def nearest_hint(
     job_config: JobConfig, count: int, noun: str, ranks_each: int = 1
 ) -> str:
@@ -139,14 +153,7 @@ def nearest_hint(
     p = job_config.parallelism
 
     def fits(count: int) -> bool:
-        trial = copy.copy(job_config)
-        trial.parallelism = copy.copy(p)
-        with suppress(ConfigError):
-            check_mesh(trial, count * ranks_each)
-            check_batch(trial, count * ranks_each)
-            check_stream(trial, count * ranks_each)
-            return True
-        return False
+        return fits_ranks(job_config, count * ranks_each)
 
     if fits(count):
         return ""

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from titan_disp.checks import check_config, listed_inputs, nearest_hint
+from titan_disp.checks import (
+    check_config,
+    fits_ranks,
+    listed_inputs,
+    nearest_hint,
+    resolve_tables,
+)
 from titan_disp.cluster import cost
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import (
@@ -234,6 +240,7 @@ def admitted_node_counts(
     as_it_is = (p.data_parallel_replicate_degree, p.data_parallel_shard_degree)
     replica = shard * p.context_parallel_degree * p.tensor_parallel_degree
     trial = copy.deepcopy(job_config)
+    resolve_tables(trial)
     mesh = trial.parallelism
     admitted = []
     for nodes in range(1, MAX_NODES + 1):
@@ -248,6 +255,8 @@ def admitted_node_counts(
             mesh.data_parallel_shard_degree = shard_degree
             # An earlier check may have set the steps from the token budget.
             trial.training.steps = steps
+            if not fits_ranks(trial, world):  # most numbers, and the soonest found
+                continue
             try:
                 check_config(trial, world)
             except ConfigError:
