@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import itertools
 import math
-import operator
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,7 +30,7 @@ from titan_disp.config.batch import (
     resolve_steps,
     slot_count,
 )
-from titan_disp.config.keys import Facts, written
+from titan_disp.config.keys import Facts, value_of, written
 from titan_disp.config.types import JobConfig
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.listing import DataFile
@@ -180,11 +179,6 @@ def resolve_tables(job_config: JobConfig) -> None:
     dispersion = job_config.dispersion
     model.overrides = parse_overrides(model.overrides)
     dispersion.options = parse_overrides(dispersion.options, OPTIONS)
-
-
-def value_of(job_config: JobConfig, key: str) -> Any:
-    """Return the value of a key by its full name, such as "optimizer.lr"."""
-    return operator.attrgetter(key)(job_config)
 
 
 def check_keys(job_config: JobConfig, problems: Problems) -> bool:
@@ -525,7 +519,7 @@ def check_device(job_config: JobConfig) -> None:
         "profiling.enable_profiling",
         "profiling.enable_memory_snapshot",
     ):
-        if cpu.active() and operator.attrgetter(key)(job_config):
+        if cpu.active() and value_of(job_config, key):
             raise ConfigError(
                 f"{key} is true, but there is no accelerator: set it to false"
             )

@@ -41,6 +41,7 @@ from titan_disp import cpu
 from titan_disp.checks import check_config, check_mesh, check_ranks
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.command_options import PreflightOptions
+from titan_disp.config.keys import set_value, value_of
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.data.options import stream_options
@@ -67,10 +68,8 @@ class Reduced:
         self.changes: list[str] = []
 
     def set(self, key: str, new: Any, reason: str = "", *, said: bool = True) -> None:
-        section, name = key.split(".")
-        holder = getattr(self.job_config, section)
-        old = getattr(holder, name)
-        setattr(holder, name, new)
+        old = value_of(self.job_config, key)
+        set_value(self.job_config, key, new)
         if said and old != new:
             self.changes.append(
                 f"{key} {shown(old)} → {shown(new)}" + (f": {reason}" if reason else "")

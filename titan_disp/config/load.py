@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile, zip_longest
-from operator import attrgetter
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -23,7 +22,7 @@ import typeguard
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import logger
 
-from titan_disp.config.keys import facts_of
+from titan_disp.config.keys import facts_of, set_value
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits, reported
 from titan_disp.job_config import all_facts
@@ -271,8 +270,7 @@ def expand_paths(config: Any) -> None:
     facts = all_facts()
     for key, _, value in _keys(config):
         if key in facts and facts[key].path and value:
-            section, _, name = key.rpartition(".")
-            setattr(attrgetter(section)(config), name, expanded(key, value))
+            set_value(config, key, expanded(key, value))
     stream = getattr(config, "stream", None)
     for i, source in enumerate(stream.sources if stream is not None else ()):
         if source.path:

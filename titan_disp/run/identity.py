@@ -7,7 +7,6 @@ many parameters in other heads, loads without an error.
 """
 
 import json
-import operator
 from pickle import UnpicklingError
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from titan_disp import safe_dcp
+from titan_disp.config.keys import value_of
 from titan_disp.config.types import JobConfig
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.listing import on_rank_0
@@ -35,7 +35,7 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
     """
     keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
     return (
-        {key: operator.attrgetter(key)(job_config) for key in keys}
+        {key: value_of(job_config, key) for key in keys}
         | architecture_of(args)
         | of_loss(job_config)
     )
