@@ -63,9 +63,10 @@ SIZES_OF_LLAMA_3: dict[str, Any] = {  # arguments that are the same for all of t
     "rope_theta": 500000,
 }
 
-# In ascending order, by their names on the hub. The numbers are from config.json of
+# In ascending order, by their names on the hub. The numbers are those of
 # HuggingFaceTB/SmolLM2-*, TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T and
-# meta-llama/Llama-*; tests/test_models.py compares them.
+# meta-llama/Llama-*, by copies and from memory: config.json on the hub was not read. An
+# import refuses a folder whose config.json differs.
 flavors = Flavors(
     {
         "nano": _nano,
