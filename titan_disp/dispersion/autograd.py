@@ -302,21 +302,3 @@ class SumOverGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class LogSumExpOverGroup(torch.autograd.Function):
-    """Compute log Σ_ranks exp(x).
-
-    Backward scales by exp(x − total), as x's gradient is relative to this rank's sum.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = of_ranks(x, group).logsumexp(0)
-        ctx.save_for_backward((x - total).exp())
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (share,) = ctx.saved_tensors
-        return grad * share, None

@@ -34,13 +34,14 @@ from torch import Tensor
 from titan_disp.dispersion.autograd import (
     Gathering,
     LayerValue,
-    LogSumExpOverGroup,
     Result,
     SavedRows,
     SumOverGroup,
     add_in_backward,
     add_rows,
     graph_is_retained,
+    of_ranks,
+    rank_in,
     saved_dtype,
 )
 from titan_disp.dispersion.kernels import accumulation_dtype, part_size
@@ -141,7 +142,10 @@ class Layers(ABC):
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
         if self.group is None:
             return values
-        return LogSumExpOverGroup.apply(values, self.group)
+        # The values of other ranks are constants: a rank has the gradient of its own.
+        of_all = of_ranks(values.detach(), self.group)
+        of_all[rank_in(self.group)] = values
+        return of_all.logsumexp(0)
 
     def mean_square(self) -> Tensor:
         """Return mean(z²) over tokens and features, [L, B]."""
