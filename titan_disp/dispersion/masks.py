@@ -32,12 +32,12 @@ class TokenMask:
     ranges: tuple[Tensor, ...] | None = None
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> "TokenMask":
-        mask = replace(self, shards=tuple(map(function, self.shards)))
-        if self.segments is not None:
-            mask = replace(mask, segments=tuple(map(function, self.segments)))
-        if self.ranges is not None:
-            mask = replace(mask, ranges=tuple(map(function, self.ranges)))
-        return mask
+        parts = {  # the shards of the ranks
+            name: tuple(map(function, shards))
+            for name, shards in vars(self).items()
+            if isinstance(shards, tuple)
+        }
+        return replace(self, **parts)
 
     def __getitem__(self, sequences: slice) -> "TokenMask":
         batch = len(self.shards[0])
@@ -122,10 +122,8 @@ def token_mask(marks: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
     """
     has_segments = marks.dtype != torch.bool
     shards = [marks]
-    if group is not None and has_segments:
+    if group is not None:
         shards = list(of_ranks(marks, group))
-    elif group is not None:
-        shards = list(of_ranks(marks.to(torch.uint8), group).bool())
     rank = rank_in(group)
     tokens = shards
     if has_segments:
