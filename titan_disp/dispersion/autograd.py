@@ -87,12 +87,6 @@ class Gathering:
         self.work.wait()
         return self.gathered
 
-    def other_shards(self) -> list[Tensor]:
-        """Wait for the all-gather, and return z of each of the other ranks."""
-        shards = list(self.of_ranks())
-        del shards[self.rank]
-        return shards
-
 
 class LayerValue(torch.autograd.Function):
     """The values that ``compute`` returns for the k layers zs, which it computes

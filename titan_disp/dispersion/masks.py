@@ -5,16 +5,16 @@ chosen tokens varies between sequences, they are put into a fixed number of *slo
 some of which stay empty.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import of_ranks, rank_in
+from titan_disp.dispersion.autograd import Gathering, of_ranks, rank_in
 
 Count = int | Tensor  # a number of tokens: one for all sequences, or [B]
 
@@ -32,7 +32,7 @@ class TokenMask:
     ranges: tuple[Tensor, ...] | None = None
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> "TokenMask":
-        parts = {  # the shards of the ranks
+        parts: dict[str, Any] = {  # the shards of the ranks
             name: tuple(map(function, shards))
             for name, shards in vars(self).items()
             if isinstance(shards, tuple)
@@ -149,13 +149,15 @@ def _ranges(segments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.stack([low, blocks.amax(-1)], dim=-1).cpu())  # one copy
 
 
-def others_of(mask: TokenMask | None) -> Iterable[Marks | None]:
-    """Return the marks of the other ranks, or an endless iterator of None if there is
-    no mask.
-    """
-    if mask is None:
-        return repeat(None)
-    return [mask.marks(rank) for rank in range(len(mask.shards)) if rank != mask.rank]
+def marked_shards(
+    gathering: Gathering | None, mask: TokenMask | None
+) -> Iterator[tuple[Tensor, Marks | None]]:
+    """Yield the tokens [B, n, F] of each of the other ranks, with their marks."""
+    if gathering is None:
+        return
+    for rank, shard in enumerate(gathering.of_ranks()):
+        if rank != gathering.rank:
+            yield shard, None if mask is None else mask.marks(rank)
 
 
 def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ from titan_disp.dispersion.kernels import (
     part_size,
     product,
 )
-from titan_disp.dispersion.masks import Marks, TokenMask, apart, others_of
+from titan_disp.dispersion.masks import Marks, TokenMask, apart, marked_shards
 from titan_disp.dispersion.triton_pairs import PairFunction
 from titan_disp.dispersion.vectors import Units
 
@@ -132,7 +132,8 @@ class Block(triton_pairs.Tokens):
 
 
 class Shard:
-    """One rank's tokens x [B, n, F] and scales s [B, n, 1], divided into blocks.
+    """One rank's unit vectors, x [B, n, F] with scales s [B, n, 1], divided into
+    blocks.
 
     Args:
         marks: which tokens form pairs; None if all do.
@@ -142,21 +143,20 @@ class Shard:
 
     def __init__(
         self,
-        x: Tensor,
-        scale: Tensor,
+        units: Units,
         marks: Marks | None = None,
         pair: PairFunction | None = None,
     ) -> None:
-        self.x = x.to(operand_dtype(x))
-        self.scale = scale
+        self.x = units.x.to(operand_dtype(units.x))
+        self.scale = units.scale
         self.marks = marks
         self.in_triton = pair is not None and triton_pairs.takes(self.x, pair)
-        batch, tokens, _ = x.shape
+        batch, tokens, _ = self.x.shape
         has_ranges = marks is not None and marks.ranges is not None
         if self.in_triton and not has_ranges:
             size = triton_pairs.rows_at_once(tokens, batch)
         else:  # small enough that many blocks have no segment in common
-            size = tile_size(tokens, batch, x.device.type)
+            size = tile_size(tokens, batch, self.x.device.type)
         self.blocks = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
         self.segments = {
             i.start: None if marks is None else marks.span(i) for i in self.blocks
@@ -283,15 +283,11 @@ def pair_sums(
         gathering: the all-gather of z, if the sequence is sharded.
     """
     marks = None if mask is None else mask.marks(mask.rank)
-    shard = Shard(units.x, units.scale, marks, pair)
+    shard = Shard(units, marks, pair)
     s, w = all_pairs(shard, pair)
-    if gathering is not None:
-        # without a mask, the marks are an endless row of None
-        shards = zip(gathering.other_shards(), others_of(mask), strict=False)
-        for other_z, other_marks in shards:
-            other_units = to_units(other_z)
-            other = Shard(other_units.x, other_units.scale, other_marks, pair)
-            s += add_pairs_with(shard, other, w, pair)
+    for other_z, other_marks in marked_shards(gathering, mask):
+        other = Shard(to_units(other_z), other_marks, pair)
+        s += add_pairs_with(shard, other, w, pair)
     return s, w
 
 
