@@ -19,7 +19,7 @@ from titan_disp.config.load import load_config
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.variants.base import MIN_TAU
 from titan_disp.job_config import all_keys
-from titan_disp.objective import CoeffSchedule
+from titan_disp.schedules import CoeffSchedule
 
 AUTHORS = ROOT / "train_configs" / "authors"
 FINEWEB, C4, WHOLE_C4 = (

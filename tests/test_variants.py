@@ -43,8 +43,7 @@ from titan_disp.dispersion.variants import VARIANTS, Variant, options_of
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Dispersion
 from titan_disp.models.registry import MODELS
-from titan_disp.objective import CoeffSchedule
-from titan_disp.schedules import build_coeff_schedule, schedule_warnings
+from titan_disp.schedules import CoeffSchedule, build_coeff_schedule, schedule_warnings
 from titan_disp.spec import train_spec
 
 
