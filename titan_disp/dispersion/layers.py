@@ -326,7 +326,7 @@ def compute_in_backward(
             return of_loss + grad
         return of_loss
 
-    dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
+    dtype = accumulation_dtype(zs[0].dtype)
     return add_in_backward(zs, zs[0].new_zeros((), dtype=dtype), add, finish)
 
 
