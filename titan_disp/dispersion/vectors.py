@@ -7,7 +7,6 @@ adds the gradient that z gets from elsewhere, and casts the sum, so that the gra
 not read and written for each of these (``Gradient``).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,15 +145,6 @@ def _rows_of(x: Any, rows: slice) -> Any:
     if x is None or rows == ALL_ROWS:
         return x
     return x[:, rows]
-
-
-def check_norm_eps(norm_eps: float) -> None:
-    smallest = torch.finfo(torch.float32).tiny
-    if not (math.isfinite(norm_eps) and norm_eps >= smallest):
-        raise ValueError(
-            f"norm_eps is {norm_eps}, expected a number > 0, at least {smallest:.3g}: "
-            "an all-zero token is divided by it"
-        )
 
 
 def norms(z: Tensor) -> Tensor:
