@@ -143,7 +143,7 @@ def check(config, ranks):
             "validation.seq_len is 0, expected 1 or more tokens or -1",
         ),
         (1, "training.local_batch_size 0", "local_batch_size is 0"),
-        (1, "training.seq_len 1", "seq_len is 1, expected at least 2"),
+        (1, "training.seq_len 1", "seq_len is 1, expected 2 or more tokens"),
         (2, f"{CP} 2 training.seq_len 130", "seq_len 130 is not divisible by 4"),
         (2, f"{CP} 2", "context_parallel_degree is 2, expected 1 on a CPU"),
         (
@@ -256,7 +256,11 @@ def check(config, ranks):
             "metrics.enable_wandb true",
             r"wandb is not installed: pip install 'titan-disp\[wandb\]'",
         ),
-        (1, 'stream.text_field ""', 'stream.text_field is ""'),
+        (
+            1,
+            'stream.text_field ""',
+            "text_field is '', expected the name of a field: most",
+        ),
         (
             1,
             f"{VALIDATION} validation.seq_len 257",
@@ -349,10 +353,49 @@ def test_toml(tmp_path):
         ),
         (
             "[training]\nsteps = true",
-            r"training.steps is True, expected a whole number$",
+            r"training.steps is true, expected a whole number$",
         ),
-        ("[dispersion]\ncoeff = true", r"dispersion.coeff is True, expected a number"),
+        ("[dispersion]\ncoeff = true", r"dispersion.coeff is true, expected a number"),
         ("[dispersion]\nlayers = 'middle'", r"dispersion.layers is 'middle'"),
+        ("[debug]\nseed = true", r"debug.seed is true, expected a whole number"),
+        (
+            "[training]\nmixed_precision_param = 'fp8'",
+            r"is 'fp8', expected \"bfloat16\", \"float32\"$",
+        ),
+        (
+            "[compile]\ncomponents = 'model'",
+            r"expected a list of strings \(in brackets: components = \[\"model\"\]\)$",
+        ),
+        (
+            "[dispersion]\nlayers = 3",
+            r"is 3, expected a list of .* \(in brackets: layers = \[3\]\)$",
+        ),
+        (
+            "[dispersion]\nlayers = [1.5]",
+            r"is \[1.5\], expected a list of whole numbers \(\[1, 2\]\) or \"all",
+        ),
+        ("[dispersion]\nlayers = [1, 1.5]", r"is \[1, 1.5\], expected a list of whole"),
+        (
+            "[job]\ndescription = 3",
+            r"expected a string \(with quotes: description = \"3\"\)$",
+        ),
+        (
+            "[activation_checkpoint]\nselective_ac_option = 2",
+            r"\(with quotes: selective_ac_option = \"2\"\)$",
+        ),
+        (
+            "[training]\nmax_norm = 'none'",
+            r"is 'none', expected a number: gradients .* no clipping, write inf$",
+        ),
+        ("[model]\noverrides = 3", r"^model.overrides is 3, expected a table$"),
+        ("[dispersion]\nlosses = 3", r"^dispersion.losses is 3, expected tables$"),
+        (
+            "[checkpoint]\nenable_checkpoint = true",
+            r"checkpoint.enable_checkpoint \(did you mean checkpoint.enable\?\)$",
+        ),
+        ("[training]\nzzz = 1", r"training.zzz \(see titan-disp config training\)$"),
+        ("[zzz]\na = 1", r"zzz \(see titan-disp config\)$"),
+        ("lr = 1", r": lr \(did you mean optimizer.lr\?\)$"),
         ("[stream]\nsources = []", r"stream.sources is empty"),
         ("[dispersion", r"not valid TOML"),
         ("# \udcff", r"not valid TOML"),
@@ -418,7 +461,7 @@ def test_torchtitan_says_nothing_of_the_tokenizers_folder(sample, caplog):
     """
     with pytest.raises(
         ConfigError,
-        match=r"unknown key --dispersion.lambda \(did you mean --dispersion.coeff\?\)",
+        match=r"unknown option --dispersion.lambda \(did you mean --dispersion.coeff\?\)",
     ):
         load_config(["--job.config_file", str(DEMO), "--dispersion.lambda", "0.5"])
     load_config(["--job.config_file", str(DEMO), "--model.hf_assets_path", "nowhere"])

@@ -107,7 +107,7 @@ def test_parts():
         ("dispersoin", r"'dispersoin' is neither .* \(did you mean dispersion\?\)"),
         ("dispersion.lambda", r"\(did you mean dispersion.coeff\?\)"),
         ("lambda", r"\(did you mean dispersion.coeff\?\)"),
-        ("qqqqqqqq", "titan-disp config lists them"),
+        ("qqqqqqqq", r"\(see titan-disp config\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             reference.reference(name)

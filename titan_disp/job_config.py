@@ -6,7 +6,7 @@ A field is all that declares a key. The docstring below it is its help text, and
 import annotations``, because TorchTitan merges the classes by their real types.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
@@ -132,8 +132,13 @@ class Dispersion:
     the last step.
     """
 
-    final_coeff: float = key(0.0)
-    """λ at the end of the decay. It has no effect if decay is constant."""
+    final_coeff: float = key(
+        0.0,
+        choices=(0.0,),
+        when={"dispersion.decay": "constant"},
+        because='it is the end of a decay: set dispersion.decay to "linear" or "cosine"',
+    )
+    """λ at the end of the decay. It must be left out if decay is constant."""
 
 
 @dataclass
@@ -294,7 +299,13 @@ class Stream:
     JSON, of the UTF-8 text for Parquet and plain text. Token ids have no limit.
     """
 
-    text_field: str = key("text", fixes="data")
+    text_field: str = key(
+        "text",
+        pattern=".+",
+        form="the name of a field",
+        because='most corpora call it "text"',
+        fixes="data",
+    )
     """Field of JSON documents or column of Parquet files with the text. Dots lead into
     nested fields (meta.text).
     """
@@ -314,7 +325,7 @@ class Stream:
     any mesh. 0: validation.steps × validation.local_batch_size × data-parallel ranks.
     """
 
-    retry_seconds: float = key(60.0, least=0)
+    retry_seconds: float = key(60.0, least=0, most=2592000, because="that is 30 days")
     """How long a failing read is tried again, with growing pauses, if the hub or a file
     system has failed (EIO, ESTALE). At most 60 % of comm.train_timeout_seconds, because
     the other ranks wait meanwhile.
@@ -493,6 +504,31 @@ def all_facts() -> dict[str, Facts]:
     """Return the facts about all keys of a config, TorchTitan's and titan-disp's."""
     ours = {name: facts_of(field) for name, field in all_keys().items()}
     return torchtitan_facts() | ours
+
+
+def key_hint(name: str, keys: Collection[str], dashes: str = "") -> str:
+    """Return the end of a message about an unknown key: which of ``keys`` it may be, or
+    where they are listed.
+
+    ``dashes`` are shown before a key, as on the command line.
+    """
+    section, _, last = name.rpartition(".")
+    in_section = [k for k in keys if k.startswith(f"{section}.")]
+    facts = all_facts()
+    names: dict[str, str] = {}
+    # Of keys with the same last part, that of the section counts, or else the first by
+    # the alphabet.
+    for full in (*sorted(keys, reverse=True), *in_section):
+        also = facts[full].also if full in facts else ()
+        names |= dict.fromkeys([full.rpartition(".")[2], *also], full)
+    page = f"titan-disp config {section if in_section else ''}".rstrip()
+    return did_you_mean(last, (), f" (see {page})", prefix=dashes, instead=names)
+
+
+def unknown_option(option: str, keys: Collection[str]) -> ConfigError:
+    """Return the error about an option, such as "--lr", that is none of ``keys``."""
+    name = option.removeprefix("--").replace("-", "_")
+    return ConfigError(f"unknown option {option}{key_hint(name, keys, dashes='--')}")
 
 
 def fixed(what: str) -> list[str]:

@@ -88,7 +88,7 @@ def parse_overrides(written: Written, key: str = OVERRIDES) -> dict[str, Any]:
                 "Remove one of them"
             )
         if name or value:  # else a comma at the end
-            table[name] = _literal(value)
+            table[name] = literal(value)
     return table
 
 
@@ -106,7 +106,8 @@ def changes(
     }
 
 
-def _literal(text: str) -> bool | int | float | str:
+def literal(text: str) -> bool | int | float | str:
+    """Return the value of a word of the command line: a number, true, false or text."""
     if text in ("true", "false"):
         return text == "true"
     for number in (int, float):

@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -57,13 +57,16 @@ class Facts:
             and not all of ``unless`` have these values.
         needs: values that other keys must have if this key is set and not false. A list
             must contain the value.
-        because: the reason for a limit, or what it means.
+        only_with: values that other keys must have for this key to have an effect.
+        because: the reason for a limit, or what it means. It also follows messages about
+            values of another type.
         free: the reason why all values are allowed.
+        unused: the reason why no value has an effect.
         path: whether the value is a path, in which ~ and $VARIABLES are replaced.
         fixes: what another value would change, so that a resume refuses it.
         modules: a folder of the package. The values are the names of the classes in it,
             each written as ``name: ClassVar[str] = "…"``.
-        also: names that users may try and that are not similar to the key's.
+        also: the key's names in other programs or versions.
     """
 
     source: str = "ours"
@@ -81,12 +84,14 @@ class Facts:
     when: Mapping[str, Any] = field(default_factory=dict)
     unless: Mapping[str, Any] = field(default_factory=dict)
     needs: Mapping[str, Any] = field(default_factory=dict)
+    only_with: Mapping[str, Any] = field(default_factory=dict)
     because: str = ""
     free: str = ""
+    unused: str = ""
     path: bool = False
     fixes: Literal["data", "model"] | None = None
     modules: str = ""
-    also: tuple[str, ...] = ()
+    also: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.source not in (*SOURCES, TORCHTITAN) or self.fixes not in (
@@ -144,6 +149,13 @@ class Facts:
             values.insert(0, f"a number {self.range}")
         return " or ".join(values)
 
+    @property
+    def reason(self) -> str:
+        """The sentence for pages why values are limited or not."""
+        if self.unused:
+            return f"No effect: {self.unused}."
+        return self.because or self.free
+
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError if the value of the key, or an element of it, is not
         allowed.
@@ -152,18 +164,31 @@ class Facts:
         verb = "has" if isinstance(value, list) else "is"
         for element in elements:
             if not self.allows(element):
+                refused_as_infinite = self.bounds and self.finite
                 finite = (
-                    " that is finite" if self.finite and element in INFINITE else ""
+                    " that is finite"
+                    if refused_as_infinite and element in INFINITE
+                    else ""
                 )
                 raise ConfigError(
                     f"{name} {verb} {written(element)}, expected {self.allowed}{finite}"
-                    f"{self._similar(element)}{self.because and ': '}{self.because}"
+                    f"{similar(element, self.choices)}"
+                    f"{self.because and ': '}{self.because}"
                 )
 
-    def _similar(self, value: Any) -> str:
-        in_lower_case = {str(choice).lower(): str(choice) for choice in self.choices}
-        names = in_lower_case.values()
-        return did_you_mean(str(value), names, instead=in_lower_case)
+
+def similar(value: Any, choices: Iterable[Any]) -> str:
+    """Return a hint at the choice that a wrong value resembles, or ""."""
+    if not isinstance(value, str):
+        return ""
+    in_lower_case = {str(choice).lower(): str(choice) for choice in choices}
+    names = in_lower_case.values()
+    return did_you_mean(value, names, instead=in_lower_case)
+
+
+def has(value: Any, part: Any) -> bool:
+    """Return whether a value is ``part``, or a list with it."""
+    return part in (value if isinstance(value, list) else [value])
 
 
 def written(value: Any) -> str:

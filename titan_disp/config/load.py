@@ -6,29 +6,45 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile, zip_longest
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from operator import attrgetter
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 import typeguard
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import logger
 
-from titan_disp.config.keys import facts_of
+from titan_disp.config.keys import Facts, similar, written
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits, reported
-from titan_disp.job_config import all_facts
-from titan_disp.tables import TABLES, parse_overrides, written_out
+from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, reported
+from titan_disp.job_config import all_facts, key_hint, unknown_option
+from titan_disp.tables import (
+    TABLES,
+    Losses,
+    Overrides,
+    literal,
+    parse_overrides,
+    written_out,
+)
 
-_TYPE_NAMES = TYPE_NAMES | {type(None): "nothing"}
+_TYPE_NAMES: dict[Any, str] = {
+    **TYPE_NAMES,
+    list[str]: "a list of strings",
+    list[int]: "a list of whole numbers ([1, 2])",
+    Overrides: "a table",
+    Losses: "tables",
+}
+UNIONS = (Union, UnionType)
+ALL_ITEMS = typeguard.CollectionCheckStrategy.ALL_ITEMS
 MODULE = "titan_disp.job_config"
 _BOOLEANS = {
     "true": True,
@@ -40,6 +56,33 @@ _BOOLEANS = {
     "off": False,
     "0": False,
 }
+# TorchTitan's own checks of two keys do not name them. The facts about the keys do.
+_STOCK = ConfigManager().config
+for _section in (_STOCK.parallelism, _STOCK.validation):
+    setattr(type(_section), "__post_init__", lambda self: None)  # noqa: B010
+
+
+def _options(argv: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return the key of each option, such as "training.steps", and the words up to the
+    next option.
+    """
+    options: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            options.append((name.replace("-", "_"), [value] if equals else []))
+        elif options:
+            _, words = options[-1]
+            words.append(word)
+        else:
+            raise _misplaced(word)
+    return options
+
+
+def _misplaced(word: str) -> ConfigError:
+    """Return the error about a word that is neither an option nor the value of one."""
+    hint = f"write --{word}" if "=" in word else "put values with blanks in quotes"
+    return ConfigError(f"{word!r} is not an option: {hint}")
 
 
 def respelled(
@@ -53,82 +96,72 @@ def respelled(
     by key. ``default`` is a config, which has the types.
 
     Raises:
-        ConfigError: A key has another name.
+        ConfigError: A word is not an option, a key is not known, or a value is missing
+            or not of its key's type.
     """
-    known = {name: field for name, field, _ in _keys(default)}
-    types = {name: field.type for name, field in known.items()}
-    others = {
-        f"{name.rpartition('.')[0]}.{other}": name
-        for name, f in known.items()
-        for other in facts_of(f).also
-    }
-    found: list[str] = []
+    if not {"-h", "--help"}.isdisjoint(argv):
+        return list(argv)
+    types = {key: field.type for key, field, _ in _keys(default)}
+    respelled_words: list[str] = []
     entries: dict[str, dict[str, Any]] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        option, equals, value = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or "." not in key:
-            found.append(word)
-            continue
-        if key in others:
-            raise ConfigError(f"unknown key {option} (did you mean --{others[key]}?)")
-        values = (
-            [value]
-            if equals
-            else list(takewhile(lambda word: not word.startswith("--"), words))
-        )
+    for key, words in _options(argv):
         table, _, entry = key.rpartition(".")
-        if key in TABLES and len(values) == 1:
-            entries[key] = parse_overrides(values[0], key)
-        elif table in TABLES and len(values) == 1:
-            own = entries.setdefault(
+        if table in TABLES and words:
+            content = entries.setdefault(
                 table, parse_overrides(tables.get(table, {}), table)
             )
-            own |= parse_overrides(f"{entry}={values[0]}", table)
-        elif (
-            right := _boolean(key, values, types) or _list(key, values, types)
-        ) is None:
-            found.append(word)
-            continue
+            content |= parse_overrides(f"{entry}={' '.join(words)}", table)
+        elif key in TABLES and words:
+            entries[key] = parse_overrides(" ".join(words), key)
         else:
-            found += right.split(" ")
-        if not equals:
-            words = words[len(values) :]
-    return found + [
-        part
-        for key, own in entries.items()
-        for part in (f"--{key}", written_out(own, key))
-    ]
+            respelled_words += _respelled(key, words, types)
+    for key, content in entries.items():
+        respelled_words += [f"--{key}", written_out(content, key)]
+    return respelled_words
 
 
-def _boolean(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
+def _respelled(key: str, words: list[str], types: Mapping[str, Any]) -> list[str]:
+    """Return an option for tyro. ``types``: those of all keys."""
     section, _, name = key.rpartition(".")
-    asked = _BOOLEANS.get(values[0].lower()) if len(values) == 1 else None
-    if asked is None:
-        return None
-    if types.get(key) is bool:
-        return f"--{section}.{'' if asked else 'no-'}{name}"
-    if (
-        name.startswith("no_")
-        and types.get(f"{section}.{name.removeprefix('no_')}") is bool
-    ):
-        return f"--{section}.{'no-' if asked else ''}{name.removeprefix('no_')}"
-    return None
+    positive = f"{section}.{name.removeprefix('no_')}"
+    if types.get(positive) is bool:
+        is_on = _is_on(positive, words) == (positive == key)
+        return [f"--{section}.{'' if is_on else 'no-'}{name.removeprefix('no_')}"]
+    if any(key.startswith(f"{known}.") for known in types):
+        return [f"--{key}", *words]  # of a list, such as stream.sources.0.path
+    if key not in types:
+        raise unknown_option(f"--{key}", types)
+    if not words:
+        raise ConfigError(f"--{key} has no value, expected {_name_of(types[key])}")
+    items = re.findall(r"[^\s,\[\]\"']+", " ".join(words)) or words
+    if types[key] == list[str]:
+        return [f"--{key}", ",".join(items)]
+    if list[int] in get_args(types[key]):
+        _check_words(key, items, types[key])
+        return [f"--{key}", *items]
+    for word in words[1:]:
+        raise _misplaced(word)
+    _check_words(key, words, types[key])
+    return [f"--{key}={words[0]}"]
 
 
-def _list(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
-    type_ = types.get(key)
-    text = " ".join(values)
-    items = re.findall(r"[^\s,\[\]\"']+", text)
-    if not items:
-        return None
-    if type_ == list[str] and ("[" in text or len(values) > 1):
-        return f"--{key} {','.join(items)}"
-    if list[int] in (type_, *get_args(type_)) and ("[" in text or "," in text):
-        return f"--{key} {' '.join(items)}"
-    return None
+def _is_on(key: str, words: list[str]) -> bool:
+    for word in words:
+        if word.lower() not in _BOOLEANS:
+            raise _misplaced(word) if "=" in word else _wrong_type(key, word, bool)
+    return all(_BOOLEANS[word.lower()] for word in words)
+
+
+def _check_words(key: str, words: list[str], type_: Any) -> None:
+    """Check that tyro can read words as a value of a type with a name."""
+    if get_origin(type_) not in (None, Literal, *UNIONS):
+        return
+    word = " ".join(words)
+    values: list[Any] = [word, literal(word), [literal(item) for item in words]]
+    if word == "None":
+        values.append(None)
+    if not any(_is_a(value, type_) for value in values):
+        raise _wrong_type(key, word, type_)
 
 
 def _keys(
@@ -182,55 +215,78 @@ def _near(path: str) -> str:
 
 
 def _unknown_keys(
-    toml: dict[str, Any], default: Any, prefix: str = ""
+    toml: dict[str, Any], default: Any, keys: Collection[str], prefix: str = ""
 ) -> Iterator[str]:
-    known = dataclasses.fields(default)
-    names = [f.name for f in known]
-    others = {other: f.name for f in known for other in facts_of(f).also}
-    for key, value in toml.items():
-        if key not in names:
-            yield f"{prefix}{key}{did_you_mean(key, names, prefix=prefix, instead=others)}"
-        elif dataclasses.is_dataclass(getattr(default, key)):
-            if isinstance(value, dict):
-                yield from _unknown_keys(
-                    value, getattr(default, key), f"{prefix}{key}."
-                )
-            else:
-                yield f"{prefix}{key} (this is a section: write [{prefix}{key}])"
-
-
-def _fits(word: Any, kind: Any) -> bool:
-    """Return whether the word, without quotes in TOML, would be a value of this
-    type.
+    """Yield the keys of a TOML file that do not exist, each with a hint. ``keys``: all
+    that exist.
     """
-    with contextlib.suppress(tomli.TOMLDecodeError, typeguard.TypeCheckError):
-        typeguard.check_type(tomli.loads(f"value = {word}")["value"], kind)
-        return isinstance(word, str)
+    names = [f.name for f in dataclasses.fields(default)]
+    for name, value in toml.items():
+        key = prefix + name
+        if name not in names and isinstance(value, dict):
+            otherwise = " (see titan-disp config)"
+            yield key + did_you_mean(name, names, otherwise, prefix=prefix)
+        elif name not in names:
+            yield key + key_hint(key, keys)
+        elif dataclasses.is_dataclass(getattr(default, name)):
+            if isinstance(value, dict):
+                section = getattr(default, name)
+                yield from _unknown_keys(value, section, keys, f"{key}.")
+            else:
+                yield f"{key} (this is a section: write [{key}])"
+
+
+def _is_a(value: Any, type_: Any) -> bool:
+    """Return whether a value is of this type. True and false are not numbers."""
+    members = (type_, *get_args(type_))
+    if isinstance(value, bool) and bool not in members:
+        return not {int, float}.intersection(members)
+    with contextlib.suppress(typeguard.TypeCheckError):
+        typeguard.check_type(value, type_, collection_check_strategy=ALL_ITEMS)
+        return True
     return False
 
 
+def _name_of(type_: Any) -> str:
+    """Return what messages call the values of a type."""
+    members = get_args(type_)
+    if get_origin(type_) is Literal:
+        return ", ".join(map(json.dumps, members))
+    if get_origin(type_) in UNIONS:
+        hidden = {NoneType, int} if float in members else {NoneType}
+        return " or ".join(_name_of(m) for m in members if m not in hidden)
+    return _TYPE_NAMES.get(type_, str(type_))
+
+
+def _wrong_type(key: str, value: Any, type_: Any) -> ConfigError:
+    """Return the error about a value of another type than its key's."""
+    facts = all_facts().get(key, Facts())
+    reason = f": {facts.because}" if facts.bounds and facts.because else ""
+    choices = get_args(type_) if get_origin(type_) is Literal else ()
+    return ConfigError(
+        f"{key} is {written(value)}, expected {_name_of(type_)}"
+        f"{_respelling(key, value, type_)}{similar(value, choices)}{reason}"
+    )
+
+
+def _respelling(key: str, value: Any, type_: Any) -> str:
+    """Return a hint at how TOML writes a value so that it has this type, or ""."""
+    spellings: dict[str, Any] = {"in brackets": [value]}
+    if isinstance(value, str):
+        spellings["without quotes"] = literal(value)
+    elif isinstance(value, (int, float)) and get_origin(type_) is not Annotated:
+        spellings["with quotes"] = str(value)
+    _, _, name = key.rpartition(".")
+    for how, spelling in spellings.items():
+        if _is_a(spelling, type_):
+            return f" ({how}: {name} = {json.dumps(spelling)})"
+    return ""
+
+
 def _check_types(config: Any) -> None:
-    for name, f, value in _keys(config):
-        try:
-            typeguard.check_type(value, f.type)
-        except typeguard.TypeCheckError as error:
-            either = (
-                get_args(f.type)
-                if get_origin(f.type) in (Union, UnionType)
-                else (f.type,)
-            )
-            wanted = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in either)
-            cure = (
-                f" (without quotes: {name.rpartition('.')[2]} = {value})"
-                if _fits(value, f.type)
-                else ""
-            )
-            raise ConfigError(
-                f"{name} is {value!r}, expected {wanted}{cure}"
-            ) from error
-        # typeguard takes true and false for numbers
-        if f.type in TYPE_NAMES and not fits(value, f.type):
-            raise ConfigError(f"{name} is {value!r}, expected {TYPE_NAMES[f.type]}")
+    for key, field, value in _keys(config):
+        if not _is_a(value, field.type):
+            raise _wrong_type(key, value, field.type)
 
 
 def expanded(key: str, path: str) -> str:
@@ -274,9 +330,10 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def _in_one_line(box: str) -> str:
-    """Return tyro's message without its title, its frame, and the hint at --help."""
+    """Return tyro's message without its title, its frame, and its hints at help."""
     _, _, lines = box.partition("\n")
-    return " ".join(re.sub(r"[╰╯│─]|For full helptext.*", " ", lines).split())
+    message = re.sub(r"[╰╯│─]|-{3,}|(Argument|For full) helptext[\s\S]*", " ", lines)
+    return " ".join(message.split())
 
 
 def _parse(argv: list[str]) -> JobConfig:
@@ -331,7 +388,8 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     )
     with reported(f"job.custom_config_module {module!r} cannot be read", Exception):
         known = _known(module)
-    if unknown := list(_unknown_keys(toml, known)):
+    keys = [key for key, _, _ in _keys(known)]
+    if unknown := list(_unknown_keys(toml, known, keys)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
         raise ConfigError(
@@ -343,7 +401,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
         for key in TABLES
         for section, name in [key.split(".")]
     }
-    with reported("bad value in the config", ValueError, AssertionError):
+    with reported("bad value in the config", ValueError):
         config = _parse(respelled(argv, known, tables))
     _check_types(config)
     expand_paths(config)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from titan_disp.config.keys import SOURCES, TORCHTITAN, Facts, torchtitan_facts, written
 from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.job_config import key_hint
 
 NAMES = {
     "str": "string",
@@ -229,6 +230,8 @@ def limits(facts: Facts) -> Iterator[str]:
         yield f"unless {key} = {written(value)}"
     for key, value in facts.needs.items():
         yield f"needs {key} = {written(value)}"
+    for key, value in facts.only_with.items():
+        yield f"no effect without {key} = {written(value)}"
     if facts.path:
         yield "a path, in which ~ and $VARIABLES are replaced"
 
@@ -265,23 +268,16 @@ def _explained(key: Key) -> Key:
     if facts is None or facts.source != TORCHTITAN:
         return key
     text = f"{facts.means} TorchTitan: {key.text}" if facts.means else key.text
-    phrases = [*limits(facts), *filter(None, (facts.because, facts.free.rstrip(".")))]
+    phrases = [*limits(facts), *filter(None, [facts.reason.rstrip(".")])]
     return replace(key, text=f"{text} [{'; '.join(phrases)}.]".lstrip())
 
 
 def _not_found(name: str) -> ConfigError:
     sections = [*own_sections(), *torchtitan_sections()]
-    keys = [key for section in sections for key in section.keys]
-    known = {s.name for s in sections} | {
-        name for key in keys for name in (key.full, key.name)
-    }
-    others: dict[str, str] = {}
-    for key in keys:
-        for other in key.facts.also if key.facts else ():
-            others |= {other: key.full, f"{key.section}.{other}": key.full}
-    hint = did_you_mean(
-        name, sorted(known), otherwise="; titan-disp config lists them", instead=others
-    )
+    names = [key.full for section in sections for key in section.keys]
+    hint = key_hint(name, names)
+    if "." not in name:
+        hint = did_you_mean(name, [section.name for section in sections], hint)
     return ConfigError(f"{name!r} is neither a section nor a key of the config{hint}")
 
 
@@ -373,7 +369,7 @@ def _limits_table() -> Iterator[str]:
     yield "| key | expected | because |"
     yield "|---|---|---|"
     for name, facts in torchtitan_facts().items():
-        cells = [f"`{name}`", "; ".join(limits(facts)), facts.because or facts.free]
+        cells = [f"`{name}`", "; ".join(limits(facts)), facts.reason]
         yield f"| {' | '.join(cells)} |"
 
 
