@@ -790,7 +790,7 @@ def test_suggestions_keep_the_global_batch(global_batch, local):
 def test_the_command_that_suggests(monkeypatch, capsys):
     words = f"plan {DEMO} --gpus-per-node 2 --training.global_batch_size 4 --suggest --training.local_batch_size 2"
     # of all blocks
-    words += " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0"
+    words += " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 1"
     assert typed(monkeypatch, *words.split(), "--json") == 0
     first = json.loads(capsys.readouterr().out)["suggestions"][0]
     assert (first["options"], first["memory"] > 1e6) == ([], True)

@@ -13,7 +13,7 @@ import importlib.util
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from titan_disp.config.batch import (
     resolve_steps,
     slot_count,
 )
-from titan_disp.config.keys import Facts, written
+from titan_disp.config.keys import Facts, has, similar, written
 from titan_disp.config.types import JobConfig
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.listing import DataFile
@@ -51,6 +51,7 @@ from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import checked
 from titan_disp.errors import (
     ConfigError,
+    RanksError,
     counted,
     did_you_mean,
     fits,
@@ -61,9 +62,9 @@ from titan_disp.job_config import all_facts
 from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
-from titan_disp.run.checkpoint import check_initial_load
+from titan_disp.run.checkpoint import check_initial_load, missing_step
 from titan_disp.run.integrity import checkpoints
-from titan_disp.schedules import check_schedules
+from titan_disp.schedules import check_schedules, schedule_warnings
 from titan_disp.tables import LOSSES, OPTIONS, parse_overrides
 
 T = TypeVar("T")
@@ -134,12 +135,53 @@ def _check_needs(key: str, facts: Facts, job_config: JobConfig) -> None:
         return
     for other, needed in facts.needs.items():
         actual = value_of(job_config, other)
-        if needed not in (actual if isinstance(actual, list) else [actual]):
+        if not has(actual, needed):
             off = f", or {key} = false" if value is True else ""
             raise ConfigError(
                 f"{key} is {written(value)}, but {other} is {written(actual)}: "
                 f"{facts.because}. Set {other} = {written(needed)}{off}"
             )
+
+
+def config_warnings(job_config: JobConfig) -> Iterator[str]:
+    """Yield warnings of keys that have no effect, or another one than they say, and of
+    the schedules. The config is checked.
+    """
+    yield from _no_effects(job_config)
+    checkpointing = job_config.activation_checkpoint
+    blocks = args_of(job_config).n_layers
+    option = checkpointing.selective_ac_option
+    if checkpointing.mode == "selective" and option != "op" and int(option) > blocks:
+        yield (
+            f"activation_checkpoint.selective_ac_option is {option!r}, but the model "
+            f"has {blocks} blocks: none is recomputed. Lower it"
+        )
+    asked = job_config.stream.retry_seconds
+    counting = stream_options(job_config).retry_seconds
+    if asked > counting:
+        yield (
+            f"stream.retry_seconds is {asked:g}, of which {counting:g} count: 60 % of "
+            "comm.train_timeout_seconds, because the other ranks wait meanwhile"
+        )
+    yield from schedule_warnings(job_config)
+
+
+def _no_effects(job_config: JobConfig) -> Iterator[str]:
+    defaults = type(job_config)()
+    for key, facts in all_facts().items():
+        value = value_of(job_config, key)
+        if value == value_of(defaults, key):
+            continue
+        if facts.unused:
+            yield f"{key} is {written(value)}, which has no effect: {facts.unused}"
+        for other, needed in facts.only_with.items():
+            actual = value_of(job_config, other)
+            if not has(actual, needed):
+                verb = "has" if isinstance(actual, list) else "is"
+                yield (
+                    f"{key} is {written(value)}, which has no effect unless {other} "
+                    f"{verb} {written(needed)}"
+                )
 
 
 def check_names_of_code(job_config: JobConfig) -> None:
@@ -161,15 +203,14 @@ def check_names_of_code(job_config: JobConfig) -> None:
                 "or one that the module in experimental.custom_import registers"
             )
     backend = job_config.compile.backend
-    if job_config.compile.enable and backend not in backends():
+    # Those for debugging are allowed, but not proposed.
+    allowed = torch._dynamo.list_backends(exclude_tags=())
+    if job_config.compile.enable and backend not in allowed:
+        usual = torch._dynamo.list_backends()
         raise ConfigError(
-            f"compile.backend is {backend!r}, expected one of {', '.join(backends())}"
+            f"compile.backend is {backend!r}, expected one of {', '.join(usual)}"
+            f"{similar(backend, usual)}"
         )
-
-
-def backends() -> list[str]:
-    """Return the names of torch.compile's backends, also of those for debugging."""
-    return torch._dynamo.list_backends(exclude_tags=())
 
 
 def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
@@ -196,7 +237,7 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     left = world_size // inside
     shard = min(p.data_parallel_shard_degree, left)
     if left % shard:
-        raise ConfigError(
+        raise RanksError(
             "data_parallel_replicate_degree = -1 needs a multiple of "
             f"data_parallel_shard_degree {shard} × context_parallel_degree "
             f"{p.context_parallel_degree} × tensor_parallel_degree "
@@ -222,7 +263,7 @@ def _check_degrees(job_config: JobConfig, world_size: int) -> None:
     tp = job_config.parallelism.tensor_parallel_degree
     cp = job_config.parallelism.context_parallel_degree
     if world_size % (cp * tp):
-        raise ConfigError(
+        raise RanksError(
             f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} "
             f"does not divide the number of ranks, {world_size}: set "
             "tensor_parallel_degree or context_parallel_degree to one that does, or "
@@ -242,7 +283,7 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
     if shard == -1:
         shard = max(1, world_size // (replicate * cp * tp))
     if shard < 1 or replicate * shard * cp * tp != world_size:
-        raise ConfigError(
+        raise RanksError(
             f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree "
             f"{shard} × context_parallel_degree {cp} × tensor_parallel_degree {tp} = "
             f"{replicate * shard * cp * tp}, but the number of ranks is {world_size}: "
@@ -320,7 +361,7 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
     t = job_config.training
     dp = data_parallel_degree(job_config, world_size)
     if t.global_batch_size != -1 and t.global_batch_size % (t.local_batch_size * dp):
-        raise ConfigError(
+        raise RanksError(
             f"training.global_batch_size {t.global_batch_size} is not a positive "
             f"multiple of local_batch_size {t.local_batch_size} × "
             f"{counted(dp, 'data-parallel rank')} = {t.local_batch_size * dp}"
@@ -332,11 +373,6 @@ def check_model(job_config: JobConfig) -> None:
     args = args_of(job_config)
     dispersion = job_config.dispersion
     training = job_config.training
-    if training.seq_len < 1 + dispersion.enabled:
-        raise ConfigError(
-            f"training.seq_len is {training.seq_len}, expected at least "
-            f"{1 + dispersion.enabled}"
-        )
     if args.max_positions is not None and training.seq_len > args.max_positions:
         raise ConfigError(
             f"training.seq_len is {training.seq_len}, but {job_config.model.name} "
@@ -378,7 +414,7 @@ def check_slots(job_config: JobConfig, world_size: int) -> None:
     batch = global_batch_size(job_config, dp)
     slots = slot_count(job_config, dp)
     if slots < 1 or batch % slots or slots % dp:
-        raise ConfigError(
+        raise RanksError(
             f"stream.slots is {slots}; expected a divisor of the global batch {batch} "
             f"that is a multiple of the number of data-parallel ranks, {dp}"
         )
@@ -389,11 +425,6 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
     check_slots(job_config, world_size)
     dp = data_parallel_degree(job_config, world_size)
     source_shares(job_config, slot_count(job_config, dp))
-    if not job_config.stream.text_field:
-        raise ConfigError(
-            'stream.text_field is "", expected the name of a field: most corpora call '
-            'it "text"'
-        )
     if job_config.validation.enable:
         validation_sequences(job_config, dp)
 
@@ -440,17 +471,17 @@ def check_device(job_config: JobConfig) -> None:
             raise ConfigError(
                 f"{key} is true, but there is no accelerator: set it to false"
             )
+    _check_converters(job_config)
     cp = job_config.parallelism.context_parallel_degree
     if cp > 1 and cpu.active():
         raise ConfigError(
             f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention "
             "needs a GPU's kernels"
         )
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
     checkpointed = job_config.activation_checkpoint.mode != "none"
     if (
         cpu.active()
-        and compiled
+        and _is_compiled(job_config)
         and checkpointed
         and job_config.parallelism.tensor_parallel_degree > 1
     ):
@@ -460,15 +491,46 @@ def check_device(job_config: JobConfig) -> None:
         )
 
 
+def _check_converters(job_config: JobConfig) -> None:
+    """Check that this machine can run the model converters."""
+    converters = job_config.model.converters
+    float8 = "quantize.linear.float8"
+    emulated = job_config.quantize.linear.float8.emulate and not _is_compiled(
+        job_config
+    )
+    supported = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (
+        8,
+        9,
+    )
+    if float8 in converters and not (emulated or supported):
+        raise ConfigError(
+            f"model.converters has {float8!r}, which needs a GPU of compute capability "
+            f"8.9 or higher: leave it out, or set {float8}.emulate = true and "
+            "compile.enable = false"
+        )
+
+
+def _is_compiled(job_config: JobConfig) -> bool:
+    return job_config.compile.enable and "model" in job_config.compile.components
+
+
 def check_inputs(job_config: JobConfig) -> None:
     """Check what the config names on disk: the tokenizer, the data, and the initial
     weights.
     """
     missing_inputs(job_config, strict=True)
+
+
+def check_checkpoint(job_config: JobConfig) -> None:
+    """Check the checkpoint that the run resumes from, or the weights that it begins
+    with, if the config names any.
+    """
     checkpoint = job_config.checkpoint
-    if not checkpoint.enable or not checkpoints(
-        os.path.join(job_config.job.dump_folder, checkpoint.folder)
-    ):
+    folder = os.path.join(job_config.job.dump_folder, checkpoint.folder)
+    steps = checkpoints(folder) if checkpoint.enable else []
+    if checkpoint.enable and checkpoint.load_step not in (-1, *steps):
+        raise ConfigError(missing_step(checkpoint.load_step, folder, steps))
+    if not steps:
         adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)
         check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
 
@@ -476,8 +538,8 @@ def check_inputs(job_config: JobConfig) -> None:
 def missing_inputs(
     job_config: JobConfig, strict: bool
 ) -> tuple[list[str], list[tuple[DataSet, list[DataFile]]]]:
-    """Return messages about data and a tokenizer that the config names and the disk
-    does not have, and the files it has.
+    """Return messages about data, a tokenizer and weights that the config names and the
+    disk does not have, and the files it has.
 
     What is there and wrong raises ConfigError. With ``strict``, so does what is
     missing.
@@ -510,6 +572,7 @@ def missing_inputs(
             ):
                 with_index(files, options)
     check_overlaps(listed)
+    found(check_checkpoint, job_config)
     return missing, listed
 
 

@@ -22,6 +22,10 @@ class ConfigError(UserError, ValueError):
     """
 
 
+class RanksError(ConfigError):
+    """The config does not fit the number of ranks."""
+
+
 class DataError(ConfigError):
     """One rank met bad data during a run.
 

@@ -176,6 +176,20 @@ def check_schedules(job_config: JobConfig) -> None:
         )
 
 
+def _shortened(job_config: JobConfig) -> Iterator[str]:
+    """Yield what TorchTitan shortens of a schedule that is too long."""
+    section = job_config.lr_scheduler
+    steps = section.total_steps or job_config.training.steps
+    warmup = section.warmup_steps
+    decay = round(steps * (section.decay_ratio or 0))
+    if warmup + decay > steps:
+        yield (
+            f"lr_scheduler.warmup_steps {warmup} and decay_ratio need {warmup + decay} "
+            f"steps, more than the {steps} of the schedule: TorchTitan takes "
+            f"{min(warmup, steps)} of warm-up and {max(steps - warmup, 0)} of decay"
+        )
+
+
 def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
     """Yield warnings about the learning rate and λ over the run. training.steps must be
     known.
@@ -196,6 +210,7 @@ def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
             f"last step, {job_config.training.steps}: lr_scheduler.total_steps "
             f"{job_config.lr_scheduler.total_steps} ends before. Leave it out"
         )
+    yield from _shortened(job_config)
     coeff_warning = condensing(build_coeff_schedule(job_config).lowest)
     if coeff_warning is not None and job_config.dispersion.enabled:
         yield coeff_warning

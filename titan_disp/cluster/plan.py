@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from titan_disp.checks import check_config, missing_inputs
+from titan_disp.checks import check_config, config_warnings, missing_inputs
 from titan_disp.cluster import cost
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import (
@@ -32,14 +32,13 @@ from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import DataSet, source_shares
 from titan_disp.data.sources import measured as with_densities
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, RanksError, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.schedules import (
     Curve,
     coeff_curve,
     learning_rate,
-    schedule_warnings,
 )
 from titan_disp.text import estimated_duration
 
@@ -338,7 +337,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     world = machine.nodes * machine.gpus_per_node
     try:
         check_config(job_config, world)
-    except ConfigError as error:
+    except RanksError as error:
         nodes = counted(machine.nodes, "node")
         gpus = counted(machine.gpus_per_node, "GPU")
         raise ConfigError(
@@ -366,7 +365,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
             *missing,
-            *schedule_warnings(job_config),
+            *config_warnings(job_config),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),
         ],
