@@ -514,6 +514,17 @@ def _is_compiled(job_config: JobConfig) -> bool:
     return job_config.compile.enable and "model" in job_config.compile.components
 
 
+def check_launched(job_config: JobConfig) -> None:
+    """Check that torchrun has started this process."""
+    if "LOCAL_RANK" not in os.environ:
+        config = job_config.job.config_file
+        raise ConfigError(
+            "the environment has no LOCAL_RANK, which torchrun sets: start with "
+            f"titan-disp train {config}, or torchrun --nproc-per-node N -m "
+            f"titan_disp.train --job.config_file {config}"
+        )
+
+
 def check_inputs(job_config: JobConfig) -> None:
     """Check what the config names on disk: the tokenizer, the data, and the initial
     weights.

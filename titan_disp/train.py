@@ -31,7 +31,7 @@ from torchtitan.train import Trainer
 
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
-from titan_disp.checks import check_config, check_device
+from titan_disp.checks import check_config, check_device, check_launched
 from titan_disp.condensation.measure import (
     Forward,
     MeshPosition,
@@ -110,6 +110,7 @@ class DispTrainer(Trainer):
             world_size = dry.simulated_ranks()
         check_config(job_config, world_size)
         check_device(job_config)
+        check_launched(job_config)
         if dry.is_dry(job_config):
             dry.write_nothing(job_config)
         elif int(os.environ.get("RANK", "0")) == 0:
