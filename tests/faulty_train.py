@@ -6,8 +6,8 @@ FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN a
 exception), hang (the rank stops itself with SIGSTOP), freeze (it waits forever before
 the step, as for a file system), kill (it kills itself with SIGKILL), asked_to_stop (it
 gets SIGUSR1), nospace (the file system is full from this step on), await_save (it waits
-until its asynchronous save has ended) and slow (the step takes SLOW seconds longer, by
-default 0.5).
+until its asynchronous save has ended), slow (the step takes SLOW seconds longer, by
+default 0.5) and slow_save (so does the next save).
 
 FAULTS_ONCE names a file that the first fault creates. Faults do not happen if it
 exists. (freeze uses one such file per rank, so that every named rank freezes once.)
@@ -87,11 +87,22 @@ class FaultyTrainer(DispTrainer):
                 time.sleep(1)
         if active("slow", self.step):
             time.sleep(float(os.environ.get("SLOW", "0.5")))
+        if active("slow_save", self.step):
+            FileSystem.create_stream = _slow
         if active("await_save", self.step):
             wait([self.checkpointer.save_future])
         if active("nospace", self.step):
             FileSystem.create_stream = _no_space
         super().train_step(data_iterator)
+
+
+create_stream = FileSystem.create_stream
+
+
+def _slow(self, path, mode):
+    FileSystem.create_stream = create_stream  # only the first file of the save
+    time.sleep(float(os.environ["SLOW"]))
+    return create_stream(self, path, mode)
 
 
 def _no_space(self, path, mode):

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import pytest
 
 from tests.command_line import DEMO, ROOT, typed
 from tests.pages import understood
-from titan_disp import cli
+from titan_disp import __main__, cli
 from titan_disp.cluster import launch, preflight
 from titan_disp.cluster.cost import GPUS
 from titan_disp.config import command_options
@@ -75,6 +76,14 @@ def test_words_that_are_refused(monkeypatch, capsys, tmp_path):
     ):
         assert typed(monkeypatch, *words.split()) == EXIT_CODE == 2
         assert f"titan-disp: error: {message}" in capsys.readouterr().err
+
+
+def test_version(monkeypatch, capsys):
+    """Without torch, which takes seconds to import."""
+    monkeypatch.setattr("sys.argv", ["titan-disp", "--version"])
+    monkeypatch.setitem(sys.modules, "titan_disp.cli", None)
+    __main__.main()
+    assert capsys.readouterr().out == f"titan-disp {metadata.version('titan-disp')}\n"
 
 
 def among(own):

@@ -399,6 +399,13 @@ def test_toml(tmp_path):
         ("[stream]\nsources = []", r"stream.sources is empty"),
         ("[dispersion", r"not valid TOML"),
         ("# \udcff", r"not valid TOML"),
+        (
+            "[dispersion]\nenabled = True",
+            r"not valid TOML: .*at line 2.*: write true in lower case$",
+        ),
+        ("[dispersion]\nenabled = False # off", r"write false in lower case$"),
+        ("[training]\ndataset = Trueish", r"Invalid value \(at line 2, column 11\)$"),
+        ("[dispersion]\nlayers = [True", r"write true in lower case$"),
     ):
         (tmp_path / "c.toml").write_text(toml, errors="surrogateescape")
         with pytest.raises(ConfigError, match=message):

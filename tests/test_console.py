@@ -280,6 +280,25 @@ def test_sources_have_their_shares_and_many_are_counted():
     )
 
 
+@pytest.mark.parametrize(
+    ("timeout", "options", "text"),
+    [
+        (None, (), "saves and ends, too, if the save takes less than 30 s"),
+        ("900", (), "saves and ends, too, if the save takes less than 900 s"),
+        ("900", OFF, "ends the run, too, if the step takes less than 900 s"),
+    ],
+)
+def test_torchrun_by_hand_names_its_timeout(timeout, options, text, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if timeout is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", timeout)
+    file, torchrun = rows_of(trainer_of(*options))["to stop"].splitlines()
+    assert file.startswith("touch outputs/demo_cpu/stop ")
+    assert torchrun == (f"SIGTERM to torchrun {text} (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)")
+
+
 def test_a_job_of_slurm_names_no_ctrl_c(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7.0.123456")

@@ -22,7 +22,7 @@ from tests.streams import (
     streams_of,
     write_texts,
 )
-from titan_disp.checks import check_inputs, missing_inputs
+from titan_disp.checks import check_inputs, listed_inputs
 from titan_disp.data import sources
 from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.documents import Documents
@@ -31,7 +31,7 @@ from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.sources import DataSet, list_and_check
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, Problems
 from titan_disp.lab.digest import digest
 from titan_disp.lab.inspection.texts import read_texts
 
@@ -590,7 +590,7 @@ def test_commands_look_at_the_data(sample, tmp_path):
     )
     for look in (
         check_inputs,
-        lambda job: missing_inputs(job, strict=False),
+        lambda job: listed_inputs(job, Problems(collect=True)),
         lambda job: digest(job, 1, [(0, 1)]),
     ):
         with pytest.raises(

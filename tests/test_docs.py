@@ -25,6 +25,7 @@ from tests.oracle import oracle
 from tests.pages import (
     PLACEHOLDERS,
     blocks,
+    both_ways,
     can_start,
     commands,
     loaded,
@@ -308,6 +309,25 @@ def test_a_newcomer_finds_every_page():
     ) == (True, True)
 
 
+def test_switches_have_one_spelling():
+    """``--section.no-key``, as the parsers of TorchTitan and titan-disp understand."""
+    files = (
+        *PAGES,
+        *SCRIPTS,
+        ROOT / "titan_disp" / "config" / "command_options.py",
+        *(ROOT / "titan_disp" / "lab").glob("init.py"),
+    )
+    text = "\n".join(file.read_text() for file in files)
+    value = r"(?:=| +)[\"']?(?:true|false|yes|no|on|off)\b"
+    assert re.findall(rf"--[a-z_]+\.[\w-]+{value}", text, flags=re.I) == []
+    switches = sorted(set(re.findall(r"--[a-z_]+\.no-[\w-]+", text)))
+    assert "--dispersion.no-enabled" in switches
+    for config in both_ways("train_configs/demo_cpu.toml", *switches):
+        for switch in switches:
+            section, key = switch.removeprefix("--").split(".no-")
+            assert getattr(getattr(config, section), key) is False, switch
+
+
 def test_requirements():
     asked = {re.match(r"[\w-]+", line)[0]: line for line in PROJECT["dependencies"]}
     readme = README.read_text()
@@ -325,6 +345,20 @@ def test_requirements():
         importlib.metadata.version("torchtitan")
         == asked["torchtitan"].partition("==")[2]
     )
+
+
+def test_the_way_through_a_run():
+    """Each function of the list is where it says, in a class if there is one."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.partition("## The way through a run\n")[2].partition("\n## ")[0]
+    calls = re.findall(r"([\w/]+\.py):([\w.]+)", section)
+    assert len(calls) > 20
+    for file, function in calls:
+        tree = ast.parse((ROOT / "titan_disp" / file).read_text())
+        for word in function.split("."):
+            (tree,) = [
+                node for node in tree.body if getattr(node, "name", None) == word
+            ]
 
 
 def test_imports_from_torchtitan():

@@ -211,7 +211,7 @@ def test_what_cannot_keep_to_documents(sample):
         (
             "parallelism.context_parallel_degree",
             2,
-            "within_documents is true, but context_parallel_degree",
+            "within_documents is true, but parallelism.context_parallel_degree",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -187,6 +187,11 @@ def test_the_clock(monkeypatch):
     assert during("steps", 4) == expected
     during("validation", 6)
     assert timer.rounded() == expected | {"validation": 6.0}
+    with timer.during("steps"):  # here, the first step is a step
+        now["monotonic"] += 2
+        assert timer.step_seconds() == 40 + 4 + 2
+    now["monotonic"] += 9
+    assert timer.step_seconds() == 46
 
 
 def test_the_begin_of_an_allocation():

@@ -309,7 +309,7 @@ def trainer(monkeypatch):
     )
     trainer.optimizers.settle = lambda: calls.append("settle")
     trainer.metrics_processor = SimpleNamespace(should_log=lambda step: step == 4)
-    trainer._record_path = lambda: None  # of what ran so far in this process
+    trainer._record_kernels = lambda: None  # of what ran so far in this process
     trainer.run_folder = object()
     trainer.aside = SimpleNamespace(wake=lambda: calls.append("wake"))
     trainer.checkpointer = SimpleNamespace(
@@ -381,7 +381,8 @@ def test_what_went_wrong_in_a_step(trainer):
         )
     trainer.optimizers.in_a_row = 0
     trainer.optimizers.settle = lambda: setattr(trainer.optimizers, "in_a_row", 1)
-    assert not trainer.healthy()  # a save knows of the step before it
+    # a save knows of the step before it
+    assert not GuardedOptimizers.healthy(trainer.optimizers)
     trainer.optimizers.agreed["save_failed"] = True
     with pytest.raises(
         CheckpointError, match="step 5: an asynchronous save failed on another rank"

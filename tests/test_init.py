@@ -60,7 +60,7 @@ def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
     )
     ranks = _Hardware(0, Machine(1, 1)).ranks
     assert train == f"titan-disp train '{run}'/config.toml --nproc {ranks}"
-    assert off == f"{train} --dispersion.enabled false --job.dump_folder '{run}'/off"
+    assert off == f"{train} --dispersion.no-enabled --job.dump_folder '{run}'/off"
     config = load_config(["--job.config_file", str(run / "config.toml")])
     assert config.model.name == model
     options = StreamOptions(format=Format(text_split=config.stream.text_split))

@@ -26,6 +26,7 @@ from tests.pages import changed, loaded
 from titan_disp.cluster import launch
 from titan_disp.cluster.launch import StopRanks, stop_signals
 from titan_disp.config.command_options import TrainOptions
+from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_events, read_metrics
 
 pytestmark = pytest.mark.usefixtures("heard")
@@ -236,3 +237,48 @@ def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
     assert [e["step"] for e in read_events(run) if e["event"] == "resume"] == [
         stop["step"]
     ]
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("save_seconds", "timeout"), [(20, 5), (45, 120)])
+def test_torchrun_waits_for_a_save(sample, tmp_path, save_seconds, timeout):
+    """A SIGTERM that torchrun passes on: the save is complete, unless it takes longer
+    than TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+    """
+    run = tmp_path / "run"
+    _, _, _, _, config, _, _, *options = command(
+        DEMO, sample, run, "--training.seq_len", "32", "--condensation.interval", "0"
+    )
+    words = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", "1", "-m", "tests.faulty_train"),
+        *("--job.config_file", config, *options, "--metrics.log_freq", "1"),
+        *("--checkpoint.interval", "1000", "--training.steps", "1000"),
+    ]
+    faults = {
+        "FAULTS": "slow_save:1-1000@0",
+        "SLOW": str(save_seconds),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(timeout),
+    }
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        torchrun = subprocess.Popen(
+            words, cwd=ROOT, env=environment() | faults, stdout=file, stderr=file
+        )
+    while not (run / "metrics.jsonl").exists() or not read_metrics(run):
+        assert torchrun.poll() is None, log.read_text()[-4000:]
+        time.sleep(0.1)
+    began = time.monotonic()
+    torchrun.send_signal(signal.SIGTERM)
+    torchrun.wait(timeout=SECONDS)
+    seconds = time.monotonic() - began
+    assert f"takes less than {timeout} s (TORCH_ELASTIC_SHUTDOWN_" in log.read_text()
+    last = read_events(run)[-1]
+    saved = [*checkpoints(run / "checkpoint")]
+    if save_seconds > timeout:
+        assert (last["event"], saved) == ("start", [])
+        assert timeout <= seconds < save_seconds
+    else:
+        assert (last["event"], last["reason"]) == ("stop", "SIGTERM")
+        assert saved == [last["step"]]
+        assert seconds >= save_seconds

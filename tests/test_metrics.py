@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.components.validate import Validator
 
 import titan_disp.plugin  # noqa: F401
 from tests.command_line import DEMO
@@ -30,9 +31,11 @@ from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Share
 from titan_disp.data.listing import DataFile
 from titan_disp.data.loader import StreamLoader
+from titan_disp.data.validation import StreamValidator
 from titan_disp.errors import DataError
 from titan_disp.metric import Metric
 from titan_disp.objective import LossLedger
+from titan_disp.run.liveness import Clock
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
 from titan_disp.run.reader import read_condensation, read_json_lines, read_metrics
 
@@ -273,18 +276,51 @@ def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
     assert drawn[400] is None
 
 
-def test_a_measurement_does_not_count_in_the_throughput(
+def test_throughput_is_of_steps_alone(one_rank, tmp_path, clock, monkeypatch):
+    """The steps take 4 and 2 s, as TorchTitan's metrics, the data's and the row say."""
+    loader = DamagedFiles(0)
+    logged = metrics(tmp_path, loader=loader)
+    logged.clock = Clock(began=0.0)
+
+    def validate(validator, parts, step):
+        logged.ntokens_since_last_log += 77
+        clock.now += 6
+        logged.log_validation(3.0, step)
+
+    validator = StreamValidator.__new__(StreamValidator)
+    validator.metrics_processor = logged
+    monkeypatch.setattr(Validator, "validate", validate)
+    clock.now += 500  # loading
+    for step, loader.read, loader.waited in ((10, 4000, 1.5), (20, 4600, 1.5)):
+        logged.ntokens_since_last_log += 600
+        with logged.clock.during("checkpoints"):
+            clock.now += 45
+        with logged.clock.during("validation"):
+            validator.validate([], step - 1)
+        validation = logged._last.metrics
+        assert validation["validation_metrics/throughput(tps)"] == 77 / 6
+        clock.now += 1  # of no kind
+        with logged.clock.during("steps"):
+            clock.now += 40 / step
+            logged.ntokens_since_last_log += 600
+            log(logged, step)
+        titan = logged._last.metrics
+        assert titan["throughput(tps)"] == 1200 / (40 / step)
+    rows = [row for row in read_metrics(tmp_path).values() if "tps" in row]
+    assert [row["tps"] for row in rows] == [300.0, 600.0]
+    assert [row["data"]["stored_bytes_per_second"] for row in rows] == [1000.0, 300.0]
+
+
+def test_the_time_of_a_measurement_includes_its_drawing(
     one_rank, tmp_path, clock, monkeypatch
 ):
     logged = metrics(tmp_path, tensorboard=True)
-    began = logged.time_last_log
     monkeypatch.setattr(
         logged._tensorboard,
         "log_heatmap",
         lambda *_: setattr(clock, "now", clock.now + 3),
     )
     logged.log_condensation(0, condensed(0.1, 0.2, 0.3), 5.0)
-    assert logged.time_last_log == began + 8
     assert read_json_lines(tmp_path / "metrics.jsonl")[-1]["seconds"] == 8
 
 

@@ -26,7 +26,7 @@ from tests.streams import (
     write_files,
     write_texts,
 )
-from titan_disp.checks import check_inputs, missing_inputs
+from titan_disp.checks import check_inputs, listed_inputs
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Assignment, prefixed, shares
@@ -42,7 +42,7 @@ from titan_disp.data.sources import (
     source_shares,
 )
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, Problems
 from titan_disp.job_config import Source, Stream
 from titan_disp.lab.digest import digest, global_batch
 
@@ -405,7 +405,7 @@ def test_the_same_file_twice_is_refused(small, tmp_path, section, link):
         small.validation.enable = True
         small.validation.dataset = "text_validation"
         small.validation.dataset_path = os.path.relpath(other)
-    for check in (check_inputs, partial(missing_inputs, strict=True), built):
+    for check in (check_inputs, partial(listed_inputs, missing=Problems()), built):
         with pytest.raises(ConfigError) as error:
             check(small)
         assert all(

@@ -100,6 +100,94 @@ def test_the_papers_run():
     assert (memory.dispersion, memory.logits) == (0, 2048 * 151_936 * 4)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "changes", "batches", "numbers"),
+    [
+        # 1920 sequences, 8 for each node: the divisors of 240
+        (7, {}, "56; the nearest: 1904, 1960", "6 or 8 nodes"),
+        (1000, {}, "8000; the nearest: 8000", "240 nodes"),
+        # 4 for each node: the divisors of 480
+        (9, {TP: 2, SHARDS: 4}, "36; the nearest: 1908, 1944", "8 or 10 nodes"),
+    ],
+)
+def test_the_nearest_numbers_of_nodes(nodes, changes, batches, numbers):
+    with pytest.raises(ConfigError) as error:
+        make_plan(config(changes), Machine(nodes, 8))
+    assert f"= {batches}. This is for {nodes:,} nodes of 8 GPUs" in str(error.value)
+    assert str(error.value).endswith(
+        f"--gpus-per-node); {numbers} would work with this mesh and batch"
+    )
+    for works in map(int, re.findall(r"\d+", numbers)):
+        assert make_plan(config(changes), Machine(works, 8))
+    for batch in map(int, re.findall(r"\d+", batches)[1:]):
+        fitting = config(changes | {"training.global_batch_size": batch})
+        assert make_plan(fitting, Machine(nodes, 8)).batch.global_batch_size == batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        # a mesh of 80 replicas of 8
+        ({REPLICAS: 80}, "; 80 nodes would work with this mesh and batch"),
+        # without a batch: 3 nodes hold a replica of 24
+        (
+            {SHARDS: 24, "training.global_batch_size": -1},
+            "; 6 or 9 nodes would work with this mesh and batch",
+        ),
+        # no number of nodes helps
+        ({"optimizer.lr": -1.0}, "--gpus-per-node)"),
+        ({REPLICAS: 81}, "--gpus-per-node)"),
+    ],
+)
+def test_numbers_of_nodes_for_a_mesh(changes, numbers):
+    with pytest.raises(ConfigError) as error:
+        make_plan(config(changes), Machine(7, 8))
+    assert str(error.value).endswith(numbers)
+
+
+def test_all_problems_at_once(tmp_path):
+    wrong = config(
+        {
+            "training.dataset_path": str(tmp_path / "nowhere"),
+            "model.hf_assets_path": str(tmp_path / "none"),
+            "optimizer.lr": -0.01,
+            "lr_scheduler.total_steps": 8,  # follows from keys, one of which is wrong
+            "checkpoint.exclude_from_loading": ["train_state"],
+            "training.local_batch_size": 7,
+            "profiling.enable_profiling": True,
+            "profiling.profile_freq": 1,
+        }
+    )
+    with pytest.raises(ConfigError) as error:
+        make_plan(wrong, Machine(7, 8), strict=True)
+    heading, *problems, size = str(error.value).splitlines()
+    assert heading == "6 problems:"
+    begins = [
+        "optimizer.lr is -0.01",
+        "training.global_batch_size 1920 is not a positive multiple",
+        "profiling.profile_freq is 1",
+        "checkpoint.exclude_from_loading has 'train_state'",
+        "model.hf_assets_path",
+        "training.dataset_path",
+    ]
+    assert len(problems) == 6
+    for begin in begins:
+        assert any(line.startswith(f"- {begin}") for line in problems), begin
+    assert size.startswith("This is for 7 nodes of 8 GPUs")
+    with pytest.raises(ConfigError, match="^optimizer.lr is .*This is for") as error:
+        make_plan(wrong, Machine(7, 8))
+    assert "\n" not in str(error.value)
+
+
+def test_a_refused_key_hides_no_other_problem():
+    """With a batch of 0, other checks divide by 0."""
+    wrong = config({"training.local_batch_size": 0, "optimizer.eps": -1.0})
+    with pytest.raises(ConfigError, match="^3 problems:\n") as error:
+        make_plan(wrong, Machine(80, 8), strict=True)
+    assert "training.local_batch_size is 0" in str(error.value)
+    assert "optimizer.eps is -1.0" in str(error.value)
+
+
 def test_flops_and_days_by_hand():
     plan = make_plan(config(), Machine(80, 8, "MI250X-GCD", mfu=0.5))
     # Forward and backward: 6 per weight that multiplies (the tied embedding does, as

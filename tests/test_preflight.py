@@ -1,5 +1,6 @@
 """A preflight runs one step of rank 0 of hundreds, in its own process."""
 
+import os
 import subprocess
 from unittest import mock
 
@@ -56,16 +57,20 @@ def test_tensor_parallel_with_masks():
 
 
 @pytest.mark.night
-def test_a_step_that_fails():
+def test_a_step_that_fails(tmp_path, monkeypatch):
+    """The module can be imported here, but not in the process of the step."""
+    module = tmp_path / "plugin_of_few_ranks.py"
+    module.write_text(
+        "import os\nassert os.environ.get('WORLD_SIZE') != '640', 'few'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    override = ("--experimental.custom_import", "plugin_of_few_ranks")
     with pytest.raises(
         ConfigError,
-        match=r"(?s)rank 0 of 640 failed \(exit status 1\).*No module named 'no_such",
+        match=r"(?s)rank 0 of 640 failed \(exit status 1\).*cannot be imported: few",
     ):
-        preflight(
-            PreflightOptions(
-                PAPER, ("--experimental.custom_import", "no_such_plugin"), 640
-            )
-        )
+        preflight(PreflightOptions(PAPER, override, 640))
 
 
 def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
@@ -94,6 +99,11 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
         (TP2, {"seq_len": 63}, "seq_len 63 is not divisible by 2"),
         ((), {"flavor": "0.7B"}, "model.flavor is '0.7B'"),
         ((), {"seq_len": 0}, "training.seq_len is 0"),
+        (
+            (),
+            {"ranks": 7},
+            "7; the nearest: 1918, 1925; 6 or 8 ranks would work with this mesh and",
+        ),
         # The unreduced config is checked: block 28 does not exist, and block 27 not in
         # the small model.
         (("--dispersion.layers", "28"), {}, "has 28 blocks"),
@@ -101,7 +111,7 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
 )
 def test_errors_come_before_the_step(options, reduction, message):
     with pytest.raises(ConfigError, match=message):
-        preflight(PreflightOptions(PAPER, options, 640, **reduction))
+        preflight(PreflightOptions(PAPER, options, **{"ranks": 640, **reduction}))
 
 
 @pytest.mark.parametrize(

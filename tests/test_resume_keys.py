@@ -24,8 +24,7 @@ from titan_disp.errors import ConfigError, RefusedError
 from titan_disp.job_config import Source, all_keys, fixed
 from titan_disp.models.registry import args_of
 from titan_disp.run.identity import STEP as PER_STEP
-from titan_disp.run.identity import of_model, to_state
-from titan_disp.train import DispTrainer
+from titan_disp.run.identity import check_resume, of_model, to_state
 
 # By hand: what decides which tokens a slot gets, and which model is trained. Does a new
 # key?
@@ -91,7 +90,7 @@ def run(sample, tmp_path_factory):
 
     def resume(changes):
         again = start(changed(job, changes), tokenizer, checkpoint)
-        DispTrainer.check_resume(again, STEP)
+        check_resume(again, STEP)
         return again
 
     return job, resume
@@ -251,17 +250,13 @@ def test_a_budget_keeps_the_tokens_of_a_step(sample, tmp_path):
             RefusedError,
             match="^tokens of a step is 4096 in the checkpoint and 8192 in the config: ",
         ):
-            DispTrainer.check_resume(
-                start(changed(job, larger | more), tokenizer, tmp_path), STEP
-            )
+            check_resume(start(changed(job, larger | more), tokenizer, tmp_path), STEP)
     for changes, step in (
         (larger | {"budget.tokens": 0}, STEP),
         (larger, 0),
         ({}, STEP),
     ):
-        DispTrainer.check_resume(
-            start(changed(job, changes), tokenizer, tmp_path), step
-        )
+        check_resume(start(changed(job, changes), tokenizer, tmp_path), step)
     other = start(
         changed(job, {"baseline.method": "noisy_embedding", "stream.seed": 5}),
         tokenizer,
@@ -269,7 +264,7 @@ def test_a_budget_keeps_the_tokens_of_a_step(sample, tmp_path):
     )
     # of a seed checkpoint, too, only the data may differ
     with pytest.raises(ConfigError, match="baseline.method"):
-        DispTrainer.check_resume(other, 0)
+        check_resume(other, 0)
 
 
 def test_other_data_begin_a_new_epoch_if_they_may(run):

@@ -276,7 +276,7 @@ def two_jobs(sample, folder):
         "--condensation.interval",
         "0",
     )
-    first.checkpointer.hooks.train_step = lambda data: (
+    first.train_step = lambda data: (
         DispTrainer.train_step(first, data),
         RunFolder(first.job_config, 1) if first.step == 4 else None,
     )

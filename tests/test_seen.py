@@ -3,6 +3,7 @@ by hand.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from tests.streams import write_texts
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.job_config import Source
 from titan_disp.lab.digest import global_batch
+from titan_disp.models.registry import MODELS
 from titan_disp.objective import DispersionObjective, LossLedger
 from titan_disp.run.reader import read_metrics
-from titan_disp.spec import cross_entropies
+from titan_disp.spec import cross_entropies, train_spec
 from titan_disp.train import DispTrainer
 
 TP = {"parallelism.tensor_parallel_degree": 2}
@@ -103,6 +105,22 @@ def test_cross_entropy_of_each_source(folder, name):
         check_sources(row)
         assert row["data"]["tokens/code"] == step * 3 * SEQ_LEN
         assert row["data"]["documents/code"] > row["data"]["documents/web"] > 0
+
+
+def test_sources_of_an_earlier_trainer_are_forgotten(sample, tmp_path, monkeypatch):
+    """Both trainers of a process share the parts of a spec."""
+    loaders = iter([{"web": 2, "code": 1}, {"text": 3}])
+    monkeypatch.setattr(
+        "titan_disp.spec.build_dataloader",
+        lambda *arguments: SimpleNamespace(own=next(loaders)),
+    )
+    job = job_config(sample, tmp_path)
+    dims = SimpleNamespace(tp_enabled=False, get_optional_mesh=lambda name: None)
+    spec = train_spec(MODELS["qwen3_disp"])
+    ledger = spec.build_loss_fn(job, dims).ledger
+    for sources in ({"web": 2, "code": 1}, {}):
+        spec.build_dataloader_fn(1, 0, None, job)
+        assert ledger.sources == sources
 
 
 def test_rows_are_told_apart_by_their_place():

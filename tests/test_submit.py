@@ -172,6 +172,47 @@ def test_the_file_of_a_site(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("option", "similar"),
+    [
+        ("accuont=abc", "account"),
+        ("cpus_per_task=4", "cpus-per-task"),
+        ("partiton=gpu", "partition"),
+        # of sbatch, a beginning of one, and of plugins
+        ("gres=gpu:8", None),
+        ("part=gpu", None),
+        ("container-image=a.sqsh", None),
+        ("image=a", None),
+    ],
+)
+def test_an_unknown_option_of_sbatch(command, option, similar):
+    code, out, err = command(80, "--sbatch", option)
+    if similar is None:
+        assert (code, f"--{option}" in out) == (0, True), err
+        return
+    assert (code, "pretrain.sbatch" in out) == (2, False)
+    name, _, _ = option.partition("=")
+    assert f"sbatch has no option {name!r} (did you mean {similar}?)" in err
+
+
+def test_a_dry_run_looks_at_the_run_folder(command, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in ("/proc/runs", f"{tmp_path}/file/run"):
+        found = {"sbatch": "/usr/bin/sbatch"}
+        monkeypatch.setattr(launch.shutil, "which", found.get)
+        code, out, err = command(80, "--job.dump_folder", folder)
+        assert code == 2
+        assert f"error: job.dump_folder '{folder}' is not writable: " in err
+        assert "pretrain.sbatch" not in out
+        # on another machine than the cluster, it may not exist
+        del found["sbatch"]
+        code, out, err = command(80, "--job.dump_folder", folder)
+        assert (code, "pretrain.sbatch" in out) == (0, True)
+        assert f"warning: job.dump_folder '{folder}' is not writable: " in out
+    assert command(80, "--job.dump_folder", "a/b")[0] == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
     ("nodes", "spares", "python", "said"),
     [
         (79, "", "python", "is not a positive multiple of local_batch_size 1 × 632"),

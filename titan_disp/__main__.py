@@ -1,13 +1,15 @@
 """``titan-disp …`` and ``python -m titan_disp …`` run this module.
 
 The loss needs only PyTorch, but the command line needs all that titan-disp requires.
-This module can be imported without it, and says what is missing.
+This module can be imported without it, and says what is missing. It knows its version
+without it, too.
 """
 
 import re
 import sys
 from importlib.metadata import requires
 
+import titan_disp
 from titan_disp.errors import EXIT_CODE
 
 
@@ -18,6 +20,9 @@ def required_packages() -> set[str]:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--version"]:
+        print(f"titan-disp {titan_disp.__version__}")
+        return
     try:
         from titan_disp import cli
 

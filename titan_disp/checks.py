@@ -8,14 +8,16 @@ first problem that it finds. Other checks are elsewhere: ``cluster.preflight`` r
 real step, and ``cluster.job_check`` runs these checks for a SLURM job.
 """
 
+import copy
 import importlib
 import importlib.util
+import itertools
 import math
-import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch._dynamo
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -28,7 +30,7 @@ from titan_disp.config.batch import (
     resolve_steps,
     slot_count,
 )
-from titan_disp.config.keys import Facts, has, similar, written
+from titan_disp.config.keys import Facts, has, similar, value_of, written
 from titan_disp.config.types import JobConfig
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.listing import DataFile
@@ -51,6 +53,7 @@ from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import checked
 from titan_disp.errors import (
     ConfigError,
+    Problems,
     RanksError,
     counted,
     did_you_mean,
@@ -67,11 +70,17 @@ from titan_disp.run.integrity import checkpoints
 from titan_disp.schedules import check_schedules, schedule_warnings
 from titan_disp.tables import LOSSES, OPTIONS, parse_overrides
 
-T = TypeVar("T")
+# Numbers of ranks or nodes that are tried above the asked one, where no batch limits
+# them
+MOST_MORE = 1024
 
 
-def check_config(job_config: JobConfig, world_size: int) -> None:
+def check_config(
+    job_config: JobConfig, world_size: int, problems: Problems | None = None
+) -> None:
     """Check everything that follows from the config and the number of ranks.
+
+    ``problems`` may collect all that is wrong; by default, the first of it is raised.
 
     Also set training.steps from budget.tokens, replace data_parallel_replicate_degree
     and validation.seq_len of −1, and turn model.overrides and dispersion.options into
@@ -84,18 +93,85 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
         )
     find_model(job_config.model.name)
     resolve_tables(job_config)
-    check_keys(job_config)
-    check_names_of_code(job_config)
-    check_mesh(job_config, world_size)
-    check_batch(job_config, world_size)
-    resolve_steps(job_config, world_size)
-    check_model(job_config)
-    check_schedules(job_config)
-    check_validation(job_config)
-    check_stream(job_config, world_size)
-    check_profiling(job_config)
-    check_loading(job_config)
-    check_baseline(job_config)
+    problems = problems or Problems()
+    passes = problems.pass_
+    keys_pass = check_keys(job_config, problems)
+    passes(check_names_of_code, job_config)
+    fits = passes(check_mesh, job_config, world_size) and passes(
+        check_batch, job_config, world_size
+    )
+    has_steps = passes(resolve_steps, job_config, world_size)
+    passes(check_model, job_config)
+    if keys_pass and has_steps:
+        passes(check_schedules, job_config)
+    passes(check_validation, job_config)
+    if fits:
+        passes(check_stream, job_config, world_size)
+    passes(check_profiling, job_config)
+    passes(check_loading, job_config)
+    passes(check_baseline, job_config)
+
+
+def check_ranks(job_config: JobConfig, world_size: int) -> None:
+    """Check a config as ``check_config``. If mesh or batch do not fit the number of
+    ranks, the message names the nearest numbers that they fit.
+    """
+    asked = copy.copy(job_config)
+    asked.parallelism = copy.copy(job_config.parallelism)
+    try:
+        check_config(job_config, world_size)
+    except RanksError as error:
+        hint = nearest_hint(asked, world_size, "rank")
+        raise ConfigError(f"{error}{hint}") from error
+
+
+def fits_ranks(job_config: JobConfig, world_size: int) -> bool:
+    """Return whether mesh and batch of a config, whose tables are resolved, fit a
+    number of ranks. The config is not changed.
+    """
+    trial = copy.copy(job_config)
+    trial.parallelism = copy.copy(job_config.parallelism)
+    with suppress(ConfigError):
+        check_mesh(trial, world_size)
+        check_batch(trial, world_size)
+        check_stream(trial, world_size)
+        return True
+    return False
+
+
+def nearest_hint(
+    job_config: JobConfig, count: int, noun: str, ranks_each: int = 1
+) -> str:
+    """Return the end of a message: the next smaller and the next larger number of nodes
+    or ranks that mesh and batch fit, or "" if they fit ``count``.
+
+    ``job_config``: with the degrees of parallelism of the file, which checks change.
+    ``ranks_each``: ranks of a node, or 1.
+    """
+    if not check_keys(job_config, Problems(collect=True)):
+        return ""
+    p = job_config.parallelism
+
+    def fits(count: int) -> bool:
+        return fits_ranks(job_config, count * ranks_each)
+
+    if fits(count):
+        return ""
+    largest = count + MOST_MORE
+    batch = job_config.training.global_batch_size
+    if batch > 0:
+        # Every data-parallel rank has at least one microbatch.
+        microbatches = batch // job_config.training.local_batch_size
+        ranks_of_sequence = p.tensor_parallel_degree * p.context_parallel_degree
+        largest = microbatches * ranks_of_sequence // ranks_each
+    smaller = filter(fits, range(min(count - 1, largest), 0, -1))
+    larger = filter(fits, range(count + 1, largest + 1))
+    nearest = [*itertools.islice(smaller, 1), *itertools.islice(larger, 1)]
+    if not nearest:
+        return ""
+    *others, last = nearest
+    numbers = " or ".join([*map(str, others), counted(last, noun)])
+    return f"; {numbers} would work with this mesh and batch"
 
 
 def resolve_tables(job_config: JobConfig) -> None:
@@ -106,17 +182,20 @@ def resolve_tables(job_config: JobConfig) -> None:
     dispersion.options = parse_overrides(dispersion.options, OPTIONS)
 
 
-def value_of(job_config: JobConfig, key: str) -> Any:
-    """Return the value of a key by its full name, such as "optimizer.lr"."""
-    return operator.attrgetter(key)(job_config)
+def check_keys(job_config: JobConfig, problems: Problems) -> bool:
+    """Check every key, TorchTitan's and titan-disp's, and return whether all pass."""
+    passed = [
+        problems.pass_(check_key, key, facts, job_config)
+        for key, facts in all_facts().items()
+    ]
+    return all(passed)
 
 
-def check_keys(job_config: JobConfig) -> None:
-    """Check every key, TorchTitan's and titan-disp's, by the facts about it."""
-    for key, facts in all_facts().items():
-        if (facts.limited or facts.needs) and _holds(facts, job_config):
-            facts.check(key, value_of(job_config, key))
-            _check_needs(key, facts, job_config)
+def check_key(key: str, facts: Facts, job_config: JobConfig) -> None:
+    """Check a key by the facts about it."""
+    if (facts.limited or facts.needs) and _holds(facts, job_config):
+        facts.check(key, value_of(job_config, key))
+        _check_needs(key, facts, job_config)
 
 
 def _holds(facts: Facts, job_config: JobConfig) -> bool:
@@ -360,11 +439,15 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
     """
     t = job_config.training
     dp = data_parallel_degree(job_config, world_size)
-    if t.global_batch_size != -1 and t.global_batch_size % (t.local_batch_size * dp):
+    unit = t.local_batch_size * dp
+    if t.global_batch_size != -1 and t.global_batch_size % unit:
+        multiple = t.global_batch_size // unit * unit
+        nearest = [str(size) for size in (multiple, multiple + unit) if size]
         raise RanksError(
             f"training.global_batch_size {t.global_batch_size} is not a positive "
             f"multiple of local_batch_size {t.local_batch_size} × "
-            f"{counted(dp, 'data-parallel rank')} = {t.local_batch_size * dp}"
+            f"{counted(dp, 'data-parallel rank')} = {unit}; the nearest: "
+            f"{', '.join(nearest)}"
         )
 
 
@@ -467,7 +550,7 @@ def check_device(job_config: JobConfig) -> None:
         "profiling.enable_profiling",
         "profiling.enable_memory_snapshot",
     ):
-        if cpu.active() and operator.attrgetter(key)(job_config):
+        if cpu.active() and value_of(job_config, key):
             raise ConfigError(
                 f"{key} is true, but there is no accelerator: set it to false"
             )
@@ -529,7 +612,7 @@ def check_inputs(job_config: JobConfig) -> None:
     """Check what the config names on disk: the tokenizer, the data, and the initial
     weights.
     """
-    missing_inputs(job_config, strict=True)
+    listed_inputs(job_config, missing=Problems())
 
 
 def check_checkpoint(job_config: JobConfig) -> None:
@@ -546,34 +629,25 @@ def check_checkpoint(job_config: JobConfig) -> None:
         check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
 
 
-def missing_inputs(
-    job_config: JobConfig, strict: bool
-) -> tuple[list[str], list[tuple[DataSet, list[DataFile]]]]:
-    """Return messages about data, a tokenizer and weights that the config names and the
-    disk does not have, and the files it has.
+def listed_inputs(
+    job_config: JobConfig, missing: Problems
+) -> list[tuple[DataSet, list[DataFile]]]:
+    """Return the data that the config names, with the files that the disk has.
 
-    What is there and wrong raises ConfigError. With ``strict``, so does what is
-    missing.
+    ``missing`` may collect data and a tokenizer that are not there. What is there and
+    wrong raises ConfigError.
     """
-    missing: list[str] = []
-
-    def found(look: Callable[..., T], *args: Any) -> T | None:
-        try:
-            return look(*args)
-        except ConfigError as error:
-            if strict:
-                raise
-            missing.append(str(error))
-            return None
-
-    there = found(find_tokenizer, job_config.model.hf_assets_path) is not None
-    options = stream_options(
-        job_config, tokenizer=tokenizer_of(job_config) if there else None
-    )
+    tokenizer = None
+    if missing.pass_(find_tokenizer, job_config.model.hf_assets_path):
+        tokenizer = tokenizer_of(job_config)
+    options = stream_options(job_config, tokenizer=tokenizer)
     listed: list[tuple[DataSet, list[DataFile]]] = []
     for data in data_sets(job_config):
         data.check_name()
-        if (files := found(data.check)) is not None:
+        files = None
+        with missing.collected():
+            files = data.check()
+        if files is not None:
             check_content(files, options, data.key)
             listed.append((data, files))
             if (
@@ -583,8 +657,8 @@ def missing_inputs(
             ):
                 with_index(files, options)
     check_overlaps(listed)
-    found(check_checkpoint, job_config)
-    return missing, listed
+    missing.pass_(check_checkpoint, job_config)
+    return listed
 
 
 def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:

@@ -26,16 +26,15 @@ from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_yo
 from titan_disp.job_config import all_facts, unknown_option
 
 
-def sample_data(options: opts.SampleOptions) -> None:
+def sample_data(options: opts.SampleOptions) -> str:
     from titan_disp.lab.sample import is_complete, write_sample
 
     folder = options.folder
     vocab_size = options.vocab_size
     if is_complete(folder):
-        print(f"{folder} already holds the sample corpus")
-        return
+        return f"{folder} already holds the sample corpus"
     counts = write_sample(folder, vocab_size)
-    print(
+    return (
         f"{folder}: {counts['train']} train and {counts['validation']} validation "
         f"documents, {counts['characters'] / 1e6:.1f} M characters, tokenizer of "
         f"{vocab_size} pieces in {folder / 'tokenizer'}"
@@ -51,7 +50,7 @@ def data_index(options: opts.IndexOptions) -> None:
         print(line)
 
 
-def data_fetch(options: opts.FetchOptions) -> None:
+def data_fetch(options: opts.FetchOptions) -> str:
     from titan_disp.lab.fetch import fetch
 
     if left := fetch(options):
@@ -61,7 +60,7 @@ def data_fetch(options: opts.FetchOptions) -> None:
             "again"
         )
     path = str(options.folder)
-    print(
+    return (
         f"{path} is complete: training.dataset = {options.dataset!r}, "
         f"training.dataset_path = {path!r}"
     )
@@ -109,56 +108,54 @@ def plan(options: opts.PlanOptions) -> None:
         )
 
 
-def preflight(options: opts.PreflightOptions) -> None:
+def preflight(options: opts.PreflightOptions) -> str:
     from titan_disp.cluster.preflight import preflight as run
 
-    print("\n".join(run(options).lines()))
+    return "\n".join(run(options).lines())
 
 
-def report(options: opts.ReportOptions) -> None:
+def report(options: opts.ReportOptions) -> str:
     from titan_disp.lab.report.page import write_report
     from titan_disp.text import byte_size
 
-    print(
-        f"{options.out}: "
-        f"{byte_size(write_report(options.runs, options.out, options.evaluation).stat().st_size, 3)}"
-    )
+    page = write_report(options.runs, options.out, options.evaluation)
+    return f"{options.out}: {byte_size(page.stat().st_size, 3)}"
 
 
-def export(options: opts.ExportOptions) -> None:
+def export(options: opts.ExportOptions) -> str:
     from titan_disp.lab.export.export import export as run
 
     saved = run(options)
     dest = options.dest
-    print(
+    return (
         f"{saved.name} is in {dest}: load it with "
         f"AutoModelForCausalLM.from_pretrained({str(dest)!r})"
     )
 
 
-def checkpoint(options: opts.CheckpointOptions) -> None:
+def checkpoint(options: opts.CheckpointOptions) -> int:
     from titan_disp.lab.export.inventory import inventory
 
     damaged = False
     for found in inventory(options.run, options.step):
         print(found.line(), flush=True)
         damaged |= found.damaged
-    raise SystemExit(int(damaged))
+    return int(damaged)
 
 
-def sweep_run(options: opts.SweepOptions) -> None:
+def sweep_run(options: opts.SweepOptions) -> int:
     from titan_disp.lab.sweeps.definition import read_sweep
 
-    found = read_sweep(options.file)
+    sweep = read_sweep(options.file)
     if options.submit:
         from titan_disp.lab.sweeps.preparation import submit
 
-        raise SystemExit(submit(found, options))
+        return submit(sweep, options)
     from titan_disp.lab.sweeps.runner import run, summary
 
-    results = run(found, options.jobs, options.nproc)
+    results = run(sweep, options.jobs, options.nproc)
     print("\n".join(summary(results)))
-    raise SystemExit(int(any(result.outcome != "finished" for result in results)))
+    return int(any(result.outcome != "finished" for result in results))
 
 
 def sweep_table(options: opts.SweepTableOptions) -> None:
@@ -291,7 +288,7 @@ def run(args: Sequence[str], prog: str) -> None:
             args = _split_overrides(args, command[0])
     about = _wrapped(
         "Pre-train language models with the dispersion loss, and measure their "
-        "condensation."
+        "condensation. titan-disp --version prints the version."
     )
     # Without pairs, help shows --json, and not "--json, --no-json"
     config = (tyro.conf.FlagCreatePairsOff,)

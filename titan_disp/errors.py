@@ -1,7 +1,7 @@
 """Exceptions for problems that the user can fix, and parts of their messages."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,64 @@ class NonFiniteError(UserError):
 
     The training may be unstable.
     """
+
+
+class Problems:
+    """What several checks refuse. By default, the first ConfigError is raised.
+
+    Attributes:
+        messages: if they are collected, one for each subject, such as a key.
+        about_ranks: whether one of them is a RanksError.
+    """
+
+    def __init__(self, collect: bool = False) -> None:
+        self.collect = collect
+        self.messages: dict[str, str] = {}
+        self.about_ranks = False
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Collect a ConfigError, which ends the block only."""
+        try:
+            yield
+        except ConfigError as error:
+            if not self.collect:
+                raise
+            subject, _, _ = str(error).partition(" is ")
+            self.messages.setdefault(subject, str(error))
+            self.about_ranks |= isinstance(error, RanksError)
+
+    def pass_(self, check: Callable[..., object], *arguments: Any) -> bool:
+        """Return whether a check passes."""
+        try:
+            with self.collected():
+                check(*arguments)
+                return True
+        except Exception:
+            # It may compute with a value that an earlier check has refused.
+            if not self.messages:
+                raise
+        return False
+
+    def refuse_first(self, end: str = "") -> None:
+        """Raise a ConfigError of the first message and the sentence ``end``, if there
+        are messages.
+        """
+        for message in self.messages.values():
+            raise ConfigError(". ".join(filter(None, [message, end])))
+
+    def refuse(self, end: str = "") -> None:
+        """Raise a ConfigError of all messages and the sentence ``end``, if there are
+        messages.
+        """
+        messages = list(self.messages.values())
+        if len(messages) < 2:
+            self.refuse_first(end)
+            return
+        lines = [f"- {message}" for message in messages]
+        raise ConfigError(
+            "\n".join([f"{len(messages)} problems:", *lines, end]).strip()
+        )
 
 
 EXIT_CODE = 2

@@ -6,6 +6,7 @@ A field is all that declares a key. The docstring below it is its help text, and
 import annotations``, because TorchTitan merges the classes by their real types.
 """
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
@@ -500,6 +501,7 @@ def all_keys() -> dict[str, Field[Any]]:
     return keys
 
 
+@functools.cache  # a plan asks for each of a thousand numbers of nodes
 def all_facts() -> dict[str, Facts]:
     """Return the facts about all keys of a config, TorchTitan's and titan-disp's."""
     ours = {name: facts_of(field) for name, field in all_keys().items()}

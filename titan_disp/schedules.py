@@ -57,7 +57,8 @@ class Curve:
     @property
     def rise(self) -> float:
         """How much the value grows again after it has fallen from its peak."""
-        after = [v for step, v in self.values.items() if step >= self.peak_step]
+        peak_step = self.peak_step
+        after = [v for step, v in self.values.items() if step >= peak_step]
         lowest = accumulate(after, min)
         return max(v - low for v, low in zip(after, lowest, strict=True))
 

@@ -52,8 +52,9 @@ def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
     ]
     if not names:
         return None
-    mesh = parallel_dims.get_mesh(names if len(names) > 1 else names[0])
-    return mesh if mesh.ndim == 1 else mesh._flatten("sequence")
+    if len(names) == 1:
+        return parallel_dims.get_mesh(names[0])
+    return parallel_dims.get_mesh(names)._flatten("sequence")
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
@@ -157,7 +158,9 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     ) -> StreamLoader:
         shared.max_skipped_steps = job_config.guard.max_skipped_steps
         shared.loader = build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-        shared.ledger.sources = shared.loader.own if len(shared.loader.own) > 1 else {}
+        shared.ledger.sources = {}  # not those of an earlier trainer in this process
+        if len(shared.loader.own) > 1:
+            shared.ledger.sources = shared.loader.own
         return shared.loader
 
     def parallelize_model(

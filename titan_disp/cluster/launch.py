@@ -4,9 +4,11 @@ starts sbatch.
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from titan_disp.checks import check_config, check_device, check_inputs
+from titan_disp.checks import check_device, check_inputs, check_ranks
 from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.command_options import (
@@ -36,6 +38,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError
 from titan_disp.files import cores
 from titan_disp.run import dry
+from titan_disp.run.folder import writing
 from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 
 
@@ -80,7 +83,7 @@ def launch(options: TrainOptions) -> int:
     if dry.is_dry(job_config):
         nproc = 1
         ranks = dry.simulated_ranks()
-    check_config(job_config, ranks)
+    check_ranks(job_config, ranks)
     check_device(job_config)
     check_inputs(job_config)
     # torchrun sets one thread per rank. Here the ranks share the machine's cores.
@@ -253,11 +256,51 @@ OTHER_PYTHON = (
 )
 
 
+# The long options of sbatch, from the manual of SLURM 23.11 and later ones
+SBATCH_OPTIONS = """
+account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
+consolidate-segments constraint container container-id contiguous core-spec
+cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
+distribution error exclude exclusive export export-file extra extra-node-info
+get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres
+gres-flags hint hold ignore-pbs input job-name kill-on-invalid-dep licenses mail-type
+mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill
+no-requeue nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+ntasks-per-socket oom-kill-step open-mode output overcommit oversubscribe parsable
+partition power prefer priority profile propagate qos quiet reboot requeue reservation
+resv-ports segment signal sockets-per-node spread-job stepmgr switches test-only
+thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid usage
+use-min-nodes verbose wait wait-all-nodes wckey wrap
+"""
+# Similarity from which an unknown option is a misspelled one. Less similar ones, such
+# as container-image, may be those of a cluster's plugins.
+MISSPELLED = 0.85
+
+
+def check_sbatch_option(option: str) -> None:
+    """Refuse a misspelled option of sbatch, such as "accuont=abc"."""
+    known = SBATCH_OPTIONS.split()
+    name, _, _ = option.lstrip("-").partition("=")
+    # sbatch accepts an option's beginning, too.
+    if any(whole.startswith(name) for whole in known):
+        return
+    with_hyphens = name.replace("_", "-")
+    similar = difflib.get_close_matches(with_hyphens, known, 1, MISSPELLED)
+    if similar:
+        raise ConfigError(
+            f"sbatch has no option {name!r} (did you mean {similar[0]}?): change "
+            f"--sbatch {option}"
+        )
+
+
 def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]:
     """Build the options of sbatch.
 
-    ``more`` are further ones, without dashes. Raises ConfigError if one has a comma.
+    ``more`` are further ones, without dashes. Raises ConfigError if one is misspelled
+    or has a comma.
     """
+    for option in options.sbatch:
+        check_sbatch_option(option)
     exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
     if not any(os.environ.get(name) for name in OTHER_PYTHON):
         exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
@@ -311,6 +354,21 @@ def send(line: Sequence[str], dry_run: bool) -> int:
         ) from error
 
 
+def _look_at(run: Path) -> None:
+    """Check that a run folder could be written: a temporary folder is, and removed.
+
+    On a machine without sbatch, which may have other disks than the cluster, only warn.
+    """
+    there = next(folder for folder in (run, *run.parents) if folder.exists())
+    try:
+        with writing(run), tempfile.TemporaryDirectory(dir=there):
+            pass
+    except ConfigError as error:
+        if shutil.which("sbatch") is not None:
+            raise
+        print(f"warning: {error}", flush=True)
+
+
 def submit(options: SubmitOptions) -> int:
     """Print the plan, keep what the job will run in RUN/launch, submit it, and return
     sbatch's exit status.
@@ -329,6 +387,7 @@ def submit(options: SubmitOptions) -> int:
     print(render(make_plan(job_config, training)), flush=True)
     site = site_file(options.site)
     if options.dry_run:
+        _look_at(Path(job_config.job.dump_folder).absolute())
         return send(
             command(options, [options.config, *options.overrides]), dry_run=True
         )

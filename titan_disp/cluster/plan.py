@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from titan_disp.checks import check_config, config_warnings, missing_inputs
+from titan_disp.checks import (
+    check_config,
+    config_warnings,
+    fits_ranks,
+    listed_inputs,
+    nearest_hint,
+    resolve_tables,
+)
 from titan_disp.cluster import cost
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import (
@@ -32,7 +39,7 @@ from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import DataSet, source_shares
 from titan_disp.data.sources import measured as with_densities
-from titan_disp.errors import ConfigError, RanksError, counted
+from titan_disp.errors import ConfigError, Problems, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.schedules import (
@@ -233,6 +240,7 @@ def admitted_node_counts(
     as_it_is = (p.data_parallel_replicate_degree, p.data_parallel_shard_degree)
     replica = shard * p.context_parallel_degree * p.tensor_parallel_degree
     trial = copy.deepcopy(job_config)
+    resolve_tables(trial)
     mesh = trial.parallelism
     admitted = []
     for nodes in range(1, MAX_NODES + 1):
@@ -247,6 +255,8 @@ def admitted_node_counts(
             mesh.data_parallel_shard_degree = shard_degree
             # An earlier check may have set the steps from the token budget.
             trial.training.steps = steps
+            if not fits_ranks(trial, world):  # most numbers, and the soonest found
+                continue
             try:
                 check_config(trial, world)
             except ConfigError:
@@ -326,24 +336,27 @@ def find_machine(machine: Machine) -> Machine:
 def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> Plan:
     """Return the plan of a config, which is not changed, on a machine.
 
-    With ``strict``, missing data or a missing tokenizer is an error.
-
     Raises ConfigError if the run would fail at its start, or a number of the machine is
-    out of range.
+    out of range. With ``strict``, missing data or a missing tokenizer is an error, too,
+    and the message has all problems.
     """
     machine = find_machine(machine)
     unchecked = job_config
     job_config = copy.deepcopy(job_config)
     world = machine.nodes * machine.gpus_per_node
-    try:
-        check_config(job_config, world)
-    except RanksError as error:
-        nodes = counted(machine.nodes, "node")
-        gpus = counted(machine.gpus_per_node, "GPU")
-        raise ConfigError(
-            f"{error}. This is for {nodes} of {gpus} (--nodes, --gpus-per-node)"
-        ) from error
-    missing, listed = missing_inputs(job_config, strict)
+    asked = copy.copy(job_config)
+    asked.parallelism = unchecked.parallelism
+    problems = Problems(collect=True)
+    problems.pass_(check_config, job_config, world, problems)
+    end = ""
+    if problems.about_ranks:
+        end = _asked_size(asked, machine)
+    if not strict:
+        problems.refuse_first(end)
+    missing = problems if strict else Problems(collect=True)
+    listed: list[tuple[DataSet, list[DataFile]]] = []
+    problems.pass_(lambda: listed.extend(listed_inputs(job_config, missing)))
+    problems.refuse(end)
     module = meta_model(job_config)
     prediction = predict(job_config, module, machine)
     checkpoints = _checkpoints(job_config, module, machine, prediction.time)
@@ -364,11 +377,25 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         unseen=unseen_shares(job_config, listed, slots, sources),
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
-            *missing,
+            *missing.messages.values(),
             *config_warnings(job_config),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),
         ],
+    )
+
+
+def _asked_size(job_config: JobConfig, machine: Machine) -> str:
+    """Return a sentence on the asked number of nodes, and on those that would work.
+
+    ``job_config``: with the degrees of parallelism of the file.
+    """
+    hint = nearest_hint(
+        job_config, machine.nodes, noun="node", ranks_each=machine.gpus_per_node
+    )
+    return (
+        f"This is for {counted(machine.nodes, 'node')} of "
+        f"{counted(machine.gpus_per_node, 'GPU')} (--nodes, --gpus-per-node){hint}"
     )
 
 

@@ -38,9 +38,10 @@ from torchtitan.train import Trainer
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
-from titan_disp.checks import check_config, check_mesh, config_warnings
+from titan_disp.checks import check_config, check_mesh, check_ranks, config_warnings
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.command_options import PreflightOptions
+from titan_disp.config.keys import set_value, value_of
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.data.options import stream_options
@@ -66,10 +67,8 @@ class Reduced:
         self.changes: list[str] = []
 
     def set(self, key: str, new: Any, reason: str = "", *, said: bool = True) -> None:
-        section, name = key.split(".")
-        holder = getattr(self.job_config, section)
-        old = getattr(holder, name)
-        setattr(holder, name, new)
+        old = value_of(self.job_config, key)
+        set_value(self.job_config, key, new)
         if said and old != new:
             self.changes.append(
                 f"{key} {shown(old)} → {shown(new)}" + (f": {reason}" if reason else "")
@@ -276,7 +275,7 @@ def preflight(options: PreflightOptions) -> Report:
 def prepare(options: PreflightOptions) -> tuple[JobConfig, Reduced]:
     """Check the config and its reduced form for one step, and return both."""
     job_config = load_config(options.argv)
-    check_config(job_config, options.ranks)
+    check_ranks(job_config, options.ranks)
     reduced = reduce(job_config, options.ranks, options.flavor, options.seq_len)
     check_config(reduced.job_config, options.ranks)
     return job_config, reduced

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from operator import attrgetter
 from typing import Any
 
 from titan_disp.checks import check_config
@@ -19,6 +18,7 @@ from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import find_machine, meta_model, predict
 from titan_disp.config.batch import data_parallel_degree, global_batch_size
 from titan_disp.config.command_options import Machine
+from titan_disp.config.keys import set_value, value_of
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError
 from titan_disp.text import estimated_duration
@@ -66,13 +66,12 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
     machine = find_machine(machine)
     module = meta_model(job_config)
     memory = FILLED * find_gpu(machine).memory
-    own = {key: attrgetter(key)(job_config) for key in KEYS}
+    own = {key: value_of(job_config, key) for key in KEYS}
     found: dict[tuple[str, ...], tuple[Suggestion, dict[str, Any]]] = {}
     for values in [own, *_tries(job_config, machine, own)]:
         trial = copy.deepcopy(job_config)
         for key, value in values.items():
-            section, name = key.split(".")
-            setattr(getattr(trial, section), name, value)
+            set_value(trial, key, value)
         try:
             check_config(trial, machine.nodes * machine.gpus_per_node)
         except ConfigError:  # _tries has raised it if it is about the config as it is

@@ -115,7 +115,9 @@ class SlurmOptions(Nodes):
     account=abc partition=gpu.
     """
     dry_run: bool = False
-    """print the sbatch command instead of running it."""
+    """print the sbatch command instead of running it. On a machine with sbatch, the run
+    folder must be writable.
+    """
 
     @property
     def machine(self) -> Machine:
@@ -140,7 +142,9 @@ class PlanOptions(Machine, ConfigOptions):
     """
 
     strict: bool = False
-    """fail, rather than warn, if the data or the tokenizer is missing."""
+    """fail, rather than warn, if the data or the tokenizer is missing, and report all
+    problems, not only the first.
+    """
     suggest: bool = False
     """list other local batches, meshes and activation checkpointing that fit the
     memory, with the least step time.

@@ -191,6 +191,17 @@ def has(value: Any, part: Any) -> bool:
     return part in (value if isinstance(value, list) else [value])
 
 
+def value_of(config: Any, key: str) -> Any:
+    """Return the value of a key by its full name, such as "optimizer.lr"."""
+    return operator.attrgetter(key)(config)
+
+
+def set_value(config: Any, key: str, value: Any) -> None:
+    """Set a key by its full name."""
+    section, _, name = key.rpartition(".")
+    setattr(value_of(config, section), name, value)
+
+
 def written(value: Any) -> str:
     """Return a value as messages show it."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from operator import attrgetter
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -23,7 +23,7 @@ import typeguard
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import logger
 
-from titan_disp.config.keys import Facts, similar, written
+from titan_disp.config.keys import Facts, set_value, similar, written
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, reported
 from titan_disp.job_config import all_facts, key_hint, unknown_option
@@ -191,16 +191,27 @@ def _option(argv: Sequence[str], name: str) -> str | None:
 def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
-        # UnicodeDecodeError is a ValueError as well.
-        with (
-            open(path, "rb") as file,
-            reported(f"the config {path!r} is not valid TOML", ValueError),
-        ):
-            return tomli.load(file)
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
             f"cannot read the config {path!r}: {error.strerror}{_near(path)}"
         ) from error
+    try:
+        return tomli.loads(content.decode())
+    except ValueError as error:  # UnicodeDecodeError is one, too
+        raise ConfigError(
+            f"the config {path!r} is not valid TOML: {error}{_lower_case(content, error)}"
+        ) from error
+
+
+def _lower_case(content: bytes, error: ValueError) -> str:
+    """Return a hint if the error of TOML is at Python's True or False, or ""."""
+    place = re.search(r"at line (\d+), column (\d+)", str(error))
+    if place is None:
+        return ""
+    line = content.decode().split("\n")[int(place[1]) - 1]
+    word = re.match(r"(True|False)\b", line[int(place[2]) - 1 :])
+    return f": write {word[0].lower()} in lower case" if word else ""
 
 
 def _near(path: str) -> str:
@@ -315,8 +326,7 @@ def expand_paths(config: Any) -> None:
     facts = all_facts()
     for key, _, value in _keys(config):
         if key in facts and facts[key].path and value:
-            section, _, name = key.rpartition(".")
-            setattr(attrgetter(section)(config), name, expanded(key, value))
+            set_value(config, key, expanded(key, value))
     stream = getattr(config, "stream", None)
     for i, source in enumerate(stream.sources if stream is not None else ()):
         if source.path:

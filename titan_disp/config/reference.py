@@ -322,7 +322,7 @@ A key is set in the TOML file, under its section, or on the command line, which 
 |---|---|
 | `[dispersion]`, then `coeff = 0.2` | `--dispersion.coeff 0.2` |
 | `[dispersion]`, then `enabled = true` | `--dispersion.enabled` |
-| `[dispersion]`, then `enabled = false` | `--dispersion.no-enabled`, or `--dispersion.enabled false` |
+| `[dispersion]`, then `enabled = false` | `--dispersion.no-enabled` |
 | `[dispersion]`, then `layers = [1, 2]` | `--dispersion.layers 1 2` |
 | `[compile]`, then `components = ["model", "loss"]` | `--compile.components model,loss` |
 | `[model.overrides]`, then `hidden_dim = 16` | `--model.overrides.hidden_dim 16` |

@@ -2,6 +2,7 @@
 every run and on any mesh.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
@@ -189,8 +190,20 @@ class StreamValidator(Validator):
         )
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Validate, and log the loss and the throughput of validation.
+
+        TorchTitan counts tokens and time for both of validation and training. Those of
+        training are set aside meanwhile.
+        """
+        metrics = self.metrics_processor
+        tokens = metrics.ntokens_since_last_log
+        seconds = time.perf_counter() - metrics.time_last_log
+        metrics.ntokens_since_last_log = 0
+        metrics.time_last_log = time.perf_counter()
         with self.around(step):
             super().validate(model_parts, step)
+        metrics.ntokens_since_last_log = tokens
+        metrics.time_last_log = time.perf_counter() - seconds
 
 
 def build_validator(**kwargs: Any) -> StreamValidator:

@@ -8,6 +8,7 @@ overflow.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
@@ -42,6 +43,14 @@ def path() -> dict[str, Any]:
 def record(kernel: str, how: str) -> None:
     """Let ``path`` say how a kernel ran, unless it says so already."""
     _functions.setdefault(kernel, how)
+
+
+def part_size(count: int, most: int, multiple: int = 1) -> int:
+    """Return the size of about equal parts of ``count``, as few as sizes up to ``most``
+    allow, rounded up to a multiple.
+    """
+    parts = math.ceil(count / most)
+    return math.ceil(count / parts / multiple) * multiple
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -22,7 +22,6 @@ With a group, every rank gets the full loss, and backward returns grad_output ·
 ∂loss/∂z_local.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,7 +43,7 @@ from titan_disp.dispersion.autograd import (
     graph_is_retained,
     saved_dtype,
 )
-from titan_disp.dispersion.kernels import accumulation_dtype
+from titan_disp.dispersion.kernels import accumulation_dtype, part_size
 from titan_disp.dispersion.masks import (
     Count,
     TokenMask,
@@ -72,19 +71,35 @@ GPU_PACK_ELEMENTS = 1 << 21
 
 
 class Layers(ABC):
-    length: int  # positions per sequence that the loss takes, over all ranks
-    features: list[int]  # F of each layer
     mask: TokenMask | None  # which positions hold tokens; None if all do
     # ranks over which the tokens are sharded; None if every rank holds all of them
     group: dist.ProcessGroup | None
-    in_bf16: bool  # whether float32 tokens are rounded to bf16 first
-
-    segmented: bool = False  # whether only the pairs within segments count
     step: int = 0  # that was given with the layers
     first: int = 0  # the index of the first of them
     # the gradient that arrives for the only layer (``compute_in_backward``)
     arriving: list[Tensor] | None = None
     in_hooks: bool = False  # whether sampled layers add their gradients in hooks
+
+    def __init__(
+        self,
+        zs: Sequence[Tensor],
+        length: int,
+        mask: TokenMask | None,
+        in_bf16: bool,
+    ) -> None:
+        """Take one [B, N, F] per layer, or this rank's [B, n, F].
+
+        Args:
+            length: positions per sequence that the loss takes, over all ranks.
+            mask: of the whole sequences.
+            in_bf16: whether float32 tokens are rounded to bf16 first.
+        """
+        self.zs = zs
+        self.length = length
+        self.features = [z.shape[2] for z in zs]
+        self.in_bf16 = in_bf16
+        # whether only the pairs within segments count
+        self.segmented = mask is not None and mask.segments is not None
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:
@@ -174,14 +189,9 @@ class WholeLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        self.zs = zs
+        super().__init__(zs, length, mask, in_bf16)
         self.mask = mask
         self.group = group
-        self.in_bf16 = in_bf16
-        self.length = length
-        self.features = [z.shape[2] for z in zs]
-        self.segmented = mask is not None and mask.segments is not None
-
         self._following: list[Tensor] = []  # the layers that are computed next
         self._ahead: Gathering | None = None  # of these layers
 
@@ -254,7 +264,7 @@ def parts(z: Tensor) -> list[slice]:
     """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
-    size = math.ceil(len(z) / math.ceil(len(z) / most))
+    size = part_size(len(z), most)
     return [slice(i, i + size) for i in range(0, len(z), size)]
 
 
@@ -358,13 +368,9 @@ class SampledLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        self.zs = zs
-        self.length = count
-        self.features = [z.shape[2] for z in zs]
-        self.in_bf16 = in_bf16
+        super().__init__(zs, count, mask, in_bf16)
         self.mask = None  # of each layer: as many slots are filled in all
         self.mask_of_all: TokenMask | None = None  # of the sequences of all layers
-        self.segmented = mask is not None and mask.segments is not None
         batch, n, _ = zs[0].shape
         device = zs[0].device
         if mask is None:

@@ -35,6 +35,7 @@ from titan_disp.dispersion.kernels import (
     add_product_,
     fused,
     operand_dtype,
+    part_size,
     product,
 )
 from titan_disp.dispersion.masks import Marks, TokenMask, apart, others_of
@@ -71,8 +72,7 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
             if tokens % size == 0:
                 return size
     multiple = min(128, largest)
-    blocks = math.ceil(tokens / (largest // multiple * multiple))
-    return math.ceil(tokens / blocks / multiple) * multiple
+    return part_size(tokens, largest // multiple * multiple, multiple)
 
 
 @functools.cache

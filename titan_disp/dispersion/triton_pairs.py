@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from titan_disp.dispersion.kernels import record
+from titan_disp.dispersion.kernels import part_size, record
 from titan_disp.dispersion.masks import apart
 from titan_disp.dispersion.vectors import norms
 
@@ -113,8 +113,7 @@ def rows_at_once(tokens: int, batch: int) -> int:
     elements. Otherwise, spans are of about equal size.
     """
     most = max(128, Q_ELEMENTS // max(1, batch * tokens))
-    parts = math.ceil(tokens / most)
-    return math.ceil(tokens / parts / 128) * 128
+    return part_size(tokens, most, multiple=128)
 
 
 def takes(x: Tensor, pair: PairFunction) -> bool:

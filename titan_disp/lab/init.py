@@ -651,7 +651,7 @@ class _Run:
                 "",
                 train,
                 f"titan-disp report {folder}/run --out {folder}/report.html",
-                f"{train} --dispersion.enabled false --job.dump_folder {folder}/off",
+                f"{train} --dispersion.no-enabled --job.dump_folder {folder}/off",
             ]
         )
 

@@ -76,8 +76,8 @@ class DispModel(ModelProtocol):
         tokenizer: BaseTokenizer | None = None,
         extra_inputs: dict[str, Tensor] | None = None,
     ) -> BlockMask | None:
-        """Return the mask of ``extra_inputs["segments"]``, or None without
-        ``stream.document_mask``.
+        """Return the mask of ``extra_inputs["segments"]``, or None unless attention is
+        "flex", as ``stream.document_mask`` sets it.
         """
         if self.model_args.attn_type != "flex":
             return None
@@ -201,17 +201,18 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 def _plain(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states to go on with, and the same as a plain tensor [B, n, F] that
-    gets their gradient.
+    """Return hidden states for the output layer, and as a plain tensor: under TP, of
+    this rank's tokens.
 
-    Under TP they are a DTensor, which the output layer's plan expects. FSDP2 warns of
-    views such as its local tensor.
+    Under TP they are a DTensor. The output layer gets one that is made of the plain
+    tensor, so that the gradient of the first passes through the second. This is a copy,
+    because FSDP2 warns of views, such as a DTensor's local tensor.
     """
     if not isinstance(h, DTensor):
         return h, h
     local = h.to_local().clone()
-    whole = DTensor.from_local(local, h.device_mesh, h.placements, run_check=False)
-    return whole, local
+    again = DTensor.from_local(local, h.device_mesh, h.placements)
+    return again, local
 
 
 @torch.no_grad()
@@ -246,8 +247,9 @@ def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor
     mean = initial.mean
     std = initial.std
     cut = initial.cut
-    # In torch 2.11, trunc_normal_ inverts the distribution function, at 0 and 1 too,
-    # and so sets one in millions to the cut.
+    # A cut that far from the mean cuts nothing. In torch 2.11, trunc_normal_ would set
+    # one number in millions to it, as it inverts the distribution function, also at 0
+    # and 1.
     if cut > 10 * std:
         return torch.empty(shape).normal_(mean, std, generator=generator)
     return nn.init.trunc_normal_(

@@ -20,7 +20,7 @@ from titan_disp.models.qwen3 import (
 
 @dataclass
 class LlamaDispModelArgs(Qwen3DispModelArgs):
-    """The defaults are common to SmolLM2's sizes, except for the rope_theta of 1.7B.
+    """The defaults are those of SmolLM2. (Only its size 1.7B has another rope_theta.)
 
     Weights are initialized as in Qwen3, and so in TorchTitan's Llama 3.
     """
@@ -56,16 +56,17 @@ _nano = LlamaDispModelArgs(  # 0.4 M parameters: for tests on a CPU
     head_dim=16,
     vocab_size=2048,
 )
-LLAMA_3: dict[str, Any] = {  # what its sizes have in common
+SIZES_OF_LLAMA_3: dict[str, Any] = {  # arguments that are the same for all of them
     "n_kv_heads": 8,
     "vocab_size": 128256,
     "max_seq_len": 131072,
     "rope_theta": 500000,
 }
 
-# In ascending order, by their names on the hub. The numbers are from config.json of
+# In ascending order, by their names on the hub. The numbers are those of
 # HuggingFaceTB/SmolLM2-*, TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T and
-# meta-llama/Llama-*; tests/test_models.py compares them.
+# meta-llama/Llama-*, by copies and from memory: config.json on the hub was not read. An
+# import refuses a folder whose config.json differs.
 flavors = Flavors(
     {
         "nano": _nano,
@@ -89,7 +90,7 @@ flavors = Flavors(
             enable_weight_tying=False,
         ),
         "Llama-3.2-1B": LlamaDispModelArgs(
-            **LLAMA_3,
+            **SIZES_OF_LLAMA_3,
             dim=2048,
             hidden_dim=8192,
             n_layers=16,
@@ -105,7 +106,7 @@ flavors = Flavors(
             rope_theta=130000,
         ),
         "Llama-3.2-3B": LlamaDispModelArgs(
-            **LLAMA_3,
+            **SIZES_OF_LLAMA_3,
             dim=3072,
             hidden_dim=8192,
             n_layers=28,
@@ -114,7 +115,7 @@ flavors = Flavors(
             rope_factor=32.0,
         ),
         "Llama-3.1-8B": LlamaDispModelArgs(
-            **LLAMA_3,
+            **SIZES_OF_LLAMA_3,
             dim=4096,
             hidden_dim=14336,
             n_layers=32,
@@ -135,11 +136,12 @@ class LlamaDispModel(Qwen3DispModel):
         of TorchTitan's Qwen3, which is Hugging Face's.
         """
         args = self.model_args
+        # [max_seq_len, head_dim / 2] complex. A factor of 1 changes nothing.
         waves = precompute_freqs_cis(
             dim=args.head_dim,
             end=args.max_seq_len,
             theta=args.rope_theta,
-            scaling_args=RoPEScalingArgs(args.rope_factor),
+            scaling_args=RoPEScalingArgs(scaling_factor=args.rope_factor),
         )
         return torch.cat([waves.real, waves.real, waves.imag, waves.imag], dim=-1)
 
@@ -149,7 +151,7 @@ class LlamaHfAdapter(Qwen3HfAdapter):
     model_args: LlamaDispModelArgs
     transformers_class = "LlamaForCausalLM"
     model_type = "llama"
-    defaults = {
+    defaults = {  # of transformers, for keys that a config.json leaves out
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "rope_scaling": None,
@@ -168,14 +170,18 @@ class LlamaHfAdapter(Qwen3HfAdapter):
 
     def extras(self) -> dict[str, Any]:
         trained = self.model_args.max_seq_len
-        # transformers warns of scaling up to no more than ORIGINAL_SEQ_LEN
-        least = 0 if self.model_args.rope_factor == 1 else 2 * ORIGINAL_SEQ_LEN
+        positions = trained
+        if self.model_args.rope_factor != 1:
+            # transformers warns unless scaling leads beyond the original length.
+            positions = max(trained, 2 * ORIGINAL_SEQ_LEN)
         return {
-            "max_position_embeddings": max(trained, least),
-            "trained_seq_len": trained,  # titan-disp's own key, as for GPT-2
+            "max_position_embeddings": positions,
+            "trained_seq_len": trained,  # titan-disp's own key
         }
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
+        # Without the two sizes, which the model's are compared with, config.json is
+        # refused later.
         heads = config.get("num_attention_heads", 1)
         implied = {
             "num_key_value_heads": heads,

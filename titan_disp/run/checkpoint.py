@@ -8,12 +8,12 @@ learn of it and stop together.
 
 import os
 import shutil
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,24 +132,24 @@ def describe(
     write_tokenizer(folder, tokenizer, dest, adapter.model_args.max_seq_len, documents)
 
 
-class Hooks(Protocol):
-    """What a checkpoint manager asks of the trainer."""
+@dataclass
+class Hooks:
+    """What a checkpoint manager calls. Beside each is what ``train`` passes."""
 
-    # raises ConfigError to refuse a checkpoint before it is loaded
-    def check_resume(self, step: int) -> None: ...
-    def healthy(self) -> bool: ...  # whether the model's state is worth saving now
-    # Returns which other start has taken the run folder from this one.
-    def taken_by(self) -> str | None: ...
-    # whether it may delete what dead processes left among the checkpoints
-    def owns_folder(self) -> bool: ...
-    def event(self, name: str, step: int, **details: Any) -> None: ...
-    def busy(self, doing: str, step: int) -> AbstractContextManager[None]: ...
+    check_resume: Callable[[int], None]  # run.identity.check_resume
+    healthy: Callable[[], bool]  # run.guard.GuardedOptimizers.healthy
+    # Methods of run.liveness.Start. A start that does not own the run folder may not
+    # delete what dead processes left among the checkpoints.
+    taken_by: Callable[[], str | None]
+    owns_folder: Callable[[], bool]
+    event: Callable[..., None]
+    busy: Callable[[str, int], AbstractContextManager[None]]
 
 
 class DispCheckpointManager(CheckpointManager):
     folder: str
     sd_adapter: HfAdapter
-    save_future: Any  # a Future of an asynchronous save, or None
+    save_future: Any = None  # a Future of an asynchronous save
 
     def __init__(self, hooks: Hooks, save_seconds: float, **kwargs: Any) -> None:
         """Create the manager.
@@ -168,7 +168,7 @@ class DispCheckpointManager(CheckpointManager):
         self.hooks = hooks
         # TorchTitan does not set it if checkpoints are disabled
         self.sd_adapter = kwargs["sd_adapter"]
-        self._config: Checkpoint = kwargs["checkpoint_config"]
+        self._config = kwargs["checkpoint_config"]
         # The step of the newest checkpoint that this process has completely saved.
         self.saved_step: int | None = None
         self._forced = False
@@ -323,7 +323,7 @@ class DispCheckpointManager(CheckpointManager):
 
         Record one that has ended well.
         """
-        future: Future[Any] | None = self.save_future if self.enable else None
+        future = self.save_future
         if future is None or not future.done():
             return False
         if future.exception() is not None:
@@ -337,7 +337,7 @@ class DispCheckpointManager(CheckpointManager):
 
         Raises CheckpointError if it failed on this rank; DCP raises on all ranks.
         """
-        if not self.enable or self.save_future is None:
+        if self.save_future is None:
             return
         future = self.save_future
         step = self._saving
@@ -397,10 +397,9 @@ class DispCheckpointManager(CheckpointManager):
         """Return the step of the newest complete checkpoint, model-only or not; 0 if
         there is none. A collective call.
         """
-        steps = (
-            on_rank_0(integrity.checkpoints, self.folder, True) if self.enable else []
-        )
-        return steps[-1] if steps else 0
+        if not self.enable:
+            return 0
+        return max(on_rank_0(integrity.checkpoints, self.folder, True), default=0)
 
     def load(self, step: int = -1) -> bool:
         """Load ``step``, or with -1 the newest checkpoint that loads, and return
@@ -604,17 +603,14 @@ class DispCheckpointManager(CheckpointManager):
 
 
 def _ended_at(folder: str) -> int | None:
-    steps = integrity.checkpoints(folder, hugging_face=True)
-    if not steps:
+    step = max(integrity.checkpoints(folder, hugging_face=True), default=None)
+    if step is None:
         return None
-    newest = Path(folder) / f"step-{steps[-1]}"
-    if (newest / INDEX).is_file():
-        return steps[-1]
-    return (
-        steps[-1]
-        if integrity.problem(newest) is None and integrity.is_model_only(newest)
-        else None
-    )
+    newest = Path(folder) / f"step-{step}"
+    in_hf = (newest / INDEX).is_file()
+    if in_hf or (integrity.problem(newest) is None and integrity.is_model_only(newest)):
+        return step
+    return None
 
 
 def _refuse_ended(folder: str) -> None:
@@ -636,12 +632,12 @@ def _why(error: BaseException) -> str:
     """Return the reason of a failure in one line, of each rank that DCP names: its own
     text is their tracebacks.
     """
-    failures = getattr(error, "failures", None) or {None: (error, None)}
-    told = {rank: f"{type(one).__name__}: {one}" for rank, (one, _) in failures.items()}
-    every = (
-        text if rank is None else f"rank {rank}: {text}" for rank, text in told.items()
-    )
-    return " ".join("; ".join(every).split())[:600]
+    failures = getattr(error, "failures", None) or {"": (error, None)}
+    reasons = []
+    for rank, (cause, _) in failures.items():
+        prefix = "" if rank == "" else f"rank {rank}: "
+        reasons.append(f"{prefix}{type(cause).__name__}: {cause}")
+    return " ".join("; ".join(reasons).split())[:600]
 
 
 def _first(reason: str | None) -> str | None:

@@ -5,9 +5,9 @@ It is TorchTitan's ``comm.mode = "fake_backend"``: collectives return at once wi
 rank's values, so that losses mean nothing. Nothing of it may reach a run folder.
 """
 
-import operator
 import os
 
+from titan_disp.config.keys import set_value
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError
 
@@ -42,8 +42,7 @@ def simulated_ranks() -> int:
 def write_nothing(job_config: JobConfig) -> None:
     """Switch off everything in a checked config that reads or writes the run folder."""
     for key in WRITERS:
-        section, _, name = key.partition(".")
-        setattr(operator.attrgetter(section)(job_config), name, False)
+        set_value(job_config, key, False)
     job_config.job.save_config_file = None
     job_config.activation_checkpoint.visualize_memory_budget_pareto = False
     checkpoint = job_config.checkpoint

@@ -163,6 +163,14 @@ class GuardedOptimizers(OptimizersContainer):
             )
         self.on_skip(late)
 
+    def healthy(self) -> bool:
+        """Return whether the newest step was good, so that its state may be saved.
+
+        Settles the step, and raises as ``settle`` does.
+        """
+        self.settle()
+        return self.in_a_row == 0
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step or skip, on all ranks alike: a collective call.
 

@@ -2,14 +2,16 @@
 their goodput (docs/resilience.md).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 BEGIN = ("start", "resume")
 END = ("complete", "stop", "save_failed", "refused")
+SHORT = 600  # seconds of a start, which are mostly start-up
 # a start writes these before its resume event
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")
 
@@ -95,6 +97,10 @@ def attempts(
     return found
 
 
+def _time(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
+
+
 @dataclass(frozen=True)
 class Goodput:
     """Hold the seconds that one or several starts spent, by what they spent them on."""
@@ -119,6 +125,18 @@ class Goodput:
     @property
     def fraction(self) -> float:
         return self.kept / self.total if self.total else float("nan")
+
+    def __str__(self) -> str:
+        lost = ", ".join(f"{name} {_time(part)}" for name, part in self.lost().items())
+        text = (
+            f"{self.fraction:.1%}, {_time(self.kept)} in steps that count, of "
+            f"{_time(self.total)}"
+        )
+        if lost:
+            text += f"; {lost}"
+        if self.start_up > self.kept and self.total < SHORT:
+            text += ". A short run is mostly start-up"
+        return text
 
     def in_its_allocation(self) -> "Goodput":
         return replace(self, waiting=0.0)
@@ -189,8 +207,7 @@ def goodputs(
     ]
 
 
-def together(parts: Iterable[Goodput]) -> Goodput:
-    parts = list(parts)
+def together(parts: Sequence[Goodput]) -> Goodput:
     return Goodput(
         **{
             f.name: sum(getattr(part, f.name) for part in parts)

@@ -7,16 +7,19 @@ many parameters in other heads, loads without an error.
 """
 
 import json
-import operator
 from pickle import UnpicklingError
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.tools.logging import logger
 
 from titan_disp import safe_dcp
+from titan_disp.config.keys import value_of
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import CheckpointError, RefusedError
+from titan_disp.data.fingerprint import check_fingerprint, read_data_state
+from titan_disp.data.listing import on_rank_0
+from titan_disp.errors import CheckpointError, ConfigError, RefusedError
 from titan_disp.job_config import all_keys, fixed
 from titan_disp.models.arguments import architecture_of
 from titan_disp.tables import changes
@@ -32,7 +35,7 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
     """
     keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
     return (
-        {key: operator.attrgetter(key)(job_config) for key in keys}
+        {key: value_of(job_config, key) for key in keys}
         | architecture_of(args)
         | of_loss(job_config)
     )
@@ -76,6 +79,36 @@ def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str
         for key, (then, now) in changes(saved, current).items()
         if key in saved and key in current
     ]
+
+
+def check_resume(trainer: Any, step: int) -> None:
+    """Compare model, loss and data of the checkpoint of a step with those of a
+    ``titan_disp.train.DispTrainer``, before DCP meets tensors of another size.
+
+    Every rank raises RefusedError if one differs, unless stream.on_mismatch is
+    "restart" and only the data does: then the data streams begin a new epoch.
+    CheckpointError means that the checkpoint cannot be read. A collective call.
+    """
+    job = trainer.job_config
+    folder = trainer.checkpointer._create_checkpoint_id(step)
+    saved = on_rank_0(read_identity, folder)
+    counts_tokens = step > 0 and any(vars(job.budget).values())
+    if not counts_tokens:
+        saved.pop(STEP, None)
+    check_identity(saved, trainer.identity, job.checkpoint.allow_other_loss)
+    excluded = job.checkpoint.exclude_from_loading
+    if step < 1 or "dataloader" in excluded:
+        return
+    data, epoch = on_rank_0(read_data_state, folder)
+    try:
+        check_fingerprint(data, trainer.dataloader.fingerprint)
+    except ConfigError as error:
+        if job.stream.on_mismatch != "restart":
+            raise
+        logger.warning(f"the data streams restart with epoch {epoch + 1}: {error}")
+        trainer.checkpointer.exclude_from_loading = [*excluded, "dataloader"]
+        trainer.dataloader.restart(epoch + 1)
+        trainer.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
 
 
 def check_identity(

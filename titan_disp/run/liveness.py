@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.autograd import objects_of_ranks, of_ranks
-from titan_disp.run.folder import job_id
+from titan_disp.run.folder import RunFolder, job_id
 from titan_disp.run.reader import HEARTBEAT, STOP
 
 KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")  # of time
@@ -137,18 +137,18 @@ class Heartbeat:
         self._began = now = time.monotonic()
         if doing == self._doing and now - self._said < PAUSE:
             return
-        # faulthandler takes no infinite time.
-        self._doing, self._said, allowed = doing, now, min(self.allowed(doing), 1e8)
+        self._doing = doing
+        self._said = now
+        allowed = min(self.allowed(doing), 1e8)  # faulthandler takes no infinite time
         # Stderr, which is this rank's log
         faulthandler.dump_traceback_later(allowed, file=2)
-        content = {
+        self._content = {
             "start": job_id(),
             "step": step,
             "doing": doing,
             "allowed_seconds": allowed,
             "time": time.time(),
         }
-        self._content = content
 
     def write(self) -> None:
         """Write what ``begin`` has announced since the last call."""
@@ -288,6 +288,7 @@ class Clock:
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._running: tuple[str, float] | None = None
         self._stepped = False
+        self._step_seconds = 0.0
 
     def _now(self) -> float:
         return self._offset + time.monotonic()
@@ -300,6 +301,7 @@ class Clock:
             yield
         finally:
             self._seconds = self.spent()
+            self._step_seconds = self.step_seconds()
             self._running = None
             self._stepped = self._stepped or kind == "steps"
 
@@ -319,9 +321,64 @@ class Clock:
             )
         return seconds
 
+    def step_seconds(self) -> float:
+        """Return the seconds of all steps up to now, including the first step, and the
+        step that is running.
+        """
+        kind, since = self._running or ("", 0.0)
+        if kind != "steps":
+            return self._step_seconds
+        return self._step_seconds + self._now() - since
+
     def rounded(self) -> dict[str, float]:
         """Return ``spent`` rounded to milliseconds, for a line of JSON."""
         return {kind: round(seconds, 3) for kind, seconds in self.spent().items()}
+
+
+class Start:
+    """What a start of a run tells others: events, heartbeats, and how its time is
+    spent. Rank 0 alone has the run folder.
+    """
+
+    run_folder: RunFolder | None = None
+    clock: Clock
+    heartbeat: Heartbeat
+    aside: Aside
+
+    def event(self, name: str, step: int, **details: Any) -> None:
+        """Add a line to events.jsonl."""
+        if self.run_folder is not None:
+            self.run_folder.event(name, step, **details)
+
+    def taken_by(self) -> str | None:
+        """Return which other start has taken the run folder from this one, or None."""
+        if self.run_folder is None:
+            return None
+        other = self.run_folder.taken_by()
+        if other:
+            self.heartbeat.file = None  # the file is the other start's now
+        return other
+
+    def owns_folder(self) -> bool:
+        """Return whether no other start can use the run folder."""
+        return (
+            self.run_folder is not None
+            and self.run_folder.locked
+            and not self.taken_by()
+        )
+
+    def announce(self, doing: str, step: int) -> None:
+        """Say in heartbeat.json what begins."""
+        self.heartbeat.begin(doing, step)
+        if self.run_folder is not None:
+            self.aside.wake()
+
+    @contextmanager
+    def busy(self, doing: str, step: int) -> Iterator[None]:
+        """Announce a save, validation or condensation, and count its time."""
+        self.announce(doing, step)
+        with self.clock.during("checkpoints" if doing == "save" else doing):
+            yield
 
 
 class StopRequest:
@@ -363,13 +420,12 @@ class StopRequest:
         """Return the id in a stop file that a job's script wrote, or None for a user's
         file or no file.
         """
+        if self.file is None:
+            return None
         with suppress(OSError):
-            text = (
-                self.file.read_text(errors="replace").strip()
-                if self.file is not None
-                else ""
-            )
-            return text if re.fullmatch(r"\d+\.\d+(\.[0-9a-f]{6})?", text) else None
+            text = self.file.read_text(errors="replace").strip()
+            if re.fullmatch(r"\d+\.\d+(\.[0-9a-f]{6})?", text):
+                return text
         return None
 
     def held(self) -> bool:

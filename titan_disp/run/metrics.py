@@ -165,6 +165,7 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, step)
+        self._step_seconds = 0.0  # of the clock, at the last log
         self._bad_fit = False  # whether it has warned of one
         # This rank's counters at the last log.
         self._last_counters: dict[Metric, float] = {}
@@ -283,12 +284,18 @@ class DispersionMetrics(MetricsProcessor):
     ) -> None:
         """Log a step to the console, to TensorBoard or W&B, and to metrics.jsonl.
 
-        A collective call.
+        With a ``clock``, throughput and shares of the time are those of the steps since
+        the last log alone: without loading, saves, validation and measurements. A
+        collective call.
 
         Raises DataError on all ranks if too much of the data is damaged. The step is
         then on disk already.
         """
         terms = self._loss_terms(step, global_avg_loss)
+        if self.clock is not None:
+            # TorchTitan divides the tokens by the time since then
+            since_last_log = self.clock.step_seconds() - self._step_seconds
+            self.time_last_log = time.perf_counter() - since_last_log
         seconds = time.perf_counter() - self.time_last_log
         tokens = self.tokens_seen(step)
         data = self.data_metrics(seconds) | self._source_tokens(tokens)
@@ -303,6 +310,8 @@ class DispersionMetrics(MetricsProcessor):
         )
         # This sets the tokens back to 0.
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        if self.clock is not None:
+            self._step_seconds = self.clock.step_seconds()
         row: Any = {
             "step": step,
             "time": time.time(),
@@ -379,11 +388,10 @@ class DispersionMetrics(MetricsProcessor):
         """Log a measurement of condensation on rank 0.
 
         It goes to the console, to TensorBoard or W&B, to metrics.jsonl, and to
-        RUN/condensation/step-N.npz. Neither the ``seconds`` that the measurement took
-        nor the time to write count in the throughput of training.
+        RUN/condensation/step-N.npz. ``seconds``: how long the measurement took. The
+        time to write is added to them.
         """
         began = time.perf_counter()
-        self.time_last_log += seconds
         if self._jsonl is None:
             return
         self.logger.log(self._condensation_scalars(measured), step)
@@ -397,9 +405,7 @@ class DispersionMetrics(MetricsProcessor):
             logger.warning(
                 f"step {step}: the histograms of condensation could not be saved: {why}"
             )
-        writing = time.perf_counter() - began
-        self.time_last_log += writing
-        seconds += writing
+        seconds += time.perf_counter() - began
         row = {
             "step": step,
             "time": time.time(),
