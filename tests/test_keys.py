@@ -528,6 +528,17 @@ def test_the_peak_is_what_is_furthest_from_zero():
                 "last step, 300: lr_scheduler.total_steps 200 ends before. Leave it out"
             ],
         ),
+        (
+            {
+                "lr_scheduler.total_steps": 250,
+                "lr_scheduler.decay_type": "linear",
+                "lr_scheduler.min_lr_factor": 0.5,
+            },
+            [
+                "the learning rate falls to 0.00593684 in the last step, below "
+                "optimizer.lr × lr_scheduler.min_lr_factor = 0.008"
+            ],
+        ),
     ],
 )
 def test_warnings_of_the_learning_rate(changes, warnings):

@@ -86,11 +86,8 @@ def learning_rate(job_config: JobConfig) -> Curve:
 
     training.steps must be known.
     """
-    section = job_config.lr_scheduler
-    options = {f.name: getattr(section, f.name) for f in fields(LRScheduler)}
-    return _learning_rate(
-        job_config.optimizer.lr, job_config.training.steps, tuple(options.items())
-    )
+    options = tuple(vars(job_config.lr_scheduler).items())
+    return _learning_rate(job_config.optimizer.lr, job_config.training.steps, options)
 
 
 @functools.lru_cache(maxsize=16)
@@ -210,6 +207,13 @@ def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
             f"the learning rate rises again after its peak, to {rate.last:g} in the "
             f"last step, {job_config.training.steps}: lr_scheduler.total_steps "
             f"{job_config.lr_scheduler.total_steps} ends before. Leave it out"
+        )
+    # TorchTitan's linear decay goes on after the end of a shorter schedule.
+    floor = highest * job_config.lr_scheduler.min_lr_factor
+    if rate.last < min(rate.peak, floor * (1 - ROUNDING)):
+        yield (
+            f"the learning rate falls to {rate.last:g} in the last step, below "
+            f"optimizer.lr × lr_scheduler.min_lr_factor = {floor:g}"
         )
     yield from _shortened(job_config)
     coeff_warning = condensing(build_coeff_schedule(job_config).lowest)
