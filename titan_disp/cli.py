@@ -23,7 +23,7 @@ import tyro
 
 from titan_disp.config import command_options as opts
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_you_mean
-from titan_disp.job_config import all_facts, unknown_option
+from titan_disp.job_config import unknown_option
 
 
 def sample_data(options: opts.SampleOptions) -> str:
@@ -321,10 +321,10 @@ def _split_overrides(argv: Sequence[str], options: type) -> list[str]:
     current = own
     for word in argv:
         if word.startswith("--"):
-            name, _, _ = word.partition("=")
+            name, _, _ = word[2:].replace("-", "_").partition("=")
             current = theirs if "." in name else own
-            if current is own and name[2:].replace("-", "_") not in names:
-                raise unknown_option(name, [*all_facts(), *names])
+            if current is own and name not in names:
+                raise unknown_option(name, names)
         current.append(word)
     return [*own, *(["--", *theirs] if theirs else [])]
 

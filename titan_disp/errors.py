@@ -62,14 +62,16 @@ class Problems:
     """What several checks refuse. By default, the first ConfigError is raised.
 
     Attributes:
-        messages: if they are collected, one for each subject, such as a key.
-        about_ranks: whether one of them is a RanksError.
+        errors: if they are collected, one for each subject, such as a key.
     """
 
     def __init__(self, collect: bool = False) -> None:
         self.collect = collect
-        self.messages: dict[str, str] = {}
-        self.about_ranks = False
+        self.errors: dict[str, ConfigError] = {}
+
+    @property
+    def messages(self) -> list[str]:
+        return list(map(str, self.errors.values()))
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -80,8 +82,7 @@ class Problems:
             if not self.collect:
                 raise
             subject, _, _ = str(error).partition(" is ")
-            self.messages.setdefault(subject, str(error))
-            self.about_ranks |= isinstance(error, RanksError)
+            self.errors.setdefault(subject, error)
 
     def pass_(self, check: Callable[..., object], *arguments: Any) -> bool:
         """Return whether a check passes."""
@@ -95,20 +96,14 @@ class Problems:
                 raise
         return False
 
-    def refuse_first(self, end: str = "") -> None:
-        """Raise a ConfigError of the first message and the sentence ``end``, if there
-        are messages.
-        """
-        for message in self.messages.values():
-            raise ConfigError(". ".join(filter(None, [message, end])))
-
     def refuse(self, end: str = "") -> None:
         """Raise a ConfigError of all messages and the sentence ``end``, if there are
         messages.
         """
-        messages = list(self.messages.values())
+        messages = self.messages
         if len(messages) < 2:
-            self.refuse_first(end)
+            for message in messages:
+                raise ConfigError(". ".join(filter(None, [message, end])))
             return
         lines = [f"- {message}" for message in messages]
         raise ConfigError(
@@ -165,8 +160,8 @@ def prefixed(where: str, cure: str = "") -> Iterator[None]:
 
 
 def did_you_mean(
-    name: str,
-    candidates: Iterable[str],
+    name: Any,
+    candidates: Iterable[Any],
     otherwise: str = "",
     prefix: str = "",
     most: int = 1,
@@ -175,18 +170,21 @@ def did_you_mean(
     """Return " (did you mean …?)" for the end of a message, or ``otherwise``.
 
     Args:
-        name: what the user wrote.
+        name: what the user wrote. Only a text can be similar to another.
         candidates: the names that exist.
         otherwise: the result if no name is similar.
         prefix: stands before every name shown, as the section does before a key.
         most: the largest number of names shown.
         instead: wrong names that users may try, each with the name to show for it.
     """
-    names = {candidate: candidate for candidate in candidates} | dict(instead)
-    similar = difflib.get_close_matches(name, list(names), n=most)
+    names = {str(candidate).lower(): candidate for candidate in candidates}
+    names |= {wrong.lower(): right for wrong, right in instead.items()}
+    similar = []
+    if isinstance(name, str):
+        similar = difflib.get_close_matches(name.lower(), list(names), n=most)
     if not similar:
         return otherwise
-    suggestions = [prefix + names[match] for match in similar]
+    suggestions = [f"{prefix}{names[match]}" for match in similar]
     return f" (did you mean {' or '.join(suggestions)}?)"
 
 

@@ -1,52 +1,33 @@
-"""This module reads a TOML config and command-line options through TorchTitan's
-ConfigManager, with helpful errors.
+"""This module reads a TOML config and command-line options into TorchTitan's JobConfig,
+with helpful errors.
 """
 
 import contextlib
 import dataclasses
 import functools
-import io
-import json
-import logging
+import importlib
 import os
 import re
-import sys
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import tomli
 import typeguard
-from torchtitan.config import ConfigManager
-from torchtitan.tools.logging import logger
+from torchtitan.config import ConfigManager, job_config
 
-from titan_disp.config.keys import Facts, set_value, similar, written
+from titan_disp.config import reference
+from titan_disp.config.keys import Facts, set_value, value_of, written
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, reported
+from titan_disp.errors import ConfigError, did_you_mean, reported
 from titan_disp.job_config import all_facts, key_hint, unknown_option
-from titan_disp.tables import (
-    TABLES,
-    Losses,
-    Overrides,
-    literal,
-    parse_overrides,
-    written_out,
-)
+from titan_disp.tables import literal
 
-_TYPE_NAMES: dict[Any, str] = {
-    **TYPE_NAMES,
-    list[str]: "a list of strings",
-    list[int]: "a list of whole numbers ([1, 2])",
-    Overrides: "a table",
-    Losses: "tables",
-}
-UNIONS = (Union, UnionType)
 ALL_ITEMS = typeguard.CollectionCheckStrategy.ALL_ITEMS
 MODULE = "titan_disp.job_config"
-_BOOLEANS = {
+# The types of values that their section turns into others.
+RAW_TYPES = {"stream.sources": list[dict[str, Any]]}
+_WORDS = {
     "true": True,
     "yes": True,
     "on": True,
@@ -55,249 +36,168 @@ _BOOLEANS = {
     "no": False,
     "off": False,
     "0": False,
+    "none": None,
 }
-# TorchTitan's own checks of two keys do not name them. The facts about the keys do.
-_STOCK = ConfigManager().config
-for _section in (_STOCK.parallelism, _STOCK.validation):
-    setattr(type(_section), "__post_init__", lambda self: None)  # noqa: B010
 
 
-def _options(argv: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return the key of each option, such as "training.steps", and the words up to the
-    next option.
-    """
-    options: list[tuple[str, list[str]]] = []
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").partition("=")
-            options.append((name.replace("-", "_"), [value] if equals else []))
-        elif options:
-            _, words = options[-1]
-            words.append(word)
-        else:
-            raise _misplaced(word)
-    return options
+@functools.cache  # a sweep loads many configs
+def _config_class(module: str) -> type[JobConfig]:
+    """Return TorchTitan's class with the keys of titan-disp and of a module."""
+    merged = job_config.JobConfig
+    for name in dict.fromkeys([MODULE, module]):
+        with reported(f"job.custom_config_module {name!r} cannot be read", Exception):
+            added = importlib.import_module(name).JobConfig
+            merged = ConfigManager._merge_configs(merged, added)
+    return merged
 
 
-def _misplaced(word: str) -> ConfigError:
-    """Return the error about a word that is neither an option nor the value of one."""
-    hint = f"write --{word}" if "=" in word else "put values with blanks in quotes"
-    return ConfigError(f"{word!r} is not an option: {hint}")
-
-
-def respelled(
-    argv: Sequence[str], default: Any, tables: Mapping[str, Any]
-) -> list[str]:
-    """Return the options as tyro takes them, where they are written as in TOML.
-
-    Booleans take no value there. ``[1, 2]`` is written ``1 2``. A list of strings is
-    written ``a,b``, which TorchTitan splits at the commas without further parsing. An
-    entry of a table (``--model.overrides.n_layers 2``) is added to those of ``tables``,
-    by key. ``default`` is a config, which has the types.
-
-    Raises:
-        ConfigError: A word is not an option, a key is not known, or a value is missing
-            or not of its key's type.
-    """
-    if not {"-h", "--help"}.isdisjoint(argv):
-        return list(argv)
-    types = {key: field.type for key, field, _ in _keys(default)}
-    respelled_words: list[str] = []
-    entries: dict[str, dict[str, Any]] = {}
-    for key, words in _options(argv):
-        table, _, entry = key.rpartition(".")
-        if table in TABLES and words:
-            content = entries.setdefault(
-                table, parse_overrides(tables.get(table, {}), table)
-            )
-            content |= parse_overrides(f"{entry}={' '.join(words)}", table)
-        elif key in TABLES and words:
-            entries[key] = parse_overrides(" ".join(words), key)
-        else:
-            respelled_words += _respelled(key, words, types)
-    for key, content in entries.items():
-        respelled_words += [f"--{key}", written_out(content, key)]
-    return respelled_words
-
-
-def _respelled(key: str, words: list[str], types: Mapping[str, Any]) -> list[str]:
-    """Return an option for tyro. ``types``: those of all keys."""
-    section, _, name = key.rpartition(".")
-    positive = f"{section}.{name.removeprefix('no_')}"
-    if types.get(positive) is bool:
-        is_on = _is_on(positive, words) == (positive == key)
-        return [f"--{section}.{'' if is_on else 'no-'}{name.removeprefix('no_')}"]
-    if any(key.startswith(f"{known}.") for known in types):
-        return [f"--{key}", *words]  # of a list, such as stream.sources.0.path
-    if key not in types:
-        raise unknown_option(f"--{key}", types)
-    if not words:
-        raise ConfigError(f"--{key} has no value, expected {_name_of(types[key])}")
-    items = re.findall(r"[^\s,\[\]\"']+", " ".join(words)) or words
-    if types[key] == list[str]:
-        return [f"--{key}", ",".join(items)]
-    if list[int] in get_args(types[key]):
-        _check_words(key, items, types[key])
-        return [f"--{key}", *items]
-    for word in words[1:]:
-        raise _misplaced(word)
-    _check_words(key, words, types[key])
-    return [f"--{key}={words[0]}"]
-
-
-def _is_on(key: str, words: list[str]) -> bool:
-    for word in words:
-        if word.lower() not in _BOOLEANS:
-            raise _misplaced(word) if "=" in word else _wrong_type(key, word, bool)
-    return all(_BOOLEANS[word.lower()] for word in words)
-
-
-def _check_words(key: str, words: list[str], type_: Any) -> None:
-    """Check that tyro can read words as a value of a type with a name."""
-    if get_origin(type_) not in (None, Literal, *UNIONS):
-        return
-    word = " ".join(words)
-    values: list[Any] = [word, literal(word), [literal(item) for item in words]]
-    if word == "None":
-        values.append(None)
-    if not any(_is_a(value, type_) for value in values):
-        raise _wrong_type(key, word, type_)
-
-
-def _keys(
-    config: Any, prefix: str = ""
-) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yield the full name, the field and the value of every key."""
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from _keys(value, f"{prefix}{f.name}.")
-        else:
-            yield f"{prefix}{f.name}", f, value
-
-
-def _option(argv: Sequence[str], name: str) -> str | None:
-    """Return the value of ``--name value`` or ``--name=value``.
-
-    Hyphens and underscores are the same, as in tyro.
-    """
-    for word, after in zip_longest(argv, argv[1:]):
-        key, equals, value = word.partition("=")
-        if key.replace("-", "_") == f"__{name}":
-            return value if equals else after
-    return None
+def _types(section: Any) -> dict[str, Any]:
+    """Return the types of a section's keys by their names."""
+    return {f.name: f.type for f in dataclasses.fields(section)}
 
 
 def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
-        content = Path(path).read_bytes()
+        return tomli.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read the config {path!r}: {error.strerror}{_near(path)}"
         ) from error
-    try:
-        return tomli.loads(content.decode())
     except ValueError as error:  # UnicodeDecodeError is one, too
+        python = re.search(r"[=\[,]\s*(True|False)\b", getattr(error, "doc", ""))
+        hint = f": write {python[1].lower()} in lower case" if python else ""
         raise ConfigError(
-            f"the config {path!r} is not valid TOML: {error}{_lower_case(content, error)}"
+            f"the config {path!r} is not valid TOML: {error}{hint}"
         ) from error
 
 
-def _lower_case(content: bytes, error: ValueError) -> str:
-    """Return a hint if the error of TOML is at Python's True or False, or ""."""
-    place = re.search(r"at line (\d+), column (\d+)", str(error))
-    if place is None:
-        return ""
-    line = content.decode().split("\n")[int(place[1]) - 1]
-    word = re.match(r"(True|False)\b", line[int(place[2]) - 1 :])
-    return f": write {word[0].lower()} in lower case" if word else ""
-
-
 def _near(path: str) -> str:
-    folder, name = os.path.split(path)
-    with contextlib.suppress(OSError):
-        if not os.path.lexists(path):
-            files = [
-                other for other in os.listdir(folder or ".") if other.endswith(".toml")
-            ]
-            return did_you_mean(name, files, prefix=os.path.join(folder, ""))
-    return ""
+    """Return a hint at a file with a name like that of a missing one, or ""."""
+    if os.path.lexists(path):
+        return ""
+    files = {file.name: str(file) for file in Path(path).parent.glob("*.toml")}
+    return did_you_mean(os.path.basename(path), (), instead=files)
 
 
-def _unknown_keys(
-    toml: dict[str, Any], default: Any, keys: Collection[str], prefix: str = ""
-) -> Iterator[str]:
-    """Yield the keys of a TOML file that do not exist, each with a hint. ``keys``: all
-    that exist.
+def _fill(section: Any, toml: Mapping[str, Any], prefix: str = "") -> None:
+    """Set the keys of a section and of those in it from a TOML table. ``prefix``: the
+    section's name, with a dot.
     """
-    names = [f.name for f in dataclasses.fields(default)]
+    types = _types(section)
     for name, value in toml.items():
         key = prefix + name
-        if name not in names and isinstance(value, dict):
-            otherwise = " (see titan-disp config)"
-            yield key + did_you_mean(name, names, otherwise, prefix=prefix)
-        elif name not in names:
-            yield key + key_hint(key, keys)
-        elif dataclasses.is_dataclass(getattr(default, name)):
-            if isinstance(value, dict):
-                section = getattr(default, name)
-                yield from _unknown_keys(value, section, keys, f"{key}.")
-            else:
-                yield f"{key} (this is a section: write [{key}])"
+        if name not in types:
+            raise ConfigError(f"unknown key {key}{key_hint(key, names=types)}")
+        inner = getattr(section, name)
+        if not dataclasses.is_dataclass(inner):
+            check_type(key, value, RAW_TYPES.get(key, types[name]))
+            if value == [] and key in RAW_TYPES:
+                raise ConfigError(f"{key} is empty: write [[{key}]], or leave it out")
+            setattr(section, name, value)
+        elif isinstance(value, dict):
+            _fill(inner, value, f"{key}.")
+        else:
+            raise ConfigError(f"{key} is {written(value)}, expected [{key}], a section")
 
 
 def _is_a(value: Any, type_: Any) -> bool:
-    """Return whether a value is of this type. True and false are not numbers."""
-    members = (type_, *get_args(type_))
-    if isinstance(value, bool) and bool not in members:
-        return not {int, float}.intersection(members)
+    """Return whether a value is of this type. True and false are not numbers. Whole
+    numbers have 64 bits.
+    """
+    if isinstance(value, bool) and "bool" not in str(type_):
+        return False
+    if isinstance(value, int) and value.bit_length() > 64:
+        return False
     with contextlib.suppress(typeguard.TypeCheckError):
         typeguard.check_type(value, type_, collection_check_strategy=ALL_ITEMS)
         return True
     return False
 
 
-def _name_of(type_: Any) -> str:
-    """Return what messages call the values of a type."""
-    members = get_args(type_)
-    if get_origin(type_) is Literal:
-        return ", ".join(map(json.dumps, members))
-    if get_origin(type_) in UNIONS:
-        hidden = {NoneType, int} if float in members else {NoneType}
-        return " or ".join(_name_of(m) for m in members if m not in hidden)
-    return _TYPE_NAMES.get(type_, str(type_))
+def _meanings(words: Sequence[str], type_: Any) -> list[Any]:
+    """Return the values of a type that words of the command line can mean, the likeliest
+    first. No word means true, as in TorchTitan.
+
+    A list is written as in TOML, with commas, or as several words. Its items may be
+    lists (``a,b c``).
+    """
+    items = re.findall(r"""[^\s,\[\]"']+""", " ".join(words))
+    lists = [items, list(map(literal, items)), [word.split(",") for word in words]]
+    values: list[Any] = [] if words else [True]
+    for texts in (words, items):
+        if len(texts) == 1:
+            (text,) = texts
+            values += [_WORDS.get(text.lower(), text), text, literal(text)]
+    return [value for value in (*values, *lists) if _is_a(value, type_)]
 
 
 def _wrong_type(key: str, value: Any, type_: Any) -> ConfigError:
     """Return the error about a value of another type than its key's."""
-    facts = all_facts().get(key, Facts())
-    reason = f": {facts.because}" if facts.bounds and facts.because else ""
-    choices = get_args(type_) if get_origin(type_) is Literal else ()
-    return ConfigError(
-        f"{key} is {written(value)}, expected {_name_of(type_)}"
-        f"{_respelling(key, value, type_)}{similar(value, choices)}{reason}"
-    )
+    expected = reference.types().get(key, str(type_))
+    hint = did_you_mean(value, re.findall(r'"(.+?)"', expected))
+    meanings = _meanings([str(value)], type_)
+    if meanings and "table" not in expected:
+        hint = f" (write {written(meanings[0])})"
+    ending = all_facts().get(key, Facts()).ending
+    return ConfigError(f"{key} is {written(value)}, expected {expected}{hint}{ending}")
 
 
-def _respelling(key: str, value: Any, type_: Any) -> str:
-    """Return a hint at how TOML writes a value so that it has this type, or ""."""
-    spellings: dict[str, Any] = {"in brackets": [value]}
-    if isinstance(value, str):
-        spellings["without quotes"] = literal(value)
-    elif isinstance(value, (int, float)) and get_origin(type_) is not Annotated:
-        spellings["with quotes"] = str(value)
-    _, _, name = key.rpartition(".")
-    for how, spelling in spellings.items():
-        if _is_a(spelling, type_):
-            return f" ({how}: {name} = {json.dumps(spelling)})"
-    return ""
+def check_type(key: str, value: Any, type_: Any) -> None:
+    """Raise ConfigError if the value of a key is not of its type."""
+    if not _is_a(value, type_):
+        raise _wrong_type(key, value, type_)
 
 
-def _check_types(config: Any) -> None:
-    for key, field, value in _keys(config):
-        if not _is_a(value, field.type):
-            raise _wrong_type(key, value, field.type)
+def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the key of each option, such as "training.steps", and the words up to the
+    next option.
+    """
+    options: list[tuple[str, list[str]]] = []
+    for word in argv:
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word.startswith("--"):
+            options.append((name, [value] if equals else []))
+        elif name in all_facts() or not options:
+            raise ConfigError(
+                f"{word!r} is not an option: write --{word}, or put a value with "
+                "blanks in quotes"
+            )
+        else:
+            options[-1][1].append(word)
+    return options
+
+
+def _value(key: str, words: list[str], type_: Any) -> Any:
+    """Return the value of a key that words of the command line mean."""
+    for spec in getattr(type_, "__metadata__", ()):  # of a table
+        return spec.instance_from_str([" ".join(words)])
+    for value in _meanings(words, type_):
+        return float(value) if type_ is float else value
+    raise _wrong_type(key, " ".join(words), type_)
+
+
+def _set(config: JobConfig, option: str, words: list[str]) -> None:
+    """Set the key of an option, which is written as TorchTitan's, or as in TOML.
+
+    An entry of a table (``--model.overrides.n_layers 2``) is added to the table.
+    """
+    path, _, name = option.rpartition(".")
+    positive = name.removeprefix("no_")
+    types: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
+        section = value_of(config, path)
+        if isinstance(section, dict):
+            section[name] = literal(" ".join(words))
+            return
+        types = _types(section)
+    if name in types:
+        setattr(section, name, _value(option, words, types[name]))
+    elif types.get(positive) is bool:
+        setattr(section, positive, not _value(option, words, bool))
+    else:
+        raise unknown_option(option)
 
 
 def expanded(key: str, path: str) -> str:
@@ -307,67 +207,23 @@ def expanded(key: str, path: str) -> str:
         ConfigError: there is no such user or variable.
     """
     whole = os.path.expanduser(os.path.expandvars(path))
-    unset = re.search(r"\$(\w+|\{\w+\})", whole)
-    if unset:
+    unknown = re.search(r"^~[^/]*|\$(\w+|\{\w+\})", whole)
+    if unknown:
         raise ConfigError(
-            f"{key} is {path!r}, but the environment has no variable "
-            f"{unset[1].strip('{}')}: set it, or write the path without it"
-        )
-    if whole.startswith("~"):
-        raise ConfigError(
-            f"{key} is {path!r}, but there is no such user: a name that begins with ~ "
-            f"is written ./{whole}"
+            f"{key} is {path!r}, but {unknown[0]} is no user or variable here: set the "
+            "variable, or write the path without it (a name that begins with ~: ./~name)"
         )
     return whole
 
 
 def expand_paths(config: Any) -> None:
     """Replace ~ and variables in the paths of a config."""
-    facts = all_facts()
-    for key, _, value in _keys(config):
-        if key in facts and facts[key].path and value:
-            set_value(config, key, expanded(key, value))
-    stream = getattr(config, "stream", None)
-    for i, source in enumerate(stream.sources if stream is not None else ()):
-        if source.path:
-            source.path = expanded(f"stream.sources[{i}].path", source.path)
-
-
-def _is_wanted(record: logging.LogRecord) -> bool:
-    # TorchTitan warns of a tokenizer's folder, mostly its own default. Commands that
-    # need one say what to do.
-    return not record.getMessage().startswith("HF assets path ")
-
-
-def _in_one_line(box: str) -> str:
-    """Return tyro's message without its title, its frame, and its hints at help."""
-    _, _, lines = box.partition("\n")
-    message = re.sub(r"[╰╯│─]|-{3,}|(Argument|For full) helptext[\s\S]*", " ", lines)
-    return " ".join(message.split())
-
-
-def _parse(argv: list[str]) -> JobConfig:
-    logger.addFilter(_is_wanted)
-    box = io.StringIO()
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(box):
-            # tyro warns about types that _check_types refuses
-            warnings.simplefilter("ignore", UserWarning)
-            config = ConfigManager().parse_args(argv)
-    except SystemExit as exit:
-        if exit.code == 0:  # --help
-            raise
-        raise ConfigError(f"bad option: {_in_one_line(box.getvalue())}") from exit
-    finally:
-        logger.removeFilter(_is_wanted)
-    sys.stderr.write(box.getvalue())  # warnings
-    return config
-
-
-@functools.cache  # a sweep loads many configs
-def _known(module: str) -> JobConfig:
-    """Return a config of which only the keys and their types are used."""
-    return _parse(["--job.custom_config_module", module])
+    paths = [key for key, facts in all_facts().items() if facts.path]
+    paths += [f"stream.sources.{i}.path" for i in range(len(config.stream.sources))]
+    for key in paths:
+        path = value_of(config, key)
+        if path:
+            set_value(config, key, expanded(key, path))
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
@@ -381,38 +237,20 @@ def load_config(argv: Sequence[str]) -> JobConfig:
         ConfigError: no such file, invalid TOML, unknown keys, bad options, or values of
             the wrong type.
     """
-    argv = list(argv)
-    path = _option(argv, "job.config_file")
-    toml: dict[str, Any] = {}
-    if path:
-        path = expanded("job.config_file", path)
-        toml = read_toml(path)
-        # TorchTitan reads the file that is named first.
-        argv = ["--job.config_file", path, *argv]
-    if not _option(
-        argv, "job.custom_config_module"
-    ) and "custom_config_module" not in toml.get("job", {}):
-        argv += ["--job.custom_config_module", MODULE]
-    module = (
-        _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
-    )
-    with reported(f"job.custom_config_module {module!r} cannot be read", Exception):
-        known = _known(module)
-    keys = [key for key, _, _ in _keys(known)]
-    if unknown := list(_unknown_keys(toml, known, keys)):
-        raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
-    if toml.get("stream", {}).get("sources") == []:
-        raise ConfigError(
-            "stream.sources is empty: name at least one source, [[stream.sources]], "
-            "or leave it out"
-        )
-    tables = {
-        key: toml.get(section, {}).get(name, {})
-        for key in TABLES
-        for section, name in [key.split(".")]
-    }
-    with reported("bad value in the config", ValueError):
-        config = _parse(respelled(argv, known, tables))
-    _check_types(config)
+    options = _options(argv)
+    texts = {key: " ".join(words) for key, words in options}
+    path = expanded("job.config_file", texts.get("job.config_file", ""))
+    toml = read_toml(path) if path else {}
+    job = toml.get("job")
+    module = job.get("custom_config_module") if isinstance(job, dict) else None
+    module = texts.get("job.custom_config_module", module or MODULE)
+    config = _config_class(module)()
+    _fill(config, toml)
+    config.stream.__post_init__()  # reads the sources
+    config.job.custom_config_module = module
+    for option, words in options:
+        _set(config, option, words)
+    if config.model.tokenizer_path:
+        config.model.hf_assets_path = config.model.tokenizer_path
     expand_paths(config)
     return config
