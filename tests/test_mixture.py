@@ -234,10 +234,6 @@ def test_names_of_sources():
 
 def test_tables_that_cannot_be_read():
     for tables, message in (
-        (
-            {"path": "a", "weight": 1},
-            r"is \{'path': 'a', .*expected tables, each written \[\[stream.sources\]\]",
-        ),
         (["web"], r"\[0\] is 'web', expected a table"),
         (
             [{"path": "a", "weight": 1}, {"path": "b", "wieght": 1}],

@@ -85,11 +85,8 @@ def learning_rate(job_config: JobConfig) -> Curve:
 
     training.steps must be known.
     """
-    section = job_config.lr_scheduler
-    options = {f.name: getattr(section, f.name) for f in fields(LRScheduler)}
-    return _learning_rate(
-        job_config.optimizer.lr, job_config.training.steps, tuple(options.items())
-    )
+    options = tuple(vars(job_config.lr_scheduler).items())
+    return _learning_rate(job_config.optimizer.lr, job_config.training.steps, options)
 
 
 @functools.lru_cache(maxsize=16)
@@ -254,6 +251,20 @@ def check_schedules(job_config: JobConfig) -> None:
         )
 
 
+def _shortened(job_config: JobConfig) -> Iterator[str]:
+    """Yield what TorchTitan shortens of a schedule that is too long."""
+    section = job_config.lr_scheduler
+    steps = section.total_steps or job_config.training.steps
+    warmup = section.warmup_steps
+    decay = round(steps * (section.decay_ratio or 0))
+    if warmup + decay > steps:
+        yield (
+            f"lr_scheduler.warmup_steps {warmup} and decay_ratio need {warmup + decay} "
+            f"steps, more than the {steps} of the schedule: TorchTitan takes "
+            f"{min(warmup, steps)} of warm-up and {max(steps - warmup, 0)} of decay"
+        )
+
+
 def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
     """Yield warnings about the learning rate and λ over the run. training.steps must be
     known.
@@ -274,6 +285,14 @@ def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
             f"last step, {job_config.training.steps}: lr_scheduler.total_steps "
             f"{job_config.lr_scheduler.total_steps} ends before. Leave it out"
         )
+    # TorchTitan's linear decay goes on after the end of a shorter schedule.
+    floor = highest * job_config.lr_scheduler.min_lr_factor
+    if rate.last < min(rate.peak, floor * (1 - ROUNDING)):
+        yield (
+            f"the learning rate falls to {rate.last:g} in the last step, below "
+            f"optimizer.lr × lr_scheduler.min_lr_factor = {floor:g}"
+        )
+    yield from _shortened(job_config)
     coeff_warning = condensing(build_coeff_schedule(job_config).lowest)
     if coeff_warning is not None and job_config.dispersion.enabled:
         yield coeff_warning

@@ -188,7 +188,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_loss(
         job_config: JobConfig, parallel_dims: ParallelDims
     ) -> DispersionObjective:
-        for warning in schedules.schedule_warnings(job_config):
+        for warning in checks.config_warnings(job_config):
             logger.warning(warning)
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),

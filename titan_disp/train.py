@@ -30,7 +30,7 @@ from torchtitan.train import Trainer
 
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
-from titan_disp.checks import check_config, check_device
+from titan_disp.checks import check_config, check_device, check_launched
 from titan_disp.condensation.measure import Monitor
 from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
@@ -107,6 +107,7 @@ class DispTrainer(Start, Trainer):
             world_size = dry.simulated_ranks()
         check_config(job_config, world_size)
         check_device(job_config)
+        check_launched(job_config)
         path = None
         if dry.is_dry(job_config):
             dry.write_nothing(job_config)

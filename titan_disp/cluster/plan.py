@@ -13,6 +13,7 @@ from torch import nn
 
 from titan_disp.checks import (
     check_config,
+    config_warnings,
     fits_ranks,
     listed_inputs,
     nearest_hint,
@@ -38,14 +39,13 @@ from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import DataSet, source_shares
 from titan_disp.data.sources import measured as with_densities
-from titan_disp.errors import ConfigError, Problems, counted
+from titan_disp.errors import ConfigError, Problems, RanksError, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.schedules import (
     Curve,
     coeff_curve,
     learning_rate,
-    schedule_warnings,
 )
 from titan_disp.text import estimated_duration
 
@@ -349,11 +349,13 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     problems = Problems(collect=True)
     problems.pass_(check_config, job_config, world, problems)
     end = ""
-    if problems.messages:
+    errors = list(problems.errors.values())
+    if not strict:
+        errors = errors[:1]
+    if any(isinstance(error, RanksError) for error in errors):
         end = _asked_size(asked, machine)
-        if not strict:
-            first, *_ = problems.messages.values()
-            raise ConfigError(f"{first}. {end}")
+    if errors and not strict:
+        raise ConfigError(". ".join(filter(None, [str(errors[0]), end])))
     missing = problems if strict else Problems(collect=True)
     listed: list[tuple[DataSet, list[DataFile]]] = []
     problems.pass_(lambda: listed.extend(listed_inputs(job_config, missing)))
@@ -378,8 +380,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         unseen=unseen_shares(job_config, listed, slots, sources),
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
-            *missing.messages.values(),
-            *schedule_warnings(job_config),
+            *missing.messages,
+            *config_warnings(job_config),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),
         ],

@@ -81,6 +81,16 @@ def check_initial_load(
         )
 
 
+def missing_step(step: int, folder: str, steps: list[int]) -> str:
+    """Return the message about a step of checkpoint.load_step that is not among the
+    ``steps`` in ``folder``.
+    """
+    held = "no checkpoint"
+    if steps:
+        held = f"the steps {', '.join(map(str, steps))}"
+    return f"checkpoint.load_step is {step}, but {folder} holds {held}"
+
+
 def hf_config(
     adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str
 ) -> dict[str, Any]:
@@ -495,12 +505,7 @@ class DispCheckpointManager(CheckpointManager):
 
     def _load_explicit(self, step: int, steps: list[int]) -> bool:
         if step not in steps:
-            held = (
-                f"the steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
-            )
-            raise CheckpointError(
-                f"checkpoint.load_step is {step}, but {self.folder} holds {held}"
-            )
+            raise CheckpointError(missing_step(step, self.folder, steps))
         newer = [s for s in steps if s > step]
         if newer and not self.load_only:
             raise RefusedError(
