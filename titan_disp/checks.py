@@ -119,6 +119,7 @@ def check_ranks(job_config: JobConfig, world_size: int) -> None:
     """Check a config as ``check_config``. If mesh or batch do not fit the number of
     ranks, the message names the nearest numbers that they fit.
     """
+    # The checks replace degrees of −1.
     asked = copy.deepcopy(job_config)
     try:
         check_config(job_config, world_size)
@@ -192,7 +193,9 @@ def check_keys(job_config: JobConfig, problems: Problems) -> bool:
 
 
 def check_key(key: str, facts: Facts, job_config: JobConfig) -> None:
-    """Check a key by the facts about it."""
+    """Check the value of a key, and those that it needs other keys to have. A key that
+    is false needs nothing.
+    """
     if not _holds(facts, job_config):
         return
     value = value_of(job_config, key)
@@ -305,8 +308,8 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
 
 
 def _check_shards(job_config: JobConfig, world_size: int) -> int:
-    """Check data parallelism, and return the number of ranks that share one copy of the
-    weights.
+    """Check data parallelism, and return the number of FSDP's shards, over which the
+    ranks of data and context parallelism divide the weights.
     """
     p = job_config.parallelism
     tp = p.tensor_parallel_degree
@@ -380,6 +383,7 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
 
 
 def _flavor(job_config: JobConfig) -> str:
+    """Return the name of the model's flavor with its overrides, for messages."""
     return named(job_config.model.flavor, job_config.model.overrides)
 
 
@@ -565,8 +569,8 @@ def check_inputs(job_config: JobConfig) -> None:
 
 
 def check_checkpoint(job_config: JobConfig) -> None:
-    """Check the checkpoint that the run resumes from, or the weights that it begins
-    with, if the config names any.
+    """Check that the run has the checkpoint of ``checkpoint.load_step``. A run without
+    checkpoints must find the weights that it begins with, if the config names any.
     """
     checkpoint = job_config.checkpoint
     folder = os.path.join(job_config.job.dump_folder, checkpoint.folder)
@@ -634,11 +638,11 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
 def build_dispersion_losses(
     job_config: JobConfig,
 ) -> dict[str, tuple[float, DispersionLoss]]:
-    """Return the losses of [dispersion] and [[dispersion.losses]] with their weights,
-    by names that differ.
+    """Return (weight, loss) by name. The first is that of [dispersion], with weight 1,
+    which λ multiplies; the others are those of [[dispersion.losses]].
 
-    The first one is that of [dispersion]. ``debug.seed`` decides which positions are
-    sampled.
+    Of losses with one name, the second is called NAME_2, and so on. ``debug.seed``
+    decides which positions are sampled.
     """
     section = job_config.dispersion
     options = parse_overrides(section.options, OPTIONS) or None
@@ -655,7 +659,7 @@ def build_dispersion_losses(
         loss = _build_loss(f"{where}.", values, job_config)
         name = loss.name
         count = 1
-        # dispersion_fit_error is another number of metrics.jsonl
+        # dispersion_fit_error is the name of another number in metrics.jsonl.
         while name in (*losses, "fit_error"):
             count += 1
             name = f"{loss.name}_{count}"
@@ -666,7 +670,11 @@ def build_dispersion_losses(
 def _build_loss(
     where: str, values: Mapping[str, Any], job_config: JobConfig
 ) -> DispersionLoss:
-    """Return a loss. ``where``: the keys of its values, in messages."""
+    """Return a loss of these options.
+
+    ``where`` stands before their names in messages: "dispersion." or
+    "dispersion.losses[0].".
+    """
     with prefixed(where):
         loss = DispersionLoss(**values, seed=job_config.debug.seed or 0)
     with prefixed(where, ", or set dispersion.within_documents = false"):

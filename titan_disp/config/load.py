@@ -116,27 +116,34 @@ def _is_a(value: Any, type_: Any) -> bool:
 
 
 def _meanings(words: Sequence[str], type_: Any) -> list[Any]:
-    """Return the values of a type that words of the command line can mean, the likeliest
-    first. No word means true, as in TorchTitan.
+    """Return the values of a type that the words of an option can mean, the likeliest
+    first. An option without words means true, as in TorchTitan.
 
     A list is written as in TOML, with commas, or as several words. Its items may be
-    lists (``a,b c``).
+    lists (``a,b c``). A list of one item can also mean this item.
     """
+    # what is between blanks, commas, brackets and quotes
     items = re.findall(r"""[^\s,\[\]"']+""", " ".join(words))
-    lists = [items, list(map(literal, items)), [word.split(",") for word in words]]
     values: list[Any] = [] if words else [True]
     for texts in (words, items):
         if len(texts) == 1:
             (text,) = texts
             values += [_WORDS.get(text.lower(), text), text, literal(text)]
-    return [value for value in (*values, *lists) if _is_a(value, type_)]
+    numbers = list(map(literal, items))
+    lists_of_lists = [word.split(",") for word in words]
+    values += [items, numbers, lists_of_lists]
+    return [value for value in values if _is_a(value, type_)]
 
 
 def _wrong_type(key: str, value: Any, type_: Any) -> ConfigError:
-    """Return the error about a value of another type than its key's."""
+    """Return the error about a value of another type than its key's. Its hint is what
+    the value means as a word of the command line, or else a choice with a similar name.
+    """
     expected = reference.types().get(key, str(type_))
-    hint = did_you_mean(value, re.findall(r'"(.+?)"', expected))
+    choices = re.findall(r'"(.+?)"', expected)
+    hint = did_you_mean(value, choices)
     meanings = _meanings([str(value)], type_)
+    # The words of a table would be shown as a list.
     if meanings and "table" not in expected:
         hint = f" (write {written(meanings[0])})"
     ending = all_facts().get(key, Facts()).ending
@@ -152,6 +159,9 @@ def check_type(key: str, value: Any, type_: Any) -> None:
 def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return the key of each option, such as "training.steps", and the words up to the
     next option.
+
+    Raises ConfigError for a word before the first option, and for the name of a key
+    without its dashes.
     """
     options: list[tuple[str, list[str]]] = []
     for word in argv:
@@ -170,28 +180,35 @@ def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(key: str, words: list[str], type_: Any) -> Any:
-    """Return the value of a key that words of the command line mean."""
-    for spec in getattr(type_, "__metadata__", ()):  # of a table
-        return spec.instance_from_str([" ".join(words)])
-    for value in _meanings(words, type_):
-        return float(value) if type_ is float else value
-    raise _wrong_type(key, " ".join(words), type_)
+    """Return the value of a key that words of the command line mean. The type of a
+    table (tables.py) says how the table is read.
+    """
+    text = " ".join(words)
+    readers = getattr(type_, "__metadata__", ())
+    if readers:
+        return readers[0].instance_from_str([text])
+    meanings = _meanings(words, type_)
+    if not meanings:
+        raise _wrong_type(key, text, type_)
+    return float(meanings[0]) if type_ is float else meanings[0]
 
 
 def _set(config: JobConfig, option: str, words: list[str]) -> None:
-    """Set the key of an option, which is written as TorchTitan's, or as in TOML.
+    """Set the key of an option.
 
-    An entry of a table (``--model.overrides.n_layers 2``) is added to the table.
+    ``--section.no_key`` sets a key to false. An entry of a table
+    (``--model.overrides.n_layers 2``) is added to the table.
     """
     path, _, name = option.rpartition(".")
     positive = name.removeprefix("no_")
-    types: dict[str, Any] = {}
+    section: Any = None
+    # An option may name a section or an element of a list that does not exist.
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
         section = value_of(config, path)
-        if isinstance(section, dict):
-            section[name] = literal(" ".join(words))
-            return
-        types = _types(section)
+    if isinstance(section, dict):
+        section[name] = literal(" ".join(words))
+        return
+    types = _types(section) if dataclasses.is_dataclass(section) else {}
     if name in types:
         setattr(section, name, _value(option, words, types[name]))
     elif types.get(positive) is bool:
@@ -226,6 +243,16 @@ def expand_paths(config: Any) -> None:
             set_value(config, key, expanded(key, path))
 
 
+def _module_of(toml: Mapping[str, Any]) -> str:
+    """Return the module that a TOML file names for more keys, or titan-disp's."""
+    job = toml.get("job")
+    key = "job.custom_config_module"
+    if not isinstance(job, dict) or not job.get("custom_config_module"):
+        return MODULE
+    check_type(key, job["custom_config_module"], str)
+    return job["custom_config_module"]
+
+
 def load_config(argv: Sequence[str]) -> JobConfig:
     """Return the config of TorchTitan's arguments: the command line takes precedence
     over the TOML file.
@@ -241,12 +268,10 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     texts = {key: " ".join(words) for key, words in options}
     path = expanded("job.config_file", texts.get("job.config_file", ""))
     toml = read_toml(path) if path else {}
-    job = toml.get("job")
-    module = job.get("custom_config_module") if isinstance(job, dict) else None
-    module = texts.get("job.custom_config_module", module or MODULE)
+    module = texts.get("job.custom_config_module", _module_of(toml))
     config = _config_class(module)()
     _fill(config, toml)
-    config.stream.__post_init__()  # reads the sources
+    config.stream.__post_init__()  # turns the tables of RAW_TYPES into sources
     config.job.custom_config_module = module
     for option, words in options:
         _set(config, option, words)
