@@ -24,14 +24,9 @@ from titan_disp.checks import check_device
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.objective import LossLedger
 from titan_disp.run import reader
-from titan_disp.run.folder import (
-    WATCH,
-    RunFolder,
-    append_json,
-    continue_wandb,
-    write_json,
-)
+from titan_disp.run.folder import WATCH, RunFolder, continue_wandb
 from titan_disp.run.metrics import DispersionMetrics
+from titan_disp.run.storage import append_json, write_json
 from titan_disp.train import DispTrainer
 
 

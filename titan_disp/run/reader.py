@@ -181,15 +181,21 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """Read the records of a .jsonl file, [] if there is none.
 
-    Lines that killed processes left unfinished are left out.
+    Lines that killed processes left unfinished are left out, and so is a line that
+    repeats the one before it.
     """
     return list(_json_lines(Path(path)))
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
+        before = b""
         with open(path, "rb") as lines:
             for line in lines:
+                # After an error, a line that was written may be written again.
+                if line == before:
+                    continue
+                before = line
                 with contextlib.suppress(ValueError):
                     if isinstance(record := json.loads(line), dict):
                         yield record
