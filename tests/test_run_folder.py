@@ -374,3 +374,27 @@ def test_what_the_user_has_set_stays():
         expected = given | added
         continue_wandb("folder", rank, given)
         assert given == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "recorded"),
+    [
+        (
+            "apptainer exec --env WANDB_API_KEY=0123 --env=A=b,C=d -e X=y x.sif",
+            "apptainer exec --env WANDB_API_KEY=… --env=A=… -e X=… x.sif",
+        ),
+        ("http://me:pass@proxy:3128", "http://me:…@proxy:3128"),
+        ("export HF_TOKEN=hf_ab; run", "export HF_TOKEN=… run"),
+        (f"run {'hf_' + 'a' * 34} {'0' * 40}", "run … …"),
+        ("expandable_segments:True,max=5", "expandable_segments:True,max=5"),
+        ("tcp://host:1234/path", "tcp://host:1234/path"),
+        ("ib0,ib1:1", "ib0,ib1:1"),
+    ],
+)
+def test_values_of_variables_hold_no_secrets(tmp_path, monkeypatch, value, recorded):
+    monkeypatch.setenv("TITAN_DISP_PREFIX", value)
+    folder = RunFolder(job_config(tmp_path), 1)
+    folder.record_start()
+    folder.close()
+    variables = reader.read_environment(tmp_path)["variables"]
+    assert variables["TITAN_DISP_PREFIX"] == recorded

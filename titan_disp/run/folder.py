@@ -40,6 +40,14 @@ _RECORDED = re.compile(
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK", re.IGNORECASE
 )
+# Secrets within a value: what follows NAME=, a container's --env NAME= or -e NAME=, or
+# the user of a URL; and keys of Hugging Face, OpenAI, GitHub, AWS and W&B.
+_SECRET_PART = re.compile(
+    rf"(?P<name>\w*({_SECRET.pattern})\w*=|(--env|-e)[ =]\w+=)\S+"
+    r"|(?P<user>://[^/\s:@]*:)[^\s@/]+(?=@)"
+    r"|\b(hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA\w{12,}|[0-9a-f]{40})\b",
+    re.IGNORECASE,
+)
 PACKAGES = (
     "titan-disp",
     "torch",
@@ -96,11 +104,18 @@ def _environment(world_size: int) -> dict[str, Any]:
         "hip": torch.version.hip,
         "world_size": world_size,
         "variables": {
-            k: v
-            for k, v in sorted(os.environ.items())
-            if _RECORDED.match(k) and not _SECRET.search(k)
+            name: without_secrets(value)
+            for name, value in sorted(os.environ.items())
+            if _RECORDED.match(name) and not _SECRET.search(name)
         },
     }
+
+
+def without_secrets(value: str) -> str:
+    """Return the value of a variable, with "…" for each part that is a secret."""
+    return _SECRET_PART.sub(
+        lambda part: f"{part['name'] or part['user'] or ''}…", value
+    )
 
 
 def lock_folder(path: Path, name: str = reader.LOCK) -> IO[str]:
