@@ -398,3 +398,19 @@ def test_values_of_variables_hold_no_secrets(tmp_path, monkeypatch, value, recor
     folder.close()
     variables = reader.read_environment(tmp_path)["variables"]
     assert variables["TITAN_DISP_PREFIX"] == recorded
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("heartbeat.json", reader.read_heartbeat),
+        ("requeue.json", reader.read_failures),
+        ("config.json", reader.read_config),
+        ("metrics.jsonl", reader.read_rows),
+        ("events.jsonl", reader.read_events),
+    ],
+)
+def test_a_named_pipe_is_not_waited_for(tmp_path, name, read):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read(tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_disp.errors import ConfigError
+from titan_disp.files import check_regular
 
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
@@ -189,6 +190,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
+        check_regular(path)
         before = b""
         with open(path, "rb") as lines:
             for line in lines:
@@ -222,6 +224,7 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    check_regular(path)
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, expected an object")
