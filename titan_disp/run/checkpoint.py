@@ -167,9 +167,8 @@ class DispCheckpointManager(CheckpointManager):
         self.saved_step: int | None = None
         self._forced = False
         self._due = False
-        self.saves_again = (
-            False  # whether an asynchronous save has failed and is repeated
-        )
+        # Whether an asynchronous save has failed, so that the next call of ``save`` saves.
+        self.saves_again = False
         self._failures = 0  # of asynchronous saves in a row
         self._saving: int | None = None  # step of an asynchronous save under way
 
@@ -467,12 +466,14 @@ class DispCheckpointManager(CheckpointManager):
             reason = self._damage(str(folder))
         except UnreadableError as error:
             reason = str(error)
-        if reason is None and dist.get_rank() == 0:
-            folder.rename(self._create_checkpoint_id(step))
-            logger.warning(
-                f"{folder} is sound, and was renamed to step-{step} again: a failure "
-                "of the file system may have looked like damage"
-            )
+        if reason is not None:
+            return
+        name = self._create_checkpoint_id(step)
+        on_rank_0(storage.patiently, os.rename, folder, name)
+        logger.warning(
+            f"{folder} is sound, and was renamed to step-{step} again: a failure of "
+            "the file system may have looked like damage"
+        )
 
     def _newest_damaged(self) -> int | None:
         """Return the largest N of damaged-N if it is larger than that of all complete
