@@ -50,15 +50,15 @@ class Disk:
     plan: Path
 
     def break_down(self, moments, root):
-        """Draw four outages of up to four seconds, and return the variables of the
-        process that has them.
+        """Draw twenty outages of up to four seconds, some seconds apart, and return the
+        variables of the process that has them.
         """
-        began = time.time()
+        now = time.time()
         outages = []
-        for _ in range(4):
-            first = began + moments.uniform(4, 35)
-            last = first + moments.uniform(0.5, 4)
-            outages.append(f"{first} {last} {moments.choice(ERRORS)}")
+        for _ in range(20):
+            first = now + moments.uniform(3, 8)
+            now = first + moments.uniform(0.5, 4)
+            outages.append(f"{first} {now} {moments.choice(ERRORS)}")
         self.plan.write_text("\n".join(outages))
         return {
             "LD_PRELOAD": str(self.library),
