@@ -51,6 +51,10 @@ class CheckpointError(UserError):
     """
 
 
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint cannot be read now, which does not prove damage."""
+
+
 class NonFiniteError(UserError):
     """Too many steps in a row had a loss or gradient that is not finite.
 

@@ -64,6 +64,7 @@ from titan_disp.run.liveness import (
 )
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.reader import read_condensation, read_events, read_rows
+from titan_disp.run.storage import patiently
 
 # What a checkpoint's groups of parameters have of the config. (Whether Adam is fused
 # belongs to its state.)
@@ -178,6 +179,10 @@ class DispTrainer(Start, Trainer):
         if world_size > 1 and not dry.is_dry(job):
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.aside.errands.append(self.stop_request)
+        if self.run_folder is not None:
+            self.aside.errands.append(self.run_folder.events.flush)
+        if self.metrics_processor.rows is not None:
+            self.aside.errands.append(self.metrics_processor.rows.flush)
         self._configured_options = [
             [{key: group[key] for key in OPTIONS} for group in optimizer.param_groups]
             for optimizer in self.optimizers
@@ -197,10 +202,8 @@ class DispTrainer(Start, Trainer):
         except RefusedError as error:  # on every rank
             # on rank 0, the only one that has to list the checkpoints
             if self.run_folder is not None:
-                saved = integrity.checkpoints(
-                    self.run_folder.path / self.job_config.checkpoint.folder,
-                    hugging_face=True,
-                )
+                folder = self.run_folder.path / self.job_config.checkpoint.folder
+                saved = patiently(integrity.checkpoints, folder, True)
                 self.event(
                     "refused",
                     max(saved, default=0),
@@ -343,10 +346,11 @@ class DispTrainer(Start, Trainer):
             self.optimizers.settle()
         if self.optimizers.agreed["save_failed"]:
             self.checkpointer.wait()
-            raise CheckpointError(
-                f"step {self.step}: an asynchronous save failed on another rank; its "
-                "log says why"
-            )
+            if not self.checkpointer.saves_again:
+                raise CheckpointError(
+                    f"step {self.step}: an asynchronous save failed on another rank; "
+                    "its log says why"
+                )
         if self._ends():
             self._stopping = True
             self.checkpointer.force()
@@ -426,9 +430,9 @@ class DispTrainer(Start, Trainer):
         """Return whether the run folder has a measurement of this step. Only rank 0,
         which has the folder, knows it.
         """
-        return self.run_folder is not None and self.step in read_condensation(
-            self.run_folder.path
-        )
+        if self.run_folder is None:
+            return False
+        return self.step in patiently(read_condensation, self.run_folder.path)
 
     # ---- the end
 
@@ -450,7 +454,7 @@ class DispTrainer(Start, Trainer):
         with self._refusals():
             super().train()
         with self.busy("save", self.step):
-            self.checkpointer.wait()
+            self.checkpointer.finish(self.step)
         if self._measures_at_the_end():
             self.measure_condensation()
         if self.step > self._start_step:
@@ -549,12 +553,9 @@ class DispTrainer(Start, Trainer):
         """Log how condensation went, as a table, on rank 0."""
         if self.run_folder is None:
             return
+        measured = patiently(read_condensation, self.run_folder.path)
         lines = over_training(
-            {
-                step: row
-                for step, row in read_condensation(self.run_folder.path).items()
-                if step <= self.step
-            }
+            {step: row for step, row in measured.items() if step <= self.step}
         )
         if lines:
             logger.info("\n".join(lines))

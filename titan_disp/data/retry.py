@@ -35,8 +35,8 @@ def retried(
 
     Errors that may pass are tried again for some seconds, then raised.
 
-    A pause is at least as long as the hub asks for. Its range is so wide that the ranks
-    wait for different times.
+    ``name`` begins the warning of each failure. A pause is at least as long as the hub
+    asks for. Its range is so wide that the ranks wait for different times.
     """
     deadline = time.monotonic() + seconds
     pause = FIRST_PAUSE
@@ -57,7 +57,7 @@ def retried(
             wait = min(uniform(shortest, longest), left)
             reason = (str(error).splitlines() or [""])[0]
             logger.warning(
-                f"data: {name}: {reason or type(error).__name__}: trying again in "
+                f"{name}: {reason or type(error).__name__}: trying again in "
                 f"{wait:.2g} s"
             )
             sleep(wait)

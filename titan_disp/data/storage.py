@@ -89,7 +89,7 @@ class RetryingFile(io.RawIOBase):
             found = retried(
                 lambda: self._read(wanted),
                 self._retry_seconds,
-                self._name,
+                f"data: {self._name}",
                 self.may_pass,
             )
         except Exception as error:  # httpx and huggingface_hub raise their own
@@ -131,7 +131,8 @@ class LocalFile(RetryingFile):
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         super().__init__(file, options)
-        retried(self._open, self._retry_seconds, self._name, self.may_pass)
+        name = f"data: {self._name}"
+        retried(self._open, self._retry_seconds, name, self.may_pass)
 
     def _open(self) -> io.FileIO:
         if self._held is None:

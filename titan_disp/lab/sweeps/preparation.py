@@ -33,7 +33,6 @@ from titan_disp.errors import ConfigError, counted, reported
 from titan_disp.files import atomic_write, progress
 from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
-from titan_disp.run.folder import write_json
 from titan_disp.run.history import BEGIN, END, trained_nothing
 from titan_disp.run.reader import (
     OWNER,
@@ -42,6 +41,7 @@ from titan_disp.run.reader import (
     read_heartbeat,
     read_transitions,
 )
+from titan_disp.run.storage import write_json
 from titan_disp.tables import TABLES
 
 RECORD = "point.json"
