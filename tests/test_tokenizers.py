@@ -14,7 +14,6 @@ from tests.pages import loaded
 from tests.streams import VALIDATION_FILE, texts_of
 from titan_disp.checks import tokenizer_of
 from titan_disp.data.fingerprint import data_changes, fingerprint
-from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.listing import list_files
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.tokenizer import (
@@ -71,7 +70,7 @@ def test_encoder_agrees_with_torchtitans_tokenizer(
             == loaded.encode(text, add_bos=True, add_eos=True)
         )
     assert encode(LONG) == [*([loaded.bos_id] * bos), *plain, loaded.eos_id]
-    assert plain_encoder(loaded)(LONG) == plain
+    assert loaded.plain(LONG) == plain
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
@@ -143,7 +142,7 @@ def test_text_makes_no_special_tokens(sample, hf_tokenizer, tmp_path, kind):
         ids = encode(text)
         assert ids == [*plain(text), eos]
         assert fast(text).tolist() == ids
-        assert plain_encoder(loaded)(text) == ids[:-1]
+        assert loaded.plain(text) == ids[:-1]
         assert loaded.decode(ids[:-1]) == text
     assert all(
         fast(text).tolist() == encode(text)

@@ -28,9 +28,8 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from titan_disp.data.tokenizer import find_tokenizer
+from titan_disp.data.tokenizer import AnyTokenizer, TextTokenizer, find_tokenizer
 from titan_disp.errors import ConfigError, reported
 
 SPACE = "▁"
@@ -287,7 +286,7 @@ def check_same_ids(
 
 def write_tokenizer(
     source: Path,
-    tokenizer: BaseTokenizer,
+    tokenizer: AnyTokenizer,
     dest: Path,
     seq_len: int,
     documents: Iterable[str] = (),
@@ -308,6 +307,8 @@ def write_tokenizer(
             read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
         )
         converted, special = convert(file)
+        if tokenizer.eos_id is not None:
+            special["eos_token"] = tokenizer.id_to_token(tokenizer.eos_id)
         # to_str instead of save(), which reports a full disk by a bare Exception.
         (dest / "tokenizer.json").write_text(converted.to_str(pretty=True))
         # split_special_tokens: SentencePiece never turns text that spells a control
@@ -320,13 +321,13 @@ def write_tokenizer(
         )
     else:
         unigram = False
+        assert isinstance(tokenizer, TextTokenizer)
         _copy(source, tokenizer, dest, seq_len)
     # Several libraries raise their own types, as does code that a folder names.
     with reported(
         f"transformers cannot load the tokenizer in {str(source)!r}", Exception
     ):
         written = AutoTokenizer.from_pretrained(dest)
-    encode = plain_encoder(tokenizer)
     # Segmentations of a run of one character can be equally probable. Rounding decides
     # their order: SentencePiece computes in float32, tokenizers in float64.
     arranged: Callable[[list[int]], list[int]] = sorted if unigram else list
@@ -338,36 +339,27 @@ def write_tokenizer(
         "verbose": False,
     }
     check_same_ids(
-        lambda text: arranged(encode(text)),
+        lambda text: arranged(tokenizer.plain(text)),
         lambda text: arranged(written(text, **as_trained).input_ids),
         itertools.chain(PROBES, documents),
     )
 
 
-def plain_encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
-    """Return a function from a text to its ids, without BOS and EOS."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return lambda text: (
-            tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-        )
-    return lambda text: tokenizer.encode(text)
-
-
-def _copy(source: Path, tokenizer: BaseTokenizer, dest: Path, seq_len: int) -> None:
+def _copy(source: Path, tokenizer: TextTokenizer, dest: Path, seq_len: int) -> None:
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, dest / name)
     if not (dest / "tokenizer.json").is_file():
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
         (dest / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(pretty=True))
     config = dest / "tokenizer_config.json"
     stated = json.loads(config.read_text()) if config.is_file() else {}
-    eos = getattr(tokenizer, "eos_token", None)
-    # training found it in config.json
-    if eos is not None and not stated.get("eos_token"):
+    eos = tokenizer.eos_token
+    # training found it in config.json, or it is stream.separator
+    other_eos = eos != tokenizer._get_token_from_config(stated, "eos_token")
+    if other_eos:
         stated["eos_token"] = eos
-    # without it, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
-    if "tokenizer_class" not in stated:
+    # without a class, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
+    if other_eos or "tokenizer_class" not in stated:
         _write_config(dest, stated, seq_len)
 
 

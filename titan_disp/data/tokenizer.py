@@ -16,9 +16,11 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from titan_disp.errors import ConfigError, DataError, reported
+from titan_disp.errors import ConfigError, DataError, did_you_mean, reported
 
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+NONE = "none"  # as stream.separator: no token separates the documents
+NO_SEPARATOR = -1  # then the id of EOS
 
 
 class SentencePieceTokenizer(BaseTokenizer):
@@ -39,14 +41,121 @@ class SentencePieceTokenizer(BaseTokenizer):
         self, text: str, add_bos: bool = False, add_eos: bool = False
     ) -> list[int]:
         begin = add_bos and self.bos_id is not None
-        end = add_eos and self.eos_id is not None
-        return self.processor.encode(text, add_bos=begin, add_eos=end)
+        ids = self.processor.encode(text, add_bos=begin)
+        return ids + _end(self) if add_eos else ids
+
+    def plain(self, text: str) -> list[int]:
+        """Return the ids of a text, without BOS and EOS."""
+        return self.processor.encode(text)
 
     def decode(self, token_ids: list[int]) -> str:
         return self.processor.decode(token_ids)
 
     def get_vocab_size(self) -> int:
         return self.processor.get_piece_size()
+
+    def token_to_id(self, token: str) -> int | None:
+        piece = self.processor.piece_to_id(token)  # that of <unk> for another text
+        return piece if self.processor.id_to_piece(piece) == token else None
+
+    def id_to_token(self, token_id: int) -> str:
+        return self.processor.id_to_piece(token_id)
+
+    def added_tokens(self) -> list[str]:
+        """Return the tokens that no text produces."""
+        processor = self.processor
+        return [
+            processor.id_to_piece(i)
+            for i in range(processor.get_piece_size())
+            if processor.is_control(i) or processor.is_unknown(i)
+        ]
+
+    def end_with(self, separator: str) -> None:
+        """Let documents end with another token than the model's own EOS."""
+        self.eos_id = self.token_to_id(separator)
+
+
+class TextTokenizer(HuggingFaceTokenizer):
+    """This is TorchTitan's tokenizer, changed so that text never becomes a special
+    token, as with SentencePiece.
+
+    EOS within a document would end the document, and any author of a corpus could write
+    control tokens. TorchTitan treats all tokens that tokenizer_config.json adds as
+    special. Those that the file calls not special (Qwen's <think>) are words here, as
+    in transformers. Settings that cut or pad every text are switched off, too.
+    """
+
+    tokenizer: Tokenizer
+    bos_id: int | None
+    bos_token: str | None
+    eos_token: str | None
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(str(folder))
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        if self.eos_id is None:
+            self._find_eos(Path(folder) / "config.json")
+
+    def _infer_special_tokens(self) -> None:
+        super()._infer_special_tokens()
+        added = (self.config or {}).get("added_tokens_decoder", {}).values()
+        words = {
+            token["content"]
+            for token in added
+            if isinstance(token, dict) and token.get("special") is False
+        }
+        if words:
+            content = json.loads(self.tokenizer.to_str())
+            for token in content["added_tokens"]:
+                token["special"] &= token["content"] not in words
+            self.tokenizer = Tokenizer.from_str(json.dumps(content))
+
+    def _find_eos(self, model: Path) -> None:
+        """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
+
+        TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS
+        alone, so that one token separates two documents. The hub's
+        tokenizer_config.json of GPT-2 names no token; config.json (``model``) has the
+        id.
+        """
+        if self.bos_id is not None:
+            eos = self._get_token_from_config(self.config or {}, "eos_token")
+            if eos is not None and eos == self.bos_token and not self.hf_adds_bos:
+                self.bos_token = None
+                self.bos_id = None
+                self.end_with(eos)
+        elif model.is_file():
+            eos_id = json.loads(model.read_text()).get("eos_token_id")
+            added = self.tokenizer.get_added_tokens_decoder()
+            token = added.get(eos_id) if isinstance(eos_id, int) else None
+            if token is not None and token.special:
+                self.end_with(token.content)
+
+    def end_with(self, separator: str) -> None:
+        """Let documents end with a token, in place of EOS as TorchTitan finds it."""
+        self.eos_token = separator
+        self.eos_id = self.tokenizer.token_to_id(separator)
+        self._infer_should_add_bos_eos()  # which depends on EOS
+
+    def plain(self, text: str) -> list[int]:
+        """Return the ids of a text, without BOS and EOS."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def added_tokens(self) -> list[str]:
+        """Return the tokens that are not of the model of words."""
+        decoder = self.tokenizer.get_added_tokens_decoder()
+        return [token.content for token in decoder.values()]
+
+
+AnyTokenizer = SentencePieceTokenizer | TextTokenizer
+
+
+def _end(tokenizer: BaseTokenizer) -> list[int]:
+    """Return the ids that end a document: of EOS, or none."""
+    eos_id = tokenizer.eos_id
+    return [] if eos_id is None or eos_id == NO_SEPARATOR else [eos_id]
 
 
 # of models on the hub, by their names
@@ -94,75 +203,53 @@ def find_tokenizer(folder: str | Path) -> Path:
     return models[0]
 
 
-def load_tokenizer(folder: str | Path) -> BaseTokenizer:
+def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
     """Load the tokenizer of a folder.
 
-    It treats text that spells a special token (</s>) as text.
+    It treats text that spells a special token (</s>) as text. Its EOS is the token
+    ``separator`` (stream.separator), by default its own; with "none", it is
+    ``NO_SEPARATOR``.
     """
     file = find_tokenizer(folder)
     # the libraries raise bare RuntimeError
     with reported(f"cannot load the tokenizer {str(file)!r}", Exception):
-        return (
+        tokenizer = (
             SentencePieceTokenizer(file)
             if file.suffix == ".model"
-            else _hugging_face(folder)
+            else TextTokenizer(folder)
         )
-
-
-def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
-    """Load TorchTitan's tokenizer, changed so that text never becomes a special token,
-    as with SentencePiece.
-
-    EOS within a document would end the document, and any author of a corpus could write
-    control tokens. TorchTitan treats all tokens that tokenizer_config.json adds as
-    special. Those that the file calls not special (Qwen's <think>) are words here, as
-    in transformers. Settings that cut or pad every text are switched off, too.
-    """
-    tokenizer = HuggingFaceTokenizer(str(folder))
-    config = tokenizer.config or {}
-    added = config.get("added_tokens_decoder", {}).values()
-    words = {
-        token["content"]
-        for token in added
-        if isinstance(token, dict) and token.get("special") is False
-    }
-    if words:
-        content = json.loads(tokenizer.tokenizer.to_str())
-        for token in content["added_tokens"]:
-            token["special"] &= token["content"] not in words
-        tokenizer.tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.tokenizer.encode_special_tokens = True
-    tokenizer.tokenizer.no_truncation()
-    tokenizer.tokenizer.no_padding()
-    if tokenizer.eos_id is None:
-        _find_eos(tokenizer, Path(folder))
+    if separator == NONE:
+        tokenizer.eos_id = NO_SEPARATOR
+    elif separator:
+        _check_separator(tokenizer, separator, folder)
+        tokenizer.end_with(separator)
     return tokenizer
 
 
-def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-    """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
-
-    TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS
-    alone, so that one token separates two documents. The hub's tokenizer_config.json of
-    GPT-2 names no token; config.json has the id.
+def tokenizer_of_export(folder: str | Path, separator: str) -> AnyTokenizer:
+    """Load a run's tokenizer with the EOS that its model learned: ``separator``, or the
+    tokenizer's own if that is "none".
     """
-    if tokenizer.bos_id is not None:
-        named = tokenizer._get_token_from_config(tokenizer.config or {}, "eos_token")
-        if named == tokenizer.bos_token and not tokenizer.hf_adds_bos:
-            tokenizer.eos_token = tokenizer.bos_token
-            tokenizer.eos_id = tokenizer.bos_id
-            tokenizer.bos_token = tokenizer.bos_id = None
-    elif (folder / "config.json").is_file():
-        of_model = json.loads((folder / "config.json").read_text()).get("eos_token_id")
-        token = (
-            tokenizer.tokenizer.get_added_tokens_decoder().get(of_model)
-            if isinstance(of_model, int)
-            else None
+    return load_tokenizer(folder, "" if separator == NONE else separator)
+
+
+def _check_separator(
+    tokenizer: AnyTokenizer, separator: str, folder: str | Path
+) -> None:
+    """Raise ConfigError unless a token of the tokenizer can end documents."""
+    found = f"stream.separator is {separator!r}, which"
+    separator_id = tokenizer.token_to_id(separator)
+    if separator_id is None:
+        names = tokenizer.added_tokens()
+        raise ConfigError(
+            f"{found} is no token of the tokenizer in {str(folder)!r}"
+            + did_you_mean(separator, names, f"; expected one such as {names[:5]}")
         )
-        if token is not None and token.special:
-            tokenizer.eos_token = token.content
-            tokenizer.eos_id = of_model
-            tokenizer._infer_should_add_bos_eos()  # which knew no EOS before
+    if separator_id in tokenizer.plain(separator):
+        raise ConfigError(
+            f"{found} text can spell, so that it would end documents in their middle: "
+            "expected a special token"
+        )
 
 
 def check_fits(
@@ -185,8 +272,7 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     if tokenizer.eos_id is None:
         raise ConfigError(
             "the tokenizer has no EOS token, which must separate documents: set "
-            "eos_token in tokenizer_config.json (Hugging Face), or train the "
-            "SentencePiece model with an EOS piece"
+            "stream.separator to the token that does"
         )
     # The stream has its own threads. The tokenizer would start one for every core of
     # the node.
@@ -200,7 +286,7 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
             if tokenizer.bos_id is not None and not tokenizer.hf_adds_bos
             else []
         )
-        end = [] if tokenizer.hf_adds_eos else [tokenizer.eos_id]
+        end = [] if tokenizer.hf_adds_eos else _end(tokenizer)
         return lambda text: [*begin, *fast([text])[0].ids, *end]
     return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
 
@@ -211,42 +297,20 @@ _OFF = "set stream.fast_tokenizer = false"
 _agreed: WeakSet[BaseTokenizer] = WeakSet()
 
 
-def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
+_ODD_CHARACTERS = (
+    "\u0300\u0301\u0323\u200d\U0001f600\U0001f468\u4e2d\uac00\u1100\u1161\ufb01"
+    "\u2028\ufeff\ue000\U0010ffff\u212b\u1e9b\u0e33\u0915\u094d"
+)
+_ODD_PIECES = " |  |\n|\n\n|\r\n|\t|'s|'LL|e\u0301| the|The|ing|123456|don't|…"
+
+
+def odd_texts(tokenizer: AnyTokenizer, count: int = 3000) -> list[str]:
     """Return short random texts that mix everything that tokenizers treat specially,
     also the names of special tokens.
     """
     rng = random.Random(0)
-    codes = [
-        *range(1, 400),
-        0x300,
-        0x301,
-        0x323,
-        0x200D,
-        0x1F600,
-        0x1F468,
-        0x4E2D,
-        0xAC00,
-        0x1100,
-        0x1161,
-        0xFB01,
-    ]
-    codes += [0x2028, 0xFEFF, 0xE000, 0x10FFFF, 0x212B, 0x1E9B, 0x0E33, 0x0915, 0x094D]
-    pieces = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'LL", "e\u0301"]
-    pieces += [" the", "The", "ing", "123456", "don't", "…"]
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        pieces += [
-            token.content
-            for token in tokenizer.tokenizer.get_added_tokens_decoder().values()
-        ][:50]
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        processor = tokenizer.processor
-        special = (
-            i
-            for i in range(processor.get_piece_size())
-            if processor.is_control(i) or processor.is_unknown(i)
-        )
-        pieces += [processor.id_to_piece(i) for i in itertools.islice(special, 50)]
-    pool = [*map(chr, codes), *pieces * 8]
+    pieces = [*_ODD_PIECES.split("|"), *tokenizer.added_tokens()[:50]]
+    pool = [*map(chr, range(1, 400)), *_ODD_CHARACTERS, *pieces * 8]
     return ["".join(rng.choices(pool, k=rng.randint(0, 40))) for _ in range(count)]
 
 
@@ -276,7 +340,7 @@ def _not_supported(model_file: Path) -> str:
 
 
 def fast_encoder(
-    tokenizer: BaseTokenizer, folder: str, reference: Callable[[str], list[int]]
+    tokenizer: AnyTokenizer, folder: str, reference: Callable[[str], list[int]]
 ) -> Callable[[str], np.ndarray]:
     """Return gigatoken's thread-safe function from a text to its token ids, int32, with
     BOS and EOS as in ``reference``.
@@ -318,7 +382,7 @@ def fast_encoder(
 
     def whole(text: str) -> np.ndarray:
         return np.concatenate(
-            [begin, encode(text), [tokenizer.eos_id]], dtype=np.int32, casting="unsafe"
+            [begin, encode(text), _end(tokenizer)], dtype=np.int32, casting="unsafe"
         )
 
     if tokenizer not in _agreed:
