@@ -40,6 +40,10 @@ _BLOCK = 1 << 15  # ids read at a time
 _LLM_C_HEADER = 1024  # bytes
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _LLM_C_EVALUATION = 20240522
+_ZEROS = (
+    f"{LONGEST:,} ids 0 in a row, as a disk that was full or failed leaves them: copy "
+    "the file again, or, if they are padding, write it without them"
+)
 _NUMPY_MAGIC = b"\x93NUMPY"
 _NUMPY_HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -80,12 +84,16 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
     stored.seek(begin)
     # the beginning of a document that continues in the next block
     rest = np.empty(0, layout.dtype)
+    zeros = 0  # ids 0 in a row, in whole blocks
     for place in range(begin, end, _BLOCK * size):
         wanted = min(_BLOCK * size, end - place)
         data = stored.read(wanted)
         block = np.frombuffer(data, layout.dtype, len(data) // size)
         if place == begin_of_file and len(block):
             _check_first(block, layout)
+        zeros = 0 if block.any() else zeros + len(block)
+        if zeros >= LONGEST:
+            raise DamagedFile(_ZEROS)
         ids = np.concatenate([rest, block])
         fits = int(ids.max(initial=0)) < vocab_size
         at = place - len(rest) * size
