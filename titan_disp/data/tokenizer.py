@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from weakref import WeakSet
 
 import numpy as np
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_disp.errors import ConfigError, DataError, did_you_mean, reported
 
+_GPT2_EOS = "<|endoftext|>"
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 NONE = "none"  # as stream.separator: no token separates the documents
 NO_SEPARATOR = -1  # then the id of EOS
@@ -98,14 +100,44 @@ class TextTokenizer(HuggingFaceTokenizer):
         if self.eos_id is None:
             self._find_eos(Path(folder) / "config.json")
 
+    def _load_tokenizer_from_path(self, tokenizer_path: str) -> Tokenizer:
+        """Load GPT-2's vocab.json and merges.txt as transformers does, and other files
+        as TorchTitan does, which takes merges that begin with # for comments.
+        """
+        folder = Path(tokenizer_path)
+        merges = folder / "merges.txt"
+        vocabulary = find_tokenizer(folder)
+        if vocabulary.name != "vocab.json" or not merges.is_file():
+            return super()._load_tokenizer_from_path(tokenizer_path)
+        config = self._load_config(str(folder / "tokenizer_config.json")) or {}
+        their_class = config.get("tokenizer_class", "GPT2Tokenizer")
+        if their_class not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+            raise ConfigError(
+                f"{str(vocabulary)!r} is of {their_class}, which splits text otherwise "
+                "than GPT-2's: add its tokenizer.json to the folder"
+            )
+        loaded = ByteLevelBPETokenizer.from_file(str(vocabulary), str(merges))
+        if loaded.token_to_id(_GPT2_EOS) is not None:
+            loaded.add_special_tokens([_GPT2_EOS])
+        return Tokenizer.from_str(loaded.to_str())
+
     def _infer_special_tokens(self) -> None:
-        super()._infer_special_tokens()
-        added = (self.config or {}).get("added_tokens_decoder", {}).values()
-        words = {
-            token["content"]
-            for token in added
-            if isinstance(token, dict) and token.get("special") is False
+        config = self.config or {}
+        added = {
+            token["content"]: token.get("special")
+            for token in config.get("added_tokens_decoder", {}).values()
+            if isinstance(token, dict)
         }
+        for key in ("bos_token", "eos_token"):
+            token = self._get_token_from_config(config, key)
+            if token not in (None, *added) and self.token_to_id(token) is None:
+                raise ConfigError(
+                    f"tokenizer_config.json in {self.tokenizer_path!r} names the {key} "
+                    f"{token!r}, which the tokenizer does not have"
+                    + did_you_mean(token, self.added_tokens())
+                )
+        super()._infer_special_tokens()
+        words = [token for token, special in added.items() if special is False]
         if words:
             content = json.loads(self.tokenizer.to_str())
             for token in content["added_tokens"]:
@@ -149,6 +181,7 @@ class TextTokenizer(HuggingFaceTokenizer):
         return [token.content for token in decoder.values()]
 
 
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* 0\n")  # the first token, in base64
 AnyTokenizer = SentencePieceTokenizer | TextTokenizer
 
 
@@ -211,6 +244,12 @@ def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
     ``NO_SEPARATOR``.
     """
     file = find_tokenizer(folder)
+    if file.suffix == ".model" and _TIKTOKEN.match(file.read_bytes()):
+        raise ConfigError(
+            f"{str(file)!r} is a file of tiktoken, as in Meta's own releases of Llama "
+            "3; expected tokenizer.json of the release on the hub: hf download "
+            f"meta-llama/… --include 'tokenizer*' --local-dir {folder}"
+        )
     # the libraries raise bare RuntimeError
     with reported(f"cannot load the tokenizer {str(file)!r}", Exception):
         tokenizer = (
