@@ -12,6 +12,7 @@ pre-tokenizer instead of being added tokens.
 import functools
 import itertools
 import json
+import os
 import re
 import shutil
 from collections import defaultdict
@@ -383,9 +384,7 @@ def check_same_ids(
         got = theirs(text)
         if expected == got:
             continue
-        at = next(
-            i for i, (a, b) in enumerate(itertools.zip_longest(expected, got)) if a != b
-        )
+        at = len(os.path.commonprefix([expected, got]))
         shown = text if len(text) <= 200 else text[:200] + "…"
         raise ConfigError(
             f"the exported tokenizer gives other ids than the run's for {shown!r}: "

@@ -152,15 +152,15 @@ class TextTokenizer(HuggingFaceTokenizer):
         tokenizer_config.json of GPT-2 names no token; config.json (``model``) has the
         id.
         """
-        if self.bos_id is not None:
-            eos = self._get_token_from_config(self.config or {}, "eos_token")
-            if eos is not None and eos == self.bos_token and not self.hf_adds_bos:
-                self.bos_token = None
-                self.bos_id = None
-                self.end_with(eos)
-        elif model.is_file():
+        eos = self._get_token_from_config(self.config or {}, "eos_token")
+        added = self.tokenizer.get_added_tokens_decoder()
+        if eos is not None and eos == self.bos_token and not self.hf_adds_bos:
+            self.bos_token = None
+            self.bos_id = None
+            self.end_with(eos)
+        elif self.bos_id is None and model.is_file():
             eos_id = json.loads(model.read_text()).get("eos_token_id")
-            added = self.tokenizer.get_added_tokens_decoder()
+            # a list, as of Llama 3, names more than the end of a document
             token = added.get(eos_id) if isinstance(eos_id, int) else None
             if token is not None and token.special:
                 self.end_with(token.content)
@@ -191,7 +191,7 @@ def _end(tokenizer: BaseTokenizer) -> list[int]:
     return [] if eos_id is None or eos_id == NO_SEPARATOR else [eos_id]
 
 
-# of models on the hub, by their names
+# of models on the hub, by the beginnings of their names
 _OWNERS = {
     "Qwen": "Qwen",
     "gpt2": "openai-community",
@@ -199,6 +199,7 @@ _OWNERS = {
     "SmolLM": "HuggingFaceTB",
     "TinyLlama": "TinyLlama",
 }
+_EXPECTED = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
 
 
 def find_tokenizer(folder: str | Path) -> Path:
@@ -206,34 +207,32 @@ def find_tokenizer(folder: str | Path) -> Path:
     SentencePiece model.
     """
     folder = Path(folder)
-    expected = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
     if not folder.is_dir():
-        owner = next(
-            (
-                owner
-                for prefix, owner in _OWNERS.items()
-                if folder.name.startswith(prefix)
-            ),
-            None,
-        )
-        name = f"{owner}/{folder.name}" if owner else "OWNER/NAME"
         sample = folder.parent if folder.name == "tokenizer" else "DIR"
         raise ConfigError(
             f"model.hf_assets_path is {str(folder)!r}, which is not a folder; "
-            f"expected {expected}. A model's: hf download {name} --include "
-            f"'tokenizer*' --local-dir {folder}. The sample corpus's: titan-disp "
-            f"sample-data {sample}, then {sample}/tokenizer"
+            f"expected {_EXPECTED}. A model's: hf download {_repository(folder.name)} "
+            f"--include 'tokenizer*' --local-dir {folder}. The sample corpus's: "
+            f"titan-disp sample-data {sample}, then {sample}/tokenizer"
         )
     for name in HUGGING_FACE_FILES:
         if (folder / name).is_file():
             return folder / name
     models = sorted(folder.glob("*.model"))
     if len(models) != 1:
-        found = ", ".join(p.name for p in models) or "no tokenizer file"
+        names = ", ".join(model.name for model in models) or "no tokenizer file"
         raise ConfigError(
-            f"model.hf_assets_path {str(folder)!r} holds {found}; expected {expected}"
+            f"model.hf_assets_path {str(folder)!r} holds {names}; expected {_EXPECTED}"
         )
     return models[0]
+
+
+def _repository(model: str) -> str:
+    """Return the name of a model on the hub, as far as it can be guessed."""
+    for beginning, owner in _OWNERS.items():
+        if model.startswith(beginning):
+            return f"{owner}/{model}"
+    return "OWNER/NAME"
 
 
 def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
@@ -361,20 +360,18 @@ def _not_supported(model_file: Path) -> str:
 
     protobuf: Any = sentencepiece_model_pb2  # generated code without types
     model = protobuf.ModelProto.FromString(model_file.read_bytes())
-    symbols = [
-        one.piece
-        for one in model.pieces
-        if one.type == protobuf.ModelProto.SentencePiece.USER_DEFINED
-    ]
-    found = {
-        f"user-defined symbols ({', '.join(map(repr, symbols[:3]))})": bool(symbols),
-        "another type than BPE": model.trainer_spec.model_type
-        != protobuf.TrainerSpec.BPE,
-        "no byte fallback": not model.trainer_spec.byte_fallback,
-        "a normalization": model.normalizer_spec.name != "identity",
-        "spaces that it removes": model.normalizer_spec.remove_extra_whitespaces,
+    user_defined = protobuf.ModelProto.SentencePiece.USER_DEFINED
+    symbols = [piece.piece for piece in model.pieces if piece.type == user_defined]
+    trainer = model.trainer_spec
+    normalizer = model.normalizer_spec
+    features = {
+        f"user-defined symbols ({', '.join(map(repr, symbols[:3]))})": symbols,
+        "another type than BPE": trainer.model_type != protobuf.TrainerSpec.BPE,
+        "no byte fallback": not trainer.byte_fallback,
+        "a normalization": normalizer.name != "identity",
+        "spaces that it removes": normalizer.remove_extra_whitespaces,
     }
-    has = ", ".join(what for what, there in found.items() if there)
+    has = ", ".join(feature for feature, present in features.items() if present)
     return f", because it does not support what this model has: {has}" if has else ""
 
 
@@ -394,6 +391,35 @@ def fast_encoder(
     ids for a document.
     """
     file = find_tokenizer(folder)
+    encode = _gigatoken(tokenizer, file)
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    end = _end(tokenizer)
+    others = "gigatoken gives other ids than the tokenizer's own library for"
+
+    def whole(text: str) -> np.ndarray:
+        return np.concatenate(
+            [begin, encode(text), end], dtype=np.int32, casting="unsafe"
+        )
+
+    if tokenizer not in _agreed:
+        for text in odd_texts(tokenizer):
+            if whole(text).tolist() != reference(text):
+                why = _not_supported(file) if file.suffix == ".model" else ""
+                raise ConfigError(f"{others} {text!r}{why}: {_OFF}")
+        _agreed.add(tokenizer)
+    documents = itertools.count(1)
+
+    def checked(text: str) -> np.ndarray:
+        ids = whole(text)
+        if next(documents) % CHECK_EVERY == 0 and ids.tolist() != reference(text):
+            raise DataError(f"{others} {text[:200]!r} …: {_OFF}")
+        return ids
+
+    return checked
+
+
+def _gigatoken(tokenizer: AnyTokenizer, file: Path) -> Callable[[str], np.ndarray]:
+    """Return gigatoken's function from a text to its ids, without BOS and EOS."""
     try:
         from gigatoken import Tokenizer
     except ImportError as error:
@@ -402,50 +428,18 @@ def fast_encoder(
             f"'titan-disp[fast]', or {_OFF}"
         ) from error
     try:
-        if isinstance(tokenizer, HuggingFaceTokenizer):
+        if isinstance(tokenizer, TextTokenizer):
             content = tokenizer.tokenizer.to_str()
         else:
             # gigatoken's conversion of the model
-            content = Tokenizer.from_sentencepiece(str(file))._hf_json
-        # Without the special tokens, gigatoken treats text that spells one as text.
+            content = str(Tokenizer.from_sentencepiece(str(file))._hf_json)
         described = json.loads(content)
+        # Without the special tokens, gigatoken treats text that spells one as text.
         described["added_tokens"] = [
             token for token in described["added_tokens"] if not token["special"]
         ]
-        encode = Tokenizer.from_json(json.dumps(described)).encode
+        return Tokenizer.from_json(json.dumps(described)).encode
     except Exception as error:  # the Rust library raises types of its own
         raise ConfigError(
             f"gigatoken cannot read {str(file)!r} ({error}): {_OFF}"
         ) from error
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-
-    def whole(text: str) -> np.ndarray:
-        return np.concatenate(
-            [begin, encode(text), _end(tokenizer)], dtype=np.int32, casting="unsafe"
-        )
-
-    if tokenizer not in _agreed:
-        for text in odd_texts(tokenizer):
-            if whole(text).tolist() != reference(text):
-                why = (
-                    ""
-                    if isinstance(tokenizer, HuggingFaceTokenizer)
-                    else _not_supported(file)
-                )
-                raise ConfigError(
-                    "gigatoken gives other ids than the tokenizer's own library for "
-                    f"{text!r}{why}: {_OFF}"
-                )
-        _agreed.add(tokenizer)
-    documents = itertools.count(1)
-
-    def checked(text: str) -> np.ndarray:
-        ids = whole(text)
-        if next(documents) % CHECK_EVERY == 0 and ids.tolist() != reference(text):
-            raise DataError(
-                "gigatoken gives other ids than the tokenizer's own library for "
-                f"{text[:200]!r} …: {_OFF}"
-            )
-        return ids
-
-    return checked
