@@ -137,8 +137,8 @@ def test_token_ids_without_the_separator(sample, chat, tmp_path):
         stream_options(job, tokenizer=load_tokenizer(chat, TURN)),
     )
     assert warning.startswith(
-        f"{path}/a.bin: none of its first 1,000,000 ids is the separator of documents, "
-        f"2048 '{TURN}', and so it is with 1 file of 1. "
+        f"{path}/a.bin: no separator of documents, 2048 '{TURN}', is among the first "
+        "1,000,000 ids (the same holds for 1 file of 1). "
     )
     assert f"At intervals come 0 '{TEXT}' (1,333 times, every 100 ids)" in warning
     assert warning in make_plan(job, Machine(1, 1)).warnings
@@ -164,6 +164,8 @@ def test_short_files_may_be_one_document(sample, chat, tmp_path):
     files = list_files("text", path)
     assert not tokenizer_warnings(tokenizer, files, options)
     assert tokenizer_warnings(tokenizer, files[1:], options)
+    (tmp_path / "b.bin").write_bytes(b"")  # damaged, as its reading will say
+    assert not tokenizer_warnings(tokenizer, list_files("text", path)[1:], options)
     np.full(200_000, 7).astype("<u2").tofile(tmp_path / "b.bin")
     assert tokenizer_warnings(tokenizer, list_files("text", path), options)
 

@@ -199,6 +199,8 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
     assert data_changes(found[2048], found[2049]) == [
         "eos_token_id: 2048 then, 2049 now"
     ]
+    older = {k: v for k, v in found[2048].items() if k != "stream.separator"}
+    assert data_changes(older, found[2048]) == []
     # tokenizer_config.json decides, and is in the tokenizer's hash
     for token in ("<|one|>", "<|other|>"):
         (tmp_path / "tokenizer_config.json").write_text(

@@ -11,7 +11,13 @@ from contextlib import closing, suppress
 import numpy as np
 
 from titan_disp.data.documents import Documents
-from titan_disp.data.formats import TOKEN_IDS, BadDocument, DamagedFile, text_of
+from titan_disp.data.formats import (
+    TOKEN_IDS,
+    BadDocument,
+    DamagedFile,
+    Record,
+    text_of,
+)
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.token_ids import LONGEST
@@ -83,13 +89,18 @@ def _without_separator(
     if eos_id == NO_SEPARATOR:
         return []
 
-    def holds_separator(file: DataFile) -> bool:
-        return any(ids[-1] == eos_id for ids in _first_ids(file, options))
+    def lacks_separator(file: DataFile) -> bool:
+        documents = 0  # none in a damaged file
+        for ids in _first_ids(file, options):
+            if ids[-1] == eos_id:
+                return False
+            documents += 1
+        return documents > 0
 
     with ThreadPoolExecutor(16) as pool:
-        hold = list(pool.map(holds_separator, files))
-    lacking = [file for file, holds in zip(files, hold, strict=True) if not holds]
-    if any(hold):  # then a short file may be one document
+        lack = list(pool.map(lacks_separator, files))
+    lacking = [file for file, lacks in zip(files, lack, strict=True) if lacks]
+    if not all(lack):  # then a short file may be one document
         lacking = [file for file in lacking if file.size > 4 * LONGEST]
     return lacking
 
@@ -108,10 +119,10 @@ def _no_separator(
     file = lacking[0]
     candidates = _ids_at_intervals(tokenizer, [*_first_ids(file, options)])
     return (
-        f"{file.url}: none of its first {LOOK:,} ids is the separator of documents, "
-        f"{eos_id} {tokenizer.id_to_token(eos_id)!r}, and so it is with "
-        f"{counted(len(lacking), 'file')} of {files}. Such a file is read as one "
-        f"document, which is cut after every {LONGEST:,} ids. {candidates}Set "
+        f"{file.url}: no separator of documents, {eos_id} "
+        f"{tokenizer.id_to_token(eos_id)!r}, is among the first {LOOK:,} ids (the same "
+        f"holds for {counted(len(lacking), 'file')} of {files}). Such a file is read "
+        f"as one document, which is cut after every {LONGEST:,} ids. {candidates}Set "
         "stream.separator to the token that ends documents, or to "
         '"none" if each file is one document'
     )
@@ -121,7 +132,7 @@ def _ids_at_intervals(tokenizer: AnyTokenizer, beginning: list[np.ndarray]) -> s
     """Return a sentence about ids that may be separators: those of special tokens, and
     the largest.
     """
-    ids = np.concatenate([*beginning, np.zeros(0, np.uint16)])
+    ids = np.concatenate(beginning)
     counts = Counter(dict(enumerate(np.bincount(ids).tolist())))
     candidates = {*map(tokenizer.token_to_id, tokenizer.added_tokens()), max(counts)}
     intervals = [
@@ -131,16 +142,6 @@ def _ids_at_intervals(tokenizer: AnyTokenizer, beginning: list[np.ndarray]) -> s
         if token_id in candidates and count > 1
     ]
     return f"At intervals come {', '.join(intervals[:3])}. " if intervals else ""
-
-
-def _first_ids(file: DataFile, options: StreamOptions) -> Iterator[np.ndarray]:
-    """Yield the ids of the documents among the first ``LOOK`` ids."""
-    count = 0
-    with closing(Documents(file, options)) as documents, suppress(DamagedFile):
-        while count < LOOK and (record := documents.read()) is not None:
-            if isinstance(record, np.ndarray):
-                yield record
-                count += len(record)
 
 
 def _lost_characters(
@@ -171,9 +172,28 @@ def _lost_characters(
 def _first_texts(file: DataFile, options: StreamOptions) -> Iterator[str]:
     """Yield documents of about ``_SAMPLE`` characters, of which the last is cut."""
     left = _SAMPLE
+    for record in _records(file, options):
+        with suppress(BadDocument):
+            text = text_of(record, options.format.text_field)[:left]
+            left -= len(text)
+            yield text
+        if left <= 0:
+            return
+
+
+def _first_ids(file: DataFile, options: StreamOptions) -> Iterator[np.ndarray]:
+    """Yield the ids of the documents among the first ``LOOK`` ids."""
+    left = LOOK
+    for record in _records(file, options):
+        if isinstance(record, np.ndarray):
+            left -= len(record)
+            yield record
+        if left <= 0:
+            return
+
+
+def _records(file: DataFile, options: StreamOptions) -> Iterator[Record]:
+    """Yield the documents of a file, unparsed, up to its end or damage."""
     with closing(Documents(file, options)) as documents, suppress(DamagedFile):
-        while left > 0 and (record := documents.read()) is not None:
-            with suppress(BadDocument):
-                text = text_of(record, options.format.text_field)[:left]
-                left -= len(text)
-                yield text
+        while (record := documents.read()) is not None:
+            yield record
