@@ -590,7 +590,7 @@ def test_commands_look_at_the_data(sample, tmp_path):
     )
     for look in (
         check_inputs,
-        lambda job: listed_inputs(job, Problems(collect=True)),
+        lambda job: listed_inputs(job, Problems(collect=True), []),
         lambda job: digest(job, 1, [(0, 1)]),
     ):
         with pytest.raises(

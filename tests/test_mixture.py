@@ -401,7 +401,11 @@ def test_the_same_file_twice_is_refused(small, tmp_path, section, link):
         small.validation.enable = True
         small.validation.dataset = "text_validation"
         small.validation.dataset_path = os.path.relpath(other)
-    for check in (check_inputs, partial(listed_inputs, missing=Problems()), built):
+    for check in (
+        check_inputs,
+        partial(listed_inputs, missing=Problems(), warnings=[]),
+        built,
+    ):
         with pytest.raises(ConfigError) as error:
             check(small)
         assert all(

@@ -46,6 +46,7 @@ from titan_disp.data.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
+from titan_disp.data.tokenizer_check import tokenizer_warnings
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.errors import (
@@ -565,7 +566,7 @@ def check_inputs(job_config: JobConfig) -> None:
     """Check what the config names on disk: the tokenizer, the data, and the initial
     weights.
     """
-    listed_inputs(job_config, missing=Problems())
+    listed_inputs(job_config, missing=Problems(), warnings=[])
 
 
 def check_checkpoint(job_config: JobConfig) -> None:
@@ -585,12 +586,13 @@ def check_checkpoint(job_config: JobConfig) -> None:
 
 
 def listed_inputs(
-    job_config: JobConfig, missing: Problems
+    job_config: JobConfig, missing: Problems, warnings: list[str]
 ) -> list[tuple[DataSet, list[DataFile]]]:
     """Return the data that the config names, with the files that the disk has.
 
-    ``missing`` may collect data and a tokenizer that are not there. What is there and
-    wrong raises ConfigError.
+    ``missing`` may collect data and a tokenizer that are not there, and ``warnings``
+    in what the tokenizer does not suit the data. What is there and wrong raises
+    ConfigError.
     """
     tokenizer = None
     if missing.pass_(find_tokenizer, job_config.model.hf_assets_path):
@@ -604,6 +606,8 @@ def listed_inputs(
             files = data.check()
         if files is not None:
             check_content(files, options, data.key)
+            if tokenizer is not None:
+                warnings += tokenizer_warnings(tokenizer, files, options)
             listed.append((data, files))
             if (
                 files
@@ -621,7 +625,7 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     large enough for it.
     """
     folder = job_config.model.hf_assets_path
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, job_config.stream.separator)
     encoder(tokenizer)  # raises ConfigError if it has no EOS token
     size = tokenizer.get_vocab_size()
     advice = f"choose a flavor with a larger vocabulary, a smaller tokenizer, or --model.overrides.vocab_size={size}"

@@ -322,6 +322,13 @@ class Stream:
     (docs/data.md).
     """
 
+    separator: str = key("", free="the tokenizer decides", fixes="data")
+    """Token that ends every document: its text, such as <|endoftext|>. In files of
+    token ids, it is where documents end. By default, it is the tokenizer's EOS, which
+    may be a chat's end of a turn (docs/data.md). "none": nothing is put between
+    documents, and each file of token ids is one document.
+    """
+
     validation_sequences: int = key(0, least=0, noun="sequences")
     """Sequences of every validation, over all ranks. If it is set, they are the same on
     any mesh. 0: validation.steps × validation.local_batch_size × data-parallel ranks.

@@ -38,6 +38,7 @@ from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.data.listing import on_rank_0
 from titan_disp.data.loader import StreamLoader
+from titan_disp.data.tokenizer import tokenizer_of_export
 from titan_disp.data.validation import StreamValidator
 from titan_disp.dispersion import kernels
 from titan_disp.errors import (
@@ -152,6 +153,11 @@ class DispTrainer(Start, Trainer):
                 owns_folder=self.owns_folder,
                 event=self.event,
                 busy=self.busy,
+                tokenizer=partial(
+                    tokenizer_of_export,
+                    job.model.hf_assets_path,
+                    job.stream.separator,
+                ),
             ),
             save_seconds=job.guard.save_seconds,
             dataloader=self.dataloader,

@@ -358,7 +358,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         raise ConfigError(". ".join(filter(None, [str(errors[0]), end])))
     missing = problems if strict else Problems(collect=True)
     listed: list[tuple[DataSet, list[DataFile]]] = []
-    problems.pass_(lambda: listed.extend(listed_inputs(job_config, missing)))
+    of_data: list[str] = []
+    problems.pass_(lambda: listed.extend(listed_inputs(job_config, missing, of_data)))
     problems.refuse(end)
     module = meta_model(job_config)
     prediction = predict(job_config, module, machine)
@@ -381,6 +382,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
             *missing.messages,
+            *dict.fromkeys(of_data),
             *config_warnings(job_config),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),

@@ -45,6 +45,7 @@ from titan_disp.data.stream import (
     worker_signals,
 )
 from titan_disp.data.tokenizer import encoder, fast_encoder
+from titan_disp.data.tokenizer_check import tokenizer_warnings
 from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
 
@@ -342,6 +343,9 @@ def build_dataloader(
         if (coarse := far_from_weights(sources)) is not None:
             logger.warning(f"data: {coarse}")
     loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
+    warnings = on_rank_0(tokenizer_warnings, tokenizer, files, loader.options)
+    for warning in warnings if dp_rank == 0 else ():
+        logger.warning(f"data: {warning}")
     if dp_rank == 0 and any(file.blocks is not None for file in files):
         dealt = sum(loader.assignment.dealt)
         details.info(

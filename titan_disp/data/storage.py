@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from titan_disp.data import objects
-from titan_disp.data.formats import PARQUET
+from titan_disp.data.formats import PARQUET, TOKEN_IDS
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.retry import may_recover, response_of, retried
@@ -34,8 +34,8 @@ class RetryingFile(io.RawIOBase):
 
     Subclasses say which failures are tried again.
 
-    A file ends where a block of it was never written, which ``damage`` then says. A
-    decoder would take zeros for text.
+    A file of text ends where a block of it was never written, which ``damage`` then
+    says. A decoder would take zeros for text.
     """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
@@ -48,12 +48,12 @@ class RetryingFile(io.RawIOBase):
         self._retry_seconds = options.retry_seconds
         # on giving up; decoders hide it in exceptions of their own
         self.error: Exception | None = None
-        # What is wrong with the content. Parquet files may hold zeros, and say
-        # themselves what is damaged; the index of a file has looked for them.
+        # What is wrong with the content. Parquet files and token ids may hold zeros,
+        # and their readers say what is damaged; the index of a file has looked for
+        # them.
         self.damage: str | None = None
-        self._zeros = (
-            b"" if file.name.endswith(PARQUET) or file.blocks is not None else ZEROS
-        )
+        others = file.name.endswith((*PARQUET, *TOKEN_IDS)) or file.blocks is not None
+        self._zeros = b"" if others else ZEROS
 
     def readable(self) -> bool:
         return True

@@ -35,6 +35,7 @@ from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
 from titan_disp.data.position import Field, Position
 from titan_disp.data.shuffle import Shuffle
+from titan_disp.data.tokenizer import NO_SEPARATOR
 from titan_disp.errors import ConfigError, DataError
 
 # of text that a rank tokenizes ahead, in all its slots together …
@@ -95,14 +96,17 @@ class RankStreams:
             self.slots[first + (slot - first + j) % own].read_ahead(rounds * sequence)
 
     def learn(self, document: Document, tokens: int) -> None:
-        self._bytes_per_token += 0.01 * (document.size / tokens - self._bytes_per_token)
+        self._bytes_per_token += 0.01 * (
+            document.size / max(tokens, 1) - self._bytes_per_token
+        )
 
     def tokenize(
         self, contents: list[str | np.ndarray]
     ) -> Callable[[], list[np.ndarray]]:
         """Begin to tokenize documents.
 
-        Return a function that waits for the ids of each, int32, ending in EOS.
+        Return a function that waits for the ids of each, int32, ending in EOS if that
+        separates documents.
         """
         if not self.options.fast_tokenizer:
             return self.executor.submit(self._tokenize, contents).result
@@ -115,7 +119,7 @@ class RankStreams:
         for content in contents:
             if isinstance(content, str):
                 content = np.asarray(self.encode(content), dtype=np.int32)
-            elif content[-1] != eos_id:
+            elif eos_id != NO_SEPARATOR and content[-1] != eos_id:
                 # Without it, the reader would have refused the ids
                 assert eos_id is not None
                 content = np.append(content, eos_id)
@@ -191,7 +195,8 @@ class Slot:
             number += 1
             filled += len(piece)
             self._offset += len(piece)
-            self._bytes -= document.size * len(piece) / len(tokens)
+            # without a separator, a document may have no token
+            self._bytes -= document.size * len(piece) / max(len(tokens), 1)
             if self._offset < len(tokens):
                 self.position = document.start
                 self.position[Field.OFFSET] = self._offset

@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -30,7 +29,7 @@ from torchtitan.tools.logging import logger
 from titan_disp import safe_dcp
 from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.listing import on_rank_0
-from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.tokenizer import AnyTokenizer
 from titan_disp.dispersion.autograd import objects_of_ranks
 from titan_disp.errors import (
     CheckpointError,
@@ -96,7 +95,7 @@ def missing_step(step: int, folder: str, steps: list[int]) -> str:
 
 
 def hf_config(
-    adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str
+    adapter: HfAdapter, tokenizer: AnyTokenizer, dtype: str
 ) -> dict[str, Any]:
     """Return Hugging Face's config of a model, with the BOS and EOS that training put
     around documents.
@@ -115,7 +114,7 @@ def describe(
     dest: Path,
     adapter: HfAdapter,
     folder: Path,
-    tokenizer: BaseTokenizer,
+    tokenizer: AnyTokenizer,
     dtype: str,
     documents: Iterable[str] = (),
 ) -> None:
@@ -148,6 +147,7 @@ class Hooks:
     owns_folder: Callable[[], bool]
     event: Callable[..., None]
     busy: Callable[[str, int], AbstractContextManager[None]]
+    tokenizer: Callable[[], AnyTokenizer]  # data.tokenizer.tokenizer_of_export
 
 
 class DispCheckpointManager(CheckpointManager):
@@ -246,7 +246,7 @@ class DispCheckpointManager(CheckpointManager):
                 folder,
                 self.sd_adapter,
                 Path(assets),
-                load_tokenizer(assets),
+                self.hooks.tokenizer(),
                 self._config.export_dtype,
             )
         except (ConfigError, OSError) as error:  # the weights are saved
