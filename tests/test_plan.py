@@ -11,6 +11,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from tests.command_line import DEMO, ROOT, typed
 from tests.pages import changed, loaded
+from tests.streams import write_texts
 from titan_disp import cpu
 from titan_disp.cluster import cost
 from titan_disp.cluster import plan as plans
@@ -621,6 +622,38 @@ def test_sources_and_their_parts_of_the_tokens(sample):
     assert "web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(
         plan
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16])
+def test_what_a_resume_reads_again(sample, tmp_path, ranks):
+    """With one file, each rank reads half of it. With 16 files, each of 16 slots has
+    one; on 8 ranks, a rank reads half of two files, at the same time.
+    """
+    slots = {"training.global_batch_size": 16, "training.dataset": "text"}
+    for count, files_per_rank in ((1, 1), (16, 16 // ranks)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        texts = [f"{i} words of equal documents " * 40 for i in range(500)]
+        for i in range(count):
+            write_texts(folder / f"{i}.json.gz", texts)
+        (size, *_) = (path.stat().st_size for path in folder.iterdir())
+        here = slots | {"training.dataset_path": str(folder)}
+        here |= {"training.local_batch_size": 16 // ranks, SHARDS: ranks}
+        job = demo(sample, here | {"stream.tokenizer_threads": 2})
+        (resume,) = make_plan(job, Machine(1, ranks)).resume.values()
+        assert resume.rank_bytes == pytest.approx(files_per_rank * size / 2, rel=0.01)
+        assert resume.total_bytes == pytest.approx(ranks * resume.rank_bytes, rel=0.01)
+        at_once = min(2, files_per_rank)
+        assert resume.seconds == pytest.approx(
+            5.9 * resume.rank_bytes / at_once / 1e9, rel=0.01
+        )
+    text = render(make_plan(job, Machine(1, ranks)))
+    assert re.search(r"resume +at 50 % of an epoch: a rank reads up to .* again", text)
+    # with an index, reading begins at any block
+    job.training.dataset_path = str(write_texts(tmp_path / "plain.jsonl", texts))
+    job.stream.index = "memory"
+    (resume,) = make_plan(job, Machine(1, ranks)).resume.values()
+    assert resume.total_bytes == 0
 
 
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):

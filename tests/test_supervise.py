@@ -290,8 +290,8 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-def beat(allowed, start="7.0"):
-    content = {"start": start, "step": 5, "doing": "save", "allowed_seconds": allowed}
+def beat(allowed, start="7.0", doing="save"):
+    content = {"start": start, "step": 5, "doing": doing, "allowed_seconds": allowed}
     return f"echo '{json.dumps(content)}' > FOLDER/run/heartbeat.json; "
 
 
@@ -332,6 +332,8 @@ UNLIKE = {**FOUR, "n1": (), "n2": (9, [])}
 MOST = "node n{}: the number of visible GPUs is {}, but most nodes have 8"
 THREE = {node: FOUR[node] for node in ("n1", "n3", "n4")}
 SLEEP = "exec sleep 60"
+READ = "reading to the position, {} of 9 GB"
+FIVE = range(1, 6)
 ONE_HANGS = {
     "reports": THREE,
     "srun": f"cat FOLDER/bin/reports; {SLEEP}",
@@ -841,6 +843,15 @@ SCENARIOS = {
             "check nodes",
             "at step 5 (save), and 0 s are",
             srun=beat(0.3) + SLEEP,
+            ended=True,
+        ),
+        # Altogether, it takes longer than allowed, but each heartbeat tells of progress.
+        row(
+            "reading to the position",
+            "check nodes",
+            "at step 5 (reading to the position, 5 of 9 GB), and 1 s are",
+            srun="".join(f"{beat(0.9, doing=READ.format(i))}sleep 0.4; " for i in FIVE)
+            + SLEEP,
             ended=True,
         ),
         # Python hangs before rank 0 has written a heartbeat, or after rank 0 has

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.distributed.utils import set_pg_timeouts
+from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
@@ -38,9 +39,11 @@ from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.data.listing import on_rank_0
 from titan_disp.data.loader import StreamLoader
+from titan_disp.data.passes import Progress
 from titan_disp.data.tokenizer import tokenizer_of_export
 from titan_disp.data.validation import StreamValidator
 from titan_disp.dispersion import kernels
+from titan_disp.dispersion.autograd import of_ranks
 from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
@@ -91,6 +94,7 @@ class DispTrainer(Start, Trainer):
     _start_step = 0  # steps done when this start began
     _stopping = False  # whether the last step of this start is done
     _stepped = False  # whether this start has done a step
+    _reread = 0  # stored bytes that all ranks have read to reach their positions
     _microbatch = 0  # the current one of the step, from 1
 
     # ---- the parts
@@ -182,6 +186,8 @@ class DispTrainer(Start, Trainer):
         if job.validation.enable:
             self.validator.around = partial(self.busy, "validation")
         self.metrics_processor.clock = self.clock
+        if not dry.is_dry(job):
+            self.dataloader.on_progress = self._read_to_positions
         if world_size > 1 and not dry.is_dry(job):
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.aside.errands.append(self.stop_request)
@@ -321,6 +327,25 @@ class DispTrainer(Start, Trainer):
             if self.stragglers is not None:
                 self.stragglers.arrived()
             yield batch
+
+    def _read_to_positions(self, progress: Progress) -> None:
+        """Announce how far all ranks together are with reading to their positions, if
+        they have read on. A rank that has finished waits here for the others, because
+        its first step would not wait for as long.
+
+        A collective call, which each rank repeats until its progress is finished.
+        """
+        total = _of_all_ranks(progress)
+        while not total.finished:
+            if total.read > self._reread:
+                self._reread = total.read
+                self.announce(str(total), self.step)
+                if self.run_folder is not None:
+                    logger.info(f"data: {total}")
+            if not progress.finished:
+                return
+            total = _of_all_ranks(progress)
+        self.announce("step", self.step)
 
     # ---- a step
 
@@ -600,6 +625,22 @@ class DispTrainer(Start, Trainer):
             if self.step > self._start_step:
                 self.report_goodput(self.run_folder.path)
             self.run_folder.close()
+
+
+def _of_all_ranks(progress: Progress) -> Progress:
+    """Return the progress of all ranks together. A collective call."""
+    numbers = torch.tensor(
+        [progress.read, progress.expected, progress.seconds_left, progress.finished],
+        dtype=torch.float64,
+        device=utils.device_type,
+    )
+    read, expected, seconds_left, finished = of_ranks(numbers).unbind(1)
+    return Progress(
+        read=int(read.sum()),
+        expected=int(expected.sum()),
+        seconds_left=seconds_left.max().item(),
+        finished=bool(finished.all()),
+    )
 
 
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:
