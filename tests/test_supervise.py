@@ -1386,6 +1386,9 @@ def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
         file.touch()
         os.utime(file, (when, when))
     assert frozen(cluster.run, "7.1.dddddd")[1].endswith(b'/7.0.bbbbbb"')
+    if os.geteuid() == 0:  # somebody else's does not count
+        os.chown(cluster.run / "launch" / "7.0.bbbbbb", 1, 1)
+        assert frozen(cluster.run, "7.1.dddddd")[1].endswith(b'/7.0.aaaaaa"')
     assert frozen(cluster.run, "8.1.dddddd")[1].endswith(b'/8.1.dddddd"')
 
     config.write_text("edited")

@@ -115,12 +115,15 @@ def warn_of_writers(run: Path) -> None:
 def earlier(run: Path, name: str) -> Path | None:
     """Return the newest launch folder of this job, if the start ``name``
     (JOB.RESTARTS.ID) is not the job's first.
+
+    In a group's run folder, others may have put folders there, which do not count.
     """
     job, restarts, _ = name.split(".")
     files = [
         file
         for file in run.glob(f"launch/{job}.*.*/launch.json")
         if ".partial-" not in file.parent.name
+        and file.parent.lstat().st_uid == os.geteuid()
     ]
     return (
         max(files, key=lambda file: file.stat().st_mtime).parent
