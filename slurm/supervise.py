@@ -978,7 +978,6 @@ class Supervisor:
         ends = events(self.run, self.start, "complete", "stop", "refused")
         last = ends[-1] if ends else {}
         name = last.get("event")
-        reason = last.get("reason", "")
         signals = self.signalled()
         if name == "complete":
             self.forget()
@@ -990,6 +989,7 @@ class Supervisor:
         if "TERM" in signals and not preempted and self._cancelled():
             return Outcome(END, "the job was cancelled")
         if name == "refused":
+            reason = last["reason"]
             text = f"the run refused to start: {reason}. Not requeued: fix it, and submit again"
             return Outcome(END, text, 2)
         if name == "stop":
@@ -1148,9 +1148,9 @@ class Supervisor:
 
     # ---- ends
 
-    def requeue(self, pause=0):
-        """Requeue the job, to start after ``pause`` seconds, and return 1: SLURM ends a
-        requeued job's script meanwhile.
+    def requeue(self, pause=0, reason=""):
+        """Requeue the job for a reason, to start after ``pause`` seconds, and return 1:
+        SLURM ends a requeued job's script meanwhile.
         """
         for wait in self.requeue_pauses:
             # If SLURM has requeued the job already, the call would end the next start.
@@ -1170,7 +1170,7 @@ class Supervisor:
                 say(f"the excluded nodes stay as they are: {error}")
             time.sleep(self.last_wait)
             return 1
-        self.conclude("NOT REQUEUED: SLURM refused it. Submit the job again")
+        self.conclude(f"NOT REQUEUED: SLURM refused it. Submit again. {reason}")
         return 1
 
     def _update(self, setting):
@@ -1276,7 +1276,7 @@ class Supervisor:
             outcome = self.enter(outcome.state, method)
             self.note(outcome)
         if outcome.state == REQUEUE:
-            return self.requeue(outcome.pause)
+            return self.requeue(outcome.pause, outcome.reason)
         if outcome.reason != REQUEUED:  # the next start needs the file
             with contextlib.suppress(OSError):
                 within(self.patience, lambda: os.remove(self.pointer))

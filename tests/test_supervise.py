@@ -1653,8 +1653,8 @@ class TestRequeue:
                 lock.write(f"SLURM job {owner}")
                 lock.flush()
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                assert cluster.supervisor().requeue() == 1
-                refused = "NOT REQUEUED: SLURM refused it. Submit the job again\n"
+                assert cluster.supervisor().requeue(reason="failure 1") == 1
+                refused = "NOT REQUEUED: SLURM refused it. Submit again. failure 1\n"
                 assert capsys.readouterr().out.endswith(refused)
                 assert (cluster.run / "outcome.txt").exists() is (owner == "7")
         outcome = (cluster.run / "outcome.txt").read_text()
