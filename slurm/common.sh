@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154
 # What pretrain.sbatch, sweep.sbatch and check_nodes.sbatch share. They set `here` to this folder (hence SC2154) and source
-# this file. pretrain.sbatch lists the variables. This file exports TITAN_DISP_LOCAL, _NPROC, _PYTHON and _PREFIX_WORDS.
-# pretrain.sbatch and sweep.sbatch also set `job` and `early`, and end with `supervise`.
+# this file. pretrain.sbatch lists the variables. This file exports TITAN_DISP_SITE (the path of its file), _LOCAL, _NPROC and _PYTHON.
+# pretrain.sbatch and sweep.sbatch also set `job`, `pointer` and `early`, and end with `supervise`.
 
 say() { echo "titan-disp: $(date -u +%FT%TZ) $*"; }
 
@@ -29,8 +29,8 @@ if [ ! -f "$site" ]; then
   say "error: no site file $site; there are: $(cd "$here/sites" && echo *.sh)"
   exit 2
 fi
-TITAN_DISP_SITE_FILE=$(cd "$(dirname "$site")" && pwd)/$(basename "$site")
-export TITAN_DISP_SITE_FILE
+TITAN_DISP_SITE=$(cd "$(dirname "$site")" && pwd)/$(basename "$site")
+export TITAN_DISP_SITE
 # Modules and conda read variables that may be unset.
 set +u
 # shellcheck source=/dev/null
@@ -44,21 +44,17 @@ export TITAN_DISP_LOCAL=${TITAN_DISP_LOCAL:-/tmp}
 export TITAN_DISP_NPROC=${TITAN_DISP_NPROC:-gpu}
 export TITAN_DISP_PYTHON=${TITAN_DISP_PYTHON:-python}
 
-# Prints the words of a text, one per line, split as supervise.py does.
-words() {
-  "${TITAN_DISP_HOST_PYTHON:-python3}" -c '
-import shlex, sys
-try:
-    print(*shlex.split(sys.argv[1]), sep="\n")
-except ValueError:
-    sys.exit(9)' "$1"
-}
-TITAN_DISP_PREFIX_WORDS=
-[ -z "${TITAN_DISP_PREFIX:-}" ] || TITAN_DISP_PREFIX_WORDS=$(words "$TITAN_DISP_PREFIX") || [ $? -ne 9 ] || { # another status: no Python
+# Prints the words of a text, one per line, without their quotes. node.sh does the same.
+words() { xargs -r printf '%s\n' <<<"$1"; }
+words "${TITAN_DISP_PREFIX:-}" >/dev/null || {
   say "error: TITAN_DISP_PREFIX is $TITAN_DISP_PREFIX, which cannot be split into words"
   exit 2
 }
-export TITAN_DISP_PREFIX_WORDS
+
+# A variable that is misspelled, or that an older version read, would do nothing in silence. titan_disp reads _TRITON.
+unread=$(compgen -e | grep '^TITAN_DISP_' | grep -vxE \
+  'TITAN_DISP_(SITE|PYTHON|PREFIX|SRUN_ARGS|ENV_ARCHIVE|NPROC|ENDPOINT|LOCAL|CHECK_SECONDS|RETRIES|SPARES|START|TRITON)' | xargs)
+[ -z "$unread" ] || say "warning: nothing reads these variables (slurm/pretrain.sbatch lists all): $unread"
 
 # Runs supervise.py with these arguments, and exits with the status that it intended. The caller's traps have appended the
 # signals so far to $early.
@@ -68,11 +64,11 @@ supervise() {
   trap 'echo USR1 >>"$signals" || kill -USR1 $!; interrupted=1' USR1 # a full disk
   trap 'echo TERM >>"$signals" || kill -TERM $!; interrupted=1' TERM
   trap 'rm -f "$signals"' EXIT
-  echo "${early:-}" >>"$signals" # unset in the scripts of jobs that an older version submitted
+  echo "${early:-}" >>"$signals" # an older version's scripts may lack it and $pointer
   # The signals are ignored until Python handles them: one that comes while the supervisor starts must not kill it.
   (
     trap '' USR1 TERM
-    exec "${TITAN_DISP_HOST_PYTHON:-python3}" "$here/supervise.py" "$signals" "$@"
+    exec python3 "$here/supervise.py" "$signals" "${pointer:-}" "$@"
   ) &
   # A signal's trap interrupts `wait`, not the supervisor.
   while :; do

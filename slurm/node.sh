@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs the work of one node: `node.sh train --job.config_file CONFIG …`, `node.sh check [arguments]`, or on the first node
-# `node.sh freeze` and `node.sh prepare`. srun starts it once per node.
+# Runs the work of one node: `node.sh train RUN --job.config_file CONFIG …`, `node.sh bandwidth RUN [arguments]`,
+# `node.sh check [arguments]`, or on the first node `node.sh freeze` and `node.sh prepare`. srun starts it once per node.
 set -eu
 
 # Caches of compiled kernels belong on the node's own disk: a shared disk is slow, and ranks would race on it. Code is
@@ -21,14 +21,14 @@ export PYTHONUNBUFFERED=1
 # torchrun's --role below is empty, so that nothing stands before the lines of rank 0 in the job's log.
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${role_name}"
 python=("${TITAN_DISP_PYTHON:-python}")
-if [ -n "${TITAN_DISP_PREFIX_WORDS:-}" ]; then
+if [ -n "${TITAN_DISP_PREFIX:-}" ]; then
   # A container may start with a clean environment (apptainer's --cleanenv). The variables of SLURM, the site and this
   # script are passed on, but no secrets, because others on this node may read the command line.
   settings=()
   while read -r name; do settings+=("$name=${!name}"); done < <(compgen -e | grep -E \
     '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|GLOO_|FI_|MIOPEN_|OMP_|HF_|WANDB_|[A-Z]+_VISIBLE_DEVICES)' |
     grep -Ev 'KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK')
-  mapfile -t prefix <<<"$TITAN_DISP_PREFIX_WORDS" # common.sh has split TITAN_DISP_PREFIX
+  mapfile -t prefix < <(xargs -r printf '%s\n' <<<"$TITAN_DISP_PREFIX")
   python=("${prefix[@]}" env "${settings[@]}" "${python[@]}")
 fi
 
@@ -38,7 +38,12 @@ case $what in
 check) exec "${python[@]}" -m titan_disp.cluster.node_health --local "$local" "$@" ;;
 freeze) exec "${python[@]}" -m titan_disp.cluster.freeze "$@" ;;
 prepare) exec "${python[@]}" -m titan_disp.cluster.job_check "$@" ;;
+train) module=titan_disp.train ;;
+bandwidth) module=titan_disp.cluster.bandwidth ;;
 esac
+
+run=$1
+shift
 
 # torch.distributed.run takes its options from variables as well: PET_STANDALONE=1 would start a run of its own on every node.
 unset "${!PET_@}"
@@ -49,5 +54,5 @@ tee=()
 exec "${python[@]}" -m torch.distributed.run \
   --nnodes "${SLURM_STEP_NUM_NODES:-$SLURM_NNODES}" --node-rank "$SLURM_NODEID" --nproc-per-node "$TITAN_DISP_NPROC" --max-restarts 0 \
   --rdzv-backend static --rdzv-id "$TITAN_DISP_START" --rdzv-endpoint "$TITAN_DISP_ENDPOINT" \
-  --role "" --redirects 3 "${tee[@]+"${tee[@]}"}" --log-dir "$TITAN_DISP_RUN/logs/$TITAN_DISP_START/node-$SLURM_NODEID" \
-  -m "${TITAN_DISP_MODULE:-titan_disp.train}" "$@"
+  --role "" --redirects 3 "${tee[@]+"${tee[@]}"}" --log-dir "$run/logs/$TITAN_DISP_START/node-$SLURM_NODEID" \
+  -m "$module" "$@"

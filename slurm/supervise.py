@@ -2,8 +2,8 @@
 """Supervise a SLURM job of pretrain.sbatch from its first second to its last (standard
 library only, Python >= 3.6).
 
-    supervise.py FILE CONFIG [overrides]
-    supervise.py FILE --of-array POINTS      # CONFIG and overrides come from a sweep's points.json
+    supervise.py SIGNALS POINTER CONFIG [overrides]
+    supervise.py SIGNALS POINTER --of-array POINTS   # CONFIG, overrides: in points.json
 
 A job passes through the states
 
@@ -11,13 +11,14 @@ A job passes through the states
 
 The method of ``Supervisor`` with a state's name returns an ``Outcome``: the next state
 and the reason. Every transition is written as a line to RUN/supervisor.jsonl and to the
-job's log.
+job's log, and the last one to RUN/outcome.txt.
 
 RUN is the run's folder: docs/run_folder.md lists its files, which this program reads
 and writes without importing titan_disp. The decision depends on what the run wrote to
 RUN/events.jsonl, not on exit statuses, because torchrun and srun each change these.
 slurm/README.md says what counts as a failure. The batch script writes the names of the
-signals that it receives to FILE. In a launch folder (RUN/launch/NAME/slurm), CONFIG and
+signals that it receives to the file SIGNALS. In the file POINTER, a start finds the
+launch folder of the one before. In a launch folder (RUN/launch/NAME/slurm), CONFIG and
 overrides come from launch.json there.
 """
 
@@ -25,7 +26,6 @@ import collections
 import concurrent.futures
 import contextlib
 import fcntl
-import functools
 import glob
 import json
 import os
@@ -37,7 +37,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from datetime import datetime, timezone
 
 UNPACK = "unpack"
@@ -46,51 +45,53 @@ CHECK = "check nodes"
 PREPARE = "prepare"
 TRAIN = "train"
 DECIDE = "decide"
-FINAL = REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
+REQUEUE = "requeue"
+END = "end"
+GIVE_UP = "give up"
+FINAL = (REQUEUE, END, GIVE_UP)
 # These marks precede JSON that is meant for this program, on a line of output that may
 # contain anything else.
 NODE_REPORT = "titan-disp-node-report: "
 LAUNCH = "titan-disp-launch: "
-# exit status of titan_disp.cluster.job_check if another job uses the run folder
-IN_USE = 3
 # added to the exit status, so that common.sh can tell it from that of a killed program
 INTENDED = 64
-PAUSES = "2,10,30,60"  # minutes before a requeue, after so many failures in a row
+# minutes before a requeue, or a retry in the same job, after so many failures in a row
+RETRIES = "now,10,30,60,60,60"
+NOW_OR_LATER = 2  # minutes before a requeue instead of a retry "now"
+LEAD = 300  # seconds of sbatch --signal in the batch scripts
 # of a job whose failures cannot be counted (also in the batch scripts)
 MOST_RESTARTS = 50
 # These fields of scontrol take a whole line, and may contain anything, even the name of
 # another field.
-WHOLE_LINES = (
-    "JobName",
-    "Command",
-    "SubmitLine",
-    "WorkDir",
-    "Comment",
-    "AdminComment",
-    "SystemComment",
-    "Extra",
-)
-WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
+WHOLE_LINES = "JobName Command SubmitLine WorkDir Comment AdminComment SystemComment Extra StdErr StdIn StdOut"
 REQUEUED = "SLURM has requeued the job itself"
-UNKNOWN = "[the options that you gave to sbatch]"
-LATER_SIGNAL = "sbatch --signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
-# A command that submits the job again sets all variables but those of one start.
-GIVEN = r"TITAN_DISP_(?!(START|RUN|ENDPOINT|HEAD|NOTIFY|SITE_FILE|LAUNCH_POINTER|PREFIX_WORDS)$)"
-# Errors that point to the node on which they were raised.
-SICK = r"(?i)\b((CUDA|HIP) error(?!: (device-side assert|out of memory|invalid))|ECC|Xid|(Input/output|Bus) error)\b"
-# Errors that come from another rank's death.
-PEER = r"(?i)closed by peer|reset by peer|broken pipe|remote process|NCCL error|ncclRemoteError"
-TOP = 1 << 28  # bytes of the largest log that is rewritten to add a line at its top
 HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is
 # C.
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
+# RUN/job.json: the job and its number of restarts when it was written; failures in a
+# row without a new checkpoint; the step of the newest checkpoint; how often checkpoints
+# of repeated steps have ended such a row; the last failure; the nodes that the job has
+# excluded by itself
+JOB = {
+    "job": "",
+    "restart": 0,
+    "failures": 0,
+    "step": -1,
+    "again": 0,
+    "reason": "",
+    "excluded": [],
+}
 
 
 # The next state and the reason for it; the exit status if it is END or GIVE_UP; the
 # seconds to wait if it is REQUEUE.
 Outcome = collections.namedtuple("Outcome", "state reason status pause")
 Outcome.__new__.__defaults__ = ("", 0, 0)
+
+
+class Signalled(Exception):
+    """The job was asked to stop before it trained."""
 
 
 class Failure(Exception):
@@ -109,15 +110,21 @@ def show(text):
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
+def stamped(text):
+    time_of_day = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"titan-disp: {time_of_day} {text}"
+
+
 def say(text):
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    show(f"titan-disp: {now} {text}")
+    show(stamped(text))
 
 
-def read_json(path):
-    """Return the JSON object in a file, or an empty one if it cannot be read."""
+def read_json(path, passed_over=OSError):
+    """Return the JSON object in a file, or an empty one if it has none or raises an
+    error that is ``passed_over``.
+    """
     content = None
-    with contextlib.suppress(OSError, ValueError), open(path, **TEXT) as file:
+    with contextlib.suppress(passed_over, ValueError), open(path, **TEXT) as file:
         content = json.load(file)
     return content if isinstance(content, dict) else {}
 
@@ -135,9 +142,9 @@ def marked(lines, mark):
     """
     values = []
     for line in lines:
-        other, *texts = line.split(mark)
+        before, *texts = line.split(mark)
         if not texts:
-            show(other.rstrip("\n"))
+            show(before.rstrip("\n"))
         for text in texts:
             with contextlib.suppress(ValueError):
                 values.append(json.JSONDecoder().raw_decode(text)[0])
@@ -148,32 +155,27 @@ def seconds_of(limit):
     """Convert SLURM's [DAYS-][HOURS:]MINUTES:SECONDS to seconds; None means no limit
     (UNLIMITED).
     """
-    found = re.match(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)$", limit)
-    if not found:
+    parts = re.match(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)$", limit)
+    if not parts:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def json_lines(path):
-    """Return the objects in a file of JSON lines, or none if it cannot be read."""
-    found = []
+def events(run, start, *names):
+    """Return the events with these names that one start has written to events.jsonl, or
+    none if it cannot be read.
+    """
+    chosen = []
+    path = os.path.join(run, "events.jsonl")
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         for line in file:
-            # a killed process may leave an unfinished line
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
-
-
-def events(run, start, *kinds):
-    """Return the events of these kinds that one start has written to events.jsonl."""
-    mine = [
-        event
-        for event in json_lines(os.path.join(run, "events.jsonl"))
-        if event.get("job") == start
-    ]
-    return [event for event in mine if event.get("event") in kinds]
+            # a killed process may leave an unfinished line, or another program a word
+            with contextlib.suppress(ValueError, TypeError, LookupError):
+                event = json.loads(line)
+                if event["job"] == start and event["event"] in names:
+                    chosen.append(event)
+    return chosen
 
 
 def section(run, name):
@@ -186,8 +188,8 @@ def newest_checkpoint(run):
     """Return the step of the newest complete checkpoint, or -1 if there is none."""
     folder = str(section(run, "checkpoint").get("folder") or "checkpoint")
     paths = glob.glob(os.path.join(glob.escape(run), folder, "step-*", ".metadata"))
-    steps = [re.search(r"/step-([0-9]+)/[.]metadata$", path) for path in paths]
-    return max([-1] + [int(step.group(1)) for step in steps if step])
+    steps = re.findall(r"(?m)/step-([0-9]+)/[.]metadata$", "\n".join(paths))
+    return max(map(int, steps), default=-1)
 
 
 def of_ranks(run, start, name):
@@ -199,27 +201,24 @@ def of_ranks(run, start, name):
         recursive=True,
     )
     return [
-        (int(re.search(r"/node-(\d+)/", path).group(1)), path.split(os.sep)[-2], path)
+        (re.search(r"/node-(\d+)/", path).group(1), path.split(os.sep)[-2], path)
         for path in sorted(paths)
     ]
 
 
 def first_error(run, start):
-    """Return (message of the rank that failed first, its node's number), or ("",
-    None).
-    """
-    found = []
-    for node, _, path in of_ranks(run, start, "error.json"):
+    """Return the message of the rank that failed first and its file, or ""."""
+    errors = []
+    for _, _, path in of_ranks(run, start, "error.json"):
         # A node that died may have left an unfinished file, which must not hide the
         # others.
         with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
             message = read_json(path)["message"]
             text = message["message"].strip().splitlines()[0]
-            found.append((int(message["extraInfo"]["timestamp"]), text, path, node))
-    if not found:
-        return "", None
-    _, text, path, node = min(found)
-    return f"{text} ({path})", node
+            when = int(message["extraInfo"]["timestamp"])
+            errors.append((when, f"{text} ({path})"))
+    _, text = min(errors, default=(0, ""))
+    return text
 
 
 def stacks(run, start):
@@ -234,30 +233,13 @@ def stacks(run, start):
             _, mark, dump = file.read().decode(errors="replace").rpartition("Timeout (")
             # The dump has the newest thread first and the main thread last.
             frame = re.search(
-                r'File "([^"]*)", line (\d+) in (\S+)',
+                r'File "(?:[^"]*/)?([^"]*)", line (\d+) in (\S+)',
                 dump.rpartition("(most recent call first):")[2],
             )
             if mark and frame:
                 name, line, function = frame.groups()
-                places.append(
-                    f"node {node} rank {rank}: {function} in "
-                    f"{os.path.basename(name)}:{line}"
-                )
+                places.append(f"node {node} rank {rank}: {function} in {name}:{line}")
     return "; ".join(places)
-
-
-def flight_records(run, since):
-    """Return rank -> file of what NCCL's flight recorder has written since then."""
-    comm = section(run, "comm")
-    prefix = os.path.join(run, str(comm.get("save_traces_folder", "comm_traces")))
-    prefix = os.path.join(prefix, str(comm.get("save_traces_file_prefix", "rank_")))
-    found = {}
-    for path in glob.glob(glob.escape(prefix) + "*"):
-        with contextlib.suppress(OSError, ValueError):  # other files
-            rank = int(path[len(prefix) :])
-            if os.path.getmtime(path) >= since:
-                found[rank] = path
-    return found
 
 
 def gpus_asked(environment):
@@ -268,19 +250,12 @@ def gpus_asked(environment):
     # Otherwise the ranks run on CPUs, or nothing is known
     if any(name in environment for name in names):
         names.insert(0, "TITAN_DISP_NPROC")
-    # "8" or "h100:8"
-    found = [
-        re.match(r"^(?:[a-zA-Z][^:]*:)*(\d+)$", environment.get(name, ""))
-        for name in names
-    ]
-    return next((int(number.group(1)) for number in found if number), None)
-
-
-def counted(number, noun, plural=None):
-    """Return a number with its noun in the singular or plural, as titan_disp.errors
-    does.
-    """
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+    for name in names:
+        # "8" or "h100:8"
+        number = re.match(r"^(?:[a-zA-Z][^:]*:)*(\d+)$", environment.get(name, ""))
+        if number:
+            return int(number.group(1))
+    return None
 
 
 def judge_nodes(expected, reports, asked):
@@ -288,27 +263,23 @@ def judge_nodes(expected, reports, asked):
 
     ``asked``: GPUs per node, or None.
     """
-    problems = {}
-    counts = sorted(
-        (len(report.get("gpus", [])) for report in reports.values()), reverse=True
-    )
-    usual = max(counts, key=counts.count) if counts else 0
+    counts = {node: len(report.get("gpus", [])) for node, report in reports.items()}
+    by_size = sorted(counts.values(), reverse=True)
+    usual = max(by_size, key=by_size.count, default=0)
+    judged = {}
     for node in expected:
-        report = reports.get(node)
-        if report is None:
-            problems[node] = ["it did not answer"]
+        if node not in reports:
+            judged[node] = ["it did not answer"]
             continue
-        found = list(report.get("problems", []))
-        count = len(report.get("gpus", []))
-        if asked is not None and count < asked:
-            found.append(f"the number of visible GPUs is {count}, expected {asked}")
-        elif count != usual:
-            found.append(
-                f"the number of visible GPUs is {count}, but most nodes have {usual}"
-            )
-        if found:
-            problems[node] = found
-    return problems
+        problems = list(reports[node].get("problems", []))
+        visible = f"the number of visible GPUs is {counts[node]}"
+        if asked is not None and counts[node] < asked:
+            problems.append(f"{visible}, expected {asked}")
+        elif counts[node] != usual:
+            problems.append(f"{visible}, but most nodes have {usual}")
+        if problems:
+            judged[node] = problems
+    return judged
 
 
 def within(seconds, function, default=None):
@@ -319,13 +290,13 @@ def within(seconds, function, default=None):
     # thread, which may be left behind.
     future = concurrent.futures.Future()
 
-    def call():
+    def resolve():
         try:
             future.set_result(function())
         except Exception as error:
             future.set_exception(error)
 
-    threading.Thread(target=call, daemon=True).start()
+    threading.Thread(target=resolve, daemon=True).start()
     done, _ = concurrent.futures.wait([future], seconds)
     return future.result() if done else default
 
@@ -341,9 +312,8 @@ def task_of_array(path, environment):
                 str(word) for word in json.load(file)["points"][int(number)]["argv"]
             ]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        cause = f"{type(error).__name__}: {error}"
         raise Failure(
-            f"task {number!r} of the array has no point in {path}: {cause}"
+            f"task {number!r} of the array has no point in {path}: {error!r}"
         ) from error
 
 
@@ -355,56 +325,33 @@ def kill_group(process):
 class Supervisor:
     """One job until it ends or is requeued.
 
-    ``argv``: CONFIG and overrides; ``here``: the folder of the scripts.
+    ``argv``: CONFIG and overrides; ``signals``, ``pointer``: files, see above; ``here``:
+    the folder of the scripts.
     """
 
-    def __init__(self, argv, signals, environment=None, of_array=False, here=HERE):
+    def __init__(self, argv, signals, pointer, environment, of_array=False, here=HERE):
         self.argv = list(argv)
         self.signals = signals
-        self.environment = dict(os.environ if environment is None else environment)
-        self.given = [
-            item
-            for item in sorted(self.environment.items())
-            if re.match(GIVEN, item[0]) and item[1]
-        ]
+        self.pointer = pointer
+        self.environment = dict(environment)
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         # The name of this job in SLURM's commands. One task of an array has the array's
         # own number, which would mean all tasks. (A job that a task has submitted
         # inherits these variables, but is not a task.)
-        task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
-        self.address = task.format(**self.environment) if of_array else self.job
-        self.max_retries = int(self._checked("MAX_RETRIES", 6))
-        pauses = self._checked(
-            "PAUSES", PAUSES, f"minutes such as {PAUSES}", r"^[0-9]{1,4}(,[0-9]{1,4})*$"
-        )
-        self.pauses = [int(minutes) for minutes in pauses.split(",")]
-        self.spares = int(self._checked("SPARES", 0))
-        try:
-            self.srun_args = shlex.split(self._setting("SRUN_ARGS"))
-        except ValueError as error:
-            raise Failure(
-                f"TITAN_DISP_SRUN_ARGS cannot be split into words: {error}"
-            ) from error
-        # of sbatch --signal
-        self.lead = int(
-            self._checked("SIGNAL_SECONDS", 300, "a whole number from 1", least=1)
-        )
-        self.check_seconds = float(
-            self._checked(
-                "CHECK_SECONDS", 600, "a number above 0", r"^\d{1,9}([.]\d*)?$", 1e-9
-            )
-        )
+        self.address = self.job
+        if of_array:
+            task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
+            self.address = task.format(**self.environment)
+        self._read_settings()
         self.here = here
         self.run = ""
         self.launch = {}
         self._read_launch(os.path.dirname(here))
-        self.heard = None  # the signal that this process received itself
-        # of the job: scontrol's fields, its nodes
-        self.fields = {}
-        self.hosts = []
-        self.dropped = set()  # nodes of this job that have failed
-        self.messages = []  # threads that tell somebody
+        self.heard = []  # the signals that this process received itself
+        self.fields = {}  # scontrol's, of the job
+        self.hosts = []  # the job's nodes
+        self.dropped = set()  # those of them that have failed
         self.starts = 0
         self.trained = False
         # Seconds between two looks at signals, heartbeat and step; between calls of
@@ -419,10 +366,40 @@ class Supervisor:
         # seconds that reading or writing a small file of the run folder may take
         self.patience = 20.0
         self.grace = 5.0  # seconds in which the ranks write where their code is
-        # The times of the last transition and of the beginning of training, by the
-        # clock of the run folder's file system.
-        self.noted = self.began = time.time()
         self.begin()
+
+    def _read_settings(self):
+        """Read and check the variables that pretrain.sbatch lists; raise Failure if one
+        is wrong.
+        """
+        item = r"(?:now|\d{1,4})"
+        retries = self._checked(
+            name="RETRIES",
+            default=RETRIES,
+            pattern=f"none|{item}(?:,{item})*",
+            expected=f"none or minutes such as {RETRIES}",
+        )
+        self.retries = re.findall(item, retries.group())
+        spares = self._checked("SPARES", "0", r"\d{1,9}", "a whole number")
+        self.spares = int(spares.group())
+        seconds = self._checked(
+            "CHECK_SECONDS", "600", r"\d{1,9}(?:[.]\d*)?", "a number"
+        )
+        self.check_seconds = float(seconds.group()) or 600.0
+        self.checks_nodes = float(seconds.group()) > 0
+        endpoint = self._checked(
+            name="ENDPOINT",
+            default="",
+            pattern=r"(\[.+\]|[^:]*)(?::([1-9]\d{0,4}))?",
+            expected="HOST, :PORT or HOST:PORT",
+        )
+        self.head, self.port = endpoint.groups()
+        try:
+            self.srun_args = shlex.split(self._setting("SRUN_ARGS"))
+        except ValueError as error:
+            raise Failure(
+                f"TITAN_DISP_SRUN_ARGS cannot be split into words: {error}"
+            ) from error
 
     def begin(self):
         """Begin a start: at the beginning of the job, or after a failure within it."""
@@ -431,22 +408,11 @@ class Supervisor:
         self.start = f"{self.job}.{self.restart}.{os.urandom(3).hex()}"
         self.environment["TITAN_DISP_START"] = self.start
         self.starts += 1
-        # Two jobs on one node must not use the same port, such as tasks of an array,
-        # whose numbers are neighbours. Linux's ephemeral ports begin at 32768.
-        own = (
-            20000
-            + (int(self.job) + 1009 * self.restart + 101 * (self.starts - 1)) % 10000
-        )
-        self.port = int(
-            self._checked(
-                "PORT", own, "a whole number from 1 to 65535", least=1, most=65535
-            )
-        )
         self.used = []  # the nodes that train
         self.status = None  # srun's exit status, once training has ended
         self.stalled = ""  # why this process ended training
-        # the first task that srun says has failed: (node, what srun says)
-        self.failed = None
+        self.beat = {}  # the newest heartbeat
+        self.beat_time = 0.0  # when it, or none, was first seen
 
     def _read_launch(self, folder):
         """Take the run folder, CONFIG and overrides from a launch folder
@@ -460,27 +426,29 @@ class Supervisor:
             self.run = self.launch["run"]
             self.here = os.path.join(folder, "slurm")
 
+    @property
+    def lead(self):
+        """Seconds before the time limit at which SLURM signals the job, from its
+        options (``submit`` keeps them) or from sbatch's variable.
+        """
+        options = [self.environment.get("SBATCH_SIGNAL", "")]
+        options += self.launch.get("sbatch", [])
+        seconds = re.findall(r"(?m)^(?:--signal=)?[\w:]+@(\d+)$", "\n".join(options))
+        return int(([LEAD] + seconds)[-1]) or 1
+
     def file(self, *names):
         return os.path.join(self.run, *names)
 
     def _setting(self, name, default=""):
         return self.environment.get("TITAN_DISP_" + name) or default
 
-    def _checked(
-        self,
-        name,
-        default,
-        expected="a whole number from 0",
-        pattern="^[0-9]{1,9}$",
-        least=0,
-        most=10**9,
-    ):
-        text = str(self._setting(name, default))
-        if not re.match(pattern, text) or not all(
-            least <= float(number) <= most for number in text.split(",")
-        ):
+    def _checked(self, name, default, pattern, expected):
+        """Return the match of a variable's value, or raise Failure if it is wrong."""
+        text = self._setting(name, default)
+        match = re.match(f"^(?:{pattern})$", text)
+        if not match:
             raise Failure(f"TITAN_DISP_{name} is {text!r}, expected {expected}")
-        return text
+        return match
 
     # ---- the cluster's commands
 
@@ -488,12 +456,11 @@ class Supervisor:
         """Run a quick command; return its status (127 if it cannot run or takes a
         minute) and, if it is 0, its stdout.
         """
-        log = None if loud else subprocess.DEVNULL
         try:
             done = subprocess.run(
                 command,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=None if loud else subprocess.DEVNULL,
                 env=self.environment,
                 timeout=60,
                 **TEXT,
@@ -503,36 +470,44 @@ class Supervisor:
             return 127, ""
         return done.returncode, "" if done.returncode else done.stdout
 
+    def insist(self, *command, tries=6):
+        """Run a quick command until its status is 0, because slurmctld may be busy or
+        failing over; return what ``call`` returns.
+        """
+        for pause in ((0,) + self.requeue_pauses)[:tries]:
+            time.sleep(pause)
+            status, text = self.call(*command)
+            if status == 0:
+                break
+        return status, text
+
     def show_job(self):
         """Return the fields of ``scontrol show job``, or the last known ones if
         slurmctld does not answer.
         """
-        for pause in (0,) + self.requeue_pauses[:2]:
-            time.sleep(pause)
-            _, text = self.call("scontrol", "show", "job", self.address)
-            if text:
-                break
-        found = {}
+        _, text = self.insist("scontrol", "show", "job", self.address, tries=3)
+        fields = {}
         for line in text.replace(" JobName=", "\nJobName=", 1).splitlines():
-            name, _, value = line.strip().partition("=")
-            if name in WHOLE_LINES:
-                found[name] = value
-            else:
-                found.update(re.findall(r"(?:^|(?<=\s))([A-Za-z][\w:/]*)=(\S*)", line))
-        self.fields = found or self.fields
+            if line.strip().partition("=")[0] not in WHOLE_LINES.split():
+                fields.update(re.findall(r"(?:^|(?<=\s))([A-Za-z][\w:/]*)=(\S*)", line))
+        self.fields = fields or self.fields
         return self.fields
 
     def time_left(self, unknown=float("inf")):
         """Return the seconds until the job's time limit, without end if it has none;
         ``unknown`` without an answer.
         """
-        text = self.call(
-            "squeue", "--noheader", "--job=" + self.address, "--format=%L"
-        )[1].strip()
+        text = self.squeue("--format=%L")
         if not text:
             return unknown
-        left = seconds_of(text)
-        return float("inf") if left is None else left
+        seconds = seconds_of(text)
+        return float("inf") if seconds is None else seconds
+
+    def squeue(self, *options):
+        """Return what squeue says of this job, or "" without an answer."""
+        command = ("squeue", "--noheader", "--job=" + self.address)
+        _, text = self.call(*command, *options)
+        return text.strip()
 
     def requeued_already(self):
         """Tell whether SLURM has requeued this job, or even started it again, since
@@ -542,7 +517,7 @@ class Supervisor:
         return restarts.isdigit() and int(restarts) > self.restart
 
     def hear(self, number, _):
-        self.heard = signal.Signals(number).name[len("SIG") :]
+        self.heard.append(signal.Signals(number).name[len("SIG") :])
 
     def signalled(self):
         """Return all signals that the batch script or this process received, in
@@ -551,21 +526,16 @@ class Supervisor:
         names = []
         with contextlib.suppress(OSError), open(self.signals) as file:
             names = file.read().split()
-        return names + ([self.heard] if self.heard else [])
+        return names + self.heard
 
     def hostnames(self, names):
         """Return the nodes of a list as SLURM writes it, such as gpu[01-80], or raise
         Failure.
         """
-        for pause in (0,) + self.requeue_pauses:
-            time.sleep(pause)
-            status, text = self.call("scontrol", "show", "hostnames", names)
-            if text.split():
-                return text.split()
-        raise Failure(
-            f"scontrol show hostnames {names} failed {1 + len(self.requeue_pauses)} "
-            f"times (status {status})"
-        )
+        status, text = self.insist("scontrol", "show", "hostnames", names)
+        if status:
+            raise Failure(f"scontrol show hostnames {names} failed (status {status})")
+        return text.split()
 
     def nodes(self):
         """Return the job's nodes in SLURM's order, without those that have failed."""
@@ -576,13 +546,7 @@ class Supervisor:
 
     def needed(self):
         """Return how many nodes train: those of the job without its spares."""
-        return (
-            int(
-                self.environment.get("SLURM_NNODES")
-                or len(self.nodes()) + len(self.dropped)
-            )
-            - self.spares
-        )
+        return int(self.environment["SLURM_NNODES"]) - self.spares
 
     def begin_process(self, command, **options):
         return subprocess.Popen(
@@ -615,53 +579,15 @@ class Supervisor:
         """End a step whose processes may hang: kill them, and then srun if it has not
         ended.
         """
-        _, text = self.call(
-            "squeue", "--noheader", "--steps", "--job=" + self.address, "--format=%i"
-        )
+        steps = self.squeue("--steps", "--format=%i")
         # without .batch, which is this process
-        steps = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text)
-        for name in steps:
+        for name in re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", steps):
             self.call("scancel", "--signal=KILL", name)
-        if not steps:
-            process.terminate()  # srun forwards it to the tasks
+        process.terminate()  # srun forwards it to the tasks
         try:
             process.wait(self.kill_wait)
         except subprocess.TimeoutExpired:
             process.kill()
-
-    def tell(self, text):
-        """Send a message to TITAN_DISP_NOTIFY, a command or the address of a webhook.
-
-        It neither waits nor fails.
-        """
-        text = f"titan-disp: job {self.address}, {self.run or self.argv[0]}: {text}"
-        target = self._setting("NOTIFY")
-        if target:
-            self.messages.append(
-                threading.Thread(target=self._send, args=(target, text), daemon=True)
-            )
-            self.messages[-1].start()
-
-    def _send(self, target, text):
-        try:
-            if re.match("https?://", target):
-                body = json.dumps({"text": text}).encode()
-                request = urllib.request.Request(
-                    target, body, {"Content-Type": "application/json"}
-                )
-                urllib.request.urlopen(request, timeout=10).close()
-            else:
-                words = shlex.split(target) + [text]
-                subprocess.run(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    env=self.environment,
-                    timeout=60,
-                    check=True,
-                )
-        except Exception as error:
-            # the address may hold a secret
-            say(f"TITAN_DISP_NOTIFY failed: {type(error).__name__}")
 
     # ---- states
 
@@ -671,40 +597,37 @@ class Supervisor:
         """
         limit = seconds_of(self.show_job().get("TimeLimit", ""))
         if limit is not None and limit <= self.lead:
-            reason = f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every "
-            reason += "start would end before it has trained. Ask for a longer --time, or for a later signal with "
-            return Outcome(END, reason + LATER_SIGNAL, 2)
-        if self.needed() < 1:
-            return Outcome(
-                END,
-                f"TITAN_DISP_SPARES is {self.spares}, and no node of the job is left to train",
-                2,
+            problem = (
+                f"the time limit is {limit} s, and SLURM signals the job {self.lead} s "
+                "before it, so that every start would end before it has trained. Ask "
+                "for a longer --time, or for a later signal with "
+                "SBATCH_SIGNAL=B:USR1@SECONDS"
             )
-        return Outcome(
-            UNPACK,
-            f"start {self.start} on {self.environment.get('SLURM_JOB_NODELIST')}",
-        )
+            return Outcome(END, problem, 2)
+        if self.needed() < 1:
+            problem = (
+                f"TITAN_DISP_SPARES is {self.spares}, and no node is left to train"
+            )
+            return Outcome(END, problem, 2)
+        nodes = self.environment["SLURM_JOB_NODELIST"]
+        return Outcome(UNPACK, f"start {self.start} on {nodes}")
 
     def unpack(self):
         """Unpack the environment's archive, if there is one, on every node's own
         disk.
         """
-        archive = self.environment.get("TITAN_DISP_ENV_ARCHIVE")
+        archive = self._setting("ENV_ARCHIVE")
         if not archive:
             return Outcome(FREEZE, "the environment is used where it is")
         # Nobody can guess the name, and make it before this job does.
         local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.start)
         say(f"environment: {archive} to {local} on every node")
         tar = local + ".tar"
-        _, status = self._await(
-            self.begin_process(["sbcast", "--force", archive, tar]), kill_group
-        )
-        if status == 0 and not self.signalled():
-            _, status = self._await(
-                self.begin_step(self.script("unpack.sh", tar)), self.end_step
-            )
-        if self.signalled():
-            return Outcome(DECIDE, "signalled while the environment was unpacked")
+        copying = self.begin_process(["sbcast", "--force", archive, tar])
+        _, status = self._await(copying, kill_group)
+        if status == 0:
+            unpacking = self.begin_step(self.script("unpack.sh", tar))
+            _, status = self._await(unpacking, self.end_step)
         if status != 0:
             return self.count_failure(
                 f"the environment {archive} could not be unpacked on every node"
@@ -717,97 +640,83 @@ class Supervisor:
         so (cluster/freeze.py).
         """
         if not self.launch:
-            folders, problem, _ = self._ask(
+            folders, problem = self._ask(
                 "freeze", "--name", self.start, "--job.config_file", *self.argv
             )
-            if self.signalled():
-                return Outcome(DECIDE, "signalled while the config was read")
-            if folders and not problem:
-                try:
-                    self._read_launch(folders[-1])
-                    shutil.copyfile(
-                        self.environment["TITAN_DISP_SITE_FILE"],
-                        os.path.join(self.here, "site.sh"),
-                    )
-                # a container may have the run folder under another path
-                except OSError as error:
-                    problem = f"the launch folder cannot be used on this node: {error}"
+            if not problem:
+                problem = self._use_launch(folders)
             if problem and self.restart > 0:  # a file system may be unavailable
                 return self.count_failure(problem)
-            if problem or not folders:
-                problem = problem or "the config could not be read"
-                return Outcome(
-                    END, problem + ". Not requeued: fix it, and submit again", 2
-                )
-            try:
-                # which a requeued job reads
-                pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]
-                os.makedirs(os.path.dirname(pointer), exist_ok=True)
-                write(pointer, folders[-1])
-            except (OSError, KeyError) as error:
-                say(
-                    "a requeue will search the run folder for the launch folder, as "
-                    f"its name cannot be kept: {error}"
-                )
-        return Outcome(CHECK, f"this job runs {self.here[: -len('/slurm')]}")
+            if problem:
+                reason = problem + ". Not requeued: fix it, and submit again"
+                return Outcome(END, reason, 2)
+        return Outcome(CHECK, f"this job runs {os.path.dirname(self.here)}")
+
+    def _use_launch(self, folders):
+        """Continue with the last one of these launch folders, and keep its name for a
+        requeued job; return what is wrong, or "".
+        """
+        if not folders:
+            return "the config could not be read"
+        try:
+            self._read_launch(folders[-1])
+            site = os.path.join(self.here, "site.sh")
+            shutil.copyfile(self.environment["TITAN_DISP_SITE"], site)
+        # a container may have the run folder under another path
+        except OSError as error:
+            return f"the launch folder cannot be used on this node: {error}"
+        # Otherwise a requeued job searches the run folder.
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self.pointer), exist_ok=True)
+            write(self.pointer, folders[-1])
+        return ""
 
     def check_nodes(self):
         """Ask every node what is wrong with it; the answers must come within
         ``check_seconds``.
         """
-        expected = self.nodes()
-        needed = self.needed()
-        if self._setting("CHECK_NODES", "1") == "0":
+        if not self.checks_nodes:
             return Outcome(PREPARE, "the check of the nodes is switched off")
+        expected = self.nodes()
         reports, status = self._node_reports(expected)
-        if self.signalled():
-            return Outcome(DECIDE, "signalled during the check of the nodes")
         problems = judge_nodes(expected, reports, gpus_asked(self.environment))
-        able = [node for node in expected if node not in problems]
+        blamed = list(problems)
         reason = "; ".join(
-            "node {}: {}".format(node, ", ".join(found))
-            for node, found in sorted(problems.items())
+            f"node {node}: {', '.join(problems[node])}" for node in sorted(problems)
         )
         if problems and not reports:
-            down = self._down(expected)
-            reason = f"the check of the nodes failed as a whole (srun's status {status}): no node answered"
-            reason += (
-                f"; SLURM says that {', '.join(down)} cannot run jobs" if down else ""
-            )
-            problems = {node: [reason] for node in down}
-        elif len(problems) > max(1, len(expected) // 4):
-            many = f"{len(problems)} of {len(expected)} nodes fail their check"
+            blamed = self._down(expected)
             reason = (
-                f"{many}, which counts as the job's failure and not as theirs: {reason}"
+                "the check of the nodes failed as a whole (srun's status "
+                f"{status}): no node answered"
             )
-            problems = {}
+            if blamed:
+                reason += f"; SLURM says that {', '.join(blamed)} cannot run jobs"
+        elif len(problems) > max(1, len(expected) // 4):
+            blamed = []
+            reason = (
+                f"{len(problems)} of {len(expected)} nodes fail their check, which "
+                f"counts as the job's failure and not as theirs: {reason}"
+            )
         elif problems:
             reason = "nodes that cannot train: " + reason
-        if problems and not self.owner():
-            self._remember(problems)
-        if len(able) >= needed:
-            self.used = able[:needed]
-            spare = f", {len(able) - needed} to spare" if self.spares else ""
-            others = f" ({reason})" if reason else ""
-            return Outcome(
-                PREPARE, f"{counted(needed, 'node')} can train{spare}{others}"
-            )
-        return self.count_failure(
-            reason
-            or f"{counted(len(able), 'node')} of the {needed} that train are left"
-        )
+        self._blame(blamed)
+        needed = self.needed()
+        able = [node for node in expected if node not in problems]
+        text = f"{len(able)} of {len(expected)} nodes can train"
+        if reason:
+            text += f"; {reason}"
+        if len(able) < needed:
+            return self.count_failure(f"{text}; {needed} are needed")
+        self.used = able[:needed]
+        return Outcome(PREPARE, text)
 
     def _down(self, nodes):
         """Return those of the nodes that SLURM itself calls down, drained, failing or
         not responding (*).
         """
-        _, text = self.call(
-            "sinfo",
-            "--noheader",
-            "--Node",
-            "--nodes=" + ",".join(nodes),
-            "--format=%N %T",
-        )
+        chosen = "--nodes=" + ",".join(nodes)
+        _, text = self.call("sinfo", "--noheader", "--Node", chosen, "--format=%N %T")
         return sorted(
             set(re.findall(r"(?m)^(\S+) (?:\S*\*|down\S*|drain\S*|fail\S*)$", text))
         )
@@ -824,31 +733,22 @@ class Supervisor:
             stdout=subprocess.PIPE,
             **TEXT,
         )
-        lines, status = self._await(process, self.end_step)
-        if status is None and not self.signalled():
-            say(
-                f"the check of the nodes has taken {self.check_seconds:.0f} s and is "
-                "ended"
-            )
-        found = [
-            report for report in marked(lines, NODE_REPORT) if isinstance(report, dict)
-        ]
+        lines, _ = self._await(process, self.end_step)
         reports = {
             report["node"]: report
-            for report in found
-            if isinstance(report.get("node"), str)
+            for report in marked(lines, NODE_REPORT)
+            if isinstance(report, dict) and isinstance(report.get("node"), str)
         }
         with contextlib.suppress(OSError):  # keep the reports for later
             os.makedirs(self.file("nodes", self.start), exist_ok=True)
             for node, report in reports.items():
-                write(
-                    self.file("nodes", self.start, node + ".json"), json.dumps(report)
-                )
+                path = self.file("nodes", self.start, node + ".json")
+                write(path, json.dumps(report))
         return reports, process.returncode
 
     def _await(self, process, end):
-        """Return a process's lines and status: None if ``end`` ended it, at a signal or
-        after ``check_seconds``.
+        """Return a process's lines and status: None if ``end`` ended it after
+        ``check_seconds``. Raise Signalled if it ended it at a signal.
         """
         lines = []
         reader = threading.Thread(
@@ -868,92 +768,82 @@ class Supervisor:
         # nothing ends a process whose file system hangs
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(self.kill_wait)
+        if self.signalled():
+            raise Signalled
+        if status is None:
+            command = " ".join(process.args)
+            say(f"ended, because it took {self.check_seconds:.0f} s: {command}")
         reader.join(5)
         return lines, status
 
-    def _remember(self, problems):
-        """Record which nodes failed."""
-        times = self._failures_of_nodes()
-        for node in problems:
-            times[node] = times.get(node, []) + [time.time()]
-        with contextlib.suppress(OSError):
-            write(self.file("bad_nodes.json"), json.dumps(times))
+    def _blame(self, nodes):
+        """Record that these nodes failed now, unless another job uses the folder."""
+        if nodes and not self.owner():
+            times = self._failures_of_nodes()
+            for node in nodes:
+                times.setdefault(node, []).append(time.time())
+            with contextlib.suppress(OSError):
+                write(self.file("nodes.json"), json.dumps(times))
 
     def _failures_of_nodes(self):
         """Return node -> the times at which it failed within the last day, also if the
         clock was put back.
         """
-        kept = read_json(self.file("bad_nodes.json"))
-        lists = {node: times for node, times in kept.items() if isinstance(times, list)}
         return {
-            node: [t for t in times if abs(time.time() - t) < 86400]
-            for node, times in lists.items()
+            node: [when for when in times if abs(time.time() - when) < 86400]
+            for node, times in read_json(self.file("nodes.json")).items()
+            if isinstance(times, list)
         }
 
     def bad_nodes(self):
         """Return the nodes that have failed twice within a day."""
-        return sorted(
-            node for node, times in self._failures_of_nodes().items() if len(times) >= 2
-        )
+        times = self._failures_of_nodes()
+        return sorted(node for node in times if len(times[node]) >= 2)
 
-    def _ask(self, what, *arguments):
-        """Run node.sh on the first node and print its output; return (what it marks,
-        what is wrong or "", its status).
+    def _ask(self, task, *arguments):
+        """Run a task of node.sh on the first node and print its output; return the
+        values that it marks, and what is wrong or "".
         """
-        command = self.script("node.sh", what, *arguments)
+        command = self.script("node.sh", task, *arguments)
         if self.srun_args:  # the interpreter may be in a container that srun starts
-            command = (
-                self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0])
-                + command
+            first = "--nodelist=" + self.nodes()[0]
+            command = self.srun("--nodes=1", "--ntasks=1", first) + command
+        process = self.begin_process(command, stdout=subprocess.PIPE, **TEXT)
+        lines, status = self._await(process, kill_group)
+        problem = ""
+        if status != 0:
+            problem = (
+                f"the config could not be checked (status {status}); the lines above "
+                "say why"
             )
-        lines, status = self._await(
-            self.begin_process(command, stdout=subprocess.PIPE, **TEXT), kill_group
-        )
-        wrong = ""
-        if status is None:
-            wrong = f"the check of the config took more than {self.check_seconds:.0f} s"
-        elif status:
-            wrong = f"the config could not be checked (status {status}); the lines above say why"
-        return marked(lines, LAUNCH), wrong, status
+        return marked(lines, LAUNCH), problem
 
     def prepare(self):
         """Check the config once, rather than on every rank."""
-        nproc = self._setting("NPROC", "gpu")
-        given = (
+        if self.held():
+            stop = self.file("stop")
+            reason = (
+                f"{stop} exists, so nothing was trained. Remove the file to continue"
+            )
+            return Outcome(END, reason)
+        if self.trained:
+            return Outcome(TRAIN, "the config is that of the start before")
+        _, problem = self._ask(
+            "prepare",
             "--nodes",
             str(self.needed()),
             "--nproc",
-            nproc,
+            self._setting("NPROC", "gpu"),
             "--job.config_file",
             *self.argv,
         )
-        # A start within the job has the config of the former one.
-        _, problem, status = (
-            ([], "", 0) if self.trained else self._ask("prepare", *given)
-        )
-        if self.signalled():
-            return Outcome(DECIDE, "signalled while the config was checked")
         if not problem:
-            if self.held():
-                return Outcome(
-                    END,
-                    f"{self.file('stop')} exists, so nothing was trained. Remove the file to continue",
-                )
             return Outcome(TRAIN, "the config can start on these nodes")
-        # At a restart, an earlier start of this job may still hold it.
-        if status == IN_USE and self.restart == 0:
-            return Outcome(
-                END,
-                "{} uses the run folder. Not requeued".format(
-                    self.owner() or "another job"
-                ),
-                2,
-            )
         # What has trained has worked before. The checkpoint of step 0 is a seed.
-        if self.restart == 0 and newest_checkpoint(self.run) < 1:
-            return Outcome(
-                END, problem + ". Not requeued: fix the config or the environment", 2
-            )
+        first = self.restart == 0 and newest_checkpoint(self.run) < 1
+        if first and not self.owner():
+            reason = problem + ". Not requeued: fix the config or the environment"
+            return Outcome(END, reason, 2)
         return self.count_failure(problem)
 
     def owner(self):
@@ -997,224 +887,196 @@ class Supervisor:
                 f"to stop: {error.strerror}"
             )
 
+    def endpoint(self):
+        """Return HOST:PORT on the first node, where the ranks of this start meet."""
+        # Two jobs on one node must not use the same port, such as tasks of an array,
+        # whose numbers are neighbours. Linux's ephemeral ports begin at 32768.
+        number = int(self.job) + 1009 * self.restart + 101 * (self.starts - 1)
+        return f"{self.head or self.used[0]}:{self.port or 20000 + number % 10000}"
+
     def train(self):
         """Run torchrun on every node until it ends, or until the run is silent for
         longer than it allows itself.
         """
         if self.signalled():
-            return Outcome(DECIDE, "signalled before training")
+            raise Signalled
         self.used = self.used or self.nodes()[: self.needed()]
-        self.environment["TITAN_DISP_ENDPOINT"] = (
-            f"{self._setting('HEAD', self.used[0])}:{self.port}"
-        )
-        self.environment["TITAN_DISP_RUN"] = self.run
+        self.environment["TITAN_DISP_ENDPOINT"] = self.endpoint()
         # torchrun gives ranks 30 s after a SIGTERM by default (torch 2.11 always). Give
         # them as long as SLURM's signal does.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
-        # the newest heartbeat, and when it was first seen
-        self.beat = ({}, time.monotonic())
-        self.looking = None  # the thread that reads the heartbeat
-        self.seen = False  # whether this start has had a heartbeat
-        # Bytes of events.jsonl when it was last read; whether a step was skipped
-        self.read = 0
-        self.skips = False
-        self.began = self.noted
         self.trained = True
-        command = self.script("node.sh", "train", "--job.config_file", *self.argv)
-        process = self.begin_step(command, self.used, stderr=subprocess.PIPE, **TEXT)
-        reader = threading.Thread(
-            target=self._listen, args=(process.stderr,), daemon=True
+        command = self.script(
+            "node.sh", "train", self.run, "--job.config_file", *self.argv
         )
-        reader.start()
-        deadline = None  # of the last save, once the ranks have been asked to stop
+        process = self.begin_step(command, self.used)
+        self.beat_time = time.monotonic()
+        threading.Thread(target=self._follow, args=(process,), daemon=True).start()
+        self._watch(process)
+        # as if srun had been killed
+        self.status = 137 if process.returncode is None else process.returncode
+        return Outcome(DECIDE, f"training ended with status {self.status}")
+
+    def _watch(self, process):
+        """Wait for the end of training. After a signal, ask the ranks to stop; end the
+        step if the run is silent, or still saves when the time limit is near.
+        """
+        deadline = None
         while process.poll() is None:
             if self.signalled() and deadline is None:
-                say(
-                    f"{' and '.join(self.signalled())} received: asking all ranks to "
-                    "save and stop"
-                )
+                names = " and ".join(self.signalled())
+                say(f"{names} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
                 # 0 beyond the limit, where SLURM permits that
-                left = self.time_left(self.lead) or self.lead
+                remaining = self.time_left(self.lead) or self.lead
                 # in which the step is killed and the job requeued
-                last = min(45.0, self.lead / 2, left / 2)
-                deadline = time.monotonic() + left - last
+                last = min(45.0, self.lead / 2, remaining / 2)
+                deadline = time.monotonic() + remaining - last
             self.stalled = self.silence()
             if deadline is not None and time.monotonic() > deadline:
                 self.kill_wait = min(self.kill_wait, 10.0)
                 self.stalled = (
                     f"{last:.0f} s before the time limit, the last save had not ended. "
+                    "Give it more time, with SBATCH_SIGNAL=B:USR1@SECONDS"
                 )
-                self.stalled += f"Give it more time, with {LATER_SIGNAL}"
             if self.stalled:
                 say(f"{self.stalled}; the step is ended")
-                self.tell(self.stalled)
                 self.end_step(process)
-                break
+                return
             time.sleep(self.pause)
-        reader.join(5)
-        # as if srun had been killed
-        self.status = process.returncode if process.returncode is not None else 137
-        return Outcome(DECIDE, f"training ended with status {self.status}")
 
-    def _listen(self, lines):
-        """Pass on what srun prints, and keep which task failed first: srun ends the
-        others because of that one.
-        """
-        for line in lines:
-            show(line.rstrip("\n"))
-            found = re.match(
-                r"^srun: error: ([\w.-]+): tasks? [\d,-]+: (.+)$", line.strip()
-            )
-            if found and self.failed is None:
-                self.failed = found.groups()
+    def _follow(self, process):
+        """Read what rank 0 writes of itself (run/liveness.py) while a process runs."""
+        # In a thread, which hangs if the file system does. Nothing else notices that:
+        # collective operations have time-outs.
+        while process.poll() is None:
+            beat = read_json(self.file("heartbeat.json"))
+            if beat != self.beat:
+                # the file's own time is that of a file server
+                self.beat_time = time.monotonic()
+                self.beat = beat
+            time.sleep(self.pause)
 
     def silence(self):
-        """Return why the run counts as stuck, or "", from what rank 0 writes of itself
-        (run/liveness.py).
-        """
-        # Collective operations have time-outs, but only this notices a file system that
-        # hangs. Then reading hangs, too.
-        if self.looking is None or not self.looking.is_alive():
-            self.looking = threading.Thread(target=self._look, daemon=True)
-            self.looking.start()
-        self.looking.join(self.pause)
-        beat, since = self.beat
-        silent = time.monotonic() - since
-        allowed = self.quiet
-        doing = "at its end" if self.seen else "at its start"
-        if beat.get("start") == self.start and isinstance(
-            beat.get("allowed_seconds"), (int, float)
-        ):
-            self.seen = True
-            allowed = beat["allowed_seconds"]
-            doing = "at step {} ({})".format(beat.get("step"), beat.get("doing"))
-        # another module may not write heartbeats
-        elif not self.seen and self._setting("MODULE"):
-            return ""
+        """Return why the run counts as stuck, or ""."""
+        silent = time.monotonic() - self.beat_time
+        allowed = self.beat.get("allowed_seconds")
+        doing = f"at step {self.beat.get('step')} ({self.beat.get('doing')})"
+        current = self.beat.get("start") == self.start
+        if not (current and isinstance(allowed, (int, float))):
+            allowed = self.quiet
+            doing = "at its start or end"
         if silent <= allowed + self.grace:
             return ""
-        return f"rank 0 has been silent for {silent:.0f} s {doing}, and {allowed:.0f} s are allowed"
-
-    def _look(self):
-        beat = read_json(self.file("heartbeat.json"))
-        if beat != self.beat[0]:
-            # the file's own time is that of a file server
-            self.beat = (beat, time.monotonic())
-        with contextlib.suppress(OSError):
-            size = os.path.getsize(self.file("events.jsonl"))
-            if size == self.read or self.skips:
-                return
-            self.read = size
-            self.skips = bool(events(self.run, self.start, "skip"))
-            if self.skips:
-                self.tell(
-                    "a step was skipped, because its loss or gradient was not finite"
-                )
+        return (
+            f"rank 0 has been silent for {silent:.0f} s {doing}, and {allowed:.0f} s "
+            "are allowed"
+        )
 
     def decide(self):
         """Choose the next state from what this start has left in the run folder."""
         ends = events(self.run, self.start, "complete", "stop", "refused")
         last = ends[-1] if ends else {}
-        kind = last.get("event")
-        reason = last.get("reason", "")
+        name = last.get("event")
         signals = self.signalled()
-        if kind == "complete":
+        if name == "complete":
             self.forget()
-            return Outcome(END, "the run is complete: step {}".format(last["step"]))
+            return Outcome(END, f"the run is complete: step {last['step']}")
         # a second requeue would fail, or end the next start
         if self.requeued_already():
             return Outcome(END, REQUEUED)
         preempted = self.fields.get("PreemptTime", "None") != "None"
-        ended = self.fields.get("JobState") in ("CANCELLED", "COMPLETING")
-        # SLURM has just been asked. A job that is preempted or at its time limit is
-        # COMPLETING, too.
-        if (
-            "TERM" in signals
-            and ended
-            and not preempted
-            and self.fields.get("Reason") != "TimeLimit"
-        ):
+        if "TERM" in signals and not preempted and self._cancelled():
             return Outcome(END, "the job was cancelled")
-        if kind == "refused":
-            return Outcome(
-                END,
-                f"the run refused to start: {reason}. Not requeued: fix it, and submit again",
-                2,
-            )
-        if kind == "stop":
-            asked = signals or last.get("kind") == "signal"
-            options = section(self.run, "checkpoint")
-            stopped = "stopped at step {}".format(last["step"])
-            if asked and (
-                options.get("enable") is False or options.get("load_only") is True
-            ):
-                return self.count_failure(
-                    f"{stopped} ({reason}), and nothing is saved with this "
-                    "[checkpoint] section"
-                )
-            self.forget()
-            if asked:
-                return Outcome(
-                    REQUEUE,
-                    "saved at step {} and stopped: {}".format(last["step"], reason),
-                )
-            return Outcome(END, f"{stopped}: {reason}")
+        if name == "refused":
+            reason = last["reason"]
+            text = f"the run refused to start: {reason}. Not requeued: fix it, and submit again"
+            return Outcome(END, text, 2)
+        if name == "stop":
+            return self._stopped(last)
         if self.status is None:
-            told = f"asked to stop ({signals[0]}) before training began"
+            text = f"asked to stop ({signals[0]}) before training began"
             # A time limit that leaves no time to train would come again; a preemption
             # is no fault of the job.
             if self.trained or signals[0] == "TERM" or preempted:
-                return Outcome(REQUEUE, told)
-            return self.count_failure(told)
-        error, number = first_error(self.run, self.start)
+                return Outcome(REQUEUE, text)
+            return self.count_failure(text)
+        return self._failed()
+
+    def _cancelled(self):
+        """Tell whether a job that got SIGTERM, and was not preempted, was cancelled."""
+        # SLURM has just been asked. A job at its time limit is COMPLETING, too.
+        ended = self.fields.get("JobState") in ("CANCELLED", "COMPLETING")
+        return ended and self.fields.get("Reason") != "TimeLimit"
+
+    def _stopped(self, event):
+        """Return the outcome of a start that has stopped on request."""
+        step = event["step"]
+        reason = event.get("reason", "")
+        options = section(self.run, "checkpoint")
+        saves = options.get("enable") is not False and not options.get("load_only")
+        asked_by_slurm = self.signalled() or event.get("kind") == "signal"
+        if asked_by_slurm and not saves:
+            return self.count_failure(
+                f"stopped at step {step} ({reason}), and nothing is saved with this "
+                "[checkpoint] section"
+            )
+        self.forget()
+        if asked_by_slurm:
+            return Outcome(REQUEUE, f"saved at step {step} and stopped: {reason}")
+        return Outcome(END, f"stopped at step {step}: {reason}")
+
+    def _failed(self):
+        """Return the outcome of a start that has neither ended nor stopped its run."""
+        error = first_error(self.run, self.start)
         other = re.search(r"by another job \(.*SLURM job (\w+)", error)
         # the locks of some file systems hold within one node only
         if other and other.group(1) != self.job:
             return Outcome(END, f"{error}. Not requeued", 2)
-        records = flight_records(self.run, self.began)
         reason = self.stalled or error
         if self.stalled:
-            where = stacks(self.run, self.start)
-            reason += f" ({where})" if where else ""
+            places = stacks(self.run, self.start)
+            reason += f" ({places})" if places else ""
         elif not error:
-            said = (
-                "node {}: {}".format(*self.failed)
-                if self.failed
-                else f"srun's status {self.status}"
+            reason = (
+                f"a rank or a node died without a message (srun's status {self.status})"
+                f"; see {self.file('logs', self.start)}"
             )
-            reason = f"a rank or a node died without a message ({said}); see {self.run}/logs/{self.start}"
-        if records:
-            more = f" and {len(records) - 1} more" if len(records) > 1 else ""
-            reason += f"; NCCL's flight recorder: {records[min(records)]}{more}"
+        signals = self.signalled()
         if signals:
             reason = f"asked to stop ({signals[0]}) but not saved in time; {reason}"
-        culprit = self.culprit(error, number, records)
-        if culprit and not signals and not self.owner():
-            reason += f". This counts against node {culprit}"
-            self._remember([culprit])
-            if len(self.nodes()) > self.needed():
-                self.dropped.add(culprit)
+        # No error text says which node is sick. SLURM does here, and the check of the
+        # nodes before the next start.
+        down = self._down(self.nodes())
+        if down:
+            reason += f". SLURM says that {', '.join(down)} cannot run jobs"
+            self._blame(down)
+            self.dropped.update(down)
         return self.count_failure(reason, inside=True)
 
-    def culprit(self, error, number, records):
-        """Return the node that a failure of training points to, or None."""
-        if re.search(SICK, error.rpartition(" (")[0]) and number < len(self.used):
-            return self.used[number]
-        per_node = gpus_asked(self.environment)
-        # a rank that is dead or frozen writes no record of a time-out
-        if records and per_node:
-            silent = set(range(len(self.used))) - {rank // per_node for rank in records}
-            return self.used[silent.pop()] if len(silent) == 1 else None
-        if self.stalled or (error and not re.search(PEER, error)):
-            return None
-        # The others complain of their peer. They may be faster than srun, which names
-        # the first task that ends.
-        spoke = {node for node, _, _ in of_ranks(self.run, self.start, "error.json")}
-        silent = [node for i, node in enumerate(self.used) if i not in spoke]
-        if self.failed and self.failed[0] in silent:
-            return self.failed[0]
-        return silent[0] if spoke and len(silent) == 1 else None
+    def state(self):
+        """Return the content of RUN/job.json (``JOB`` says of what), with the defaults
+        for what it lacks or what is another job's own. Raise OSError if it cannot be
+        read: the failures so far must not be forgotten.
+        """
+        kept = read_json(self.file("job.json"), passed_over=FileNotFoundError)
+        if not kept:  # earlier versions wrote this file
+            kept = read_json(self.file("requeue.json"), passed_over=FileNotFoundError)
+        sound = [name for name in JOB if isinstance(kept.get(name), type(JOB[name]))]
+        state = {**JOB, **{name: kept[name] for name in sound}}
+        if state["job"] != self.job:
+            state.update(job=self.job, restart=0, excluded=[])
+        return state
+
+    def keep(self, state, **changes):
+        """Write the state to RUN/job.json with these changes, or raise OSError."""
+        text = json.dumps({**state, "restart": self.restart, **changes})
+        write(self.file("job.json"), text)
+
+    def forget(self):
+        """Forget the failures in a row: the run has made progress or has ended."""
+        with contextlib.suppress(OSError):
+            self.keep(self.state(), failures=0, step=-1, again=0, reason="")
 
     def count_failure(self, reason, inside=False):
         """Start again in this job (``inside``), requeue it, or give up after too many
@@ -1224,296 +1086,159 @@ class Supervisor:
             return self.not_counted(reason)
         owner = self.owner()
         if owner:
-            return Outcome(
-                END, f"{owner} uses the run folder. Not requeued; {reason}", 2
-            )
-        path = self.file("requeue.json")
-        before = read_json(path)
+            text = f"{owner} uses the run folder. Not requeued; {reason}"
+            return Outcome(END, text, 2)
+        try:
+            state = self.state()
+        except OSError as error:
+            return self.not_counted(f"{reason} (job.json: {error.strerror})")
         step = newest_checkpoint(self.run)
-        failures = before.get("failures", 0)
-        reached = before.get("step", -1)
-        again = before.get("again", 0)
-        if (
-            not (
-                isinstance(failures, int)
-                and isinstance(reached, int)
-                and isinstance(again, int)
-            )
-            or step > reached
-        ):
-            failures = 0
-            reached = step
-            again = 0
-        elif again < self.max_retries and events(self.run, self.start, "checkpoint"):
+        most = len(self.retries)
+        if step > state["step"]:
+            state.update(failures=0, step=step, again=0)
+        elif state["again"] < most and events(self.run, self.start, "checkpoint"):
             # It repeated steps after damaged checkpoints. A run whose checkpoints are
             # always damaged must end, however.
-            failures = 0
-            again = again + 1
-        failures += 1
+            state.update(failures=0, again=state["again"] + 1)
+        state["failures"] += 1
+        failures = state["failures"]
         try:
-            write(
-                path,
-                json.dumps(
-                    {
-                        "failures": failures,
-                        "step": reached,
-                        "again": again,
-                        "reason": reason,
-                    }
-                ),
-            )
+            self.keep(state, reason=reason)
         except OSError as error:
             # Otherwise each would be the first, and this job would start again and
             # again
             inside = False
-            failures += (
-                self.uncounted() if self.restart < MOST_RESTARTS else self.max_retries
-            )
-            reason += f" ({path} cannot be written: {error.strerror})"
-        where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
-        if failures > self.max_retries:
+            failures += self.restart - state["restart"]
+            reason += f" (job.json cannot be written: {error.strerror})"
+        checkpoint = "no checkpoint yet"
+        if step >= 0:
+            checkpoint = f"newest checkpoint: step {step}"
+        row = f"in a row without a new checkpoint ({checkpoint})"
+        if failures > most:
             self.forget()  # a user who submits the job again has fixed something
-            told = f"GIVEN UP after {counted(failures, 'failure')} in a row without a new checkpoint ({where}). "
-            return Outcome(GIVE_UP, f"{told}The last one: {reason}", 1)
-        most = counted(self.max_retries, "retry", "retries")
-        told = f"failure {failures} of at most {most} without a new checkpoint ({where}): {reason}"
-        if inside and failures == 1 and self.can_start_again():
-            return Outcome(CHECK, f"{told}. Starting again in this job")
-        return Outcome(
-            REQUEUE, told, pause=60 * self.pauses[min(failures, len(self.pauses)) - 1]
-        )
+            text = f"GIVEN UP after failure {failures} {row}. The last one: {reason}"
+            return Outcome(GIVE_UP, text, 1)
+        text = f"failure {failures} of at most {most + 1} {row}: {reason}"
+        minutes = self.retries[failures - 1]
+        if minutes == "now" and inside and self.can_start_again():
+            return Outcome(CHECK, f"{text}. Starting again in this job")
+        if minutes == "now":
+            minutes = NOW_OR_LATER
+        return Outcome(REQUEUE, text, pause=60 * int(minutes))
 
     def not_counted(self, reason):
         """Requeue after a failure that cannot be counted in the run folder, as long as
         SLURM's restarts permit.
         """
         if self.restart >= MOST_RESTARTS:
-            return Outcome(
-                GIVE_UP,
-                f"GIVEN UP after {self.restart} restarts. The last failure: {reason}",
-                1,
-            )
-        return Outcome(REQUEUE, reason + " (not counted)", pause=60 * self.pauses[0])
+            text = f"GIVEN UP after {self.restart} restarts. The last failure: {reason}"
+            return Outcome(GIVE_UP, text, 1)
+        return Outcome(REQUEUE, reason + " (not counted)", pause=60 * NOW_OR_LATER)
 
     def can_start_again(self):
         """Tell whether this job can train again without being requeued: on its other
         nodes, and with time to train.
         """
-        if (
-            not self.trained
-            or self.signalled()
-            or self._setting("RESTART_IN_JOB", "1") == "0"
-        ):
-            return False
-        self.dropped.update(self._down(self.nodes()))
-        return len(self.nodes()) >= self.needed() and self.time_left() > 2 * self.lead
-
-    def uncounted(self):
-        """Return how often SLURM has restarted the job since this program could last
-        write to the run folder.
-        """
-        lines = json_lines(self.file("supervisor.jsonl"))
-        restarts = [
-            line["restart"]
-            for line in lines
-            if line.get("job") == self.job and "restart" in line
-        ]
-        return self.restart - restarts[-1] if restarts else 0
-
-    def forget(self):
-        with contextlib.suppress(OSError):
-            os.remove(self.file("requeue.json"))
+        return (
+            self.trained
+            and not self.signalled()
+            and len(self.nodes()) >= self.needed()
+            and self.time_left() > 2 * self.lead
+        )
 
     # ---- ends
 
-    def requeue(self, pause=0):
-        """Requeue the job; return 0 if another one was submitted, else 1 (SLURM ends a
-        requeued job meanwhile).
+    def requeue(self, pause=0, reason=""):
+        """Requeue the job for a reason, to start after ``pause`` seconds, and return 1:
+        SLURM ends a requeued job's script meanwhile.
         """
-        for i, wait in enumerate(self.requeue_pauses):
+        for wait in self.requeue_pauses:
             # If SLURM has requeued the job already, the call would end the next start.
-            status = (
-                0
-                if self.requeued_already()
-                else self.call("scontrol", "requeue", self.address, loud=True)[0]
-            )
-            if status == 0 or self.requeued_already():  # the answer may have been lost
-                later = pause and self._update(f"StartTime=now+{pause}")
-                say(
-                    "requeued"
-                    + (f", to start in {pause // 60} minutes" if later else "")
-                )
-                if pause and not later:
-                    say("this SLURM does not let a job start later")
-                self._exclude()
-                time.sleep(self.last_wait)
-                return 1
-            say(
-                f"scontrol requeue failed (status {status}), try {i + 1} of "
-                f"{len(self.requeue_pauses)}"
-            )
-            time.sleep(wait)
-        _, names, added = self.exclusion()
-        command = self.resubmission(names)
-        words = [f"{name}={shlex.quote(value)}" for name, value in self.given] + [
-            shlex.quote(word) for word in command
-        ]
-        if self._setting("RESUBMIT", "0") == "1" and UNKNOWN not in command:
-            # SLURM does not set it at a first start
-            self.environment.pop("SLURM_RESTART_COUNT", None)
-            status, text = self.call(*command, loud=True)
-            if status == 0:
-                say(
-                    "this site does not permit requeueing: submitted again as "
-                    f"{text.strip()}"
-                )
-                self._remember_excluded("".join(re.findall(r"\d+", text)[:1]), added)
-                return 0
-        self.on_top(
-            f"NOT REQUEUED: SLURM refused it. Submit the job again: {' '.join(words)}"
-        )
+            if not self.requeued_already():
+                status, _ = self.call("scontrol", "requeue", self.address, loud=True)
+                # the answer may have been lost
+                if status and not self.requeued_already():
+                    say(f"scontrol requeue failed (status {status})")
+                    time.sleep(wait)
+                    continue
+            if pause:
+                self._update(f"StartTime=now+{pause}")
+            say(f"requeued, with a pause of {pause} s if SLURM permits it")
+            try:
+                within(self.patience, self._exclude)
+            except (Failure, OSError) as error:
+                say(f"the excluded nodes stay as they are: {error}")
+            time.sleep(self.last_wait)
+            return 1
+        self.conclude(f"NOT REQUEUED: SLURM refused it. Submit again. {reason}")
         return 1
 
     def _update(self, setting):
         """Change a setting of this job, which SLURM permits only for pending jobs: this
         one is pending from now on.
         """
-        for _ in range(8):
-            if (
-                self.call("scontrol", "update", "JobId=" + self.address, setting)[0]
-                == 0
-            ):
-                return True
-            time.sleep(self.pause)
-        return False
-
-    def exclusion(self):
-        """Return (nodes that the job excludes now, nodes to exclude from now on, those
-        of the latter that have failed).
-        """
-        listed = self.fields.get("ExcNodeList", "")
-        try:
-            now = (
-                []
-                if listed in ("", "(null)", "None", "N/A")
-                else self.hostnames(listed)
-            )
-        except Failure as error:
-            say(f"{error}: the excluded nodes stay as they are")
-            return [listed], [listed], []
-        before, bad = within(
-            self.patience,
-            lambda: (read_json(self.file("excluded.json")), self.bad_nodes()),
-            ({}, []),
-        )
-        # Nodes that this program has excluded come off the list unless they are still
-        # bad.
-        own = [
-            node
-            for node in now
-            if before.get("job") != self.job or node not in before.get("nodes", ())
-        ]
-        added = [node for node in bad if node not in own]
-        return now, own + added, added
+        job = "JobId=" + self.address
+        status, _ = self.insist("scontrol", "update", job, setting)
+        return status == 0
 
     def _exclude(self):
-        now, names, added = self.exclusion()
-        if sorted(names) == sorted(now):
+        """Exclude the bad nodes from the requeued job, and no longer those that are not
+        bad any more. Nodes that the user excluded stay so.
+        """
+        listed = self.fields.get("ExcNodeList", "")
+        excluded = []
+        if listed not in ("", "(null)", "None", "N/A"):
+            excluded = self.hostnames(listed)
+        state = self.state()
+        by_user = [node for node in excluded if node not in state["excluded"]]
+        added = [node for node in self.bad_nodes() if node not in by_user]
+        nodes = ",".join(by_user + added)
+        if sorted(by_user + added) == sorted(excluded):
             return
-        if self._update("ExcNodeList=" + ",".join(names)):
-            self._remember_excluded(self.job, added)
-        else:
-            say(
-                "this SLURM does not let a job exclude nodes: submit it again with --exclude="
-                + ",".join(names)
-            )
+        if not self._update("ExcNodeList=" + nodes):
+            raise Failure(f"submit the job again with --exclude={nodes}")
+        self.keep(state, excluded=added)
 
-    def _remember_excluded(self, job, nodes):
-        text = json.dumps({"job": job, "nodes": nodes})
-        with contextlib.suppress(OSError):
-            within(self.patience, lambda: write(self.file("excluded.json"), text))
-
-    def resubmission(self, excluded):
-        """Return the sbatch command for a job like this one, without these nodes.
-
-        An array's task becomes its own job.
-        """
-        line = self.fields.get("SubmitLine", "")
-        if not line:  # before 24.05
-            sacct = (
-                "sacct",
-                "--noheader",
-                "--allocations",
-                "--parsable2",
-                "--format=SubmitLine",
-            )
-            line = self.call(*sacct, "--jobs=" + self.address)[1].strip()
-        try:
-            line = shlex.split(line)
-        except ValueError:
-            line = line.split()
-        script = next(
-            (i for i, word in enumerate(line) if word.endswith(".sbatch")), None
-        )
-        options = self.launch.get("sbatch")
-        if not options:
-            known = re.sub(
-                r"\0(--array[=\0]|-a\0?)[^\0]*",
-                "",
-                "".join("\0" + word for word in line[1:script]),
-            )
-            options = [UNKNOWN] if script is None else known.split("\0")[1:]
-        exclude = ["--exclude=" + ",".join(excluded)] if excluded else []
-        return [
-            "sbatch",
-            *options,
-            *exclude,
-            os.path.join(self.here, "pretrain.sbatch"),
-            *self.argv,
-        ]
-
-    def on_top(self, text):
-        """Put the reason at the top of the job's log, in place because SLURM appends to
-        it, and at the end.
-        """
+    def conclude(self, text):
+        """Say how the job ends, here and in RUN/outcome.txt."""
         say(text)
-        path = self.fields.get("StdOut") or self.show_job().get("StdOut", "")
-        # as bytes, to keep a progress bar's \r
-        with contextlib.suppress(OSError), open(path, "rb+") as file:
-            if os.path.getsize(path) <= TOP:
-                content = file.read()
-                file.seek(0)
-                file.write(
-                    f"titan-disp: {text}\n\n".encode("utf-8", "surrogateescape")
-                    + content
-                )
+        with contextlib.suppress(OSError):
+            within(self.patience, lambda: self._write_outcome(text))
+
+    def _write_outcome(self, text):
+        if self.run and not self.owner():
+            text = stamped(f"job {self.address}: {text}\n")
+            write(self.file("outcome.txt"), text)
 
     # ---- the state machine
 
     def note(self, outcome):
-        """Write a transition to the job's log and to RUN/supervisor.jsonl."""
+        """Write a transition to the job's log, to RUN/supervisor.jsonl and, if it is an
+        end, to RUN/outcome.txt.
+        """
         text = f"{outcome.state}: {outcome.reason}"
-        say(text)
         if outcome.state in FINAL:
-            self.tell(text)
+            self.conclude(text)
+        else:
+            say(text)
         record = {
             "time": datetime.now(timezone.utc).isoformat(),
             "job": self.job,
             "restart": self.restart,
+            "start": self.start,
+            "state": outcome.state,
+            "reason": outcome.reason,
         }
-        record.update(start=self.start, state=outcome.state, reason=outcome.reason)
-        if self.run:
-            try:
-                within(self.patience, lambda: self._append(json.dumps(record) + "\n"))
-            except OSError as error:
-                say(f"{self.run} cannot be written: {error}")
+        try:
+            within(self.patience, lambda: self._append(json.dumps(record) + "\n"))
+        except OSError as error:
+            say(f"{self.run} cannot be written: {error}")
 
     def _append(self, line):
-        os.makedirs(self.run, exist_ok=True)
-        with open(self.file("supervisor.jsonl"), "a") as file:
-            file.write(line)
-            file.flush()
-            self.noted = os.fstat(file.fileno()).st_mtime
+        if self.run:
+            os.makedirs(self.run, exist_ok=True)
+            with open(self.file("supervisor.jsonl"), "a") as file:
+                file.write(line)
 
     def enter(self, state, method):
         """Run a state and return its outcome; it is a failure if the state raises or
@@ -1521,21 +1246,21 @@ class Supervisor:
         """
         limit = 3 * self.check_seconds + 4 * self.kill_wait
         if state == DECIDE:
-            limit = (
-                min(self.check_seconds, self.lead / 2)
-                if self.signalled()
-                else self.check_seconds
-            )
+            limit = self.check_seconds
+            if self.signalled():
+                limit = min(limit, self.lead / 2)
         try:
             # Training has no limit, and does not wait for files.
             outcome = method() if state == TRAIN else within(limit, method)
             if outcome is not None:
                 return outcome
-            reason = f"{state}: no answer within {limit:.0f} s; does the file system of {self.run} hang?"
+            reason = f"no answer within {limit:.0f} s; does the file system of {self.run} hang?"
+        except Signalled:
+            return Outcome(DECIDE, f"{state}: signalled before training")
         # such as a lost file system; an error here must not end the run for good
         except Exception as error:
-            kind = "" if isinstance(error, Failure) else type(error).__name__ + ": "
-            reason = f"{state}: {kind}{error}"
+            reason = f"{type(error).__name__}: {error}"
+        reason = f"{state}: {reason}"
         return within(
             self.patience, lambda: self.count_failure(reason), self.not_counted(reason)
         )
@@ -1547,22 +1272,14 @@ class Supervisor:
         while outcome.state not in FINAL:
             if outcome.state == CHECK and self.status is not None:
                 self.begin()
-            outcome = self.enter(
-                outcome.state, getattr(self, outcome.state.replace(" ", "_"))
-            )
+            method = getattr(self, outcome.state.replace(" ", "_"))
+            outcome = self.enter(outcome.state, method)
             self.note(outcome)
         if outcome.state == REQUEUE:
-            return self.requeue(outcome.pause)
+            return self.requeue(outcome.pause, outcome.reason)
         if outcome.reason != REQUEUED:  # the next start needs the file
-            with contextlib.suppress(OSError, KeyError):
-                within(
-                    self.patience,
-                    functools.partial(
-                        os.remove, self.environment["TITAN_DISP_LAUNCH_POINTER"]
-                    ),
-                )
-        if outcome.status:
-            self.on_top(outcome.reason)
+            with contextlib.suppress(OSError):
+                within(self.patience, lambda: os.remove(self.pointer))
         return outcome.status
 
 
@@ -1572,32 +1289,32 @@ def watch(script, supervisor):
     """
     while os.getppid() == script:
         time.sleep(0.1)
+    text = "the batch script was killed; the job is requeued"
     # SLURM sends TERM before it ends a job.
     if "TERM" in supervisor.signalled() or supervisor.restart >= MOST_RESTARTS:
-        supervisor.on_top(
+        text = (
             f"the batch script was killed, after SIGTERM or {MOST_RESTARTS} restarts; "
             "the job is not requeued"
         )
     else:
         supervisor.call("scontrol", "requeue", supervisor.address)
-        supervisor.on_top("the batch script was killed; the job is requeued")
+    supervisor.conclude(text)
     os._exit(1)
 
 
 def main():
     """Run the supervisor with this program's arguments, and return its exit status."""
-    signals, *argv = sys.argv[1:]
+    signals, pointer, *argv = sys.argv[1:]
     of_array = argv[0] == "--of-array"
     try:
-        supervisor = Supervisor(argv, signals, of_array=of_array)
+        supervisor = Supervisor(
+            argv, signals, pointer, environment=os.environ, of_array=of_array
+        )
         if of_array and not supervisor.launch:
             supervisor.argv = task_of_array(argv[1], os.environ)
-        words = supervisor.argv
-        if words[0].startswith("-"):
-            raise Failure(f"the first argument is {words[0]}, expected CONFIG")
-        if supervisor.launch and supervisor.restart == 0 and words != argv:
+        if supervisor.launch and supervisor.restart == 0 and supervisor.argv != argv:
             raise Failure(
-                f"{HERE} runs {' '.join(words)}. To run something else, submit "
+                f"{HERE} runs {' '.join(supervisor.argv)}. To run something else, submit "
                 "slurm/pretrain.sbatch"
             )
     except Failure as error:
@@ -1606,10 +1323,7 @@ def main():
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, supervisor.hear)
     threading.Thread(target=watch, args=(os.getppid(), supervisor), daemon=True).start()
-    status = supervisor.supervise()
-    for message in supervisor.messages:
-        message.join(10)
-    return status
+    return supervisor.supervise()
 
 
 if __name__ == "__main__":

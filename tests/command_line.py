@@ -106,3 +106,14 @@ def is_running(pid):
         return False
     state = stat.rpartition(") ")[2][0]
     return state not in "ZX"
+
+
+def faulty_python(folder):
+    """Return the path of a Python in this folder that trains with the faults of
+    tests/faulty_train.py.
+    """
+    file = folder / "faulty_python"
+    words = '"${@/#titan_disp.train/tests.faulty_train}"'
+    file.write_text(f"#!/bin/bash\nexec {sys.executable} {words}\n")
+    file.chmod(0o755)
+    return str(file)

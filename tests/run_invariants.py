@@ -28,9 +28,9 @@ FILES = {
         name: re.escape(name)
         for name in (
             "supervisor.jsonl",
-            "requeue.json",
-            "bad_nodes.json",
-            "excluded.json",
+            "outcome.txt",
+            "job.json",
+            "nodes.json",
         )
     },
     **{

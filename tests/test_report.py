@@ -907,7 +907,7 @@ def test_a_truncated_measurement_costs_only_itself(tmp_path):
             path.with_name(f"step-{step}.npz")
         )
     measurement(0.2, layers=9).save(path.with_name("step-70.npz"))
-    (run / "requeue.json").write_text(
+    (run / "job.json").write_text(
         json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"})
     )
     (found,) = gather([run])

@@ -1,6 +1,7 @@
 """The plan and the sbatch command of ``titan-disp submit``."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -162,6 +163,27 @@ def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match="is not writable: "):
         freeze.freeze(config, argv, "7.0.abcdef")
+
+
+@pytest.mark.parametrize(
+    ("umask", "mode", "warned"),
+    [(0o022, None, False), (0o002, 0o2775, False), (0o000, 0o777, True)],
+)
+def test_who_may_change_what_a_job_runs(tmp_path, capsys, umask, mode, warned):
+    """Its owner only, also if a group shares the run folder."""
+    run = tmp_path / "run"
+    if mode is not None:
+        run.mkdir()
+        run.chmod(mode)
+    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(run)]
+    before = os.umask(umask)
+    try:
+        folder = freeze.freeze(load_config(argv), argv, "7.0.abcdef")
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    warning = f"every user may change the files in {run} (its mode is 777)"
+    assert (warning in capsys.readouterr().err) is warned
 
 
 def test_the_file_of_a_site(tmp_path):

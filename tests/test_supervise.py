@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 
 from tests.command_line import DEMO, ROOT, command
+from titan_disp.run.reader import read_failures, read_json_lines
 
 spec = importlib.util.spec_from_file_location(
     "slurm.supervise", ROOT / "slurm" / "supervise.py"
@@ -33,7 +34,7 @@ Outcome = supervise.Outcome
 
 FOUR = {f"n{i}": (8, []) for i in (1, 2, 3, 4)}
 # Variables of the job that are not titan-disp's own.
-OTHERS = re.compile(r"SLURM_|TORCH_|PATH$|HOME$|TMPDIR$|LC_ALL$|PYTHON\w")
+OTHERS = re.compile(r"SLURM_|SBATCH_|TORCH_|PATH$|HOME$|TMPDIR$|LC_ALL$|PYTHON\w")
 STEP = "--ntasks-per-node=1 --kill-on-bad-exit={} --mem=0 --cpu-bind=none"
 
 
@@ -112,26 +113,30 @@ esac"""
             "PATH": f"{self.commands}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n[1-4]",
+            "SLURM_NNODES": "4",
+            "SITE": ROOT / "slurm" / "sites" / "local_cpu.sh",
+            **more,
         }
-        # set by common.sh
-        given |= {"SITE_FILE": ROOT / "slurm" / "sites" / "local_cpu.sh", **more}
         return {
             name if OTHERS.match(name) else f"TITAN_DISP_{name}": str(value)
             for name, value in given.items()
         }
 
-    def supervisor(self, *overrides, restart=0, of_array=False, **environment):
+    def supervisor(
+        self, *overrides, restart=0, of_array=False, pointer="", **environment
+    ):
         given = {
             "SLURM_RESTART_COUNT": restart,
-            "SLURM_NNODES": 4,
             "NPROC": 1,
-            "MAX_RETRIES": 3,
+            "RETRIES": "now,10,30",
         }
         given |= {"PYTHON": self.commands / "python", "LOCAL": self.folder}
         argv = ["config.toml", "--job.dump_folder", str(self.run), *overrides]
         signals = str(self.signals)
         given = self.environment(**(given | environment))
-        supervisor = supervise.Supervisor(argv, signals, given, of_array)
+        supervisor = supervise.Supervisor(
+            argv, signals, str(pointer), environment=given, of_array=of_array
+        )
         # as ``freeze`` does
         supervisor.run = str(self.run)
         supervisor.launch = {"argv": argv}
@@ -206,13 +211,13 @@ esac"""
     def bad(self, **hours):
         """Write that each of these nodes has failed twice, so many hours ago."""
         times = {node: 2 * [time.time() - 3600 * ago] for node, ago in hours.items()}
-        self.keep("bad_nodes.json", {"of an old format": 2, **times})
+        self.keep("nodes.json", {"of an old format": 2, **times})
 
     def blamed(self):
-        return list(supervise.read_json(str(self.run / "bad_nodes.json")))
+        return list(supervise.read_json(str(self.run / "nodes.json")))
 
     def transitions(self):
-        return supervise.json_lines(str(self.run / "supervisor.jsonl"))
+        return read_json_lines(self.run / "supervisor.jsonl")
 
     def launch(self, *argv, parent=""):
         launch = self.folder / parent / "launch" / "7.0.abcdef"
@@ -226,6 +231,7 @@ esac"""
             sys.executable,
             launch / "slurm" / "supervise.py",
             self.signals,
+            self.folder / "pointer",
             config,
         ]
         how = {
@@ -255,15 +261,12 @@ esac"""
     def batch(self, *words, script="pretrain", **environment):
         """Run a batch script until the last process that has its output ends.
 
-        ``host`` stands in for the supervisor's Python.
+        ``python3`` is the supervisor's Python, or a test's stand-in for it.
         """
         self.write("sleep", "exec /bin/sleep 0.1")
-        host = self.commands / "host"
-        given = {
-            "HOME": self.folder,
-            "HOST_PYTHON": host if host.exists() else sys.executable,
-            **environment,
-        }
+        if not (self.commands / "python3").exists():
+            self.write("python3", f'exec {sys.executable} "$@"')
+        given = {"HOME": self.folder, **environment}
         if script == "sweep":
             given |= {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0}
         command = [
@@ -312,7 +315,7 @@ def row(name, state, reason, **given):
 COMMANDS = {"python", "srun", "sbcast", "scancel", "scontrol", "sinfo", "squeue"}
 SLURM_ASKED = [("stop", 5, "the file RUN/stop", "7.0", "file")]  # through the stop file
 SAVED = "saved at step 5 and stopped: "
-DIED = "failure 1 of at most 3 retries without a new checkpoint (no checkpoint yet): a rank or a node died"
+DIED = "failure 1 of at most 4 in a row without a new checkpoint (no checkpoint yet): a rank or a node died"
 COMPLETING = {"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "None"}
 PREEMPTED = {**COMPLETING, "PreemptTime": "2026-01-01T00:00"}
 AT_LIMIT = {**COMPLETING, "Reason": "TimeLimit"}
@@ -344,27 +347,23 @@ NOBODY = "failed as a whole (srun's status 1): no node answered"
 TWO_DOWN = "printf 'n1 down*\\nn2 idle~\\nn3 failing\\n'"
 LATE = f'[ $(wc -l < "$0.calls") -gt 1 ] || exit 1; {Cluster.SHOW}'
 FIX = "the config could not be checked (status 1); the lines above say why. Not requeued: fix the config or the environment"
-GIVEN_UP = "GIVEN UP after 1 failure in a row without a new checkpoint (newest checkpoint: step 4). The last one: "
+GIVEN_UP = "GIVEN UP after failure 1 in a row without a new checkpoint (newest checkpoint: step 4). The last one: "
 FIX_IT = "the lines above say why. Not requeued: fix it, and submit again"
 ELSEWHERE = f'{supervise.LAUNCH}"/in/the/container/launch/7.0.abcdef"'
 LOST = "the environment /a/env.tar could not be unpacked on every node"
 ARCHIVE = {"ENV_ARCHIVE": "/a/env.tar", "sbcast": "exit 0"}
 HANGS = {"squeue": "echo 7.batch", "kill_wait": 20, "CHECK_SECONDS": "0.3"}
-PAIRS = {"NPROC": "2", "SLURM_GPUS_PER_NODE": "2"}
-SPARE = {**PAIRS, "SPARES": "1"}
+SPARE = {"SPARES": "1"}
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
-ASSERT = "RuntimeError: CUDA error: device-side assert triggered"
+EIO = "OSError: [Errno 5] Input/output error: '/scratch/run/checkpoint/step-8'"
 PEER = "RuntimeError: Connection closed by peer"
-BLAMED = ". This counts against node n{}. Starting again in this job"
 USR1 = "echo USR1 > FOLDER/signals; sleep 0.2; exit 1"
 ENDS = f"{beat(60)}sleep 1; rm FOLDER/run/heartbeat.json; {SLEEP}"
 GARBAGE = "echo '{' > FOLDER/run/heartbeat.json; sleep 0.2"
 SIGNALLED = f"echo USR1 > FOLDER/signals; {SLEEP}"
 LEFT = 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
 UNKNOWN = LEFT.replace("echo 0:01", "exit 1")
-LONG_SAVE = {"srun": SIGNALLED, "squeue": LEFT, "SIGNAL_SECONDS": "1"}
-# Ranks that wait for a dead one write what they wait for; two ranks run on each node.
-DUMPS = "mkdir FOLDER/run/comm_traces; touch FOLDER/run/comm_traces/rank_"
+LONG_SAVE = {"srun": SIGNALLED, "squeue": LEFT, "SBATCH_SIGNAL": "B:USR1@1"}
 LOCKED = {
     "lock": "host n9, pid 77, SLURM job 6",
     "counters": b'{"failures": 2, "step": 4}',
@@ -400,7 +399,7 @@ SCENARIOS = {
         row(
             "spares",
             "end",
-            "SPARES is 4, and no node of the job is left to train",
+            "SPARES is 4, and no node is left to train",
             exit=2,
             SPARES="4",
         ),
@@ -449,7 +448,7 @@ SCENARIOS = {
             GIVEN_UP,
             exit=1,
             srun="exit 1",
-            MAX_RETRIES="0",
+            RETRIES="none",
             checkpoints=[4, "x"],
         ),
     ],
@@ -458,7 +457,13 @@ SCENARIOS = {
     ],
     "unpack": [
         row("sbcast fails", "requeue", LOST, **{**ARCHIVE, "sbcast": "exit 1"}),
-        row("signalled", "decide", "signalled while", signals="USR1", **ARCHIVE),
+        row(
+            "signalled",
+            "decide",
+            "signalled before training",
+            signals="USR1",
+            **ARCHIVE,
+        ),
         # Neither is a step of the job, so they are ended without waiting.
         row("sbcast hangs", "requeue", LOST, **{**HANGS, **ARCHIVE, "sbcast": SLEEP}),
         row("srun gets no step", "requeue", LOST, srun=SLEEP, **HANGS, **ARCHIVE),
@@ -493,7 +498,7 @@ SCENARIOS = {
         row(
             "signalled",
             "decide",
-            "signalled during the check",
+            "signalled before training",
             srun=SIGNALLED,
             ended=True,
         ),
@@ -543,7 +548,7 @@ SCENARIOS = {
         row(
             "signalled",
             "decide",
-            "signalled while the config was checked",
+            "signalled before training",
             signals="USR1",
             python="sleep 60 & wait",
         ),
@@ -557,7 +562,7 @@ SCENARIOS = {
         row(
             "hangs",
             "requeue",
-            "took more than 0 s",
+            "the config could not be checked (status None)",
             restart=1,
             python="sleep 60 & wait",
             CHECK_SECONDS="0.5",
@@ -772,6 +777,13 @@ SCENARIOS = {
             row(f"counters {text}", "requeue", DIED, counters=text)
             for text in ODD_COUNTERS
         ],
+        row(
+            "counters of an earlier version",
+            "requeue",
+            "failure 3 of",
+            counters=b'{"failures": 2, "step": 4, "again": 0, "reason": "x"}',
+            **{"counters in": "requeue.json"},
+        ),
         # Forgets it
         row(
             "a good end",
@@ -805,7 +817,7 @@ SCENARIOS = {
             "failure 5 of",
             srun="exit 1",
             counters=b'{"failures": 4}',
-            MAX_RETRIES="9",
+            RETRIES="now,10,30,60,60,60,60,60,60",
         ),
         # twice the warning
         row("short of time", "requeue", DIED, srun="exit 1", squeue="echo 9:59"),
@@ -859,7 +871,7 @@ SCENARIOS = {
         row(
             "no heartbeat",
             "check nodes",
-            "s at its start, and 1 s",
+            "s at its start or end, and 1 s",
             srun=SLEEP,
             quiet=0.6,
             ended=True,
@@ -867,18 +879,10 @@ SCENARIOS = {
         row(
             "no heartbeat at the end",
             "check nodes",
-            "s at its end, and 1 s",
+            "s at its start or end, and 1 s",
             srun=ENDS,
             quiet=1.4,
             ended=True,
-        ),
-        row(
-            "another module",
-            "check nodes",
-            DIED,
-            srun="sleep 0.6; exit 1",
-            quiet=0.2,
-            MODULE="torchtitan.train",
         ),
         row(
             "a beat, then garbage",
@@ -892,76 +896,44 @@ SCENARIOS = {
             DIED,
             srun=f"{beat(0, '6.0')}sleep 0.5; exit 1",
         ),
+        # SLURM's state decides which node is to blame,
         row(
             "no spares",
             "requeue",
-            DIED,
+            f"{DIED} without a message (srun's status 1)",
             srun="exit 1",
             sinfo="echo n2 drained",
+            blamed=["n2"],
             dropped="n2",
         ),
         row(
             "too few spares",
             "requeue",
-            DIED,
+            "SLURM says that n1, n3 cannot run jobs",
             srun="exit 1",
             sinfo=TWO_DOWN,
+            blamed=["n1", "n3"],
             dropped="n1 n3",
             **SPARE,
         ),
         row(
-            "ECC",
+            "a spare node",
             "check nodes",
-            BLAMED.format(3),
-            error=ECC,
-            srun="exit 1",
-            blamed=["n3"],
-            dropped="n3",
-            **SPARE,
-        ),
-        row("a bug", "check nodes", "a bug", error="a bug", srun=dies("n3"), **SPARE),
-        row(
-            "a bug on a GPU",
-            "check nodes",
-            ASSERT,
-            error=ASSERT,
-            srun="exit 1",
-            **SPARE,
-        ),
-        # Node n3 complains of its peer; on n2 a rank died, which srun says first, or
-        # not.
-        row(
-            "peer",
-            "check nodes",
-            BLAMED.format(2),
+            "SLURM says that n3 cannot run jobs. Starting again in this job",
             error=PEER,
-            srun=dies("n2"),
-            blamed=["n2"],
-            dropped="n2",
-            **SPARE,
-        ),
-        row("itself", "check nodes", PEER, error=PEER, srun=dies("n3"), **SPARE),
-        row(
-            "first",
-            "check nodes",
-            BLAMED.format(3),
-            srun=dies("n3", "n1"),
+            srun="exit 1",
+            sinfo=DOWN,
             blamed=["n3"],
             dropped="n3",
             **SPARE,
         ),
-        row("no node", "check nodes", "(node n9: Killed)", srun=dies("n9"), **SPARE),
-        row(
-            "no records",
-            "check nodes",
-            BLAMED.format(2),
-            srun=DUMPS + "{0,1,4,6,7}; exit 1",
-            blamed=["n2"],
-            **PAIRS,
-        ),
-        row(
-            "few records", "check nodes", DIED, srun=DUMPS + "{0,6,7}; exit 1", **PAIRS
-        ),
+        # and no text does: storage fails on all nodes, and a rank complains of its
+        # peer. The check of the nodes before the next start finds a bad GPU.
+        *[
+            row(text, "check nodes", text, error=text, srun=dies("n3"), **SPARE)
+            for text in (ECC, EIO, PEER)
+        ],
+        row("a rank that died", "check nodes", DIED, srun=dies("n3", "n1"), **SPARE),
     ],
 }
 
@@ -997,7 +969,7 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
         cluster.error(given["error"], time=2)
     for name, file in {
         "stop": "stop",
-        "counters": "requeue.json",
+        "counters": given.get("counters in", "job.json"),
         "lines": "events.jsonl",
     }.items():
         if name in given:
@@ -1010,7 +982,7 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
     pointer = cluster.folder / "pointer"
     pointer.touch()
     supervisor = cluster.supervisor(
-        restart=given.get("restart", 0), LAUNCH_POINTER=pointer, **variables
+        restart=given.get("restart", 0), pointer=pointer, **variables
     )
     if "fresh" in given:  # one that has not read its config
         supervisor.run = ""
@@ -1024,7 +996,10 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
         if given.get("held", "lock" in given):
             fcntl.flock(lock, fcntl.LOCK_EX)
         for method in methods.split("; "):
-            outcome = getattr(supervisor, method)()
+            if method in ("unpack", "freeze", "check_nodes", "prepare", "train"):
+                outcome = supervisor.enter(method, getattr(supervisor, method))
+            else:
+                outcome = getattr(supervisor, method)()
     if methods == "supervise":
         last = cluster.transitions()[-1]
         outcome = Outcome(last["state"], last["reason"], outcome)
@@ -1032,9 +1007,12 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
     assert reason in outcome.reason
     failures = int((re.findall("^failure (\\d) of", outcome.reason) or ["0"])[0])
     if TAKEN_BY_6 in outcome.reason:
-        assert cluster.kept("requeue.json") == json.loads(given["counters"])
+        assert cluster.kept("job.json") == json.loads(given["counters"])
+        assert not (cluster.run / "outcome.txt").exists()
+    elif (cluster.run / "job.json").exists():
+        assert cluster.kept("job.json")["failures"] == failures
     else:
-        assert (cluster.run / "requeue.json").exists() is (failures > 0)
+        assert failures == 0
     if state == "requeue":
         assert outcome.pause == (
             120 if "fresh" in given else [0, 120, 600, 1800, 3600, 3600][failures]
@@ -1059,7 +1037,8 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
     expected = given.get("stop", b"7.0\n" if asked else None)
     assert (stop.read_bytes() if stop.exists() else None) == expected
     assert cluster.calls("scancel") == ended * ["--signal=KILL 7.0"]  # not 7.batch
-    assert ("is ended" in out) is (ended and state != "decide")
+    assert ("; the step is ended" in out) is (ended and "train" in methods)
+    assert ("ended, because it took" in out) is ("CHECK_SECONDS" in given)
 
 
 class TestFailures:
@@ -1097,39 +1076,50 @@ class TestFailures:
             for step in saved:
                 cluster.checkpoint(step)
                 cluster.event("checkpoint", step, job=f"7.{restart}")
-            outcome = cluster.decide(restart=restart, MAX_RETRIES=2)
+            outcome = cluster.decide(restart=restart, RETRIES="10,30")
             assert outcome.state == ("requeue" if expected else "give up")
-            assert (
-                expected is None or cluster.kept("requeue.json")["failures"] == expected
-            )
+            assert expected is None or cluster.kept("job.json")["failures"] == expected
 
     def test_a_run_folder_that_cannot_be_written(self, cluster):
         """Failures are then counted by SLURM's restarts since it could, and end at a
         limit if it never could.
         """
-        cluster.supervisor(restart=29).note(Outcome("train"))
-        (cluster.run / "requeue.json.partial").mkdir()
+        supervisor = cluster.supervisor(restart=29)
+        supervisor.forget()  # at a good stop
+        (cluster.run / "job.json.partial").mkdir()
         outcomes = [cluster.decide(restart=restart) for restart in (30, 31, 32)]
-        assert "requeue.json cannot be written: Is a directory" in outcomes[0].reason
+        assert "(job.json cannot be written: Is a directory)" in outcomes[0].reason
         supervisor = cluster.supervisor(restart=30)
         supervisor.train()
         outcomes.append(supervisor.decide())
-        (cluster.run / "supervisor.jsonl").unlink()
+        (cluster.run / "job.json").unlink()
+        outcomes += [cluster.decide(restart=restart) for restart in (2, 3)]
+        # A file that cannot be read has failures that nobody knows.
+        (cluster.run / "job.json").mkdir()
         outcomes += [cluster.decide(restart=restart) for restart in (49, 50)]
+        assert "(job.json: Is a directory) (not counted)" in outcomes[-2].reason
         assert [o.state for o in outcomes] == [
-            "requeue",
-            "requeue",
-            "give up",
-            "requeue",
-            "requeue",
-            "give up",
+            *("requeue", "requeue", "give up"),
+            "requeue",  # not again in the job
+            *("requeue", "give up"),
+            *("requeue", "give up"),
         ]
+
+    def test_what_a_report_reads_of_them(self, cluster):
+        cluster.keep("requeue.json", {"failures": 2, "step": -1})
+        assert read_failures(cluster.run)["failures"] == 2
+        supervisor = cluster.supervisor()
+        supervisor.count_failure("node n3 died")
+        failures = read_failures(cluster.run)
+        assert (failures["failures"], failures["reason"]) == (3, "node n3 died")
+        supervisor.forget()
+        assert read_failures(cluster.run) == {}
 
 
 class TestWhatRanksLeave:
     def test_the_first_error(self, cluster):
         cluster.error("of another start", time=1, start="6.0")
-        assert supervise.first_error(str(cluster.run), "7.0") == ("", None)
+        assert supervise.first_error(str(cluster.run), "7.0") == ""
         cluster.error("\n the second\n", time=30)
         first = cluster.error("the first\nand its traceback", time=20)
         first.with_name("other.json").write_text(first.read_text().replace("20", "1"))
@@ -1146,10 +1136,8 @@ class TestWhatRanksLeave:
         broken = ['{"mess', *map(json.dumps, [*broken, [], {}, {"message": "text"}])]
         for rank, content in enumerate(broken):
             cluster.of_rank("error.json", content, node=20, rank=1 + rank)
-        assert supervise.first_error(str(cluster.run), "7.0") == (
-            f"the first ({first})",
-            20,
-        )
+        error = supervise.first_error(str(cluster.run), "7.0")
+        assert error == f"the first ({first})"
 
     DUMP = """a line\nTimeout (0:01:00)!\nThread 0x01 (most recent call first):\n  File "/lib/threading.py", line 9 in wait
 Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in save\n  File "/a/train.py", line 7 in <module>\n"""
@@ -1183,40 +1171,9 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
         long.write_text(self.DUMP + "x" * (1 << 16))  # its end alone is read
         assert supervise.stacks(str(cluster.run), "7.0").startswith("node 1 rank 0")
 
-    def test_flight_records_are_the_starts_own(self, cluster):
-        """NCCL's watchdog writes them at a time-out.
-
-        TorchTitan's [comm] sets their names, <folder>/<prefix><rank>.
-        """
-        from torchtitan.config import JobConfig
-
-        comm = {"save_traces_folder": "traces", "save_traces_file_prefix": "gpu"}
-        # as in SCENARIOS
-        assert [getattr(JobConfig().comm, name) for name in comm] == [
-            "comm_traces",
-            "rank_",
-        ]
-        prefix = f"{cluster.run}/traces/gpu"
-        os.makedirs(os.path.dirname(prefix))
-        cluster.keep("config.json", {"comm": comm})
-        for name in ("1", "x"):  # one of an earlier start, and another file
-            Path(prefix + name).touch()
-            os.utime(prefix + name, (100.0, 100.0))
-        os.symlink("nowhere", prefix + "0")
-        supervisor = cluster.supervisor()
-        said = []
-        supervisor.note(Outcome("train"))
-        for script in ("exit 1", f"touch {prefix}{{10,9,2}}; exit 1"):
-            cluster.write("srun", script)
-            supervisor.train()
-            said.append(
-                supervisor.decide().reason.partition("; NCCL's flight recorder: ")[2]
-            )
-        assert said == ["", f"{prefix}2 and 2 more"]
-
 
 class TestNodes:
-    CAN = Outcome("prepare", "4 nodes can train")
+    CAN = Outcome("prepare", "4 of 4 nodes can train")
 
     def test_all_can_train(self, cluster):
         nodes = cluster.run / "nodes" / "7.0"
@@ -1253,9 +1210,7 @@ class TestNodes:
                 for method in (supervisor.check_nodes, supervisor.train)
             ]
         assert all(
-            o.reason.endswith(
-                ": scontrol show hostnames n[1-4] failed 4 times (status 1)"
-            )
+            o.reason.endswith(": scontrol show hostnames n[1-4] failed (status 1)")
             for o in outcomes
         )
         assert [o.state for o in outcomes] == [
@@ -1283,9 +1238,8 @@ class TestNodes:
         for restart, bad in ((0, []), (1, ["n3"])):
             supervisor = cluster.supervisor(restart=restart)
             said = supervisor.check_nodes().reason
-            assert said.endswith(
-                f"nodes that cannot train: node n3: {', '.join(problems)}"
-            )
+            reason = f"cannot train: node n3: {', '.join(problems)}; 4 are needed"
+            assert said.endswith(reason)
             assert supervisor.bad_nodes() == bad
 
     def test_what_else_srun_prints(self, cluster):
@@ -1320,10 +1274,7 @@ class TestPrepare:
         """
         words = f"--job.config_file config.toml --job.dump_folder {cluster.run} --training.steps 9"
         supervisor = cluster.supervisor("--training.steps", "9")
-        del (
-            supervisor.environment["TITAN_DISP_NPROC"],
-            supervisor.environment["SLURM_NNODES"],
-        )
+        del supervisor.environment["TITAN_DISP_NPROC"]
         assert supervisor.prepare() == Outcome(
             "train", "the config can start on these nodes"
         )
@@ -1373,12 +1324,9 @@ class TestPrepare:
             with pytest.raises(SystemExit, match=str(EXIT_CODE)):
                 main("3", nproc)
             assert re.match(f"titan-disp: error: {said}", capsys.readouterr().err)
-        with lock_folder(run), pytest.raises(SystemExit, match=str(supervise.IN_USE)):
+        with lock_folder(run), pytest.raises(SystemExit, match=str(IN_USE_EXIT_CODE)):
             main()
-        assert (supervise.NODE_REPORT, supervise.IN_USE) == (
-            node_health.REPORT,
-            IN_USE_EXIT_CODE,
-        )
+        assert node_health.REPORT == supervise.NODE_REPORT
 
 
 def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
@@ -1409,7 +1357,7 @@ def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
         b"0: a banner\n0: %b\x1b[0m\n0: the container has ended\n" % said
     )
     cluster.write("python", "cat FOLDER/said")
-    first = cluster.supervisor(LAUNCH_POINTER=pointer)
+    first = cluster.supervisor(pointer=pointer)
     first.run = ""
     first.launch = {}
     assert first.freeze() == Outcome("check nodes", f"this job runs {launch}")
@@ -1449,11 +1397,14 @@ def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
         file.touch()
         os.utime(file, (when, when))
     assert frozen(cluster.run, "7.1.dddddd")[1].endswith(b'/7.0.bbbbbb"')
+    if os.geteuid() == 0:  # somebody else's does not count
+        os.chown(cluster.run / "launch" / "7.0.bbbbbb", 1, 1)
+        assert frozen(cluster.run, "7.1.dddddd")[1].endswith(b'/7.0.aaaaaa"')
     assert frozen(cluster.run, "8.1.dddddd")[1].endswith(b'/8.1.dddddd"')
 
     config.write_text("edited")
     again = supervise.Supervisor(
-        ["x"], "", cluster.environment(), here=f"{launch}/slurm"
+        ["x"], "", "", environment=cluster.environment(), here=f"{launch}/slurm"
     )
     assert (again.run, again.argv, again.freeze().state) == (
         first.run,
@@ -1465,7 +1416,7 @@ def test_a_job_submitted_by_hand(cluster, sample, monkeypatch):
     scripts = cluster.folder / "launch" / "titan-disp" / "slurm"
     assert (
         supervise.Supervisor(
-            ["c.toml"], "", cluster.environment(), here=str(scripts)
+            ["c.toml"], "", "", environment=cluster.environment(), here=str(scripts)
         ).launch
         == {}
     )
@@ -1493,11 +1444,10 @@ def test_any_bytes_in_any_locale(cluster):
 
 def test_a_setting_that_is_no_number(cluster):
     for name, (expected, *values) in {
-        "MAX_RETRIES": ("a whole number from 0", "abc", "-1", "1.5"),
-        "SIGNAL_SECONDS": ("a whole number from 1", "5m", "0"),
-        "PORT": ("a whole number from 1 to 65535", "high", "0", "65536"),
-        "CHECK_SECONDS": ("a number above 0", "nan", "inf", "0"),
-        "PAUSES": ("minutes such as 2,10,30,60", "2 10", "2,", "-1"),
+        "RETRIES": (f"none or minutes such as {supervise.RETRIES}", "2 10", "2,", "-1"),
+        "SPARES": ("a whole number", "abc", "-1", "1.5"),
+        "ENDPOINT": ("HOST, :PORT or HOST:PORT", "n1:high", "n1:0", "fe80::1"),
+        "CHECK_SECONDS": ("a number", "nan", "inf", "-1"),
     }.items():
         for value in values:
             with pytest.raises(
@@ -1520,25 +1470,43 @@ class TestTrain:
         # 128 would fail on the last node.
         unequal = {"SLURM_CPUS_ON_NODE": "128", "SLURM_JOB_CPUS_PER_NODE": "128(x3),64"}
         variables = seen(SRUN_ARGS="--mpi=none --cpus-per-task=32", **unequal)
-        node = f"bash {ROOT}/slurm/node.sh train --job.config_file config.toml --job.dump_folder {cluster.run}"
+        node = f"bash {ROOT}/slurm/node.sh train {cluster.run} --job.config_file config.toml --job.dump_folder {cluster.run}"
         assert cluster.calls("srun") == [
             f"{STEP.format(1)} --mpi=none --cpus-per-task=32 {node}"
         ]
-        expected = {f"TITAN_DISP_RUN={cluster.run}", "TITAN_DISP_ENDPOINT=n1:20007"}
-        assert expected | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300"} <= variables
+        shutdown = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        assert {"TITAN_DISP_ENDPOINT=n1:20007", f"{shutdown}=300"} <= variables
         # The site knows better.
-        variables = seen(HEAD="10.0.0.1", PORT=33000, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5)
-        assert {
-            "TITAN_DISP_ENDPOINT=10.0.0.1:33000",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5",
-        } <= variables
+        assert f"{shutdown}=5" in seen(TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5)
+        for endpoint, expected in (
+            ("10.0.0.1:33000", "10.0.0.1:33000"),
+            ("10.0.0.1", "10.0.0.1:20007"),
+            (":33000", "n1:33000"),
+            ("[fe80::1]", "[fe80::1]:20007"),
+        ):
+            assert f"TITAN_DISP_ENDPOINT={expected}" in seen(ENDPOINT=endpoint)
+
+    def test_how_long_before_the_limit_slurm_signals(self, cluster):
+        """sbatch takes its option before its variable, and the variable before the
+        script's line.
+        """
+        options = ["--nodes=2", "--signal=B:USR1@900", "--comment=x@y"]
+        for variable, sbatch, seconds in (
+            ("", [], 300),
+            ("B:USR1@600", [], 600),
+            ("USR1@0", [], 1),
+            ("B:USR1@600", options, 900),
+        ):
+            supervisor = cluster.supervisor(SBATCH_SIGNAL=variable)
+            supervisor.launch["sbatch"] = sbatch
+            assert supervisor.lead == seconds
 
     PIPES = (
         "heartbeat.json",
         "events.jsonl",
         "stop",
-        "bad_nodes.json",
-        "requeue.json",
+        "nodes.json",
+        "job.json",
         "supervisor.jsonl",
     )
 
@@ -1553,7 +1521,8 @@ class TestTrain:
         # last word.
         hang = f"cd FOLDER; mkdir pipes; cd pipes; mkfifo {pipes}; sleep 1; mv -f {pipes} FOLDER/run"
         cluster.write("srun", f"{beat(1.4)} {hang}; exec sleep 60")
-        supervisor = cluster.supervisor(CHECK_NODES=0, CHECK_SECONDS=2)
+        supervisor = cluster.supervisor(CHECK_SECONDS=0)
+        supervisor.check_seconds = 2
         supervisor.patience = 0.3
         assert supervisor.supervise() == 1
         assert "requeue 7" in cluster.calls("scontrol", "requeue")
@@ -1579,20 +1548,20 @@ class TestRequeue:
             ),
             (
                 "n7,n8,n9,n2,n5",
-                {"job": "7", "nodes": ["n2", "n5"]},
+                {"job": "7", "excluded": ["n2", "n5"]},
                 {"n2": 2, "n5": 3, "n8": 2},
                 None,
             ),
             (
                 "n7,n8,n9,n2,n5",
-                {"job": "7", "nodes": ["n2", "n5"]},
+                {"job": "7", "excluded": ["n2", "n5"]},
                 {"n2": 25, "n5": 3, "n8": 26},
                 "n7,n8,n9,n5",
             ),
             ("(null)", None, {"n2": 1}, "n2"),
-            ("n2", {"job": "7", "nodes": ["n2"]}, {}, ""),
+            ("n2", {"job": "7", "excluded": ["n2"]}, {}, ""),
             # If a user submits the run again, the nodes excluded there are the user's.
-            ("n2", {"job": "6", "nodes": ["n2"]}, {"n3": 1}, "n2,n3"),
+            ("n2", {"job": "6", "excluded": ["n2"]}, {"n3": 1}, "n2,n3"),
             ("n2", {"job": "7"}, {}, None),  # one that names nobody
         ],
     )
@@ -1601,7 +1570,7 @@ class TestRequeue:
         cluster.job["ExcNodeList"] = listed
         cluster.bad(**hours)
         if before:
-            cluster.keep("excluded.json", before)
+            cluster.keep("job.json", before)
         supervisor = cluster.supervisor()
         supervisor.last_wait = 0
         assert supervisor.requeue() == 1
@@ -1615,7 +1584,7 @@ class TestRequeue:
                 for node in update.split(",")
                 if hours.get(node, 99) < 24 and node != "n8"
             ]
-            assert cluster.kept("excluded.json") == {"job": "7", "nodes": added}
+            assert cluster.kept("job.json")["excluded"] == added
 
     EXCLUDE = ["update JobId=7 ExcNodeList=n2"]
 
@@ -1629,10 +1598,17 @@ class TestRequeue:
                 {},
                 3,
                 EXCLUDE,
-                "requeued\n",
+                "a pause of 0 s if SLURM permits it\n",
             ),
             # A node died during the check; the next start is left alone.
-            ("exit 1", "", {"Restarts": "1"}, 0, EXCLUDE, "requeued\n"),
+            (
+                "exit 1",
+                "",
+                {"Restarts": "1"},
+                0,
+                EXCLUDE,
+                "a pause of 0 s if SLURM permits it\n",
+            ),
             # slurmctld has requeued the job, but scontrol timed out. A second job would
             # use the same run folder.
             (
@@ -1641,16 +1617,16 @@ class TestRequeue:
                 {"Restarts": "0"},
                 1,
                 EXCLUDE,
-                "requeued\n",
+                "a pause of 0 s if SLURM permits it\n",
             ),
-            # slurmctld may be busy, so it is asked eight times.
+            # slurmctld may be busy, so it is asked four times.
             (
                 "true",
                 "update) exit 1;; ",
                 {},
                 1,
-                8 * EXCLUDE,
-                "submit it again with --exclude=n2\n",
+                4 * EXCLUDE,
+                "stay as they are: submit the job again with --exclude=n2\n",
             ),
             # If the list cannot be expanded, no node is removed from it.
             (
@@ -1659,7 +1635,7 @@ class TestRequeue:
                 {"ExcNodeList": "n[7-9]"},
                 1,
                 [],
-                "the excluded nodes stay as they are\n",
+                "stay as they are: scontrol show hostnames n[7-9] failed (status 1)\n",
             ),
         ],
     )
@@ -1670,64 +1646,30 @@ class TestRequeue:
             "scontrol",
             f'case "$1" in requeue) {requeue}; exit;; {more}esac; case "$1 $2" in {show};; esac',
         )
-        cluster.write("sbatch", "echo Submitted batch job 8")
         cluster.bad(n2=0)
-        assert cluster.supervisor(RESUBMIT=1).requeue() == 1
+        assert cluster.supervisor().requeue() == 1
         assert cluster.calls("scontrol", "requeue") == calls * ["requeue 7"]
         assert cluster.calls("scontrol", "update") == updates
-        assert not cluster.calls("sbatch")
-        assert (cluster.run / "excluded.json").exists() is (updates == self.EXCLUDE)
+        assert (cluster.run / "job.json").exists() is (updates == self.EXCLUDE)
         text = capsys.readouterr().out
         assert text.count("scontrol requeue failed (status 1)") == max(0, calls - 1)
         assert text.endswith(said)
 
-    def test_refused_and_not_resubmitted(self, cluster, capsys):
-        cluster.job["ExcNodeList"] = "n9"
-        given = {
-            "SITE": "perlmutter",
-            "SRUN_ARGS": "--cpus-per-task=8 -v",
-            "HEAD": "of this start",
-        }
-        supervisor = cluster.supervisor("--training.steps", "9", **given)
-        # as after unpacking, on this node
-        supervisor.environment["TITAN_DISP_PYTHON"] = "/tmp/unpacked/bin/python"
-        supervisor.launch["sbatch"] = ["--account=abc", "--comment=my run"]
-        assert supervisor.requeue() == 1
-        top = cluster.log.read_text().splitlines()[0]
-        assert top.startswith(
-            "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: "
-            "TITAN_DISP_LOCAL="
-        )
-        assert (
-            " TITAN_DISP_SITE=perlmutter TITAN_DISP_SRUN_ARGS='--cpus-per-task=8 -v' "
-            in top
-        )
-        assert not re.search("HEAD|unpacked", top)
-        script = f"{ROOT}/slurm/pretrain.sbatch config.toml --job.dump_folder {cluster.run} --training.steps 9"
-        assert top.endswith(
-            f" sbatch --account=abc '--comment=my run' --exclude=n9 {script}"
-        )
-        assert "requeued" not in capsys.readouterr().out + "".join(
-            cluster.calls("sbatch")
-        )
-
-    def test_refused_and_resubmitted(self, cluster, capfd):
-        cluster.write(
-            "sbatch",
-            'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"',
-        )
-        cluster.bad(n3=0)
-        again = functools.partial(cluster.supervisor, RESUBMIT=1, restart=2)
-        assert again().requeue() == 1  # nobody knows with which options
-        assert not cluster.calls("sbatch")
-        cluster.job["SubmitLine"] = "sbatch -N 4 /x/pretrain.sbatch c.toml"
-        assert again().requeue() == 0
-        assert len(cluster.calls("sbatch")) == 1
-        assert "submitted again as Submitted batch job 8\n" in capfd.readouterr().out
-        assert cluster.kept("excluded.json") == {"job": "8", "nodes": ["n3"]}
-        cluster.write("sbatch", "echo sbatch: error: no such partition >&2; exit 1")
-        assert again().requeue() == 1
-        assert "sbatch: error: no such partition" in capfd.readouterr().err
+    def test_refused(self, cluster, capsys):
+        """The reason is in the job's log and in the run folder, unless that is
+        another job's.
+        """
+        for owner in ("6", "7"):
+            with open(cluster.run / ".lock", "w") as lock:
+                lock.write(f"SLURM job {owner}")
+                lock.flush()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                assert cluster.supervisor().requeue(reason="failure 1") == 1
+                refused = "NOT REQUEUED: SLURM refused it. Submit again. failure 1\n"
+                assert capsys.readouterr().out.endswith(refused)
+                assert (cluster.run / "outcome.txt").exists() is (owner == "7")
+        outcome = (cluster.run / "outcome.txt").read_text()
+        assert re.match("titan-disp: 20[-:TZ0-9]+ job 7: NOT REQUEUED: SLURM", outcome)
 
     TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 
@@ -1748,7 +1690,7 @@ class TestRequeue:
         cluster.write("scancel", f"kill {process.pid}")
         supervisor.end_step(process)
         assert process.poll() == -signal.SIGTERM
-        assert cluster.calls("squeue") == ["--noheader --steps --job=7_2 --format=%i"]
+        assert cluster.calls("squeue") == ["--noheader --job=7_2 --steps --format=%i"]
         assert cluster.calls("scancel") == ["--signal=KILL 7_2.0"]
         assert cluster.supervisor(**self.TASK).requeue() == 1
         assert cluster.calls("scontrol", "requeue") == ["requeue 7_2", "requeue 7"]
@@ -1766,61 +1708,11 @@ SHOWN = """JobId=7 JobName=my run
 """
 
 
-@pytest.mark.parametrize(
-    ("more", "options"),
-    [
-        ("", supervise.UNKNOWN),
-        ("sacct", "-N|3"),
-        (
-            "   SubmitLine=sbatch --array=0-3 --comment='a /x/pretrain.sbatch\n",
-            "--comment='a",
-        ),
-        (
-            "   SubmitLine=sbatch -a 0-3 -A b --array 0-3 -a1 -N 2 /x/sweep.sbatch f\n",
-            "-A|b|-N|2",
-        ),
-        ("   SubmitLine=sbatch -N 2 /x/mine.sh f\n", supervise.UNKNOWN),
-        (
-            "   SubmitLine=sbatch -N 2 '--comment=a b' /x/pretrain.sbatch c.toml -N 9\n",
-            "-N|2|--comment=a b",
-        ),
-    ],
-)
-def test_the_options_of_a_job_that_was_submitted_by_hand(cluster, more, options):
-    asked = 'case "$*" in *--format=SubmitLine*) echo sbatch -N 3 /x/pretrain.sbatch c.toml;; esac'
-    cluster.write("sacct", asked if more == "sacct" else "exit 1")
+def test_words_of_a_user_are_no_fields(cluster):
     supervisor = cluster.supervisor()
-    (cluster.commands / "scontrol.job").write_text(SHOWN + more)
+    (cluster.commands / "scontrol.job").write_text(SHOWN)
     fields = supervisor.show_job()
-    assert (fields["TimeLimit"], fields["Partition"], fields["Comment"]) == (
-        "00:10:00",
-        "debug",
-        "a TimeLimit=b",
-    )
-    line = supervisor.resubmission(["n3", "n4"])
-    assert "|".join(line[:-4]) == f"sbatch|{options}|--exclude=n3,n4"
-    assert line[-4:-2] == [f"{ROOT}/slurm/pretrain.sbatch", "config.toml"]
-
-
-def test_the_top_of_the_log(cluster, monkeypatch):
-    """The reason is put before any bytes, also if scontrol knows the job no more."""
-    text = b"\xff 1%\r 2%\r\nend"
-    cluster.log.write_bytes(text)
-    monkeypatch.setattr(supervise, "TOP", len(text))
-    cluster.supervisor().on_top("λ \udcff")
-    written = "titan-disp: λ ".encode() + b"\xff\n\n" + text
-    assert cluster.log.read_bytes() == written
-    supervisor = cluster.supervisor()
-    supervisor.on_top("again")  # a log of many GB is not read into memory
-    assert cluster.log.read_bytes() == written
-    monkeypatch.setattr(supervise, "TOP", 1 << 20)
-    (cluster.commands / "scontrol.job").write_text("")
-    supervisor.on_top("again")
-    assert cluster.log.read_bytes() == b"titan-disp: again\n\n" + written
-    cluster.log.unlink()
-    for _ in range(2):  # there is no log, and then nobody knows where it is
-        cluster.supervisor().on_top("no error")
-        cluster.job.pop("StdOut", None)
+    assert (fields["TimeLimit"], fields["Partition"]) == ("00:10:00", "debug")
 
 
 def test_the_program(cluster, monkeypatch, capsys):
@@ -1833,10 +1725,10 @@ def test_the_program(cluster, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
 
     def supervised(self):
-        met.append((self.argv, self.signals, self.address))
+        met.append((self.argv, self.signals, self.pointer, self.address))
         for number in (signal.SIGUSR1, signal.SIGTERM):
             handlers[number](number, None)
-            met.append(self.heard)
+        met.append(self.heard)
         return 5
 
     def main(*words):
@@ -1849,20 +1741,19 @@ def test_the_program(cluster, monkeypatch, capsys):
     file.write_bytes(
         '{"points": [{"argv": []}, {"argv": ["läufe.toml", "--a=b"]}]}'.encode()
     )
-    assert main("s", "c.toml", "--sig", "x")[0] == 5
+    assert main("s", "p", "c.toml", "--sig", "x")[0] == 5
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    assert main("s", "--of-array", str(file))[0] == 5
-    assert met[:3] == [(["c.toml", "--sig", "x"], "s", "7"), "USR1", "TERM"]
-    assert met[3:] == [(["läufe.toml", "--a=b"], "s", "7_1"), "USR1", "TERM"]
-    status, said = main("s", "--help")
-    assert (
-        status,
-        said.endswith("error: the first argument is --help, expected CONFIG\n"),
-    ) == (2, True)
+    assert main("s", "p", "--of-array", str(file))[0] == 5
+    assert met == [
+        (["c.toml", "--sig", "x"], "s", "p", "7"),
+        ["USR1", "TERM"],
+        (["läufe.toml", "--a=b"], "s", "p", "7_1"),
+        ["USR1", "TERM"],
+    ]
     for text in ('{"points": []}', "{}", ""):
         file.write_text(text)
-        status, said = main("s", "--of-array", str(file))
+        status, said = main("s", "p", "--of-array", str(file))
         assert (
             status,
             f"error: task '1' of the array has no point in {file}: " in said,
@@ -1915,9 +1806,9 @@ def test_a_batch_script_that_is_gone(cluster, monkeypatch, signals, restart, req
         mock.call(1),
         requeues,
     )
-    assert re.match(
-        "titan-disp: the batch script was killed.* the job is (not )?requeued\\n",
-        cluster.log.read_text(),
+    assert re.search(
+        " job 7: the batch script was killed.* the job is (not )?requeued\\n",
+        (cluster.run / "outcome.txt").read_text(),
     )
 
 
@@ -1939,12 +1830,17 @@ def test_time_left(cluster):
 
 def test_names_and_ports_do_not_come_again(cluster):
     first, second = (
-        supervise.Supervisor([], "", cluster.environment()) for _ in range(2)
+        supervise.Supervisor([], "", "", environment=cluster.environment())
+        for _ in range(2)
     )
     assert first.start != second.start
-    assert [cluster.supervisor(restart=n).port for n in (0, 3)] == [20007, 23034]
+    for restart, port in ((0, 20007), (3, 23034)):
+        supervisor = cluster.supervisor(restart=restart)
+        supervisor.used = ["n1"]
+        assert supervisor.endpoint() == f"n1:{port}"
     first.begin()
-    assert first.port == 20108
+    first.used = ["n1"]
+    assert first.endpoint() == "n1:20108"
 
 
 class TestSupervise:
@@ -2074,7 +1970,7 @@ class TestNode:
             "SLURMD_NODENAME": "n7",
             "SLURM_JOB_ID": "7",
             "NCCL_NET": "AWS Libfabric",
-            "TITAN_DISP_RUN": "/a run",
+            "TITAN_DISP_SITE": "/a site",
         }
         others = {
             "LD_LIBRARY_PATH": "/of/the/host",
@@ -2089,21 +1985,23 @@ class TestNode:
         needed |= {
             "SLURM_NODEID": "6",
             "SLURM_NNODES": "8",
-            "TITAN_DISP_PREFIX_WORDS": "env\n-i\nIMAGE=my image.sif",
+            "TITAN_DISP_PREFIX": "env -i 'IMAGE=my image.sif'",
         }
         script = f'echo "{"|".join(f"${name}" for name in (*passed, "IMAGE", *others))}"; echo "$@"'
         told = cluster.node(
-            script, what, "--an", "argument", **passed, **others, **needed
+            script, what, "/run", "--an", "argument", **passed, **others, **needed
         )
-        assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a run|my image.sif|||"
+        assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a site|my image.sif|||"
         assert told.rstrip().endswith("--an argument")
 
     def test_options_of_torchrun_from_the_users_shell_do_not_count(self, cluster):
         variables = {"SLURM_NODEID": "0", "SLURM_NNODES": "2", "PET_STANDALONE": "1"}
-        needed = {"NPROC": "1", "START": "7.0", "ENDPOINT": "n1:1", "RUN": "/run"}
+        needed = {"NPROC": "1", "START": "7.0", "ENDPOINT": "n1:1"}
         variables |= {f"TITAN_DISP_{name}": value for name, value in needed.items()}
         script = 'echo "standalone: ${PET_STANDALONE-unset}"'
-        assert cluster.node(script, "train", **variables) == "standalone: unset\n"
+        assert (
+            cluster.node(script, "train", "/run", **variables) == "standalone: unset\n"
+        )
 
     def test_a_cache_of_somebody_else(self, cluster, tmp_path):
         cache = tmp_path / f"titan-disp-cache-{os.getuid()}"
@@ -2130,7 +2028,6 @@ class TestNode:
         given = {
             "NPROC": "8",
             "START": "7.1",
-            "RUN": f"{tmp_path}/a run",
             "ENDPOINT": "gpu8:20007",
         }
         given = {f"TITAN_DISP_{name}": value for name, value in given.items()}
@@ -2141,6 +2038,7 @@ class TestNode:
         told = cluster.node(
             f'printf "%s\\0" "${prefix}" "$@"',
             "train",
+            f"{tmp_path}/a run",
             "--job.config_file",
             "a config.toml",
             **given,
@@ -2173,58 +2071,6 @@ class TestNode:
         assert ("--tee" in words) is (number == 0)
 
 
-class TestNotify:
-    def test_a_command(self, cluster):
-        cluster.write("my command", 'echo "$#" >> FOLDER/words')
-        event = json.dumps({"event": "skip", "step": 2, "job": "7.0"})
-        cluster.write(
-            "srun", f"echo '{event}' >> FOLDER/run/events.jsonl; sleep 0.4; exit 1"
-        )
-        supervisor = cluster.supervisor(
-            NOTIFY=f"'{cluster.commands}/my command' --to", RESTART_IN_JOB=0
-        )
-        supervisor.train()
-        supervisor.note(supervisor.decide())
-        for message in supervisor.messages:
-            message.join()
-        first, second = cluster.calls("my command")
-        assert (cluster.folder / "words").read_text() == "2\n2\n"
-        before = f"--to titan-disp: job 7, {cluster.run}: "
-        assert (
-            first
-            == f"{before}a step was skipped, because its loss or gradient was not finite"
-        )
-        assert second.startswith(f"{before}requeue: failure 1 of at most 3")
-
-    def test_a_webhook(self, cluster, monkeypatch):
-        send = mock.Mock(return_value=io.BytesIO())
-        monkeypatch.setattr(supervise.urllib.request, "urlopen", send)
-        supervisor = cluster.supervisor(NOTIFY="https://hooks.example/x")
-        supervisor.note(Outcome("end", "the run is complete: step 9"))
-        supervisor.messages[0].join()
-        ((request,), _) = send.call_args
-        told = {
-            "text": f"titan-disp: job 7, {cluster.run}: end: the run is complete: step 9"
-        }
-        assert (request.full_url, json.loads(request.data)) == (
-            "https://hooks.example/x",
-            told,
-        )
-        assert (request.get_method(), request.headers) == (
-            "POST",
-            {"Content-type": "application/json"},
-        )
-
-    @pytest.mark.parametrize(
-        "target", ["/nowhere", "http://127.0.0.1:1/secret", "false", "'"]
-    )
-    def test_it_never_fails(self, cluster, capsys, target):
-        supervisor = cluster.supervisor(NOTIFY=target)
-        supervisor.tell("x")
-        supervisor.messages[0].join()
-        assert re.search(r"TITAN_DISP_NOTIFY failed: \w+\n", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
 @pytest.mark.parametrize("script", ["pretrain", "sweep"])
 def test_the_script_forwards_signals_and_the_status(cluster, script, name):
@@ -2242,7 +2088,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, script, name):
         "srun",
         f'echo "$SITE $SLURM_EXPORT_ENV" >> FOLDER/site; kill -{name} {SCRIPT}; {asked}',
     )
-    given = {"SITE": "/of/the/user/site.sh", "CHECK_NODES": 0, "MAX_RETRIES": 0}
+    given = {"SITE": "/of/the/user/site.sh", "CHECK_SECONDS": 0, "RETRIES": "none"}
     given |= {"TMPDIR": "/only/on/the/login/node", "SLURM_EXPORT_ENV": "NONE"}
     if script == "sweep":
         # which cannot be written, as on a full disk
@@ -2252,7 +2098,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, script, name):
     status, text = cluster.batch(*words, script=script, **given)
     assert status == 1
     assert f"{name} received: asking all ranks to save and stop" in text
-    assert "GIVEN UP after 1 failure in a row" in text
+    assert "GIVEN UP after failure 1 in a row" in text
     assert f"asked to stop ({name}) but not saved in time" in text
     assert re.match(r"7\.[01]\.\w+\n", (cluster.run / "stop").read_text())
     assert (cluster.folder / "site").read_text() == "1 ALL\n"
@@ -2265,11 +2111,11 @@ class TestBothBatchScripts:
         """The supervisor prints the signals so far and ends the job as intended."""
         cluster.job["Command"] = f"{ROOT}/slurm/{script}.sbatch a/b.sbatch"
         cluster.write("scontrol", cluster.PERMITS)
-        cluster.write("host", 'cat "$2"; exit 64')
+        cluster.write("python3", 'cat "$2"; exit 64')
 
     @pytest.mark.parametrize("name", ["USR1", "TERM"])
     def test_a_signal_before_the_scripts_are_read(self, cluster, script, name):
-        cluster.write("scontrol", f"kill -{name} {SCRIPT}; {cluster.PERMITS}")
+        cluster.write("scontrol", f"kill -{name} $PPID; {cluster.PERMITS}")
         status, log = cluster.batch(script=script)
         assert (status, log.split()) == (0, [name])
 
@@ -2283,7 +2129,7 @@ class TestBothBatchScripts:
             "mktemp", f'[ "$TMPDIR" = /tmp ] && touch "{file}" && echo "{file}"'
         )
         heard = 'until [ "$(cat "$2")" ]; do /bin/sleep 0.05; done'
-        cluster.write("host", f'kill -{name} $$ $PPID; {heard}; cat "$2"; exit 65')
+        cluster.write("python3", f'kill -{name} $$ $PPID; {heard}; cat "$2"; exit 65')
         status, log = cluster.batch(script=script, TMPDIR="/only/on/the/login/node")
         assert (status, log.split()) == (1, [name])
         assert not file.exists()
@@ -2294,7 +2140,7 @@ class TestBothBatchScripts:
 
     @pytest.mark.parametrize(
         ("state", "restart", "requeued"),
-        [("RUNNING", 49, True), ("RUNNING", 50, False), ("CANCELLED", 0, False)],
+        [("RUNNING", 49, True), ("RUNNING", 50, False), ("CANCELLED", 1, False)],
     )
     def test_no_scripts_can_be_read(self, cluster, script, state, restart, requeued):
         cluster.job |= {"Command": f"/nowhere/{script}.sbatch", "JobState": state}
@@ -2306,20 +2152,48 @@ class TestBothBatchScripts:
         assert cluster.calls("scontrol", "requeue") == [f"requeue {job}"] * requeued
 
     def test_no_scripts_can_be_read_and_slurm_refuses_twice(self, cluster, script):
-        """Nor does the next start trust a file that an older job has left."""
-        pointer = cluster.folder / ".titan-disp" / "launches" / "cluster-7"
-        pointer.parent.mkdir(parents=True)
-        pointer.write_text("/of/an/older/job")
         cluster.job["Command"] = f"/nowhere/{script}.sbatch"
         twice = '[ $(grep -c requeue "$0.calls") -gt 2 ] || exit 1'
         cluster.write(
             "scontrol", f'case "$1" in requeue) {twice}; exit 0;; esac; {cluster.SHOW}'
         )
-        status, log = cluster.batch(script=script)
+        status, log = cluster.batch(script=script, SLURM_RESTART_COUNT=1)
         assert status == 1
         assert "NOT REQUEUED" not in log
         assert len(cluster.calls("scontrol", "requeue")) == 3
-        assert not pointer.exists()
+
+    @pytest.mark.parametrize(("answer", "requeues"), [(Cluster.SHOW, 0), ("", 1)])
+    def test_a_first_start_that_cannot_read_its_scripts_ends(
+        self, cluster, script, answer, requeues
+    ):
+        """sbatch has just read one of them, so the path is wrong for the others, unless
+        SLURM does not say where they are.
+        """
+        cluster.job["Command"] = f"/a\nrun/{script}.sbatch config.toml"
+        cluster.write("scontrol", f'case "$1" in requeue) exit 0;; esac; {answer}')
+        status, log = cluster.batch(script=script)
+        assert "the scripts cannot be read" in log
+        assert status == 2 - requeues
+        assert len(cluster.calls("scontrol", "requeue")) == requeues
+
+    @pytest.mark.parametrize("restart", [0, 1])
+    def test_a_launch_folder_of_somebody_else(self, cluster, script, restart):
+        """In a group's folder, another user may put one in the place of the job's."""
+        launch = cluster.launch("config.toml")
+        (launch / "slurm" / "common.sh").write_text("touch FOLDER/run/taken")
+        cluster.job["Command"] = f"{launch}/slurm/{script}.sbatch config.toml"
+        theirs = launch.rename(launch.with_name("theirs"))
+        launch.symlink_to(theirs)
+        status, log = cluster.batch(script=script, SLURM_RESTART_COUNT=restart)
+        assert f"error: {launch} belongs to somebody else" in log
+        if os.geteuid() == 0:
+            launch.unlink()
+            theirs.rename(launch)
+            os.chown(launch, 1, 1)
+            status, log = cluster.batch(script=script, SLURM_RESTART_COUNT=restart)
+            assert f"error: {launch} belongs to somebody else" in log
+        assert status == 2
+        assert not cluster.calls("python3")
 
     def test_the_launch_folder_of_a_requeued_job(self, cluster, script):
         """A file names it.
@@ -2377,7 +2251,6 @@ class TestBatchScript:
             "PYTHON": cluster.commands / "python",
             "NPROC": 1,
             "LOCAL": cluster.folder,
-            "SLURM_NNODES": 4,
         }
         status, out = cluster.batch(
             ENV_ARCHIVE="/a/env.tar" if state == "unpack" else "", **given
@@ -2386,26 +2259,32 @@ class TestBatchScript:
         assert cluster.calls("scontrol", "requeue") == ["requeue 7"], out
         assert (cluster.folder / "killed").exists()
         if victim == "script":
-            assert cluster.log.read_text().startswith(
-                "titan-disp: the batch script was killed; the job is requeued\n"
-            )
+            assert "the batch script was killed; the job is requeued\n" in out
 
-    BROKEN = {"host": "exit 1"}
+    def test_variables_that_nothing_reads(self, cluster):
+        """Such as one of an earlier version, or a misspelled one."""
+        cluster.write("python3", "exit 64")
+        _, log = cluster.batch(TRITON="0", MAX_RETRIES="3", SITES="x")
+        expected = "nothing reads these variables (slurm/pretrain.sbatch lists all): "
+        assert f"{expected}TITAN_DISP_MAX_RETRIES TITAN_DISP_SITES\n" in log
+        assert "nothing reads" not in cluster.batch(SPARES="1")[1]
+
+    BROKEN = {"python3": "exit 1"}
 
     @pytest.mark.parametrize(
         ("given", "state", "commands", "code", "said"),
         [
             (
-                {"HOST_PYTHON": "/nowhere/python3"},
-                "RUNNING",
                 {},
+                "RUNNING",
+                {"python3": "exit 127"},
                 1,
                 "the supervisor ended with status 127",
             ),
             (
                 {},
                 "RUNNING",
-                {"host": "kill -9 $$"},
+                {"python3": "kill -9 $$"},
                 1,
                 "the supervisor ended with status 137",
             ),
@@ -2424,7 +2303,7 @@ class TestBatchScript:
                 None,
                 "NOT REQUEUED (state CANCELLED, restarts 0)",
             ),
-            ({}, "RUNNING", {"host": "exit 66", "scontrol": LATE}, 2, ""),
+            ({}, "RUNNING", {"python3": "exit 66", "scontrol": LATE}, 2, ""),
             ({"SITE": "nowhere"}, "RUNNING", {}, 2, "error: no site file"),
             (
                 {"SITE": "nowhere", "SLURM_RESTART_COUNT": 1},

@@ -19,6 +19,7 @@ from tests.command_line import (
     ROOT,
     children,
     environment,
+    faulty_python,
     kill_tree,
     rank_environment,
     train,
@@ -60,11 +61,7 @@ def two_nodes(sample, run, start, *options):
         **{
             "TITAN_DISP_NPROC": "1",
             "TITAN_DISP_LOCAL": str(run.parent),
-            "TITAN_DISP_RUN": str(run),
-        },
-        **{
-            "TITAN_DISP_PYTHON": sys.executable,
-            "TITAN_DISP_MODULE": "tests.faulty_train",
+            "TITAN_DISP_PYTHON": faulty_python(run.parent),
         },
         **{"FAULTS": "slow:1-1000@0", "SLOW": "0.2"},
     }
@@ -73,6 +70,7 @@ def two_nodes(sample, run, start, *options):
             "bash",
             ROOT / "slurm" / "node.sh",
             "train",
+            run,
             "--job.config_file",
             DEMO,
             "--job.dump_folder",

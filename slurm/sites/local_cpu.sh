@@ -4,7 +4,7 @@
 # Run one rank per node, because nodes on one host share its cores.
 export TITAN_DISP_NPROC=${TITAN_DISP_NPROC:-1}
 # All nodes are on this host, whose name may not resolve.
-export TITAN_DISP_HEAD=${TITAN_DISP_HEAD:-127.0.0.1}
+export TITAN_DISP_ENDPOINT=${TITAN_DISP_ENDPOINT:-127.0.0.1}
 # Without this, gloo would look up the address of the host's name.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 # More threads than cores slow every rank down.

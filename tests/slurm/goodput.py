@@ -22,7 +22,7 @@ from titan_disp.run.reader import read_events, read_rows
 STEPS = 160
 MEAN = 40
 SEEDS = (0, 1, 2)
-NAMES = {"none": "no failure", "0": "requeue", "1": "restart within the job"}
+NAMES = {"none": "no failure", "0": "requeue", "now": "restart within the job"}
 
 
 def draw(seed: int) -> list[int]:
@@ -34,14 +34,13 @@ def draw(seed: int) -> list[int]:
     return kills[1:-1]
 
 
-def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> tuple[float, float]:
+def train(jobs: Jobs, run: Path, kills: list[int], retry: str) -> tuple[float, float]:
     """Train a run; return the seconds from its beginning to its end, and its
     goodput.
     """
     given = {
-        "TITAN_DISP_RESTART_IN_JOB": inside,
-        "TITAN_DISP_CHECK_NODES": "1",
-        "TITAN_DISP_MAX_RETRIES": "99",
+        "TITAN_DISP_RETRIES": ",".join([retry] * 99),
+        "TITAN_DISP_CHECK_SECONDS": "600",
     }
     options = ("--training.steps", str(STEPS), "--checkpoint.keep_latest_k", "2")
     job = jobs.submit(run, *options, sbatch=("--time=60",), **given)

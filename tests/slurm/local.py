@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -21,6 +20,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+from tests.command_line import faulty_python
 
 PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd")
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -384,11 +385,11 @@ def job_environment(folder: Path) -> dict[str, str]:
     """
     settings = {
         "SITE": "local_cpu",
-        "PYTHON": sys.executable,
-        "MODULE": "tests.faulty_train",
-        "CHECK_NODES": "0",
+        "PYTHON": faulty_python(folder),
+        "CHECK_SECONDS": "0",
+        "RETRIES": "0,0,0,0,0,0",
+        "LOCAL": str(folder),
     }
-    settings |= {"LOCAL": str(folder), "RESTART_IN_JOB": "0", "PAUSES": "0"}
     return {f"TITAN_DISP_{name}": value for name, value in settings.items()}
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +48,9 @@ def freeze(
 
     ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: its
     options, if known. ``site``: the file with the site's settings; without one,
-    slurm/supervise.py copies the file that it was started with. Raises ConfigError if
-    the run folder is not writable, or a requeue would be refused.
+    slurm/supervise.py copies the file that it was started with. Only its owner may read
+    or change the folder, whatever the umask. Raises ConfigError if the run folder is
+    not writable, or a requeue would be refused.
     """
     c = job_config.checkpoint
     if c.enable and c.load_step != -1 and not c.load_only:
@@ -67,6 +69,9 @@ def freeze(
     folder = run / "launch" / name
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")
     with writing(run):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        warn_of_writers(run)
+        partial.mkdir(mode=0o700)
         # a site's file may include another
         (partial / "slurm" / "sites").mkdir(parents=True)
         for file in (*SCRIPTS.glob("*.*"), *SCRIPTS.glob("sites/*.sh")):
@@ -100,15 +105,31 @@ def freeze(
     return folder
 
 
+def warn_of_writers(run: Path) -> None:
+    """Print a warning if every user of the machine may change a run's files."""
+    mode = run.stat().st_mode
+    if mode & stat.S_IWOTH:
+        print(
+            f"titan-disp: warning: every user may change the files in {run} (its mode "
+            f"is {stat.S_IMODE(mode):o}), and so what the run continues from. To keep "
+            f"others out: chmod o-w {run}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def earlier(run: Path, name: str) -> Path | None:
     """Return the newest launch folder of this job, if the start ``name``
     (JOB.RESTARTS.ID) is not the job's first.
+
+    In a group's run folder, others may have put folders there, which do not count.
     """
     job, restarts, _ = name.split(".")
     files = [
         file
         for file in run.glob(f"launch/{job}.*.*/launch.json")
         if ".partial-" not in file.parent.name
+        and file.parent.lstat().st_uid == os.geteuid()
     ]
     return (
         max(files, key=lambda file: file.stat().st_mtime).parent

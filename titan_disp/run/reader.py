@@ -22,7 +22,8 @@ HEARTBEAT = "heartbeat.json"
 STOP = "stop"
 LOCK = ".lock"
 OWNER = "owner.json"
-# slurm/supervise.py writes these
+# slurm/supervise.py writes these; earlier versions wrote requeue.json
+JOB = "job.json"
 REQUEUE = "requeue.json"
 SUPERVISOR = "supervisor.jsonl"
 # a row of metrics.jsonl with one of these keys is no training row
@@ -65,8 +66,14 @@ read_environment = partial(_read_optional, ENVIRONMENT)
 # What rank 0 has announced last, while a process trains
 read_heartbeat = partial(_read_optional, HEARTBEAT)
 read_owner = partial(_read_optional, OWNER)  # which start has opened the folder last
-# Failures in a row without a new checkpoint, by the supervisor
-read_failures = partial(_read_optional, REQUEUE)
+
+
+def read_failures(run: str | Path) -> dict[str, Any]:
+    """Read what the supervisor keeps of failures in a row without a new checkpoint, {}
+    if there are none.
+    """
+    job = _read_optional(JOB, run) or _read_optional(REQUEUE, run)
+    return job if job.get("failures") else {}
 
 
 def read_transitions(run: str | Path) -> list[dict[str, Any]]:
