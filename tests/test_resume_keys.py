@@ -102,6 +102,7 @@ def another(name, field, value):
         "dispersion.options": {"margin": 0.5},
     }
     special["dispersion.losses"] = [{"variant": "cosine"}]
+    special["stream.left_out"] = ("name",)
     if name in special:
         return special[name]
     if field.type in (bool, int, float, str):

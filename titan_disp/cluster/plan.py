@@ -34,10 +34,10 @@ from titan_disp.data.assignment import (
     far_from_weights,
     one_share,
 )
+from titan_disp.data.findings import measured as with_densities
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import DataSet, source_shares
-from titan_disp.data.sources import measured as with_densities
 from titan_disp.errors import ConfigError, Problems, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model

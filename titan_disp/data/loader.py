@@ -36,7 +36,7 @@ from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.listing import DataFile, on_rank_0
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field
-from titan_disp.data.sources import data_sets, list_and_check, source_shares
+from titan_disp.data.sources import data_sets, list_for_run, source_shares
 from titan_disp.data.stream import (
     Batch,
     RankStreams,
@@ -332,7 +332,7 @@ def build_dataloader(
     Rank 0 lists the files. All ranks raise ConfigError.
     """
     files = on_rank_0(
-        list_and_check,
+        list_for_run,
         data_sets(job_config),
         stream_options(job_config, tokenizer=tokenizer),
     )

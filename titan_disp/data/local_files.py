@@ -16,7 +16,14 @@ from pathlib import Path
 
 from torchtitan.tools.logging import logger
 
-from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS, suffix_of
+from titan_disp.data.formats import (
+    NAMES,
+    PLAIN_TEXT,
+    TABLES,
+    TOKEN_IDS,
+    is_readable,
+    suffix_of,
+)
 from titan_disp.data.hub import FOLDER
 from titan_disp.errors import ConfigError, counted
 
@@ -42,10 +49,9 @@ def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]
     if os.path.isdir(dataset_path):
         paths = select(_walk(dataset_path, where), dataset_path, split, where, c4)
     elif os.path.lexists(dataset_path):
-        if not dataset_path.endswith(SUFFIXES):
+        if not is_readable(dataset_path):
             raise ConfigError(
-                f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: "
-                "convert or rename it"
+                f"{where}; expected a name such as {NAMES}: convert or rename it"
             )
         paths = [dataset_path]
     elif is_pattern(dataset_path):
@@ -53,7 +59,7 @@ def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]
     else:
         raise ConfigError(
             f"{where}, which does not exist; expected a folder, file or glob of "
-            f"{', '.join(SUFFIXES)}. {_SAMPLE}"
+            f"{NAMES}. {_SAMPLE}"
         )
     for path in paths:
         _refuse_dangling(path, where)
@@ -69,7 +75,9 @@ def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]
             )
     check_kinds(paths, where)
     if len({suffix_of(path) for path in paths}) > 1:
-        _warn(f"{where}: files of several formats are read together: {_counts(paths)}")
+        warn_once(
+            f"{where}: files of several formats are read together: {_counts(paths)}"
+        )
     return paths
 
 
@@ -107,12 +115,12 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
             again.append(path)
     if again:
         files = f"{counted(len(again), 'file')}, such as {again[0]}"
-        _warn(
+        warn_once(
             f"{where}: left out, because links lead to the same folders again: {files}"
         )
     if folders and found and "**" not in pattern:
         left_out = f"{counted(len(folders), 'folder')}, such as {folders[0]}"
-        _warn(
+        warn_once(
             f"{where}: the glob leaves out {left_out}. (A glob with /** includes the "
             "files in folders)"
         )
@@ -121,10 +129,9 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
         there = [_counts(found)] if found else []
         there += [counted(len(folders), "folder")] if folders else []
         others = f", but {' and '.join(there)}" if there else ""
-        expected = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(
-            f"{where}, which matches no file{others}; expected files named "
-            f"{expected}: name others, or convert them"
+            f"{where}, which matches no file{others}; expected files named {NAMES}: "
+            "name others, or convert them"
         )
     return paths
 
@@ -150,16 +157,18 @@ def select(
     found: list[str], folder: str, split: str, where: str, c4: bool
 ) -> list[str]:
     """Select a split's files among all that are in a folder."""
-    if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
-        # Beside documents in other formats, plain text is about them (README.txt,
-        # LICENSE.txt).
-        if texts := [path for path in found if path.endswith(PLAIN_TEXT)]:
-            such = f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
+    # Beside documents in other formats, tables are about them, and so is plain text
+    # (README.txt, LICENSE.txt).
+    for formats in (TABLES, PLAIN_TEXT):
+        about = [path for path in found if suffix_of(path) in formats]
+        others = [path for path in found if suffix_of(path) not in formats]
+        if about and any(map(is_readable, others)):
+            such = f"{_counts(about)}, such as {about[0]}. (A glob instead of the folder includes them)"
             _say(
                 f"{where}: left out, because there are documents in other formats: "
                 f"{such}"
             )
-        found = [path for path in found if not path.endswith(PLAIN_TEXT)]
+            found = others
     paths = readable_formats(found, where)
     of_split = files_named(paths, split, narrow=c4)
     if kept_back := set() if c4 else _kept_back(paths, folder):
@@ -190,10 +199,9 @@ def select(
             )
         there = f"but {counts}" if counts else "because it has no files"
         expected = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
-        expected += ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(
             f"{where}, which holds no {split} data, {there}; expected files such as "
-            f"{expected}. {_SAMPLE}"
+            f"{expected}{NAMES}. {_SAMPLE}"
         )
     if left_out := sorted(set(paths) - set(of_split) - kept_back):
         rule = f"whose names do not say {split}" + (
@@ -203,7 +211,7 @@ def select(
             [os.path.relpath(path, folder) for path in left_out[:3]]
             + ["…"] * (len(left_out) > 3)
         )
-        (_note if c4 or split != "train" else _warn)(
+        (_note if c4 or split != "train" else warn_once)(
             f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: "
             f"{some}. (A glob instead of the folder reads every file that it matches)"
         )
@@ -227,7 +235,7 @@ def _walk(folder: str, where: str) -> list[str]:
             if name.startswith("."):
                 continue
             if (real := os.path.realpath(path)) in seen:
-                _warn(
+                warn_once(
                     f"{where}: {path} is left out, because it is a link to {real}, "
                     "which is read already"
                 )
@@ -245,9 +253,9 @@ def _walk(folder: str, where: str) -> list[str]:
 
 def check_kinds(paths: list[str], where: str) -> None:
     """Refuse token ids that lie beside texts."""
-    ids = [path for path in paths if path.endswith(TOKEN_IDS)]
+    ids = [path for path in paths if suffix_of(path) in TOKEN_IDS]
     if ids and len(ids) < len(paths):
-        other = next(path for path in paths if not path.endswith(TOKEN_IDS))
+        other = next(path for path in paths if suffix_of(path) not in TOKEN_IDS)
         raise ConfigError(
             f"{where}, which holds {counted(len(ids), 'file')} of token ids, such as "
             f"{ids[0]!r}, and {len(paths) - len(ids)} of text, such as {other!r}; "
@@ -257,15 +265,15 @@ def check_kinds(paths: list[str], where: str) -> None:
 
 
 def readable_formats(paths: list[str], where: str) -> list[str]:
-    other = [path for path in paths if not path.endswith(SUFFIXES)]
-    for say, usual in ((_warn, False), (_note, True)):
+    other = [path for path in paths if not is_readable(path)]
+    for say, usual in ((warn_once, False), (_note, True)):
         if part := [path for path in other if path.endswith(_NO_DATA) == usual]:
             counts = _counts(part)
             say(
-                f"{where}: left out, because they end in none of "
-                f"{', '.join(SUFFIXES)}: {counts}, such as {part[0]}"
+                f"{where}: left out, because their names are none of {NAMES}: "
+                f"{counts}, such as {part[0]}"
             )
-    return [path for path in paths if path.endswith(SUFFIXES)]
+    return [path for path in paths if is_readable(path)]
 
 
 def _cannot_be_read(path: str, error: OSError, where: str) -> ConfigError:
@@ -296,7 +304,8 @@ def files_named(paths: list[str], split: str, narrow: bool) -> list[str]:
 
     If a name says "train", others without a mark are training data too unless the names
     are ``narrow``, as C4's are. In other folders, a file called train_schedules would
-    make all others disappear.
+    make all others disappear. The word "test" marks a split only if the name of another
+    file marks one: a text about tests is training data, too.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:
@@ -306,8 +315,11 @@ def files_named(paths: list[str], split: str, narrow: bool) -> list[str]:
     named = [path for path in paths if says(path, _MARKS[split])]
     if split != "train" or (named and narrow):
         return named
-    held_out = (*_MARKS["validation"], *_MARKS["test"])
-    return [path for path in paths if path in named or not says(path, held_out)]
+    held_out = _MARKS["validation"]
+    if named or any(says(path, held_out) for path in paths):
+        held_out = (*held_out, *_MARKS["test"])
+    training = {*named}
+    return [path for path in paths if path in training or not says(path, held_out)]
 
 
 def _kept_back(paths: list[str], folder: str) -> set[str]:
@@ -316,7 +328,7 @@ def _kept_back(paths: list[str], folder: str) -> set[str]:
     """
     if (
         len(paths) < 100
-        or any(not path.endswith(PLAIN_TEXT) for path in paths)
+        or any(suffix_of(path) not in PLAIN_TEXT for path in paths)
         or files_named(paths, "validation", True)
     ):
         return set()
@@ -338,6 +350,6 @@ def _counts(paths: Iterable[str]) -> str:
 
 
 # Checks, training and validation list the same folder, but it is logged once.
-_warn = cache(logger.warning)
+warn_once = cache(logger.warning)
 _say = cache(logger.info)
 _note = cache(logging.getLogger(__name__).info)  # not for the console

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from titan_disp.data import objects
-from titan_disp.data.formats import PARQUET
+from titan_disp.data.formats import ARROW, PARQUET
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.retry import may_recover, response_of, retried
@@ -52,7 +52,9 @@ class RetryingFile(io.RawIOBase):
         # themselves what is damaged; the index of a file has looked for them.
         self.damage: str | None = None
         self._zeros = (
-            b"" if file.name.endswith(PARQUET) or file.blocks is not None else ZEROS
+            b""
+            if file.name.endswith((*PARQUET, *ARROW)) or file.blocks is not None
+            else ZEROS
         )
 
     def readable(self) -> bool:

@@ -31,8 +31,8 @@ from titan_disp.cluster.suggest import FILLED
 from titan_disp.config.command_options import InitOptions, Machine
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.data import sources
 from titan_disp.data.documents import Documents
+from titan_disp.data.findings import check_content, measured
 from titan_disp.data.formats import (
     PLAIN_TEXT,
     TOKEN_IDS,
@@ -207,8 +207,8 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
     split = "blank_lines" if is_plain and is_long else "file"
     stream = StreamOptions(format=Format(options.text_field, split))
     try:
-        sources.check_content(files, stream, "training")
-        size = sum(file.size * file.density for file in sources.measured(files, stream))
+        files = measured(check_content(files, stream, "training"), stream)
+        size = sum(file.size * file.density for file in files)
         # Of little text, little can be held out: sequences are then short.
         if not gpus or size < 1e7:
             seq_len = 256
