@@ -29,15 +29,14 @@ from titan_disp.config.batch import (
 from titan_disp.config.command_options import Machine
 from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import (
-    Assignment,
     Share,
     far_from_weights,
-    one_share,
 )
+from titan_disp.data.findings import Reading
 from titan_disp.data.findings import measured as with_densities
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
-from titan_disp.data.sources import DataSet, source_shares
+from titan_disp.data.sources import DataSet, readings, source_shares
 from titan_disp.errors import ConfigError, Problems, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
@@ -266,33 +265,22 @@ def admitted_node_counts(
     return admitted
 
 
-def unseen_shares(
+def local_readings(
     job_config: JobConfig,
     listed: Sequence[tuple[DataSet, list[DataFile]]],
-    slots: int,
-    shares: Sequence[Share],
-) -> dict[str, float]:
-    """Predict which fraction of each local source's text an epoch's tokens miss.
-
-    This follows from the cuts between slots. Lengths of documents add to it: the fewer
-    a slot has, and the more they differ, the more.
-    """
-    unseen = {}
+    ranks: int,
+) -> list[Reading]:
+    """Predict how so many data-parallel ranks read each local source."""
     options = stream_options(job_config)
-    slots_of = {share.name: share.slots for share in shares}
+    files_of = {}
     for data, files in listed:
         if not files or data.key == "validation":
             continue
         # A file's index of blocks may need too much memory, and that of token ids needs
         # a tokenizer. Such a source is left out.
         with contextlib.suppress(ConfigError):
-            assignment = Assignment(
-                with_densities(files, options),
-                one_share(slots_of.get(data.source, slots)),
-                options.seed,
-            )
-            unseen[data.source] = assignment.unseen()
-    return unseen
+            files_of[data.source] = with_densities(files, options)
+    return readings(files_of, job_config, ranks)
 
 
 def find_machine(machine: Machine) -> Machine:
@@ -364,6 +352,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     mesh = prediction.mesh
     slots = slot_count(job_config, mesh.data_parallel)
     sources = source_shares(job_config, slots)
+    local = local_readings(job_config, listed, mesh.data_parallel)
     coeff = None
     if job_config.dispersion.enabled:
         coeff = Schedule.of_curve(coeff_curve(job_config))
@@ -375,11 +364,12 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         coeff=coeff,
         checkpoints=checkpoints,
         sources=sources,
-        unseen=unseen_shares(job_config, listed, slots, sources),
+        unseen={one.source: one.unseen for one in local},
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
             *missing.messages.values(),
             *schedule_warnings(job_config),
+            *(warning for one in local for warning in one.warnings()),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),
         ],

@@ -11,7 +11,7 @@ files the run began with.
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_disp.data import formats, megatron
+from titan_disp.data.assignment import KEYS, Assignment, Share, one_share
 from titan_disp.data.documents import Documents
 from titan_disp.data.index import content_sample, with_index
 from titan_disp.data.listing import DataFile
@@ -29,6 +30,7 @@ from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import opened
 from titan_disp.errors import ConfigError, DataError, counted
 from titan_disp.files import atomic_write
+from titan_disp.text import byte_size
 
 VERSION = 1
 NAME = "data.json"  # in the run's folder
@@ -169,22 +171,23 @@ def check_content(
         encoding = looks[converted[0]].encoding
         warn_once(
             f"{key} data: {counted(len(converted), 'file')} of {len(files)} are not "
-            f"UTF-8 and are converted, such as {converted[0].url} ({encoding})"
+            f"UTF-8 and are converted, such as {converted[0].url!r} ({encoding})"
         )
     unusable = [file for file, look in looks.items() if look.problem]
     if unusable:
         message = f"{key} data: {unusable[0].url}: {looks[unusable[0]].problem}"
         lost = sum(file.size for file in unusable) / sum(file.size for file in files)
+        without = ""
         if len(files) > 1:
             names = ", ".join(repr(file.name) for file in unusable[:3])
             more = ", …" * (len(unusable) > 3)
+            without = f". To go on without, set stream.left_out = [{names}{more}]"
             message += (
                 f". No document of {counted(len(unusable), 'file')} of {len(files)}, "
-                f"{lost:.1%} of the bytes, can be used. To go on without, set stream.left_out = "
-                f"[{names}{more}]"
+                f"{lost:.1%} of the bytes, can be used"
             )
         if options.on_bad_data == "fail" or lost > options.max_skipped_fraction:
-            raise ConfigError(message)
+            raise ConfigError(message + without)
         warn_once(f"{message}. They are skipped")
     return [
         replace(file, encoding=looks[file].encoding) if file in looks else file
@@ -341,3 +344,105 @@ def after_left_out(
     }
     present = {file.name: file for file in files if file.name not in names}
     return sorted((present | former).values(), key=lambda file: file.name)
+
+
+MOST_AMPLIFIED = 4.0  # C4's files on 640 ranks: 1.6
+MUCH = 1e9  # bytes that a rank reads in an epoch
+# After about 16 epochs, more of them teach a model little (Muennighoff et al. 2023,
+# arXiv 2305.16264).
+MOST_EPOCHS = 16.0
+# of text, and of token ids; about
+BYTES_PER_TOKEN = 4
+BYTES_PER_ID = 2
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a run reads the files of a source."""
+
+    source: str  # empty if there is only one
+    ranks: int
+    files: int
+    # stored bytes that all ranks together read in an epoch, divided by those there are
+    amplification: float
+    largest: float  # stored bytes that one rank reads in an epoch
+    epochs: float  # in the whole run, about; 0 if its length is not known
+    unseen: float  # see ``Assignment.unseen``
+
+    def warnings(self) -> Iterator[str]:
+        name = f"source {self.source}: " if self.source else ""
+        if self.amplification > MOST_AMPLIFIED and self.largest > MUCH:
+            yield (
+                f"data: {name}all ranks together read the stored bytes "
+                f"{self.amplification:.0f} times in an epoch, one rank up to "
+                f"{byte_size(self.largest, 3)}, because "
+                f"{counted(self.files, 'file')} cannot be divided among "
+                f"{counted(self.ranks, 'rank')} otherwise: split the data into at "
+                "least as many files as ranks, or, if it is not compressed, index it "
+                "(titan-disp data index)"
+            )
+        if self.epochs > MOST_EPOCHS:
+            yield (
+                f"data: {name}the run reads the text about {self.epochs:.0f} times, and "
+                f"gains little after {MOST_EPOCHS:.0f}: add text, lower its weight, or "
+                "train on fewer tokens"
+            )
+
+
+def reading(
+    files: Sequence[DataFile], share: Share, ranks: int, tokens: float, seed: int
+) -> Reading:
+    """Return how data-parallel ranks read the files of a source that has the slots of
+    ``share``, in a run of so many ``tokens``.
+    """
+    assignment = Assignment(files, one_share(share.slots), seed)
+    own = max(1, share.total // ranks)  # slots of a rank
+    of_ranks = [
+        stored_bytes(files, assignment, range(first, min(first + own, share.slots)))
+        for first in range(0, share.slots, own)
+    ]
+    per_token = BYTES_PER_ID if _holds_ids(files[0]) else BYTES_PER_TOKEN
+    text = sum(file.size * file.density for file in files)
+    return Reading(
+        source=share.name,
+        ranks=ranks,
+        files=len(files),
+        amplification=sum(of_ranks) / max(1, sum(file.size for file in files)),
+        largest=max(of_ranks),
+        epochs=max(0.0, tokens * share.tokens * per_token / max(1.0, text)),
+        unseen=assignment.unseen(),
+    )
+
+
+def stored_bytes(
+    files: Sequence[DataFile], assignment: Assignment, slots: range
+) -> float:
+    """Return about how many stored bytes a rank with these slots reads in an epoch: of
+    a file that is divided by blocks its own, and of others all.
+    """
+    parts: dict[int, float] = {}
+    for slot in slots:
+        for segment in assignment.run(slot, 0).segments:
+            part = 1.0
+            if segment.dealt:
+                part = (segment.high - segment.low) / KEYS + parts.get(segment.file, 0)
+            parts[segment.file] = part
+    return sum(files[file].size * part for file, part in parts.items())
+
+
+def copies(files: Sequence[DataFile]) -> list[tuple[DataFile, DataFile]]:
+    """Return pairs of local files whose content is the same, as their sizes and some
+    of their bytes say.
+    """
+    by_size: dict[int, list[DataFile]] = {}
+    for file in files:
+        if file.size and not file.remote and not file.left_out:
+            by_size.setdefault(file.size, []).append(file)
+    pairs = []
+    for group in by_size.values():
+        first: dict[str, DataFile] = {}
+        for file in group if len(group) > 1 else ():
+            same = first.setdefault(content_sample(file), file)
+            if same.url != file.url:
+                pairs.append((same, file))
+    return pairs

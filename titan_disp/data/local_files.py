@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from glob import escape as glob_escape
 from glob import glob
@@ -30,12 +30,29 @@ from titan_disp.errors import ConfigError, counted
 # Usual beside documents: leaving them out is not worth a warning. (The .model is
 # SentencePiece's, the .idx Megatron-LM's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
+_UNREAD = "files with such suffixes are not read"
 _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
 _MARKS = {
     "train": ("train",),
     "validation": ("validation", "valid", "val"),
     "test": ("test",),
 }
+
+
+# Why files were left out, by the ``where`` of the listing and their paths.
+left_out: dict[str, dict[str, str]] = {}
+
+
+def leave_out(
+    paths: Sequence[str], where: str, why: str, log: Callable[[str], None] | None
+) -> None:
+    """Remember why files are left out, and log it."""
+    left_out.setdefault(where, {}).update(dict.fromkeys(paths, why))
+    if paths and log is not None:
+        log(
+            f"{where}: left out, because {why}: {_counts(paths)}, such as {paths[0]}. "
+            "(A glob instead of the folder reads every file that it matches)"
+        )
 
 
 def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]:
@@ -113,11 +130,7 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
             continue
         if found.setdefault(real, path) is not path:
             again.append(path)
-    if again:
-        files = f"{counted(len(again), 'file')}, such as {again[0]}"
-        warn_once(
-            f"{where}: left out, because links lead to the same folders again: {files}"
-        )
+    leave_out(again, where, "links lead to the same folders again", warn_once)
     if folders and found and "**" not in pattern:
         left_out = f"{counted(len(folders), 'folder')}, such as {folders[0]}"
         warn_once(
@@ -162,12 +175,8 @@ def select(
     for formats in (TABLES, PLAIN_TEXT):
         about = [path for path in found if suffix_of(path) in formats]
         others = [path for path in found if suffix_of(path) not in formats]
-        if about and any(map(is_readable, others)):
-            such = f"{_counts(about)}, such as {about[0]}. (A glob instead of the folder includes them)"
-            _say(
-                f"{where}: left out, because there are documents in other formats: "
-                f"{such}"
-            )
+        if any(map(is_readable, others)):
+            leave_out(about, where, "there are documents in other formats", _say)
             found = others
     paths = readable_formats(found, where)
     of_split = files_named(paths, split, narrow=c4)
@@ -177,6 +186,7 @@ def select(
             if split == "validation"
             else [path for path in of_split if path not in kept_back]
         )
+        leave_out(sorted(kept_back), where, "held out for validation", None)
         _say(
             f"{where}: {len(kept_back)} of {len(paths)} *.txt are held out for "
             "validation, chosen by a hash of their names, because no name contains "
@@ -203,18 +213,11 @@ def select(
             f"{where}, which holds no {split} data, {there}; expected files such as "
             f"{expected}{NAMES}. {_SAMPLE}"
         )
-    if left_out := sorted(set(paths) - set(of_split) - kept_back):
-        rule = f"whose names do not say {split}" + (
-            f" or that are not in {FOLDER}" if c4 else ""
-        )
-        some = ", ".join(
-            [os.path.relpath(path, folder) for path in left_out[:3]]
-            + ["…"] * (len(left_out) > 3)
-        )
-        (_note if c4 or split != "train" else warn_once)(
-            f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: "
-            f"{some}. (A glob instead of the folder reads every file that it matches)"
-        )
+    rule = f"their names do not say {split}"
+    if c4:
+        rule += f", or they are not in {FOLDER}"
+    others = sorted({*paths} - {*of_split} - kept_back)
+    leave_out(others, where, rule, _note if c4 or split != "train" else warn_once)
     return of_split
 
 
@@ -265,14 +268,11 @@ def check_kinds(paths: list[str], where: str) -> None:
 
 
 def readable_formats(paths: list[str], where: str) -> list[str]:
-    other = [path for path in paths if not is_readable(path)]
-    for say, usual in ((warn_once, False), (_note, True)):
-        if part := [path for path in other if path.endswith(_NO_DATA) == usual]:
-            counts = _counts(part)
-            say(
-                f"{where}: left out, because their names are none of {NAMES}: "
-                f"{counts}, such as {part[0]}"
-            )
+    others = [path for path in paths if not is_readable(path)]
+    usual = [path for path in others if path.endswith(_NO_DATA)]
+    unusual = [path for path in others if not path.endswith(_NO_DATA)]
+    leave_out(usual, where, _UNREAD, _note)
+    leave_out(unusual, where, _UNREAD, warn_once)
     return [path for path in paths if is_readable(path)]
 
 

@@ -6,16 +6,24 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.batch import slot_count, tokens_per_step
 from titan_disp.config.types import JobConfig
 from titan_disp.data import findings
-from titan_disp.data.assignment import Share, prefixed, shares
-from titan_disp.data.findings import after_left_out, check_content, measured
+from titan_disp.data.assignment import Share, one_share, prefixed, shares
+from titan_disp.data.findings import (
+    Reading,
+    after_left_out,
+    check_content,
+    copies,
+    measured,
+    reading,
+)
 from titan_disp.data.listing import (
     DataFile,
     held_out,
@@ -181,6 +189,7 @@ def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[Data
             read = after_left_out(files, options, one.prefix)
             training += measured(check_content(read, options, one.key), options)
     check_left_out(listed, training, options)
+    warn_of_copies(listed)
     return training
 
 
@@ -215,6 +224,36 @@ def check_left_out(
             f"data: {counted(len(options.left_out), 'file')} ({size}) are left out, as "
             f"stream.left_out says: {', '.join(options.left_out)}"
         )
+
+
+def warn_of_copies(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
+    """Warn of files with the same content."""
+    keys = {file: one.key for one, files in listed for file in files}
+    if pairs := copies([*keys]):
+        first, second = pairs[0]
+        logger.warning(
+            f"data: {counted(len(pairs), 'copy', 'copies')} of files, such as "
+            f"{second.url!r} ({keys[second]}), whose original is {first.url!r} "
+            f"({keys[first]}). Their documents come more often than others, and "
+            "held-out ones are not held out: remove the copies"
+        )
+
+
+def readings(
+    files: Mapping[str, Sequence[DataFile]],
+    job_config: JobConfig,
+    ranks: int,
+) -> list[Reading]:
+    """Return how so many data-parallel ranks read the files of each source, which are
+    by its name ("" if there is only one).
+    """
+    slots = slot_count(job_config, ranks)
+    tokens = job_config.training.steps * tokens_per_step(job_config, ranks)
+    return [
+        reading(files[share.name], share, ranks, tokens, job_config.stream.seed)
+        for share in source_shares(job_config, slots) or one_share(slots)
+        if share.name in files
+    ]
 
 
 def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
