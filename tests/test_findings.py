@@ -3,11 +3,13 @@ and files that come twice.
 """
 
 import gzip
+import json
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
+from tests.command_line import DEMO, typed
 from tests.streams import config, write_texts
 from titan_disp.data.assignment import Share, one_share
 from titan_disp.data.blocks import Blocks
@@ -28,7 +30,7 @@ def of_size(count, size, suffix="jsonl.gz", **others):
     ("count", "size", "amplification"), [(1, 300 * GB, 640), (10, 30 * GB, 64)]
 )
 def test_a_few_large_files_on_many_ranks(count, size, amplification):
-    cost = reading(of_size(count, size), one_share(640), ranks=640, tokens=0, seed=0)
+    cost = reading(of_size(count, size), *one_share(640), ranks=640, tokens=0, seed=0)
     assert cost.amplification == pytest.approx(amplification, rel=0.01)
     assert cost.largest == size
     (warning,) = cost.warnings()
@@ -38,14 +40,14 @@ def test_a_few_large_files_on_many_ranks(count, size, amplification):
 
 
 def test_what_is_read_a_few_times_is_not_worth_a_word():
-    c4 = reading(of_size(1024, 300_000_000), one_share(640), 640, tokens=0, seed=0)
+    c4 = reading(of_size(1024, 300_000_000), *one_share(640), 640, tokens=0, seed=0)
     assert 1 < c4.amplification < 2
-    small = reading(of_size(1, 1_000_000), one_share(640), 640, tokens=0, seed=0)
+    small = reading(of_size(1, 1_000_000), *one_share(640), 640, tokens=0, seed=0)
     assert small.amplification == 640
     places = np.linspace(0, 300 * GB, 2**14 + 1).astype(np.int64)
     blocks = Blocks(np.arange(2**14 + 1), places)
     indexed = of_size(1, 300 * GB, "jsonl", blocks=blocks)
-    dealt = reading(indexed, one_share(640), 640, tokens=0, seed=0)
+    dealt = reading(indexed, *one_share(640), 640, tokens=0, seed=0)
     assert dealt.amplification == pytest.approx(1, abs=0.01)
     assert not [w for one in (c4, small, dealt) for w in one.warnings()]
 
@@ -90,3 +92,51 @@ def test_copies_are_said(tmp_path, caplog):
     (warning,) = [r.getMessage() for r in caplog.records if "1 copy" in r.getMessage()]
     assert f"{tmp_path}/held/validation.jsonl' (validation)" in warning
     assert f"whose original is '{tmp_path}/web/a.jsonl' (training)" in warning
+
+
+def test_the_command(sample, tmp_path, monkeypatch, capsys):
+    for name, content in (
+        ("web/a.txt", "été. Une phrase.\n".encode("cp1252") * 400),
+        ("web/b.txt", b"a text, and more of it. " * 400),
+        ("web/c.txt", b"%PDF-1.7 "),
+        ("web/d.docx", b"PK"),
+        ("code/e.jsonl", b'{"text": "a = 1"}\n' * 400),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "run.toml").write_text(
+        DEMO.read_text().replace("dataset_path = ", "# ")
+        + "".join(
+            f"\n[[stream.sources]]\nweight = 0.5\npath = '{tmp_path}/{name}'\n"
+            for name in ("web", "code")
+        )
+    )
+    words = [
+        "data",
+        "check",
+        tmp_path / "run.toml",
+        *("--model.hf_assets_path", f"{sample}/tokenizer"),
+        *("--job.dump_folder", tmp_path / "run"),
+        *("--ranks", "2"),
+    ]
+    assert typed(monkeypatch, *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("files      3 *.txt, 1 *.jsonl: ")
+    for line in (
+        "used       16.8 kB of 2 files",
+        "converted  6.8 kB of 1 file, such as web/a.txt: from cp1252",
+        "skipped    9 bytes of 1 file, such as web/c.txt: it is PDF",
+        "left out   2 bytes of 1 file, such as d.docx: files with such suffixes",
+    ):
+        assert any(found.startswith(line) for found in lines), line
+    assert lines[-1] == "verdict    a start accepts the data"
+    stored = sum(path.stat().st_size for path in tmp_path.glob("*/*.*"))
+    assert typed(monkeypatch, *words, "--json") == 0
+    checked = json.loads(capsys.readouterr().out)
+    assert sum(entry["size"] for entry in checked["ledger"]) == stored
+    assert [one["source"] for one in checked["readings"]] == ["web", "code"]
+    assert typed(monkeypatch, *words, "--stream.on_bad_data", "fail") == 1
+    assert (
+        "a start refuses the data: stream.sources.web data: " in capsys.readouterr().out
+    )

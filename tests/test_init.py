@@ -205,14 +205,14 @@ def test_a_folder_of_odd_text(tmp_path, monkeypatch, capsys):
     assert "To go on without, --allow-loss" in error
     assert typed(monkeypatch, "init", run, "--text", folder, "--allow-loss") == 0
     out = capsys.readouterr().out
-    assert "of 2 files, such as deux.txt: from cp1252" in out
+    assert re.search(r"of 2 files, such as (deux|quatre).txt: from cp1252", out)
     assert "of 1 file, such as trois.txt: from utf-16" in out
     assert "of 1 file, such as scan.txt: it is PDF" in out
-    entries = ledger.read(run / "data/train")
+    entries = ledger.read(str(run / "data/train"))
     stored = sum(path.stat().st_size for path in folder.iterdir())
     assert sum(entry.size for entry in entries) == stored
     assert {entry.file for entry in entries if entry.fate == "left out"} == {
-        str(folder / "photo.jpeg")
+        "photo.jpeg"
     }
     config = load_config(["--job.config_file", str(run / "config.toml")])
     options = StreamOptions(format=Format())

@@ -309,6 +309,20 @@ class DigestOptions(ConfigOptions):
 
 
 @dataclass(frozen=True)
+class CheckOptions(ConfigOptions):
+    """Look at all files of a run's data, and print what the run will use, convert, skip
+    and leave out, how often it reads the text, and how much of it each rank reads.
+
+    The exit status is 1 if a start would refuse the data.
+    """
+
+    ranks: int = 1
+    """number of data-parallel ranks."""
+    json: bool = False
+    """print one JSON object."""
+
+
+@dataclass(frozen=True)
 class IndexOptions(ConfigOptions):
     """Index local training data: its documents, their text, and where reading can
     begin. Set stream.index to the result.

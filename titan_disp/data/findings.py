@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from titan_disp.data import formats, megatron
 from titan_disp.data.assignment import KEYS, Assignment, Share, one_share
 from titan_disp.data.documents import Documents
 from titan_disp.data.index import content_sample, with_index
+from titan_disp.data.ledger import CONVERTED, DATA, LEFT_OUT, SKIPPED, USED, Entry
 from titan_disp.data.listing import DataFile
 from titan_disp.data.local_files import warn_once
 from titan_disp.data.options import StreamOptions
@@ -33,7 +34,6 @@ from titan_disp.files import atomic_write
 from titan_disp.text import byte_size
 
 VERSION = 1
-NAME = "data.json"  # in the run's folder
 DOCUMENTS = 20  # of each file, until a usable one comes
 # A shared file system takes milliseconds for each file.
 THREADS = 16
@@ -64,7 +64,7 @@ def of_run(folder: str) -> Findings:
     one of another version.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((Path(folder) / NAME).read_text())
+        content = json.loads((Path(folder) / DATA).read_text())
         if content["version"] == VERSION:
             files = [DataFile(**file) for file in content["files"]]
             looks = content["looks"].items()
@@ -72,9 +72,11 @@ def of_run(folder: str) -> Findings:
     return Findings()
 
 
-def write(files: Sequence[DataFile], options: StreamOptions) -> None:
-    """Write to the run's folder what is known of its files, as they are read now, and
-    what it said of files that are gone.
+def write(
+    files: Sequence[DataFile], entries: Sequence[Entry], options: StreamOptions
+) -> None:
+    """Write to the run's folder what is known of its files, as they are read now, what
+    it said of files that are gone, and the ledger.
     """
     names = {file.name for file in files}
     former = [
@@ -87,8 +89,9 @@ def write(files: Sequence[DataFile], options: StreamOptions) -> None:
             for file in [*files, *former]
         ],
         "looks": {key: asdict(look) for key, look in _looks.items()},
+        "ledger": [astuple(entry) for entry in entries],
     }
-    with atomic_write(Path(options.run_folder) / NAME) as unfinished:
+    with atomic_write(Path(options.run_folder) / DATA) as unfinished:
         unfinished.write_text(json.dumps(content, indent=1))
 
 
@@ -139,6 +142,27 @@ def look_at(file: DataFile, options: StreamOptions) -> Look:
         problem = _problem(replace(file, encoding=encoding), options)
         _looks[key] = Look(encoding, problem, _has_rows(file, options))
     return _looks[key]
+
+
+def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[Entry]:
+    """Yield what becomes of each file as a whole; single documents are not looked at
+    here.
+    """
+    looks = look_at_all(files, options)
+    for file in files:
+        look = looks.get(file, Look())
+        fate = USED
+        reason = ""
+        if file.left_out:
+            fate = LEFT_OUT
+            reason = "stream.left_out"
+        elif look.problem:
+            fate = SKIPPED
+            reason = look.problem
+        elif look.encoding:
+            fate = CONVERTED
+            reason = f"from {look.encoding}"
+        yield Entry(file.name, fate, reason, file.size)
 
 
 def _holds_ids(file: DataFile) -> bool:

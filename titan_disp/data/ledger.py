@@ -5,7 +5,9 @@ be used, or left out before anything is read.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from titan_disp.text import byte_size
 
 FATES = ("used", "converted", "skipped", "left out")
 USED, CONVERTED, SKIPPED, LEFT_OUT = FATES
+DATA = "data.json"  # in a run's folder, see ``findings``
 NAME = ".titan-disp/ledger.json"  # in a folder that init has written
 
 
@@ -69,28 +72,40 @@ def lines(entries: Iterable[Entry]) -> Iterator[str]:
         key = (FATES.index(entry.fate), entry.reason)
         groups.setdefault(key, []).append(entry)
     for (fate, reason), group in sorted(groups.items()):
-        files = counted(len({entry.file for entry in group}), "file")
+        files = counted(len(group), "file")
         line = f"{FATES[fate]:<10} {byte_size(sum(e.size for e in group))} of {files}"
         if reason:
             line += f", such as {group[0].file}: {reason}"
         yield line
 
 
-def as_json(entries: Iterable[Entry]) -> list[tuple[str, str, str, int]]:
-    return [astuple(entry) for entry in entries]
+def of_left_out(reasons: Mapping[str, str]) -> Iterator[Entry]:
+    """Yield entries of local files that a listing has left out, by their paths."""
+    for path, reason in reasons.items():
+        if os.path.isfile(path):
+            size = os.path.getsize(path)
+            yield Entry(os.path.basename(path), LEFT_OUT, reason, size)
+
+
+def of_run(folder: str | Path) -> list[str]:
+    """Return the lines about the data of a run, as its latest start has written them;
+    none of an older version.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads((Path(folder) / DATA).read_text())
+        return list(lines(Entry(*entry) for entry in content["ledger"]))
+    return []
 
 
 def write(folder: Path, entries: Iterable[Entry]) -> None:
     path = folder / NAME
     path.parent.mkdir()
-    path.write_text(json.dumps(as_json(entries), indent=1))
+    path.write_text(json.dumps([astuple(entry) for entry in entries], indent=1))
 
 
-def read(folder: str | Path) -> list[Entry]:
+def read(folder: str | None) -> list[Entry]:
     """Return the ledger in a folder that init has written; empty if there is none."""
-    path = Path(folder) / NAME
-    return (
-        [Entry(*entry) for entry in json.loads(path.read_text())]
-        if path.is_file()
-        else []
-    )
+    path = Path(folder or "") / NAME
+    if not path.is_file():
+        return []
+    return [Entry(*entry) for entry in json.loads(path.read_text())]

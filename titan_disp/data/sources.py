@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.batch import slot_count, tokens_per_step
 from titan_disp.config.types import JobConfig
-from titan_disp.data import findings
+from titan_disp.data import findings, ledger
 from titan_disp.data.assignment import Share, one_share, prefixed, shares
 from titan_disp.data.findings import (
     Reading,
@@ -24,6 +24,7 @@ from titan_disp.data.findings import (
     measured,
     reading,
 )
+from titan_disp.data.ledger import Entry
 from titan_disp.data.listing import (
     DataFile,
     held_out,
@@ -31,6 +32,7 @@ from titan_disp.data.listing import (
     split_of,
     streams_from_hub,
 )
+from titan_disp.data.local_files import left_out
 from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, RefusedError, counted, did_you_mean
@@ -197,8 +199,25 @@ def list_for_run(data: Sequence[DataSet], options: StreamOptions) -> list[DataFi
     """Return what ``list_and_check`` does, and write it to the folder of the run."""
     files = list_and_check(data, options)
     if os.path.isdir(options.run_folder):
-        findings.write(files, options)
+        findings.write(files, ledger_of(data, files, options), options)
     return files
+
+
+def ledger_of(
+    data: Sequence[DataSet], training: Sequence[DataFile], options: StreamOptions
+) -> list[Entry]:
+    """Return what becomes of the files of a run, and of those that init has copied to
+    its own, in place of these.
+    """
+    copied: list[Entry] = []
+    entries: list[Entry] = []
+    for one in data:
+        if one.key != "validation":
+            copied += ledger.read(one.path)
+            entries += ledger.of_left_out(
+                left_out.get(f"{one.path_key} is {one.path!r}", {})
+            )
+    return copied or [*findings.entries_of(training, options), *entries]
 
 
 def check_left_out(

@@ -238,10 +238,7 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
             r"set stream\.left_out = .*", "--allow-loss", of_options(error)
         )
         raise ConfigError(message) from error
-    for left_path, why in left_out.get(f"--text is {path!r}", {}).items():
-        if not is_url(left_path):
-            size_left = os.path.getsize(left_path)
-            entries.append(Entry(left_path, LEFT_OUT, why, size_left))
+    entries += ledger.of_left_out(left_out.get(f"--text is {path!r}", {}))
     return _Text(
         path,
         training,
