@@ -49,7 +49,11 @@ def test_what_became_of_the_data(run, tmp_path):
     (tmp_path / "corpus/b.txt").write_text("a text")
     data = [DataSet("text", str(tmp_path / "corpus"), "training")]
     list_for_run(data, StreamOptions(run_folder=str(run)))
-    row = {"step": 20, "data": {"skipped_documents": 3.0, "skipped_bytes": 1234.0}}
+    row = {
+        "step": 20,
+        "time": 2e9,
+        "data": {"skipped_documents": 3.0, "skipped_bytes": 1234.0},
+    }
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     rows = rows_of(run)

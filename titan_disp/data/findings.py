@@ -135,13 +135,18 @@ def look_at(file: DataFile, options: StreamOptions) -> Look:
     """Return what is seen of a file that this process, or the run, has not seen yet."""
     key = _key(file, options)
     if key not in _looks:
-        encoding = ""
-        if file.name.endswith(".txt"):
-            with closing(opened(file, options)) as stored:
-                encoding = formats.encoding_of(stored.read(formats.LOOKED_AT))
+        encoding = encoding_of(file, options)
         problem = _problem(replace(file, encoding=encoding), options)
         _looks[key] = Look(encoding, problem, _has_rows(file, options))
     return _looks[key]
+
+
+def encoding_of(file: DataFile, options: StreamOptions) -> str:
+    """Return a file's encoding, for ``DataFile.encoding``."""
+    if not file.name.endswith(".txt"):
+        return ""
+    with closing(opened(file, options)) as stored:
+        return formats.encoding_of(stored.read(formats.LOOKED_AT))
 
 
 def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[Entry]:
