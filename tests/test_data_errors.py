@@ -394,13 +394,13 @@ def test_all_files_are_looked_at_once(tmp_path, monkeypatch):
     corpus.mkdir()
     written(corpus, {f"{i:03d}.json": DOCUMENT for i in range(100)})
     looks = []
-    problem = findings._problem
+    beginning = findings._beginning
 
     def look(file, *options):
         looks.append(file.name)
-        return problem(file, *options)
+        return beginning(file, *options)
 
-    monkeypatch.setattr(findings, "_problem", look)
+    monkeypatch.setattr(findings, "_beginning", look)
     options = StreamOptions(seq_len=8, run_folder=str(tmp_path))
     files = list_for_run(documents_in(corpus), options)
     assert sorted(looks) == [file.name for file in files]

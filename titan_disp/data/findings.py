@@ -29,7 +29,7 @@ from titan_disp.data.listing import DataFile
 from titan_disp.data.local_files import warn_once
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import opened
-from titan_disp.errors import ConfigError, DataError, counted
+from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write
 from titan_disp.text import byte_size
 
@@ -114,30 +114,35 @@ def look_at_all(
 ) -> dict[DataFile, Look]:
     """Return what a look at each file finds.
 
-    Files on the hub, where each would be a request, and those that are left out are not
-    opened, and neither are token ids if no tokenizer is known.
+    Files that are left out are not opened, and neither are token ids if no tokenizer is
+    known. Of files on the hub, where each is a request, only those are opened that may
+    be empty.
     """
     for key, look in of_run(options.run_folder).looks.items():
         _looks.setdefault(key, look)
-    opened_files = [
-        file
-        for file in files
-        if not file.url.startswith("hf://")
-        and not file.left_out
-        and (options.format.eos_id is not None or not _holds_ids(file))
-    ]
+    opened_files = [file for file in files if _is_looked_at(file, options)]
     with ThreadPoolExecutor(THREADS) as pool:
         looks = list(pool.map(partial(look_at, options=options), opened_files))
     return dict(zip(opened_files, looks, strict=True))
+
+
+def _is_looked_at(file: DataFile, options: StreamOptions) -> bool:
+    if file.left_out or (options.format.eos_id is None and _holds_ids(file)):
+        return False
+    return not file.url.startswith("hf://") or _may_have_no_rows(file)
+
+
+def _may_have_no_rows(file: DataFile) -> bool:
+    # One of 64 KiB has more than a footer.
+    return file.name.endswith(formats.PARQUET) and file.size <= 1 << 16
 
 
 def look_at(file: DataFile, options: StreamOptions) -> Look:
     """Return what is seen of a file that this process, or the run, has not seen yet."""
     key = _key(file, options)
     if key not in _looks:
-        encoding = encoding_of(file, options)
-        problem = _problem(replace(file, encoding=encoding), options)
-        _looks[key] = Look(encoding, problem, _has_rows(file, options))
+        look = Look(encoding_of(file, options))
+        _looks[key] = _beginning(replace(file, encoding=look.encoding), look, options)
     return _looks[key]
 
 
@@ -224,34 +229,30 @@ def check_content(
     ]
 
 
-def _problem(file: DataFile, options: StreamOptions) -> str | None:
-    """Return why none of the first documents of a file can be used, or None.
-
-    An empty or too long one says nothing.
+def _beginning(file: DataFile, look: Look, options: StreamOptions) -> Look:
+    """Add to a look what the first documents of a file show, up to the first usable
+    one. An empty or too long one says nothing, and neither does damage.
     """
     problem = None
-    documents = Documents(file, options)
-    try:
-        for _ in range(DOCUMENTS):
-            record = documents.read()
-            if record is None or isinstance(record, np.ndarray):
-                break
-            try:
-                formats.text_of(record, options.format.text_field)
-                return None
-            except (formats.Garbage, formats.OtherShape) as error:
-                if problem is None:
+    with closing(Documents(file, options)) as documents:
+        try:
+            for i in range(DOCUMENTS):
+                record = documents.read()
+                if record is None:
+                    has_rows = i > 0 or not _may_have_no_rows(file)
+                    return replace(look, problem=problem, has_rows=has_rows)
+                try:
+                    if not isinstance(record, np.ndarray):
+                        formats.text_of(record, options.format.text_field)
+                    return look
+                except (formats.Garbage, formats.OtherShape) as error:
                     advice = _advice(str(error), file)
-                    problem = f"document {documents.position - 1}: {error}{advice}"
-            except formats.BadDocument:  # empty, or too long
-                return None
-    except formats.OtherContent as error:
-        return str(error)
-    except formats.DamagedFile:
-        return None
-    finally:
-        documents.close()
-    return problem
+                    problem = problem or f"document {i}: {error}{advice}"
+        except formats.OtherContent as error:
+            return replace(look, problem=str(error))
+        except (formats.BadDocument, formats.DamagedFile):
+            return look
+    return replace(look, problem=problem)
 
 
 def _advice(error: str, file: DataFile) -> str:
@@ -264,18 +265,6 @@ def _advice(error: str, file: DataFile) -> str:
     if file.name.endswith(formats.PLAIN_TEXT):
         return "; expected UTF-8: convert it (iconv), or leave it out"
     return "; expected one document per line, with a text field: convert the file, or leave it out"
-
-
-def _has_rows(file: DataFile, options: StreamOptions) -> bool:
-    """Return False for an empty Parquet file. One of 64 KiB has more than a footer."""
-    if not file.name.endswith(formats.PARQUET) or file.size > 1 << 16:
-        return True
-    with (
-        closing(Documents(file, options)) as documents,
-        suppress(DataError, formats.DamagedFile),
-    ):
-        return documents.read() is not None
-    return True  # damaged, as reading it will tell
 
 
 def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
@@ -302,8 +291,9 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
     def with_density(file: DataFile) -> DataFile:
         if file.left_out:
             return file
-        has_rows = looks[file].has_rows if file in looks else _has_rows(file, options)
-        density = densities[formats.suffix_of(file.name)] if has_rows else 0.0
+        density = 0.0
+        if looks.get(file, Look()).has_rows:
+            density = densities[formats.suffix_of(file.name)]
         return replace(
             file,
             density=density,
@@ -399,7 +389,9 @@ class Reading:
     unseen: float  # see ``Assignment.unseen``
 
     def warnings(self) -> Iterator[str]:
-        name = f"source {self.source}: " if self.source else ""
+        name = ""
+        if self.source:
+            name = f"source {self.source}: "
         if self.amplification > MOST_AMPLIFIED and self.largest > MUCH:
             yield (
                 f"data: {name}all ranks together read the stored bytes "
@@ -425,11 +417,11 @@ def reading(
     ``share``, in a run of so many ``tokens``.
     """
     assignment = Assignment(files, one_share(share.slots), seed)
-    own = max(1, share.total // ranks)  # slots of a rank
-    of_ranks = [
-        stored_bytes(files, assignment, range(first, min(first + own, share.slots)))
-        for first in range(0, share.slots, own)
-    ]
+    slots_of_rank = max(1, share.total // ranks)
+    of_ranks = []
+    for first in range(0, share.slots, slots_of_rank):
+        slots = range(first, min(first + slots_of_rank, share.slots))
+        of_ranks.append(stored_bytes(files, assignment, slots))
     per_token = BYTES_PER_ID if _holds_ids(files[0]) else BYTES_PER_TOKEN
     text = sum(file.size * file.density for file in files)
     return Reading(

@@ -375,13 +375,8 @@ def table_rows(
         text = row[field]
         if text is None:
             yield Garbage("the row has too few columns")
-        elif (
-            4 * len(text) > max_bytes
-            and (size := len(text.encode(errors="replace"))) > max_bytes
-        ):
-            yield too_long(size)
         else:
-            yield text
+            yield _bounded(text, max_bytes)
 
 
 def arrow_rows(
@@ -522,10 +517,17 @@ def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument
             continue
         if not isinstance(text, str):
             yield Empty("text is null")
-        elif 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
-            yield too_long(size)
         else:
-            yield text
+            yield _bounded(text, max_bytes)
+
+
+def _bounded(text: str, max_bytes: int) -> str | BadDocument:
+    """Return a text, unless it is too long."""
+    if 4 * len(text) > max_bytes:
+        size = len(text.encode(errors="replace"))
+        if size > max_bytes:
+            return too_long(size)
+    return text
 
 
 def rows_at_a_time(metadata: Any) -> int:

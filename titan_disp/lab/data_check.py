@@ -17,7 +17,6 @@ from titan_disp.data.sources import (
     ledger_of,
     list_and_check,
     readings,
-    training_sets,
 )
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
@@ -92,13 +91,15 @@ def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
         list_and_check(data, strict)
     except ConfigError as error:
         refused = str(error)
-    prefixes = {one.source: one.prefix for one in training_sets(job_config)}
-    files_of = {
-        source: [file for file in files if file.name.startswith(prefix)]
-        for source, prefix in prefixes.items()
-    }
+    files_of = {}
+    listed = []
+    for data_set in data:
+        listed += data_set.files()
+        if data_set.key != "validation":
+            files_of[data_set.source] = [
+                file for file in files if file.name.startswith(data_set.prefix)
+            ]
     costs = readings(files_of, job_config, ranks)
-    listed = [file for one in data for file in one.files()]
     return DataCheck(
         formats=dict(Counter(suffix_of(file.name) for file in files)),
         stored=sum(file.size for file in files),
