@@ -45,8 +45,8 @@ from titan_disp.files import in_parallel
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.sweeps.definition import Listed, Sweep
 from titan_disp.lab.sweeps.runner import Result, run
-from titan_disp.run.folder import append_json
 from titan_disp.run.reader import read_json_lines
+from titan_disp.run.storage import append_json
 
 ROOT = Path(__file__).parent.parent
 # the folders of the corpus

@@ -35,8 +35,8 @@ from titan_disp.condensation.measure import (
 from titan_disp.config.command_options import Machine
 from titan_disp.config.load import load_config
 from titan_disp.models.registry import args_of
-from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
+from titan_disp.run.storage import append_json
 
 # NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of
 # which we expect 60; 3.35 TB/s.

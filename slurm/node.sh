@@ -40,6 +40,8 @@ freeze) exec "${python[@]}" -m titan_disp.cluster.freeze "$@" ;;
 prepare) exec "${python[@]}" -m titan_disp.cluster.job_check "$@" ;;
 esac
 
+# torch.distributed.run takes its options from variables as well: PET_STANDALONE=1 would start a run of its own on every node.
+unset "${!PET_@}"
 tee=()
 [ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 also writes to the job's log; every rank has its own files
 # The rendezvous is static, so that rank 0 is on the first node: c10d sorts nodes by their address as text, gpu10 before

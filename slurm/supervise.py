@@ -692,7 +692,8 @@ class Supervisor:
         archive = self.environment.get("TITAN_DISP_ENV_ARCHIVE")
         if not archive:
             return Outcome(FREEZE, "the environment is used where it is")
-        local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.job)
+        # Nobody can guess the name, and make it before this job does.
+        local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.start)
         say(f"environment: {archive} to {local} on every node")
         tar = local + ".tar"
         _, status = self._await(

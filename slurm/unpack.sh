@@ -1,14 +1,16 @@
 #!/bin/bash
 # Unpack an environment on this node's own disk: `unpack.sh ARCHIVE.tar` → ARCHIVE/. srun starts it once per node. It
-# also removes what this user's ended jobs have left there.
+# also removes what this user's ended jobs, and earlier starts of this job, have left there.
 set -eu
 folder=${1%.tar}
 for old in "$(dirname "$1")"/titan-disp-[0-9]*; do
-  job=${old##*/titan-disp-}
-  job=${job%.tar}
-  [[ $job =~ ^[0-9]+$ && $job != "$SLURM_JOB_ID" && -O $old && ! -L $old ]] || continue
+  job=${old##*/titan-disp-} # JOB, or JOB.RESTARTS.ID of a start, maybe with .tar
+  job=${job%%.*}
+  [[ $job =~ ^[0-9]+$ && $old != "$folder" && $old != "$1" && -O $old && ! -L $old ]] || continue
+  if [ "$job" = "$SLURM_JOB_ID" ]; then
+    rm -rf -- "$old"
   # Remove it only if SLURM answers and no longer lists the job.
-  if listed=$(squeue --noheader --user="$(id -un)" --format=%A 2>/dev/null) && ! grep -qx "$job" <<<"$listed"; then
+  elif listed=$(squeue --noheader --user="$(id -un)" --format=%A 2>/dev/null) && ! grep -qx "$job" <<<"$listed"; then
     echo "titan-disp: $(hostname): removing $old, whose job has ended"
     rm -rf -- "$old"
   fi

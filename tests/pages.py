@@ -96,7 +96,7 @@ def _understood(words):
     return told.value.args
 
 
-@functools.cache  # tyro takes half a second to parse
+@functools.cache
 def loaded(*words):
     """A config that the caller may not change."""
     # imports torch, which other tests of pages do without

@@ -261,7 +261,6 @@ def test_a_failed_save(start, monkeypatch):
         assert f"{run.folder}: {reason}. The" in str(run.manager._failed(5, error))
     with pytest.raises(CheckpointError) as first:
         start("new").save(1)
-    run.hooks.event = fails(5, "Input/output error")
     monkeypatch.setattr(os, "listdir", fails(5, "Input/output error"))
     with pytest.raises(
         CheckpointError, match=r"step 6 could not be saved.*No space left"

@@ -5,6 +5,7 @@ files, tables and division among ranks.
 import dataclasses
 import json
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from titan_disp.condensation.record import (
     load_steps,
     over_training,
 )
+from titan_disp.errors import ConfigError
 
 
 def measured(*layers: torch.Tensor) -> Measurement:
@@ -295,6 +297,21 @@ def test_saved_and_loaded(averaged, tmp_path):
     assert Measurement.load(tmp_path / "old.npz").to_json() == found.to_json() | {
         "features": 0
     }
+
+
+def test_a_file_that_unpacks_to_gigabytes_is_not_read(tmp_path):
+    """Zeros take a thousandth of their size in the archive."""
+    z = tokens(2, 8, 4)
+    file = tmp_path / "step-5.npz"
+    huge = np.zeros((2**14, 2**10))  # 134 MB
+    dataclasses.replace(measured(z, z**2, z), averaged_histogram=huge).save(file)
+    assert file.stat().st_size < 1e6
+    with pytest.raises(ConfigError, match="unpacks to 134,2.* bytes, expected at most"):
+        Measurement.load(file)
+    os.mkfifo(tmp_path / "step-6.npz")
+    problems = []
+    assert load_steps(tmp_path, problems) == {}
+    assert "step-6.npz' is not a regular file" in problems[1]
 
 
 def test_table_of_a_collapse_and_its_release():

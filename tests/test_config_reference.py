@@ -86,18 +86,18 @@ def test_parts():
     for name, shown in (
         (
             "dispersion.tau",
-            "[dispersion]\ntau = 1.0    # number ≥ 0.0125; default: the paper's text\n    τ, the t",
+            "[dispersion]\ntau = 1.0    # a number ≥ 0.0125; default: the paper's text\n    τ, the t",
         ),
         (
             "layers",
-            '[dispersion]\nlayers = "all"    # list of integers, "all", "last", "early_half" or "late_half"; ',
+            '[dispersion]\nlayers = "all"    # a list of whole numbers, "all", "last", "early_half" or "late_half"; ',
         ),
         # As it is typed
-        ("--dispersion.norm-eps", "[dispersion]\nnorm_eps = 0.01    # number"),
+        ("--dispersion.norm-eps", "[dispersion]\nnorm_eps = 0.01    # a number"),
         # Of TorchTitan, without its section
-        ("min_lr_factor", "[lr_scheduler]\nmin_lr_factor = 0.0    # number"),
+        ("min_lr_factor", "[lr_scheduler]\nmin_lr_factor = 0.0    # a number"),
         ("quantize", "[quantize.linear.float8]\n"),
-        ("weight", "[[stream.sources]]\nweight = required    # number"),
+        ("weight", "[[stream.sources]]\nweight = required    # a number"),
         ("seq_len", "[validation]\nseq_len = -1"),
         # Both sections that have a key are shown
         ("seq_len", "[training]\nseq_len = 2048"),
@@ -107,7 +107,7 @@ def test_parts():
         ("dispersoin", r"'dispersoin' is neither .* \(did you mean dispersion\?\)"),
         ("dispersion.lambda", r"\(did you mean dispersion.coeff\?\)"),
         ("lambda", r"\(did you mean dispersion.coeff\?\)"),
-        ("qqqqqqqq", "titan-disp config lists them"),
+        ("qqqqqqqq", r"\(see titan-disp config\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             reference.reference(name)

@@ -606,7 +606,7 @@ def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
     job = config(sample, *options, "--validation.dataset_path", str(tmp_path))
     # A step takes two sequences on each of two ranks.
     for job.stream.validation_sequences, asked in ((0, 400), (whole + 4, whole + 4)):
-        said = rf"holds {there} sequences of 16 tokens, expected {asked}: set stream.validation_sequences .* of 4 \("
+        said = rf"sequences of 16 tokens \(seq_len\), expected {asked}: set stream.validation_sequences .* of 4 \("
         for rank in (0, 1):
             with pytest.raises(ConfigError, match=said):
                 _ValidationSet(job, tokenizer, 2, rank)
@@ -627,7 +627,7 @@ def test_commands_look_at_the_data(sample, tmp_path):
     )
     for look in (
         check_inputs,
-        lambda job: listed_inputs(job, Problems(collect=True)),
+        lambda job: listed_inputs(job, Problems(collect=True), []),
         lambda job: digest(job, 1, [(0, 1)]),
     ):
         with pytest.raises(

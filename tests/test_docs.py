@@ -593,6 +593,7 @@ SOURCES = [
 ]
 ERRORS = {
     "ConfigError",
+    "RanksError",
     "RefusedError",
     "DataError",
     "InUseError",

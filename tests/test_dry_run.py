@@ -3,7 +3,7 @@
 import pytest
 
 from tests.command_line import DEMO, train
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 from titan_disp.errors import EXIT_CODE, ConfigError
 from titan_disp.run import dry
 

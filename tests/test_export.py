@@ -20,7 +20,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.command_line import typed
 from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.config.command_options import ExportOptions, GenerateOptions
-from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, convert
+from titan_disp.data.hf_tokenizer import (
+    PROBES,
+    check_same_ids,
+    convert,
+    map_probes,
+)
 from titan_disp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export, local_documents
@@ -290,6 +295,31 @@ def test_sentencepiece_on_odd_texts(files, name):
         assert got == processor.encode(text), text
         if processor.unk_id() not in got and "▁" not in text:
             assert converted.decode(got) == processor.decode(got), text
+
+
+def test_normalization_maps(files, texts, tmp_path):
+    """Everything that a map replaces, before a mark; and what it does not compose."""
+    processor = sentencepiece.SentencePieceProcessor(
+        model_file=str(files["bpe with symbols"])
+    )
+    converted, _ = convert(files["bpe with symbols"])
+    probes = list(map_probes(files["bpe with symbols"]))
+    assert sum(probe.count(" ") + 1 for probe in probes) > 200_000
+    odd = "H\u0301 \u017f\u0323 \u1e9b\u0323 \u212b\u0301 \ufb03\u0301 e\u0301\u0323"
+    marks = (
+        "\xea\u0301 e\u0302\u0301 a\u0327\u0301 \u0301 a\U0001f3fb \u1100\u1161\u11a8"
+    )
+    for text in [odd, marks, *odd.split(), *marks.split(), *probes[::20]]:
+        got = converted.encode(text, add_special_tokens=False).ids
+        assert got == processor.encode(text), ascii(text)
+    folding = train_sentencepiece(
+        tmp_path / "m.model",
+        texts,
+        model_type="bpe",
+        normalization_rule_name="nmt_nfkc_cf",
+    )
+    with pytest.raises(ConfigError, match="normalizes text by nmt_nfkc_cf, .*--token"):
+        convert(folding)
 
 
 @pytest.mark.parametrize("name", ["bpe of Llama's kind", "unigram with bytes"])

@@ -253,6 +253,29 @@ class TestTokenIds:
             "a document holds its block in memory"
         )
 
+    @pytest.mark.parametrize("eos", [0, EOS])
+    def test_zeros_are_ids_until_there_are_very_many(self, tmp_path, eos):
+        """Padding is no damage. In text, a block of zeros was never written."""
+        document = [11, 12, eos]
+        documents = [document] * 300
+        padding = [0] * 32_768
+        ids = [i for one in documents for i in one]
+        path = tmp_path / "a.bin"
+        path.write_bytes(ids_as([*ids, *padding, *ids]))
+        found = ids_of(path, eos_id=eos, vocab_size=20)
+        if eos == 0:
+            assert found == documents * 2
+        else:
+            padded = [*padding, *document]
+            assert found == [*documents, padded, *documents[1:]]
+        path.write_bytes(ids_as([*ids, *padding * 4, *ids]))
+        found = ids_of(path, eos_id=eos, vocab_size=20)
+        assert found[:300] == documents
+        assert found[-1] == (
+            "damaged: 65,536 ids 0 in a row, as a disk that was full or failed leaves "
+            "them: copy the file again, or, if they are padding, write it without them"
+        )
+
     def test_damaged_ends(self, tmp_path):
         header = "its header says 60 ids of uint16, but the file holds"
         for layout, size, more, documents, rest, damage in (

@@ -4,7 +4,9 @@ Inductor, and no waiting of the host.
 
 import contextlib
 import functools
+import gc
 import warnings
+import weakref
 from unittest import mock
 
 import pytest
@@ -115,9 +117,9 @@ def test_epilogue_compiles_to_one_kernel(variant, diagonal, padding):
     u = torch.nn.functional.normalize(tokens(2, 96, 32), dim=-1)
     scale = torch.rand(2, 96, 1, generator=torch.Generator().manual_seed(1)) + 0.5
     padded = scale > 1.2
-    arguments = (scale, scale.transpose(1, 2), diagonal, torch.bfloat16)
+    arguments = (pair, scale, scale.transpose(1, 2), diagonal, torch.bfloat16)
     arguments += ((padded, padded.transpose(1, 2)),) if padding else ()
-    eager = pairwise._epilogue(pair)
+    eager = pairwise.epilogue_of(pair)
     products = u @ u.transpose(1, 2)
     expected = eager(products.clone(), *arguments)
     torch._dynamo.reset()
@@ -237,14 +239,37 @@ def test_the_limit_of_recompilations_is_each_variants_own_and_noticed(monkeypatc
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for tau in (0.5, 0.6, 0.7):
-                epilogue = pairwise._epilogue(angular_pair(tau, 0.25))
-                epilogue(c.clone(), scale, scale.transpose(1, 2), True, torch.float32)
+                pair = angular_pair(tau, 0.25)
+                epilogue = pairwise.epilogue_of(pair)
+                scales = (scale, scale.transpose(1, 2))
+                epilogue(c.clone(), pair, *scales, True, torch.float32)
             fused(torch.empty(3, device="meta"))
         with pytest.warns(
             UserWarning,
             match="could not be compiled and runs slower: FailOnRecompileLimitHit",
         ):
             assert fused(torch.empty(4, device="meta")).shape == (4,)
+
+
+def test_a_pair_function_that_nobody_holds_is_forgotten():
+    """With its compiled code: a variant may make a new one for each call."""
+    torch._dynamo.reset()
+
+    def call_new_pair():
+        def pair(c):
+            return c * slope, torch.full_like(c, slope)
+
+        slope = 2.0
+        scale = torch.ones(1, 8, 1)
+        epilogue = pairwise.epilogue_of(pair)
+        compiled = torch.compile(epilogue.__wrapped__, backend="eager", fullgraph=True)
+        arguments = (pair, scale, scale.transpose(1, 2), True, torch.float32)
+        compiled(torch.ones(1, 8, 8), *arguments)
+        return weakref.ref(pair), weakref.ref(epilogue)
+
+    references = call_new_pair()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 @pytest.mark.parametrize(

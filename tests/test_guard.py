@@ -313,7 +313,9 @@ def trainer(monkeypatch):
     trainer.run_folder = object()
     trainer.aside = SimpleNamespace(wake=lambda: calls.append("wake"))
     trainer.checkpointer = SimpleNamespace(
-        wait=lambda: calls.append("wait"), force=lambda: calls.append("force")
+        wait=lambda: calls.append("wait"),
+        force=lambda: calls.append("force"),
+        saves_again=False,
     )
     comm = SimpleNamespace(mode="default", train_timeout_seconds=77)
     training = SimpleNamespace(steps=9)
@@ -397,11 +399,11 @@ def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
     trainer.step = 9
     trainer.report = lambda: None
     trainer.stop_request = SimpleNamespace(held=lambda: False, done=lambda: None)
-    wait = lambda: trainer.calls.append("wait") or time.sleep(0.05)  # noqa: E731
-    trainer.checkpointer = SimpleNamespace(ended_at=lambda: None, wait=wait)
+    finish = lambda step: trainer.calls.append("finish") or time.sleep(0.05)  # noqa: E731
+    trainer.checkpointer = SimpleNamespace(ended_at=lambda: None, finish=finish)
     trainer.train()
     *before, (name, step, details) = trainer.calls
-    assert (before, name, step) == (["wake", "wait", "condensation"], "complete", 9)
+    assert (before, name, step) == (["wake", "finish", "condensation"], "complete", 9)
     assert 0.05 <= details["spent"]["checkpoints"] < 100
 
 

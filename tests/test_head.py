@@ -14,11 +14,13 @@ from tests.mesh import VOCAB, build, canonical, dims, full, job_config, step
 from tests.oracle import Largest, cross_entropy
 from tests.run_invariants import check_run
 from titan_disp.errors import ConfigError
+from titan_disp.models import qwen3
 from titan_disp.models.head import (
     HiddenStates,
     chunked_cross_entropy,
     loss_and_gradient,
 )
+from titan_disp.models.parallelize import parallelize_model
 from titan_disp.models.registry import MODELS
 from titan_disp.run.reader import read_condensation, read_metrics
 
@@ -265,6 +267,10 @@ def test_an_output_layer_that_a_converter_has_replaced_is_refused(
     with pytest.raises(
         ConfigError, match='made it a Float8Linear: add "output" to the filter_fqns'
     ):
-        MODELS["qwen3_disp"].parallelize(
-            model, dims(1), job_config(sample, tmp_path, *CHUNKED)
+        parallelize_model(
+            model,
+            dims(1),
+            job_config(sample, tmp_path, *CHUNKED),
+            apply_tp=qwen3.apply_tp,
+            saved_ops=qwen3.SAVED_OPS,
         )

@@ -17,6 +17,7 @@ from titan_disp.checks import check_config
 from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
 from titan_disp.dispersion import DispersionLoss
+from titan_disp.models.parallelize import parallelize_model
 from titan_disp.models.registry import MODELS
 
 # By number of ranks, the cases in the words of tests/mesh.py; "*" is each other model,
@@ -132,7 +133,13 @@ def run_fast(sample, folder):
         with torch.device("meta"):
             model = entry.model_cls(entry.flavors["nano"])
         config = job_config(sample, folder / "unused", "--model.name", entry.name)
-        entry.parallelize(model, mesh.dims(4, dp_shard=2, tp=2), config)
+        parallelize_model(
+            model,
+            mesh.dims(4, dp_shard=2, tp=2),
+            config,
+            apply_tp=entry.apply_tp,
+            saved_ops=entry.saved_ops,
+        )
         mesh.assert_tied(model)
     mesh.run_cases(
         sample, folder, {name: options_of(name) for name in FAST}, checkpoint=False

@@ -468,9 +468,9 @@ def of_words(losses):
     [
         (
             '[{"weight": 1}]',
-            r"losses\[0\] is \{'weight': 1\}, expected a table with a variant, as variant = ",
+            r"losses\[0\] has no variant$",
         ),
-        ('["cosine"]', r"losses is \['cosine'\], expected "),
+        ('["cosine"]', r"losses\[0\] is 'cosine', expected a table$"),
         (
             '{"variant": "cosine", "weight": 0}',
             r"losses\[0\]\.weight is 0, expected a number > 0",
@@ -485,7 +485,7 @@ def of_words(losses):
         ),
         (
             '[{"variant": "cosine"}, {"variant": "simctg", "tau": 2}]',
-            r"losses\[1\]\.tau is 2\.0, but variant 'simctg'",
+            r"losses\[1\]\.tau is 2, but variant 'simctg'",
         ),
         (
             '{"variant": "simctg", "options": "margin=0.7"}',

@@ -11,6 +11,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from tests.command_line import DEMO, ROOT, typed
 from tests.pages import changed, loaded
+from tests.streams import write_texts
 from titan_disp import cpu
 from titan_disp.cluster import cost
 from titan_disp.cluster import plan as plans
@@ -135,7 +136,7 @@ def test_the_nearest_numbers_of_nodes(nodes, changes, batches, numbers):
             "; 6 or 9 nodes would work with this mesh and batch",
         ),
         # no number of nodes helps
-        ({"optimizer.lr": -1.0}, "--gpus-per-node)"),
+        ({"optimizer.lr": -1.0}, "it is the highest learning rate, such as 1e-3"),
         ({REPLICAS: 81}, "--gpus-per-node)"),
     ],
 )
@@ -174,7 +175,7 @@ def test_all_problems_at_once(tmp_path):
     for begin in begins:
         assert any(line.startswith(f"- {begin}") for line in problems), begin
     assert size.startswith("This is for 7 nodes of 8 GPUs")
-    with pytest.raises(ConfigError, match="^optimizer.lr is .*This is for") as error:
+    with pytest.raises(ConfigError, match="^optimizer.lr is .* such as 1e-3$") as error:
         make_plan(wrong, Machine(7, 8))
     assert "\n" not in str(error.value)
 
@@ -623,6 +624,38 @@ def test_sources_and_their_parts_of_the_tokens(sample):
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 16])
+def test_what_a_resume_reads_again(sample, tmp_path, ranks):
+    """With one file, each rank reads half of it. With 16 files, each of 16 slots has
+    one; on 8 ranks, a rank reads half of two files, at the same time.
+    """
+    slots = {"training.global_batch_size": 16, "training.dataset": "text"}
+    for count, files_per_rank in ((1, 1), (16, 16 // ranks)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        texts = [f"{i} words of equal documents " * 40 for i in range(500)]
+        for i in range(count):
+            write_texts(folder / f"{i}.json.gz", texts)
+        (size, *_) = (path.stat().st_size for path in folder.iterdir())
+        here = slots | {"training.dataset_path": str(folder)}
+        here |= {"training.local_batch_size": 16 // ranks, SHARDS: ranks}
+        job = demo(sample, here | {"stream.tokenizer_threads": 2})
+        (resume,) = make_plan(job, Machine(1, ranks)).resume.values()
+        assert resume.rank_bytes == pytest.approx(files_per_rank * size / 2, rel=0.01)
+        assert resume.total_bytes == pytest.approx(ranks * resume.rank_bytes, rel=0.01)
+        at_once = min(2, files_per_rank)
+        assert resume.seconds == pytest.approx(
+            5.9 * resume.rank_bytes / at_once / 1e9, rel=0.01
+        )
+    text = render(make_plan(job, Machine(1, ranks)))
+    assert re.search(r"resume +at 50 % of an epoch: a rank reads up to .* again", text)
+    # with an index, reading begins at any block
+    job.training.dataset_path = str(write_texts(tmp_path / "plain.jsonl", texts))
+    job.stream.index = "memory"
+    (resume,) = make_plan(job, Machine(1, ranks)).resume.values()
+    assert resume.total_bytes == 0
+
+
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     """An epoch of C4 takes at most 1024 files + 640 ranks = 1,664 reads, with one
     request each.
@@ -878,7 +911,7 @@ def test_suggestions_keep_the_global_batch(global_batch, local):
 def test_the_command_that_suggests(monkeypatch, capsys):
     words = f"plan {DEMO} --gpus-per-node 2 --training.global_batch_size 4 --suggest --training.local_batch_size 2"
     # of all blocks
-    words += " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0"
+    words += " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 1"
     assert typed(monkeypatch, *words.split(), "--json") == 0
     first = json.loads(capsys.readouterr().out)["suggestions"][0]
     assert (first["options"], first["memory"] > 1e6) == ([], True)

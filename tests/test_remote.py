@@ -108,7 +108,10 @@ def test_a_server_that_knows_no_ranges(hub):
     hub.cut = 400_000  # so that it can never get further
     file = RemoteFile(DataFile("", file._name, SIZE), StreamOptions(retry_seconds=0.05))
     file.seek(390_000)
-    assert file.read(10_000) == content[390_000:400_000]
+    data = b""
+    while len(data) < 10_000:  # a read returns what has come
+        data += file.read(10_000 - len(data))
+    assert data == content[390_000:400_000]
     with pytest.raises(Exception, match="without sending complete message body"):
         read_all(file)
 

@@ -37,6 +37,7 @@ DATA = {
     "text_field",
     "text_split",
     "token_dtype",
+    "separator",
 }
 MODEL = {
     "model.overrides",
@@ -101,6 +102,7 @@ def another(name, field, value):
         "model.overrides": {"n_layers": 5},
         "dispersion.options": {"margin": 0.5},
     }
+    special["stream.separator"] = "none"
     special["dispersion.losses"] = [{"variant": "cosine"}]
     special["stream.left_out"] = ("name",)
     if name in special:

@@ -3,6 +3,8 @@ succeeded.
 """
 
 import os
+import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +16,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.distributed import spawn
 from titan_disp import safe_dcp
+from titan_disp.data import passes, storage
 from titan_disp.errors import CheckpointError, RefusedError
 from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import (
     read_condensation,
     read_config,
     read_events,
+    read_heartbeat,
     read_metrics,
 )
 
@@ -211,15 +215,17 @@ def test_ends(sample, tmp_path):
 def let_slow_steps_be_late(file):
     """Let "slow" of FAULTS make rank 0 ``LATE`` seconds late, on both ranks' clock.
 
-    It is late once rank 1 waits for it, and waits itself until then.
+    It is late once rank 1 waits for it, and waits itself until then: not in the first
+    step, where rank 1 gets its first batch only when rank 0 asks for one.
     """
     from tests import faulty_train
     from titan_disp.run import liveness
 
     # The ranks share the file's memory: seconds by which the clock is ahead, the steps
-    # in which rank 1 has waited for rank 0, and those in which rank 0 was late.
+    # in which rank 1 has waited for rank 0, and those that rank 0 has begun.
     shared = torch.from_file(str(file), shared=True, size=3, dtype=torch.float64)
-    ahead, waits, lates = shared
+    ahead, waits, steps = shared
+    steps.fill_(1)
     arrived = liveness.Stragglers.arrived
 
     def note_arrival(stragglers):
@@ -227,9 +233,9 @@ def let_slow_steps_be_late(file):
         waits.add_(dist.get_rank())
 
     def be_late(seconds):
-        while waits <= lates:
+        while waits <= steps:
             time.sleep(0.01)
-        lates.add_(1)
+        steps.add_(1)
         ahead.add_(LATE)
 
     liveness.Stragglers.arrived = note_arrival
@@ -253,7 +259,7 @@ def two_ranks_end(sample, folder):
     let_slow_steps_be_late(Path(folder) / "clock")
     batch = ("--training.local_batch_size", "4")  # one microbatch
     options = (*batch, "--training.steps", "8", "--checkpoint.interval", "100")
-    assert train(sample, run, *options, faults="slow:1-4@0,asked_to_stop:5@1") == 5
+    assert train(sample, run, *options, faults="slow:2-4@0,asked_to_stop:5@1") == 5
     assert checkpoints(run / "checkpoint") == [5]
     end = read_events(run)[-1]
     assert (end["kind"], end["reason"]) == ("signal", "another rank was asked to stop")
@@ -292,3 +298,70 @@ def two_ranks_end(sample, folder):
 
 def test_two_ranks_end(sample, tmp_path):
     spawn(2, two_ranks_end, str(sample), str(tmp_path))
+
+
+def stall(go):
+    """Let the threads that read to the positions wait, after two reads, until the file
+    ``go`` is there.
+    """
+    reads = []
+    readinto = storage.RetryingFile.readinto
+
+    def read(file, buffer):
+        if threading.current_thread().name.startswith("tokenize"):
+            reads.append(file)
+            while len(reads) > 2 and not go.exists():
+                time.sleep(0.01)
+        return readinto(file, buffer)
+
+    storage.RetryingFile.readinto = read
+
+
+def read_to_the_positions(sample, folder):
+    """A resume announces how far all ranks are with reading to their positions, if they
+    read on; a rank that is there waits for the others.
+    """
+    run = Path(folder) / "run"
+    go = Path(folder) / "go"
+    # within a window, the position is that of its beginning
+    data = ("--stream.shuffle_window", "0", "--training.seq_len", "1024")
+    options = (*data, "--training.local_batch_size", "4", "--training.steps")
+    assert train(sample, run, *options, "2") == 2
+    passes.PROGRESS_SECONDS = 0.05
+    announced = []
+
+    def watch():
+        """Let rank 1 read on when its heartbeat has stood still for 40 reports."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            beat = read_heartbeat(run)
+            if beat and beat["doing"].startswith("reading") and beat not in announced:
+                announced.append(beat)
+                still = time.monotonic() + 40 * passes.PROGRESS_SECONDS
+            elif announced and time.monotonic() > still:
+                break
+            time.sleep(0.01)
+        go.touch()
+
+    if dist.get_rank() == 1:
+        stall(go)
+    watcher = threading.Thread(target=watch)
+    if dist.get_rank() == 0:
+        watcher.start()
+    assert train(sample, run, *options, "3") == 3
+    if dist.get_rank() == 0:
+        watcher.join()
+        assert len(announced) < 10
+        assert all(
+            re.fullmatch(
+                r"reading to the position, 0\.00 of 0\.00 GB, about \d+ s",
+                beat["doing"],
+            )
+            and beat["step"] == 3
+            for beat in announced
+        )
+        assert announced[0]["allowed_seconds"] > 600
+
+
+def test_a_resume_announces_that_it_reads_to_its_positions(sample, tmp_path):
+    spawn(2, read_to_the_positions, str(sample), str(tmp_path))

@@ -24,14 +24,9 @@ from titan_disp.checks import check_device
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.objective import LossLedger
 from titan_disp.run import reader
-from titan_disp.run.folder import (
-    WATCH,
-    RunFolder,
-    append_json,
-    continue_wandb,
-    write_json,
-)
+from titan_disp.run.folder import WATCH, RunFolder, continue_wandb
 from titan_disp.run.metrics import DispersionMetrics
+from titan_disp.run.storage import append_json, write_json
 from titan_disp.train import DispTrainer
 
 
@@ -379,3 +374,43 @@ def test_what_the_user_has_set_stays():
         expected = given | added
         continue_wandb("folder", rank, given)
         assert given == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "recorded"),
+    [
+        (
+            "apptainer exec --env WANDB_API_KEY=0123 --env=A=b,C=d -e X=y x.sif",
+            "apptainer exec --env WANDB_API_KEY=… --env=A=… -e X=… x.sif",
+        ),
+        ("http://me:pass@proxy:3128", "http://me:…@proxy:3128"),
+        ("export HF_TOKEN=hf_ab; run", "export HF_TOKEN=… run"),
+        (f"run {'hf_' + 'a' * 34} {'0' * 40}", "run … …"),
+        ("expandable_segments:True,max=5", "expandable_segments:True,max=5"),
+        ("tcp://host:1234/path", "tcp://host:1234/path"),
+        ("ib0,ib1:1", "ib0,ib1:1"),
+    ],
+)
+def test_values_of_variables_hold_no_secrets(tmp_path, monkeypatch, value, recorded):
+    monkeypatch.setenv("TITAN_DISP_PREFIX", value)
+    folder = RunFolder(job_config(tmp_path), 1)
+    folder.record_start()
+    folder.close()
+    variables = reader.read_environment(tmp_path)["variables"]
+    assert variables["TITAN_DISP_PREFIX"] == recorded
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("heartbeat.json", reader.read_heartbeat),
+        ("requeue.json", reader.read_failures),
+        ("config.json", reader.read_config),
+        ("metrics.jsonl", reader.read_rows),
+        ("events.jsonl", reader.read_events),
+    ],
+)
+def test_a_named_pipe_is_not_waited_for(tmp_path, name, read):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read(tmp_path)

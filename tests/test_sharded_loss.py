@@ -102,9 +102,9 @@ def check_gathered_ahead(mesh):
             events.append(f"start {int(z[0, 0, 0])}")
             super().__init__(z, group)
 
-        def other_shards(self):
+        def of_ranks(self):
             events.append("wait")
-            return super().other_shards()
+            return super().of_ranks()
 
     zs = [
         torch.cat(

@@ -189,11 +189,7 @@ def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
             )
             held.append(
                 waiting
-                + sum(
-                    one.queued
-                    for passes in rank.passes._open.values()
-                    for one in passes
-                )
+                + sum(reading.queued for reading in set(rank.passes._open.values()))
             )
     assert rank.passes.bytes_read()[0, 0] == files[0].size
     mean = 5 * (30 + 49 / 2)

@@ -9,6 +9,7 @@ import errno
 import gzip
 import io
 import json
+import math
 import multiprocessing
 import os
 import select
@@ -66,7 +67,9 @@ from titan_disp.data.index import with_index
 from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import Format, StreamOptions
+from titan_disp.data.passes import Progress
 from titan_disp.data.position import Field
+from titan_disp.data.sources import measured
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import (
     _ValidationSet,
@@ -361,7 +364,9 @@ def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, window):
     )
     got, _ = batches([rank], 60)
     assert np.array_equal(got, expected)
-    assert window or max(map(len, rank.passes._open.values())) > 1
+    open_passes = set(rank.passes._open.values())
+    of_files = {file for _, _, file in rank.passes._open}
+    assert window or len(open_passes) > len(of_files)
     # Since the last call
     assert [sum(rank.passes.bytes_read().values()) > 0 for _ in range(2)] == [
         True,
@@ -372,7 +377,7 @@ def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, window):
         for f in files
         for line in gzip.decompress(Path(f.url).read_bytes()).splitlines()
     ]
-    most = max(one.queued for passes in rank.passes._open.values() for one in passes)
+    most = max(reading.queued for reading in open_passes)
     # The part that a pass has read may have a larger mean.
     assert most <= 2000 + 9 * window * 1.1 * np.mean(lengths) + 9 * max(lengths)
     # The first slot reads two epochs, far ahead of the others, then the next one.
@@ -534,7 +539,8 @@ class TestBadData:
             )
             ends.append(batches(streams, steps)[1])
             # It is closed, and none of its documents is kept for anybody.
-            assert not any(files - 1 in rank.passes._open for rank in streams)
+            opened = [file for rank in streams for _, _, file in rank.passes._open]
+            assert files - 1 not in opened
         assert np.array_equal(*ends)
         total = ends[0].sum(0)
         assert total[Field.DOCUMENTS] == slots * steps >= 1000
@@ -661,6 +667,50 @@ def test_position_is_of_batches_consumed_not_prefetched(sample):
         torch.int32,
         False,
     )
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_resume_says_how_far_it_has_read(sample, tmp_path, monkeypatch, prefetch):
+    """In the middle of three files, it reads half of each, in stored bytes."""
+    monkeypatch.setattr("titan_disp.data.passes.PROGRESS_SECONDS", 0.001)
+    generator = np.random.default_rng(0)
+    for name in "abc":
+        texts = [
+            " ".join(map(str, generator.integers(0, 9999, 150))) for _ in range(2000)
+        ]
+        write_texts(tmp_path / f"{name}.json.gz", texts)
+    files = measured(list_files("text", str(tmp_path)), StreamOptions())
+
+    def make():
+        """A document is a sequence."""
+        one = loader(files, sample, prefetch=prefetch, slots=3, fast_tokenizer=False)
+        one.encode = lambda text: [1] * 32 + [EOS]
+        reports = []
+        one.on_progress = reports.append
+        return one, reports
+
+    first, reports = make()
+    for _ in islice(iter(first), 1500):
+        pass
+    first.close()
+    assert reports == [Progress(0, 0, math.inf, finished=True)]
+    second, reports = make()
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    second.close()
+    *before, end = reports
+    assert before
+    stored = sum(file.size for file in files)
+    assert (end.finished, end.expected) == (True, end.read)
+    half = 0.95 * stored / 2
+    assert half < end.read < stored / 2 + 3 * (1 << 19)  # gzip reads half a MiB at once
+    assert [report.read for report in before] == sorted(
+        report.read for report in before
+    )
+    for report in before:
+        assert not report.finished
+        assert max(half, report.read) <= report.expected <= end.read
+        assert str(report).startswith("reading to the position, 0.00 of 0.00 GB")
 
 
 def test_batches_before_an_error_come_first(sample, tmp_path):

@@ -156,6 +156,9 @@ def test_a_read_only_installation_or_run_folder(tmp_path, monkeypatch):
             freeze.freeze(
                 load_config([*argv, "--checkpoint.load_step", step]), argv, "7.0.abcdef"
             )
+    anew = "--checkpoint.exclude_from_loading=train_state,lr_scheduler"
+    with pytest.raises(ConfigError, match="has 'train_state' in a job: .* requeue"):
+        freeze.freeze(load_config([*argv, anew]), argv, "7.0.abcdef")
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match="is not writable: "):
         freeze.freeze(config, argv, "7.0.abcdef")

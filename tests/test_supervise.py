@@ -290,8 +290,8 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-def beat(allowed, start="7.0"):
-    content = {"start": start, "step": 5, "doing": "save", "allowed_seconds": allowed}
+def beat(allowed, start="7.0", doing="save"):
+    content = {"start": start, "step": 5, "doing": doing, "allowed_seconds": allowed}
     return f"echo '{json.dumps(content)}' > FOLDER/run/heartbeat.json; "
 
 
@@ -332,6 +332,8 @@ UNLIKE = {**FOUR, "n1": (), "n2": (9, [])}
 MOST = "node n{}: the number of visible GPUs is {}, but most nodes have 8"
 THREE = {node: FOUR[node] for node in ("n1", "n3", "n4")}
 SLEEP = "exec sleep 60"
+READ = "reading to the position, {} of 9 GB"
+FIVE = range(1, 6)
 ONE_HANGS = {
     "reports": THREE,
     "srun": f"cat FOLDER/bin/reports; {SLEEP}",
@@ -841,6 +843,15 @@ SCENARIOS = {
             "check nodes",
             "at step 5 (save), and 0 s are",
             srun=beat(0.3) + SLEEP,
+            ended=True,
+        ),
+        # Altogether, it takes longer than allowed, but each heartbeat tells of progress.
+        row(
+            "reading to the position",
+            "check nodes",
+            "at step 5 (reading to the position, 5 of 9 GB), and 1 s are",
+            srun="".join(f"{beat(0.9, doing=READ.format(i))}sleep 0.4; " for i in FIVE)
+            + SLEEP,
             ended=True,
         ),
         # Python hangs before rank 0 has written a heartbeat, or after rank 0 has
@@ -2022,25 +2033,25 @@ class TestUnpack:
         assert supervisor.unpack() == Outcome(
             "freeze", "the environment is on every node"
         )
-        assert cluster.calls("sbcast") == ["--force /a/env.tar /local/titan-disp-7.tar"]
+        folder = f"/local/titan-disp-{supervisor.start}"
+        assert cluster.calls("sbcast") == [f"--force /a/env.tar {folder}.tar"]
         assert cluster.calls("srun") == [
-            f"{STEP.format(1)} bash {ROOT}/slurm/unpack.sh /local/titan-disp-7.tar"
+            f"{STEP.format(1)} bash {ROOT}/slurm/unpack.sh {folder}.tar"
         ]
-        assert (
-            supervisor.environment["TITAN_DISP_PYTHON"]
-            == "/local/titan-disp-7/bin/python"
-        )
+        assert supervisor.environment["TITAN_DISP_PYTHON"] == f"{folder}/bin/python"
 
     def test_what_dead_jobs_left_on_a_node_is_removed(self, cluster, tmp_path):
         local = tmp_path / "local"
-        archive = tmp_path / "local" / "titan-disp-7.tar"
-        kept = {"titan-disp-6", "titan-disp-7", "titan-disp-x", "titan-disp-cache-0"}
-        for name in (*kept, "titan-disp-5"):
+        archive = tmp_path / "local" / "titan-disp-7.1.ab12cd.tar"
+        unpacked = local / "titan-disp-7.1.ab12cd"
+        kept = {"titan-disp-6", unpacked.name, "titan-disp-x", "titan-disp-cache-0"}
+        dead = "titan-disp-5.0.0123ef"
+        for name in (*kept, dead, "titan-disp-7", "titan-disp-7.0.ab12cd"):
             (local / name).mkdir(parents=True)
-        (local / "titan-disp-5.tar").touch()
+        (local / f"{dead}.tar").touch()
         (tmp_path / "env" / "bin").mkdir(parents=True)
         for listed, more in (
-            ("exit 1", {"titan-disp-5", "titan-disp-5.tar"}),
+            ("exit 1", {dead, f"{dead}.tar"}),
             ("echo 6; echo 7", set()),
         ):
             cluster.write("squeue", listed)
@@ -2053,7 +2064,7 @@ class TestUnpack:
                 check=True,
             )
             assert {path.name for path in local.iterdir()} == kept | more
-        assert (local / "titan-disp-7" / "bin").is_dir()
+        assert (unpacked / "bin").is_dir()
 
 
 class TestNode:
@@ -2086,6 +2097,13 @@ class TestNode:
         )
         assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a run|my image.sif|||"
         assert told.rstrip().endswith("--an argument")
+
+    def test_options_of_torchrun_from_the_users_shell_do_not_count(self, cluster):
+        variables = {"SLURM_NODEID": "0", "SLURM_NNODES": "2", "PET_STANDALONE": "1"}
+        needed = {"NPROC": "1", "START": "7.0", "ENDPOINT": "n1:1", "RUN": "/run"}
+        variables |= {f"TITAN_DISP_{name}": value for name, value in needed.items()}
+        script = 'echo "standalone: ${PET_STANDALONE-unset}"'
+        assert cluster.node(script, "train", **variables) == "standalone: unset\n"
 
     def test_a_cache_of_somebody_else(self, cluster, tmp_path):
         cache = tmp_path / f"titan-disp-cache-{os.getuid()}"

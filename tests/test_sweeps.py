@@ -687,7 +687,10 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
             (one, value) for one in (*listed.axes, *sweep.axes) for value in one.values
         ):
             other = changed(loaded(*first.argv()), dict.fromkeys(axis.keys, value))
-            load._check_types(other)
+            for key in axis.keys:
+                section, _, name = key.rpartition(".")
+                types = load._types(getattr(other, section))
+                load.check_type(key, value, types[name])
             check_config(other, 1)
 
 

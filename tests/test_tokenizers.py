@@ -3,18 +3,18 @@ and unusable tokenizers.
 """
 
 import json
+import shutil
 
 import pytest
 import transformers
 from sentencepiece import SentencePieceProcessor
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 
 from tests.command_line import DEMO
 from tests.pages import loaded
 from tests.streams import VALIDATION_FILE, texts_of
 from titan_disp.checks import tokenizer_of
 from titan_disp.data.fingerprint import data_changes, fingerprint
-from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.listing import list_files
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.tokenizer import (
@@ -71,7 +71,7 @@ def test_encoder_agrees_with_torchtitans_tokenizer(
             == loaded.encode(text, add_bos=True, add_eos=True)
         )
     assert encode(LONG) == [*([loaded.bos_id] * bos), *plain, loaded.eos_id]
-    assert plain_encoder(loaded)(LONG) == plain
+    assert loaded.plain(LONG) == plain
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
@@ -143,7 +143,7 @@ def test_text_makes_no_special_tokens(sample, hf_tokenizer, tmp_path, kind):
         ids = encode(text)
         assert ids == [*plain(text), eos]
         assert fast(text).tolist() == ids
-        assert plain_encoder(loaded)(text) == ids[:-1]
+        assert loaded.plain(text) == ids[:-1]
         assert loaded.decode(ids[:-1]) == text
     assert all(
         fast(text).tolist() == encode(text)
@@ -199,6 +199,8 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
     assert data_changes(found[2048], found[2049]) == [
         "eos_token_id: 2048 then, 2049 now"
     ]
+    older = {k: v for k, v in found[2048].items() if k != "stream.separator"}
+    assert data_changes(older, found[2048]) == []
     # tokenizer_config.json decides, and is in the tokenizer's hash
     for token in ("<|one|>", "<|other|>"):
         (tmp_path / "tokenizer_config.json").write_text(
@@ -227,3 +229,56 @@ def test_which_file_is_the_tokenizer(hf_tokenizer, tmp_path):
         (hf_tokenizer / "tokenizer.json").read_bytes()
     )
     assert find_tokenizer(tmp_path).name == "tokenizer.json"
+
+
+def test_merges_that_begin_with_a_number_sign(tmp_path):
+    """GPT-2's vocab.json and merges.txt, whose merges TorchTitan takes for comments."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("#", "#"), ("##", "##"), ("Ġ", "a"), ("#", "!")]
+    words = [*alphabet, *("".join(pair) for pair in merges), "<|endoftext|>"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    (tmp_path / "merges.txt").write_text("\n".join(lines) + "\n")
+    eos = vocabulary["<|endoftext|>"]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    loaded = load_tokenizer(tmp_path)
+    for text, expected in (
+        ("## a", ["##", "Ġa"]),
+        ("####!", ["####", "!"]),
+        ("#!", ["#!"]),
+        ("<|endoftext|>", [*"<|endoftext|>"]),
+    ):
+        ids = [vocabulary[word] for word in expected]
+        assert encoder(loaded)(text) == [*ids, eos]
+        theirs = transformers.GPT2Tokenizer(vocabulary, merges)
+        assert theirs(text, split_special_tokens=True).input_ids == ids
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer"}'
+    )
+    with pytest.raises(ConfigError, match="of Qwen2Tokenizer, .* tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["eos_token", "bos_token"])
+def test_a_token_that_the_tokenizer_lacks(hf_tokenizer, tmp_path, key):
+    """TorchTitan would add it, with an id that the model has never seen."""
+    shutil.copy(hf_tokenizer / "tokenizer.json", tmp_path)
+    config = {"eos_token": "<|endoftext|>", key: "<|endoftxt|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError,
+        match=rf"names the {key} '<\|endoftxt\|>', .* mean <\|endoftext\|>\?",
+    ):
+        load_tokenizer(tmp_path)
+    # some files list added tokens only there
+    config["added_tokens_decoder"] = {"2048": {"content": "<|endoftxt|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).get_vocab_size() == 2049
+
+
+def test_a_tiktoken_file_is_named(tmp_path):
+    """Meta's own releases of Llama 3 have one of this name."""
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\nIw== 2\n")
+    with pytest.raises(ConfigError, match=r"is a file of tiktoken.*hf download"):
+        load_tokenizer(tmp_path)

@@ -43,8 +43,7 @@ from titan_disp.dispersion.variants import VARIANTS, Variant, options_of
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Dispersion
 from titan_disp.models.registry import MODELS
-from titan_disp.objective import CoeffSchedule
-from titan_disp.schedules import build_coeff_schedule, schedule_warnings
+from titan_disp.schedules import CoeffSchedule, build_coeff_schedule, schedule_warnings
 from titan_disp.spec import train_spec
 
 
@@ -330,7 +329,8 @@ def test_a_negative_lambda(caplog):
         ["--dispersion.coeff=-1", "--dispersion.no-enabled"],
         ["--dispersion.final_coeff=-1"],  # which a constant λ never has
     ):
-        assert not list(schedule_warnings(loaded(DEMO, "--training.steps=3", *words)))
+        short = ("--training.steps=3", "--lr_scheduler.warmup_steps=1")
+        assert not list(schedule_warnings(loaded(DEMO, *short, *words)))
 
 
 @pytest.mark.parametrize("name", ["coeff", "final_coeff"])
@@ -338,7 +338,9 @@ def test_a_negative_lambda(caplog):
 def test_lambda_is_a_finite_number(name, value):
     message = rf"^dispersion.{name} is {value}, expected a finite number$"
     with pytest.raises(ConfigError, match=message):
-        check_config(loaded(DEMO, f"--dispersion.{name}={value}"), 1)
+        check_config(
+            loaded(DEMO, f"--dispersion.{name}={value}", "--dispersion.decay=linear"), 1
+        )
 
 
 def moments_during_training(sample, folder):

@@ -6,6 +6,7 @@ tests/test_triton_pairs.py runs these tests under Triton's interpreter. On a GPU
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from titan_disp.dispersion.masks import Marks, apart
 from titan_disp.dispersion.pairwise import Shard
 from titan_disp.dispersion.variants.others import uniformity_pair
 from titan_disp.dispersion.variants.paper import angular_pair, orthogonalization_pair
+from titan_disp.dispersion.vectors import Normalized
 
 # A CPU cannot add bf16 products in float32, and warns.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.b.*mm cannot return")
@@ -63,7 +65,8 @@ def all_pairs(x, pair, marks=None):
     scale = 1 / (x.float().norm(dim=-1, keepdim=True) + 1e-2)
     if x.dtype == torch.float64:
         scale = scale.double()
-    s, w = pairwise.all_pairs(Shard(x, scale, marks, pair), pair)
+    units = SimpleNamespace(x=x, scale=scale)
+    s, w = pairwise.all_pairs(Shard(units, marks, pair), pair)
     return s.double(), w.double()
 
 
@@ -204,11 +207,7 @@ def test_pairs_with_another_shard(small_tiles):
     results = []
     for dtype in (torch.float32, torch.float64):
         shards = [
-            Shard(
-                z.to(dtype),
-                1 / z.to(dtype).norm(dim=-1, keepdim=True),
-                pair=PAIRS["angular"],
-            )
+            Shard(Normalized(z.to(dtype), norm_eps=0.0), pair=PAIRS["angular"])
             for z in (x, other)
         ]
         w = torch.zeros_like(shards[0].x)

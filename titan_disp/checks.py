@@ -11,10 +11,8 @@ real step, and ``cluster.job_check`` runs these checks for a SLURM job.
 import copy
 import importlib
 import importlib.util
-import itertools
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -30,7 +28,7 @@ from titan_disp.config.batch import (
     resolve_steps,
     slot_count,
 )
-from titan_disp.config.keys import Facts, value_of, written
+from titan_disp.config.keys import Facts, has, value_of, written
 from titan_disp.config.types import JobConfig
 from titan_disp.data.findings import after_left_out, check_content
 from titan_disp.data.index import IN_MEMORY, with_index
@@ -48,15 +46,15 @@ from titan_disp.data.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
+from titan_disp.data.tokenizer_check import tokenizer_warnings
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion.loss import DispersionLoss
-from titan_disp.dispersion.variants import checked
 from titan_disp.errors import (
     ConfigError,
     Problems,
+    RanksError,
     counted,
     did_you_mean,
-    fits,
     prefixed,
     reported,
 )
@@ -64,14 +62,20 @@ from titan_disp.job_config import all_facts
 from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
-from titan_disp.run.checkpoint import check_initial_load
+from titan_disp.run.checkpoint import check_initial_load, missing_step
 from titan_disp.run.integrity import checkpoints
-from titan_disp.schedules import check_schedules
-from titan_disp.tables import LOSSES, OPTIONS, parse_overrides
+from titan_disp.schedules import check_schedules, schedule_warnings
+from titan_disp.tables import LOSSES, OPTIONS, check_table, parse_overrides
 
 # Numbers of ranks or nodes that are tried above the asked one, where no batch limits
 # them
 MOST_MORE = 1024
+# The types of the keys of [[dispersion.losses]]
+LOSS_TYPES = {f.name: f.type for f in fields(DispersionLoss) if f.name != "seed"} | {
+    "weight": float,
+    "variant": str,
+    "options": Mapping,
+}
 
 
 def check_config(
@@ -96,30 +100,31 @@ def check_config(
     passes = problems.pass_
     keys_pass = check_keys(job_config, problems)
     passes(check_names_of_code, job_config)
-    fits = passes(check_mesh, job_config, world_size) and passes(
+    if passes(check_mesh, job_config, world_size) and passes(
         check_batch, job_config, world_size
-    )
-    has_steps = passes(resolve_steps, job_config, world_size)
-    passes(check_model, job_config)
-    if keys_pass and has_steps:
-        passes(check_schedules, job_config)
-    passes(check_validation, job_config)
-    if fits:
+    ):
         passes(check_stream, job_config, world_size)
-    passes(check_profiling, job_config)
-    passes(check_loading, job_config)
-    passes(check_baseline, job_config)
+    if passes(resolve_steps, job_config, world_size) and keys_pass:
+        passes(check_schedules, job_config)
+    for check in (
+        check_model,
+        check_validation,
+        check_profiling,
+        check_loading,
+        check_baseline,
+    ):
+        passes(check, job_config)
 
 
 def check_ranks(job_config: JobConfig, world_size: int) -> None:
     """Check a config as ``check_config``. If mesh or batch do not fit the number of
     ranks, the message names the nearest numbers that they fit.
     """
-    asked = copy.copy(job_config)
-    asked.parallelism = copy.copy(job_config.parallelism)
+    # The checks replace degrees of −1.
+    asked = copy.deepcopy(job_config)
     try:
         check_config(job_config, world_size)
-    except ConfigError as error:
+    except RanksError as error:
         hint = nearest_hint(asked, world_size, "rank")
         raise ConfigError(f"{error}{hint}") from error
 
@@ -142,7 +147,7 @@ def nearest_hint(
     job_config: JobConfig, count: int, noun: str, ranks_each: int = 1
 ) -> str:
     """Return the end of a message: the next smaller and the next larger number of nodes
-    or ranks that mesh and batch fit, or "" if they fit ``count``.
+    or ranks that mesh and batch fit. They do not fit ``count``.
 
     ``job_config``: with the degrees of parallelism of the file, which checks change.
     ``ranks_each``: ranks of a node, or 1.
@@ -150,27 +155,25 @@ def nearest_hint(
     if not check_keys(job_config, Problems(collect=True)):
         return ""
     p = job_config.parallelism
-
-    def fits(count: int) -> bool:
-        return fits_ranks(job_config, count * ranks_each)
-
-    if fits(count):
-        return ""
     largest = count + MOST_MORE
     batch = job_config.training.global_batch_size
     if batch > 0:
         # Every data-parallel rank has at least one microbatch.
         microbatches = batch // job_config.training.local_batch_size
         ranks_of_sequence = p.tensor_parallel_degree * p.context_parallel_degree
-        largest = microbatches * ranks_of_sequence // ranks_each
-    smaller = filter(fits, range(min(count - 1, largest), 0, -1))
-    larger = filter(fits, range(count + 1, largest + 1))
-    nearest = [*itertools.islice(smaller, 1), *itertools.islice(larger, 1)]
-    if not nearest:
+        largest = min(largest, microbatches * ranks_of_sequence // ranks_each)
+    nearest = [
+        next((n for n in counts if fits_ranks(job_config, n * ranks_each)), 0)
+        for counts in (
+            range(min(count - 1, largest), 0, -1),
+            range(count + 1, largest + 1),
+        )
+    ]
+    numbers = " or ".join(str(number) for number in nearest if number)
+    if not numbers:
         return ""
-    *others, last = nearest
-    numbers = " or ".join([*map(str, others), counted(last, noun)])
-    return f"; {numbers} would work with this mesh and batch"
+    plural = "" if numbers == "1" else "s"
+    return f"; {numbers} {noun}{plural} would work with this mesh and batch"
 
 
 def resolve_tables(job_config: JobConfig) -> None:
@@ -191,34 +194,42 @@ def check_keys(job_config: JobConfig, problems: Problems) -> bool:
 
 
 def check_key(key: str, facts: Facts, job_config: JobConfig) -> None:
-    """Check a key by the facts about it."""
-    if (facts.limited or facts.needs) and _holds(facts, job_config):
-        facts.check(key, value_of(job_config, key))
-        _check_needs(key, facts, job_config)
+    """Check the value of a key, and those that it needs other keys to have. A key that
+    is false needs nothing.
+    """
+    if not _holds(facts, job_config):
+        return
+    value = value_of(job_config, key)
+    facts.check(key, value)
+    for other, needed in facts.needs.items():
+        actual = value_of(job_config, other)
+        if value is not False and not has(actual, needed):
+            raise ConfigError(
+                f"{key} is {written(value)}, but {other} is {written(actual)}"
+                f"{facts.ending}. Set {other} = {written(needed)}"
+            )
 
 
 def _holds(facts: Facts, job_config: JobConfig) -> bool:
     """Return whether the limits of a key hold with the values of the other keys."""
 
     def all_have(values: Mapping[str, Any]) -> bool:
-        return all(value_of(job_config, key) == values[key] for key in values)
+        return all(has(value_of(job_config, key), values[key]) for key in values)
 
     return all_have(facts.when) and not (facts.unless and all_have(facts.unless))
 
 
-def _check_needs(key: str, facts: Facts, job_config: JobConfig) -> None:
-    """Refuse a key that is set if another key does not have the value that it needs."""
-    value = value_of(job_config, key)
-    if value is False or value is None:
-        return
-    for other, needed in facts.needs.items():
-        actual = value_of(job_config, other)
-        if needed not in (actual if isinstance(actual, list) else [actual]):
-            off = f", or {key} = false" if value is True else ""
-            raise ConfigError(
-                f"{key} is {written(value)}, but {other} is {written(actual)}: "
-                f"{facts.because}. Set {other} = {written(needed)}{off}"
-            )
+def config_warnings(job_config: JobConfig) -> Iterator[str]:
+    """Yield warnings of keys that have no effect, and of the schedules. The config is
+    checked.
+    """
+    defaults = type(job_config)()
+    for key, facts in all_facts().items():
+        value = value_of(job_config, key)
+        changed = value != value_of(defaults, key)
+        if changed and facts.unused and _holds(facts, job_config):
+            yield f"{key} is {written(value)}, which has no effect: {facts.unused}"
+    yield from schedule_warnings(job_config)
 
 
 def check_names_of_code(job_config: JobConfig) -> None:
@@ -229,8 +240,10 @@ def check_names_of_code(job_config: JobConfig) -> None:
     """
     module = job_config.experimental.custom_import
     if module:
-        what = f"experimental.custom_import is {module!r}, which cannot be imported"
-        with reported(what, Exception):
+        with reported(
+            f"experimental.custom_import is {module!r}, which cannot be imported",
+            Exception,
+        ):
             importlib.import_module(module)
     converters = _registry_model_converter_cls
     for name in job_config.model.converters:
@@ -240,15 +253,14 @@ def check_names_of_code(job_config: JobConfig) -> None:
                 "or one that the module in experimental.custom_import registers"
             )
     backend = job_config.compile.backend
-    if job_config.compile.enable and backend not in backends():
+    # Those for debugging are allowed, but not proposed.
+    allowed = torch._dynamo.list_backends(exclude_tags=())
+    if job_config.compile.enable and backend not in allowed:
+        usual = torch._dynamo.list_backends()
         raise ConfigError(
-            f"compile.backend is {backend!r}, expected one of {', '.join(backends())}"
+            f"compile.backend is {backend!r}, expected one of {', '.join(usual)}"
+            f"{did_you_mean(backend, usual)}"
         )
-
-
-def backends() -> list[str]:
-    """Return the names of torch.compile's backends, also of those for debugging."""
-    return torch._dynamo.list_backends(exclude_tags=())
 
 
 def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
@@ -272,46 +284,33 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
             "data_parallel_shard_degree to the number of GPUs per node"
         )
     inside = p.context_parallel_degree * p.tensor_parallel_degree
-    left = world_size // inside
-    shard = min(p.data_parallel_shard_degree, left)
-    if left % shard:
-        raise ConfigError(
+    ranks = max(1, world_size // inside)
+    shard = min(p.data_parallel_shard_degree, ranks)
+    if ranks % shard:
+        raise RanksError(
             "data_parallel_replicate_degree = -1 needs a multiple of "
             f"data_parallel_shard_degree {shard} × context_parallel_degree "
             f"{p.context_parallel_degree} × tensor_parallel_degree "
             f"{p.tensor_parallel_degree} = {shard * inside} ranks, but there are "
             f"{world_size}: use another number of ranks, or set "
-            f"data_parallel_shard_degree to a divisor of {left}"
+            f"data_parallel_shard_degree to a divisor of {ranks}"
         )
     p.data_parallel_shard_degree = shard
-    p.data_parallel_replicate_degree = left // shard
+    p.data_parallel_replicate_degree = ranks // shard
 
 
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
     """Check the degrees of parallelism, and refuse what TorchTitan 0.2.2 or titan-disp
     cannot train correctly.
     """
-    _check_degrees(job_config, world_size)
     resolve_replicas(job_config, world_size)
     shards = _check_shards(job_config, world_size)
     _check_sharded_sizes(job_config, shards)
 
 
-def _check_degrees(job_config: JobConfig, world_size: int) -> None:
-    tp = job_config.parallelism.tensor_parallel_degree
-    cp = job_config.parallelism.context_parallel_degree
-    if world_size % (cp * tp):
-        raise ConfigError(
-            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} "
-            f"does not divide the number of ranks, {world_size}: set "
-            "tensor_parallel_degree or context_parallel_degree to one that does, or "
-            "use another number of ranks"
-        )
-
-
 def _check_shards(job_config: JobConfig, world_size: int) -> int:
-    """Check data parallelism, and return the number of ranks that share one copy of the
-    weights.
+    """Check data parallelism, and return the number of FSDP's shards, over which the
+    ranks of data and context parallelism divide the weights.
     """
     p = job_config.parallelism
     tp = p.tensor_parallel_degree
@@ -320,14 +319,14 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
     shard = p.data_parallel_shard_degree
     if shard == -1:
         shard = max(1, world_size // (replicate * cp * tp))
-    if shard < 1 or replicate * shard * cp * tp != world_size:
-        raise ConfigError(
+    if replicate * shard * cp * tp != world_size:
+        raise RanksError(
             f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree "
             f"{shard} × context_parallel_degree {cp} × tensor_parallel_degree {tp} = "
             f"{replicate * shard * cp * tp}, but the number of ranks is {world_size}: "
             "set data_parallel_replicate_degree = -1 or data_parallel_shard_degree = "
-            "-1, which is then computed from the number of ranks (the first also "
-            "makes fewer shards if there are fewer ranks)"
+            "-1, which is then computed from it (the first also makes fewer shards if "
+            "there are fewer ranks), or use another number of ranks"
         )
     if replicate > 1 and shard * cp == 1:
         raise ConfigError(
@@ -365,19 +364,15 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
                 f"tensor_parallel_degree {tp} does not divide the {size} {name} of "
                 f"{flavor!r}: lower it"
             )
-    tables = [
-        rows
-        for rows in (args.vocab_size, args.max_positions)
-        if rows is not None and rows % tp
-    ]
-    if tables and args.dim % shards:
-        raise ConfigError(
-            f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an "
-            f"embedding of {flavor!r}, so that FSDP shards its {args.dim} columns, "
-            f"which {shards} shards (data_parallel_shard_degree × "
-            "context_parallel_degree) do not divide: set a data_parallel_shard_degree "
-            "that does, or tensor_parallel_degree = 1"
-        )
+    for rows in (args.vocab_size, args.max_positions):
+        if rows is not None and rows % tp and args.dim % shards:
+            raise ConfigError(
+                f"tensor_parallel_degree {tp} does not divide the {rows} rows of an "
+                f"embedding of {flavor!r}, so that FSDP shards its {args.dim} columns, "
+                f"which {shards} shards (data_parallel_shard_degree × "
+                "context_parallel_degree) do not divide: set a "
+                "data_parallel_shard_degree that does, or tensor_parallel_degree = 1"
+            )
     parts = tp * (2 * cp if cp > 1 else 1)
     if job_config.training.seq_len % parts:
         raise ConfigError(
@@ -389,6 +384,7 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
 
 
 def _flavor(job_config: JobConfig) -> str:
+    """Return the name of the model's flavor with its overrides, for messages."""
     return named(job_config.model.flavor, job_config.model.overrides)
 
 
@@ -402,7 +398,7 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
     if t.global_batch_size != -1 and t.global_batch_size % unit:
         multiple = t.global_batch_size // unit * unit
         nearest = [str(size) for size in (multiple, multiple + unit) if size]
-        raise ConfigError(
+        raise RanksError(
             f"training.global_batch_size {t.global_batch_size} is not a positive "
             f"multiple of local_batch_size {t.local_batch_size} × "
             f"{counted(dp, 'data-parallel rank')} = {unit}; the nearest: "
@@ -415,11 +411,6 @@ def check_model(job_config: JobConfig) -> None:
     args = args_of(job_config)
     dispersion = job_config.dispersion
     training = job_config.training
-    if training.seq_len < 1 + dispersion.enabled:
-        raise ConfigError(
-            f"training.seq_len is {training.seq_len}, expected at least "
-            f"{1 + dispersion.enabled}"
-        )
     if args.max_positions is not None and training.seq_len > args.max_positions:
         raise ConfigError(
             f"training.seq_len is {training.seq_len}, but {job_config.model.name} "
@@ -441,7 +432,7 @@ def check_validation(job_config: JobConfig) -> None:
         return
     if v.seq_len == -1:
         v.seq_len = seq_len
-    if not 1 <= v.seq_len <= seq_len:
+    if v.seq_len > seq_len:
         raise ConfigError(
             f"validation.seq_len is {v.seq_len}, expected 1 to training.seq_len "
             f"{seq_len}, because the model has no more positions. Leave it out to use "
@@ -460,8 +451,8 @@ def check_slots(job_config: JobConfig, world_size: int) -> None:
     dp = data_parallel_degree(job_config, world_size)
     batch = global_batch_size(job_config, dp)
     slots = slot_count(job_config, dp)
-    if slots < 1 or batch % slots or slots % dp:
-        raise ConfigError(
+    if batch % slots or slots % dp:
+        raise RanksError(
             f"stream.slots is {slots}; expected a divisor of the global batch {batch} "
             f"that is a multiple of the number of data-parallel ranks, {dp}"
         )
@@ -472,11 +463,6 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
     check_slots(job_config, world_size)
     dp = data_parallel_degree(job_config, world_size)
     source_shares(job_config, slot_count(job_config, dp))
-    if not job_config.stream.text_field:
-        raise ConfigError(
-            'stream.text_field is "", expected the name of a field: most corpora call '
-            'it "text"'
-        )
     if job_config.validation.enable:
         validation_sequences(job_config, dp)
 
@@ -523,17 +509,17 @@ def check_device(job_config: JobConfig) -> None:
             raise ConfigError(
                 f"{key} is true, but there is no accelerator: set it to false"
             )
+    _check_converters(job_config)
     cp = job_config.parallelism.context_parallel_degree
     if cp > 1 and cpu.active():
         raise ConfigError(
             f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention "
             "needs a GPU's kernels"
         )
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
     checkpointed = job_config.activation_checkpoint.mode != "none"
     if (
         cpu.active()
-        and compiled
+        and _is_compiled(job_config)
         and checkpointed
         and job_config.parallelism.tensor_parallel_degree > 1
     ):
@@ -543,26 +529,70 @@ def check_device(job_config: JobConfig) -> None:
         )
 
 
+def _check_converters(job_config: JobConfig) -> None:
+    """Check that this machine can run the model converters."""
+    float8 = "quantize.linear.float8"
+    emulated = job_config.quantize.linear.float8.emulate and not _is_compiled(
+        job_config
+    )
+    supported = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (
+        8,
+        9,
+    )
+    if float8 in job_config.model.converters and not (emulated or supported):
+        raise ConfigError(
+            f"model.converters has {float8!r}, which needs a GPU of compute capability "
+            f"8.9 or higher: leave it out, or set {float8}.emulate = true and "
+            "compile.enable = false"
+        )
+
+
+def _is_compiled(job_config: JobConfig) -> bool:
+    return job_config.compile.enable and "model" in job_config.compile.components
+
+
+def check_launched(job_config: JobConfig) -> None:
+    """Check that torchrun has started this process."""
+    if "LOCAL_RANK" not in os.environ:
+        config = job_config.job.config_file
+        raise ConfigError(
+            "the environment has no LOCAL_RANK, which torchrun sets: start with "
+            f"titan-disp train {config}, or torchrun --nproc-per-node N -m "
+            f"titan_disp.train --job.config_file {config}"
+        )
+
+
 def check_inputs(job_config: JobConfig) -> None:
     """Check what the config names on disk: the tokenizer, the data, and the initial
     weights.
     """
-    listed_inputs(job_config, missing=Problems())
+    listed_inputs(job_config, missing=Problems(), warnings=[])
+
+
+def check_checkpoint(job_config: JobConfig) -> None:
+    """Check that the run has the checkpoint of ``checkpoint.load_step``. A run without
+    checkpoints must find the weights that it begins with, if the config names any.
+    """
     checkpoint = job_config.checkpoint
-    if not checkpoint.enable or not checkpoints(
-        os.path.join(job_config.job.dump_folder, checkpoint.folder)
-    ):
+    folder = os.path.join(job_config.job.dump_folder, checkpoint.folder)
+    steps: list[int] = []
+    if checkpoint.enable:
+        steps = checkpoints(folder)
+        if checkpoint.load_step not in (-1, *steps):
+            raise ConfigError(missing_step(checkpoint.load_step, folder, steps))
+    if not steps:
         adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)
         check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
 
 
 def listed_inputs(
-    job_config: JobConfig, missing: Problems
+    job_config: JobConfig, missing: Problems, warnings: list[str]
 ) -> list[tuple[DataSet, list[DataFile]]]:
     """Return the data that the config names, with the files that the disk has.
 
-    ``missing`` may collect data and a tokenizer that are not there. What is there and
-    wrong raises ConfigError.
+    ``missing`` may collect data and a tokenizer that are not there, and ``warnings``
+    in what the tokenizer does not suit the data. What is there and wrong raises
+    ConfigError.
     """
     tokenizer = None
     if missing.pass_(find_tokenizer, job_config.model.hf_assets_path):
@@ -578,6 +608,8 @@ def listed_inputs(
             if data.key != "validation":
                 files = after_left_out(files, options, data.prefix)
             files = check_content(files, options, data.key)
+            if tokenizer is not None:
+                warnings += tokenizer_warnings(tokenizer, files, options)
             listed.append((data, files))
             if (
                 files
@@ -586,6 +618,7 @@ def listed_inputs(
             ):
                 with_index(files, options)
     check_overlaps(listed)
+    missing.pass_(check_checkpoint, job_config)
     return listed
 
 
@@ -594,73 +627,63 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     large enough for it.
     """
     folder = job_config.model.hf_assets_path
-    model = f"model.flavor {_flavor(job_config)!r}"
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, job_config.stream.separator)
     encoder(tokenizer)  # raises ConfigError if it has no EOS token
     size = tokenizer.get_vocab_size()
     advice = f"choose a flavor with a larger vocabulary, a smaller tokenizer, or --model.overrides.vocab_size={size}"
-    check_fits(size, folder, args_of(job_config).vocab_size, model, advice)
+    check_fits(
+        size,
+        folder,
+        vocab_size=args_of(job_config).vocab_size,
+        model=f"model.flavor {_flavor(job_config)!r}",
+        advice=advice,
+    )
     return tokenizer
 
 
 def build_dispersion_losses(
     job_config: JobConfig,
 ) -> dict[str, tuple[float, DispersionLoss]]:
-    """Return the losses of [dispersion] and [[dispersion.losses]] with their weights,
-    by names that differ.
+    """Return (weight, loss) by name. The first is that of [dispersion], with weight 1,
+    which λ multiplies; the others are those of [[dispersion.losses]].
 
-    The first one is that of [dispersion]. ``debug.seed`` decides which positions are
-    sampled.
+    Of losses with one name, the second is called NAME_2, and so on. ``debug.seed``
+    decides which positions are sampled.
     """
     section = job_config.dispersion
-    seed = job_config.debug.seed or 0
-
-    def build(where: str, values: Mapping[str, Any]) -> DispersionLoss:
-        with prefixed(where):
-            loss = DispersionLoss(**values, seed=seed)
-        with prefixed(where, ", or set dispersion.within_documents = false"):
-            if section.within_documents:
-                loss.check_within_segments()
-        return loss
-
-    known = {f.name: f for f in fields(DispersionLoss) if f.name != "seed"}
     options = parse_overrides(section.options, OPTIONS) or None
-    main = build(
-        "dispersion.",
-        {name: getattr(section, name) for name in known} | {"options": options},
-    )
-    found = {main.name: (1.0, main)}
+    keys = LOSS_TYPES.keys() - {"weight", "options"}
+    values = {key: getattr(section, key) for key in keys} | {"options": options}
+    main = _build_loss("dispersion.", values, job_config)
+    losses = {main.name: (1.0, main)}
     for i, table in enumerate(section.losses):
         where = f"{LOSSES}[{i}]"
-        if not isinstance(table, Mapping) or not isinstance(table.get("variant"), str):
-            raise ConfigError(
-                f"{where} is {table!r}, expected a table with a variant, as variant = "
-                '"cosine"'
-            )
-        given = {"weight": 1.0, **table}
-        weight = given.pop("weight")
-        if not (fits(weight, float) and 0 < weight < math.inf):
-            raise ConfigError(f"{where}.weight is {weight!r}, expected a number > 0")
-        for key in given:
-            if key not in known:
-                raise ConfigError(
-                    f"{where}.{key} is not known{did_you_mean(key, ['weight', *known])}"
-                )
-        if not isinstance(given.get("options", {}), Mapping):
-            raise ConfigError(
-                f"{where}.options is {given['options']!r}, expected a table such as "
-                f"{{margin = 0.5}}"
-            )
-        with prefixed(f"{where}."):
-            values = {
-                key: checked(key, value, known[key]) for key, value in given.items()
-            }
-        loss = build(f"{where}.", values)
+        check_table(where, table, LOSS_TYPES, required="variant")
+        values = {"weight": 1.0, **table}
+        weight = values.pop("weight")
+        Facts(above=0).check(f"{where}.weight", weight)
+        loss = _build_loss(f"{where}.", values, job_config)
         name = loss.name
         count = 1
-        # dispersion_fit_error is another number of metrics.jsonl
-        while name in (*found, "fit_error"):
+        # dispersion_fit_error is the name of another number in metrics.jsonl.
+        while name in (*losses, "fit_error"):
             count += 1
             name = f"{loss.name}_{count}"
-        found[name] = float(weight), loss
-    return found
+        losses[name] = float(weight), loss
+    return losses
+
+
+def _build_loss(
+    where: str, values: Mapping[str, Any], job_config: JobConfig
+) -> DispersionLoss:
+    """Return a loss of these options.
+
+    ``where`` stands before their names in messages: "dispersion." or
+    "dispersion.losses[0].".
+    """
+    with prefixed(where):
+        loss = DispersionLoss(**values, seed=job_config.debug.seed or 0)
+    with prefixed(where, ", or set dispersion.within_documents = false"):
+        if job_config.dispersion.within_documents:
+            loss.check_within_segments()
+    return loss

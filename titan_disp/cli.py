@@ -23,6 +23,7 @@ import tyro
 
 from titan_disp.config import command_options as opts
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_you_mean
+from titan_disp.job_config import unknown_option
 
 
 def sample_data(options: opts.SampleOptions) -> str:
@@ -295,7 +296,7 @@ def run(args: Sequence[str], prog: str) -> None:
     if command is not None:
         _join_lines(command[0])
         if issubclass(command[0], opts.ConfigOptions):
-            args = _split_overrides(args)
+            args = _split_overrides(args, command[0])
     about = _wrapped(
         "Pre-train language models with the dispersion loss, and measure their "
         "condensation. titan-disp --version prints the version."
@@ -318,17 +319,23 @@ def run(args: Sequence[str], prog: str) -> None:
         raise SystemExit(result)
 
 
-def _split_overrides(argv: Sequence[str]) -> list[str]:
+def _split_overrides(argv: Sequence[str], options: type) -> list[str]:
     """Move options for keys of the config, which have a dot, behind ``--``, so that
     tyro passes them on unchanged.
+
+    Raises ConfigError for another option that the class ``options`` does not have.
     """
+    names = {field.name for field in dataclasses.fields(options)} | {"help"}
     own: list[str] = []
     theirs: list[str] = []
     # a word that is not an option (``0.5``, ``-1``) belongs to the previous one
     current = own
     for word in argv:
         if word.startswith("--"):
-            current = theirs if "." in word.partition("=")[0] else own
+            name, _, _ = word[2:].replace("-", "_").partition("=")
+            current = theirs if "." in name else own
+            if current is own and name not in names:
+                raise unknown_option(name, names)
         current.append(word)
     return [*own, *(["--", *theirs] if theirs else [])]
 

@@ -22,6 +22,10 @@ class ConfigError(UserError, ValueError):
     """
 
 
+class RanksError(ConfigError):
+    """The config does not fit the number of ranks."""
+
+
 class DataError(ConfigError):
     """One rank met bad data during a run.
 
@@ -47,6 +51,10 @@ class CheckpointError(UserError):
     """
 
 
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint cannot be read now, which does not prove damage."""
+
+
 class NonFiniteError(UserError):
     """Too many steps in a row had a loss or gradient that is not finite.
 
@@ -58,12 +66,16 @@ class Problems:
     """What several checks refuse. By default, the first ConfigError is raised.
 
     Attributes:
-        messages: if they are collected, one for each subject, such as a key.
+        errors: if they are collected, one for each subject, such as a key.
     """
 
     def __init__(self, collect: bool = False) -> None:
         self.collect = collect
-        self.messages: dict[str, str] = {}
+        self.errors: dict[str, ConfigError] = {}
+
+    @property
+    def messages(self) -> list[str]:
+        return list(map(str, self.errors.values()))
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -74,7 +86,7 @@ class Problems:
             if not self.collect:
                 raise
             subject, _, _ = str(error).partition(" is ")
-            self.messages.setdefault(subject, str(error))
+            self.errors.setdefault(subject, error)
 
     def pass_(self, check: Callable[..., object], *arguments: Any) -> bool:
         """Return whether a check passes."""
@@ -92,13 +104,11 @@ class Problems:
         """Raise a ConfigError of all messages and the sentence ``end``, if there are
         messages.
         """
-        messages = list(self.messages.values())
-        if not messages:
+        messages = self.messages
+        if len(messages) < 2:
+            for message in messages:
+                raise ConfigError(". ".join(filter(None, [message, end])))
             return
-        if len(messages) == 1 and end:
-            raise ConfigError(f"{messages[0]}. {end}")
-        if len(messages) == 1:
-            raise ConfigError(messages[0])
         lines = [f"- {message}" for message in messages]
         raise ConfigError(
             "\n".join([f"{len(messages)} problems:", *lines, end]).strip()
@@ -154,8 +164,8 @@ def prefixed(where: str, cure: str = "") -> Iterator[None]:
 
 
 def did_you_mean(
-    name: str,
-    candidates: Iterable[str],
+    name: Any,
+    candidates: Iterable[Any],
     otherwise: str = "",
     prefix: str = "",
     most: int = 1,
@@ -164,18 +174,21 @@ def did_you_mean(
     """Return " (did you mean …?)" for the end of a message, or ``otherwise``.
 
     Args:
-        name: what the user wrote.
+        name: what the user wrote. Only a text can be similar to another.
         candidates: the names that exist.
         otherwise: the result if no name is similar.
         prefix: stands before every name shown, as the section does before a key.
         most: the largest number of names shown.
         instead: wrong names that users may try, each with the name to show for it.
     """
-    names = {candidate: candidate for candidate in candidates} | dict(instead)
-    similar = difflib.get_close_matches(name, list(names), n=most)
+    names = {str(candidate).lower(): candidate for candidate in candidates}
+    names |= {wrong.lower(): right for wrong, right in instead.items()}
+    similar = []
+    if isinstance(name, str):
+        similar = difflib.get_close_matches(name.lower(), list(names), n=most)
     if not similar:
         return otherwise
-    suggestions = [prefix + names[match] for match in similar]
+    suggestions = [f"{prefix}{names[match]}" for match in similar]
     return f" (did you mean {' or '.join(suggestions)}?)"
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from titan_disp.errors import reported
+from titan_disp.errors import ConfigError, reported
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -105,6 +105,14 @@ def make_writable(folder: Path, what: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+
+
+def check_regular(path: str | Path) -> None:
+    """Raise ConfigError if a path exists and is no regular file, such as a named pipe,
+    from which a read may wait for ever.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError(f"{str(path)!r} is not a regular file")
 
 
 def sha256_of(*paths: str | Path) -> str:

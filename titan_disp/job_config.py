@@ -7,13 +7,14 @@ import annotations``, because TorchTitan merges the classes by their real types.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
 from titan_disp.config.keys import Facts, facts_of, key, torchtitan_facts
-from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits
-from titan_disp.tables import Losses, Options, Overrides
+from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.tables import Losses, Options, Overrides, check_table
 
 
 @dataclass
@@ -133,8 +134,13 @@ class Dispersion:
     the last step.
     """
 
-    final_coeff: float = key(0.0)
-    """λ at the end of the decay. It has no effect if decay is constant."""
+    final_coeff: float = key(
+        0.0,
+        choices=(0.0,),
+        when={"dispersion.decay": "constant"},
+        because='it is the end of a decay: set dispersion.decay to "linear" or "cosine"',
+    )
+    """λ at the end of the decay. It must be left out if decay is constant."""
 
 
 @dataclass
@@ -301,7 +307,13 @@ class Stream:
     JSON, of the UTF-8 text for Parquet and plain text. Token ids have no limit.
     """
 
-    text_field: str = key("text", fixes="data")
+    text_field: str = key(
+        "text",
+        pattern=".+",
+        form="the name of a field",
+        because='most corpora call it "text"',
+        fixes="data",
+    )
     """Field of JSON documents or column of Parquet files with the text. Dots lead into
     nested fields (meta.text).
     """
@@ -316,12 +328,19 @@ class Stream:
     (docs/data.md).
     """
 
+    separator: str = key("", free="the tokenizer decides", fixes="data")
+    """Token that ends every document: its text, such as <|endoftext|>. In files of
+    token ids, it is where documents end. By default, it is the tokenizer's EOS, which
+    may be a chat's end of a turn (docs/data.md). "none": nothing is put between
+    documents, and each file of token ids is one document.
+    """
+
     validation_sequences: int = key(0, least=0, noun="sequences")
     """Sequences of every validation, over all ranks. If it is set, they are the same on
     any mesh. 0: validation.steps × validation.local_batch_size × data-parallel ranks.
     """
 
-    retry_seconds: float = key(60.0, least=0)
+    retry_seconds: float = key(60.0, least=0, most=2592000, because="that is 30 days")
     """How long a failing read is tried again, with growing pauses, if the hub or a file
     system has failed (EIO, ESTALE). At most 60 % of comm.train_timeout_seconds, because
     the other ranks wait meanwhile.
@@ -338,41 +357,11 @@ class Stream:
         """Turn the tables of [[stream.sources]] into ``Source`` objects. TorchTitan
         does this for sections only.
         """
-        tables: Any = self.sources
-        if not isinstance(tables, Sequence) or isinstance(tables, str):
-            raise ConfigError(
-                f"stream.sources is {tables!r}, expected tables, each written "
-                "[[stream.sources]]"
-            )
-        self.sources = [
-            table
-            if isinstance(table, Source)
-            else _source(f"stream.sources[{i}]", table)
-            for i, table in enumerate(tables)
-        ]
-
-
-def _source(where: str, table: Any) -> Source:
-    if not isinstance(table, Mapping):
-        raise ConfigError(
-            f"{where} is {table!r}, expected a table, written [[stream.sources]]"
-        )
-    known = [f.name for f in fields(Source)]
-    for name, value in table.items():
-        if name not in known:
-            hint = did_you_mean(name, known, otherwise=f"; expected {', '.join(known)}")
-            raise ConfigError(f"{where}.{name} is not known{hint}")
-        kind = float if name == "weight" else str
-        if not fits(value, kind):
-            raise ConfigError(
-                f"{where}.{name} is {value!r}, expected {TYPE_NAMES[kind]}"
-            )
-    if "weight" not in table:
-        raise ConfigError(
-            f"{where} has no weight: set it to its share of the training tokens, "
-            "relative to the others"
-        )
-    return Source(**{**table, "weight": float(table["weight"])})
+        types = dict.fromkeys((f.name for f in fields(Source)), str) | {"weight": float}
+        for i, table in enumerate(self.sources):
+            if not isinstance(table, Source):
+                check_table(f"stream.sources[{i}]", table, types, required="weight")
+                self.sources[i] = Source(**table)
 
 
 @dataclass
@@ -421,14 +410,14 @@ class Guard:
     After this many such steps in a row, all ranks stop.
     """
 
-    silence_seconds: float = key(60.0, above=0, finite=False)
+    silence_seconds: float = key(60.0, above=0, besides=(math.inf,))
     """Rank 0 writes to RUN/heartbeat.json what it is doing. Under
     slurm/pretrain.sbatch, a run is ended and started again if it is silent for this
     much longer than twice the time-out in [comm] or twice its slowest step, whichever
     is longer; during a save, for this much longer than save_seconds.
     """
 
-    save_seconds: float = key(1800.0, above=0, finite=False)
+    save_seconds: float = key(1800.0, above=0, besides=(math.inf,))
     """How long training may wait for a save before the run counts as silent, and a rank
     for the others in a save.
     """
@@ -442,7 +431,7 @@ class Condensation:
     docs/measurements.md says what is measured and what it costs.
     """
 
-    sequences: int = key(8, least=1, noun="sequences")
+    sequences: int = key(8, least=1, most=1048576)
     """Sequences to measure, the same every time and in every run. They are divided
     among the data-parallel ranks.
     """
@@ -500,7 +489,31 @@ def all_keys() -> dict[str, Field[Any]]:
 def all_facts() -> dict[str, Facts]:
     """Return the facts about all keys of a config, TorchTitan's and titan-disp's."""
     ours = {name: facts_of(field) for name, field in all_keys().items()}
-    return torchtitan_facts() | ours
+    return ours | torchtitan_facts()
+
+
+def key_hint(name: str, dashes: str = "", names: Iterable[str] = ()) -> str:
+    """Return the end of a message about an unknown key: which key it may be, or where
+    they are listed.
+
+    ``dashes`` are shown before a key, as on the command line. ``names``: what else it
+    may be.
+    """
+    section, _, last = name.rpartition(".")
+    keys: dict[str, str] = {}
+    # Of keys with the same last part, the section's counts, or else the first one.
+    for full in sorted(
+        all_facts(), key=lambda full: not full.startswith(f"{section}.")
+    ):
+        also = all_facts()[full].also
+        keys = dict.fromkeys([full.rpartition(".")[2], *also], full) | keys
+    hint = " (see titan-disp config)"
+    return did_you_mean(last, names, hint, prefix=dashes, instead=keys)
+
+
+def unknown_option(name: str, names: Iterable[str] = ()) -> ConfigError:
+    """Return the error about an option that is neither a key nor one of ``names``."""
+    return ConfigError(f"unknown option --{name}{key_hint(name, '--', names)}")
 
 
 def fixed(what: str) -> list[str]:

@@ -7,11 +7,10 @@ naively would therefore be multiplied by ranks × accumulation steps. Here each
 sequence's dispersion is multiplied by its number of valid labels (over the whole
 sequence). The same division then makes it a mean over sequences, weighted by their
 valid labels, for any mesh and any accumulation. λ may change over a run
-(``CoeffSchedule``).
+(``schedules.CoeffSchedule``).
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_disp.dispersion.autograd import Group, process_group
-from titan_disp.dispersion.formula import check_coeff, condensing
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import compute_in_backward, packed
 from titan_disp.dispersion.loss import DispersionLoss
@@ -438,81 +436,3 @@ class DispersionObjective:
 def _local(x: Tensor) -> Tensor:
     # Under loss parallel, CE is a DTensor, which cannot be added to plain tensors.
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-DECAYS = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True)
-class CoeffSchedule:
-    """Compute λ from the number of completed steps. The paper's λ is constant.
-
-    Attributes:
-        coeff: λ after warm-up. If λ is negative at any step, the embeddings condense,
-            and a warning says so.
-        warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has
-            coeff / warmup_steps.
-        decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays),
-            linear, or half a cosine.
-        final_coeff: λ at the end of the decay.
-        total_steps: steps of the run.
-        decay_steps: steps of the decay, after which λ stays at ``final_coeff``; 0: the
-            decay ends at the last step.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
-
-    coeff: float
-    warmup_steps: int = 0
-    decay: str = "constant"
-    final_coeff: float = 0.0
-    total_steps: int = 1
-    decay_steps: int = 0
-
-    def __post_init__(self) -> None:
-        check_coeff("coeff", self.coeff)
-        check_coeff("final_coeff", self.final_coeff)
-        if not 0 <= self.warmup_steps <= self.total_steps:
-            raise ValueError(
-                f"warmup_steps is {self.warmup_steps}, expected 0 to "
-                f"{self.total_steps}, the steps of the run"
-            )
-        if self.decay not in DECAYS:
-            raise ValueError(
-                f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}"
-            )
-        after_warmup = self.total_steps - self.warmup_steps
-        if not 0 <= self.decay_steps <= after_warmup:
-            raise ValueError(
-                f"decay_steps is {self.decay_steps}, expected 0 to {after_warmup}, "
-                "the steps after warm-up"
-            )
-        if self.decay_steps and self.decay == "constant":
-            raise ValueError(
-                f"decay_steps is {self.decay_steps}, but decay is 'constant': "
-                "expected 0 or another decay"
-            )
-        if warning := condensing(self.lowest):
-            warnings.warn(warning, stacklevel=3)
-
-    @property
-    def lowest(self) -> float:
-        """The lowest λ after warm-up."""
-        if self.decay == "constant":
-            return self.coeff
-        return min(self.coeff, self.final_coeff)
-
-    def __call__(self, step: int) -> float:
-        """Return λ of the step that follows ``step`` completed steps."""
-        if step < self.warmup_steps:
-            return self.coeff * (step + 1) / self.warmup_steps
-        if self.decay == "constant":
-            return self.coeff
-        # The last step has final_coeff exactly.
-        steps = self.decay_steps or max(1, self.total_steps - 1 - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / steps)
-        remaining = 1.0 - progress
-        if self.decay == "cosine":
-            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.final_coeff + (self.coeff - self.final_coeff) * remaining

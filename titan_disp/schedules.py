@@ -16,9 +16,8 @@ from torchtitan.config.job_config import LRScheduler
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.types import JobConfig
-from titan_disp.dispersion.formula import condensing
+from titan_disp.dispersion.formula import check_coeff, condensing
 from titan_disp.errors import ConfigError, prefixed
-from titan_disp.objective import CoeffSchedule
 
 # A longer run's schedule is computed at about this many steps. All steps of a run of
 # 156 B tokens would take up to a second, and a plan tries a thousand numbers of nodes.
@@ -86,11 +85,8 @@ def learning_rate(job_config: JobConfig) -> Curve:
 
     training.steps must be known.
     """
-    section = job_config.lr_scheduler
-    options = {f.name: getattr(section, f.name) for f in fields(LRScheduler)}
-    return _learning_rate(
-        job_config.optimizer.lr, job_config.training.steps, tuple(options.items())
-    )
+    options = tuple(vars(job_config.lr_scheduler).items())
+    return _learning_rate(job_config.optimizer.lr, job_config.training.steps, options)
 
 
 @functools.lru_cache(maxsize=16)
@@ -121,6 +117,84 @@ def _factor(config: LRScheduler, steps: int) -> Callable[[int], float]:
     finally:
         logger.disabled = False
     return scheduler.lr_lambdas[0]
+
+
+DECAYS = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class CoeffSchedule:
+    """Compute λ from the number of completed steps. The paper's λ is constant.
+
+    Attributes:
+        coeff: λ after warm-up. If λ is negative at any step, the embeddings condense,
+            and a warning says so.
+        warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has
+            coeff / warmup_steps.
+        decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays),
+            linear, or half a cosine.
+        final_coeff: λ at the end of the decay.
+        total_steps: steps of the run.
+        decay_steps: steps of the decay, after which λ stays at ``final_coeff``; 0: the
+            decay ends at the last step.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    coeff: float
+    warmup_steps: int = 0
+    decay: str = "constant"
+    final_coeff: float = 0.0
+    total_steps: int = 1
+    decay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        check_coeff("coeff", self.coeff)
+        check_coeff("final_coeff", self.final_coeff)
+        if not 0 <= self.warmup_steps <= self.total_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}, expected 0 to "
+                f"{self.total_steps}, the steps of the run"
+            )
+        if self.decay not in DECAYS:
+            raise ValueError(
+                f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}"
+            )
+        after_warmup = self.total_steps - self.warmup_steps
+        if not 0 <= self.decay_steps <= after_warmup:
+            raise ValueError(
+                f"decay_steps is {self.decay_steps}, expected 0 to {after_warmup}, "
+                "the steps after warm-up"
+            )
+        if self.decay_steps and self.decay == "constant":
+            raise ValueError(
+                f"decay_steps is {self.decay_steps}, but decay is 'constant': "
+                "expected 0 or another decay"
+            )
+        if warning := condensing(self.lowest):
+            warnings.warn(warning, stacklevel=3)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest λ after warm-up."""
+        if self.decay == "constant":
+            return self.coeff
+        return min(self.coeff, self.final_coeff)
+
+    def __call__(self, step: int) -> float:
+        """Return λ of the step that follows ``step`` completed steps."""
+        if step < self.warmup_steps:
+            return self.coeff * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.coeff
+        # The last step has final_coeff exactly.
+        steps = self.decay_steps or max(1, self.total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / steps)
+        remaining = 1.0 - progress
+        if self.decay == "cosine":
+            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.final_coeff + (self.coeff - self.final_coeff) * remaining
 
 
 def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
@@ -177,6 +251,20 @@ def check_schedules(job_config: JobConfig) -> None:
         )
 
 
+def _shortened(job_config: JobConfig) -> Iterator[str]:
+    """Yield what TorchTitan shortens of a schedule that is too long."""
+    section = job_config.lr_scheduler
+    steps = section.total_steps or job_config.training.steps
+    warmup = section.warmup_steps
+    decay = round(steps * (section.decay_ratio or 0))
+    if warmup + decay > steps:
+        yield (
+            f"lr_scheduler.warmup_steps {warmup} and decay_ratio need {warmup + decay} "
+            f"steps, more than the {steps} of the schedule: TorchTitan takes "
+            f"{min(warmup, steps)} of warm-up and {max(steps - warmup, 0)} of decay"
+        )
+
+
 def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
     """Yield warnings about the learning rate and λ over the run. training.steps must be
     known.
@@ -197,6 +285,14 @@ def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
             f"last step, {job_config.training.steps}: lr_scheduler.total_steps "
             f"{job_config.lr_scheduler.total_steps} ends before. Leave it out"
         )
+    # TorchTitan's linear decay goes on after the end of a shorter schedule.
+    floor = highest * job_config.lr_scheduler.min_lr_factor
+    if rate.last < min(rate.peak, floor * (1 - ROUNDING)):
+        yield (
+            f"the learning rate falls to {rate.last:g} in the last step, below "
+            f"optimizer.lr × lr_scheduler.min_lr_factor = {floor:g}"
+        )
+    yield from _shortened(job_config)
     coeff_warning = condensing(build_coeff_schedule(job_config).lowest)
     if coeff_warning is not None and job_config.dispersion.enabled:
         yield coeff_warning

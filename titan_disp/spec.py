@@ -35,6 +35,7 @@ from titan_disp.models.head import (
     chunked_cross_entropy,
     loss_and_gradient,
 )
+from titan_disp.models.parallelize import parallelize_model
 from titan_disp.models.registry import MODELS, ModelEntry
 from titan_disp.objective import DispersionObjective, LossLedger
 from titan_disp.run.guard import GuardedOptimizers
@@ -163,13 +164,19 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
             shared.ledger.sources = shared.loader.own
         return shared.loader
 
-    def parallelize_model(
+    def parallelize(
         model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
     ) -> nn.Module:
         # this is the first hook after the data that gets the meshes
         if shared.loader is not None:
             shared.loader.mesh = parallel_dims.get_optional_mesh("batch")
-        entry.parallelize(model, parallel_dims, job_config)
+        parallelize_model(
+            model,
+            parallel_dims,
+            job_config,
+            apply_tp=entry.apply_tp,
+            saved_ops=entry.saved_ops,
+        )
         method = job_config.baseline.method
         shared.forgetting = job_config if method == "active_forgetting" else None
         if method == "noisy_embedding":
@@ -181,7 +188,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_loss(
         job_config: JobConfig, parallel_dims: ParallelDims
     ) -> DispersionObjective:
-        for warning in schedules.schedule_warnings(job_config):
+        for warning in checks.config_warnings(job_config):
             logger.warning(warning)
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),
@@ -225,7 +232,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     return titan.TrainSpec(
         model_cls=entry.model_cls,
         model_args=entry.flavors,
-        parallelize_fn=parallelize_model,
+        parallelize_fn=parallelize,
         pipelining_fn=None,
         build_optimizers_fn=build_guarded_optimizers,
         build_lr_schedulers_fn=build_schedulers,

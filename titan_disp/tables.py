@@ -8,12 +8,13 @@ A TOML file writes such a value as a table, and the command line as one word::
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits, reported
 
 OVERRIDES = "model.overrides"
 OPTIONS = "dispersion.options"
@@ -27,44 +28,6 @@ TABLES = {
 Written = Mapping[str, Any] | Sequence[str] | str
 
 
-def _as_one_word(key: str) -> PrimitiveConstructorSpec:
-    # By default, tyro makes one option for each entry of the table in the TOML file,
-    # and rejects all others. Here, one word on the command line replaces the whole
-    # table.
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="KEY=VALUE,...",
-        instance_from_str=lambda words: parse_overrides(words[0], key),
-        is_instance=lambda value: isinstance(value, (dict, list, str)),
-        str_from_instance=lambda value: [written_out(value, key)],
-    )
-
-
-Overrides = Annotated[dict[str, Any] | list[str] | str, _as_one_word(OVERRIDES)]
-Options = Annotated[dict[str, Any] | list[str] | str, _as_one_word(OPTIONS)]
-Losses = Annotated[
-    list[dict[str, Any]],
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda words: _parse_losses(words[0]),
-        is_instance=lambda value: isinstance(value, list),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
-
-
-def _parse_losses(word: str) -> list[dict[str, Any]]:
-    try:
-        losses = json.loads(word)
-    except ValueError as error:
-        raise ConfigError(
-            f"{LOSSES} is {word!r}, which is not JSON ({error}): "
-            'write \'[{"variant": "cosine"}]\''
-        ) from error
-    return losses if isinstance(losses, list) else [losses]
-
-
 def parse_overrides(written: Written, key: str = OVERRIDES) -> dict[str, Any]:
     """Return the value of a key of ``TABLES`` as a dict.
 
@@ -76,20 +39,39 @@ def parse_overrides(written: Written, key: str = OVERRIDES) -> dict[str, Any]:
     pairs = written.split(",") if isinstance(written, str) else written
     table: dict[str, Any] = {}
     for pair in pairs:
-        if not isinstance(pair, str) or (pair.strip() and "=" not in pair):
+        name, equals, value = map(str.strip, str(pair).partition("="))
+        if name and not equals:
             raise ConfigError(
                 f"{key} has {pair!r}, expected key=value, "
                 f"as in --{key} {TABLES[key]}, or a table"
             )
-        name, _, value = (part.strip() for part in pair.partition("="))
         if name in table:
             raise ConfigError(
                 f"{key}.{name} is given twice: {table[name]!r} and {value}. "
                 "Remove one of them"
             )
-        if name or value:  # else a comma at the end
-            table[name] = _literal(value)
+        if equals:  # else a comma at the end
+            table[name] = literal(value)
     return table
+
+
+def check_table(
+    where: str, table: Any, types: Mapping[str, Any], required: str
+) -> None:
+    """Check a table of an array by the types of its keys, one of which is required.
+
+    ``where``: its place in the config. Raises ConfigError.
+    """
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} is {table!r}, expected a table")
+    for name, value in table.items():
+        if name not in types:
+            raise ConfigError(f"{where}.{name} is not known{did_you_mean(name, types)}")
+        if not fits(value, types[name]):
+            expected = TYPE_NAMES.get(types[name], "a table")
+            raise ConfigError(f"{where}.{name} is {value!r}, expected {expected}")
+    if required not in table:
+        raise ConfigError(f"{where} has no {required}")
 
 
 def changes(
@@ -106,7 +88,8 @@ def changes(
     }
 
 
-def _literal(text: str) -> bool | int | float | str:
+def literal(text: str) -> bool | int | float | str:
+    """Return the value of a word of the command line: a number, true, false or text."""
     if text in ("true", "false"):
         return text == "true"
     for number in (int, float):
@@ -126,3 +109,32 @@ def written_out(overrides: Written, key: str = OVERRIDES) -> str:
     """Return the value of a key of ``TABLES`` as one word for the command line."""
     table = parse_overrides(overrides, key)
     return ",".join(f"{name}={shown(value)}" for name, value in table.items())
+
+
+def _as_one_word(
+    parse: Callable[[str], Any],
+    metavar: str = "KEY=VALUE,...",
+    write: Callable[[Any], str] = written_out,
+) -> PrimitiveConstructorSpec:
+    # By default, tyro makes one option for each entry of the table in the TOML file,
+    # and rejects all others. Here, one word on the command line replaces the whole
+    # table.
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: parse(words[0]),
+        is_instance=lambda value: isinstance(value, (dict, list, str)),
+        str_from_instance=lambda value: [write(value)],
+    )
+
+
+def parse_losses(word: str) -> list[dict[str, Any]]:
+    with reported(f"{LOSSES} is {word!r}, which is not JSON", ValueError):
+        losses = json.loads(word)
+    return losses if isinstance(losses, list) else [losses]
+
+
+Table = dict[str, Any] | list[str] | str
+Overrides = Annotated[Table, _as_one_word(parse_overrides)]
+Options = Annotated[Table, _as_one_word(partial(parse_overrides, key=OPTIONS))]
+Losses = Annotated[list[dict[str, Any]], _as_one_word(parse_losses, "JSON", json.dumps)]

@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.distributed.utils import set_pg_timeouts
+from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
-from titan_disp.checks import check_config, check_device
+from titan_disp.checks import check_config, check_device, check_launched
 from titan_disp.condensation.measure import Monitor
 from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
@@ -38,8 +39,11 @@ from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.data.listing import on_rank_0
 from titan_disp.data.loader import StreamLoader
+from titan_disp.data.passes import Progress
+from titan_disp.data.tokenizer import tokenizer_of_export
 from titan_disp.data.validation import StreamValidator
 from titan_disp.dispersion import kernels
+from titan_disp.dispersion.autograd import of_ranks
 from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
@@ -64,6 +68,7 @@ from titan_disp.run.liveness import (
 )
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.reader import read_condensation, read_events, read_rows
+from titan_disp.run.storage import patiently
 
 # What a checkpoint's groups of parameters have of the config. (Whether Adam is fused
 # belongs to its state.)
@@ -89,6 +94,7 @@ class DispTrainer(Start, Trainer):
     _start_step = 0  # steps done when this start began
     _stopping = False  # whether the last step of this start is done
     _stepped = False  # whether this start has done a step
+    _reread = 0  # stored bytes that all ranks have read to reach their positions
     _microbatch = 0  # the current one of the step, from 1
 
     # ---- the parts
@@ -107,6 +113,7 @@ class DispTrainer(Start, Trainer):
             world_size = dry.simulated_ranks()
         check_config(job_config, world_size)
         check_device(job_config)
+        check_launched(job_config)
         path = None
         if dry.is_dry(job_config):
             dry.write_nothing(job_config)
@@ -150,6 +157,11 @@ class DispTrainer(Start, Trainer):
                 owns_folder=self.owns_folder,
                 event=self.event,
                 busy=self.busy,
+                tokenizer=partial(
+                    tokenizer_of_export,
+                    job.model.hf_assets_path,
+                    job.stream.separator,
+                ),
             ),
             save_seconds=job.guard.save_seconds,
             dataloader=self.dataloader,
@@ -174,9 +186,15 @@ class DispTrainer(Start, Trainer):
         if job.validation.enable:
             self.validator.around = partial(self.busy, "validation")
         self.metrics_processor.clock = self.clock
+        if not dry.is_dry(job):
+            self.dataloader.on_progress = self._read_to_positions
         if world_size > 1 and not dry.is_dry(job):
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.aside.errands.append(self.stop_request)
+        if self.run_folder is not None:
+            self.aside.errands.append(self.run_folder.events.flush)
+        if self.metrics_processor.rows is not None:
+            self.aside.errands.append(self.metrics_processor.rows.flush)
         self._configured_options = [
             [{key: group[key] for key in OPTIONS} for group in optimizer.param_groups]
             for optimizer in self.optimizers
@@ -196,10 +214,8 @@ class DispTrainer(Start, Trainer):
         except RefusedError as error:  # on every rank
             # on rank 0, the only one that has to list the checkpoints
             if self.run_folder is not None:
-                saved = integrity.checkpoints(
-                    self.run_folder.path / self.job_config.checkpoint.folder,
-                    hugging_face=True,
-                )
+                folder = self.run_folder.path / self.job_config.checkpoint.folder
+                saved = patiently(integrity.checkpoints, folder, True)
                 self.event(
                     "refused",
                     max(saved, default=0),
@@ -312,6 +328,25 @@ class DispTrainer(Start, Trainer):
                 self.stragglers.arrived()
             yield batch
 
+    def _read_to_positions(self, progress: Progress) -> None:
+        """Announce how far all ranks together are with reading to their positions, if
+        they have read on. A rank that has finished waits here for the others, because
+        its first step would not wait for as long.
+
+        A collective call, which each rank repeats until its progress is finished.
+        """
+        total = _of_all_ranks(progress)
+        while not total.finished:
+            if total.read > self._reread:
+                self._reread = total.read
+                self.announce(str(total), self.step)
+                if self.run_folder is not None:
+                    logger.info(f"data: {total}")
+            if not progress.finished:
+                return
+            total = _of_all_ranks(progress)
+        self.announce("step", self.step)
+
     # ---- a step
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -342,10 +377,11 @@ class DispTrainer(Start, Trainer):
             self.optimizers.settle()
         if self.optimizers.agreed["save_failed"]:
             self.checkpointer.wait()
-            raise CheckpointError(
-                f"step {self.step}: an asynchronous save failed on another rank; its "
-                "log says why"
-            )
+            if not self.checkpointer.saves_again:
+                raise CheckpointError(
+                    f"step {self.step}: an asynchronous save failed on another rank; "
+                    "its log says why"
+                )
         if self._ends():
             self._stopping = True
             self.checkpointer.force()
@@ -425,9 +461,9 @@ class DispTrainer(Start, Trainer):
         """Return whether the run folder has a measurement of this step. Only rank 0,
         which has the folder, knows it.
         """
-        return self.run_folder is not None and self.step in read_condensation(
-            self.run_folder.path
-        )
+        if self.run_folder is None:
+            return False
+        return self.step in patiently(read_condensation, self.run_folder.path)
 
     # ---- the end
 
@@ -449,7 +485,7 @@ class DispTrainer(Start, Trainer):
         with self._refusals():
             super().train()
         with self.busy("save", self.step):
-            self.checkpointer.wait()
+            self.checkpointer.finish(self.step)
         if self._measures_at_the_end():
             self.measure_condensation()
         if self.step > self._start_step:
@@ -548,12 +584,9 @@ class DispTrainer(Start, Trainer):
         """Log how condensation went, as a table, on rank 0."""
         if self.run_folder is None:
             return
+        measured = patiently(read_condensation, self.run_folder.path)
         lines = over_training(
-            {
-                step: row
-                for step, row in read_condensation(self.run_folder.path).items()
-                if step <= self.step
-            }
+            {step: row for step, row in measured.items() if step <= self.step}
         )
         if lines:
             logger.info("\n".join(lines))
@@ -592,6 +625,22 @@ class DispTrainer(Start, Trainer):
             if self.step > self._start_step:
                 self.report_goodput(self.run_folder.path)
             self.run_folder.close()
+
+
+def _of_all_ranks(progress: Progress) -> Progress:
+    """Return the progress of all ranks together. A collective call."""
+    numbers = torch.tensor(
+        [progress.read, progress.expected, progress.seconds_left, progress.finished],
+        dtype=torch.float64,
+        device=utils.device_type,
+    )
+    read, expected, seconds_left, finished = of_ranks(numbers).unbind(1)
+    return Progress(
+        read=int(read.sum()),
+        expected=int(expected.sum()),
+        seconds_left=seconds_left.max().item(),
+        finished=bool(finished.all()),
+    )
 
 
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:

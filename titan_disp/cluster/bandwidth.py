@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from titan_disp.cluster.node_health import in_order, node_name
 from titan_disp.dispersion.autograd import objects_of_ranks
-from titan_disp.run.folder import write_json
+from titan_disp.run.storage import write_json
 
 # About one of 8 shards of the 0.6B model's fp32 gradients (2.4 GB), which FSDP reduces
 GPU_BYTES = 256 << 20

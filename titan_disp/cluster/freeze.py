@@ -57,6 +57,12 @@ def freeze(
             "be refused at the first requeue, after newer checkpoints. Copy that "
             "RUN/checkpoint/step-N into a new run folder, and leave load_step out"
         )
+    if c.enable and "train_state" in c.exclude_from_loading and not c.load_only:
+        raise ConfigError(
+            "checkpoint.exclude_from_loading has 'train_state' in a job: it would be "
+            "refused at the first requeue, which would begin at step 1 again. Leave it "
+            "out, or set checkpoint.load_only = true"
+        )
     run = Path(job_config.job.dump_folder).absolute()
     folder = run / "launch" / name
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")

@@ -30,7 +30,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.data.listing import check_hub
 from titan_disp.data.sources import DataSet, data_sets
 from titan_disp.errors import ConfigError
-from titan_disp.run.folder import write_json
+from titan_disp.run.storage import write_json
 
 # bytes on the node's own disk: compiled kernels take hundreds of MB, an environment
 # several GB

@@ -38,7 +38,7 @@ from torchtitan.train import Trainer
 # The model's spec and the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
-from titan_disp.checks import check_config, check_mesh, check_ranks
+from titan_disp.checks import check_config, check_mesh, check_ranks, config_warnings
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.command_options import PreflightOptions
 from titan_disp.config.keys import set_value, value_of
@@ -50,7 +50,6 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.dry import WRITERS
-from titan_disp.schedules import schedule_warnings
 from titan_disp.tables import shown
 
 SEQ_LEN = 128  # tokens per sequence without an accelerator
@@ -268,7 +267,7 @@ def preflight(options: PreflightOptions) -> Report:
         flavor=named(job.model.flavor, job.model.overrides),
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
-        warnings=[*schedule_warnings(whole), *hub_warnings(whole, options.ranks)],
+        warnings=[*config_warnings(whole), *hub_warnings(whole, options.ranks)],
         **measured,
     )
 

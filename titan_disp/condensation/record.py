@@ -4,6 +4,7 @@ They are summed up over depth, and in a table over training.
 """
 
 import math
+import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_disp.errors import ConfigError
-from titan_disp.files import atomic_write
+from titan_disp.files import atomic_write, check_regular
 from titan_disp.text import NOTHING
 
 BINS = 128
@@ -21,6 +22,8 @@ EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram's bins
 RANKS = {"spearman": "Spearman's ρ", "kendall": "Kendall's τ"}
 # ρ and τ are not given if the range of the mean cosines is smaller: our choice
 LEAST_RANGE = 0.01
+# of a file of ``Measurement.save``, unpacked: a thousand layers have 2 MB; our choice
+MOST_BYTES = 2**26
 ROWS = 8  # of a run's table, at most
 # The sets of layers that ρ and τ rank. In those up to the final norm, its output
 # replaces that of the last block, as in Hugging Face's hidden states. The paper's are
@@ -265,6 +268,8 @@ class Measurement:
     def load(cls, path: Path) -> "Measurement":
         """Return what ``save`` wrote. Raises ConfigError if the file cannot be read."""
         try:
+            check_regular(path)
+            _check_size(path)
             with np.load(path) as file:
                 names = {*file.files} - {"edges", "final_norm"}
                 arrays = {name: file[name] for name in names}
@@ -286,6 +291,18 @@ class Measurement:
         has_a_block = self.last_block >= 1
         if not has_a_block or lengths != {layers} or shapes != {(layers, BINS)}:
             raise ValueError("its arrays have too few layers, or differ in shape")
+
+
+def _check_size(path: Path) -> None:
+    """Raise ValueError if an archive says that it unpacks to more than ``MOST_BYTES``,
+    which its reader then does not exceed either.
+    """
+    with zipfile.ZipFile(path) as archive:
+        size = sum(part.file_size for part in archive.infolist())
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"it unpacks to {size:,} bytes, expected at most {MOST_BYTES:,}"
+        )
 
 
 def load_steps(

@@ -63,7 +63,7 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
             "neither budget.tokens nor training.steps is set: set one of them, which "
             "ends the run"
         )
-    if budget.stop_at_tokens > training.steps * per_step:
+    if budget.stop_at_tokens > training.steps * per_step >= 0:
         raise ConfigError(
             f"budget.stop_at_tokens is {budget.stop_at_tokens:,}, more than the "
             f"{training.steps * per_step:,} tokens of the whole run "

@@ -7,28 +7,25 @@ torch. ``titan_disp.cli`` says which function takes which class.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from titan_disp.errors import ConfigError
 
+
+def optional(metavar: str) -> Any:
+    return arg(metavar=metavar, help_behavior_hint="(optional)")
+
+
 # Without a metavar, help would name an argument by its type, {None}|INT. Without a
 # hint, it ends in "(default: None)".
-Words = Annotated[
-    tuple[str, ...], arg(metavar="NAME=VALUE ...", help_behavior_hint="(optional)")
-]
-Ints = Annotated[
-    tuple[int, ...], arg(metavar="INT ...", help_behavior_hint="(optional)")
-]
-OptionalInt = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(optional)")]
-OptionalFloat = Annotated[
-    float | None, arg(metavar="FLOAT", help_behavior_hint="(optional)")
-]
-OptionalStr = Annotated[str | None, arg(metavar="STR", help_behavior_hint="(optional)")]
-OptionalPath = Annotated[
-    Path | None, arg(metavar="PATH", help_behavior_hint="(optional)")
-]
+Words = Annotated[tuple[str, ...], optional("NAME=VALUE ...")]
+Ints = Annotated[tuple[int, ...], optional("INT ...")]
+OptionalInt = Annotated[int | None, optional("INT")]
+OptionalFloat = Annotated[float | None, optional("FLOAT")]
+OptionalStr = Annotated[str | None, optional("STR")]
+OptionalPath = Annotated[Path | None, optional("PATH")]
 Folder = Annotated[Path, Positional, arg(metavar="FOLDER")]
 Target = Annotated[str, Positional, arg(metavar="TARGET")]
 SweepFile = Annotated[Path, Positional, arg(metavar="FILE")]
@@ -53,7 +50,7 @@ class ConfigOptions:
     overrides: Annotated[
         tuple[str, ...],
         Positional,
-        arg(metavar="[--SECTION.KEY VALUE ...]", help_behavior_hint="(optional)"),
+        optional("[--SECTION.KEY VALUE ...]"),
     ] = ()
     """keys of the config to replace, such as --training.steps 20
     --dispersion.no-enabled --dispersion.layers 1 2.
@@ -196,9 +193,7 @@ class SubmitOptions(SlurmOptions, ConfigOptions):
 class ReferenceOptions:
     """Print the keys of the config with their types, defaults and descriptions."""
 
-    name: Annotated[
-        str | None, Positional, arg(metavar="[NAME]", help_behavior_hint="(optional)")
-    ] = None
+    name: Annotated[str | None, Positional, optional("[NAME]")] = None
     """a section or key of titan-disp or TorchTitan, such as dispersion,
     dispersion.coeff or seq_len. The default is all keys of titan-disp and the most
     common ones of TorchTitan.
@@ -295,11 +290,8 @@ class DigestOptions(ConfigOptions):
         """
         steps = list(self.resume_at)
         ranks = list(self.resume_ranks)
-        if (
-            len(steps) != len(ranks)
-            or steps != sorted(set(steps))
-            or any(step > self.steps for step in steps)
-        ):
+        ascending = sorted({*steps}.intersection(range(self.steps + 1)))
+        if len(steps) != len(ranks) or steps != ascending:
             raise ConfigError(
                 f"--resume-at is {steps} and --resume-ranks is {ranks}, expected "
                 "lists of equal length, with ascending steps up to --steps "
@@ -394,7 +386,7 @@ class CondensationOptions:
     targets: Annotated[
         tuple[str, ...],
         Positional,
-        arg(metavar="[TARGET ...]", help_behavior_hint="(optional)"),
+        optional("[TARGET ...]"),
     ]
     """models to measure. A target is RUN (the newest checkpoint of a run folder),
     RUN/STEP, a folder of a Hugging Face causal language model, or MODEL or
@@ -451,15 +443,13 @@ class CondensationOptions:
     """measure all checkpoints of each RUN."""
     family: Annotated[
         tuple[str, ...],
-        arg(metavar="NAME=TARGET,… ...", help_behavior_hint="(optional)"),
+        optional("NAME=TARGET,… ..."),
     ] = ()
     """models of several sizes, as NAME=TARGET,TARGET,…. They are measured too. The rank
     correlations between cosine and depth (Spearman's ρ and Kendall's τ) are drawn
     against the number of parameters.
     """
-    pair: Annotated[
-        tuple[str, ...], arg(metavar="BASE,OTHER ...", help_behavior_hint="(optional)")
-    ] = ()
+    pair: Annotated[tuple[str, ...], optional("BASE,OTHER ...")] = ()
     """two models to compare, such as a base model and a distilled one. They are
     measured too. The same rank correlations are drawn side by side.
     """

@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +26,9 @@ SOURCES = {
     "authors": "the authors' released code",
     "ours": "our choice",
     "measured": "our measurement",
+    "torchtitan": "TorchTitan",
 }
-TORCHTITAN = "torchtitan"  # the source of the defaults of TorchTitan's keys
+TORCHTITAN = "torchtitan"
 INFINITE = (math.inf, -math.inf)
 # The attributes of ``Facts`` that are bounds of a number.
 BOUNDS = {
@@ -43,27 +44,30 @@ class Facts:
     """What is known about a key. Without any limit, all values of its type are allowed.
 
     Attributes:
-        source: whose the default is: a key of ``SOURCES``, or ``TORCHTITAN``.
+        source: whose the default is: a key of ``SOURCES``.
         means: one line for pages, in place of TorchTitan's own text.
         least, above, most, below: bounds of a number; ``above`` and ``below`` are not
             allowed themselves.
-        finite: whether a number with bounds may not be infinite.
         noun: what a whole number counts, for the message.
         choices: the allowed values, or the allowed elements of a list.
         pattern: the regular expression of an allowed text; form: what messages call
             such a text.
-        besides: values that are allowed in addition, such as -1.
-        when, unless: values of other keys. The limits hold only if all keys of ``when``
-            and not all of ``unless`` have these values.
+        besides: values that are allowed in addition, such as -1. A number with bounds is
+            infinite only if this is among them.
+        when, unless: values of other keys, or elements of lists. The limits hold only
+            if all keys of ``when`` and not all of ``unless`` have them.
         needs: values that other keys must have if this key is set and not false. A list
             must contain the value.
-        because: the reason for a limit, or what it means.
+        because: the reason for a limit, or what it means. It also follows messages about
+            values of another type.
         free: the reason why all values are allowed.
+        unused: the reason why no value has an effect, under the conditions of ``when``
+            and ``unless``.
         path: whether the value is a path, in which ~ and $VARIABLES are replaced.
         fixes: what another value would change, so that a resume refuses it.
         modules: a folder of the package. The values are the names of the classes in it,
             each written as ``name: ClassVar[str] = "…"``.
-        also: names that users may try and that are not similar to the key's.
+        also: the key's names in other programs or versions.
     """
 
     source: str = "ours"
@@ -72,7 +76,6 @@ class Facts:
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    finite: bool = True
     noun: str = ""
     choices: Sequence[Any] = ()
     pattern: str = ""
@@ -83,26 +86,17 @@ class Facts:
     needs: Mapping[str, Any] = field(default_factory=dict)
     because: str = ""
     free: str = ""
+    unused: str = ""
     path: bool = False
     fixes: Literal["data", "model"] | None = None
     modules: str = ""
-    also: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.source not in (*SOURCES, TORCHTITAN) or self.fixes not in (
-            None,
-            "data",
-            "model",
-        ):
-            raise ValueError(f"unknown source {self.source!r} or fixes {self.fixes!r}")
+    also: Sequence[str] = ()
 
     @functools.cached_property
     def bounds(self) -> dict[str, float]:
         """The bounds that are set, by their names in ``BOUNDS``."""
         return {
-            name: getattr(self, name)
-            for name in BOUNDS
-            if getattr(self, name) is not None
+            name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None
         }
 
     @property
@@ -125,50 +119,59 @@ class Facts:
             return value in self.choices
         if self.pattern:
             return re.fullmatch(self.pattern, value) is not None
-        if not self.bounds:
-            return True
-        inside = all(
-            BOUNDS[name][1](value, bound) for name, bound in self.bounds.items()
-        )
-        return inside and not (self.finite and math.isinf(value))
+        if self.bounds and value in INFINITE:
+            return False
+        return all(BOUNDS[name][1](value, bound) for name, bound in self.bounds.items())
 
     @property
     def allowed(self) -> str:
         """What messages and pages call the allowed values."""
-        values = [json.dumps(value) for value in (*self.choices, *self.besides)]
-        if self.form:
-            values.insert(0, self.form)
-        elif self.noun and self.range == f"≥ {self.least}":
-            values.insert(0, f"{self.least} or more {self.noun}")
-        elif self.range:
-            values.insert(0, f"a number {self.range}")
-        return " or ".join(values)
+        form = self.form
+        if self.range:
+            form = f"a number {self.range}"
+        if self.noun and self.range == f"≥ {self.least}":
+            form = f"{self.least} or more {self.noun}"
+        values = (*map(json.dumps, self.choices), *map(written, self.besides))
+        return " or ".join(filter(None, [form, *values]))
+
+    @property
+    def reason(self) -> str:
+        """The sentence for pages why values are limited or not."""
+        if self.unused:
+            return f"No effect: {self.unused}."
+        return self.because or self.free
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError if the value of the key, or an element of it, is not
         allowed.
         """
-        elements = value if isinstance(value, list) else [value]
-        verb = "has" if isinstance(value, list) else "is"
-        for element in elements:
+        for element in value if isinstance(value, list) else [value]:
             if not self.allows(element):
-                finite = (
-                    " that is finite" if self.finite and element in INFINITE else ""
-                )
                 raise ConfigError(
-                    f"{name} {verb} {written(element)}, expected {self.allowed}{finite}"
-                    f"{self._similar(element)}{self.because and ': '}{self.because}"
+                    f"{name} is {written(value)}, expected {self.allowed}"
+                    f"{' that is finite' * (element == math.inf)}"
+                    f"{did_you_mean(element, self.choices)}{self.ending}"
                 )
 
-    def _similar(self, value: Any) -> str:
-        in_lower_case = {str(choice).lower(): str(choice) for choice in self.choices}
-        names = in_lower_case.values()
-        return did_you_mean(str(value), names, instead=in_lower_case)
+    @property
+    def ending(self) -> str:
+        """The reason at the end of a message, or an empty text."""
+        return f": {self.because}" if self.because else ""
+
+
+def has(value: Any, part: Any) -> bool:
+    """Return whether a value is ``part``, or a list with it."""
+    return part in (value if isinstance(value, list) else [value])
 
 
 def value_of(config: Any, key: str) -> Any:
-    """Return the value of a key by its full name, such as "optimizer.lr"."""
-    return operator.attrgetter(key)(config)
+    """Return the value of a key by its full name, such as "optimizer.lr" or
+    "stream.sources.0.path".
+    """
+    value = config
+    for name in key.split("."):
+        value = value[int(name)] if isinstance(value, list) else getattr(value, name)
+    return value
 
 
 def set_value(config: Any, key: str, value: Any) -> None:
@@ -203,11 +206,8 @@ def torchtitan_facts() -> dict[str, Facts]:
     without the keys that titan-disp declares anew.
     """
     file = Path(__file__).with_name("torchtitan_keys.toml")
-    sections = tomli.loads(file.read_text(encoding="utf-8"))
-    return dict(_of_sections(sections))
-
-
-def _of_sections(sections: Mapping[str, Any]) -> Iterator[tuple[str, Facts]]:
-    for section, keys in sections.items():
-        for name, facts in keys.items():
-            yield f"{section}.{name}", Facts(TORCHTITAN, **facts)
+    facts: dict[str, Facts] = {}
+    for section, keys in tomli.loads(file.read_text(encoding="utf-8")).items():
+        for name, stated in keys.items():
+            facts[f"{section}.{name}"] = Facts(TORCHTITAN, **stated)
+    return facts

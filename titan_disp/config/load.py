@@ -1,36 +1,33 @@
-"""This module reads a TOML config and command-line options through TorchTitan's
-ConfigManager, with helpful errors.
+"""This module reads a TOML config and command-line options into TorchTitan's JobConfig,
+with helpful errors.
 """
 
 import contextlib
 import dataclasses
 import functools
-import io
-import logging
+import importlib
 import os
 import re
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile, zip_longest
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import tomli
 import typeguard
-from torchtitan.config import ConfigManager
-from torchtitan.tools.logging import logger
+from torchtitan.config import ConfigManager, job_config
 
-from titan_disp.config.keys import facts_of, set_value
+from titan_disp.config import reference
+from titan_disp.config.keys import Facts, set_value, value_of, written
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits, reported
-from titan_disp.job_config import all_facts
-from titan_disp.tables import TABLES, parse_overrides, written_out
+from titan_disp.errors import ConfigError, did_you_mean, reported
+from titan_disp.job_config import all_facts, key_hint, unknown_option
+from titan_disp.tables import literal
 
-_TYPE_NAMES = TYPE_NAMES | {type(None): "nothing"}
+ALL_ITEMS = typeguard.CollectionCheckStrategy.ALL_ITEMS
 MODULE = "titan_disp.job_config"
-_BOOLEANS = {
+# The types of values that their section turns into others.
+RAW_TYPES = {"stream.sources": list[dict[str, Any]]}
+_WORDS = {
     "true": True,
     "yes": True,
     "on": True,
@@ -39,209 +36,185 @@ _BOOLEANS = {
     "no": False,
     "off": False,
     "0": False,
+    "none": None,
 }
 
 
-def respelled(
-    argv: Sequence[str], default: Any, tables: Mapping[str, Any]
-) -> list[str]:
-    """Return the options as tyro takes them, where they are written as in TOML.
-
-    Booleans take no value there. ``[1, 2]`` is written ``1 2``. A list of strings is
-    written ``a,b``, which TorchTitan splits at the commas without further parsing. An
-    entry of a table (``--model.overrides.n_layers 2``) is added to those of ``tables``,
-    by key. ``default`` is a config, which has the types.
-
-    Raises:
-        ConfigError: A key has another name.
-    """
-    known = {name: field for name, field, _ in _keys(default)}
-    types = {name: field.type for name, field in known.items()}
-    others = {
-        f"{name.rpartition('.')[0]}.{other}": name
-        for name, f in known.items()
-        for other in facts_of(f).also
-    }
-    found: list[str] = []
-    entries: dict[str, dict[str, Any]] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        option, equals, value = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or "." not in key:
-            found.append(word)
-            continue
-        if key in others:
-            raise ConfigError(f"unknown key {option} (did you mean --{others[key]}?)")
-        values = (
-            [value]
-            if equals
-            else list(takewhile(lambda word: not word.startswith("--"), words))
-        )
-        table, _, entry = key.rpartition(".")
-        if key in TABLES and len(values) == 1:
-            entries[key] = parse_overrides(values[0], key)
-        elif table in TABLES and len(values) == 1:
-            own = entries.setdefault(
-                table, parse_overrides(tables.get(table, {}), table)
-            )
-            own |= parse_overrides(f"{entry}={values[0]}", table)
-        elif (
-            right := _boolean(key, values, types) or _list(key, values, types)
-        ) is None:
-            found.append(word)
-            continue
-        else:
-            found += right.split(" ")
-        if not equals:
-            words = words[len(values) :]
-    return found + [
-        part
-        for key, own in entries.items()
-        for part in (f"--{key}", written_out(own, key))
-    ]
+@functools.cache  # a sweep loads many configs
+def _config_class(module: str) -> type[JobConfig]:
+    """Return TorchTitan's class with the keys of titan-disp and of a module."""
+    merged = job_config.JobConfig
+    for name in dict.fromkeys([MODULE, module]):
+        with reported(f"job.custom_config_module {name!r} cannot be read", Exception):
+            added = importlib.import_module(name).JobConfig
+            merged = ConfigManager._merge_configs(merged, added)
+    return merged
 
 
-def _boolean(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
-    section, _, name = key.rpartition(".")
-    asked = _BOOLEANS.get(values[0].lower()) if len(values) == 1 else None
-    if asked is None:
-        return None
-    if types.get(key) is bool:
-        return f"--{section}.{'' if asked else 'no-'}{name}"
-    if (
-        name.startswith("no_")
-        and types.get(f"{section}.{name.removeprefix('no_')}") is bool
-    ):
-        return f"--{section}.{'no-' if asked else ''}{name.removeprefix('no_')}"
-    return None
-
-
-def _list(key: str, values: list[str], types: Mapping[str, Any]) -> str | None:
-    type_ = types.get(key)
-    text = " ".join(values)
-    items = re.findall(r"[^\s,\[\]\"']+", text)
-    if not items:
-        return None
-    if type_ == list[str] and ("[" in text or len(values) > 1):
-        return f"--{key} {','.join(items)}"
-    if list[int] in (type_, *get_args(type_)) and ("[" in text or "," in text):
-        return f"--{key} {' '.join(items)}"
-    return None
-
-
-def _keys(
-    config: Any, prefix: str = ""
-) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yield the full name, the field and the value of every key."""
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from _keys(value, f"{prefix}{f.name}.")
-        else:
-            yield f"{prefix}{f.name}", f, value
-
-
-def _option(argv: Sequence[str], name: str) -> str | None:
-    """Return the value of ``--name value`` or ``--name=value``.
-
-    Hyphens and underscores are the same, as in tyro.
-    """
-    for word, after in zip_longest(argv, argv[1:]):
-        key, equals, value = word.partition("=")
-        if key.replace("-", "_") == f"__{name}":
-            return value if equals else after
-    return None
+def _types(section: Any) -> dict[str, Any]:
+    """Return the types of a section's keys by their names."""
+    return {f.name: f.type for f in dataclasses.fields(section)}
 
 
 def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
-        content = Path(path).read_bytes()
+        return tomli.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read the config {path!r}: {error.strerror}{_near(path)}"
         ) from error
-    try:
-        return tomli.loads(content.decode())
     except ValueError as error:  # UnicodeDecodeError is one, too
+        python = re.search(r"[=\[,]\s*(True|False)\b", getattr(error, "doc", ""))
+        hint = f": write {python[1].lower()} in lower case" if python else ""
         raise ConfigError(
-            f"the config {path!r} is not valid TOML: {error}{_lower_case(content, error)}"
+            f"the config {path!r} is not valid TOML: {error}{hint}"
         ) from error
 
 
-def _lower_case(content: bytes, error: ValueError) -> str:
-    """Return a hint if the error of TOML is at Python's True or False, or ""."""
-    place = re.search(r"at line (\d+), column (\d+)", str(error))
-    if place is None:
-        return ""
-    line = content.decode().split("\n")[int(place[1]) - 1]
-    word = re.match(r"(True|False)\b", line[int(place[2]) - 1 :])
-    return f": write {word[0].lower()} in lower case" if word else ""
-
-
 def _near(path: str) -> str:
-    folder, name = os.path.split(path)
-    with contextlib.suppress(OSError):
-        if not os.path.lexists(path):
-            files = [
-                other for other in os.listdir(folder or ".") if other.endswith(".toml")
-            ]
-            return did_you_mean(name, files, prefix=os.path.join(folder, ""))
-    return ""
+    """Return a hint at a file with a name like that of a missing one, or ""."""
+    if os.path.lexists(path):
+        return ""
+    files = {file.name: str(file) for file in Path(path).parent.glob("*.toml")}
+    return did_you_mean(os.path.basename(path), (), instead=files)
 
 
-def _unknown_keys(
-    toml: dict[str, Any], default: Any, prefix: str = ""
-) -> Iterator[str]:
-    known = dataclasses.fields(default)
-    names = [f.name for f in known]
-    others = {other: f.name for f in known for other in facts_of(f).also}
-    for key, value in toml.items():
-        if key not in names:
-            yield f"{prefix}{key}{did_you_mean(key, names, prefix=prefix, instead=others)}"
-        elif dataclasses.is_dataclass(getattr(default, key)):
-            if isinstance(value, dict):
-                yield from _unknown_keys(
-                    value, getattr(default, key), f"{prefix}{key}."
-                )
-            else:
-                yield f"{prefix}{key} (this is a section: write [{prefix}{key}])"
-
-
-def _fits(word: Any, kind: Any) -> bool:
-    """Return whether the word, without quotes in TOML, would be a value of this
-    type.
+def _fill(section: Any, toml: Mapping[str, Any], prefix: str = "") -> None:
+    """Set the keys of a section and of those in it from a TOML table. ``prefix``: the
+    section's name, with a dot.
     """
-    with contextlib.suppress(tomli.TOMLDecodeError, typeguard.TypeCheckError):
-        typeguard.check_type(tomli.loads(f"value = {word}")["value"], kind)
-        return isinstance(word, str)
+    types = _types(section)
+    for name, value in toml.items():
+        key = prefix + name
+        if name not in types:
+            raise ConfigError(f"unknown key {key}{key_hint(key, names=types)}")
+        inner = getattr(section, name)
+        if not dataclasses.is_dataclass(inner):
+            check_type(key, value, RAW_TYPES.get(key, types[name]))
+            if value == [] and key in RAW_TYPES:
+                raise ConfigError(f"{key} is empty: write [[{key}]], or leave it out")
+            setattr(section, name, value)
+        elif isinstance(value, dict):
+            _fill(inner, value, f"{key}.")
+        else:
+            raise ConfigError(f"{key} is {written(value)}, expected [{key}], a section")
+
+
+def _is_a(value: Any, type_: Any) -> bool:
+    """Return whether a value is of this type. True and false are not numbers. Whole
+    numbers have 64 bits.
+    """
+    if isinstance(value, bool) and "bool" not in str(type_):
+        return False
+    if isinstance(value, int) and value.bit_length() > 64:
+        return False
+    with contextlib.suppress(typeguard.TypeCheckError):
+        typeguard.check_type(value, type_, collection_check_strategy=ALL_ITEMS)
+        return True
     return False
 
 
-def _check_types(config: Any) -> None:
-    for name, f, value in _keys(config):
-        try:
-            typeguard.check_type(value, f.type)
-        except typeguard.TypeCheckError as error:
-            either = (
-                get_args(f.type)
-                if get_origin(f.type) in (Union, UnionType)
-                else (f.type,)
-            )
-            wanted = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in either)
-            cure = (
-                f" (without quotes: {name.rpartition('.')[2]} = {value})"
-                if _fits(value, f.type)
-                else ""
-            )
+def _meanings(words: Sequence[str], type_: Any) -> list[Any]:
+    """Return the values of a type that the words of an option can mean, the likeliest
+    first. An option without words means true, as in TorchTitan.
+
+    A list is written as in TOML, with commas, or as several words. Its items may be
+    lists (``a,b c``). A list of one item can also mean this item.
+    """
+    # what is between blanks, commas, brackets and quotes
+    items = re.findall(r"""[^\s,\[\]"']+""", " ".join(words))
+    values: list[Any] = [] if words else [True]
+    for texts in (words, items):
+        if len(texts) == 1:
+            (text,) = texts
+            values += [_WORDS.get(text.lower(), text), text, literal(text)]
+    numbers = list(map(literal, items))
+    lists_of_lists = [word.split(",") for word in words]
+    values += [items, numbers, lists_of_lists]
+    return [value for value in values if _is_a(value, type_)]
+
+
+def _wrong_type(key: str, value: Any, type_: Any) -> ConfigError:
+    """Return the error about a value of another type than its key's. Its hint is what
+    the value means as a word of the command line, or else a choice with a similar name.
+    """
+    expected = reference.types().get(key, str(type_))
+    choices = re.findall(r'"(.+?)"', expected)
+    hint = did_you_mean(value, choices)
+    meanings = _meanings([str(value)], type_)
+    # The words of a table would be shown as a list.
+    if meanings and "table" not in expected:
+        hint = f" (write {written(meanings[0])})"
+    ending = all_facts().get(key, Facts()).ending
+    return ConfigError(f"{key} is {written(value)}, expected {expected}{hint}{ending}")
+
+
+def check_type(key: str, value: Any, type_: Any) -> None:
+    """Raise ConfigError if the value of a key is not of its type."""
+    if not _is_a(value, type_):
+        raise _wrong_type(key, value, type_)
+
+
+def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the key of each option, such as "training.steps", and the words up to the
+    next option.
+
+    Raises ConfigError for a word before the first option, and for the name of a key
+    without its dashes.
+    """
+    options: list[tuple[str, list[str]]] = []
+    for word in argv:
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word.startswith("--"):
+            options.append((name, [value] if equals else []))
+        elif name in all_facts() or not options:
             raise ConfigError(
-                f"{name} is {value!r}, expected {wanted}{cure}"
-            ) from error
-        # typeguard takes true and false for numbers
-        if f.type in TYPE_NAMES and not fits(value, f.type):
-            raise ConfigError(f"{name} is {value!r}, expected {TYPE_NAMES[f.type]}")
+                f"{word!r} is not an option: write --{word}, or put a value with "
+                "blanks in quotes"
+            )
+        else:
+            options[-1][1].append(word)
+    return options
+
+
+def _value(key: str, words: list[str], type_: Any) -> Any:
+    """Return the value of a key that words of the command line mean. The type of a
+    table (tables.py) says how the table is read.
+    """
+    text = " ".join(words)
+    readers = getattr(type_, "__metadata__", ())
+    if readers:
+        return readers[0].instance_from_str([text])
+    meanings = _meanings(words, type_)
+    if not meanings:
+        raise _wrong_type(key, text, type_)
+    return float(meanings[0]) if type_ is float else meanings[0]
+
+
+def _set(config: JobConfig, option: str, words: list[str]) -> None:
+    """Set the key of an option.
+
+    ``--section.no_key`` sets a key to false. An entry of a table
+    (``--model.overrides.n_layers 2``) is added to the table.
+    """
+    path, _, name = option.rpartition(".")
+    positive = name.removeprefix("no_")
+    section: Any = None
+    # An option may name a section or an element of a list that does not exist.
+    with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
+        section = value_of(config, path)
+    if isinstance(section, dict):
+        section[name] = literal(" ".join(words))
+        return
+    types = _types(section) if dataclasses.is_dataclass(section) else {}
+    if name in types:
+        setattr(section, name, _value(option, words, types[name]))
+    elif types.get(positive) is bool:
+        setattr(section, positive, not _value(option, words, bool))
+    else:
+        raise unknown_option(option)
 
 
 def expanded(key: str, path: str) -> str:
@@ -251,66 +224,33 @@ def expanded(key: str, path: str) -> str:
         ConfigError: there is no such user or variable.
     """
     whole = os.path.expanduser(os.path.expandvars(path))
-    unset = re.search(r"\$(\w+|\{\w+\})", whole)
-    if unset:
+    unknown = re.search(r"^~[^/]*|\$(\w+|\{\w+\})", whole)
+    if unknown:
         raise ConfigError(
-            f"{key} is {path!r}, but the environment has no variable "
-            f"{unset[1].strip('{}')}: set it, or write the path without it"
-        )
-    if whole.startswith("~"):
-        raise ConfigError(
-            f"{key} is {path!r}, but there is no such user: a name that begins with ~ "
-            f"is written ./{whole}"
+            f"{key} is {path!r}, but {unknown[0]} is no user or variable here: set the "
+            "variable, or write the path without it (a name that begins with ~: ./~name)"
         )
     return whole
 
 
 def expand_paths(config: Any) -> None:
     """Replace ~ and variables in the paths of a config."""
-    facts = all_facts()
-    for key, _, value in _keys(config):
-        if key in facts and facts[key].path and value:
-            set_value(config, key, expanded(key, value))
-    stream = getattr(config, "stream", None)
-    for i, source in enumerate(stream.sources if stream is not None else ()):
-        if source.path:
-            source.path = expanded(f"stream.sources[{i}].path", source.path)
+    paths = [key for key, facts in all_facts().items() if facts.path]
+    paths += [f"stream.sources.{i}.path" for i in range(len(config.stream.sources))]
+    for key in paths:
+        path = value_of(config, key)
+        if path:
+            set_value(config, key, expanded(key, path))
 
 
-def _is_wanted(record: logging.LogRecord) -> bool:
-    # TorchTitan warns of a tokenizer's folder, mostly its own default. Commands that
-    # need one say what to do.
-    return not record.getMessage().startswith("HF assets path ")
-
-
-def _in_one_line(box: str) -> str:
-    """Return tyro's message without its title, its frame, and the hint at --help."""
-    _, _, lines = box.partition("\n")
-    return " ".join(re.sub(r"[╰╯│─]|For full helptext.*", " ", lines).split())
-
-
-def _parse(argv: list[str]) -> JobConfig:
-    logger.addFilter(_is_wanted)
-    box = io.StringIO()
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(box):
-            # tyro warns about types that _check_types refuses
-            warnings.simplefilter("ignore", UserWarning)
-            config = ConfigManager().parse_args(argv)
-    except SystemExit as exit:
-        if exit.code == 0:  # --help
-            raise
-        raise ConfigError(f"bad option: {_in_one_line(box.getvalue())}") from exit
-    finally:
-        logger.removeFilter(_is_wanted)
-    sys.stderr.write(box.getvalue())  # warnings
-    return config
-
-
-@functools.cache  # a sweep loads many configs
-def _known(module: str) -> JobConfig:
-    """Return a config of which only the keys and their types are used."""
-    return _parse(["--job.custom_config_module", module])
+def _module_of(toml: Mapping[str, Any]) -> str:
+    """Return the module that a TOML file names for more keys, or titan-disp's."""
+    job = toml.get("job")
+    key = "job.custom_config_module"
+    if not isinstance(job, dict) or not job.get("custom_config_module"):
+        return MODULE
+    check_type(key, job["custom_config_module"], str)
+    return job["custom_config_module"]
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
@@ -324,37 +264,18 @@ def load_config(argv: Sequence[str]) -> JobConfig:
         ConfigError: no such file, invalid TOML, unknown keys, bad options, or values of
             the wrong type.
     """
-    argv = list(argv)
-    path = _option(argv, "job.config_file")
-    toml: dict[str, Any] = {}
-    if path:
-        path = expanded("job.config_file", path)
-        toml = read_toml(path)
-        # TorchTitan reads the file that is named first.
-        argv = ["--job.config_file", path, *argv]
-    if not _option(
-        argv, "job.custom_config_module"
-    ) and "custom_config_module" not in toml.get("job", {}):
-        argv += ["--job.custom_config_module", MODULE]
-    module = (
-        _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
-    )
-    with reported(f"job.custom_config_module {module!r} cannot be read", Exception):
-        known = _known(module)
-    if unknown := list(_unknown_keys(toml, known)):
-        raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
-    if toml.get("stream", {}).get("sources") == []:
-        raise ConfigError(
-            "stream.sources is empty: name at least one source, [[stream.sources]], "
-            "or leave it out"
-        )
-    tables = {
-        key: toml.get(section, {}).get(name, {})
-        for key in TABLES
-        for section, name in [key.split(".")]
-    }
-    with reported("bad value in the config", ValueError, AssertionError):
-        config = _parse(respelled(argv, known, tables))
-    _check_types(config)
+    options = _options(argv)
+    texts = {key: " ".join(words) for key, words in options}
+    path = expanded("job.config_file", texts.get("job.config_file", ""))
+    toml = read_toml(path) if path else {}
+    module = texts.get("job.custom_config_module", _module_of(toml))
+    config = _config_class(module)()
+    _fill(config, toml)
+    config.stream.__post_init__()  # turns the tables of RAW_TYPES into sources
+    config.job.custom_config_module = module
+    for option, words in options:
+        _set(config, option, words)
+    if config.model.tokenizer_path:
+        config.model.hf_assets_path = config.model.tokenizer_path
     expand_paths(config)
     return config

@@ -7,44 +7,49 @@ seconds of PyTorch.
 """
 
 import ast
-import importlib.util
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import chain, pairwise
 from pathlib import Path
 
 from titan_disp.config.keys import SOURCES, TORCHTITAN, Facts, torchtitan_facts, written
-from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.errors import TYPE_NAMES, ConfigError
+from titan_disp.job_config import all_facts, all_keys, key_hint
 
-NAMES = {
-    "str": "string",
-    "int": "integer",
-    "float": "number",
-    "bool": "boolean",
-    "Overrides": "table",
-    "Options": "table",
+NAMES = {type_.__name__: name for type_, name in TYPE_NAMES.items()} | {
+    "Overrides": "a table",
+    "Options": "a table",
     "Losses": "tables",
 }
+# What else than its value decides about a key: attributes of ``Facts``, in phrases.
+PHRASES = {
+    "when": "if {} = {}",
+    "unless": "unless {} = {}",
+    "needs": "needs {} = {}",
+}
+NO_LITERALS = {"dict": "{}", "list": "[]", "None": "unset"}
+FIXED = " Fixed for the life of a run."
 
 
 @dataclass(frozen=True)
 class Key:
-    section: str  # with dots if it is nested: stream.sources
-    name: str
+    full: str  # with dots: stream.sources.path
     type: str
     default: str
     text: str
-    facts: Facts | None  # the keys of [[stream.sources]] have none
+    facts: Facts
 
     @property
-    def full(self) -> str:
-        return f"{self.section}.{self.name}"
+    def name(self) -> str:
+        return self.full.rpartition(".")[2]
 
     @property
     def source(self) -> str:
-        return SOURCES.get(self.facts.source, "") if self.facts else ""
+        return SOURCES[self.facts.source]
 
 
 @dataclass(frozen=True)
@@ -61,189 +66,156 @@ class Section:
         return f"[[{self.name}]]" if self.name == "stream.sources" else f"[{self.name}]"
 
 
-def _type(node: ast.expr, facts: Facts | None) -> str:
-    # str | None → string; Literal["a", "b"] → "a" or "b"; a number also has its range
-    facts = facts or Facts()
-    alternatives = list(
-        _modules(facts.modules) if facts.modules else _alternatives(node)
-    )
-    if alternatives[-1] in ("integer", "number") and facts.bounds:
-        alternatives[-1] += f" {facts.range}"
-        alternatives += map(json.dumps, facts.besides)
-    elif alternatives == ["string"] and facts.choices:
-        alternatives = [json.dumps(choice) for choice in facts.choices]
+def _type(annotation: str, facts: Facts) -> str:
+    """Return a type for readers: str | None → string; Literal["a", "b"] → "a" or "b"; a
+    number with a range → 1 or more steps.
+    """
+    alternatives = list(_alternatives(annotation))
+    if facts.modules:
+        alternatives = [*_modules(facts.modules), '"package.module:Class"']
+    elif facts.limited and not facts.when and "list" not in annotation:
+        return facts.allowed
     *others, last = alternatives
-    return f"{', '.join(others)} or {last}" if others else last
+    return " or ".join(filter(None, [", ".join(others), last]))
 
 
-def _modules(folder: str) -> Iterator[str]:
+def _modules(folder: str) -> list[str]:
     # The modules are read, not imported, because they import torch.
-    names: list[str] = []
-    for path in (Path(__file__).parents[1] / folder).glob("*.py"):
-        names += re.findall(r'name: ClassVar\[str\] = (".+")', path.read_text())
-    yield from sorted(names)
-    yield '"package.module:Class"'
+    files = (Path(__file__).parents[1] / folder).glob("*.py")
+    texts = "".join(file.read_text() for file in files)
+    return sorted(re.findall(r'name: ClassVar\[str\] = (".+")', texts))
 
 
-def _alternatives(node: ast.expr) -> Iterator[str]:
-    if isinstance(node, ast.BinOp):
-        yield from _alternatives(node.left)
-        yield from _alternatives(node.right)
-    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
-        values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        yield from (json.dumps(ast.literal_eval(value)) for value in values)
-    elif isinstance(node, ast.Subscript):
-        yield f"list of {NAMES.get(ast.unparse(node.slice), 'table')}s"
-    elif ast.unparse(node) != "None":
-        yield NAMES.get(ast.unparse(node), ast.unparse(node))
+def _alternatives(annotation: str) -> Iterator[str]:
+    for part in annotation.split(" | "):
+        outer, _, inner = part.rstrip("]").partition("[")
+        if outer == "Literal":
+            yield from map(json.dumps, ast.literal_eval(f"[{inner}]"))
+        elif outer == "list":
+            yield f"a list of {NAMES.get(inner, 'table').removeprefix('a ')}s"
+        elif outer != "None":
+            yield NAMES.get(outer, outer)
 
 
-def _declared(node: ast.expr | None) -> tuple[str, Facts | None]:
-    """Return a default as it is written in TOML, and the facts of a key()."""
+def _default(node: ast.expr | None) -> str:
+    """Return a default as it is written in TOML."""
     if node is None:
-        return "required", None
-    if isinstance(node, ast.Call) and node.args:
-        default, *source = node.args
-        named = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
-        return _declared(default)[0], Facts(*map(ast.literal_eval, source), **named)
-    if isinstance(node, ast.Call):  # field(default_factory=…)
-        node = node.keywords[0].value
+        return "required"
+    if isinstance(node, ast.Call):  # key(…) or field(default_factory=…)
+        node = (node.args or [keyword.value for keyword in node.keywords])[0]
     if isinstance(node, ast.Lambda):
-        return ast.unparse(node.body).replace("'", '"'), None
-    if isinstance(node, ast.Name):
-        return {"dict": "{}", "list": "[]"}[node.id], None
-    value = ast.literal_eval(node)
-    return "unset" if value is None else json.dumps(value, ensure_ascii=False), None
+        node = node.body
+    text = ast.unparse(node)
+    if text in NO_LITERALS:
+        return NO_LITERALS[text]
+    return json.dumps(ast.literal_eval(text), ensure_ascii=False)
 
 
-def _sections(source: Path) -> dict[str, Section]:
-    """Return all sections of the file's class JobConfig in its order, including nested
+def _sections(source: Path) -> Iterator[Section]:
+    """Yield all sections of the file's class JobConfig in its order, including nested
     ones.
     """
-    classes = {
-        node.name: node
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
-    found: dict[str, Section] = {}
+    statements = ast.parse(source.read_text()).body
+    classes = {c.name: c for c in statements if isinstance(c, ast.ClassDef)}
+    yield from _of_class(classes["JobConfig"], "", classes)
 
-    def read(cls: ast.ClassDef, name: str) -> None:
-        keys = []
-        nested = []
-        for field, below in zip(cls.body, [*cls.body[1:], None], strict=True):
-            if not (
-                isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            ):
-                continue
-            full = f"{name}.{field.target.id}".lstrip(".")
-            item = (
-                field.annotation.slice
-                if isinstance(field.annotation, ast.Subscript)
-                else field.annotation
-            )
-            inner = classes.get(ast.unparse(item))
-            if inner is not None:
-                nested.append((inner, full))
-            # a list of tables is both a key and a section
-            if inner is None or item is not field.annotation:
-                default, facts = _declared(field.value)
-                facts = facts or torchtitan_facts().get(full)
-                text = _text(below) + (
-                    " Fixed for the life of a run." if facts and facts.fixes else ""
+
+def _of_class(
+    section: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]
+) -> Iterator[Section]:
+    """Yield a section, unless it has no keys, and those in it."""
+    keys: list[Key] = []
+    nested: dict[str, ast.ClassDef] = {}
+    for field, below in pairwise([*section.body, ast.Pass()]):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        full = f"{name}.{ast.unparse(field.target)}".lstrip(".")
+        annotation = ast.unparse(field.annotation)
+        inner = classes.get(annotation.removeprefix("list[").rstrip("]"))
+        if inner is not None:
+            nested[full] = inner
+        if annotation not in classes:  # a list of tables is both a key and a section
+            facts = all_facts().get(full, Facts())
+            keys.append(
+                Key(
+                    full=full,
+                    type=_type(annotation, facts),
+                    default=_default(field.value),
+                    text=_text(ast.Module([below], [])) + FIXED * bool(facts.fixes),
+                    facts=facts,
                 )
-                keys.append(
-                    Key(
-                        name,
-                        field.target.id,
-                        _type(field.annotation, facts),
-                        default,
-                        text,
-                        facts,
-                    )
-                )
-        if name and keys:
-            found[name] = Section(
-                name, " ".join((ast.get_docstring(cls) or "").split()), tuple(keys)
             )
-        for inner, full in nested:
-            read(inner, full)
+    if keys:
+        yield Section(name, _text(section), tuple(keys))
+    for full, inner in nested.items():
+        yield from _of_class(inner, full, classes)
 
-    read(classes["JobConfig"], "")
-    return found
 
-
-def _text(below: ast.stmt | None) -> str:
-    """Return the string below a field in one line, or an empty text."""
-    value = (
-        below.value.value
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        else None
-    )
-    return " ".join(value.split()) if isinstance(value, str) else ""
+def _text(node: ast.ClassDef | ast.Module) -> str:
+    """Return the string with which a class or a list of statements begins in one line,
+    or an empty text.
+    """
+    return " ".join((ast.get_docstring(node) or "").split())
 
 
 def own_sections() -> list[Section]:
     """Return titan-disp's sections, including the keys that it adds to TorchTitan's
     sections.
     """
-    return list(_sections(Path(__file__).parents[1] / "job_config.py").values())
+    return list(_sections(Path(__file__).parents[1] / "job_config.py"))
 
 
 def torchtitan_sections() -> list[Section]:
     """Return TorchTitan's sections without the keys for which titan-disp has other
     defaults.
     """
-    # Finds the package without importing it
-    spec = importlib.util.find_spec("torchtitan")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    ours = {key.full for section in own_sections() for key in section.keys}
-    sections = _sections(
-        Path(spec.submodule_search_locations[0]) / "config" / "job_config.py"
-    )
+    spec = find_spec("torchtitan")  # finds the package without importing it
+    assert spec
+    assert spec.origin
+    ours = all_keys()
     return [
-        replace(s, keys=tuple(key for key in s.keys if key.full not in ours))
-        for s in sections.values()
+        replace(section, keys=tuple(k for k in section.keys if k.full not in ours))
+        for section in _sections(Path(spec.origin).parent / "config" / "job_config.py")
     ]
+
+
+def types() -> dict[str, str]:
+    """Return the type of each key by its full name, in words."""
+    sections = (*own_sections(), *torchtitan_sections())
+    keys = chain.from_iterable(section.keys for section in sections)
+    return {key.full: key.type for key in keys}
 
 
 def _used() -> Iterator[Section]:
     """Yield TorchTitan's sections with the most used keys only, and their meaning."""
     for section in torchtitan_sections():
-        keys = [
-            replace(key, text=key.facts.means)
-            for key in section.keys
-            if key.facts and key.facts.means
-        ]
-        if keys:
-            yield Section(section.name, "", tuple(keys))
+        used = [key for key in section.keys if key.facts.means]
+        if used:
+            keys = tuple(replace(key, text=key.facts.means) for key in used)
+            yield Section(section.name, "", keys)
 
 
 def limits(facts: Facts) -> Iterator[str]:
     """Yield what is checked of a key, or why nothing is, in phrases."""
     if facts.limited:
         yield facts.allowed
-    for key, value in facts.when.items():
-        yield f"if {key} = {written(value)}"
-    for key, value in facts.unless.items():
-        yield f"unless {key} = {written(value)}"
-    for key, value in facts.needs.items():
-        yield f"needs {key} = {written(value)}"
+    for name, phrase in PHRASES.items():
+        for key, value in getattr(facts, name).items():
+            yield phrase.format(key, written(value))
     if facts.path:
         yield "a path, in which ~ and $VARIABLES are replaced"
 
 
+def _indented(text: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+
+
 def _lines(section: Section) -> Iterator[str]:
     yield section.title
-    if section.text:
-        yield from textwrap.wrap(
-            section.text, 100, initial_indent="# ", subsequent_indent="# "
-        )
+    yield from _indented(section.text, 100, "# ")
     for key in section.keys:
-        yield f"{key.name} = {key.default}    # {key.type}{f'; default: {key.source}' if key.source else ''}"
-        yield from textwrap.wrap(
-            key.text, 96, initial_indent="    ", subsequent_indent="    "
-        )
+        yield f"{key.name} = {key.default}    # {key.type}; default: {key.source}"
+        yield from _indented(key.text, 96, "    ")
     yield ""
 
 
@@ -252,57 +224,50 @@ def _find(name: str) -> Iterator[Section]:
     part in any section.
     """
     for section in (*own_sections(), *torchtitan_sections()):
-        whole = name == section.name or section.name.startswith(f"{name}.")
-        keys = [key for key in section.keys if whole or name in (key.full, key.name)]
+        keys = section.keys
+        if not f"{section.name}.".startswith(f"{name}."):
+            keys = tuple(key for key in keys if name in (key.full, key.name))
         if keys:
-            explained = tuple(_explained(key) for key in keys)
-            yield Section(section.name, section.text if whole else "", explained)
+            text = section.text * (keys == section.keys)
+            yield Section(section.name, text, tuple(map(_explained, keys)))
 
 
 def _explained(key: Key) -> Key:
     """Return one of TorchTitan's keys with its limits and its meaning in its text."""
     facts = key.facts
-    if facts is None or facts.source != TORCHTITAN:
+    phrases = [*limits(facts), facts.reason.rstrip(".")]
+    if facts.source != TORCHTITAN:
         return key
     text = f"{facts.means} TorchTitan: {key.text}" if facts.means else key.text
-    phrases = [*limits(facts), *filter(None, (facts.because, facts.free.rstrip(".")))]
-    return replace(key, text=f"{text} [{'; '.join(phrases)}.]".lstrip())
-
-
-def _not_found(name: str) -> ConfigError:
-    sections = [*own_sections(), *torchtitan_sections()]
-    keys = [key for section in sections for key in section.keys]
-    known = {s.name for s in sections} | {
-        name for key in keys for name in (key.full, key.name)
-    }
-    others: dict[str, str] = {}
-    for key in keys:
-        for other in key.facts.also if key.facts else ():
-            others |= {other: key.full, f"{key.section}.{other}": key.full}
-    hint = did_you_mean(
-        name, sorted(known), otherwise="; titan-disp config lists them", instead=others
-    )
-    return ConfigError(f"{name!r} is neither a section nor a key of the config{hint}")
+    return replace(key, text=f"{text} [{'; '.join(filter(None, phrases))}.]".lstrip())
 
 
 def reference(name: str | None) -> str:
     """Return titan-disp's keys and the most used ones of TorchTitan, or one section or
     key in full.
     """
+    ours = own_sections()
     if name is not None:
-        name = name.lstrip("-").replace("-", "_").strip("[]")
-        lines = [line for section in _find(name) for line in _lines(section)]
+        name = name.strip("[]-").replace("-", "_")
+        lines = _all_lines(_find(name))
         if not lines:
-            raise _not_found(name)
+            hint = key_hint(name, names=[section.name for section in ours])
+            raise ConfigError(f"{name!r} is neither a section nor a key{hint}")
     else:
-        others = ", ".join(section.name for section in torchtitan_sections())
-        more = f"# titan-disp config SECTION or KEY shows more; TorchTitan's sections are {others}."
-        lines = ["# titan-disp's keys, with their defaults.", ""]
-        lines += [line for section in own_sections() for line in _lines(section)]
-        lines += ["# TorchTitan's keys that the files in train_configs set.", ""]
-        lines += [line for section in _used() for line in _lines(section)]
-        lines += textwrap.wrap(more, 110, subsequent_indent="# ")
+        lines = [
+            "# titan-disp's keys, with their defaults.",
+            "",
+            *_all_lines(ours),
+            "# TorchTitan's keys that the files in train_configs set.",
+            "",
+            *_all_lines(_used()),
+            "# titan-disp config SECTION or KEY shows more. docs/configuration.md lists all.",
+        ]
     return "\n".join(lines).rstrip()
+
+
+def _all_lines(sections: Iterable[Section]) -> list[str]:
+    return [line for section in sections for line in _lines(section)]
 
 
 PAGE = """# Configuration
@@ -364,31 +329,27 @@ rises again after its peak or never reaches `optimizer.lr`.
 
 def markdown() -> str:
     """Return the content of ``docs/configuration.md``."""
-    ours = "\n\n".join(_table(section, "default from") for section in own_sections())
-    others = "\n\n".join(_table(section) for section in _used())
+    ours = "\n\n".join(map(_table, own_sections()))
+    others = "\n\n".join(map(_table, _used()))
     return PAGE.format(ours=ours, others=others, limits="\n".join(_limits_table()))
 
 
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def _limits_table() -> Iterator[str]:
-    yield "| key | expected | because |"
+    yield _row("key", "expected", "because")
     yield "|---|---|---|"
     for name, facts in torchtitan_facts().items():
-        cells = [f"`{name}`", "; ".join(limits(facts)), facts.because or facts.free]
-        yield f"| {' | '.join(cells)} |"
+        yield _row(f"`{name}`", "; ".join(limits(facts)), facts.reason)
 
 
-def _table(section: Section, *source: str) -> str:
-    columns = ["key", "type", "default", *source, "what it does"]
-    lines = [f"### {section.title}", "", *([section.text, ""] if section.text else [])]
-    lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+def _table(section: Section) -> str:
+    columns = ["key", "type", "default", "default from", "what it does"]
+    lines = [_row(*columns), "|" + "---|" * len(columns)]
     for key in section.keys:
-        cells = [
-            f"`{key.name}`",
-            key.type,
-            f"`{key.default}`",
-            *([key.source] if source else []),
-        ]
-        lines.append(
-            f"| {' | '.join([*cells, key.text.replace('|', chr(92) + '|')])} |"
-        )
-    return "\n".join(lines)
+        cells = [f"`{key.name}`", key.type, f"`{key.default}`", key.source]
+        lines.append(_row(*cells, key.text.replace("|", r"\|")))
+    intro = filter(None, [f"### {section.title}", section.text])
+    return "\n\n".join([*intro, "\n".join(lines)])

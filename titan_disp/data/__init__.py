@@ -1,38 +1,49 @@
-"""This package is the data pipeline, from the files to the batches.
+"""The data pipeline, from files to batches.
 
-The steps that read take the same ``StreamOptions``.
+A run has S *slots* (``stream.slots``), which are streams of documents. Every global
+batch takes the same number of sequences from each slot, so that the batches do not
+depend on the number of ranks. A rank reads a contiguous range of slots. An *epoch* of a
+slot is one time through its share of the documents. A *source* is a data set with a
+weight ([[stream.sources]]). A *position* is where a slot is (``position``).
 
-The run has S *slots* (``stream.slots``), which are streams of documents. Every global
-batch takes the same number of sequences from each. A rank reads a contiguous range of
-slots. An *epoch* of a slot is one time through its share of the documents; a *pass* is
-one sequential read of a file. A *source* is a data set with a weight
-([[stream.sources]]). A *position* of a slot is the integers (``position.Field``) from
-which a resumed run continues::
+Once, at the start::
 
-    sources       the data sets that the config names, and a look at their first
-      │           documents
+    sources.list_and_check      the files of all data sets, listed and looked at on
+      │                         rank 0: listing, with local_files, hub, mirror, objects;
+      │                         index
       ▼
-    listing       their files, listed once on rank 0: local_files, hub (Hugging Face),
-      │           mirror (a local copy of the hub's), objects (an object store)
-      ▼
-    assignment    which slot reads which documents of these files
+    assignment.Assignment       which slot reads which documents of these files
       │
       ▼
-    documents     the documents of one file: storage reads its bytes, formats and
-      │           token_ids find the documents
-      ▼
-    passes        one pass over a file serves all slots of a rank; position: where each
-      │           slot is
-      ▼
-    cursor        the documents of a slot, one after another, without bad ones; shuffle:
-      │           the same, shuffled in windows
-      ▼
-    stream        the slots of a rank: documents are tokenized ahead (tokenizer) and
-      │           packed into sequences, in a process of their own
-      ▼
-    loader        TorchTitan's dataloader; validation: the first sequences of the
-                  validation split; fingerprint: what a checkpoint must agree with
+    loader.StreamLoader         the positions of a rank's slots, as checkpoints store
+                                them; fingerprint: what a checkpoint must agree with
 
-Beside the road is hf_tokenizer (a model's tokenizer for export). The commands that
-write data (fetch, indexing, sample) are in ``titan_disp.lab``.
+For every batch, in a rank's prefetch worker, where each step asks the one above it::
+
+    storage.RetryingFile.read   bytes of a file; retry: failed reads are tried again
+      ▼
+    documents.Documents.read    the next document of the file, unparsed: formats for
+      │                         text, token_ids and megatron for ids; blocks: where
+      │                         reading can begin
+      ▼
+    passes.Passes.fetch         the next document of a slot; one sequential read of a
+      │                         file, a *pass*, serves all slots of the rank
+      ▼
+    cursor.Cursor.next          the next usable document, with the positions before and
+      │                         after it
+      ▼
+    shuffle.Shuffle.next        the same, shuffled in windows
+      ▼
+    stream.Slot.fill            the next sequence of a slot: documents are tokenized
+      │                         ahead (tokenizer) and packed
+      ▼
+    stream.Sequences            groups of microbatches, of all slots in turn
+      ▼
+    loader.StreamLoader         batches, in the training process; it moves its positions
+                                past them
+
+``options`` holds what all these steps take. ``validation`` takes the first sequences of
+the validation split from ``stream``. ``hf_tokenizer`` makes a model's tokenizer for
+export. The commands that write data (fetch, indexing, sample) are in
+``titan_disp.lab``.
 """

@@ -1,7 +1,8 @@
-"""Decide which documents each slot reads in each epoch.
+"""Which documents each slot reads in each epoch.
 
-The result depends on the files, the number of slots, the seed and the epoch. It does
-not depend on the number of ranks.
+``Assignment`` answers this, and nothing here reads a file. The result depends on the
+files, the number of slots, the seed and the epoch. It does not depend on the number of
+ranks.
 
 In each epoch, the files of a source are laid end to end on a line and the line is cut
 into one *run* per slot::
@@ -37,10 +38,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain
-
-import numpy as np
 
 from titan_disp.data.blocks import STEP, Blocks, Visits
 from titan_disp.data.listing import DataFile
@@ -55,7 +54,6 @@ KEYS = 1 << 64
 _MIN_PART = 8
 # blocks are divided, instead of documents, if each slot would get at least this many
 _MIN_BLOCKS = 16
-_KEYS_AT_ONCE = 1 << 16
 _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 
 
@@ -63,40 +61,45 @@ _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 class Segment:
     """The documents of one file that a slot owns: those whose key is in [low, high)."""
 
-    file: int  # index of the file
-    low: int
-    high: int
+    file: int  # index of the file among those of all sources
+    low: int  # first key, from 0
+    high: int  # key after the last one, at most 2⁶⁴
     shift: int  # of the keys, see ``key``
     length: int  # on the line, in 1/S byte
     text: int = 0  # estimated bytes of text
-    # whether the file is divided by blocks. ``key`` then takes the number of a visit of
-    # a block
+    # Whether the file is divided by blocks. A *unit* of the file, which one slot owns,
+    # is then a visit of a block, and otherwise a document.
     dealt: bool = False
 
     @property
     def whole(self) -> bool:
+        """Whether the slot owns all documents of the file."""
         return self.low == 0 and self.high == KEYS
 
-    def key(self, index: int) -> int:
-        return (index * STEP + self.shift) % KEYS
+    def key(self, unit: int) -> int:
+        """Return the key, 0 to 2⁶⁴ − 1, of a unit: a document's index in the file, or
+        the number of a visit if the file is divided by blocks.
+        """
+        return (unit * STEP + self.shift) % KEYS
+
+    def owns(self, unit: int) -> bool:
+        """Return whether the slot owns a unit, which is numbered as for ``key``."""
+        return self.low <= self.key(unit) < self.high
+
+    def owns_any(self, start: int, end: int) -> bool:
+        """Return whether the slot owns any of the units ``start`` to ``end`` − 1."""
+        return any(map(self.owns, range(start, end)))
 
     def visits(self, blocks: Blocks | None) -> Visits | None:
-        """Return this epoch's order of the file's blocks, or None if it has none."""
+        """Return in which order a pass visits the blocks of the segment's file, or None
+        if the file has no ``blocks``.
+
+        If it is divided by blocks, the order differs in each epoch. Otherwise it is
+        that of the file.
+        """
         if blocks is None:
             return None
         return Visits(blocks, self.shift if self.dealt else None)
-
-    def owns_any(self, start: int, end: int) -> bool:
-        """Return whether any of the documents ``start`` to ``end`` − 1 is its own."""
-        low = np.uint64(self.low)
-        last = np.uint64(self.high - 1)  # ``high`` itself may be 2⁶⁴
-        for first in range(start, end, _KEYS_AT_ONCE):
-            index = np.arange(first, min(first + _KEYS_AT_ONCE, end), dtype=np.uint64)
-            # uint64 wraps around: this is modulo KEYS
-            keys = index * np.uint64(STEP) + np.uint64(self.shift)
-            if ((low <= keys) & (keys <= last)).any():
-                return True
-        return False
 
 
 class Part(IntEnum):
@@ -109,7 +112,7 @@ class Part(IntEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """What one slot reads in one epoch.
+    """What one slot reads in one epoch; at least one segment.
 
     Attributes:
         parts: the segments of each part that is not empty. The head is one segment, the
@@ -118,19 +121,22 @@ class Run:
             a file.
     """
 
-    parts: dict[Part, tuple[Segment, ...]]
+    parts: dict[Part, list[Segment]]
 
     @cached_property
     def lengths(self) -> dict[Part, int]:
-        """The length of each part on the line; the slot takes text in proportion."""
+        """The length of each part on the line, in 1/S byte. The slot takes text from
+        the parts in this proportion.
+        """
         return {
             part: sum(segment.length for segment in segments)
             for part, segments in self.parts.items()
         }
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
-        return tuple(chain.from_iterable(self.parts.values()))
+    def segments(self) -> list[Segment]:
+        """All segments of the run, in the order of the line."""
+        return [*chain.from_iterable(self.parts.values())]
 
 
 @dataclass(frozen=True)
@@ -142,8 +148,6 @@ class _Line:
     """
 
     order: list[int]  # for each place on the line, the file
-    place: list[int]  # for each file, its place
-    shifts: list[int]  # for each place, the shift of the file's keys
     edges: list[int]  # for each place, where the file begins; then the end of the line
     cuts: list[int]  # for each slot, where its run begins; then the end of the line
 
@@ -159,14 +163,14 @@ class Share:
     asked: float  # the source's weight divided by the sum of the weights
 
     def owns(self, file: DataFile) -> bool:
-        """Return whether a ``prefixed`` file belongs to this source.
+        """Return whether a file, named as by ``prefixed``, belongs to this source.
 
-        A source without a name owns all files.
+        All files belong to a source without a name.
         """
         return not self.name or file.name.startswith(f"{self.name}/")
 
     def slots_among(self, slots: range) -> int:
-        """Return how many of ``slots`` belong to this source."""
+        """Return how many of these slots belong to this source."""
         return len(
             range(
                 max(self.first, slots.start), min(self.first + self.slots, slots.stop)
@@ -175,9 +179,8 @@ class Share:
 
     @property
     def tokens(self) -> float:
-        """The fraction of the run's tokens that come from this source.
-
-        Every slot supplies the same number.
+        """The fraction of the run's tokens that come from this source, 0 to 1. Every
+        slot supplies the same number.
         """
         return self.slots / self.total
 
@@ -187,25 +190,29 @@ class Share:
 
 
 class _Source:
-    """The runs of one source's slots."""
+    """The runs of one source's slots.
+
+    Outside of this class, slots and files of all sources are numbered in one row: this
+    source's begin at ``first_slot`` and ``first_file``.
+    """
 
     def __init__(
-        self, files: Sequence[DataFile], slots: int, seed: int, first_file: int
+        self, files: Sequence[DataFile], share: Share, seed: int, first_file: int
     ) -> None:
         self.names = [file.name for file in files]
-        self.slots = slots
-        self.seed = seed
+        self.slots = share.slots
+        self.first_slot = share.first
         self.first_file = first_file
-        self.min_density = min(
-            (file.density for file in files if file.density), default=1.0
-        )
+        self.seed = seed
+        densities = [file.density for file in files if file.density]
+        self.min_density = min(densities, default=1.0)
         # An empty file has a length of one byte, because some slot must read it to
         # report that it is empty.
         self.lengths = [
-            max(round(file.size * file.density / self.min_density), 1) * slots
+            max(round(file.size * file.density / self.min_density), 1) * self.slots
             for file in files
         ]
-        run_length = sum(self.lengths) // slots  # exact: lengths are multiples
+        run_length = sum(self.lengths) // self.slots  # exact: lengths are multiples
         self.dealt = [
             file.blocks is not None
             and len(file.blocks) * run_length >= _MIN_BLOCKS * length
@@ -213,40 +220,39 @@ class _Source:
         ]
         # If there are few documents, slots can be many epochs apart, and each epoch has
         # its own line.
-        cached_lines = max(8, _CACHED_NUMBERS // (len(files) + slots))
+        cached_lines = max(8, _CACHED_NUMBERS // (len(files) + self.slots))
         self._line = lru_cache(maxsize=cached_lines)(self._make_line)
 
+    def _hash(self, epoch: int, file: int) -> bytes:
+        # A hash instead of a library's shuffle: the order must not change with the
+        # version of Python or numpy. Names of files need not be UTF-8.
+        text = f"{self.seed}/{epoch}/{self.names[file]}"
+        return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
+
     def _make_line(self, epoch: int) -> _Line:
-        hashes = [_hash(f"{self.seed}/{epoch}/{name}") for name in self.names]
-        order = sorted(range(len(hashes)), key=lambda file: hashes[file])
-        place = [0] * len(order)
-        for i, file in enumerate(order):
-            place[file] = i
+        order = sorted(range(len(self.names)), key=partial(self._hash, epoch))
         edges = list(accumulate((self.lengths[file] for file in order), initial=0))
-        shifts = [int.from_bytes(hashes[file][-8:], "big") for file in order]
-        return _Line(order, place, shifts, edges, cuts=_cut(edges, self.slots))
+        return _Line(order, edges, cuts=_cut(edges, self.slots))
 
     def run(self, slot: int, epoch: int) -> Run:
-        """Return what a slot, numbered from this source's first one, reads."""
+        """Return what one of the source's slots reads in an epoch."""
         line = self._line(epoch)
-        begin = line.cuts[slot]
-        end = line.cuts[slot + 1]
-        segments = [
-            self._segment(line, place, begin, end)
-            for place in _overlapping(line.edges, begin, end)
-        ]
-        parts: dict[Part, tuple[Segment, ...]] = {}
-        # Only the first and the last segment can be parts of files.
-        if not segments[0].whole:
-            parts[Part.HEAD] = (segments[0],)
-        if body := tuple(segment for segment in segments if segment.whole):
-            parts[Part.BODY] = body
-        if len(segments) > 1 and not segments[-1].whole:
-            parts[Part.TAIL] = (segments[-1],)
+        i = slot - self.first_slot
+        begin, end = line.cuts[i : i + 2]
+        parts: dict[Part, list[Segment]] = {}
+        for place in _overlapping(line.edges, begin, end):
+            segment = self._segment(epoch, place, begin, end)
+            part = Part.BODY
+            if not segment.whole:  # only the first and the last segment can be parts
+                part = Part.TAIL if parts else Part.HEAD
+            parts.setdefault(part, []).append(segment)
         return Run(parts)
 
-    def _segment(self, line: _Line, place: int, begin: int, end: int) -> Segment:
-        """Return what lies between ``begin`` and ``end`` of the file at this place."""
+    def _segment(self, epoch: int, place: int, begin: int, end: int) -> Segment:
+        """Return the part of the file at a place of the line that lies between two
+        points of the line, ``begin`` and ``end``.
+        """
+        line = self._line(epoch)
         file = line.order[place]
         length = self.lengths[file]
         begin = max(begin - line.edges[place], 0)
@@ -255,27 +261,30 @@ class _Source:
             file=self.first_file + file,
             low=begin * KEYS // length,
             high=end * KEYS // length,
-            shift=line.shifts[place],
+            shift=int.from_bytes(self._hash(epoch, file)[-8:], "big"),
             length=end - begin,
             text=int((end - begin) / self.slots * self.min_density),
             dealt=self.dealt[file],
         )
 
     def owners(self, file: int, epoch: int) -> range:
-        """Return the slots that own documents of a file, both numbered from 0."""
+        """Return the slots that own documents of one of the source's files."""
         line = self._line(epoch)
-        place = line.place[file]
-        return _overlapping(line.cuts, line.edges[place], line.edges[place + 1])
+        place = line.order.index(file - self.first_file)
+        begin, end = line.edges[place : place + 2]
+        slots = _overlapping(line.cuts, begin, end)
+        return range(self.first_slot + slots.start, self.first_slot + slots.stop)
 
 
 class Assignment:
-    """The runs of all slots in every epoch: ``run(slot, epoch)`` returns one.
+    """The runs of all slots in every epoch: ``run(slot, epoch)`` returns a ``Run``.
 
     Attributes:
         slots: the number of slots.
         seed: of the order of the files.
         first_files: the index of each source's first file.
         dealt: for each file, whether it is divided by blocks.
+        run: see ``_run``, whose results it remembers.
     """
 
     def __init__(
@@ -285,7 +294,8 @@ class Assignment:
 
         Args:
             files: of all sources, in the order of ``shares``, and ``prefixed`` if there
-                are several sources. Only their names, sizes and densities matter.
+                are several sources. Only their names, sizes, densities and blocks
+                matter.
             shares: each source's slots.
             seed: of the order of the files.
         """
@@ -298,28 +308,30 @@ class Assignment:
         for share in shares:
             first_file = len(self.dealt)
             of_source = [file for file in files if share.owns(file)]
-            source = _Source(of_source, share.slots, seed, first_file)
+            source = _Source(of_source, share, seed, first_file)
             self._sources.append(source)
             self.first_files.append(first_file)
             self.dealt += source.dealt
         self.run = lru_cache(maxsize=8 * self.slots)(self._run)
 
     def _run(self, slot: int, epoch: int) -> Run:
-        i = bisect_right(self._first_slots, slot) - 1
-        return self._sources[i].run(slot - self._first_slots[i], epoch)
+        """Return what a slot reads in an epoch. Both count from 0."""
+        source = self._sources[bisect_right(self._first_slots, slot) - 1]
+        return source.run(slot, epoch)
 
     def owners(self, file: int, epoch: int) -> range:
-        """Return the slots that own documents of a file in an epoch."""
-        i = bisect_right(self.first_files, file) - 1
-        slots = self._sources[i].owners(file - self.first_files[i], epoch)
-        first = self._first_slots[i]
-        return range(first + slots.start, first + slots.stop)
+        """Return the slots that own documents of a file in an epoch: neighbours on the
+        line, and at least one.
+        """
+        source = self._sources[bisect_right(self.first_files, file) - 1]
+        return source.owners(file, epoch)
 
     def unseen(self) -> float:
-        """Estimate how much text is unread when as many bytes are read as there are.
+        """Return the estimated fraction of the text, 0 to 1, that is unread when as
+        many bytes were read as there are.
 
-        This is a fraction of the text. Slots read equally fast, so it is the text by
-        which some runs are longer than the average run.
+        Slots read equally fast, so this is the text by which some runs of the first
+        epoch are longer than the average run.
         """
         texts = [
             sum(segment.text for segment in self.run(slot, 0).segments)
@@ -329,26 +341,25 @@ class Assignment:
         return sum(max(0.0, text - mean) for text in texts) / max(1, sum(texts))
 
     def files_of(self, slots: range, epoch: int) -> set[int]:
-        """Return the indices of the files that a rank with these slots reads."""
+        """Return the indices of the files that a rank with these slots reads in an
+        epoch.
+        """
         files: set[int] = set()
         for slot in slots:
             files.update(segment.file for segment in self.run(slot, epoch).segments)
         return files
 
 
-def _hash(name: str) -> bytes:
-    # A hash instead of a library's shuffle: the order must not change with the version
-    # of Python or numpy. Names of files need not be UTF-8.
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-
-
 def _overlapping(edges: list[int], begin: int, end: int) -> range:
-    """Return each i whose interval, edges[i] to edges[i + 1], overlaps begin to end."""
+    """Return all i for which the interval from edges[i] to edges[i + 1] overlaps the
+    one from ``begin`` to ``end``. They are consecutive.
+    """
     return range(bisect_right(edges, begin) - 1, bisect_left(edges, end))
 
 
 def _cut(edges: list[int], slots: int) -> list[int]:
-    """Return where each slot's run begins on the line, and where the last one ends.
+    """Return where each slot's run begins on the line, and where the last one ends:
+    ``slots`` + 1 numbers.
 
     Each run gets an equal share of what remains of the line. A cut close to the edge of
     a file moves to the edge.
@@ -366,13 +377,14 @@ def _cut(edges: list[int], slots: int) -> list[int]:
 
 
 def one_share(slots: int) -> list[Share]:
-    """Return the share of the only source, which has no name."""
+    """Return the share of a run's only source, which has no name and all slots."""
     return [Share("", first=0, slots=slots, total=slots, asked=1.0)]
 
 
 def shares(weights: dict[str, float], slots: int) -> list[Share]:
-    """Divide the slots among the sources in proportion to their weights (> 0).
+    """Return each source's share of the slots, in proportion to its weight (> 0).
 
+    The shares have the order of ``weights``, which is by name, and follow each other.
     Slots that remain after rounding down go to the largest remainders, and among equal
     ones to the first source. Raises ConfigError if a source gets no slot.
     """
@@ -402,8 +414,8 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
 
 
 def far_from_weights(shares: Sequence[Share]) -> str | None:
-    """Return a warning if a source's share of the tokens differs from its weight by
-    more than a tenth of the weight.
+    """Return a warning if any source's share of the tokens differs from the one that
+    was asked for by more than a tenth of it, else None.
     """
     far = [
         str(share)
@@ -420,7 +432,7 @@ def far_from_weights(shares: Sequence[Share]) -> str | None:
 
 
 def prefixed(name: str, files: Sequence[DataFile]) -> list[DataFile]:
-    """Put the source's name before the names of its files, because other sources may
-    have files of the same names.
+    """Return a source's files, renamed to NAME/FILE, because other sources may have
+    files of the same names.
     """
     return [replace(file, name=f"{name}/{file.name}") for file in files]

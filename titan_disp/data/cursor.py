@@ -6,6 +6,7 @@ skips the same documents. All that lies between two usable documents of a slot i
 skipped in one call, so that no stored position lies within it.
 """
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from titan_disp.data.formats import (
     BadDocument,
     Empty,
     Garbage,
+    Record,
     size_of,
     text_of,
 )
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.passes import Passes
-from titan_disp.data.position import Field, Position
+from titan_disp.data.passes import FileEnd, Passes
+from titan_disp.data.position import Position
 from titan_disp.errors import DataError
 
 # The rest of a file is skipped after …
@@ -47,9 +49,11 @@ _EPOCHS = 20
 _HOPELESS = 20_000
 _HOPELESS_FILES = 20  # … damaged files in a row, for the same reason
 
+_MOST_LOGGED = 1000  # documents that a rank reports
+
 
 class Faults:
-    """Decide what happens to documents and files that cannot be used."""
+    """What a rank knows and logs of documents and files that cannot be used."""
 
     def __init__(
         self,
@@ -58,69 +62,55 @@ class Faults:
         first_files: Sequence[int] = (0,),
     ) -> None:
         """``first_files`` holds the index of each source's first file."""
-        self.names = [file.name for file in files]
-        self.sizes = [file.size for file in files]
+        self.files = files
         self.options = options
         self._first_files = first_files
         self._sources = [
-            slice(*bounds) for bounds in pairwise([*first_files, len(files)])
+            files[first:end] for first, end in pairwise([*first_files, len(files)])
         ]
-        # bytes
-        self._expendable = [
-            options.max_skipped_fraction * sum(self.sizes[source])
-            for source in self._sources
-        ]
-        self._told: set[tuple[int, int]] = set()
-        self._told_of_slots = False
+        self._logged: set[str] = set()
 
-    def bad(self, file: int, index: int, reason: str) -> None:
-        """Log once that a document, or the rest of a file (index −1), is skipped.
+    def beside(self, file: int) -> Sequence[DataFile]:
+        """Return all files of the source to which this file belongs."""
+        return self._sources[bisect_right(self._first_files, file) - 1]
 
-        Raise DataError if on_bad_data is "fail".
+    def report(self, text: str, most: int = _MOST_LOGGED) -> None:
+        """Log what is skipped, if this text was not logged before, and fewer than
+        ``most`` reports were.
+
+        Raises DataError instead if stream.on_bad_data is "fail".
         """
-        name = self.names[file]
-        text = (
-            f"{name}, document {index}: {reason}"
-            if index >= 0
-            else f"{name} is damaged and ends early: {reason}"
-        )
         if self.options.on_bad_data == "fail":
             raise DataError(f'{text}. stream.on_bad_data = "skip" would pass over it')
-        if (file, index) not in self._told and (index < 0 or len(self._told) < 1000):
-            self._told.add((file, index))
-            logger.warning(f"skipped: {text}")
+        if len(self._logged) < most:
+            self.warn_once(text, f"skipped: {text}")
 
-    def no_documents(self, position: Position) -> None:
-        if not self._told_of_slots:
-            self._told_of_slots = True
-            logger.warning(
-                f"data: slot {position.slot} of {position.assignment.slots} has no "
-                f"documents in epoch {position.epoch - 1}. If there are hardly more "
-                "documents than slots, their order and shares are poor: lower "
-                "stream.slots"
-            )
+    def warn_once(self, key: str, text: str) -> None:
+        """Log a warning, unless one with this key was logged before."""
+        if key not in self._logged:
+            self._logged.add(key)
+            logger.warning(text)
 
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
-        """Return why the rest of a file is skipped, or None.
+        """Return why the rest of a file is skipped, or None if it is not.
 
-        One that is too large to be skipped is read to its end.
+        It is skipped if at least ``least`` documents ``in_a_row`` cannot be used, but
+        not if the file has more bytes than the fraction stream.max_skipped_fraction of
+        its source: so large a file is read to its end.
         """
-        if in_a_row < least or self.sizes[file] > self._expendable[self._source(file)]:
+        if in_a_row < least:
+            return None
+        source_size = sum(file.size for file in self.beside(file))
+        if self.files[file].size > self.options.max_skipped_fraction * source_size:
             return None
         return f"{in_a_row} documents in a row cannot be used"
-
-    def beside(self, file: int) -> list[str]:
-        return self.names[self._sources[self._source(file)]]
-
-    def _source(self, file: int) -> int:
-        return bisect_right(self._first_files, file) - 1
 
 
 @dataclass(frozen=True)
 class Document:
-    """Hold a usable document of a slot: a text, or token ids as stored; not empty."""
+    """A usable document of a slot; it is not empty."""
 
-    content: str | np.ndarray
+    content: str | np.ndarray  # a text, or token ids as stored
     size: int  # bytes in UTF-8, or of the ids as stored
     start: np.ndarray  # [k] int64, the slot's position at its first token …
     end: np.ndarray  # … and after its last one
@@ -128,13 +118,14 @@ class Document:
 
 @dataclass
 class _Search:
-    """Count what a slot has met since its last usable document."""
+    """What a slot has met since its last usable document."""
 
     epochs: int = 0  # that ended
     empty: int = 0  # documents without text
     bad: int = 0  # documents that cannot be used
-    row: int = 0  # of these, the most recent ones, all in the current file …
-    row_bytes: int = 0  # … and their bytes
+    # of these, the most recent ones, all in the current file, and their bytes
+    row: int = 0
+    row_bytes: int = 0
     # of these, the most recent ones that are not JSON, in a compressed file
     garbage: int = 0
     counted: int = 0  # those of the bad documents that are not in a damaged file
@@ -142,9 +133,12 @@ class _Search:
 
 
 class Cursor:
-    """Walk over the documents of one slot, epoch after epoch.
+    """Walks over the documents of one slot, epoch after epoch.
 
-    The cursor moves ``position``.
+    Attributes:
+        position: the slot's position, which the cursor moves.
+        passes: the files of the rank.
+        faults: what is done about documents and files that cannot be used.
     """
 
     def __init__(self, position: Position, passes: Passes, faults: Faults) -> None:
@@ -156,118 +150,149 @@ class Cursor:
     def next(self) -> Document:
         """Return the next usable document, of this or a later epoch.
 
-        Raise DataError if on_bad_data says so, or it gives up.
+        Raises DataError if the search for it is given up, a document or file cannot be
+        used and stream.on_bad_data is "fail", or a file cannot be read.
         """
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()
         return document
 
     def next_of_epoch(self) -> Document | None:
+        """Return the next usable document of this epoch, or None if there is no more.
+
+        Raises DataError as ``next`` does.
+        """
         position = self.position
-        p = self.position.values
-        while True:
-            part = position.choose()
-            if part is None:
-                return None
+        while (part := position.choose()) is not None:
             segment, first = position.next(part)
-            index, raw, damage = self.passes.fetch(
-                position.slot, position.epoch, segment, first
-            )
-            if raw is None:
-                self._end_file(
-                    part,
-                    segment,
-                    damage
-                    or self.faults.wrong(segment.file, self._search.row, _WRONG_END),
-                )
+            record = self.passes.fetch(position.slot, position.epoch, segment, first)
+            if isinstance(record, FileEnd):
+                self._end_file(part, segment, record)
                 continue
+            index, raw = record
             try:
-                content = (
-                    raw
-                    if isinstance(raw, np.ndarray)
-                    else text_of(raw, self.passes.options.format.text_field)
-                )
+                content, size = self._content_of(raw)
             except BadDocument as error:
-                self._pass_over(part, segment, index, error, error.size or size_of(raw))
+                size = error.size or size_of(raw)
+                self._pass_over(part, segment, index, size=size, error=error)
                 continue
-            size = len(content.encode()) if isinstance(content, str) else content.nbytes
-            start = p.copy()
-            p[Field.DOCUMENTS] += 1
-            p[Field.BYTES] += size
-            position.take(part, index, size)
+            start = position.values.copy()
+            position.use(part, index, size)
             self._search = _Search()
-            return Document(content, size, start, p.copy())
+            return Document(content, size, start, end=position.values.copy())
+        return None
+
+    def _content_of(self, raw: Record) -> tuple[str | np.ndarray, int]:
+        """Return (content, size): the text of a record and its bytes in UTF-8, or its
+        ids and their bytes. Raises BadDocument if there is none that can be used.
+        """
+        if isinstance(raw, np.ndarray):
+            return raw, raw.nbytes
+        text = text_of(raw, self.passes.options.format.text_field)
+        return text, len(text.encode())
 
     def _pass_over(
-        self, part: Part, segment: Segment, index: int, error: BadDocument, size: int
+        self, part: Part, segment: Segment, index: int, size: int, error: BadDocument
     ) -> None:
+        """Report a document that cannot be used, of ``size`` bytes, and move past it; or
+        past the rest of its file, if there were too many of them in a row.
+
+        Raises DataError if stream.on_bad_data is "fail", or the search is given up.
+        """
         search = self._search
+        name = self.faults.files[segment.file].name
+        self.position.pass_over(part, index)
+        if isinstance(error, Garbage) and name.endswith(COMPRESSED):
+            search.garbage += 1
+        else:
+            search.garbage = 0
         if isinstance(error, Empty):
             search.empty += 1
         else:
-            self.faults.bad(segment.file, index, str(error))
-            search.bad = search.bad + 1
-            search.counted = search.counted + 1
-            self.position.values[[Field.SKIPPED, Field.SKIPPED_BYTES]] += 1, size
-            search.row = search.row + 1
-            search.row_bytes = search.row_bytes + size
-        garbage = isinstance(error, Garbage) and self.faults.names[
-            segment.file
-        ].endswith(COMPRESSED)
-        search.garbage = search.garbage + 1 if garbage else 0
-        self.position.take(part, index, 0)
+            self.faults.report(f"{name}, document {index}: {error}")
+            self.position.count_skipped(1, size)
+            search.bad += 1
+            search.counted += 1
+            search.row += 1
+            search.row_bytes += size
         damage = self.faults.wrong(segment.file, search.row, _WRONG)
         if search.garbage == _GARBAGE:
             damage = f"{_GARBAGE} documents in a row are not JSON"
         if damage is not None:
             self.passes.leave(self.position.slot, self.position.epoch, segment.file)
-            self._end_file(part, segment, damage)
+            self._skip_file(part, segment, damage)
         if search.bad + search.empty == _HOPELESS:
             self._give_up()
 
-    def _end_file(self, part: Part, segment: Segment, damage: str | None) -> None:
-        p = self.position.values
-        search = self._search
-        row = search.row
-        row_bytes = search.row_bytes
-        rest = segment.text - self.position.taken(part)
-        search.row = search.row_bytes = search.garbage = 0
-        self.position.end_file(part)
-        if damage is not None:
-            self.faults.bad(segment.file, -1, damage)
-            # of all slots that share the file, one counts it …
-            p[Field.SKIPPED_FILES] += segment.low == 0
-            # … and the documents that revealed the damage count as part of it
-            p[Field.SKIPPED] -= row
-            p[Field.SKIPPED_BYTES] += max(0, rest - row_bytes)
-            search.counted -= row
-            search.damaged += 1
-            if search.damaged == _HOPELESS_FILES:
-                self._give_up()
-        elif not row:
-            search.damaged = 0
+    def _end_file(self, part: Part, segment: Segment, end: FileEnd) -> None:
+        """Go on to the part's next file. The one that has ended is damaged if its
+        reader says so, or too many documents before its end cannot be used.
 
-    def end_epoch(self) -> None:
-        """Go on to the next epoch.
-
-        With few documents, a slot has none in some epochs, but on average one in S
-        epochs.
+        Raises DataError as ``_pass_over`` does.
         """
         search = self._search
+        damage = end.damage or self.faults.wrong(segment.file, search.row, _WRONG_END)
+        if damage is not None:
+            self._skip_file(part, segment, damage)
+            return
+        if not search.row:
+            search.damaged = 0
+        self._leave_file(part)
+
+    def _skip_file(self, part: Part, segment: Segment, damage: str) -> None:
+        """Report and count a damaged file, and go on to the part's next one.
+
+        Raises DataError as ``_pass_over`` does.
+        """
+        search = self._search
+        name = self.faults.files[segment.file].name
+        text = f"{name} is damaged and ends early: {damage}"
+        self.faults.report(text, most=sys.maxsize)
+        # The documents that revealed the damage count as part of it.
+        rest = segment.text - self.position.taken(part)
+        self.position.count_skipped(
+            documents=-search.row,
+            size=max(0, rest - search.row_bytes),
+            files=int(segment.low == 0),  # of all slots that share it, one counts it
+        )
+        search.counted -= search.row
+        search.damaged += 1
+        self._leave_file(part)
+        if search.damaged == _HOPELESS_FILES:
+            self._give_up()
+
+    def _leave_file(self, part: Part) -> None:
+        """Go on to the part's next file, where documents in a row count anew."""
+        self.position.end_file(part)
+        self._search.row = 0
+        self._search.row_bytes = 0
+        self._search.garbage = 0
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch, when ``next_of_epoch`` has returned None.
+
+        Raises DataError if the search for a usable document is given up. With few
+        documents, a slot has none in some epochs, but on average one in S epochs.
+        """
+        search = self._search
+        slots = self.position.assignment.slots
         self.position.end_epoch()
         search.epochs += 1
         if search.epochs == 2:
-            self.faults.no_documents(self.position)
-        if (
-            search.counted >= _BAD
-            or search.epochs > _EPOCHS * self.position.assignment.slots
-        ):
+            self.faults.warn_once(
+                "no documents",
+                f"data: slot {self.position.slot} of {slots} has no documents in epoch "
+                f"{self.position.epoch - 1}. If there are hardly more documents than "
+                "slots, their order and shares are poor: lower stream.slots",
+            )
+        if search.counted >= _BAD or search.epochs > _EPOCHS * slots:
             self._give_up()
 
     def _give_up(self) -> None:
+        """Raise DataError, with what the search has met."""
         search = self._search
         slots = self.position.assignment.slots
-        names = self.faults.beside(self.position.run().segments[0].file)
+        files = self.faults.beside(self.position.run().segments[0].file)
         advice = "They hold no documents for this slot: add data, or lower stream.slots"
         if search.bad or search.damaged:
             advice = "The log above says why: repair or remove these files"
@@ -275,52 +300,35 @@ class Cursor:
             f"slot {self.position.slot} of {slots} found no usable document "
             f"(completed epochs: {search.epochs}, bad documents: {search.bad}, "
             f"damaged files: {search.damaged}, documents without text: "
-            f"{search.empty}) in these files: {len(names)}, from {names[0]} to "
-            f"{names[-1]}. {advice}"
+            f"{search.empty}) in these files: {len(files)}, from {files[0].name} to "
+            f"{files[-1].name}. {advice}"
         )
 
 
-# The counts are those of all ranks together, so that all ranks and any number of ranks
-# decide alike.
-_FIRST = 1000  # documents; among fewer, a few bad ones are a large fraction
+FIRST = 1000  # documents; among fewer, a few bad ones are a large fraction
 # damaged files per epoch; with fewer, a small data set may still be worth a run
-_FEW = 10
+FEW = 10
 
 
-def check_documents(skipped: float, used: float, allowed: float) -> None:
-    """Raise DataError if too many documents cannot be used; never among the first
-    1000.
+def check_skipped(what: str, skipped: float, total: float, allowed: float) -> None:
+    """Raise DataError if ``skipped`` is more than the fraction ``allowed`` of ``total``.
+    The message calls both ``what``.
+
+    The counts are those of all ranks together, so that all ranks and any number of
+    ranks decide alike.
     """
-    every = skipped + used
-    if every >= _FIRST and skipped > allowed * every:
+    if skipped > allowed * total:
         raise DataError(
-            f"{skipped:.0f} of {every:.0f} documents could not be used, more than "
+            f"{skipped:.0f} of {total:.0f} {what}, more than "
             f"stream.max_skipped_fraction {allowed} allows: the reasons are in the "
             "logs above (of all ranks)"
         )
 
 
-def check_bytes(skipped: float, every: float, documents: float, allowed: float) -> None:
-    """Raise DataError if too much of the text is lost, ``every`` being that of all
-    epochs begun.
+def check_documents(skipped: float, used: float, allowed: float) -> None:
+    """Raise DataError if the documents that were skipped are more than the fraction
+    ``allowed`` of all, those skipped and those used. Fewer than 1000 are not judged.
     """
-    if documents >= _FIRST and skipped > allowed * every:
-        raise DataError(
-            f"about {skipped:,.0f} of {every:,.0f} bytes of text could not be used, "
-            f"more than stream.max_skipped_fraction {allowed} allows: the reasons are "
-            "in the logs above (of all ranks)"
-        )
-
-
-def check_files(skipped: float, begun: float, files: int, allowed: float) -> None:
-    """Raise DataError if too many of the data's ``files`` are damaged and end early: at
-    least 10 per epoch.
-    """
-    # Per epoch: otherwise one damaged file among a few would stop a run in its tenth
-    # epoch, and after every resume.
-    if skipped * files >= _FEW * begun and skipped > allowed * begun:
-        raise DataError(
-            f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than "
-            f"stream.max_skipped_fraction {allowed} allows: their names are in the "
-            "logs above (of all ranks)"
-        )
+    if skipped + used >= FIRST:
+        what = "documents could not be used"
+        check_skipped(what, skipped, skipped + used, allowed)

@@ -114,7 +114,8 @@ def data_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a fingerprint that can be compared with another one's."""
     files = dict(fingerprint.get("files", []))  # which may be in another order
-    comparable = {**fingerprint, "files": files}
+    # A checkpoint of a version without the key used the tokenizer's EOS.
+    comparable = {"stream.separator": "", **fingerprint, "files": files}
     # Both are unknown on the hub, and a copy elsewhere has one of them.
     for key in ("contents", "etags"):
         comparable[key] = {

@@ -9,14 +9,18 @@ each piece and strip spaces around it. User-defined symbols are therefore split 
 pre-tokenizer instead of being added tokens.
 """
 
+import functools
 import itertools
 import json
+import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import (
@@ -28,9 +32,8 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from titan_disp.data.tokenizer import find_tokenizer
+from titan_disp.data.tokenizer import AnyTokenizer, TextTokenizer, find_tokenizer
 from titan_disp.errors import ConfigError, reported
 
 SPACE = "▁"
@@ -162,32 +165,127 @@ def _cuts(model: Any) -> Iterator[str]:
             yield f"{re.escape(name[:at])}(?={re.escape(name[at:])})"
 
 
+@functools.cache
+def _normalization(charsmap: bytes) -> dict[str, str]:
+    """Return a model's normalization map: the texts that SentencePiece replaces, of
+    which it takes the longest at each place, and what replaces them.
+
+    ``charsmap`` holds a trie in a double array (Darts), after its size in bytes, and
+    then the replacements: src/normalizer.cc and third_party/darts_clone/darts.h of
+    SentencePiece.
+    """
+    size = int.from_bytes(charsmap[:4], "little")
+    units = np.frombuffer(charsmap, "<u4", size // 4, offset=4).astype(np.int64)
+    offsets = units >> 10 << ((units & 512) >> 6)
+    labels = np.arange(1, 256)
+    replacements = {}
+    pending = [(b"", int(offsets[0]))]
+    while pending:
+        prefix, base = pending.pop()
+        nodes = base ^ labels
+        nodes = nodes[nodes < len(units)]
+        for node in nodes[units[nodes] & 0x800000FF == nodes ^ base].tolist():
+            text = prefix + bytes([node ^ base])
+            below = node ^ int(offsets[node])
+            pending.append((text, below))
+            if units[node] & 256:
+                begin = 4 + size + int(units[below] & 0x7FFFFFFF)
+                end = charsmap.index(b"\0", begin)
+                replacements[text.decode()] = charsmap[begin:end].decode()
+    return replacements
+
+
+def _junctions(texts: Iterable[str]) -> str:
+    """Return a pattern of the places between two characters that are not within one of
+    these texts.
+
+    The beginnings of these texts, of two characters or more, must be among them.
+    """
+    # of the texts that end with a character: their first characters, by the middle
+    beginnings: dict[str, dict[str, str]] = defaultdict(lambda: defaultdict(str))
+    for text in sorted(texts):
+        beginnings[text[-1]][text[1:-1]] += text[0]
+    ends: dict[str, str] = defaultdict(str)  # by patterns of what may be before them
+    for end, firsts in beginnings.items():
+        before = [f"[{re.escape(firsts[m])}]{re.escape(m)}" for m in firsts]
+        ends["|".join(before)] += end
+    return "|".join(
+        [
+            rf"(?![{re.escape(''.join(beginnings))}])",
+            *(f"(?=[{re.escape(end)}])(?<!{before})" for before, end in ends.items()),
+        ]
+    )
+
+
+# Noncharacters that stand between characters while these are normalized.
+_APART = "\ufdd0"
+_ALONE = "\ufdd1"
+_STAND_IN = 0x10F000  # the first of the private characters that stand in for texts
+_MOST_EXCEPTIONS = 100  # each costs a pass over every text
+
+
+@functools.cache
+def _mapping(charsmap: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]:
+    """Return a normalizer of a normalization map, and what it does not replace as the
+    map does.
+
+    Precompiled looks up whole graphemes, such as a letter with its marks, and drops
+    what follows the shortest text of the map in them. Every character is therefore put
+    apart for it. NFC composes afterwards, but only within the texts of the map:
+    SentencePiece neither composes others nor reorders marks. (tokenizers fails if
+    something is put before the first character.)
+    """
+    replacements = _normalization(charsmap)
+    composed = [text for text in replacements if len(text) > 1]
+    junctions = rf"(?!\A)(?=[^\x00-\x7f])(?:{_junctions(composed)})"
+    steps: list[normalizers.Normalizer] = [
+        normalizers.Replace(Regex(junctions), _APART),
+        normalizers.Replace(Regex(r"(?!\A)(?=[^\x20-\x7e])"), _ALONE),
+        normalizers.Precompiled(charsmap),
+        normalizers.Replace(_ALONE, ""),
+    ]
+    if "\N{ANGSTROM SIGN}" in replacements:  # as in all maps that come with NFKC
+        steps.append(normalizers.NFC())
+    steps.append(normalizers.Replace(_APART, ""))
+    normalizer = normalizers.Sequence(steps)
+    changed = normalizer.normalize_str(".".join(composed)).split(".")
+    return normalizer, {
+        text: replacements[text]
+        for text, found in zip(composed, changed, strict=True)
+        if found != replacements[text]
+    }
+
+
+def _mapped(model: Any) -> list[normalizers.Normalizer]:
+    """Return the steps that replace what a model's normalization map replaces."""
+    spec = model.normalizer_spec
+    if not spec.precompiled_charsmap:
+        return []
+    normalizer, exceptions = _mapping(spec.precompiled_charsmap)
+    if len(exceptions) > _MOST_EXCEPTIONS:
+        raise ConfigError(
+            f"the SentencePiece model normalizes text by {spec.name}, which a Hugging "
+            "Face tokenizer cannot express; name a Hugging Face tokenizer with the "
+            "same ids by --tokenizer DIR"
+        )
+    # SentencePiece does not normalize user-defined symbols.
+    symbols = _texts(model, Piece.USER_DEFINED)
+    results = exceptions | {symbol: symbol for symbol in symbols}
+    stand_ins = {
+        text: chr(_STAND_IN + i)
+        for i, text in enumerate(sorted(results, key=len, reverse=True))
+        if normalizer.normalize_str(text) != results[text]
+    }
+    return [
+        *(normalizers.Replace(text, mark) for text, mark in stand_ins.items()),
+        normalizer,
+        *(normalizers.Replace(mark, results[text]) for text, mark in stand_ins.items()),
+    ]
+
+
 def _normalizer(model: Any) -> normalizers.Normalizer:
     spec = model.normalizer_spec
-    steps: list[normalizers.Normalizer] = []
-    if spec.precompiled_charsmap:
-        charsmap = normalizers.Precompiled(spec.precompiled_charsmap)
-        change = charsmap.normalize_str
-        # SentencePiece does not normalize user-defined symbols. Noncharacters stand in
-        # for those that the map changes.
-        hidden = {
-            symbol: chr(0x10FFFF - i)
-            for i, symbol in enumerate(
-                sorted(_texts(model, Piece.USER_DEFINED), key=len, reverse=True)
-            )
-            if change(symbol) != symbol
-        }
-        steps += [normalizers.Replace(symbol, mark) for symbol, mark in hidden.items()]
-        # Precompiled looks up grapheme clusters: "\r\n" is one, and so is a letter with
-        # two marks.
-        if (
-            change("e\N{COMBINING ACUTE ACCENT}")
-            == "\N{LATIN SMALL LETTER E WITH ACUTE}"
-        ):
-            steps.append(normalizers.NFC())
-        steps.append(normalizers.Replace("\r\n", change("\r") + change("\n")))
-        steps.append(charsmap)
-        steps += [normalizers.Replace(mark, symbol) for symbol, mark in hidden.items()]
+    steps = _mapped(model)
     if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
@@ -263,6 +361,18 @@ Names of special tokens are not among them: libraries treat these differently.
 """
 
 
+def map_probes(file: str | Path) -> Iterator[str]:
+    """Yield texts with all that a SentencePiece model's map replaces, each before a
+    combining mark.
+    """
+    charsmap = read_model(file).normalizer_spec.precompiled_charsmap
+    texts = list(_normalization(charsmap)) if charsmap else []
+    for begin in range(0, len(texts), 500):
+        yield " ".join(
+            text + "\N{COMBINING ACUTE ACCENT}" for text in texts[begin : begin + 500]
+        )
+
+
 def check_same_ids(
     ours: Callable[[str], list[int]],
     theirs: Callable[[str], list[int]],
@@ -274,9 +384,7 @@ def check_same_ids(
         got = theirs(text)
         if expected == got:
             continue
-        at = next(
-            i for i, (a, b) in enumerate(itertools.zip_longest(expected, got)) if a != b
-        )
+        at = len(os.path.commonprefix([expected, got]))
         shown = text if len(text) <= 200 else text[:200] + "…"
         raise ConfigError(
             f"the exported tokenizer gives other ids than the run's for {shown!r}: "
@@ -287,7 +395,7 @@ def check_same_ids(
 
 def write_tokenizer(
     source: Path,
-    tokenizer: BaseTokenizer,
+    tokenizer: AnyTokenizer,
     dest: Path,
     seq_len: int,
     documents: Iterable[str] = (),
@@ -308,6 +416,8 @@ def write_tokenizer(
             read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
         )
         converted, special = convert(file)
+        if tokenizer.eos_id is not None:
+            special["eos_token"] = tokenizer.id_to_token(tokenizer.eos_id)
         # to_str instead of save(), which reports a full disk by a bare Exception.
         (dest / "tokenizer.json").write_text(converted.to_str(pretty=True))
         # split_special_tokens: SentencePiece never turns text that spells a control
@@ -320,13 +430,13 @@ def write_tokenizer(
         )
     else:
         unigram = False
+        assert isinstance(tokenizer, TextTokenizer)
         _copy(source, tokenizer, dest, seq_len)
     # Several libraries raise their own types, as does code that a folder names.
     with reported(
         f"transformers cannot load the tokenizer in {str(source)!r}", Exception
     ):
         written = AutoTokenizer.from_pretrained(dest)
-    encode = plain_encoder(tokenizer)
     # Segmentations of a run of one character can be equally probable. Rounding decides
     # their order: SentencePiece computes in float32, tokenizers in float64.
     arranged: Callable[[list[int]], list[int]] = sorted if unigram else list
@@ -338,36 +448,29 @@ def write_tokenizer(
         "verbose": False,
     }
     check_same_ids(
-        lambda text: arranged(encode(text)),
+        lambda text: arranged(tokenizer.plain(text)),
         lambda text: arranged(written(text, **as_trained).input_ids),
-        itertools.chain(PROBES, documents),
+        itertools.chain(
+            PROBES, documents, map_probes(file) if file.suffix == ".model" else ()
+        ),
     )
 
 
-def plain_encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
-    """Return a function from a text to its ids, without BOS and EOS."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return lambda text: (
-            tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-        )
-    return lambda text: tokenizer.encode(text)
-
-
-def _copy(source: Path, tokenizer: BaseTokenizer, dest: Path, seq_len: int) -> None:
+def _copy(source: Path, tokenizer: TextTokenizer, dest: Path, seq_len: int) -> None:
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, dest / name)
     if not (dest / "tokenizer.json").is_file():
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
         (dest / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(pretty=True))
     config = dest / "tokenizer_config.json"
     stated = json.loads(config.read_text()) if config.is_file() else {}
-    eos = getattr(tokenizer, "eos_token", None)
-    # training found it in config.json
-    if eos is not None and not stated.get("eos_token"):
+    eos = tokenizer.eos_token
+    # training found it in config.json, or it is stream.separator
+    other_eos = eos != tokenizer._get_token_from_config(stated, "eos_token")
+    if other_eos:
         stated["eos_token"] = eos
-    # without it, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
-    if "tokenizer_class" not in stated:
+    # without a class, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
+    if other_eos or "tokenizer_class" not in stated:
         _write_config(dest, stated, seq_len)
 
 

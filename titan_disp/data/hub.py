@@ -67,7 +67,7 @@ def patiently(ask: Callable[[], T]) -> T:
         broken = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)
         return any(isinstance(one, broken) for one in chain(error))
 
-    return retried(ask, LISTING_SECONDS, "the list of files", may_pass)
+    return retried(ask, LISTING_SECONDS, "data: the list of files", may_pass)
 
 
 def files_in(

@@ -11,7 +11,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ from titan_disp.data.assignment import (
     far_from_weights,
     one_share,
 )
-from titan_disp.data.cursor import check_bytes, check_documents, check_files
+from titan_disp.data.cursor import FEW, FIRST, check_documents, check_skipped
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.listing import DataFile, on_rank_0
 from titan_disp.data.options import StreamOptions, stream_options
+from titan_disp.data.passes import Progress
 from titan_disp.data.position import Field
 from titan_disp.data.sources import (
     data_sets,
@@ -44,12 +46,15 @@ from titan_disp.data.sources import (
 )
 from titan_disp.data.stream import (
     Batch,
+    Encode,
+    Microbatches,
     RankStreams,
     Sequences,
     as_batch,
     worker_signals,
 )
 from titan_disp.data.tokenizer import encoder, fast_encoder
+from titan_disp.data.tokenizer_check import tokenizer_warnings
 from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
 
@@ -71,12 +76,19 @@ def together(of_ranks: Sequence[Counters]) -> dict[Metric, float]:
     return totals
 
 
+def log_progress(progress: Progress) -> None:
+    """Log how far this rank is with reading to its positions, unless it is there."""
+    if not progress.finished:
+        logger.info(f"data: {progress}")
+
+
 class StreamLoader(BaseDataLoader):
-    """Load the part of the data that one rank reads.
+    """Loads the part of the data that one rank reads.
 
     Attributes:
-        positions: [own slots, k] int64, after the last sequence handed out (not
-            prefetched) of each slot.
+        slots: those of this rank.
+        positions: [slots of this rank, k] int64, after the last sequence handed out
+            (not prefetched) of each slot.
         groups: the sources, whose epochs are counted separately; one without a name if
             there is but one.
         own: how many of the rank's slots belong to each of the sources, in the order of
@@ -84,6 +96,8 @@ class StreamLoader(BaseDataLoader):
         mesh: the data-parallel mesh over which a checkpoint shards the positions, if it
             has several ranks.
         bytes_read: stored bytes read so far, by (epoch, file).
+        on_progress: called when the first batch is asked for, while the rank reads to
+            its positions, and once when it is there (``Progress.finished``).
     """
 
     def __init__(
@@ -103,8 +117,8 @@ class StreamLoader(BaseDataLoader):
 
         ``files`` are those of the split, or of all sources (``shares``).
         """
-        own, rest = divmod(slots, dp_world_size)
-        if rest:
+        slots_per_rank, remainder = divmod(slots, dp_world_size)
+        if remainder:
             raise ConfigError(
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel "
                 "ranks: see stream.slots"
@@ -113,24 +127,25 @@ class StreamLoader(BaseDataLoader):
         self.options = options
         self.groups = list(shares) or one_share(slots)
         self.assignment = Assignment(files, self.groups, options.seed)
-        encode = encoder(tokenizer)
-        self.encode = (
-            fast_encoder(tokenizer, tokenizer_folder, encode)
-            if options.fast_tokenizer
-            else encode
-        )
-        self.slots = range(dp_rank * own, (dp_rank + 1) * own)
+        self.encode: Encode = encoder(tokenizer)
+        if options.fast_tokenizer:
+            self.encode = fast_encoder(tokenizer, tokenizer_folder, self.encode)
+        first_slot = dp_rank * slots_per_rank
+        self.slots = range(first_slot, first_slot + slots_per_rank)
         self.local_batch_size = local_batch_size
         self.pin_memory = False
-        self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
-        self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
+        self.fingerprint = fingerprint(
+            files, tokenizer_folder, options, slots=slots, shares=shares
+        )
+        self.positions = torch.zeros(slots_per_rank, len(Field), dtype=torch.int64)
         self.own = {group.name: group.slots_among(self.slots) for group in self.groups}
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
+        self.on_progress: Callable[[Progress], None] = log_progress
         # About the bytes of text of each source.
         self.texts = [
-            sum(one.size * one.density for one in files if group.owns(one))
+            sum(file.size * file.density for file in files if group.owns(file))
             for group in self.groups
         ]
         self._running: Generator[Batch, None, None] | None = None
@@ -147,64 +162,67 @@ class StreamLoader(BaseDataLoader):
             self._running = None
 
     def _batches(self) -> Generator[Batch, None, None]:
-        batch = self.local_batch_size
-        prefetch = self.options.prefetch
-        mine = self.positions.numpy()
-        # Microbatches are sent in groups: each transfer costs both processes as much as
-        # thousands of tokens.
-        group = (
-            max(1, min(_GROUP, _GROUP_TOKENS // (batch * self.options.seq_len)))
-            if prefetch
-            else 1
-        )
-        streams = (
-            self.files,
-            self.slots,
-            mine,
-            self.assignment,
-            self.encode,
-            self.options,
-        )
-        sequences = Sequences(lambda: RankStreams(*streams), batch, group)
-        # Fork, even where it is not the default (Python 3.14), so that the tokenizer
-        # need not be loaded again.
-        worker: dict[str, Any] = {
-            "num_workers": 1,
-            "multiprocessing_context": "fork",
-            "worker_init_fn": worker_signals,
-        }
-        workers = (
-            worker | {"prefetch_factor": -(-prefetch // group)} if prefetch else {}
-        )
-        # DataLoader's own collate function would turn arrays into tensors in the
-        # worker.
-        batches = iter(
-            DataLoader(sequences, None, collate_fn=lambda batch: batch, **workers)
-        )
-        turn = 0
-        own = len(self.slots)
+        """Yield batches from ``positions`` on, which follow them.
+
+        Raises the ConfigError at which reading has ended, DataError above all.
+        """
+        of_slots = cycle(self.positions.numpy())
+        arrivals = self._arrivals()
         try:
             while True:
                 start = time.perf_counter()
-                got = next(batches)
+                arrival = next(arrivals)
                 self.seconds_waited += time.perf_counter() - start
-                if isinstance(got, ConfigError):
-                    raise got
-                arrays, positions, bytes_read = got
-                self.bytes_read.update(bytes_read)
-                for first in range(0, len(positions), batch):
-                    for row in positions[first : first + batch]:
-                        mine[turn] = row
-                        turn = (turn + 1) % own
-                    rows = [
-                        torch.from_numpy(array[first : first + batch])
-                        for array in arrays
-                    ]
+                if isinstance(arrival, ConfigError):
+                    raise arrival
+                if isinstance(arrival, Progress):
+                    self.on_progress(arrival)
+                    continue
+                self.bytes_read.update(arrival.bytes_read)
+                for arrays, positions in zip(
+                    arrival.rows, arrival.positions, strict=True
+                ):
+                    for position, of_slot in zip(positions, of_slots, strict=False):
+                        of_slot[:] = position
+                    rows = [torch.from_numpy(array) for array in arrays]
                     if self.pin_memory:
                         rows = [row.pin_memory() for row in rows]
                     yield as_batch(*rows)
         finally:
-            del batches  # DataLoader stops its worker when its iterator is deleted
+            del arrivals  # DataLoader stops its worker when its iterator is deleted
+
+    def _arrivals(self) -> Iterator[Progress | Microbatches | ConfigError]:
+        """Return an iterator over what the prefetch worker, which it starts, sends."""
+        options = self.options
+        group = 1
+        worker: dict[str, Any] = {}
+        if options.prefetch:
+            # Microbatches are sent in groups: each transfer costs both processes as
+            # much as thousands of tokens.
+            tokens = self.local_batch_size * options.seq_len
+            group = max(1, min(_GROUP, _GROUP_TOKENS // tokens))
+            worker = {
+                "num_workers": 1,
+                # even where it is not the default (Python 3.14), so that the tokenizer
+                # need not be loaded again
+                "multiprocessing_context": "fork",
+                "worker_init_fn": worker_signals,
+                "prefetch_factor": -(-options.prefetch // group),
+            }
+        streams = RankStreams(
+            self.files,
+            self.slots,
+            positions=self.positions.numpy(),
+            assignment=self.assignment,
+            encode=self.encode,
+            options=options,
+        )
+        sequences = Sequences(streams, self.local_batch_size, group)
+        # DataLoader's own collate function would turn arrays into tensors in the
+        # worker.
+        return iter(
+            DataLoader(sequences, None, collate_fn=lambda arrival: arrival, **worker)
+        )
 
     def counters(self) -> dict[Metric, float]:
         """Return this rank's totals of the sequences handed out.
@@ -267,12 +285,17 @@ class StreamLoader(BaseDataLoader):
             files_begun += epochs * sum(map(group.owns, self.files))
             text_begun += epochs * text
         documents = counters[Metric("documents")]
-        skipped_documents = counters[Metric("skipped_documents")]
-        skipped_bytes = counters[Metric("skipped_bytes")]
-        skipped_files = counters[Metric("skipped_files")]
-        check_documents(skipped_documents, documents, allowed)
-        check_bytes(skipped_bytes, text_begun, documents, allowed)
-        check_files(skipped_files, files_begun, len(self.files), allowed)
+        check_documents(counters[Metric("skipped_documents")], documents, allowed)
+        if documents >= FIRST:
+            lost = counters[Metric("skipped_bytes")]
+            check_skipped("bytes of text could not be used", lost, text_begun, allowed)
+        # Per epoch: otherwise one damaged file among a few would stop a run in its
+        # tenth epoch, and after every resume.
+        damaged = counters[Metric("skipped_files")]
+        if damaged * len(self.files) >= FEW * files_begun:
+            check_skipped(
+                "files are damaged and end early", damaged, files_begun, allowed
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fingerprint (JSON) and a copy of the positions: [S, k] sharded
@@ -346,7 +369,12 @@ def build_dataloader(
         sources = source_shares(job_config, slot_count(job_config, dp_world_size))
         if (coarse := far_from_weights(sources)) is not None:
             logger.warning(f"data: {coarse}")
-    loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
+    loader = open_stream(
+        job_config, files, tokenizer, dp_world_size=dp_world_size, dp_rank=dp_rank
+    )
+    warnings = on_rank_0(tokenizer_warnings, tokenizer, files, loader.options)
+    for warning in warnings if dp_rank == 0 else ():
+        logger.warning(f"data: {warning}")
     if dp_rank == 0 and any(file.blocks is not None for file in files):
         dealt = sum(loader.assignment.dealt)
         details.info(

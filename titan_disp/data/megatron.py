@@ -67,14 +67,11 @@ class _Index:
             )
         self.dtype = _DTYPES[code]
         self.documents = bounds - 1
-        parts = np.cumsum(
-            [_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds]
-        ).tolist()
-        content = np.memmap(path, np.uint8, "r")
-        kinds = zip(("<i4", "<i8", "<i8"), parts, parts[1:], strict=False)
-        self.lengths, self.places, self.bounds = (
-            content[begin:end].view(kind) for kind, begin, end in kinds
-        )
+        content = np.memmap(path, np.uint8, "r")[_HEADER.size : expected]
+        lengths, places, firsts = np.split(content, [4 * sequences, 12 * sequences])
+        self.lengths = lengths.view("<i4")
+        self.places = places.view("<i8")
+        self.bounds = firsts.view("<i8")
         self.end = (
             int(self.places[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
             if sequences

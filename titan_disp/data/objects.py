@@ -122,7 +122,7 @@ def list_objects(
         )
 
     try:
-        files = retried(find, LISTING_SECONDS, "the list of files", may_recover)
+        files = retried(find, LISTING_SECONDS, "data: the list of files", may_recover)
     except ConfigError:
         raise
     except Exception as error:  # every store's library raises its own

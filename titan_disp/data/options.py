@@ -16,14 +16,18 @@ from titan_disp.files import cores
 class Format:
     """Describe how documents are found in files: see [stream].
 
-    Without a tokenizer, the last two have these values.
+    Without a tokenizer, ``eos_id`` and ``vocab_size`` have these values.
+
+    Attributes:
+        eos_id: of the token that ends a document, or ``tokenizer.NO_SEPARATOR``.
     """
 
     text_field: str = "text"
     text_split: str = "file"
     token_dtype: str = "uint16"
-    eos_id: int | None = None  # ends a document of token ids
+    eos_id: int | None = None
     vocab_size: int = 1 << 32
+    separator: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,13 @@ def stream_options(
         run_folder=job_config.job.dump_folder,
         segments=stream.document_mask
         or (dispersion.enabled and dispersion.within_documents),
-        format=Format(stream.text_field, stream.text_split, stream.token_dtype, **ids),
+        format=Format(
+            text_field=stream.text_field,
+            text_split=stream.text_split,
+            token_dtype=stream.token_dtype,
+            separator=stream.separator,
+            **ids,
+        ),
     )
 
 

@@ -1,15 +1,17 @@
-"""A pass is one sequential read of a file, which serves all slots of a rank in one
-epoch.
+"""Read the files of a rank: one *pass* over a file serves all slots that share it.
+
+A pass is one sequential read of a file in one epoch. The slots of a rank that own
+documents of the file each have a queue in it. When a slot asks for its next document,
+the pass reads on until it comes, and queues what it meets for other slots.
 """
 
 import concurrent.futures as futures
+import math
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-
-from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import Documents
@@ -17,29 +19,54 @@ from titan_disp.data.formats import DamagedFile, Record, size_of
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Position
-from titan_disp.errors import counted
 
-PROGRESS_SECONDS = 10.0
+PROGRESS_SECONDS = 10.0  # between two reports of ``Passes.seek``
 # a shuffling window holds fewer documents if they are longer than this on average
 DOCUMENT_BYTES = 1 << 13
 
 
+@dataclass(frozen=True)
+class FileEnd:
+    """The end of a file: there is no more document for a slot."""
+
+    documents: int  # in the file; in a damaged one, those before the damage
+    damage: str | None  # why a damaged file ends early
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a resume is with reading to its positions."""
+
+    read: int  # stored bytes
+    expected: int  # stored bytes in all; an estimate, at least ``read``
+    seconds_left: float  # estimated; infinite before the first byte
+    finished: bool
+
+    def __str__(self) -> str:
+        text = f"reading to the position, {self.read / 1e9:.2f} of {self.expected / 1e9:.2f} GB"
+        if math.isfinite(self.seconds_left):
+            text += f", about {self.seconds_left:.0f} s"
+        return text
+
+
 @dataclass
 class _Queue:
-    """Hold documents of a shared file that were read for a slot and that it has not
-    taken yet.
-    """
+    """The documents of a file that were read for a slot, and not taken yet."""
 
     segment: Segment  # the slot's documents of the file
     start: int  # index of the first document that the slot wants
-    documents: deque = field(default_factory=deque)  # (index, document) of each
-    bytes: int = 0  # of these documents
+    documents: deque[tuple[int, Record]] = field(default_factory=deque)  # with indices
+    size: int = 0  # bytes of these documents
     fed: bool = True  # whether the pass still adds documents
 
 
 class _Pass:
-    """Read a file once and sequentially for those slots of this rank that own documents
-    of it.
+    """One sequential read of a file, for some slots of this rank in one epoch.
+
+    Attributes:
+        queues: by slot.
+        queued: bytes in all queues.
+        end: the end of the file, once it is reached.
     """
 
     def __init__(
@@ -49,92 +76,121 @@ class _Pass:
         self.documents = documents
         self.queues = queues
         documents.wants = self.wants
-        self.queued = 0  # bytes in all queues
-        self.counted = 0  # stored bytes at the last call of newly_read
-        # all documents read, whichever slot owns them
-        self.read = 0
-        self.read_bytes = 0
-        self.ended = False
-        self.damage: str | None = None
-        # Sorted by the first of their keys, for bisection.
-        owners = sorted(
-            (queue.segment.low, queue.segment.high, slot)
-            for slot, queue in queues.items()
-        )
-        self.lows, self.highs, self.slots = (
-            [owner[i] for owner in owners] for i in range(3)
-        )
-        # the same in all segments of a file
-        self.key = next(iter(queues.values())).segment.key
+        self.queued = 0
+        self.end: FileEnd | None = None
+        self._counted = 0  # stored bytes at the last call of newly_read
+        # of all documents read, whichever slot owns them
+        self._read = 0
+        self._read_bytes = 0
+        self._by_key = sorted(queues.values(), key=_lowest_key)
 
     def owner(self, unit: int) -> _Queue | None:
-        """Return the queue of the slot that owns a document, or a visit if blocks are
-        dealt out.
+        """Return the queue of the slot that owns a unit (see ``Segment.key``), or None
+        if none of the pass's slots does, or the pass adds no more to this queue.
         """
-        key = self.key(unit)
-        i = bisect_right(self.lows, key) - 1
-        return (
-            self.queues.get(self.slots[i]) if i >= 0 and key < self.highs[i] else None
-        )
+        # All segments of a file have the same keys.
+        key = self._by_key[0].segment.key(unit)
+        i = bisect_right(self._by_key, key, key=_lowest_key) - 1
+        queue = self._by_key[i]
+        return queue if queue.fed and queue.segment.owns(unit) else None
 
     def wants(self, visit: int) -> bool:
-        """Return whether a visit gives any slot a document."""
+        """Return whether to read the block of a visit: not if blocks are dealt out and
+        no slot still wants a document of this one.
+        """
         visits = self.documents.visits
         if visits is None or not visits.dealt:
             return True
         queue = self.owner(visit)
-        return queue is not None and queue.fed and queue.start < visits.first[visit + 1]
+        return queue is not None and queue.start < visits.first[visit + 1]
 
-    def advance(self, asking: int) -> None:
-        """Read one document for the slot that owns it.
+    def advance(self, slot: int) -> None:
+        """Read the next document, and queue it for its owner if that slot wants it. At
+        the end of the file, or where it is damaged, set ``end`` and close the file.
 
-        The queue of the slot that asks is always fed.
+        ``slot`` is the one that waits for a document. If the queues hold too much,
+        another slot is fed no more. Raises DataError as ``Documents.read`` does.
         """
+        damage = None
         try:
             document = self.documents.read()
         except DamagedFile as error:
-            self.damage = str(error)
             document = None
+            damage = str(error)
         if document is None:
-            self.ended = True
+            self.end = FileEnd(self.documents.position, damage)
             self.documents.close()
             return
         size = size_of(document)
-        self.read += 1
-        self.read_bytes += size
+        self._read += 1
+        self._read_bytes += size
         index = self.documents.position - 1
         queue = self.owner(self.documents.unit)
-        if queue is not None and queue.fed and index >= queue.start:
+        if queue is not None and index >= queue.start:
             queue.documents.append((index, document))
-            queue.bytes += size
+            queue.size += size
             self.queued += size
-        if (
-            self.queued > self.documents.options.queue_bytes
-            and self.queued > self.limit()
-        ):
-            # To bound the memory, the slot furthest behind gets no more; it will read
-            # the rest by a pass of its own.
-            others = {s: q for s, q in self.queues.items() if s != asking and q.fed}
-            if others:
-                others[max(others, key=lambda s: others[s].bytes)].fed = False
-
-    def newly_read(self) -> int:
-        before = self.counted
-        self.counted = self.documents.bytes_read
-        return self.counted - before
+        if self.queued > self.limit():
+            self._stop_feeding(slot)
 
     def limit(self) -> float:
-        """Return the bytes that all queues may hold.
+        """Return the bytes that all queues together may hold. A document must have been
+        read.
 
         A slot that fills its window reads a window ahead of the others.
         """
         options = self.documents.options
-        mean = min(self.read_bytes / self.read, DOCUMENT_BYTES)
+        mean = min(self._read_bytes / self._read, DOCUMENT_BYTES)
         return options.queue_bytes + len(self.queues) * options.shuffle_window * mean
+
+    def _stop_feeding(self, slot: int) -> None:
+        """Feed the fullest queue no more, unless it is that of ``slot``.
+
+        Its slot is furthest behind. It will read the rest in a pass of its own.
+        """
+        fed = [
+            queue for owner, queue in self.queues.items() if owner != slot and queue.fed
+        ]
+        if fed:
+            max(fed, key=lambda queue: queue.size).fed = False
+
+    def take(self, slot: int) -> tuple[int, Record] | None:
+        """Remove and return (index, document), the next one in a slot's queue, or None
+        if the queue is empty.
+        """
+        queue = self.queues[slot]
+        if not queue.documents:
+            return None
+        index, document = queue.documents.popleft()
+        size = size_of(document)
+        queue.size -= size
+        self.queued -= size
+        return index, document
+
+    def drop(self, slot: int) -> None:
+        """Drop a slot's queue with its documents, and close the file after the last
+        one.
+        """
+        queue = self.queues.pop(slot)
+        queue.fed = False
+        queue.documents.clear()
+        self.queued -= queue.size
+        if not self.queues:
+            self.documents.close()
+
+    def newly_read(self) -> int:
+        """Return the stored bytes read since the last call."""
+        before = self._counted
+        self._counted = self.documents.bytes_read
+        return self._counted - before
+
+
+def _lowest_key(queue: _Queue) -> int:
+    return queue.segment.low
 
 
 class Passes:
-    """Hold the open files of a rank, and what it has read of them."""
+    """The files that a rank has open, and what it has read of them."""
 
     def __init__(
         self,
@@ -145,146 +201,131 @@ class Passes:
         self.files = files
         self.positions = {position.slot: position for position in positions}
         self.options = options
-        self._open: dict[int, list[_Pass]] = {}
-        # For each file that was read to its end: its number of documents, and what was
-        # damaged.
-        self._ends: dict[int, tuple[int, str | None]] = {}
-        # since the last call of bytes_read
+        # The passes that are open, by (slot, epoch, file). One pass serves many slots.
+        self._open: dict[tuple[int, int, int], _Pass] = {}
+        self._ends: dict[int, FileEnd] = {}  # of files that were read to their end
         self._closed_bytes: Counter[tuple[int, int]] = Counter()
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
-        """Return the number of stored bytes read since the last call, by (epoch,
-        file).
+        """Return the stored bytes that the rank has read since the last call, by
+        (epoch, file).
         """
         new = self._closed_bytes
         self._closed_bytes = Counter()
-        for file, passes in self._open.items():
-            for one in passes:
-                new[one.epoch, file] += one.newly_read()
+        for (_, epoch, file), reading in self._open.items():
+            new[epoch, file] += reading.newly_read()
         return new
 
     def fetch(
         self, slot: int, epoch: int, segment: Segment, start: int
-    ) -> tuple[int, Record | None, str | None]:
-        """Return the first document of a segment at or after index ``start``, unparsed:
-        (index, document, None).
+    ) -> tuple[int, Record] | FileEnd:
+        """Return (index, document), the first document of a slot's segment at or after
+        index ``start``, or the end of the file if there is none.
 
-        At the end of the file, it is (documents in the file, None, damage or None).
-        ``start`` must not decrease.
+        The document is unparsed. In place of one that cannot be used, there may be a
+        BadDocument. ``start`` is 0 at first, and then the index that follows the last
+        document returned. A file is opened if no pass over it serves the slot. At its
+        end, or after its damage, the slot leaves the pass.
+
+        Raises DataError if the file cannot be read although it may be sound, or the
+        config does not fit it.
         """
-        mine = self._pass(slot, epoch, segment.file)
-        if mine is None:
-            count, damage = self._ends.get(segment.file, (None, None))
-            if (
-                count is not None
-                and not segment.dealt
-                and not segment.owns_any(start, count)
-            ):
-                return count, None, damage
-            mine = self._begin(slot, epoch, segment, start)
-        queue = mine.queues[slot]
-        while True:
-            while queue.documents:
-                index, document = queue.documents.popleft()
-                size = size_of(document)
-                queue.bytes -= size
-                mine.queued -= size
-                if index >= start:
-                    return index, document, None
-            if not queue.fed:
-                self._leave(slot, segment.file, mine)
+        place = slot, epoch, segment.file
+        reading = self._open.get(place)
+        if reading is None:
+            end = self._ends.get(segment.file)
+            # The file need not be read again to see that nothing is left for the slot.
+            if end and not segment.dealt and not segment.owns_any(start, end.documents):
+                return end
+            reading = self._begin(slot, epoch, segment, start)
+        while (document := reading.take(slot)) is None:
+            if not reading.queues[slot].fed:
+                self.leave(slot, epoch, segment.file)
                 return self.fetch(slot, epoch, segment, start)
-            if mine.ended:
-                self._leave(slot, segment.file, mine)
-                self._ends[segment.file] = mine.documents.position, mine.damage
-                return mine.documents.position, None, mine.damage
-            mine.advance(slot)
-
-    def seek(self, executor: futures.Executor) -> None:
-        """After a resume, pass over what was read before, in all files at once.
-
-        Decompression releases the GIL.
-        """
-        waiting: set[futures.Future[None]] = set()
-        for slot, position in self.positions.items():
-            for segment, start in map(position.next, position.unread()):
-                if self._pass(slot, position.epoch, segment.file) is None:
-                    new = self._begin(slot, position.epoch, segment, start)
-                    if new.documents.position:
-                        waiting.add(executor.submit(new.documents.seek))
-        every = len(waiting)
-        began = time.monotonic()
-        while waiting:
-            _, waiting = futures.wait(waiting, timeout=PROGRESS_SECONDS)
-            if waiting:
-                done = every - len(waiting)
-                seconds = time.monotonic() - began
-                left = (
-                    f", about {seconds * len(waiting) / done:.0f} s left"
-                    if done
-                    else ""
-                )
-                files = counted(every, "file")
-                logger.info(
-                    f"data: finding the place in {files}: {done} done in "
-                    f"{seconds:.0f} s{left}"
-                )
-
-    def _pass(self, slot: int, epoch: int, file: int) -> _Pass | None:
-        """Return the pass over a file for this slot and epoch, or None.
-
-        Another slot may be an epoch ahead in it.
-        """
-        return next(
-            (
-                p
-                for p in self._open.get(file, ())
-                if p.epoch == epoch and slot in p.queues
-            ),
-            None,
-        )
+            if reading.end is not None:
+                self.leave(slot, epoch, segment.file)
+                self._ends[segment.file] = reading.end
+                return reading.end
+            reading.advance(slot)
+        return document
 
     def _begin(self, slot: int, epoch: int, segment: Segment, start: int) -> _Pass:
-        """Begin a pass over a file for this slot and for the rank's other slots that
-        still want it in this epoch.
+        """Return a new pass over a file, for this slot and for the rank's other slots
+        that still want it in this epoch. The file is opened when it is read.
         """
         queues = {slot: _Queue(segment, start)}
         for other in self.positions[slot].assignment.owners(segment.file, epoch):
+            position = self.positions.get(other)
             if (
-                other != slot
-                and other in self.positions
-                and self._pass(other, epoch, segment.file) is None
+                position is not None
+                and other != slot
+                and (other, epoch, segment.file) not in self._open
+                and (wanted := position.wants(segment.file, epoch)) is not None
             ):
-                wanted = self.positions[other].wants(segment.file, epoch)
-                if wanted is not None:
-                    queues[other] = _Queue(*wanted)
+                queues[other] = _Queue(*wanted)
         first = min(queue.start for queue in queues.values())
         file = self.files[segment.file]
-        new = _Pass(
-            epoch,
-            Documents(file, self.options, first, segment.visits(file.blocks)),
-            queues,
-        )
-        self._open.setdefault(segment.file, []).append(new)
-        return new
+        visits = segment.visits(file.blocks)
+        reading = _Pass(epoch, Documents(file, self.options, first, visits), queues)
+        for of_slot in queues:
+            self._open[of_slot, epoch, segment.file] = reading
+        return reading
 
     def leave(self, slot: int, epoch: int, file: int) -> None:
-        """Drop a slot from a file's pass: it needs no more of the file in this
-        epoch.
+        """Let a slot leave its pass over a file, if there is one: it needs no more of
+        the file in this epoch, or begins another pass.
         """
-        if (mine := self._pass(slot, epoch, file)) is not None:
-            self._leave(slot, file, mine)
+        reading = self._open.pop((slot, epoch, file), None)
+        if reading is not None:
+            self._closed_bytes[epoch, file] += reading.newly_read()
+            reading.drop(slot)
 
-    def _leave(self, slot: int, file: int, left: _Pass) -> None:
-        left.queued -= left.queues.pop(slot).bytes
-        if not left.queues:
-            left.documents.close()
-            self._open[file].remove(left)
-            self._closed_bytes[left.epoch, file] += left.newly_read()
-            if not self._open[file]:
-                del self._open[file]
+    def seek(self, executor: futures.Executor) -> Iterator[Progress]:
+        """Begin passes at the positions of a resume, and read all these files up to
+        there at once. Yield the progress every ``PROGRESS_SECONDS``, and at the end.
+
+        It raises nothing: ``fetch`` meets the same errors. Without it, ``fetch`` would
+        read the files up to there one after the other. Decompression releases the GIL.
+        """
+        begun = []
+        for slot, position in self.positions.items():
+            for segment, start in map(position.next, position.unread()):
+                if start and (slot, position.epoch, segment.file) not in self._open:
+                    begun.append(self._begin(slot, position.epoch, segment, start))
+        expected = sum(bytes_before(self.positions.values(), self.files).values())
+        began = time.monotonic()
+        tasks = [executor.submit(reading.documents.seek) for reading in begun]
+        finished = False
+        while not finished:
+            finished = not futures.wait(tasks, timeout=PROGRESS_SECONDS).not_done
+            read = sum(reading.documents.bytes_read for reading in begun)
+            total = read if finished else max(read, expected)
+            seconds_left = math.inf
+            if read:
+                seconds_left = (time.monotonic() - began) * (total - read) / read
+            yield Progress(read, total, seconds_left, finished)
 
     def close(self) -> None:
-        for passes in self._open.values():
-            for one in passes:
-                one.documents.close()
+        """Close all files."""
+        for reading in self._open.values():
+            reading.documents.close()
+
+
+def bytes_before(
+    positions: Iterable[Position], files: Sequence[DataFile]
+) -> Counter[int]:
+    """Return about how many stored bytes a rank with these positions reads again at a
+    resume, before the first new document, by file.
+
+    Files that have blocks are left out: reading begins at any block.
+    """
+    before: Counter[int] = Counter()
+    for position in positions:
+        for part in position.unread():
+            segment, _ = position.next(part)
+            file = files[segment.file]
+            if file.blocks is None:
+                fraction = min(1.0, position.taken(part) / max(1, segment.text))
+                of_slot = int(fraction * file.size)
+                before[segment.file] = max(before[segment.file], of_slot)
+    return before

@@ -1,9 +1,22 @@
-"""A slot's position is a few integers.
+"""What a *position* is: the 19 integers from which a slot continues.
 
-This module says what they mean in the slot's documents, and moves them.
+A checkpoint stores one row of integers for each slot. From these rows, any number of
+ranks reads on at the next token. ``Field`` names the integers. They are of four kinds:
+
+- *Documents.* A slot reads its run in three parts, see ``assignment``. For each part
+  there is the index of the next document, and how much text was taken from the part.
+- *Window.* If documents are shuffled, the fields above describe the beginning of the
+  current window, and IN_WINDOW says how many of its documents were used.
+- *Offset.* How many tokens of the next document were used.
+- *Totals* since the start of the run.
+
+All changes of a position are made here. ``Cursor`` moves a ``Position`` past the
+documents that it reads. A ``Document`` holds two copies of it, from before and after
+the document. The loader keeps the row that follows the last sequence trained on.
 """
 
 from enum import IntEnum
+from fractions import Fraction
 
 import numpy as np
 
@@ -11,12 +24,7 @@ from titan_disp.data.assignment import Assignment, Part, Run, Segment
 
 
 class Field(IntEnum):
-    """These are the columns of the position tensor, [S, k] int64.
-
-    Head, body and tail are the three parts of a slot's run, see ``assignment``. If
-    documents are shuffled, all columns up to WINDOW describe the beginning of the
-    current window.
-    """
+    """The columns of the tensor of positions, [S, k] int64."""
 
     EPOCH = 0
     HEAD = 1  # index of the next document in the head's file
@@ -62,7 +70,7 @@ OF_AN_EPOCH = (
 
 
 class Position:
-    """Interpret and move the position of one slot.
+    """The position up to which a slot's documents are read.
 
     Attributes:
         slot: its number.
@@ -75,34 +83,64 @@ class Position:
         self.values = values
         self.assignment = assignment
 
+    @classmethod
+    def within_epoch(
+        cls, slot: int, assignment: Assignment, fraction: float
+    ) -> "Position":
+        """Return about the position of a slot that has read a fraction of an epoch's
+        text. Only the bytes taken are estimated, not the indices of documents.
+        """
+        position = cls(slot, np.zeros(len(Field), dtype=np.int64), assignment)
+        for part, segments in position.run().parts.items():
+            text = int(fraction * sum(segment.text for segment in segments))
+            for segment in segments:
+                if text < segment.text:
+                    position.use(part, 0, text)
+                    break
+                text -= segment.text
+                position.end_file(part)
+        return position
+
     @property
     def epoch(self) -> int:
         return int(self.values[Field.EPOCH])
+
+    @property
+    def window(self) -> int:
+        return int(self.values[Field.WINDOW])
+
+    # ---- which document comes next
 
     def run(self) -> Run:
         """Return what the slot reads in this epoch."""
         return self.assignment.run(self.slot, self.epoch)
 
+    def unread(self) -> list[Part]:
+        """Return the parts of the run that are not read to their end."""
+        return [part for part in self.run().parts if not self._is_read(part)]
+
+    def _is_read(self, part: Part) -> bool:
+        return bool(self.values[Field.DONE] >> part & 1)
+
     def choose(self) -> Part | None:
-        """Return the part furthest behind its share, or None if all are read."""
+        """Return the part furthest behind its share, or None if all are read.
+
+        This is the part with the smallest taken / length; among equal ones the first.
+        """
         lengths = self.run().lengths
-        taken = {part: int(self.values[TAKEN[part]]) for part in lengths}
-        furthest_behind: Part | None = None
-        # Find the smallest taken / length, compared without rounding; of equal ones the
-        # first.
-        for part in self.unread():
-            if (
-                furthest_behind is None
-                or taken[part] * lengths[furthest_behind]
-                < taken[furthest_behind] * lengths[part]
-            ):
-                furthest_behind = part
-        return furthest_behind
+        return min(
+            self.unread(),
+            key=lambda part: Fraction(int(self.values[TAKEN[part]]), lengths[part]),
+            default=None,
+        )
 
     def next(self, part: Part) -> tuple[Segment, int]:
-        """Return an unread part's segment and the index of its next document."""
-        file = int(self.values[Field.BODY_FILE]) if part == Part.BODY else 0
-        return self.run().parts[part][file], int(self.values[NEXT[part]])
+        """Return an unread part's current segment, and the index in its file from which
+        the slot has not looked at documents yet.
+        """
+        segments = self.run().parts[part]
+        number = int(self.values[Field.BODY_FILE]) if part == Part.BODY else 0
+        return segments[number], int(self.values[NEXT[part]])
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
         """Return what the slot still needs of a file that several slots share.
@@ -112,31 +150,34 @@ class Position:
         """
         if self.epoch > epoch:
             return None
-        parts = self.assignment.run(self.slot, epoch).parts
-        for part in (Part.HEAD, Part.TAIL):
-            for segment in parts.get(part, ()):
-                if segment.file != file:
-                    continue
-                if self.epoch < epoch:
-                    return segment, 0
-                if not self._is_read(part):
-                    return segment, int(self.values[NEXT[part]])
+        ahead = self
+        if self.epoch < epoch:
+            ahead = Position(self.slot, np.zeros_like(self.values), self.assignment)
+            ahead.values[Field.EPOCH] = epoch
+        for segment, start in map(ahead.next, ahead.unread()):
+            if segment.file == file:
+                return segment, start
         return None
-
-    def take(self, part: Part, index: int, size: int) -> None:
-        """Move past document ``index`` of a part.
-
-        ``size`` is its bytes of text, or 0 if it cannot be used.
-        """
-        self.values[NEXT[part]] = index + 1
-        self.values[TAKEN[part]] += size
-        if part == Part.BODY:
-            self.values[Field.FILE_BYTES] += size
 
     def taken(self, part: Part) -> int:
         """Return the bytes of text taken from a part's current file."""
-        column = Field.FILE_BYTES if part == Part.BODY else TAKEN[part]
-        return int(self.values[column])
+        field = Field.FILE_BYTES if part == Part.BODY else TAKEN[part]
+        return int(self.values[field])
+
+    # ---- moves
+
+    def use(self, part: Part, index: int, size: int) -> None:
+        """Move past document ``index`` of a part, which has ``size`` bytes of text."""
+        self.pass_over(part, index)
+        self.values[TAKEN[part]] += size
+        self.values[Field.DOCUMENTS] += 1
+        self.values[Field.BYTES] += size
+        if part == Part.BODY:
+            self.values[Field.FILE_BYTES] += size
+
+    def pass_over(self, part: Part, index: int) -> None:
+        """Move past document ``index`` of a part, which cannot be used."""
+        self.values[NEXT[part]] = index + 1
 
     def end_file(self, part: Part) -> None:
         """Go to the part's next file, or mark the part as read."""
@@ -148,12 +189,62 @@ class Position:
         self.values[Field.DONE] |= 1 << part
 
     def end_epoch(self) -> None:
+        """Go to the beginning of the next epoch."""
         self.values[Field.EPOCH] += 1
         self.values[list(OF_AN_EPOCH)] = 0
 
-    def unread(self) -> list[Part]:
-        """Return the parts that are not read to their end."""
-        return [part for part in self.run().parts if not self._is_read(part)]
+    def count_skipped(self, documents: int, size: int, files: int = 0) -> None:
+        """Add to the totals of what was skipped; ``size`` is in bytes."""
+        skipped = [Field.SKIPPED, Field.SKIPPED_BYTES, Field.SKIPPED_FILES]
+        self.values[skipped] += documents, size, files
 
-    def _is_read(self, part: Part) -> bool:
-        return bool(self.values[Field.DONE] >> part & 1)
+    # ---- within a window and a document
+
+    def rewind_window(self) -> int:
+        """Go back to the beginning of the window, and return how many of its documents
+        were used.
+
+        BYTES still counts them, because only reading the window again tells their size.
+        """
+        used = int(self.values[Field.IN_WINDOW])
+        self.values[Field.IN_WINDOW] = 0
+        self.values[Field.DOCUMENTS] -= used
+        return used
+
+    def end_window(self, size_used: int) -> None:
+        """Go to the next window, when the documents of this one have been read.
+
+        ``size_used`` is the bytes of those that were used before ``rewind_window``:
+        they were counted twice.
+        """
+        self.values[Field.WINDOW] += 1
+        self.values[Field.BYTES] -= size_used
+
+    def rewind_document(self) -> int:
+        """Go back to the beginning of the next document, and return how many of its
+        tokens were used.
+        """
+        tokens = int(self.values[Field.OFFSET])
+        self.values[[Field.OFFSET, Field.OFFSET_BYTES]] = 0
+        return tokens
+
+
+def in_window(values: np.ndarray, documents: int, size: int) -> np.ndarray:
+    """Return the position after ``documents`` more of a window's documents, which have
+    ``size`` bytes of text.
+    """
+    moved = values.copy()
+    moved[Field.IN_WINDOW] += documents
+    moved[Field.DOCUMENTS] += documents
+    moved[Field.BYTES] += size
+    return moved
+
+
+def in_document(values: np.ndarray, tokens: int, size: int) -> np.ndarray:
+    """Return the position after the first ``tokens`` of the next document, about
+    ``size`` bytes of text.
+    """
+    moved = values.copy()
+    moved[Field.OFFSET] = tokens
+    moved[Field.OFFSET_BYTES] = size
+    return moved

@@ -35,8 +35,8 @@ def retried(
 
     Errors that may pass are tried again for some seconds, then raised.
 
-    A pause is at least as long as the hub asks for. Its range is so wide that the ranks
-    wait for different times.
+    ``name`` begins the warning of each failure. A pause is at least as long as the hub
+    asks for. Its range is so wide that the ranks wait for different times.
     """
     deadline = time.monotonic() + seconds
     pause = FIRST_PAUSE
@@ -45,19 +45,19 @@ def retried(
             return attempt()
         # Httpx, huggingface_hub and datasets raise their own
         except Exception as error:
-            asked = seconds_asked(error)
-            left = deadline - time.monotonic()
-            shortest = pause / 2
-            longest = pause * 3 / 2
-            if asked is not None:
-                shortest = asked
-                longest = asked + min(max(1.0, asked / 4), LONGEST_PAUSE)
-            if not may_pass(error) or shortest > left:
+            remaining = deadline - time.monotonic()
+            shortest = seconds_asked(error)
+            spread = pause
+            if shortest is None:
+                shortest = pause / 2
+            else:
+                spread = min(max(1.0, shortest / 4), LONGEST_PAUSE)
+            if not may_pass(error) or shortest > remaining:
                 raise
-            wait = min(uniform(shortest, longest), left)
+            wait = min(uniform(shortest, shortest + spread), remaining)
             reason = (str(error).splitlines() or [""])[0]
             logger.warning(
-                f"data: {name}: {reason or type(error).__name__}: trying again in "
+                f"{name}: {reason or type(error).__name__}: trying again in "
                 f"{wait:.2g} s"
             )
             sleep(wait)
@@ -77,9 +77,9 @@ def response_of(error: Exception) -> Any:
     """Return the server's answer that an error is about, with ``status_code`` and
     ``headers``, or None.
     """
-    for one in chain(error):
-        response = getattr(one, "response", None)
-        code = getattr(one, "code", None)
+    for cause in chain(error):
+        response = getattr(cause, "response", None)
+        code = getattr(cause, "code", None)
         if isinstance(response, dict):  # of S3
             about = response.get("ResponseMetadata", {})
             after = about.get("HTTPHeaders", {}).get("retry-after", "")
@@ -112,8 +112,8 @@ def may_recover(error: Exception) -> bool:
     if (response := response_of(error)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500
     refused = (
-        isinstance(one, REFUSALS) or "Credentials" in type(one).__name__
-        for one in chain(error)
+        isinstance(cause, REFUSALS) or "Credentials" in type(cause).__name__
+        for cause in chain(error)
     )
     return not any(refused) and not str(error).startswith("Forbidden")
 
@@ -127,13 +127,10 @@ def seconds_asked(error: Exception) -> float | None:
     response = response_of(error)
     if response is None:
         return None
-    limit = (
-        parse_ratelimit_headers(response.headers)
-        if response.status_code == 429
-        else None
-    )
-    if limit is not None and limit.remaining == 0:  # every answer has this header
-        return float(limit.reset_in_seconds)
+    if response.status_code == 429:
+        limit = parse_ratelimit_headers(response.headers)
+        if limit is not None and limit.remaining == 0:
+            return float(limit.reset_in_seconds)
     after = response.headers.get("Retry-After", "").strip()
     if after.isdecimal():
         return float(after)

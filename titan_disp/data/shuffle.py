@@ -19,18 +19,17 @@ from titan_disp.data.blocks import STEP, permutation
 from titan_disp.data.cursor import Cursor, Document
 from titan_disp.data.formats import size_of
 from titan_disp.data.passes import DOCUMENT_BYTES
-from titan_disp.data.position import Field
+from titan_disp.data.position import in_window
 from titan_disp.errors import DataError
 
 
 def _hash(*numbers: int) -> int:
-    return int.from_bytes(
-        hashlib.sha256("/".join(map(str, numbers)).encode()).digest()[:8], "big"
-    )
+    text = "/".join(map(str, numbers))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 class Shuffle:
-    """Give the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
+    """Gives the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
 
     def __init__(self, cursor: Cursor, window: int) -> None:
         """The cursor's position is one that this class has stored, or that of the
@@ -41,64 +40,53 @@ class Shuffle:
         # The unused documents of the window, the next one last. As UTF-8: a str may
         # take four bytes per character.
         self._documents: list[bytes | np.ndarray] = []
-        p = cursor.position.values
-        self._position = p.copy()  # of the next document
-        # Go back to the beginning of the window. The bytes of its documents are known
-        # once it has been read again.
-        self._used = int(p[Field.IN_WINDOW])
-        p[Field.DOCUMENTS] -= self._used
-        p[Field.IN_WINDOW] = 0
+        self._start = cursor.position.values.copy()  # of the next document
+        self._used = cursor.position.rewind_window()
 
     def next(self) -> Document:
         """Return the next usable document.
 
-        Beside what ``Cursor.next`` raises: DataError if the data has changed.
+        Raises DataError as ``Cursor.next`` does, and if the data has changed.
         """
         if not self._documents:
             self._fill()
-        start = self._position
+        start = self._start
         stored = self._documents.pop()
+        size = size_of(stored)
         if self._documents:
-            end = start.copy()
-            end[Field.IN_WINDOW] += 1
-            end[Field.DOCUMENTS] += 1
-            end[Field.BYTES] += size_of(stored)
+            end = in_window(start, 1, size)
         else:
             end = self.cursor.position.values.copy()
-        self._position = end.copy()
+        self._start = end
         content = stored.decode() if isinstance(stored, bytes) else stored
-        return Document(content, size_of(stored), start, end)
+        return Document(content, size, start, end)
 
     def _fill(self) -> None:
-        begin = self.cursor.position.values.copy()
+        """Read the next window that has documents, and leave out those that were used
+        before a resume.
+        """
+        position = self.cursor.position
+        begin = position.values.copy()
         while not (documents := self._read()) and not self._used:
             self.cursor.end_epoch()
-            begin = self.cursor.position.values.copy()
-        position = self.cursor.position
-        epoch = int(begin[Field.EPOCH])
-        window = int(begin[Field.WINDOW])
-        order = permutation(
-            _hash(position.assignment.seed, epoch, position.slot, window),
-            len(documents),
-        )
+            begin = position.values.copy()
+        place = position.epoch, position.slot, position.window
+        order = permutation(_hash(position.assignment.seed, *place), len(documents))
         used = self._used
         self._used = 0
         if used >= len(documents):
             raise DataError(
-                f"slot {position.slot} had used {used} documents of window {window} "
-                f"in epoch {epoch} when the checkpoint was written, and now finds "
-                f"{len(documents)} in it: a file's content has changed, but not its "
-                "name and size. Restore the files as they were, or start a new run in "
-                "another --job.dump_folder"
+                f"slot {position.slot} had used {used} documents of window "
+                f"{position.window} in epoch {position.epoch} when the checkpoint was "
+                f"written, and now finds {len(documents)} in it: a file's content has "
+                "changed, but not its name and size. Restore the files as they were, "
+                "or start a new run in another --job.dump_folder"
             )
         size = sum(size_of(documents[i]) for i in order[:used])
         self._documents = [documents[i] for i in reversed(order[used:])]
-        self.cursor.position.values[Field.BYTES] -= size
-        self.cursor.position.values[Field.WINDOW] += 1
-        # its BYTES include the documents used, after a resume too
-        self._position = begin
-        self._position[Field.IN_WINDOW] = used
-        self._position[Field.DOCUMENTS] += used
+        position.end_window(size)
+        # The BYTES of a position within a window include the documents used.
+        self._start = in_window(begin, used, 0)
 
     def _read(self) -> list[bytes | np.ndarray]:
         """Read the documents of the next window, in stored order; none at the end of an
@@ -111,11 +99,10 @@ class Shuffle:
             document = self.cursor.next_of_epoch()
             if document is None:
                 break
-            content = document.content
-            # Token ids are copied because they are a view of a larger block.
-            documents.append(
-                content.encode() if isinstance(content, str) else content.copy()
-            )
+            if isinstance(document.content, str):
+                documents.append(document.content.encode())
+            else:
+                documents.append(document.content.copy())  # a view of a larger block
             size += document.size
         return documents
 
@@ -128,7 +115,7 @@ class Shuffle:
         would hold the same documents of a file.
         """
         position = self.cursor.position
-        if position.values[Field.WINDOW]:
+        if position.window:
             return self.window
         shift = _hash(position.assignment.seed, position.epoch)
         return 1 + (position.slot * STEP + shift) % KEYS * self.window // KEYS

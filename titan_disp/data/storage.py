@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from titan_disp.data import objects
-from titan_disp.data.formats import ARROW, PARQUET
+from titan_disp.data.formats import ARROW, PARQUET, TOKEN_IDS
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.retry import may_recover, response_of, retried
@@ -34,8 +34,8 @@ class RetryingFile(io.RawIOBase):
 
     Subclasses say which failures are tried again.
 
-    A file ends where a block of it was never written, which ``damage`` then says. A
-    decoder would take zeros for text.
+    A file of text ends where a block of it was never written, which ``damage`` then
+    says. A decoder would take zeros for text.
     """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
@@ -48,14 +48,12 @@ class RetryingFile(io.RawIOBase):
         self._retry_seconds = options.retry_seconds
         # on giving up; decoders hide it in exceptions of their own
         self.error: Exception | None = None
-        # What is wrong with the content. Parquet files may hold zeros, and say
-        # themselves what is damaged; the index of a file has looked for them.
+        # What is wrong with the content. Parquet files and token ids may hold zeros,
+        # and their readers say what is damaged; the index of a file has looked for
+        # them.
         self.damage: str | None = None
-        self._zeros = (
-            b""
-            if file.name.endswith((*PARQUET, *ARROW)) or file.blocks is not None
-            else ZEROS
-        )
+        others = file.name.endswith((*PARQUET, *ARROW, *TOKEN_IDS))
+        self._zeros = b"" if others or file.blocks is not None else ZEROS
 
     def readable(self) -> bool:
         return True
@@ -83,26 +81,27 @@ class RetryingFile(io.RawIOBase):
         """Return at most ``size`` bytes, as many as have come, or b"" at the end of the
         file.
         """
-        left = max(0, self._end - self._place)
-        wanted = left if size < 0 else min(size, left)
+        wanted = max(0, self._end - self._place)
+        if size >= 0:
+            wanted = min(size, wanted)
         if not wanted:
             return b""
         try:
-            found = retried(
+            data = retried(
                 lambda: self._read(wanted),
                 self._retry_seconds,
-                self._name,
+                f"data: {self._name}",
                 self.may_pass,
             )
         except Exception as error:  # httpx and huggingface_hub raise their own
             self.error = error
             raise
-        self._place += len(found)
-        return found
+        self._place += len(data)
+        return data
 
-    def _changed(self, now: str, then: object) -> DataError:
+    def _changed(self, present: str, listed: object) -> DataError:
         return DataError(
-            f"{self._name} has {now}, but had {then} when the files were listed: it "
+            f"{self._name} has {present}, but had {listed} when the files were listed: it "
             "was changed meanwhile, or another node sees another copy. Restore it, or "
             "start the run again to list the files anew"
         )
@@ -133,25 +132,27 @@ class LocalFile(RetryingFile):
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         super().__init__(file, options)
-        retried(self._open, self._retry_seconds, self._name, self.may_pass)
+        name = f"data: {self._name}"
+        retried(self._open, self._retry_seconds, name, self.may_pass)
 
     def _open(self) -> io.FileIO:
         if self._held is None:
             self._held = io.FileIO(self._name)
-            now = self._held.seek(0, io.SEEK_END)
-            if now != self._size:
+            size = self._held.seek(0, io.SEEK_END)
+            if size != self._size:
                 self._let_go()
-                raise self._changed(f"{now} bytes", self._size)
+                raise self._changed(f"{size} bytes", self._size)
         return self._held
 
     def _read(self, size: int) -> bytes:
         file = self._open()
         if file.tell() != self._place:
             file.seek(self._place)
+        data = file.read(size)
         # a reader would take this for the end of the documents, or for damage
-        if not (found := file.read(size)):
+        if not data:
             raise self._changed(f"{self._place} bytes", self._size)
-        return found
+        return data
 
     def may_pass(self, error: Exception) -> bool:
         if not isinstance(error, OSError):
@@ -199,11 +200,10 @@ class ObjectFile(RetryingFile):
 
     def _check(self) -> None:
         info = objects.ask(self._name, "info")
-        if (info["size"], etag := objects.etag_of(info)) != (self._size, self._etag):
-            raise self._changed(
-                f"{info['size']} bytes, checksum {etag}",
-                f"{self._size}, checksum {self._etag}",
-            )
+        present = f"{info['size']} bytes, checksum {objects.etag_of(info)}"
+        listed = f"{self._size} bytes, checksum {self._etag}"
+        if present != listed:
+            raise self._changed(present, listed)
         self._checked = time.monotonic()
 
 
@@ -245,29 +245,31 @@ class RemoteFile(RetryingFile):
             first = self._held.place
             while self._held.place < self._place:
                 self._held.take(self._place - self._held.place)
-            found = self._held.take(size)
+            data = self._held.take(size)
             self._check_speed(self._held.place - first, time.monotonic() - began)
         except Exception:
             self._let_go()
             raise
-        if self._place + len(found) == self._size:
+        if self._place + len(data) == self._size:
             self._let_go()
-        return found
+        return data
 
-    def _check_speed(self, came: int, seconds: float) -> None:
-        self._came = self._came + came
-        self._waited = self._waited + seconds
-        if self._waited >= REQUEST_SECONDS:
-            speed = self._came / self._waited
-            waited = self._waited
-            self._came = 0
-            self._waited = 0.0
-            self._slow = self._slow + waited if speed < SLOWEST else 0.0
-            if self._slow:
-                raise OSError(
-                    f"{speed:.0f} bytes per second for {self._slow:.0f} s, expected "
-                    f"at least {SLOWEST}"
-                )
+    def _check_speed(self, size: int, seconds: float) -> None:
+        """Raise OSError if the hub has sent too few bytes in the last seconds."""
+        self._came += size
+        self._waited += seconds
+        if self._waited < REQUEST_SECONDS:
+            return
+        speed = self._came / self._waited
+        self._slow += self._waited
+        self._came = 0
+        self._waited = 0.0
+        if speed < SLOWEST:
+            raise OSError(
+                f"{speed:.0f} bytes per second for {self._slow:.0f} s, expected at "
+                f"least {SLOWEST}"
+            )
+        self._slow = 0.0
 
     def may_pass(self, error: Exception) -> bool:
         response = response_of(error)
@@ -300,12 +302,10 @@ class _Answer:
         try:
             hf_raise_for_status(self._response)
             self.place = _first_byte(self._response, begin, size)
-            packed = self._response.status_code == 200 and self._response.headers.get(
-                "Content-Length"
-            ) != str(size)
-            self._pieces: Iterator[bytes] = (
-                self._response.iter_bytes() if packed else self._response.iter_raw()
-            )
+            length = self._response.headers.get("Content-Length")
+            self._pieces: Iterator[bytes] = self._response.iter_raw()
+            if self._response.status_code == 200 and length != str(size):
+                self._pieces = self._response.iter_bytes()  # a proxy has packed it
         except Exception:
             self._response.close()
             raise
@@ -328,30 +328,23 @@ class _Answer:
 
 def _first_byte(response: Any, begin: int, size: int) -> int:
     """Return the place of an answer's first byte: ``begin``, or 0 if the server does
-    not support ranges.
+    not support ranges. Raises OSError if it answers something else.
     """
+    headers = response.headers
+    place = headers.get("Content-Range", "")
+    length = headers.get("Content-Length", str(size))
     if response.status_code == 200:
         # A proxy may pack what it passes on. The length is then that of the packed
-        # content, if it is told.
-        packed = response.headers.get("Content-Encoding", "identity") != "identity"
-        first = 0
-        right = packed or response.headers.get("Content-Length", str(size)) == str(size)
-    else:
-        found = re.fullmatch(
-            r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "")
-        )
-        first = int(found[1]) if found else -1
-        right = found is not None and first == begin and found[2] in ("*", str(size))
-    if not right:
-        answered = (
-            response.headers.get("Content-Range")
-            or f"{response.headers.get('Content-Length')} bytes"
-        )
-        raise OSError(
-            f"asked for bytes {begin}- of {size}, the hub answered "
-            f"{response.status_code}, {answered}"
-        )
-    return first
+        # content, if there is one.
+        packed = headers.get("Content-Encoding", "identity") != "identity"
+        if packed or length == str(size):
+            return 0
+    elif re.fullmatch(rf"bytes {begin}-\d+/({size}|\*)", place):
+        return begin
+    raise OSError(
+        f"asked for bytes {begin}- of {size}, the hub answered {response.status_code}, "
+        f"{place or f'{length} bytes'}"
+    )
 
 
 @cache
@@ -370,10 +363,10 @@ os.register_at_fork(after_in_child=_client.cache_clear)
 
 
 def opened(file: DataFile, options: StreamOptions) -> RetryingFile:
+    """Return a file to read, by the kind of its URL."""
+    reader: type[RetryingFile] = ObjectFile
     if not file.remote:
-        return LocalFile(file, options)
-    return (
-        RemoteFile(file, options)
-        if file.url.startswith("hf://")
-        else ObjectFile(file, options)
-    )
+        reader = LocalFile
+    elif file.url.startswith("hf://"):
+        reader = RemoteFile
+    return reader(file, options)

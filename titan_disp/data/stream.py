@@ -17,11 +17,12 @@ import os
 import resource
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
 from traceback import format_exc
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +33,10 @@ from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Cursor, Document, Faults
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.passes import Passes
-from titan_disp.data.position import Field, Position
+from titan_disp.data.passes import Passes, Progress
+from titan_disp.data.position import Field, Position, in_document
 from titan_disp.data.shuffle import Shuffle
+from titan_disp.data.tokenizer import NO_SEPARATOR
 from titan_disp.errors import ConfigError, DataError
 
 # of text that a rank tokenizes ahead, in all its slots together …
@@ -43,9 +45,11 @@ AHEAD_SEQUENCES = 16  # … but no more sequences than these
 # of text for one task of a thread: tokenizing takes about 4 ms, the task itself 0.05 ms
 TASK_BYTES = 1 << 13
 
+Encode = Callable[[str], Sequence[int] | np.ndarray]
+
 
 class RankStreams:
-    """Hold the slots of one rank, and the files they read."""
+    """The slots of one rank, by number, and the files they read."""
 
     def __init__(
         self,
@@ -53,76 +57,90 @@ class RankStreams:
         slots: range,
         positions: np.ndarray,
         assignment: Assignment,
-        encode: Callable[[str], Sequence[int] | np.ndarray],
+        encode: Encode,
         options: StreamOptions,
     ) -> None:
         """Start at ``positions``, [len(slots), k] int64, copied.
-
-        After a resume, first pass over what was read before.
 
         ``files`` are those of all sources. ``encode`` makes token ids that end in EOS
         of a text; several threads call it.
         """
         self.encode = encode
         self.options = options
-        own = [
+        of_slots = [
             Position(slot, values.copy(), assignment)
             for slot, values in zip(slots, positions, strict=True)
         ]
         self.faults = Faults(files, options, assignment.first_files)
-        self.passes = Passes(files, own, options)
+        self.passes = Passes(files, of_slots, options)
         self.executor = ThreadPoolExecutor(
             options.tokenizer_threads, thread_name_prefix="tokenize"
         )
         self.slots = {
             position.slot: Slot(Cursor(position, self.passes, self.faults), self)
-            for position in own
+            for position in of_slots
         }
         self._bytes_per_token = 4.0  # a mean, by which reading ahead is measured
-        if positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]].any():
-            self.passes.seek(self.executor)
+
+    def seek(self) -> Iterator[Progress]:
+        """Return an iterator that reads to the positions of a resume, and yields its
+        progress. Without it, ``Slot.fill`` would read there, one file after the other.
+        """
+        return self.passes.seek(self.executor)
 
     def read_ahead(self, slot: int) -> None:
         """Begin to tokenize the documents of the rank's next sequences, of all its
-        slots in turn from this one on.
+        slots in turn from ``slot`` on.
+
+        Raises DataError as ``Cursor.next`` does.
         """
         sequence = (self.options.seq_len + 1) * self._bytes_per_token
         window = min(AHEAD_SEQUENCES, max(2, math.ceil(AHEAD_BYTES / sequence)))
-        own = len(self.slots)
+        count = len(self.slots)
         first = next(iter(self.slots))
-        for j in range(min(window, own)):
-            rounds = math.ceil((window - j) / own)
-            self.slots[first + (slot - first + j) % own].read_ahead(rounds * sequence)
+        for j in range(window):
+            sequences = j // count + 1
+            of_turn = first + (slot - first + j) % count
+            self.slots[of_turn].read_ahead(sequences * sequence)
 
     def learn(self, document: Document, tokens: int) -> None:
-        self._bytes_per_token += 0.01 * (document.size / tokens - self._bytes_per_token)
+        """Note how many ``tokens`` a document has, to read ahead by the right amount of
+        text.
+        """
+        self._bytes_per_token += 0.01 * (
+            document.size / max(tokens, 1) - self._bytes_per_token
+        )
 
     def tokenize(
         self, contents: list[str | np.ndarray]
     ) -> Callable[[], list[np.ndarray]]:
-        """Begin to tokenize documents.
+        """Begin to tokenize the texts among ``contents``, and return a function that
+        waits for the end and returns the ids of each, int32. They end in EOS, unless
+        stream.separator is "none".
 
-        Return a function that waits for the ids of each, int32, ending in EOS.
+        The function raises what ``encode`` raises. With stream.fast_tokenizer, the
+        texts are tokenized here and now, and the error is raised here.
         """
         if not self.options.fast_tokenizer:
             return self.executor.submit(self._tokenize, contents).result
-        done = self._tokenize(contents)
-        return lambda: done
+        ids = self._tokenize(contents)
+        return lambda: ids
 
     def _tokenize(self, contents: list[str | np.ndarray]) -> list[np.ndarray]:
+        return [self._ids(content).astype(np.int32, copy=False) for content in contents]
+
+    def _ids(self, content: str | np.ndarray) -> np.ndarray:
+        """Return the ids of a text, or stored ids, with the separator at their end."""
+        if isinstance(content, str):
+            return np.asarray(self.encode(content), dtype=np.int32)
         eos_id = self.options.format.eos_id
-        found = []
-        for content in contents:
-            if isinstance(content, str):
-                content = np.asarray(self.encode(content), dtype=np.int32)
-            elif content[-1] != eos_id:
-                # Without it, the reader would have refused the ids
-                assert eos_id is not None
-                content = np.append(content, eos_id)
-            found.append(content.astype(np.int32, copy=False))
-        return found
+        if eos_id == NO_SEPARATOR or content[-1] == eos_id:
+            return content
+        assert eos_id is not None  # without it, the reader would have refused the ids
+        return np.append(content, eos_id)
 
     def close(self) -> None:
+        """Close the files and end the threads, without waiting for either."""
         # Without waiting: the garbage collector may close this in a thread that holds a
         # lock of threading, which a join takes.
         self.executor.shutdown(wait=False, cancel_futures=True)
@@ -130,9 +148,12 @@ class RankStreams:
 
 
 class Slot:
-    """This is one document stream of the run.
+    """One document stream of the run.
 
-    ``position``, [k] int64, is that after the last sequence handed out.
+    Attributes:
+        position: [k] int64, after the last sequence that ``fill`` has written. The
+            cursor's position is that of the documents read ahead.
+        source: gives the slot's documents in their order.
     """
 
     def __init__(self, cursor: Cursor, streams: RankStreams) -> None:
@@ -140,8 +161,7 @@ class Slot:
         self.streams = streams
         self.position = cursor.position.values.copy()
         # tokens already taken from the next document
-        self._offset = int(cursor.position.values[Field.OFFSET])
-        cursor.position.values[[Field.OFFSET, Field.OFFSET_BYTES]] = 0
+        self._offset = cursor.position.rewind_document()
         window = streams.options.shuffle_window
         self.source = Shuffle(cursor, window) if window > 1 else cursor
         # Documents read ahead, each with a function that returns a list of token ids,
@@ -152,7 +172,11 @@ class Slot:
         self._bytes = 0.0  # text read ahead and not packed yet
 
     def read_ahead(self, size: float) -> None:
-        """Read on until ``size`` bytes of text are tokenized or being tokenized."""
+        """Read documents until ``size`` bytes of the slot's text are tokenized or being
+        tokenized, and not packed yet.
+
+        Raises DataError as ``Cursor.next`` does.
+        """
         while self._bytes < size:
             documents = []
             total = 0
@@ -166,16 +190,18 @@ class Slot:
             self._bytes += total
 
     def fill(self, out: np.ndarray, segments: np.ndarray | None = None) -> None:
-        """Write the next len(out) tokens into ``out``, and move the position past them.
+        """Write the next len(out) tokens into ``out``, and move ``position`` past them.
 
-        Write the number of each token's document into ``segments``, if given: 0 for the
-        first document in ``out``, which may have begun before it, 1 for the next, and
-        so on.
+        ``segments``, if given, has the same length. The number of each token's document
+        is written into it: 0 for the first document in ``out``, which may have begun
+        before it, 1 for the next, and so on. Raises DataError as ``Cursor.next`` does,
+        and what ``encode`` raises.
         """
         # it gains nothing from reading ahead
         if not self.streams.options.fast_tokenizer:
             self.streams.read_ahead(self.cursor.position.slot)
-        filled = number = 0
+        filled = 0
+        number = 0
         while filled < len(out):
             if not self._ahead:
                 # Drops rounding errors, and what was packed of a document before a
@@ -191,13 +217,11 @@ class Slot:
             number += 1
             filled += len(piece)
             self._offset += len(piece)
-            self._bytes -= document.size * len(piece) / len(tokens)
+            # without a separator, a document may have no token
+            self._bytes -= document.size * len(piece) / max(len(tokens), 1)
             if self._offset < len(tokens):
-                self.position = document.start
-                self.position[Field.OFFSET] = self._offset
-                self.position[Field.OFFSET_BYTES] = (
-                    document.size * self._offset // len(tokens)
-                )
+                size = document.size * self._offset // len(tokens)
+                self.position = in_document(document.start, self._offset, size)
             else:
                 self.streams.learn(document, len(tokens))
                 self._ahead.popleft()
@@ -209,8 +233,8 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
-    """Return inputs and labels [B, N], as TorchTitan's trainer takes them, of tokens
-    [B, N + 1] int64.
+    """Return (inputs, labels), as TorchTitan's trainer takes them, of tokens [B, N + 1]
+    int64: views of the first N tokens, and of the N tokens that follow each of them.
 
     The trainer passes all inputs but "input" to the model's forward as keyword
     arguments. ``segments`` [B, N + 1] int32 are those that ``Slot.fill`` writes.
@@ -224,64 +248,50 @@ def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
 def empty_rows(
     count: int, options: StreamOptions, dtype: type = np.int64
 ) -> list[np.ndarray]:
-    """Return arrays [count, seq_len + 1] for ``Slot.fill``: of tokens, and of segments
-    if the options say so.
+    """Return arrays [count, seq_len + 1], not filled, for rows of ``Slot.fill``: one of
+    tokens, and a second one of segments (int32) if ``options.segments``.
     """
-    kinds = [dtype, np.int32] if options.segments else [dtype]
-    return [np.empty((count, options.seq_len + 1), dtype=kind) for kind in kinds]
+    dtypes = [dtype, np.int32] if options.segments else [dtype]
+    return [np.empty((count, options.seq_len + 1), dtype) for dtype in dtypes]
 
 
-_WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
+@dataclass(frozen=True)
+class Microbatches:
+    """What the prefetch worker sends at once.
+
+    Attributes:
+        rows: the arrays of ``empty_rows`` for each microbatch, filled. Arrays pass
+            through the worker's pipe faster than tensors, which would go through shared
+            memory. They are int64, as the model wants, because the worker has the time
+            to convert them.
+        positions: [B, k] for each microbatch, after each of its sequences.
+        bytes_read: stored bytes read since the last group, by (epoch, file).
+    """
+
+    rows: list[list[np.ndarray]]
+    positions: list[np.ndarray]
+    bytes_read: Counter[tuple[int, int]]
 
 
 class Sequences(IterableDataset):
-    """Make the rank's sequences, in the prefetch worker if there is one.
+    """Yields the rank's sequences, in the prefetch worker if there is one.
 
-    It yields tuples of ``empty_rows`` that it has filled, positions [n, k], and bytes
-    newly read by (epoch, file). n is ``batch`` · ``group``. If reading fails, it yields
-    what was read before (a smaller multiple of ``batch``) and then the ConfigError.
+    First it yields the ``Progress`` of reading to the positions, then, without end,
+    ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises
+    nothing: if reading fails, it yields the whole microbatches that were read before,
+    then the ConfigError (DataError is one), and ends.
     """
 
-    def __init__(self, make: Any, batch: int, group: int) -> None:
-        self.make = make
+    def __init__(self, streams: RankStreams, batch: int, group: int) -> None:
+        self.streams = streams
         self.batch = batch
         self.group = group
 
-    def __iter__(self) -> Iterator[Any]:
-        streams: RankStreams | None = None
+    def __iter__(self) -> Iterator[Progress | Microbatches | ConfigError]:
         _allow_many_files()
         try:
-            streams = self.make()
-            slots = list(streams.slots.values())
-            turn = 0
-            while True:
-                # Arrays pass through the worker's pipe faster than tensors, which would
-                # go through shared memory. They are int64, as the model wants, because
-                # this process has the time to convert them.
-                arrays = empty_rows(self.batch * self.group, streams.options)
-                positions = np.empty(
-                    (self.batch * self.group, len(Field)), dtype=np.int64
-                )
-                done = 0
-                failed = None
-                try:
-                    for *row, position in zip(*arrays, positions, strict=True):
-                        slot = slots[turn]
-                        slot.fill(*row)
-                        position[:] = slot.position
-                        turn = (turn + 1) % len(slots)
-                        done += 1
-                except ConfigError as error:
-                    failed = error
-                whole = done - done % self.batch
-                if whole:
-                    yield (
-                        [array[:whole] for array in arrays],
-                        positions[:whole],
-                        streams.passes.bytes_read(),
-                    )
-                if failed is not None:
-                    raise failed
+            yield from self.streams.seek()
+            yield from self._groups()
         except ConfigError as error:
             # the consumer raises it, because a worker's traceback would bury the
             # message
@@ -292,8 +302,34 @@ class Sequences(IterableDataset):
                 f"know:\n{format_exc()}"
             )
         finally:
-            if streams is not None:
-                streams.close()
+            self.streams.close()
+
+    def _groups(self) -> Iterator[Microbatches]:
+        """Yield groups of microbatches. Raises ConfigError after the last one."""
+        streams = self.streams
+        slots = cycle(streams.slots.values())
+        failure = None
+        while failure is None:
+            group = Microbatches([], [], Counter())
+            try:
+                for _ in range(self.group):
+                    rows = empty_rows(self.batch, streams.options)
+                    positions = np.empty((self.batch, len(Field)), dtype=np.int64)
+                    for *row, position in zip(*rows, positions, strict=True):
+                        slot = next(slots)
+                        slot.fill(*row)
+                        position[:] = slot.position
+                    group.rows.append(rows)
+                    group.positions.append(positions)
+            except ConfigError as error:
+                failure = error
+            group.bytes_read.update(streams.passes.bytes_read())
+            if group.rows:
+                yield group
+        raise failure
+
+
+_WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
 
 
 def _allow_many_files() -> None:
@@ -306,15 +342,15 @@ def _allow_many_files() -> None:
 
 
 def worker_signals(worker: int) -> None:
-    """Ignore signals that ask the *rank* to stop: it saves a checkpoint first, and
-    needs the worker until then.
+    """Ignore, in the prefetch worker, signals that ask the *rank* to stop: it saves a
+    checkpoint first, and needs the worker until then.
 
     SIGTERM from the rank itself still ends the worker: multiprocessing sends it when
     Python exits, and then waits. The rank's death ends the worker too. DataLoader's own
     check for this would wait forever for the pipe to be read.
     """
-    for name in ("SIGUSR1", "SIGUSR2", "SIGINT"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -40,6 +40,10 @@ _BLOCK = 1 << 15  # ids read at a time
 _LLM_C_HEADER = 1024  # bytes
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _LLM_C_EVALUATION = 20240522
+_ZEROS = (
+    f"{LONGEST:,} ids 0 in a row, as a disk that was full or failed leaves them: copy "
+    "the file again, or, if they are padding, write it without them"
+)
 _NUMPY_MAGIC = b"\x93NUMPY"
 _NUMPY_HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -80,17 +84,21 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
     stored.seek(begin)
     # the beginning of a document that continues in the next block
     rest = np.empty(0, layout.dtype)
+    zeros = 0  # ids 0 in a row, in whole blocks
     for place in range(begin, end, _BLOCK * size):
         wanted = min(_BLOCK * size, end - place)
         data = stored.read(wanted)
         block = np.frombuffer(data, layout.dtype, len(data) // size)
         if place == begin_of_file and len(block):
             _check_first(block, layout)
+        zeros = 0 if block.any() else zeros + len(block)
+        if zeros >= LONGEST:
+            raise DamagedFile(_ZEROS)
         ids = np.concatenate([rest, block])
         fits = int(ids.max(initial=0)) < vocab_size
         at = place - len(rest) * size
-        begins, ends, rest_begin = _runs(ids, layout.eos_id)
-        for first, last in zip(begins, ends, strict=True):
+        documents, rest_begin = _runs(ids, layout.eos_id)
+        for first, last in documents:
             # Copied, so that a document does not keep the whole block in memory.
             yield (
                 at + first * size,
@@ -107,32 +115,23 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
         raise DamagedFile(layout.damage)
 
 
-def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[int], list[int], int]:
-    """Find the documents: where each begins, where each ends, and where the first
-    unfinished one begins.
+def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[tuple[int, int]], int]:
+    """Return where each document begins and ends, and where the first unfinished one
+    begins.
+
+    EOS alone is no document.
     """
     ends = np.flatnonzero(ids == eos_id) + 1
-    begins = np.concatenate([[0], ends])
-    open_begin = int(begins[-1])
-    more = ends - begins[:-1] > 1  # EOS alone is no document
-    begins = begins[:-1][more]
-    ends = ends[more]
-    # Nearly always
-    if (ends - begins).max(initial=0) <= LONGEST and len(ids) - open_begin <= LONGEST:
-        return begins.tolist(), ends.tolist(), open_begin
-    pieces = []
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        cuts = [*range(begin, end, LONGEST), end]
-        if end - cuts[-2] == 1:  # the last piece is EOS alone
-            cuts.pop()
-        pieces += list(zip(cuts[:-1], cuts[1:], strict=True))
-    cuts = list(range(open_begin, len(ids), LONGEST))
-    pieces += list(zip(cuts[:-1], cuts[1:], strict=True))
-    return (
-        [begin for begin, _ in pieces],
-        [end for _, end in pieces],
-        cuts[-1] if cuts else open_begin,
-    )
+    begins = [0, *ends.tolist()]
+    documents = []
+    for begin, end in zip(begins, begins[1:], strict=False):
+        for piece in range(begin, end - 1, LONGEST):
+            documents.append((piece, min(piece + LONGEST, end)))
+    unfinished = begins[-1]
+    while len(ids) - unfinished > LONGEST:
+        documents.append((unfinished, unfinished + LONGEST))
+        unfinished += LONGEST
+    return documents, unfinished
 
 
 def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from weakref import WeakSet
 
 import numpy as np
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from titan_disp.errors import ConfigError, DataError, reported
+from titan_disp.errors import ConfigError, DataError, did_you_mean, reported
 
+_GPT2_EOS = "<|endoftext|>"
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+NONE = "none"  # as stream.separator: no token separates the documents
+NO_SEPARATOR = -1  # then the id of EOS
 
 
 class SentencePieceTokenizer(BaseTokenizer):
@@ -39,8 +43,12 @@ class SentencePieceTokenizer(BaseTokenizer):
         self, text: str, add_bos: bool = False, add_eos: bool = False
     ) -> list[int]:
         begin = add_bos and self.bos_id is not None
-        end = add_eos and self.eos_id is not None
-        return self.processor.encode(text, add_bos=begin, add_eos=end)
+        ids = self.processor.encode(text, add_bos=begin)
+        return ids + _end(self) if add_eos else ids
+
+    def plain(self, text: str) -> list[int]:
+        """Return the ids of a text, without BOS and EOS."""
+        return self.processor.encode(text)
 
     def decode(self, token_ids: list[int]) -> str:
         return self.processor.decode(token_ids)
@@ -48,8 +56,142 @@ class SentencePieceTokenizer(BaseTokenizer):
     def get_vocab_size(self) -> int:
         return self.processor.get_piece_size()
 
+    def token_to_id(self, token: str) -> int | None:
+        piece = self.processor.piece_to_id(token)  # that of <unk> for another text
+        return piece if self.processor.id_to_piece(piece) == token else None
 
-# of models on the hub, by their names
+    def id_to_token(self, token_id: int) -> str:
+        return self.processor.id_to_piece(token_id)
+
+    def added_tokens(self) -> list[str]:
+        """Return the tokens that no text produces."""
+        processor = self.processor
+        return [
+            processor.id_to_piece(i)
+            for i in range(processor.get_piece_size())
+            if processor.is_control(i) or processor.is_unknown(i)
+        ]
+
+    def end_with(self, separator: str) -> None:
+        """Let documents end with another token than the model's own EOS."""
+        self.eos_id = self.token_to_id(separator)
+
+
+class TextTokenizer(HuggingFaceTokenizer):
+    """This is TorchTitan's tokenizer, changed so that text never becomes a special
+    token, as with SentencePiece.
+
+    EOS within a document would end the document, and any author of a corpus could write
+    control tokens. TorchTitan treats all tokens that tokenizer_config.json adds as
+    special. Those that the file calls not special (Qwen's <think>) are words here, as
+    in transformers. Settings that cut or pad every text are switched off, too.
+    """
+
+    tokenizer: Tokenizer
+    bos_id: int | None
+    bos_token: str | None
+    eos_token: str | None
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(str(folder))
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        if self.eos_id is None:
+            self._find_eos(Path(folder) / "config.json")
+
+    def _load_tokenizer_from_path(self, tokenizer_path: str) -> Tokenizer:
+        """Load GPT-2's vocab.json and merges.txt as transformers does, and other files
+        as TorchTitan does, which takes merges that begin with # for comments.
+        """
+        folder = Path(tokenizer_path)
+        merges = folder / "merges.txt"
+        vocabulary = find_tokenizer(folder)
+        if vocabulary.name != "vocab.json" or not merges.is_file():
+            return super()._load_tokenizer_from_path(tokenizer_path)
+        config = self._load_config(str(folder / "tokenizer_config.json")) or {}
+        their_class = config.get("tokenizer_class", "GPT2Tokenizer")
+        if their_class not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+            raise ConfigError(
+                f"{str(vocabulary)!r} is of {their_class}, which splits text otherwise "
+                "than GPT-2's: add its tokenizer.json to the folder"
+            )
+        loaded = ByteLevelBPETokenizer.from_file(str(vocabulary), str(merges))
+        if loaded.token_to_id(_GPT2_EOS) is not None:
+            loaded.add_special_tokens([_GPT2_EOS])
+        return Tokenizer.from_str(loaded.to_str())
+
+    def _infer_special_tokens(self) -> None:
+        config = self.config or {}
+        added = {
+            token["content"]: token.get("special")
+            for token in config.get("added_tokens_decoder", {}).values()
+            if isinstance(token, dict)
+        }
+        for key in ("bos_token", "eos_token"):
+            token = self._get_token_from_config(config, key)
+            if token not in (None, *added) and self.token_to_id(token) is None:
+                raise ConfigError(
+                    f"tokenizer_config.json in {self.tokenizer_path!r} names the {key} "
+                    f"{token!r}, which the tokenizer does not have"
+                    + did_you_mean(token, self.added_tokens())
+                )
+        super()._infer_special_tokens()
+        words = [token for token, special in added.items() if special is False]
+        if words:
+            content = json.loads(self.tokenizer.to_str())
+            for token in content["added_tokens"]:
+                token["special"] &= token["content"] not in words
+            self.tokenizer = Tokenizer.from_str(json.dumps(content))
+
+    def _find_eos(self, model: Path) -> None:
+        """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
+
+        TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS
+        alone, so that one token separates two documents. The hub's
+        tokenizer_config.json of GPT-2 names no token; config.json (``model``) has the
+        id.
+        """
+        eos = self._get_token_from_config(self.config or {}, "eos_token")
+        added = self.tokenizer.get_added_tokens_decoder()
+        if eos is not None and eos == self.bos_token and not self.hf_adds_bos:
+            self.bos_token = None
+            self.bos_id = None
+            self.end_with(eos)
+        elif self.bos_id is None and model.is_file():
+            eos_id = json.loads(model.read_text()).get("eos_token_id")
+            # a list, as of Llama 3, names more than the end of a document
+            token = added.get(eos_id) if isinstance(eos_id, int) else None
+            if token is not None and token.special:
+                self.end_with(token.content)
+
+    def end_with(self, separator: str) -> None:
+        """Let documents end with a token, in place of EOS as TorchTitan finds it."""
+        self.eos_token = separator
+        self.eos_id = self.tokenizer.token_to_id(separator)
+        self._infer_should_add_bos_eos()  # which depends on EOS
+
+    def plain(self, text: str) -> list[int]:
+        """Return the ids of a text, without BOS and EOS."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def added_tokens(self) -> list[str]:
+        """Return the tokens that are not of the model of words."""
+        decoder = self.tokenizer.get_added_tokens_decoder()
+        return [token.content for token in decoder.values()]
+
+
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* 0\n")  # the first token, in base64
+AnyTokenizer = SentencePieceTokenizer | TextTokenizer
+
+
+def _end(tokenizer: BaseTokenizer) -> list[int]:
+    """Return the ids that end a document: of EOS, or none."""
+    eos_id = tokenizer.eos_id
+    return [] if eos_id is None or eos_id == NO_SEPARATOR else [eos_id]
+
+
+# of models on the hub, by the beginnings of their names
 _OWNERS = {
     "Qwen": "Qwen",
     "gpt2": "openai-community",
@@ -57,6 +199,7 @@ _OWNERS = {
     "SmolLM": "HuggingFaceTB",
     "TinyLlama": "TinyLlama",
 }
+_EXPECTED = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
 
 
 def find_tokenizer(folder: str | Path) -> Path:
@@ -64,105 +207,87 @@ def find_tokenizer(folder: str | Path) -> Path:
     SentencePiece model.
     """
     folder = Path(folder)
-    expected = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
     if not folder.is_dir():
-        owner = next(
-            (
-                owner
-                for prefix, owner in _OWNERS.items()
-                if folder.name.startswith(prefix)
-            ),
-            None,
-        )
-        name = f"{owner}/{folder.name}" if owner else "OWNER/NAME"
         sample = folder.parent if folder.name == "tokenizer" else "DIR"
         raise ConfigError(
             f"model.hf_assets_path is {str(folder)!r}, which is not a folder; "
-            f"expected {expected}. A model's: hf download {name} --include "
-            f"'tokenizer*' --local-dir {folder}. The sample corpus's: titan-disp "
-            f"sample-data {sample}, then {sample}/tokenizer"
+            f"expected {_EXPECTED}. A model's: hf download {_repository(folder.name)} "
+            f"--include 'tokenizer*' --local-dir {folder}. The sample corpus's: "
+            f"titan-disp sample-data {sample}, then {sample}/tokenizer"
         )
     for name in HUGGING_FACE_FILES:
         if (folder / name).is_file():
             return folder / name
     models = sorted(folder.glob("*.model"))
     if len(models) != 1:
-        found = ", ".join(p.name for p in models) or "no tokenizer file"
+        names = ", ".join(model.name for model in models) or "no tokenizer file"
         raise ConfigError(
-            f"model.hf_assets_path {str(folder)!r} holds {found}; expected {expected}"
+            f"model.hf_assets_path {str(folder)!r} holds {names}; expected {_EXPECTED}"
         )
     return models[0]
 
 
-def load_tokenizer(folder: str | Path) -> BaseTokenizer:
+def _repository(model: str) -> str:
+    """Return the name of a model on the hub, as far as it can be guessed."""
+    for beginning, owner in _OWNERS.items():
+        if model.startswith(beginning):
+            return f"{owner}/{model}"
+    return "OWNER/NAME"
+
+
+def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
     """Load the tokenizer of a folder.
 
-    It treats text that spells a special token (</s>) as text.
+    It treats text that spells a special token (</s>) as text. Its EOS is the token
+    ``separator`` (stream.separator), by default its own; with "none", it is
+    ``NO_SEPARATOR``.
     """
     file = find_tokenizer(folder)
+    if file.suffix == ".model" and _TIKTOKEN.match(file.read_bytes()):
+        raise ConfigError(
+            f"{str(file)!r} is a file of tiktoken, as in Meta's own releases of Llama "
+            "3; expected tokenizer.json of the release on the hub: hf download "
+            f"meta-llama/… --include 'tokenizer*' --local-dir {folder}"
+        )
     # the libraries raise bare RuntimeError
     with reported(f"cannot load the tokenizer {str(file)!r}", Exception):
-        return (
+        tokenizer = (
             SentencePieceTokenizer(file)
             if file.suffix == ".model"
-            else _hugging_face(folder)
+            else TextTokenizer(folder)
         )
-
-
-def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
-    """Load TorchTitan's tokenizer, changed so that text never becomes a special token,
-    as with SentencePiece.
-
-    EOS within a document would end the document, and any author of a corpus could write
-    control tokens. TorchTitan treats all tokens that tokenizer_config.json adds as
-    special. Those that the file calls not special (Qwen's <think>) are words here, as
-    in transformers. Settings that cut or pad every text are switched off, too.
-    """
-    tokenizer = HuggingFaceTokenizer(str(folder))
-    config = tokenizer.config or {}
-    added = config.get("added_tokens_decoder", {}).values()
-    words = {
-        token["content"]
-        for token in added
-        if isinstance(token, dict) and token.get("special") is False
-    }
-    if words:
-        content = json.loads(tokenizer.tokenizer.to_str())
-        for token in content["added_tokens"]:
-            token["special"] &= token["content"] not in words
-        tokenizer.tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.tokenizer.encode_special_tokens = True
-    tokenizer.tokenizer.no_truncation()
-    tokenizer.tokenizer.no_padding()
-    if tokenizer.eos_id is None:
-        _find_eos(tokenizer, Path(folder))
+    if separator == NONE:
+        tokenizer.eos_id = NO_SEPARATOR
+    elif separator:
+        _check_separator(tokenizer, separator, folder)
+        tokenizer.end_with(separator)
     return tokenizer
 
 
-def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-    """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
-
-    TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS
-    alone, so that one token separates two documents. The hub's tokenizer_config.json of
-    GPT-2 names no token; config.json has the id.
+def tokenizer_of_export(folder: str | Path, separator: str) -> AnyTokenizer:
+    """Load a run's tokenizer with the EOS that its model learned: ``separator``, or the
+    tokenizer's own if that is "none".
     """
-    if tokenizer.bos_id is not None:
-        named = tokenizer._get_token_from_config(tokenizer.config or {}, "eos_token")
-        if named == tokenizer.bos_token and not tokenizer.hf_adds_bos:
-            tokenizer.eos_token = tokenizer.bos_token
-            tokenizer.eos_id = tokenizer.bos_id
-            tokenizer.bos_token = tokenizer.bos_id = None
-    elif (folder / "config.json").is_file():
-        of_model = json.loads((folder / "config.json").read_text()).get("eos_token_id")
-        token = (
-            tokenizer.tokenizer.get_added_tokens_decoder().get(of_model)
-            if isinstance(of_model, int)
-            else None
+    return load_tokenizer(folder, "" if separator == NONE else separator)
+
+
+def _check_separator(
+    tokenizer: AnyTokenizer, separator: str, folder: str | Path
+) -> None:
+    """Raise ConfigError unless a token of the tokenizer can end documents."""
+    found = f"stream.separator is {separator!r}, which"
+    separator_id = tokenizer.token_to_id(separator)
+    if separator_id is None:
+        names = tokenizer.added_tokens()
+        raise ConfigError(
+            f"{found} is no token of the tokenizer in {str(folder)!r}"
+            + did_you_mean(separator, names, f"; expected one such as {names[:5]}")
         )
-        if token is not None and token.special:
-            tokenizer.eos_token = token.content
-            tokenizer.eos_id = of_model
-            tokenizer._infer_should_add_bos_eos()  # which knew no EOS before
+    if separator_id in tokenizer.plain(separator):
+        raise ConfigError(
+            f"{found} text can spell, so that it would end documents in their middle: "
+            "expected a special token"
+        )
 
 
 def check_fits(
@@ -185,8 +310,7 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     if tokenizer.eos_id is None:
         raise ConfigError(
             "the tokenizer has no EOS token, which must separate documents: set "
-            "eos_token in tokenizer_config.json (Hugging Face), or train the "
-            "SentencePiece model with an EOS piece"
+            "stream.separator to the token that does"
         )
     # The stream has its own threads. The tokenizer would start one for every core of
     # the node.
@@ -200,7 +324,7 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
             if tokenizer.bos_id is not None and not tokenizer.hf_adds_bos
             else []
         )
-        end = [] if tokenizer.hf_adds_eos else [tokenizer.eos_id]
+        end = [] if tokenizer.hf_adds_eos else _end(tokenizer)
         return lambda text: [*begin, *fast([text])[0].ids, *end]
     return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
 
@@ -211,42 +335,20 @@ _OFF = "set stream.fast_tokenizer = false"
 _agreed: WeakSet[BaseTokenizer] = WeakSet()
 
 
-def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
+_ODD_CHARACTERS = (
+    "\u0300\u0301\u0323\u200d\U0001f600\U0001f468\u4e2d\uac00\u1100\u1161\ufb01"
+    "\u2028\ufeff\ue000\U0010ffff\u212b\u1e9b\u0e33\u0915\u094d"
+)
+_ODD_PIECES = " |  |\n|\n\n|\r\n|\t|'s|'LL|e\u0301| the|The|ing|123456|don't|…"
+
+
+def odd_texts(tokenizer: AnyTokenizer, count: int = 3000) -> list[str]:
     """Return short random texts that mix everything that tokenizers treat specially,
     also the names of special tokens.
     """
     rng = random.Random(0)
-    codes = [
-        *range(1, 400),
-        0x300,
-        0x301,
-        0x323,
-        0x200D,
-        0x1F600,
-        0x1F468,
-        0x4E2D,
-        0xAC00,
-        0x1100,
-        0x1161,
-        0xFB01,
-    ]
-    codes += [0x2028, 0xFEFF, 0xE000, 0x10FFFF, 0x212B, 0x1E9B, 0x0E33, 0x0915, 0x094D]
-    pieces = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'LL", "e\u0301"]
-    pieces += [" the", "The", "ing", "123456", "don't", "…"]
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        pieces += [
-            token.content
-            for token in tokenizer.tokenizer.get_added_tokens_decoder().values()
-        ][:50]
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        processor = tokenizer.processor
-        special = (
-            i
-            for i in range(processor.get_piece_size())
-            if processor.is_control(i) or processor.is_unknown(i)
-        )
-        pieces += [processor.id_to_piece(i) for i in itertools.islice(special, 50)]
-    pool = [*map(chr, codes), *pieces * 8]
+    pieces = [*_ODD_PIECES.split("|"), *tokenizer.added_tokens()[:50]]
+    pool = [*map(chr, range(1, 400)), *_ODD_CHARACTERS, *pieces * 8]
     return ["".join(rng.choices(pool, k=rng.randint(0, 40))) for _ in range(count)]
 
 
@@ -258,25 +360,23 @@ def _not_supported(model_file: Path) -> str:
 
     protobuf: Any = sentencepiece_model_pb2  # generated code without types
     model = protobuf.ModelProto.FromString(model_file.read_bytes())
-    symbols = [
-        one.piece
-        for one in model.pieces
-        if one.type == protobuf.ModelProto.SentencePiece.USER_DEFINED
-    ]
-    found = {
-        f"user-defined symbols ({', '.join(map(repr, symbols[:3]))})": bool(symbols),
-        "another type than BPE": model.trainer_spec.model_type
-        != protobuf.TrainerSpec.BPE,
-        "no byte fallback": not model.trainer_spec.byte_fallback,
-        "a normalization": model.normalizer_spec.name != "identity",
-        "spaces that it removes": model.normalizer_spec.remove_extra_whitespaces,
+    user_defined = protobuf.ModelProto.SentencePiece.USER_DEFINED
+    symbols = [piece.piece for piece in model.pieces if piece.type == user_defined]
+    trainer = model.trainer_spec
+    normalizer = model.normalizer_spec
+    features = {
+        f"user-defined symbols ({', '.join(map(repr, symbols[:3]))})": symbols,
+        "another type than BPE": trainer.model_type != protobuf.TrainerSpec.BPE,
+        "no byte fallback": not trainer.byte_fallback,
+        "a normalization": normalizer.name != "identity",
+        "spaces that it removes": normalizer.remove_extra_whitespaces,
     }
-    has = ", ".join(what for what, there in found.items() if there)
+    has = ", ".join(feature for feature, present in features.items() if present)
     return f", because it does not support what this model has: {has}" if has else ""
 
 
 def fast_encoder(
-    tokenizer: BaseTokenizer, folder: str, reference: Callable[[str], list[int]]
+    tokenizer: AnyTokenizer, folder: str, reference: Callable[[str], list[int]]
 ) -> Callable[[str], np.ndarray]:
     """Return gigatoken's thread-safe function from a text to its token ids, int32, with
     BOS and EOS as in ``reference``.
@@ -291,6 +391,35 @@ def fast_encoder(
     ids for a document.
     """
     file = find_tokenizer(folder)
+    encode = _gigatoken(tokenizer, file)
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    end = _end(tokenizer)
+    others = "gigatoken gives other ids than the tokenizer's own library for"
+
+    def whole(text: str) -> np.ndarray:
+        return np.concatenate(
+            [begin, encode(text), end], dtype=np.int32, casting="unsafe"
+        )
+
+    if tokenizer not in _agreed:
+        for text in odd_texts(tokenizer):
+            if whole(text).tolist() != reference(text):
+                why = _not_supported(file) if file.suffix == ".model" else ""
+                raise ConfigError(f"{others} {text!r}{why}: {_OFF}")
+        _agreed.add(tokenizer)
+    documents = itertools.count(1)
+
+    def checked(text: str) -> np.ndarray:
+        ids = whole(text)
+        if next(documents) % CHECK_EVERY == 0 and ids.tolist() != reference(text):
+            raise DataError(f"{others} {text[:200]!r} …: {_OFF}")
+        return ids
+
+    return checked
+
+
+def _gigatoken(tokenizer: AnyTokenizer, file: Path) -> Callable[[str], np.ndarray]:
+    """Return gigatoken's function from a text to its ids, without BOS and EOS."""
     try:
         from gigatoken import Tokenizer
     except ImportError as error:
@@ -299,50 +428,18 @@ def fast_encoder(
             f"'titan-disp[fast]', or {_OFF}"
         ) from error
     try:
-        if isinstance(tokenizer, HuggingFaceTokenizer):
+        if isinstance(tokenizer, TextTokenizer):
             content = tokenizer.tokenizer.to_str()
         else:
             # gigatoken's conversion of the model
-            content = Tokenizer.from_sentencepiece(str(file))._hf_json
-        # Without the special tokens, gigatoken treats text that spells one as text.
+            content = str(Tokenizer.from_sentencepiece(str(file))._hf_json)
         described = json.loads(content)
+        # Without the special tokens, gigatoken treats text that spells one as text.
         described["added_tokens"] = [
             token for token in described["added_tokens"] if not token["special"]
         ]
-        encode = Tokenizer.from_json(json.dumps(described)).encode
+        return Tokenizer.from_json(json.dumps(described)).encode
     except Exception as error:  # the Rust library raises types of its own
         raise ConfigError(
             f"gigatoken cannot read {str(file)!r} ({error}): {_OFF}"
         ) from error
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-
-    def whole(text: str) -> np.ndarray:
-        return np.concatenate(
-            [begin, encode(text), [tokenizer.eos_id]], dtype=np.int32, casting="unsafe"
-        )
-
-    if tokenizer not in _agreed:
-        for text in odd_texts(tokenizer):
-            if whole(text).tolist() != reference(text):
-                why = (
-                    ""
-                    if isinstance(tokenizer, HuggingFaceTokenizer)
-                    else _not_supported(file)
-                )
-                raise ConfigError(
-                    "gigatoken gives other ids than the tokenizer's own library for "
-                    f"{text!r}{why}: {_OFF}"
-                )
-        _agreed.add(tokenizer)
-    documents = itertools.count(1)
-
-    def checked(text: str) -> np.ndarray:
-        ids = whole(text)
-        if next(documents) % CHECK_EVERY == 0 and ids.tolist() != reference(text):
-            raise DataError(
-                "gigatoken gives other ids than the tokenizer's own library for "
-                f"{text[:200]!r} …: {_OFF}"
-            )
-        return ids
-
-    return checked

@@ -85,7 +85,7 @@ def first_sequences(
                 raise RefusedError(
                     f"the validation split ({counted(len(files), 'file')}, "
                     f"{files[0].url} to {files[-1].url}) holds "
-                    f"{counted(done, 'sequence')} of {seq_len} tokens, expected "
+                    f"{counted(done, 'sequence')} of {seq_len} tokens (seq_len), expected "
                     f"{count}: {asked}, or take more text"
                 )
     check_documents(

@@ -11,8 +11,7 @@ hooks         the loss of a model as it is
   ▼
 loss          checks options, and combines a variant with an estimator
   ▼
-layers        layers of one shape together, sharded or not
-sampled       the tokens at drawn positions
+layers        layers of one shape together, sharded or not, or their drawn tokens
 masks         padding and documents
   ▼
 variants      the formula of each loss; finds a variant by its name, and builds it
@@ -28,8 +27,8 @@ triton_pairs  pairs in one kernel of a GPU; triton_kernels is its source
 kernels       fused steps
   ▼
 autograd      when a gradient is computed and added, and the collectives
-vectors       norms and their derivatives
-gradients     the last pass over a gradient: scale, add and cast
+vectors       unit vectors, and the last pass over a gradient: through the norm, scale,
+              add and cast
 """
 
 from titan_disp.dispersion.hooks import attach

@@ -60,10 +60,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 def of_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return x [B, …] of each rank of the group (by default all), [ranks, B, …]."""
-    ranks = dist.get_world_size(group)
-    gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    all_gather(gathered, x.contiguous(), group=group)
-    return gathered.view(ranks, *x.shape)
+    return Gathering(x, group).of_ranks()
 
 
 def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -74,28 +71,21 @@ def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any
 
 
 class Gathering:
-    """An all-gather of z [B, n, F] in its own dtype: normalized float32 vectors would
-    cost more traffic for no gain.
+    """An all-gather of z [B, …] in its own dtype: normalized float32 vectors would cost
+    more traffic for no gain.
     """
 
-    def __init__(self, z: Tensor, group: dist.ProcessGroup) -> None:
-        self.world = dist.get_world_size(group)
+    def __init__(self, z: Tensor, group: dist.ProcessGroup | None) -> None:
         self.rank = dist.get_rank(group)
-        self.gathered = z.new_empty((self.world * z.shape[0], *z.shape[1:]))
+        self.gathered = z.new_empty((dist.get_world_size(group), *z.shape))
         self.work = all_gather(
-            self.gathered, z.contiguous(), group=group, async_op=True
+            self.gathered.flatten(0, 1), z.contiguous(), group=group, async_op=True
         )
 
-    def other_shards(self) -> list[Tensor]:
-        """Wait for the all-gather and return the other ranks' shards, each [B, n,
-        F].
-        """
+    def of_ranks(self) -> Tensor:
+        """Wait for the all-gather, and return z of each rank, [ranks, B, …]."""
         self.work.wait()
-        return [
-            shard
-            for other, shard in enumerate(self.gathered.chunk(self.world))
-            if other != self.rank
-        ]
+        return self.gathered
 
 
 class LayerValue(torch.autograd.Function):
@@ -306,21 +296,3 @@ class SumOverGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class LogSumExpOverGroup(torch.autograd.Function):
-    """Compute log Σ_ranks exp(x).
-
-    Backward scales by exp(x − total), as x's gradient is relative to this rank's sum.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = of_ranks(x, group).logsumexp(0)
-        ctx.save_for_backward((x - total).exp())
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (share,) = ctx.saved_tensors
-        return grad * share, None

@@ -34,13 +34,14 @@ from torch import Tensor
 from titan_disp.dispersion.autograd import (
     Gathering,
     LayerValue,
-    LogSumExpOverGroup,
     Result,
     SavedRows,
     SumOverGroup,
     add_in_backward,
     add_rows,
     graph_is_retained,
+    of_ranks,
+    rank_in,
     saved_dtype,
 )
 from titan_disp.dispersion.kernels import accumulation_dtype, part_size
@@ -71,9 +72,6 @@ GPU_PACK_ELEMENTS = 1 << 21
 
 
 class Layers(ABC):
-    mask: TokenMask | None  # which positions hold tokens; None if all do
-    # ranks over which the tokens are sharded; None if every rank holds all of them
-    group: dist.ProcessGroup | None
     step: int = 0  # that was given with the layers
     first: int = 0  # the index of the first of them
     # the gradient that arrives for the only layer (``compute_in_backward``)
@@ -85,17 +83,22 @@ class Layers(ABC):
         zs: Sequence[Tensor],
         length: int,
         mask: TokenMask | None,
+        group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
         """Take one [B, N, F] per layer, or this rank's [B, n, F].
 
         Args:
             length: positions per sequence that the loss takes, over all ranks.
-            mask: of the whole sequences.
+            mask: which positions of the whole sequences hold tokens; None if all do.
+            group: ranks over which the tokens are sharded; None if every rank holds all
+                of them.
             in_bf16: whether float32 tokens are rounded to bf16 first.
         """
         self.zs = zs
         self.length = length
+        self.mask = mask
+        self.group = group
         self.features = [z.shape[2] for z in zs]
         self.in_bf16 = in_bf16
         # whether only the pairs within segments count
@@ -141,7 +144,10 @@ class Layers(ABC):
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
         if self.group is None:
             return values
-        return LogSumExpOverGroup.apply(values, self.group)
+        # The values of other ranks are constants: a rank has the gradient of its own.
+        of_all = of_ranks(values.detach(), self.group)
+        of_all[rank_in(self.group)] = values
+        return of_all.logsumexp(0)
 
     def mean_square(self) -> Tensor:
         """Return mean(z²) over tokens and features, [L, B]."""
@@ -181,19 +187,8 @@ class WholeLayers(Layers):
     F].
     """
 
-    def __init__(
-        self,
-        zs: Sequence[Tensor],
-        length: int,
-        mask: TokenMask | None,
-        group: dist.ProcessGroup | None,
-        in_bf16: bool,
-    ) -> None:
-        super().__init__(zs, length, mask, in_bf16)
-        self.mask = mask
-        self.group = group
-        self._following: list[Tensor] = []  # the layers that are computed next
-        self._ahead: Gathering | None = None  # of these layers
+    _following: Sequence[Tensor] = ()  # the layers that are computed next
+    _ahead: Gathering | None = None  # of these layers
 
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
@@ -231,7 +226,7 @@ class WholeLayers(Layers):
         # shards are small.
         return self._apply(compute, z, mask)
 
-    def _together(self, pack: list[Tensor]) -> tuple[Tensor, TokenMask | None]:
+    def _together(self, pack: Sequence[Tensor]) -> tuple[Tensor, TokenMask | None]:
         if len(pack) == 1:
             z = pack[0].detach()
         else:
@@ -331,7 +326,7 @@ def compute_in_backward(
             return of_loss + grad
         return of_loss
 
-    dtype = torch.promote_types(zs[0].dtype, torch.float32)  # float64 stays
+    dtype = accumulation_dtype(zs[0].dtype)
     return add_in_backward(zs, zs[0].new_zeros((), dtype=dtype), add, finish)
 
 
@@ -357,8 +352,6 @@ class SampledLayers(Layers):
     Every rank computes the loss of them all, and keeps the gradient of its own.
     """
 
-    group = None  # as every rank has all of them
-
     def __init__(
         self,
         zs: Sequence[Tensor],
@@ -368,7 +361,8 @@ class SampledLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        super().__init__(zs, count, mask, in_bf16)
+        # Every rank has all of the drawn tokens.
+        super().__init__(zs, length=count, mask=mask, group=None, in_bf16=in_bf16)
         self.mask = None  # of each layer: as many slots are filled in all
         self.mask_of_all: TokenMask | None = None  # of the sequences of all layers
         batch, n, _ = zs[0].shape

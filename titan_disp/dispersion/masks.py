@@ -5,16 +5,16 @@ chosen tokens varies between sequences, they are put into a fixed number of *slo
 some of which stay empty.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import of_ranks, rank_in
+from titan_disp.dispersion.autograd import Gathering, of_ranks, rank_in
 
 Count = int | Tensor  # a number of tokens: one for all sequences, or [B]
 
@@ -32,12 +32,12 @@ class TokenMask:
     ranges: tuple[Tensor, ...] | None = None
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> "TokenMask":
-        mask = replace(self, shards=tuple(map(function, self.shards)))
-        if self.segments is not None:
-            mask = replace(mask, segments=tuple(map(function, self.segments)))
-        if self.ranges is not None:
-            mask = replace(mask, ranges=tuple(map(function, self.ranges)))
-        return mask
+        parts: dict[str, Any] = {  # the shards of the ranks
+            name: tuple(map(function, shards))
+            for name, shards in vars(self).items()
+            if isinstance(shards, tuple)
+        }
+        return replace(self, **parts)
 
     def __getitem__(self, sequences: slice) -> "TokenMask":
         batch = len(self.shards[0])
@@ -122,10 +122,8 @@ def token_mask(marks: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
     """
     has_segments = marks.dtype != torch.bool
     shards = [marks]
-    if group is not None and has_segments:
+    if group is not None:
         shards = list(of_ranks(marks, group))
-    elif group is not None:
-        shards = list(of_ranks(marks.to(torch.uint8), group).bool())
     rank = rank_in(group)
     tokens = shards
     if has_segments:
@@ -151,13 +149,15 @@ def _ranges(segments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.stack([low, blocks.amax(-1)], dim=-1).cpu())  # one copy
 
 
-def others_of(mask: TokenMask | None) -> Iterable[Marks | None]:
-    """Return the marks of the other ranks, or an endless iterator of None if there is
-    no mask.
-    """
-    if mask is None:
-        return repeat(None)
-    return [mask.marks(rank) for rank in range(len(mask.shards)) if rank != mask.rank]
+def marked_shards(
+    gathering: Gathering | None, mask: TokenMask | None
+) -> Iterator[tuple[Tensor, Marks | None]]:
+    """Yield the tokens [B, n, F] of each of the other ranks, with their marks."""
+    if gathering is None:
+        return
+    for rank, shard in enumerate(gathering.of_ranks()):
+        if rank != gathering.rank:
+            yield shard, None if mask is None else mask.marks(rank)
 
 
 def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:

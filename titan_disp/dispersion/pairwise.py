@@ -19,11 +19,12 @@ The N tokens of a shard are divided into *blocks*. A block of rows and a block o
 columns make a *tile*.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from types import FunctionType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from titan_disp.dispersion.kernels import (
     part_size,
     product,
 )
-from titan_disp.dispersion.masks import Marks, TokenMask, apart, others_of
+from titan_disp.dispersion.masks import Marks, TokenMask, apart, marked_shards
 from titan_disp.dispersion.triton_pairs import PairFunction
 from titan_disp.dispersion.vectors import Units
 
@@ -75,52 +76,62 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     return part_size(tokens, largest // multiple * multiple, multiple)
 
 
-@functools.cache
-def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function that turns a tile of products into Σ w [B] and q [B, m, n].
+# weak, since a variant may make a new pair function for each call
+_epilogues: WeakKeyDictionary[PairFunction, Callable[..., tuple[Tensor, Tensor]]] = (
+    WeakKeyDictionary()
+)
 
-    Cached, because it is compiled.
+
+def epilogue_of(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return ``_epilogue`` with compiled code of its own for a pair function.
+
+    Dynamo limits recompilations per code object. With a copy of the code, each pair
+    function has its own limit.
     """
+    if pair not in _epilogues:
+        code = _epilogue.__code__.replace(co_name=f"epilogue_{id(pair)}")
+        _epilogues[pair] = fused(
+            FunctionType(code, globals(), "epilogue", _epilogue.__defaults__)
+        )
+    return _epilogues[pair]
 
-    def epilogue(
-        products: Tensor,
-        s_rows: Tensor,
-        s_cols: Tensor,
-        diagonal: bool,
-        dtype: torch.dtype,
-        marks: TileMarks | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        # a new tensor: in place, the kernel would write the products, too
-        cosines = (products * s_rows).mul_(s_cols)
-        w, r = pair(cosines)
-        # Eager code puts q and w into the memory of tiles that are not needed any
-        # more. (Compiled code stores no temporaries.) w and r themselves are not
-        # overwritten: a pair function may return one tensor as both, or keep it.
-        eager = not torch.compiler.is_compiling()
-        memory_q = products if eager else None
-        memory_w = cosines if eager else None
-        q = torch.mul(r, 2 * s_rows, out=memory_q).mul_(s_cols).to(dtype)
-        zero = w.new_zeros(())
-        if diagonal:  # a token and itself are not a pair
-            index = torch.arange(products.shape[1], device=products.device)
-            same = index[:, None] == index
-            w = torch.where(same, zero, w, out=memory_w)
-            q.masked_fill_(same, 0.0)
-        if marks is not None:
-            no_pair = apart(*marks)
-            w = torch.where(no_pair, zero, w, out=memory_w)
-            # Without segments, only pairs with padding are left out. x is 0 there, so
-            # that q does not matter.
-            has_segments = marks[0].dtype != torch.bool
-            if has_segments:
-                q.masked_fill_(no_pair, 0.0)
-        return w.sum(-1).sum(-1), q if out is None else out.copy_(q)
 
-    # Dynamo limits recompilations per code object. With a copy of the code, each pair
-    # function has its own limit.
-    epilogue.__code__ = epilogue.__code__.replace(co_name=f"epilogue_{id(pair)}")
-    return fused(epilogue)
+def _epilogue(
+    products: Tensor,
+    pair: PairFunction,
+    s_rows: Tensor,
+    s_cols: Tensor,
+    diagonal: bool,
+    dtype: torch.dtype,
+    marks: TileMarks | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return Σ w [B] and q [B, m, n] of a tile of products."""
+    # a new tensor: in place, the kernel would write the products, too
+    cosines = (products * s_rows).mul_(s_cols)
+    w, r = pair(cosines)
+    # Eager code puts q and w into the memory of tiles that are not needed any
+    # more. (Compiled code stores no temporaries.) w and r themselves are not
+    # overwritten: a pair function may return one tensor as both, or keep it.
+    eager = not torch.compiler.is_compiling()
+    memory_q = products if eager else None
+    memory_w = cosines if eager else None
+    q = torch.mul(r, 2 * s_rows, out=memory_q).mul_(s_cols).to(dtype)
+    zero = w.new_zeros(())
+    if diagonal:  # a token and itself are not a pair
+        index = torch.arange(products.shape[1], device=products.device)
+        same = index[:, None] == index
+        w = torch.where(same, zero, w, out=memory_w)
+        q.masked_fill_(same, 0.0)
+    if marks is not None:
+        no_pair = apart(*marks)
+        w = torch.where(no_pair, zero, w, out=memory_w)
+        # Without segments, only pairs with padding are left out. x is 0 there, so
+        # that q does not matter.
+        has_segments = marks[0].dtype != torch.bool
+        if has_segments:
+            q.masked_fill_(no_pair, 0.0)
+    return w.sum(-1).sum(-1), q if out is None else out.copy_(q)
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,8 @@ class Block(triton_pairs.Tokens):
 
 
 class Shard:
-    """One rank's tokens x [B, n, F] and scales s [B, n, 1], divided into blocks.
+    """One rank's unit vectors, x [B, n, F] with scales s [B, n, 1], divided into
+    blocks.
 
     Args:
         marks: which tokens form pairs; None if all do.
@@ -142,21 +154,20 @@ class Shard:
 
     def __init__(
         self,
-        x: Tensor,
-        scale: Tensor,
+        units: Units,
         marks: Marks | None = None,
         pair: PairFunction | None = None,
     ) -> None:
-        self.x = x.to(operand_dtype(x))
-        self.scale = scale
+        self.x = units.x.to(operand_dtype(units.x))
+        self.scale = units.scale
         self.marks = marks
         self.in_triton = pair is not None and triton_pairs.takes(self.x, pair)
-        batch, tokens, _ = x.shape
+        batch, tokens, _ = self.x.shape
         has_ranges = marks is not None and marks.ranges is not None
         if self.in_triton and not has_ranges:
             size = triton_pairs.rows_at_once(tokens, batch)
         else:  # small enough that many blocks have no segment in common
-            size = tile_size(tokens, batch, x.device.type)
+            size = tile_size(tokens, batch, self.x.device.type)
         self.blocks = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
         self.segments = {
             i.start: None if marks is None else marks.span(i) for i in self.blocks
@@ -217,8 +228,9 @@ def tile_pairs(
         marks = (rows.marks, cols.marks.transpose(1, 2))
     diagonal = rows.shard is cols.shard and rows.where == cols.where
     products = product(rows.x, cols.x.transpose(1, 2))
-    return _epilogue(pair)(
+    return epilogue_of(pair)(
         products,
+        pair,
         rows.scale,
         cols.scale.transpose(1, 2),
         diagonal,
@@ -283,15 +295,11 @@ def pair_sums(
         gathering: the all-gather of z, if the sequence is sharded.
     """
     marks = None if mask is None else mask.marks(mask.rank)
-    shard = Shard(units.x, units.scale, marks, pair)
+    shard = Shard(units, marks, pair)
     s, w = all_pairs(shard, pair)
-    if gathering is not None:
-        # without a mask, the marks are an endless row of None
-        shards = zip(gathering.other_shards(), others_of(mask), strict=False)
-        for other_z, other_marks in shards:
-            other_units = to_units(other_z)
-            other = Shard(other_units.x, other_units.scale, other_marks, pair)
-            s += add_pairs_with(shard, other, w, pair)
+    for other_z, other_marks in marked_shards(gathering, mask):
+        other = Shard(to_units(other_z), other_marks, pair)
+        s += add_pairs_with(shard, other, w, pair)
     return s, w
 
 

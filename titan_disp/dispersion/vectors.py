@@ -7,9 +7,8 @@ adds the gradient that z gets from elsewhere, and casts the sum, so that the gra
 not read and written for each of these (``Gradient``).
 """
 
-import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dty
 # Of losses without an ε: it changes no digit. 1/ε², by which zero tokens are
 # multiplied, is finite in float32.
 UNIT_EPS = 1e-15
+ALL_ROWS = slice(None)
 BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
@@ -68,10 +68,14 @@ class Gradient:
             along = None
             if self.units is not None:
                 units = self.units
-                along = (units.x[:, rows], units.norm[:, rows], units.scale[:, rows])
+                along = (
+                    _rows_of(units.x, rows),
+                    _rows_of(units.norm, rows),
+                    _rows_of(units.scale, rows),
+                )
             _write(
-                out[:, rows],
-                self.w[:, rows],
+                _rows_of(out, rows),
+                _rows_of(self.w, rows),
                 along,
                 factor,
                 _rows_of(self.tokens, rows),
@@ -128,23 +132,19 @@ def row_blocks(x: Tensor) -> list[slice]:
 
     A GPU's fused kernel takes all rows at once.
     """
-    if x.device.type != "cpu":
-        return [slice(None)]
+    if x.device.type != "cpu" or x.numel() <= BLOCK_ELEMENTS:
+        return [ALL_ROWS]
     rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
     return [slice(i, i + rows) for i in range(0, x.shape[1], rows)]
 
 
-def _rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
-    return None if x is None else x[:, rows]
-
-
-def check_norm_eps(norm_eps: float) -> None:
-    smallest = torch.finfo(torch.float32).tiny
-    if not (math.isfinite(norm_eps) and norm_eps >= smallest):
-        raise ValueError(
-            f"norm_eps is {norm_eps}, expected a number > 0, at least {smallest:.3g}: "
-            "an all-zero token is divided by it"
-        )
+def _rows_of(x: Any, rows: slice) -> Any:
+    """Return rows of a tensor [B, n, …], or None of None. All rows are the tensor
+    itself, as a view takes time on the host.
+    """
+    if x is None or rows == ALL_ROWS:
+        return x
+    return x[:, rows]
 
 
 def norms(z: Tensor) -> Tensor:

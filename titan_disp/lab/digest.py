@@ -112,7 +112,9 @@ def digest(
             "batch would change with the number of ranks: set it to a number of "
             "sequences to use --resume-ranks"
         )
-    tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+    tokenizer = load_tokenizer(
+        job_config.model.hf_assets_path, job_config.stream.separator
+    )
     files = list_and_check(
         training_sets(job_config), stream_options(job_config, tokenizer=tokenizer)
     )

@@ -32,7 +32,7 @@ from titan_disp.data.hub import (
 from titan_disp.data.mirror import record_path
 from titan_disp.errors import ConfigError
 from titan_disp.files import in_parallel, progress, sha256_of
-from titan_disp.run.folder import write_json
+from titan_disp.run.storage import write_json
 
 DOWNLOADS = 3  # of a file that stays missing or damaged
 

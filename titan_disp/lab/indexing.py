@@ -43,9 +43,10 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
         )
     how = stream_options(job_config)
     if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
-        how = stream_options(
-            job_config, tokenizer=load_tokenizer(job_config.model.hf_assets_path)
+        tokenizer = load_tokenizer(
+            job_config.model.hf_assets_path, job_config.stream.separator
         )
+        how = stream_options(job_config, tokenizer=tokenizer)
     for one, files in zip(sets, listed, strict=True):
         check_content(files, how, one.key)
     named = "" if how.index == IN_MEMORY else how.index

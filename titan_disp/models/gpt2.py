@@ -225,13 +225,16 @@ def apply_tp(
     """
     mesh = parallel_dims.get_mesh("tp")
     loss_parallel = not job_config.parallelism.disable_loss_parallel
-    table: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
     parallelize_module(
         model,
         mesh,
         {
-            "tok_embeddings": RowwiseParallel(**table),
-            "pos_embeddings": RowwiseParallel(**table),
+            "tok_embeddings": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1)
+            ),
+            "pos_embeddings": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1)
+            ),
             "norm": SequenceParallel(),
             "output": ColwiseParallel(
                 input_layouts=Shard(1),
@@ -240,27 +243,24 @@ def apply_tp(
             ),
         },
     )
-    gather: dict[str, Any] = {
-        "input_layouts": (Shard(1),),
-        "desired_input_layouts": (Replicate(),),
-    }
-    with_mask: dict[str, Any] = {
-        "input_layouts": (Shard(1), None),
-        "desired_input_layouts": (Replicate(), None),
-    }
     for block in model.layers.values():
         parallelize_module(
             block,
             mesh,
             {
                 "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(**with_mask),
+                "attention": PrepareModuleInput(
+                    input_layouts=(Shard(1), None),  # the second is the mask
+                    desired_input_layouts=(Replicate(), None),
+                ),
                 "attention.wq": ColwiseParallel(),
                 "attention.wk": ColwiseParallel(),
                 "attention.wv": ColwiseParallel(),
                 "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
                 "ffn_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(**gather),
+                "feed_forward": PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                ),
                 "feed_forward.w1": ColwiseParallel(),
                 "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
             },

@@ -7,8 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torchtitan.distributed import ParallelDims
 
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, did_you_mean
@@ -16,7 +14,7 @@ from titan_disp.models import gpt2, llama, qwen3
 from titan_disp.models.arguments import DispModelArgs, Flavors, apply_overrides
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
-from titan_disp.models.parallelize import ApplyTP, parallelize_model
+from titan_disp.models.parallelize import ApplyTP
 from titan_disp.tables import Written
 
 
@@ -37,24 +35,17 @@ class ModelEntry:
     def model_cls(self) -> type[DispModel]:
         return self.adapter.model_cls
 
-    def parallelize(
-        self, model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
-    ) -> nn.Module:
-        return parallelize_model(
-            model, parallel_dims, job_config, self.apply_tp, self.saved_ops
-        )
-
 
 MODELS: dict[str, ModelEntry] = {
     entry.name: entry
     for entry in (
         ModelEntry(
-            "qwen3_disp",
-            "Qwen3",
-            qwen3.flavors,
-            qwen3.Qwen3HfAdapter,
-            qwen3.apply_tp,
-            qwen3.SAVED_OPS,
+            name="qwen3_disp",
+            title="Qwen3",
+            flavors=qwen3.flavors,
+            adapter=qwen3.Qwen3HfAdapter,
+            apply_tp=qwen3.apply_tp,
+            saved_ops=qwen3.SAVED_OPS,
         ),
         ModelEntry(
             name="llama_disp",
@@ -65,12 +56,12 @@ MODELS: dict[str, ModelEntry] = {
             saved_ops=qwen3.SAVED_OPS,
         ),
         ModelEntry(
-            "gpt2_disp",
-            "GPT-2",
-            gpt2.flavors,
-            gpt2.GPT2HfAdapter,
-            gpt2.apply_tp,
-            gpt2.SAVED_OPS,
+            name="gpt2_disp",
+            title="GPT-2",
+            flavors=gpt2.flavors,
+            adapter=gpt2.GPT2HfAdapter,
+            apply_tp=gpt2.apply_tp,
+            saved_ops=gpt2.SAVED_OPS,
         ),
     )
 }

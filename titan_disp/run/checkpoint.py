@@ -8,12 +8,13 @@ learn of it and stop together.
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -29,18 +29,21 @@ from torchtitan.tools.logging import logger
 from titan_disp import safe_dcp
 from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.listing import on_rank_0
-from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.tokenizer import AnyTokenizer
 from titan_disp.dispersion.autograd import objects_of_ranks
 from titan_disp.errors import (
     CheckpointError,
     ConfigError,
     InUseError,
     RefusedError,
+    UnreadableError,
     UserError,
 )
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
-from titan_disp.run import identity, integrity
-from titan_disp.run.folder import write_json
+from titan_disp.run import identity, integrity, storage
+from titan_disp.run.storage import write_json
+
+T = TypeVar("T")
 
 
 def check_initial_load(
@@ -81,8 +84,18 @@ def check_initial_load(
         )
 
 
+def missing_step(step: int, folder: str, steps: list[int]) -> str:
+    """Return the message about a step of checkpoint.load_step that is not among the
+    ``steps`` in ``folder``.
+    """
+    held = "no checkpoint"
+    if steps:
+        held = f"the steps {', '.join(map(str, steps))}"
+    return f"checkpoint.load_step is {step}, but {folder} holds {held}"
+
+
 def hf_config(
-    adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str
+    adapter: HfAdapter, tokenizer: AnyTokenizer, dtype: str
 ) -> dict[str, Any]:
     """Return Hugging Face's config of a model, with the BOS and EOS that training put
     around documents.
@@ -101,7 +114,7 @@ def describe(
     dest: Path,
     adapter: HfAdapter,
     folder: Path,
-    tokenizer: BaseTokenizer,
+    tokenizer: AnyTokenizer,
     dtype: str,
     documents: Iterable[str] = (),
 ) -> None:
@@ -134,6 +147,7 @@ class Hooks:
     owns_folder: Callable[[], bool]
     event: Callable[..., None]
     busy: Callable[[str, int], AbstractContextManager[None]]
+    tokenizer: Callable[[], AnyTokenizer]  # data.tokenizer.tokenizer_of_export
 
 
 class DispCheckpointManager(CheckpointManager):
@@ -163,6 +177,9 @@ class DispCheckpointManager(CheckpointManager):
         self.saved_step: int | None = None
         self._forced = False
         self._due = False
+        # Whether an asynchronous save has failed, so that the next call of ``save`` saves.
+        self.saves_again = False
+        self._failures = 0  # of asynchronous saves in a row
         self._saving: int | None = None  # step of an asynchronous save under way
 
     # ---- save
@@ -174,6 +191,8 @@ class DispCheckpointManager(CheckpointManager):
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self.enable or self.load_only:
             return False
+        if self.saves_again:
+            return True
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
         # A skipped step changes no weights, so that a save would be sound; but the next
         # good step is not far away.
@@ -196,18 +215,22 @@ class DispCheckpointManager(CheckpointManager):
         with self.hooks.busy("save", curr_step):
             try:
                 self.wait()
-                on_rank_0(self._make_room, curr_step, group=self.pg)
-                super().save(curr_step, last_step)
+                storage.together(self._save, curr_step, last_step)
             except (CheckpointError, InUseError):
                 raise
-            # DCP's CheckpointException is not an Exception; DCP raises it on all ranks
+            # DCP's CheckpointException is not an Exception
             except BaseException as error:
                 raise self._failed(curr_step, error) from error
-            self._forced = self._due = False
+            self._forced = self._due = self.saves_again = False
             if self.save_future is not None and not last_step:
                 self._saving = curr_step
             else:
                 self._saved(curr_step)
+
+    def _save(self, curr_step: int, last_step: bool) -> None:
+        """Save a step that is due as TorchTitan does."""
+        on_rank_0(storage.patiently, self._make_room, curr_step, group=self.pg)
+        super().save(curr_step, last_step)
 
     def _save_last_step(self, curr_step: int) -> None:
         """Save as TorchTitan does; in Hugging Face's format, add the files that
@@ -223,7 +246,7 @@ class DispCheckpointManager(CheckpointManager):
                 folder,
                 self.sd_adapter,
                 Path(assets),
-                load_tokenizer(assets),
+                self.hooks.tokenizer(),
                 self._config.export_dtype,
             )
         except (ConfigError, OSError) as error:  # the weights are saved
@@ -253,12 +276,11 @@ class DispCheckpointManager(CheckpointManager):
                 self._move_aside(step, "has no .metadata")
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
-        reason = _why(error)
+        reason = storage.one_line(error)
         kept: list[int] = []
         with suppress(OSError):  # what made the save fail may make these fail too
             kept = integrity.checkpoints(self.folder)
-        with suppress(OSError):
-            self.hooks.event("save_failed", step, error=reason)
+        self.hooks.event("save_failed", step, error=reason)
         return CheckpointError(
             f"the checkpoint of step {step} could not be saved in {self.folder}: {reason}. "
             + (f"The last good one is step {kept[-1]}. " if kept else "")
@@ -267,6 +289,7 @@ class DispCheckpointManager(CheckpointManager):
 
     def _saved(self, step: int) -> None:
         self._saving = None
+        self._failures = 0
         self.saved_step = step
         logger.info(f"step {step}: checkpoint saved")
         self.hooks.event("checkpoint", step)
@@ -325,7 +348,9 @@ class DispCheckpointManager(CheckpointManager):
     def wait(self) -> None:
         """Wait for an asynchronous save.
 
-        Raises CheckpointError if it failed on this rank; DCP raises on all ranks.
+        If it failed (DCP says so on all ranks), raises CheckpointError, unless the
+        reason may pass and has not outlasted ``storage.PAUSES``: then this pauses, and
+        the next call of ``save`` saves.
         """
         if self.save_future is None:
             return
@@ -335,9 +360,28 @@ class DispCheckpointManager(CheckpointManager):
         try:
             future.result()
         except BaseException as error:
-            raise self._failed(step if step is not None else -1, error) from error
+            if not storage.may_pass(error) or self._failures == len(storage.PAUSES):
+                raise self._failed(step if step is not None else -1, error) from error
+            pause = storage.PAUSES[self._failures]
+            logger.warning(
+                f"the asynchronous save of step {step} failed: "
+                f"{storage.one_line(error)}. The model is saved again in {pause:.0f} s"
+            )
+            time.sleep(pause)
+            self._failures += 1
+            self.saves_again = True
+            return
         if step is not None:
             self._saved(step)
+
+    def finish(self, step: int) -> None:
+        """Wait for an asynchronous save; if it failed, save this step. Raises as
+        ``save`` does. A collective call.
+        """
+        self.wait()
+        while self.saves_again:
+            self.save(step)
+            self.wait()
 
     def _purge_stale_checkpoints(self) -> None:
         """Keep the newest ``keep_latest_k`` complete checkpoints.
@@ -375,13 +419,15 @@ class DispCheckpointManager(CheckpointManager):
         """
         if not self.enable:
             return None
-        on_rank_0(self._finish_saves)
-        if (ended := on_rank_0(_ended_at, self.folder)) is None:
+        on_rank_0(storage.patiently, self._finish_saves)
+        if (ended := on_rank_0(storage.patiently, _ended_at, self.folder)) is None:
             return None
         folder = self._create_checkpoint_id(ended)
         # this format has no hashes
         in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))
-        return ended if in_hf or self._damage(folder) is None else None
+        if in_hf or storage.together(self._damage, folder) is None:
+            return ended
+        return None
 
     def newest(self) -> int:
         """Return the step of the newest complete checkpoint, model-only or not; 0 if
@@ -389,7 +435,8 @@ class DispCheckpointManager(CheckpointManager):
         """
         if not self.enable:
             return 0
-        return max(on_rank_0(integrity.checkpoints, self.folder, True), default=0)
+        steps = on_rank_0(storage.patiently, integrity.checkpoints, self.folder, True)
+        return max(steps, default=0)
 
     def load(self, step: int = -1) -> bool:
         """Load ``step``, or with -1 the newest checkpoint that loads, and return
@@ -403,6 +450,7 @@ class DispCheckpointManager(CheckpointManager):
             RefusedError: ``check_resume`` refuses the checkpoint, the run has ended with a model-only checkpoint, or there
                 are newer ones than the explicit step.
             CheckpointError: none of the checkpoints loads, or not the explicit one; or the named weights are damaged.
+            UnreadableError: a checkpoint cannot be read for longer than ``storage.PAUSES``, which proves no damage.
         """
         try:
             loaded = self._load(step)
@@ -410,8 +458,44 @@ class DispCheckpointManager(CheckpointManager):
             # the metadata is large if many ranks have saved
             safe_dcp.parse_metadata.cache_clear()
         if self.enable and not self.load_only and self.hooks.owns_folder():
-            integrity.clean_up(Path(self.folder))
+            try:
+                integrity.clean_up(Path(self.folder))
+            except OSError as error:  # the next start tries again
+                logger.warning(f"unfinished saves cannot be deleted: {error}")
         return loaded
+
+    def _take_back(self) -> None:
+        """Rename the newest damaged-N to step-N if it is newer than all checkpoints and
+        proves to be sound, as after a failure of the file system. A collective call.
+        """
+        step = on_rank_0(storage.patiently, self._newest_damaged)
+        if step is None:
+            return
+        folder = Path(self.folder, f"damaged-{step}")
+        try:
+            reason = self._damage(str(folder))
+        except UnreadableError as error:
+            reason = str(error)
+        if reason is not None:
+            return
+        name = self._create_checkpoint_id(step)
+        on_rank_0(storage.patiently, os.rename, folder, name)
+        logger.warning(
+            f"{folder} is sound, and was renamed to step-{step} again: a failure of "
+            "the file system may have looked like damage"
+        )
+
+    def _newest_damaged(self) -> int | None:
+        """Return the largest N of damaged-N if it is larger than that of all complete
+        checkpoints and this start may rename it, or None.
+        """
+        if self.load_only or not self.hooks.owns_folder():
+            return None
+        folder = Path(self.folder)
+        newest = max(integrity.checkpoints(folder, hugging_face=True), default=-1)
+        damaged = max(integrity.steps_of(folder, "damaged"), default=-1)
+        taken = os.path.lexists(self._create_checkpoint_id(damaged))
+        return damaged if damaged > newest and not taken else None
 
     def _finish_saves(self) -> None:
         if not self.load_only and self.hooks.owns_folder():
@@ -421,15 +505,16 @@ class DispCheckpointManager(CheckpointManager):
         if not self.enable:
             self._check_initial_load()
             return False
-        on_rank_0(self._finish_saves)
-        steps = on_rank_0(integrity.checkpoints, self.folder)
-        on_rank_0(_refuse_ended, self.folder)
+        on_rank_0(storage.patiently, self._finish_saves)
+        self._take_back()
+        steps = on_rank_0(storage.patiently, integrity.checkpoints, self.folder)
+        on_rank_0(storage.patiently, _refuse_ended, self.folder)
         self._refuse_to_count_anew(steps)
         if step != -1:
             return self._load_explicit(step, steps)
         failed: dict[int, str] = {}
         for candidate in reversed(steps):
-            reason = self._try(candidate)
+            reason = storage.together(self._try, candidate)
             if reason is None:
                 # Only now: if none loads, it is more likely that the config is wrong
                 # than that all checkpoints are.
@@ -456,7 +541,10 @@ class DispCheckpointManager(CheckpointManager):
         # exist and hold unfinished saves.
         self._check_initial_load()
         path = self.initial_load_path
-        if path and not self.initial_load_in_hf and (reason := self._damage(path)):
+        reason = None
+        if path and not self.initial_load_in_hf:
+            reason = storage.together(self._damage, path)
+        if reason:
             raise CheckpointError(
                 f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}"
             )
@@ -495,12 +583,7 @@ class DispCheckpointManager(CheckpointManager):
 
     def _load_explicit(self, step: int, steps: list[int]) -> bool:
         if step not in steps:
-            held = (
-                f"the steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
-            )
-            raise CheckpointError(
-                f"checkpoint.load_step is {step}, but {self.folder} holds {held}"
-            )
+            raise CheckpointError(missing_step(step, self.folder, steps))
         newer = [s for s in steps if s > step]
         if newer and not self.load_only:
             raise RefusedError(
@@ -509,7 +592,7 @@ class DispCheckpointManager(CheckpointManager):
                 "overwrite: move them away, or copy this one into another "
                 "--job.dump_folder"
             )
-        if reason := self._try(step):
+        if reason := storage.together(self._try, step):
             raise CheckpointError(
                 f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: "
                 f"{reason}"
@@ -545,35 +628,43 @@ class DispCheckpointManager(CheckpointManager):
     def _try(self, step: int) -> str | None:
         """Load a step on all ranks, and return why any of them could not, or None.
 
-        Raises if it holds the model only.
+        Raises on all ranks RefusedError if it holds the model only, and UnreadableError
+        if the reason is one that may pass.
         """
         folder = self._create_checkpoint_id(step)
         if reason := self._damage(folder):
             return reason
-        if step > 0 and on_rank_0(integrity.is_model_only, folder):
+        if step > 0 and on_rank_0(_readable, integrity.is_model_only, folder):
             raise RefusedError(
                 f"{folder} holds the model only (checkpoint.last_save_model_only): "
                 "the run ended there and cannot be continued. Start a new one in "
                 "another --job.dump_folder, with --checkpoint.initial_load_path for "
                 "these weights"
             )
+        unreadable = None
         try:
             self.hooks.check_resume(step)
             super().load(step)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             reason = str(error)
         except (KeyboardInterrupt, SystemExit, UserError):
             raise
         except BaseException as error:  # DCP's CheckpointException is not an Exception
-            reason = _why(error)
+            reason = storage.one_line(error)
+            if storage.may_pass(error):
+                unreadable = f"{folder} cannot be read now: {reason}"
+        _raise_together(unreadable)
         return _first(reason)
 
     def _damage(self, folder: str) -> str | None:
         """Return what is wrong with a checkpoint's files, or None.
 
-        Ranks share the files and agree on the answer.
+        Ranks share the files and agree on the answer. Raises UnreadableError on all
+        ranks if a file cannot be read.
         """
-        if reason := on_rank_0(integrity.problem, folder):
+        if reason := on_rank_0(_readable, integrity.problem, folder):
             return reason
         if dist.get_rank() == 0:
             integrity.warn_without_hashes(folder)
@@ -582,7 +673,14 @@ class DispCheckpointManager(CheckpointManager):
             if dist.get_backend() == "fake"
             else (dist.get_rank(), dist.get_world_size())
         )
-        return _first(integrity.damage(folder, *share))
+        unreadable = None
+        reason = None
+        try:
+            reason = _readable(integrity.damage, folder, *share)
+        except UnreadableError as error:
+            unreadable = str(error)
+        _raise_together(unreadable)
+        return _first(reason)
 
     def _move_aside(self, step: int, why: str) -> None:
         folder = Path(self._create_checkpoint_id(step))
@@ -602,7 +700,7 @@ def _ended_at(folder: str) -> int | None:
     if step is None:
         return None
     newest = Path(folder) / f"step-{step}"
-    in_hf = (newest / INDEX).is_file()
+    in_hf = integrity.is_file(newest / INDEX)
     if in_hf or (integrity.problem(newest) is None and integrity.is_model_only(newest)):
         return step
     return None
@@ -612,7 +710,11 @@ def _refuse_ended(folder: str) -> None:
     """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again
     and overwrite that model.
     """
-    ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
+    paths = [
+        Path(folder, f"step-{step}")
+        for step in integrity.steps_of(Path(folder), "step")
+    ]
+    ended = [path for path in paths if integrity.is_file(path / INDEX)]
     if ended:
         raise RefusedError(
             f"{ended[0]} holds the model only, in Hugging Face's format "
@@ -623,16 +725,21 @@ def _refuse_ended(folder: str) -> None:
         )
 
 
-def _why(error: BaseException) -> str:
-    """Return the reason of a failure in one line, of each rank that DCP names: its own
-    text is their tracebacks.
+def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
+    """Return what a function returns that reads a checkpoint. Raises UnreadableError
+    for its OSError.
     """
-    failures = getattr(error, "failures", None) or {"": (error, None)}
-    reasons = []
-    for rank, (cause, _) in failures.items():
-        prefix = "" if rank == "" else f"rank {rank}: "
-        reasons.append(f"{prefix}{type(cause).__name__}: {cause}")
-    return " ".join("; ".join(reasons).split())[:600]
+    try:
+        return read(folder, *arguments)
+    except OSError as error:
+        raise UnreadableError(f"{folder} cannot be read now: {error}") from error
+
+
+def _raise_together(unreadable: str | None) -> None:
+    """Raise UnreadableError on all ranks if any rank has a reason. A collective call."""
+    reason = _first(unreadable)
+    if reason is not None:
+        raise UnreadableError(reason)
 
 
 def _first(reason: str | None) -> str | None:

@@ -30,6 +30,7 @@ LOG = "full.log"  # in the rank's folder, beside torchrun's stdout.log and stder
 # Warnings that the console does not show: a pattern of the message, and why it means
 # nothing. Those on a CPU are in cpu.HARMLESS.
 HARMLESS = {
+    r"Adjusting (warmup|decay) steps to \d": "schedules.schedule_warnings says it",
     r"model\.safetensors\.index\.json not found": (
         "without this file, weights are exported as one file, which is complete"
     ),

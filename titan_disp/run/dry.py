@@ -22,7 +22,7 @@ WRITERS = (
 
 
 def is_dry(job_config: JobConfig) -> bool:
-    return job_config.comm.mode != "default"
+    return job_config.comm.mode == "fake_backend"
 
 
 def simulated_ranks() -> int:

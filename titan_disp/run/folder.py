@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.files import atomic_write
 from titan_disp.run import reader
+from titan_disp.run.storage import JsonLines, patiently, write_json
 from titan_disp.tables import changes
 
 # seconds in which a run that lives writes a heartbeat, but for long saves; and between
@@ -38,6 +40,14 @@ _RECORDED = re.compile(
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK", re.IGNORECASE
 )
+# Secrets within a value: what follows NAME=, a container's --env NAME= or -e NAME=, or
+# the user of a URL; and keys of Hugging Face, OpenAI, GitHub, AWS and W&B.
+_SECRET_PART = re.compile(
+    rf"(?P<name>\w*({_SECRET.pattern})\w*=|(--env|-e)[ =]\w+=)\S+"
+    r"|(?P<user>://[^/\s:@]*:)[^\s@/]+(?=@)"
+    r"|\b(hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA\w{12,}|[0-9a-f]{40})\b",
+    re.IGNORECASE,
+)
 PACKAGES = (
     "titan-disp",
     "torch",
@@ -47,24 +57,6 @@ PACKAGES = (
     "sentencepiece",
     "triton",
 )
-
-
-def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append a line of JSON.
-
-    If a killed process has left an unfinished line, end that one first.
-    """
-    with open(path, "ab+") as file:
-        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            file.write(b"\n")
-        # Python writes NaN and infinities, which other readers take for no JSON.
-        finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
-        file.write(json.dumps(finite).encode() + b"\n")
-
-
-def write_json(path: Path, content: Any) -> None:
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
@@ -112,11 +104,18 @@ def _environment(world_size: int) -> dict[str, Any]:
         "hip": torch.version.hip,
         "world_size": world_size,
         "variables": {
-            k: v
-            for k, v in sorted(os.environ.items())
-            if _RECORDED.match(k) and not _SECRET.search(k)
+            name: without_secrets(value)
+            for name, value in sorted(os.environ.items())
+            if _RECORDED.match(name) and not _SECRET.search(name)
         },
     }
+
+
+def without_secrets(value: str) -> str:
+    """Return the value of a variable, with "…" for each part that is a secret."""
+    return _SECRET_PART.sub(
+        lambda part: f"{part['name'] or part['user'] or ''}…", value
+    )
 
 
 def lock_folder(path: Path, name: str = reader.LOCK) -> IO[str]:
@@ -169,16 +168,17 @@ class RunFolder:
         self._world_size = world_size
         job = os.environ.get("SLURM_JOB_ID", "none")
         with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.path)
+            patiently(partial(self.path.mkdir, parents=True, exist_ok=True))
+            self._lock = patiently(lock_folder, self.path)
             # The data's prefetch worker is a fork that outlives a killed rank by some
             # seconds. It must not hold the lock.
             os.register_at_fork(after_in_child=self._lock.close)
-            self.config_changes = self._changes()
+            self.config_changes = patiently(self._changes)
             self._lock.seek(0)
             former = self._lock.read()
-            self._sign(
-                f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}"
+            patiently(
+                self._sign,
+                f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}",
             )
             try:
                 self._refuse_living()
@@ -194,7 +194,8 @@ class RunFolder:
                 "job": job_id(),
                 "time": time.time(),
             }
-            write_json(self.path / reader.OWNER, self._owner)
+            patiently(write_json, self.path / reader.OWNER, self._owner)
+            self.events = JsonLines(self.path / reader.EVENTS)
 
     def _sign(self, holder: str) -> None:
         """Write who holds the lock: slurm/supervise.py reads it."""
@@ -270,8 +271,9 @@ class RunFolder:
         Only a start that trains may: reports and the next start read them.
         """
         with writing(self.path):
-            write_json(self.path / reader.CONFIG, self._config)
-            write_json(self.path / reader.ENVIRONMENT, _environment(self._world_size))
+            patiently(write_json, self.path / reader.CONFIG, self._config)
+            environment = _environment(self._world_size)
+            patiently(write_json, self.path / reader.ENVIRONMENT, environment)
 
     def record_path(self, path: dict[str, Any]) -> None:
         """Add to environment.json how dispersion is computed, which is known after the
@@ -286,9 +288,8 @@ class RunFolder:
     def event(self, name: str, step: int, **details: Any) -> None:
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         job = {"job": job_id()} if job_id() else {}
-        append_json(
-            self.path / reader.EVENTS,
-            {"time": time, "event": name, "step": step, **job, **details},
+        self.events.append(
+            {"time": time, "event": name, "step": step, **job, **details}
         )
 
     @property
@@ -303,6 +304,7 @@ class RunFolder:
         return False
 
     def close(self) -> None:
+        self.events.close()
         self._lock.close()
 
 

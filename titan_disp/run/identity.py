@@ -19,9 +19,15 @@ from titan_disp.config.keys import value_of
 from titan_disp.config.types import JobConfig
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.listing import on_rank_0
-from titan_disp.errors import CheckpointError, ConfigError, RefusedError
+from titan_disp.errors import (
+    CheckpointError,
+    ConfigError,
+    RefusedError,
+    UnreadableError,
+)
 from titan_disp.job_config import all_keys, fixed
 from titan_disp.models.arguments import architecture_of
+from titan_disp.run.storage import may_pass
 from titan_disp.tables import changes
 
 STEP = "tokens of a step"  # compared if [budget] counts tokens, as steps of one size
@@ -58,7 +64,7 @@ def to_state(content: dict[str, Any]) -> dict[str, str]:
 def read_identity(checkpoint: str) -> dict[str, Any]:
     """Read a checkpoint's identity, or {} of one that TorchTitan's own trainer saved.
 
-    May raise CheckpointError.
+    Raises CheckpointError, and UnreadableError if the reason is one that may pass.
     """
     try:
         if f"{NAME}.json" not in safe_dcp.read_metadata(checkpoint).state_dict_metadata:
@@ -67,7 +73,8 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
         safe_dcp.load({NAME: state}, checkpoint, no_dist=True)
         return json.loads(state["json"])
     except (OSError, ValueError, UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(
+        kind = UnreadableError if may_pass(error) else CheckpointError
+        raise kind(
             f"cannot read which model the checkpoint {checkpoint} holds: {error}"
         ) from error
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator
@@ -177,18 +178,17 @@ def problem(folder: str | Path) -> str | None:
     No weights are read, but the lengths of all files are compared.
 
     A hashes.json must have the hash of ``.metadata`` and of every needed file, and name
-    only existing files.
+    only existing files. Raises OSError if a file that exists cannot be read, which
+    proves no damage.
     """
     folder = Path(folder)
     try:
         content = (folder / METADATA).read_bytes()
     except FileNotFoundError:
         return f"it is incomplete: the save did not end (no {METADATA})"
-    except OSError as error:
-        return f"{METADATA}: {error.strerror}"
     try:
         hashes = read_hashes(folder)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return f"{HASHES} cannot be read: {error}"
     # This is compared before any of it is unpickled.
     if (
@@ -209,7 +209,7 @@ def problem(folder: str | Path) -> str | None:
             return f"{METADATA} names a file of another folder: {name!r}"
         try:
             found = (folder / name).stat().st_size
-        except OSError as error:
+        except FileNotFoundError as error:
             return f"{name}: {error.strerror}"
         except ValueError:  # no file can have this name
             return f"{METADATA} names a file {name!r}"
@@ -231,18 +231,19 @@ def damage(
 ) -> str | None:
     """Return which of this rank's share of the files differs from its hash, or None.
 
-    ``read`` gets the bytes of each read.
+    ``read`` gets the bytes of each read. Raises OSError if a file that exists cannot be
+    read, which proves no damage.
     """
     folder = Path(folder)
     try:
         hashes = read_hashes(folder) or {}
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return f"{HASHES} cannot be read: {error}"
     for name in sorted(hashes)[rank::world_size]:
         try:
             if hash_file(folder / name, read) != hashes[name]:
                 return _DIFFERS.format(name)
-        except OSError as error:
+        except FileNotFoundError as error:
             return f"{name}: {error.strerror}"
     return None
 
@@ -275,28 +276,42 @@ def is_model_only(folder: str | Path) -> bool:
 
 def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
     """List the steps of the complete checkpoints, ascending; ``hugging_face``: also
-    those that no run can resume from.
+    those that no run can resume from. Raises OSError.
     """
+    folder = Path(folder)
+    return [
+        step
+        for step in steps_of(folder, "step")
+        if is_complete(folder / f"step-{step}", hugging_face)
+    ]
+
+
+def steps_of(folder: Path, kind: str) -> list[int]:
+    """List the numbers N of the folders KIND-N, ascending. Raises OSError."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    steps = [
-        int(m.group(1))
-        for m in (re.fullmatch(r"step-(0|[1-9][0-9]*)", name) for name in names)
-        if m
-    ]
-    return sorted(
-        s for s in steps if is_complete(Path(folder) / f"step-{s}", hugging_face)
-    )
+    matches = [re.fullmatch(rf"{kind}-(0|[1-9][0-9]*)", name) for name in names]
+    return sorted(int(match.group(1)) for match in matches if match)
 
 
 def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
     """Return whether a checkpoint was saved completely, in DCP's format or, if
-    ``hugging_face``, in Hugging Face's.
+    ``hugging_face``, in Hugging Face's. Raises OSError if that cannot be seen.
     """
     files = (METADATA, INDEX) if hugging_face else (METADATA,)
-    return any((Path(folder) / name).is_file() for name in files)
+    return any(is_file(Path(folder) / name) for name in files)
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file. Raises OSError, where from Python 3.14 on,
+    ``Path.is_file`` would say that there is none.
+    """
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def rename_step(path: Path, kind: str) -> Path:
@@ -344,11 +359,11 @@ def clean_up(folder: Path) -> None:
 
 def can_be_finished(path: Path) -> bool:
     """Return whether a save of step-N was killed between its last two actions:
-    hashes.json, and naming ``.metadata``.
+    hashes.json, and naming ``.metadata``. Raises OSError if that cannot be seen.
     """
-    with suppress(OSError, ValueError):
+    with suppress(FileNotFoundError, ValueError):
         whole = (read_hashes(path) or {}).get(METADATA) == hash_file(path / _UNNAMED)
-        return whole and not (path / METADATA).exists()
+        return whole and not is_file(path / METADATA)
     return False
 
 
@@ -357,7 +372,8 @@ def finish_saves(folder: Path) -> None:
 
     As every checkpoint, they are verified before they are loaded.
     """
-    for path in filter(can_be_finished, folder.glob("step-*[0-9]")):
+    paths = [folder / f"step-{step}" for step in steps_of(folder, "step")]
+    for path in filter(can_be_finished, paths):
         (path / _UNNAMED).rename(path / METADATA)
         (path / SAVING).unlink(missing_ok=True)
         logger.info(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median_low
 from types import FrameType
@@ -25,6 +26,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.autograd import objects_of_ranks, of_ranks
 from titan_disp.run.folder import RunFolder, job_id
 from titan_disp.run.reader import HEARTBEAT, STOP
+from titan_disp.run.storage import patiently
 
 KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")  # of time
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -455,7 +457,7 @@ class StopRequest:
     def done(self) -> None:
         """Remove a job's stop file, so that it does not stop the next start."""
         if self.file is not None and self._of_a_job() is not None:
-            self.file.unlink(missing_ok=True)
+            patiently(partial(self.file.unlink, missing_ok=True))
 
     def close(self) -> None:
         for number, handler in self._previous.items():

@@ -35,9 +35,10 @@ from titan_disp.errors import ConfigError
 from titan_disp.metric import Metric
 from titan_disp.objective import LossLedger
 from titan_disp.run.dry import is_dry
-from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
+from titan_disp.run.folder import continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
 from titan_disp.run.reader import METRICS
+from titan_disp.run.storage import JsonLines
 
 # Smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
 HEATMAP_RATIO = 1.25
@@ -71,13 +72,15 @@ def _loss_tag(term: Metric) -> str:
 class TensorBoardFolder(BaseLogger):
     """Log to one TensorBoard folder per run folder, across requeues.
 
-    TorchTitan would name it by the date.
+    TorchTitan would name it by the date. What is logged while the file system fails is
+    lost.
     """
 
     def __init__(self, folder: str, run: str) -> None:
         self.folder = folder
         self.run = run
         self._writer: SummaryWriter | None = None
+        self._losing = False
         self._next_heatmap = 0.0  # step
         self._untrained: np.ndarray | None = None  # mean cosines at step 0
 
@@ -88,10 +91,26 @@ class TensorBoardFolder(BaseLogger):
             self._writer = SummaryWriter(self.folder, max_queue=1000, purge_step=step)
         return self._writer
 
+    @contextlib.contextmanager
+    def _losses(self) -> Iterator[None]:
+        """Warn of the block's OSError if it is the first in a row, and let the next row
+        open another file, because TensorBoard's thread dies of such an error.
+        """
+        try:
+            yield
+        except OSError as error:
+            if not self._losing:
+                logger.warning(f"TensorBoard loses rows: {error}")
+            self._losing = True
+            self._writer = None
+        else:
+            self._losing = False
+
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        writer = self._open(step)
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        with self._losses():
+            writer = self._open(step)
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
 
     def log_heatmap(self, measured: Measurement, step: int) -> None:
         """Log a heatmap if ``step`` is HEATMAP_RATIO times that of the last one.
@@ -113,13 +132,14 @@ class TensorBoardFolder(BaseLogger):
                 before = Measurement.load(Path(self.run, "condensation", "step-0.npz"))
                 self._untrained = before.mean_cosine
         shown = dataclasses.replace(measured, untrained_mean_cosine=self._untrained)
-        self._open(step).add_figure(
-            "condensation/heatmap", heatmaps([{f"step {step}": shown}]), step
-        )
+        figure = heatmaps([{f"step {step}": shown}])
+        with self._losses():
+            self._open(step).add_figure("condensation/heatmap", figure, step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        with self._losses():
+            if self._writer is not None:
+                self._writer.close()
 
 
 class LastMetrics(BaseLogger):
@@ -169,10 +189,10 @@ class DispersionMetrics(MetricsProcessor):
         self._bad_fit = False  # whether it has warned of one
         # This rank's counters at the last log.
         self._last_counters: dict[Metric, float] = {}
-        self._jsonl: Path | None = None
+        self.rows: JsonLines | None = None  # of metrics.jsonl, on rank 0
         if rank == 0 and not is_dry(job_config):
-            self._jsonl = Path(run) / METRICS
-            self._jsonl.parent.mkdir(parents=True, exist_ok=True)
+            Path(run).mkdir(parents=True, exist_ok=True)
+            self.rows = JsonLines(Path(run) / METRICS)
         self._tensorboard: TensorBoardFolder | None = None
         folder = Path(run) / job_config.metrics.save_tb_folder
         if for_all_ranks:
@@ -330,12 +350,12 @@ class DispersionMetrics(MetricsProcessor):
                 f"slow: its own work takes {straggler['seconds']:.3f} s per step, and "
                 f"that of half of the ranks at most {straggler['median']:.3f} s"
             )
-        if self._jsonl is not None:
+        if self.rows is not None:
             if straggler is not None:
                 row["straggler"] = straggler
             if self.clock is not None:
                 row["spent"] = self.clock.rounded()
-            append_json(self._jsonl, row)
+            self.rows.append(row)
         if self._loader is not None:
             # These are the counters of all ranks, so either all raise or none.
             self._loader.check_counters(data)
@@ -377,10 +397,13 @@ class DispersionMetrics(MetricsProcessor):
     ) -> None:
         super().log_validation(loss, step, extra_metrics)
         logger.info(f"{self.of_steps(step)}  validation loss {loss:.3f}")
-        if self._jsonl is not None:
-            append_json(
-                self._jsonl, {"step": step, "time": time.time(), "validation": loss}
-            )
+        if self.rows is not None:
+            self.rows.append({"step": step, "time": time.time(), "validation": loss})
+
+    def close(self) -> None:
+        if self.rows is not None:
+            self.rows.close()
+        super().close()
 
     def log_condensation(
         self, step: int, measured: Measurement, seconds: float
@@ -392,13 +415,13 @@ class DispersionMetrics(MetricsProcessor):
         time to write is added to them.
         """
         began = time.perf_counter()
-        if self._jsonl is None:
+        if self.rows is None:
             return
         self.logger.log(self._condensation_scalars(measured), step)
         try:
             if self._tensorboard is not None:
                 self._tensorboard.log_heatmap(measured, step)
-            measured.save(self._jsonl.parent / "condensation" / f"step-{step}.npz")
+            measured.save(self.rows.path.with_name("condensation") / f"step-{step}.npz")
         # An error of matplotlib, or a full disk: neither may end a run.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
@@ -412,7 +435,7 @@ class DispersionMetrics(MetricsProcessor):
             "condensation": measured.to_json(),
             "seconds": seconds,
         }
-        append_json(self._jsonl, row)
+        self.rows.append(row)
         logger.info(
             f"{self.of_steps(step)}  held-out text: "
             f"ce {measured.cross_entropy:.3f}  mean cosine {blocks_mean(measured):.2f}, "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_disp.errors import ConfigError
+from titan_disp.files import check_regular
 
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
@@ -181,15 +182,22 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """Read the records of a .jsonl file, [] if there is none.
 
-    Lines that killed processes left unfinished are left out.
+    Lines that killed processes left unfinished are left out, and so is a line that
+    repeats the one before it.
     """
     return list(_json_lines(Path(path)))
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
+        check_regular(path)
+        before = b""
         with open(path, "rb") as lines:
             for line in lines:
+                # After an error, a line that was written may be written again.
+                if line == before:
+                    continue
+                before = line
                 with contextlib.suppress(ValueError):
                     if isinstance(record := json.loads(line), dict):
                         yield record
@@ -216,6 +224,7 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    check_regular(path)
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, expected an object")

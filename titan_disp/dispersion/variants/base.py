@@ -287,8 +287,8 @@ class AutogradVariant(Variant):
                 leaf = z.detach().to(accumulation_dtype(z.dtype))
                 shards = [leaf]  # of all ranks, in their order
                 if (gathering := layers.gather(z)) is not None:
-                    shards = [x.to(leaf.dtype) for x in gathering.other_shards()]
-                    shards.insert(gathering.rank, leaf)
+                    shards = [x.to(leaf.dtype) for x in gathering.of_ranks()]
+                    shards[gathering.rank] = leaf
 
                 def loss() -> Tensor:
                     x = torch.cat(shards, dim=1)

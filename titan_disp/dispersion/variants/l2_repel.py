@@ -29,7 +29,7 @@ from torch import Tensor
 from titan_disp.dispersion.autograd import Gathering, Result
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.layers import Layers
-from titan_disp.dispersion.masks import Count, Marks, TokenMask, apart, others_of
+from titan_disp.dispersion.masks import Count, Marks, TokenMask, apart, marked_shards
 from titan_disp.dispersion.pairwise import Block, Shard
 from titan_disp.dispersion.variants.base import Variant, check_tau
 from titan_disp.dispersion.vectors import Gradient, Raw
@@ -88,9 +88,8 @@ def pair_exponents(
     dtype = accumulation_dtype(z.dtype)
     sums = PairExponents(z.to(dtype), mask, tau)
     sums.add_pairs_with(sums.shard)
-    if gathering is not None:
-        for x, marks in zip(gathering.other_shards(), others_of(mask), strict=False):
-            sums.add_pairs_with(sums.centred(x.to(dtype), marks))
+    for x, marks in marked_shards(gathering, mask):
+        sums.add_pairs_with(sums.centred(x.to(dtype), marks))
     return sums.result()
 
 
@@ -129,8 +128,7 @@ class PairExponents:
 
     def centred(self, z: Tensor, marks: Marks | None) -> Shard:
         """Return tokens [B, m, F] relative to the mean of this rank's tokens."""
-        tokens = Raw(z - self.mean)
-        return Shard(tokens.x, tokens.scale, marks)
+        return Shard(Raw(z - self.mean), marks)
 
     def add_pairs_with(self, other: Shard) -> None:
         """Add all pairs of this rank's tokens with those of a shard.

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from titan_disp.dispersion.formula import bound_of
@@ -19,7 +20,7 @@ from titan_disp.dispersion.variants.base import (
     check_tau,
     log_of_mean,
 )
-from titan_disp.dispersion.vectors import Normalized, Standardized, check_norm_eps
+from titan_disp.dispersion.vectors import Normalized, Standardized
 
 
 def slope_of_arccos(c: Tensor) -> Tensor:
@@ -45,7 +46,12 @@ class AngleVariant(CosineVariant):
     def __post_init__(self) -> None:
         if not 0.0 <= self.clamp < 1.0:
             raise ValueError(f"clamp is {self.clamp}, expected a number in [0, 1)")
-        check_norm_eps(self.norm_eps)
+        smallest = torch.finfo(torch.float32).tiny
+        if not smallest <= self.norm_eps < math.inf:
+            raise ValueError(
+                f"norm_eps is {self.norm_eps}, expected a number > 0, at least "
+                f"{smallest:.3g}: an all-zero token is divided by it"
+            )
 
     def units(self, z: Tensor) -> Normalized:
         return Normalized(z, self.norm_eps)

@@ -41,7 +41,7 @@ from titan_disp.lab.inspection.targets import (
 )
 from titan_disp.lab.published import HEADINGS, NOTE, Lines, Ours, beside, costs
 from titan_disp.lab.report.gather import gather
-from titan_disp.run.folder import write_json
+from titan_disp.run.storage import write_json
 from titan_disp.text import duration, markdown_table
 
 Conditions = Mapping[str, Sequence[str]]

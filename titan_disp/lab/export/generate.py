@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.config.command_options import GenerateOptions, check_least
-from titan_disp.data.hf_tokenizer import plain_encoder
-from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.tokenizer import AnyTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import hf_weights
 from titan_disp.lab.export.saved import find_saved, load_causal_lm, longest_sequence
@@ -19,7 +17,7 @@ from titan_disp.run.reader import is_run
 
 def _load(
     target: str | Path, tokenizer: str | Path | None
-) -> tuple[Any, BaseTokenizer, int]:
+) -> tuple[Any, AnyTokenizer, int]:
     """Return a transformers model, its tokenizer, and the tokens of its longest
     sequence.
     """
@@ -52,7 +50,8 @@ def generate(options: GenerateOptions) -> str:
     check_least(options, max_new_tokens=1, temperature=0, top_k=0)
     model, loaded, longest = _load(options.target, options.tokenizer)
     begin = [] if loaded.bos_id is None else [loaded.bos_id]
-    ids = begin + plain_encoder(loaded)(options.prompt) or [loaded.eos_id]
+    end = [] if loaded.eos_id is None else [loaded.eos_id]
+    ids = begin + loaded.plain(options.prompt) or end
     if len(ids) >= longest:
         raise ConfigError(
             f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of "

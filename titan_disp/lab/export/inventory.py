@@ -101,7 +101,7 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
 
 def verify(folder: str | Path) -> str | None:
     """Return what is wrong with a checkpoint, or None: first ``problem``, then
-    ``damage`` with a progress bar.
+    ``damage`` with a progress bar. Raises OSError if a file cannot be read.
     """
     folder = Path(folder)
     if reason := problem(folder):
@@ -119,7 +119,10 @@ def _state(path: Path) -> tuple[bool, str]:
     Raises FileNotFoundError if the run deletes it in the meantime.
     """
     if (path / METADATA).exists():
-        reason = verify(path)
+        try:
+            reason = verify(path)
+        except OSError as error:
+            return True, f"it cannot be read: {error}"
         if not (path / METADATA).exists():
             raise FileNotFoundError(path)
         if reason is not None:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp import safe_dcp
-from titan_disp.data.tokenizer import check_fits, load_tokenizer
+from titan_disp.data.tokenizer import AnyTokenizer, check_fits, tokenizer_of_export
 from titan_disp.errors import CheckpointError, ConfigError, counted, reported
 from titan_disp.lab.export.inventory import verify
 from titan_disp.models.arguments import DispModelArgs, architecture_of, named
@@ -81,12 +80,15 @@ class SavedModel:
             )
         return folder
 
-    def tokenizer(self, override: str | Path | None = None) -> BaseTokenizer:
+    def tokenizer(self, override: str | Path | None = None) -> AnyTokenizer:
         """Load the tokenizer that the run trained with, which must fit into the model's
         vocabulary.
+
+        Its EOS is the run's separator, or the tokenizer's own if the run had none.
         """
         folder = self.tokenizer_folder(override)
-        tokenizer = load_tokenizer(folder)
+        separator = self.config["stream"].get("separator", "")  # not in older runs
+        tokenizer = tokenizer_of_export(folder, separator)
         args = self.model_args()
         advice = "it is not the tokenizer of this run"
         check_fits(

@@ -30,7 +30,7 @@ from titan_disp.lab.inspection.texts import (
     read_texts,
     surround,
 )
-from titan_disp.run.folder import write_json
+from titan_disp.run.storage import write_json
 from titan_disp.text import csv_text, markdown_table, number
 
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.dispersion.hooks import collect, outermost_lists
 from titan_disp.errors import ConfigError, counted
@@ -449,7 +448,7 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
         path=saved.run.resolve().relative_to("/"),
         max_tokens=args.max_seq_len,
         vocab_size=args.vocab_size,
-        encode=plain_encoder(tokenizer),
+        encode=tokenizer.plain,
         special_tokens=_bos(tokenizer),
         load=load,
         run=saved.run,
@@ -488,7 +487,7 @@ def _hugging_face_target(
         ) from error
     if tokenizer_folder is not None:
         tokenizer = load_tokenizer(tokenizer_folder)
-        encode = plain_encoder(tokenizer)
+        encode = tokenizer.plain
         tokens = tokenizer.get_vocab_size()
         special_tokens = _bos(tokenizer)
     else:

@@ -9,9 +9,7 @@ seen; an array's tasks are indices into it.
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -35,7 +33,6 @@ from titan_disp.errors import ConfigError, counted, reported
 from titan_disp.files import atomic_write, progress
 from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
-from titan_disp.run.folder import write_json
 from titan_disp.run.history import BEGIN, END, trained_nothing
 from titan_disp.run.reader import (
     OWNER,
@@ -44,6 +41,7 @@ from titan_disp.run.reader import (
     read_heartbeat,
     read_transitions,
 )
+from titan_disp.run.storage import write_json
 from titan_disp.tables import TABLES
 
 RECORD = "point.json"
@@ -258,17 +256,7 @@ class _Preparation:
 
 
 def _load(point: Point) -> JobConfig:
-    told = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
-            return load_config(["--job.config_file", *point.argv()])
-    except SystemExit as error:  # tyro has printed its message in a box
-        text = " ".join(
-            re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯─│]", " ", told.getvalue()).split()
-        )
-        raise ConfigError(
-            text or f"its overrides are not valid (status {error.code})"
-        ) from error
+    return load_config(["--job.config_file", *point.argv()])
 
 
 def _record(point: Point) -> dict[str, Any] | None:

@@ -27,8 +27,9 @@ from titan_disp.cluster.launch import stop_signals
 from titan_disp.errors import ConfigError, InUseError, counted
 from titan_disp.lab.sweeps.definition import Sweep
 from titan_disp.lab.sweeps.preparation import FAILED, Prepared, prepare, state, step_of
-from titan_disp.run.folder import lock_folder, write_json
+from titan_disp.run.folder import lock_folder
 from titan_disp.run.integrity import checkpoints
+from titan_disp.run.storage import write_json
 from titan_disp.text import duration
 
 LOG = "sweep.log"

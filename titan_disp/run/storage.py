@@ -1,0 +1,207 @@
+"""What a run does when a file of its folder cannot be read or written for some seconds,
+as on a shared file system whose server restarts (docs/run_folder.md has the table).
+
+*Telemetry* (``JsonLines``) never fails: what cannot be written waits. Everything else
+is tried again by ``patiently``, and fails when its time is over.
+"""
+
+import errno
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.tools.logging import logger
+
+from titan_disp.data.retry import chain, retried
+from titan_disp.errors import UnreadableError, counted
+from titan_disp.files import atomic_write
+
+T = TypeVar("T")
+
+# Errors of a file system that may pass. A full disk (ENOSPC) is not one of them: it
+# stays full until somebody deletes something.
+PASSING = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.EROFS,
+    errno.EDQUOT,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.EREMOTEIO,
+}
+# Seconds for which an operation is tried again. Shorter than the time-outs of ranks
+# that wait meanwhile (comm.init_timeout_seconds is 300 by default); our choice.
+PATIENCE = 60.0
+# Seconds between the tries of what all ranks do together, such as a save. They are the
+# same on all ranks, which try as often; our choice.
+PAUSES = (1.0, 4.0, 15.0, 40.0)
+# Lines that wait at most, which is a day of one line in a second; our choice.
+MOST_LINES = 100_000
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether an error, or one that it was raised from, may pass by itself.
+
+    DCP's CheckpointException has the errors of ranks in ``failures``.
+    """
+    if isinstance(error, UnreadableError):
+        return True
+    failures = getattr(error, "failures", {})
+    causes = [cause for cause, _ in failures.values()] or [error]
+    return any(_passes(cause) for cause in causes)
+
+
+def _passes(error: BaseException) -> bool:
+    return any(
+        isinstance(cause, OSError) and cause.errno in PASSING for cause in chain(error)
+    )
+
+
+def patiently(action: Callable[..., T], *arguments: Any) -> T:
+    """Return what ``action(*arguments)`` returns.
+
+    Errors that ``may_pass`` are tried again for ``PATIENCE`` seconds, with warnings,
+    and then raised; others are raised at once.
+    """
+    return retried(partial(action, *arguments), PATIENCE, "run folder", may_pass)
+
+
+def together(action: Callable[..., T], *arguments: Any) -> T:
+    """Return what a collective ``action(*arguments)`` returns.
+
+    A failure that all ranks know of, and that may pass, is tried again after each of
+    ``PAUSES``; then it is raised, as others are at once.
+    """
+    for pause in PAUSES:
+        try:
+            return action(*arguments)
+        # DCP's CheckpointException is not an Exception; DCP raises it on all ranks.
+        except (UnreadableError, CheckpointException) as error:
+            if not may_pass(error):
+                raise
+            logger.warning(f"{one_line(error)}: trying again in {pause:.0f} s")
+            time.sleep(pause)
+    return action(*arguments)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the reason of a failure in one line of at most 600 characters, of each
+    rank that DCP names: its own text is their tracebacks.
+    """
+    failures = getattr(error, "failures", None) or {"": (error, None)}
+    reasons = []
+    for rank, (cause, _) in failures.items():
+        prefix = "" if rank == "" else f"rank {rank}: "
+        reasons.append(f"{prefix}{type(cause).__name__}: {cause}")
+    return " ".join("; ".join(reasons).split())[:600]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file of JSON, at once as a whole."""
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    """Return a line of JSON. NaN and infinities become null, because other readers take
+    what Python writes for them for no JSON.
+    """
+    finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
+    return json.dumps(finite).encode() + b"\n"
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file.
+
+    A line that an earlier failure has left unfinished is ended first. Raises OSError:
+    the line may then be written, in part or as a whole.
+    """
+    with open(path, "ab+", buffering=0) as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """Append a record to a .jsonl file. Raises OSError as ``append_line`` does."""
+    append_line(path, to_line(record))
+
+
+class JsonLines:
+    """Append records to a .jsonl file, in order, without ever raising OSError.
+
+    What cannot be written waits for the next call of ``append`` or ``flush``; the
+    oldest of more than ``MOST_LINES`` lines are lost. A line may be written twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        self._waiting: deque[bytes] = deque()
+        self._writing = threading.Lock()
+        self._failing = False
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write a record now, or as soon as the file system lets it."""
+        self._waiting.append(to_line(record))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, unless another thread does so."""
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            self._write_lines()
+        except OSError as error:
+            self._failed(error)
+        else:
+            self._recovered()
+        finally:
+            self._writing.release()
+
+    def _write_lines(self) -> None:
+        while self._waiting:
+            append_line(self.path, self._waiting[0])
+            self._waiting.popleft()
+
+    def _failed(self, error: OSError) -> None:
+        """Warn of the first failure in a row, and keep to ``MOST_LINES``."""
+        if not self._failing:
+            logger.warning(
+                f"{self.path} cannot be written: {error}. Its lines wait in memory "
+                "until it can"
+            )
+        self._failing = True
+        while len(self._waiting) > MOST_LINES:
+            self._waiting.popleft()
+            self.lost += 1
+
+    def _recovered(self) -> None:
+        if not self._failing:
+            return
+        self._failing = False
+        lost = f", but {counted(self.lost, 'line')} were lost" if self.lost else ""
+        logger.info(f"{self.path} can be written again{lost}")
+
+    def close(self) -> None:
+        """Write what waits, and warn of what cannot be written within ``PATIENCE``
+        seconds.
+        """
+        with self._writing:
+            try:
+                patiently(self._write_lines)
+            except OSError as error:
+                lines = counted(len(self._waiting), "line")
+                logger.warning(f"{lines} of {self.path} could not be written: {error}")
