@@ -46,8 +46,9 @@ ROOMS = {
         "stream shuffle mixture local_files tokenizers formats data_errors",
     ),
     "formats": (
-        "titan_disp/data/formats.py titan_disp/data/token_ids.py titan_disp/data/sources.py",
-        "formats data_errors mixture",
+        "titan_disp/data/formats.py titan_disp/data/token_ids.py titan_disp/data/sources.py "
+        "titan_disp/data/findings.py titan_disp/data/ledger.py",
+        "formats data_errors mixture findings left_out other_formats init",
     ),
     "supervise": ("slurm/supervise.py", "supervise"),
     "plan": ("titan_disp/cluster/plan.py", "plan"),

@@ -18,15 +18,16 @@ CHECKPOINT = r"checkpoint/((damaged|purging)-\d+x*|step-\d+)"
 FILES = {
     **{
         name: re.escape(name)
-        for name in ("config.json", "environment.json", "events.jsonl", "metrics.jsonl")
+        for name in ("config.json", "environment.json", "data.json", "events.jsonl")
     },
     **{
         name: re.escape(name)
-        for name in ("heartbeat.json", "owner.json", ".lock", "stop", "wandb_run_id")
+        for name in ("metrics.jsonl", "heartbeat.json", "owner.json", ".lock", "stop")
     },
     **{
         name: re.escape(name)
         for name in (
+            "wandb_run_id",
             "supervisor.jsonl",
             "outcome.txt",
             "job.json",

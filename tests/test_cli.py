@@ -53,7 +53,7 @@ def test_words_that_are_refused(monkeypatch, capsys, tmp_path):
         ),
         (
             "data fecth there",
-            "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected digest, ",
+            "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected check, ",
         ),
         (
             "sweep tabel FILE",
@@ -109,7 +109,16 @@ def test_all_subcommands_with_a_config_are_tested_here():
         for one in vars(command_options).values()
         if isinstance(one, type) and hasattr(one, "argv")
     }
-    names = ("Config", "Index", "Train", "Plan", "Preflight", "Submit", "Digest")
+    names = (
+        "Config",
+        "Check",
+        "Index",
+        "Train",
+        "Plan",
+        "Preflight",
+        "Submit",
+        "Digest",
+    )
     assert found == {f"{name}Options" for name in names}
 
 

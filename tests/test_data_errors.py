@@ -23,15 +23,17 @@ from tests.streams import (
     write_texts,
 )
 from titan_disp.checks import check_inputs, listed_inputs
-from titan_disp.data import sources
+from titan_disp.data import findings
 from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.documents import Documents
-from titan_disp.data.formats import SUFFIXES, BadDocument, text_of
+from titan_disp.data.formats import NAMES, BadDocument, text_of
+from titan_disp.data.listing import list_files
 from titan_disp.data.options import Format, StreamOptions
-from titan_disp.data.sources import DataSet, list_and_check
+from titan_disp.data.position import Field
+from titan_disp.data.sources import DataSet, list_and_check, list_for_run
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences
-from titan_disp.errors import ConfigError, Problems
+from titan_disp.errors import ConfigError, DataError, Problems
 from titan_disp.lab.digest import digest
 from titan_disp.lab.inspection.texts import read_texts
 
@@ -67,35 +69,34 @@ NAMED = [
         {},
         {},
         "no train data, because it has no files",
-        "such as *.json.gz",
+        "such as *.json",
         "titan-disp sample-data",
     ),
     (
         {},
-        {"a.csv": b"x", "b.jsonl.bz2": b"x"},
-        "1 *.bz2, 1 *.csv",
+        {"a.xml": b"x", "b.jsonl.bz2": b"x"},
+        "1 *.bz2, 1 *.xml",
         "expected",
-        ".json.gz",
+        "*.json",
     ),
     (
-        {"path": "a.csv"},
-        {"a.csv": b"x"},
-        f"a name that ends in {', '.join(SUFFIXES)}",
+        {"path": "a.xml"},
+        {"a.xml": b"x"},
+        f"a name such as {NAMES}",
         "convert or rename",
     ),
-    ({"path": "a.JSONL"}, {"a.JSONL": DOCUMENT}, "a.JSONL'", "convert or rename"),
     (
         {"path": "*.jsonl"},
         {},
         "matches no file;",
-        "expected files named *.json.gz",
+        "expected files named *.json",
         "name others",
     ),
     (
         {"path": "*"},
-        {"a.csv": b"x"},
-        "no file, but 1 *.csv",
-        "files named *.json.gz",
+        {"a.xml": b"x"},
+        "no file, but 1 *.xml",
+        "files named *.json",
         "or convert them",
     ),
     ({}, {"a.jsonl": None}, "is not a regular file", "Name the files, or remove it"),
@@ -189,7 +190,7 @@ FOUND = [
         "expected a text; the fields are text, url",
         FIELD,
     ),
-    ("a.json", b'{"text": ["a"]}\n', '"text" is an array', FIELD),
+    ("a.json", b'{"text": ["a"]}\n', '"text" is an array', "join lists"),
     (BODY, b'{"meta": {"text": "a"}}\n', 'no field "meta.body", only meta.text', FIELD),
     (BODY, b'{"meta": "a"}\n', 'no field "meta.body", only meta;', FIELD),
     (
@@ -387,15 +388,54 @@ def test_left_to_the_run(tmp_path, name):
         )
 
 
-def test_few_files_are_looked_at(tmp_path, monkeypatch):
-    written(tmp_path, {f"{i:03d}.json": DOCUMENT for i in range(100)})
-    looked = []
-    monkeypatch.setattr(sources, "_cause", lambda file, *_: looked.append(file.name))
-    files = list_and_check(documents_in(tmp_path), StreamOptions(seq_len=8))
-    assert looked == ["000.json", "050.json", "099.json"]
+def test_all_files_are_looked_at_once(tmp_path, monkeypatch):
+    """And by a later start only if they have changed, as the run's folder says."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    written(corpus, {f"{i:03d}.json": DOCUMENT for i in range(100)})
+    looks = []
+    beginning = findings._beginning
+
+    def look(file, *options):
+        looks.append(file.name)
+        return beginning(file, *options)
+
+    monkeypatch.setattr(findings, "_beginning", look)
+    options = StreamOptions(seq_len=8, run_folder=str(tmp_path))
+    files = list_for_run(documents_in(corpus), options)
+    assert sorted(looks) == [file.name for file in files]
+    list_for_run(documents_in(corpus), options)
+    monkeypatch.setattr(findings, "_looks", {})
+    (corpus / "050.json").write_bytes(DOCUMENT * 2)
+    list_for_run(documents_in(corpus), options)
+    assert looks[100:] == ["050.json"]
     hub = [replace(file, url=f"hf://datasets/a/b@c/{file.name}") for file in files]
-    sources.check_content(hub, StreamOptions(seq_len=8), "training")
-    assert len(looked) == 3
+    assert findings.check_content(hub, options, "training") == hub
+    assert len(looks) == 101
+
+
+@pytest.mark.parametrize("count", [5, 200])
+def test_a_file_with_another_column(count, tmp_path, caplog):
+    """Found before the first step, wherever the file is; below 1 % of the bytes, the
+    run skips it.
+    """
+    for i in range(count):
+        name = "body" if i == 1 else "text"
+        (tmp_path / f"{i:03d}.parquet").write_bytes(parquet(**{name: ["7 7"] * 40}))
+    if count == 200:
+        files = list_and_check(documents_in(tmp_path), StreamOptions(seq_len=8))
+        assert len(files) == 200
+        assert 'has no column "text", only body (string)' in caplog.text
+        assert "They are skipped" in caplog.text
+        return
+    with pytest.raises(ConfigError) as error:
+        list_and_check(documents_in(tmp_path), StreamOptions(seq_len=8))
+    for words in (
+        "001.parquet: it has no column",
+        "1 file of 5, 20.",
+        "To go on without, set stream.left_out = ['001.parquet']",
+    ):
+        assert words in str(error.value)
 
 
 def test_bad_documents():
@@ -529,20 +569,17 @@ def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
     ]
 
 
-def test_a_wrong_column_stops_the_run_at_once(tmp_path):
-    """Even if only one file lacks it and was not checked: the file is sound, so that
-    skipping it would lose data.
-    """
+def test_another_column_that_no_look_has_found(tmp_path):
+    """As of a file on the hub, which is not looked at."""
     for i in range(5):
-        (tmp_path / f"{i}.parquet").write_bytes(
-            parquet(**{"body" if i == 1 else "text": ["7 7"] * 40})
-        )
-    files = list_and_check(documents_in(tmp_path), StreamOptions(seq_len=8))
-    expected = (
-        r'1.parquet has no column "text", only body \(string\): set stream.text_field'
-    )
-    with pytest.raises(ConfigError, match=expected):
-        batches(streams_of(files, 1, 1, on_bad_data="skip"), 60)
+        name = "body" if i == 1 else "text"
+        (tmp_path / f"{i}.parquet").write_bytes(parquet(**{name: ["7 7"] * 40}))
+    files = list_files("text", str(tmp_path))
+    _, positions = batches(streams_of(files, 1, 1, on_bad_data="skip"), 90)
+    assert positions[0, Field.SKIPPED_FILES] >= 1
+    expected = r'1.parquet is damaged.* has no column "text", only body \(string\)'
+    with pytest.raises(DataError, match=expected):
+        batches(streams_of(files, 1, 1, on_bad_data="fail"), 60)
 
 
 def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):

@@ -33,13 +33,13 @@ from tests.streams import (
 from titan_disp.config.command_options import IndexOptions
 from titan_disp.config.load import load_config
 from titan_disp.data import index
+from titan_disp.data.findings import measured
 from titan_disp.data.fingerprint import check_fingerprint
 from titan_disp.data.index import FOLDER
 from titan_disp.data.listing import list_files
 from titan_disp.data.loader import together
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.sources import measured
 from titan_disp.errors import ConfigError, DataError, RefusedError
 from titan_disp.lab.indexing import index_data
 

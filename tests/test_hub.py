@@ -35,7 +35,7 @@ configs:
   - {split: train, path: split/a*}
   - {split: validation, path: [split/b.jsonl, split/c.jsonl]}
   - {split: tiny, path: split/a1.jsonl.gz}
-- {config_name: table, data_files: table/*.csv}
+- {config_name: table, data_files: table/*.xml}
 - {config_name: mixed, data_files: [mixed/*]}
 ---
 Prose.
@@ -53,7 +53,7 @@ LINES = (
     "split/c.jsonl",
     "mixed/1.jsonl",
 )
-OTHER = ("table/1.csv", "mixed/2.csv")
+OTHER = ("table/1.xml", "mixed/2.xml")
 
 
 @pytest.fixture
@@ -257,11 +257,11 @@ BAD = {
     "hf:some/prose:smaple": r"no configuration 'smaple', only default, sample-2, .* such as 'hf:some/prose:default'",
     "hf:some/two": r"it has no default configuration, only one, two; such as 'hf:some/two:one'",
     "hf:some/prose:split:test": r"no split 'test', only train, validation, tiny; such as '.*:split:train'",
-    "hf:some/prose:table": r"cannot be read \(1 of 1, such as table/1.csv\); expected .*\.parquet",
-    "hf:some/prose:mixed": r"cannot be read \(1 of 2, such as mixed/2.csv\); expected names",
-    "hf:some/binary": r"datasets finds no data there .*; expected files that end in .json.gz,",
+    "hf:some/prose:table": r"cannot be read \(1 of 1, such as table/1.xml\); expected .*\.parquet",
+    "hf:some/prose:mixed": r"cannot be read \(1 of 2, such as mixed/2.xml\); expected names",
+    "hf:some/binary": r"datasets finds no data there .*; expected files such as \*.json,",
     "hf:some/script": r"made by a script on the hub, which datasets no longer runs",
-    "hf:some/lost": r"datasets finds no data there .*; expected files that end in .json.gz,",
+    "hf:some/lost": r"datasets finds no data there .*; expected files such as \*.json,",
 }
 
 

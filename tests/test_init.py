@@ -3,6 +3,7 @@ of a start accept.
 """
 
 import json
+import re
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from tests.command_line import typed
 from titan_disp.config.command_options import InitOptions, Machine
 from titan_disp.config.load import load_config
+from titan_disp.data import ledger
 from titan_disp.data.listing import list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
@@ -69,7 +71,7 @@ def test_a_run_of_own_text(write, tmp_path, monkeypatch, capsys):
         "text_validation": config.validation.dataset_path,
     }
     kept, held_out = (
-        [*_read(list_files(*one, "validation"), options, 1e9).values()]
+        [*_read(list_files(*one, "validation"), options, 1e9, []).values()]
         for one in paths.items()
     )
     assert len(kept) + len(held_out) == len({*kept, *held_out}) >= len(TEXTS)
@@ -166,3 +168,69 @@ def test_bad_input(tmp_path):
                 )
             )
         assert not (tmp_path / "run").exists()
+
+
+FRENCH = "À l’été, les élèves préfèrent la forêt où chante le hêtre. "
+
+
+def odd_folder(where):
+    """A stranger's folder of text: encodings, line ends, one long line, and what is
+    no text.
+    """
+    folder = where / "mes textes é"
+    folder.mkdir()
+    paragraphs = [f"{FRENCH * 20}Paragraphe {i}." for i in range(400)]
+    for name, encoding, part in (
+        ("übung un.txt", "utf-8", paragraphs[:100]),
+        ("deux.txt", "latin-1", [p.replace("’", "'") for p in paragraphs[100:200]]),
+        ("trois.TXT", "utf-16", paragraphs[200:300]),
+        ("quatre.txt", "cp1252", paragraphs[300:]),
+    ):
+        end = "\r\n\r\n" if name == "quatre.txt" else "\n\n"
+        (folder / name).write_bytes(end.join(part).encode(encoding))
+    (folder / "long.txt").write_text("word " * 1000 + "\n\n" + "x" * 5_000)
+    (folder / "empty.txt").write_text("")
+    (folder / "scan.txt").write_bytes(b"%PDF-1.7\n\xe2\xe3\xcf\xd3\n" + bytes(20_000))
+    (folder / "photo.jpeg").write_bytes(b"\xff\xd8" + bytes(999))
+    return folder
+
+
+def test_a_folder_of_odd_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("titan_disp.lab.init._cpu_flops", lambda *_: 2e10)
+    folder = odd_folder(tmp_path)
+    run = tmp_path / "run"
+    assert typed(monkeypatch, "init", run, "--text", folder) == 2
+    error = capsys.readouterr().err
+    assert "scan.txt: it is PDF, which its name does not say" in error
+    assert "To go on without, --allow-loss" in error
+    assert typed(monkeypatch, "init", run, "--text", folder, "--allow-loss") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"of 2 files, such as (deux|quatre).txt: from cp1252", out)
+    assert "of 1 file, such as trois.txt: from utf-16" in out
+    assert "of 1 file, such as scan.txt: it is PDF" in out
+    entries = ledger.read(str(run / "data/train"))
+    stored = sum(path.stat().st_size for path in folder.iterdir())
+    assert sum(entry.size for entry in entries) == stored
+    assert {entry.file for entry in entries if entry.fate == "left out"} == {
+        "photo.jpeg"
+    }
+    config = load_config(["--job.config_file", str(run / "config.toml")])
+    options = StreamOptions(format=Format())
+    texts = _read(
+        list_files("text", config.training.dataset_path), options, 1e9, []
+    ).values()
+    text = "".join(texts)
+    assert all(f"Paragraphe {i}." in text for i in range(120, 130))
+    assert not {"\ufffd", "Ã"} & {*text}
+
+
+def test_documents_that_are_lost_stop_init(tmp_path, monkeypatch, capsys):
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    lines[20] = lines[20][:-20]
+    lines[30] = lines[30][:-20]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    run = tmp_path / "run"
+    assert typed(monkeypatch, "init", run, "--text", tmp_path / "own.jsonl") == 2
+    error = capsys.readouterr().err
+    assert re.search(r"1\.\d% of its bytes cannot be used", error)
+    assert "malformed JSON" in error

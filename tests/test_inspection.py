@@ -13,6 +13,7 @@ import transformers
 from tests.saved_run import change_config, random_model, save_run
 from tests.streams import parquet
 from titan_disp.data.documents import Documents
+from titan_disp.data.listing import list_files
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection import targets
@@ -283,6 +284,19 @@ def test_another_field_of_the_text(tmp_path):
         assert sorted(read_texts(*source, 0, text_field=field)) == ["one", "two"]
         with pytest.raises(ConfigError, match=message):
             read_texts(*source, 0)
+
+
+def test_a_folder_has_the_split_of_a_run(tmp_path, sample):
+    """Held out by a hash of the names, as training does it; in a copy of C4 by name."""
+    for i in range(120):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    held_out = list_files("text_validation", str(tmp_path))
+    expected = sorted(f"text {file.name.removesuffix('.txt')}" for file in held_out)
+    assert len(expected) == 6
+    for source in ((None, str(tmp_path)), (tmp_path, None)):
+        assert sorted(read_texts(*source, 0)) == expected
+    c4 = list_files("c4_validation", str(sample))
+    assert sorted(read_texts(sample, None, 0)) == sorted(read_texts(None, c4[0].url, 0))
 
 
 def test_a_wrong_field_is_found_before_the_files_are_read(tmp_path, monkeypatch):

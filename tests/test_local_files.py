@@ -37,11 +37,18 @@ def test_the_hubs_files_in_a_folder(sample, tmp_path):
 
 # Files, and which of them are in each data set.
 LAYOUTS = [
-    # Names that say no split are training data, and only whole words decide.
+    # Names that say no split are training data, and only whole words decide. "test"
+    # decides only beside another split.
     ("a.jsonl b.parquet .hidden.jsonl c.txt", "c4 a.jsonl b.parquet"),
     (
-        "constraints.jsonl latest.jsonl x_test.jsonl",
-        "text constraints.jsonl latest.jsonl",
+        "constraints.jsonl latest.jsonl library_test.jsonl",
+        "text constraints.jsonl latest.jsonl library_test.jsonl",
+    ),
+    ("train.jsonl latest.jsonl x_test.jsonl", "text latest.jsonl train.jsonl"),
+    (
+        "a.jsonl test.jsonl valid.jsonl",
+        "text a.jsonl",
+        "text_validation valid.jsonl",
     ),
     ("a.jsonl validation-0.jsonl", "text_validation validation-0.jsonl"),
     # In a clone of the data set, only en is read, as from the hub.
@@ -93,7 +100,7 @@ def names_in(dataset, path):
 
 @pytest.fixture
 def told(caplog):
-    local_files._warn.cache_clear()
+    local_files.warn_once.cache_clear()
     local_files._say.cache_clear()
     with caplog.at_level("INFO"):
         yield lambda level: [
@@ -203,7 +210,7 @@ def test_what_is_left_out_is_said(tmp_path, told):
         "a.jsonl",
         "b.jsonl.bz2",
         "c.jsonl.bz2",
-        "d.csv",
+        "d.xml",
         "README.md",
         "e.json",
         ".hidden.jsonl",
@@ -212,13 +219,13 @@ def test_what_is_left_out_is_said(tmp_path, told):
     for _ in range(2):  # logged once, although listed twice
         assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]
     left_out, mixed = told("WARNING")
-    assert "left out, because they end in none of" in left_out
-    assert ": 2 *.bz2, 1 *.csv, such as " in left_out
+    assert "left out, because files with such suffixes are not read" in left_out
+    assert ": 2 *.bz2, 1 *.xml, such as " in left_out
     assert mixed.endswith(
         "files of several formats are read together: 1 *.json, 1 *.jsonl"
     )
     assert [
-        m.endswith("1 *.md, 1 *.model, such as " + str(tmp_path / "README.md"))
+        f"1 *.md, 1 *.model, such as {tmp_path / 'README.md'}. (A glob" in m
         for m in told("INFO")
     ] == [True]
 
@@ -237,7 +244,7 @@ def test_a_name_with_train_in_it_hides_no_others(tmp_path, told):
         "train_schedules.jsonl",
     ]
     assert (
-        "files whose names do not say train are left out, 1 of 4: validation.jsonl"
+        "left out, because their names do not say train: 1 *.jsonl, such as "
         in told("WARNING")[0]
     )
     assert names_in("text", f"{tmp_path}/text/*.jsonl") == sorted(
@@ -246,7 +253,7 @@ def test_a_name_with_train_in_it_hides_no_others(tmp_path, told):
     write(tmp_path / "c4", "c4-train.0.json", "c4-validation.0.json", "c4.json")
     assert names_in("c4", tmp_path / "c4") == ["c4-train.0.json"]
     assert (
-        "files whose names do not say train or that are not in en are left out, 2 of 3: c4-v"
+        "because their names do not say train, or they are not in en: 2 *.json, such as "
         in told("INFO")[-1]
     )
 

@@ -12,7 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 from tests.saved_run import SEQ_LEN, change_config, random_model, save_run
 from titan_disp.condensation.record import Measurement
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
+from titan_disp.data.sources import DataSet, list_for_run
 from titan_disp.lab.export.model_card import model_card
 from titan_disp.lab.export.saved import find_saved
 
@@ -38,6 +40,28 @@ def save_files(run, files):
         checkpoint_id=run / "checkpoint" / "step-40",
         no_dist=True,
     )
+
+
+def test_what_became_of_the_data(run, tmp_path):
+    assert "stored data" not in rows_of(run)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_bytes("Voilà.\n".encode("cp1252") * 100)
+    (tmp_path / "corpus/b.txt").write_text("a text")
+    data = [DataSet("text", str(tmp_path / "corpus"), "training")]
+    list_for_run(data, StreamOptions(run_folder=str(run)))
+    row = {
+        "step": 20,
+        "time": 2e9,
+        "data": {"skipped_documents": 3.0, "skipped_bytes": 1234.0},
+    }
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    rows = rows_of(run)
+    assert rows["stored data"] == (
+        "used       6 bytes of 1 file; "
+        "converted  700 bytes of 1 file, such as a.txt: from cp1252"
+    )
+    assert rows["skipped in training"] == "3 documents, about 1,234 bytes of text"
 
 
 def test_files_of_the_checkpoint(run, sample):

@@ -265,7 +265,7 @@ def test_what_is_refused(store, monkeypatch):
         ("s3://bucket/none", "which holds no train data, because it has no files"),
         (
             "s3://bucket/*.parquet",
-            r"matches no file; expected names that end in \.json",
+            r"matches no file; expected names such as \*\.json",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -104,6 +104,7 @@ def another(name, field, value):
     }
     special["stream.separator"] = "none"
     special["dispersion.losses"] = [{"variant": "cosine"}]
+    special["stream.left_out"] = ("name",)
     if name in special:
         return special[name]
     if field.type in (bool, int, float, str):

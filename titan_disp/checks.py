@@ -30,12 +30,12 @@ from titan_disp.config.batch import (
 )
 from titan_disp.config.keys import Facts, has, value_of, written
 from titan_disp.config.types import JobConfig
+from titan_disp.data.findings import after_left_out, check_content
 from titan_disp.data.index import IN_MEMORY, with_index
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.sources import (
     DataSet,
-    check_content,
     check_overlaps,
     data_sets,
     source_shares,
@@ -605,7 +605,9 @@ def listed_inputs(
         with missing.collected():
             files = data.check()
         if files is not None:
-            check_content(files, options, data.key)
+            if data.key != "validation":
+                files = after_left_out(files, options, data.prefix)
+            files = check_content(files, options, data.key)
             if tokenizer is not None:
                 warnings += tokenizer_warnings(tokenizer, files, options)
             listed.append((data, files))

@@ -50,6 +50,16 @@ def data_index(options: opts.IndexOptions) -> None:
         print(line)
 
 
+def data_check(options: opts.CheckOptions) -> int:
+    from titan_disp.config.load import load_config
+    from titan_disp.lab.data_check import check_data
+
+    opts.check_least(options, ranks=1)
+    checked = check_data(load_config(options.argv), options.ranks)
+    print(dumps(dataclasses.asdict(checked)) if options.json else checked.page())
+    return int(bool(checked.refused))
+
+
 def data_fetch(options: opts.FetchOptions) -> str:
     from titan_disp.lab.fetch import fetch
 
@@ -179,6 +189,7 @@ COMMANDS: Commands = {
     "init": (opts.InitOptions, "lab.init:init"),
     "sample-data": (opts.SampleOptions, sample_data),
     "data": {
+        "check": (opts.CheckOptions, data_check),
         "digest": (opts.DigestOptions, "lab.digest:data_digest"),
         "fetch": (opts.FetchOptions, data_fetch),
         "index": (opts.IndexOptions, data_index),
@@ -201,7 +212,7 @@ COMMANDS: Commands = {
     },
 }
 GROUPS = {
-    "data": "Download or index a data set, or fingerprint the batches of a run, to check that two runs read the same data.",
+    "data": "Check, download or index a data set, or fingerprint the batches of a run, to see that two runs read the same.",
     "sweep": "Train or submit the runs of a sweep, or compare them.",
 }
 

@@ -296,6 +296,12 @@ class Stream:
     source).
     """
 
+    left_out: list[str] = key(list)
+    """Names of files that are not read, as the log and the messages write them. If
+    training has begun with them, the positions in all other files stay, so that a run
+    goes on after a file was removed, or turns out to be bad.
+    """
+
     max_document_mb: float = key(16.0, above=0, fixes="data")
     """Documents of more than this many MiB count as bad: of the decompressed line for
     JSON, of the UTF-8 text for Parquet and plain text. Token ids have no limit.

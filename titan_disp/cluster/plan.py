@@ -36,12 +36,12 @@ from titan_disp.data.assignment import (
     far_from_weights,
     one_share,
 )
+from titan_disp.data.findings import measured as with_densities
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.passes import bytes_before
 from titan_disp.data.position import Position
-from titan_disp.data.sources import DataSet, source_shares
-from titan_disp.data.sources import measured as with_densities
+from titan_disp.data.sources import DataSet, readings, source_shares
 from titan_disp.errors import ConfigError, Problems, RanksError, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
@@ -286,26 +286,22 @@ def admitted_node_counts(
     return admitted
 
 
-def assignments(
-    job_config: JobConfig,
-    listed: Sequence[tuple[DataSet, list[DataFile]]],
-    shares: Sequence[Share],
-) -> dict[str, tuple[Assignment, list[DataFile]]]:
-    """Return the assignment of each local source alone, with its files."""
-    of_sources = {}
+def measured_files(
+    job_config: JobConfig, listed: Sequence[tuple[DataSet, list[DataFile]]]
+) -> dict[str, list[DataFile]]:
+    """Return the files of each local source, with their density, by its name ("" if
+    there is only one).
+    """
     options = stream_options(job_config)
-    slots_of = {share.name: share.slots for share in shares}
+    files_of = {}
     for data, files in listed:
         if not files or data.key == "validation":
             continue
         # A file's index of blocks may need too much memory, and that of token ids needs
         # a tokenizer. Such a source is left out.
         with contextlib.suppress(ConfigError):
-            measured = with_densities(files, options)
-            share = one_share(slots_of[data.source])
-            assignment = Assignment(measured, share, options.seed)
-            of_sources[data.source] = assignment, measured
-    return of_sources
+            files_of[data.source] = with_densities(files, options)
+    return files_of
 
 
 # CPU seconds of passing over a gigabyte as stored: of C4's gzip files, and of web text
@@ -315,13 +311,14 @@ SECONDS_PER_GB_PLAIN = 1.0
 
 
 def resume_of(
-    assignment: Assignment, files: list[DataFile], slots_per_rank: int, threads: int
+    files: list[DataFile], share: Share, seed: int, slots_per_rank: int, threads: int
 ) -> Resume:
     """Predict what a resume at 50 % of an epoch reads of a source.
 
     Its slots are divided among ranks of ``slots_per_rank``, each of which reads so many
     files at once as it has ``threads``.
     """
+    assignment = Assignment(files, one_share(share.slots), seed)
     total = 0
     largest = 0
     seconds = 0.0
@@ -414,8 +411,9 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     mesh = prediction.mesh
     slots = slot_count(job_config, mesh.data_parallel)
     sources = source_shares(job_config, slots)
-    of_sources = assignments(job_config, listed, sources or one_share(slots))
-    threads = stream_options(job_config).tokenizer_threads
+    files_of = measured_files(job_config, listed)
+    local = readings(files_of, job_config, mesh.data_parallel)
+    options = stream_options(job_config)
     coeff = None
     if job_config.dispersion.enabled:
         coeff = Schedule.of_curve(coeff_curve(job_config))
@@ -427,16 +425,24 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         coeff=coeff,
         checkpoints=checkpoints,
         sources=sources,
-        unseen={name: source.unseen() for name, (source, _) in of_sources.items()},
+        unseen={one.source: one.unseen for one in local},
         resume={
-            name: resume_of(source, files, slots // mesh.data_parallel, threads)
-            for name, (source, files) in of_sources.items()
+            share.name: resume_of(
+                files_of[share.name],
+                share,
+                seed=options.seed,
+                slots_per_rank=slots // mesh.data_parallel,
+                threads=options.tokenizer_threads,
+            )
+            for share in sources or one_share(slots)
+            if share.name in files_of
         },
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
             *missing.messages,
             *dict.fromkeys(of_data),
             *config_warnings(job_config),
+            *(warning for one in local for warning in one.warnings()),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),
         ],

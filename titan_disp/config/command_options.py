@@ -230,8 +230,8 @@ class InitOptions:
     name. It must be empty or not exist.
     """
     text: Annotated[str, arg(metavar="PATH")]
-    """folder, file or glob of .txt, .json, .jsonl or .parquet, also .gz or .zst
-    (docs/data.md).
+    """folder, file or glob of .txt, .json, .jsonl, .csv, .parquet and others, also .gz
+    or .zst (docs/data.md).
     """
     text_field: str = "text"
     """field of JSON documents, or column of Parquet files, that holds the text
@@ -239,6 +239,8 @@ class InitOptions:
     """
     tokenizer: OptionalPath = None
     """folder of a tokenizer. The default is to train one on the text."""
+    allow_loss: bool = False
+    """go on although more than 1 % of the bytes cannot be used."""
     model: Literal["qwen3_disp", "llama_disp"] = "qwen3_disp"
     """architecture (model.name). Its size follows from the text and the time."""
     minutes: OptionalFloat = None
@@ -296,6 +298,20 @@ class DigestOptions(ConfigOptions):
                 f"{self.steps}"
             )
         return [(0, self.ranks), *zip(steps, ranks, strict=True)]
+
+
+@dataclass(frozen=True)
+class CheckOptions(ConfigOptions):
+    """Look at all files of a run's data, and print what the run will use, convert, skip
+    and leave out, how often it reads the text, and how much of it each rank reads.
+
+    The exit status is 1 if a start would refuse the data.
+    """
+
+    ranks: int = 1
+    """number of data-parallel ranks."""
+    json: bool = False
+    """print one JSON object."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """This module reads the documents of one file by the reader of its format."""
 
+import codecs
 import gzip
 import io
 import zlib
@@ -230,6 +231,8 @@ class Documents:
 
     def _start(self) -> None:
         self._in_block = False
+        if self.file.left_out:
+            return
         # A full disk leaves an empty file, which gzip would take for a regular end. As
         # text, it is an empty document.
         if self.file.size == 0 and not self.file.name.endswith(".txt"):
@@ -282,9 +285,7 @@ class Documents:
         if name.endswith(formats.PARQUET):
             self.table = formats.parquet_table(stored, self.file.url)
             rows = formats.rows_at_a_time(self.table.metadata)
-            return partial(
-                formats.parquet_records, self.table, self.file.url, self.options, rows
-            )
+            return partial(formats.parquet_records, self.table, self.options, rows)
         if name.endswith(formats.TOKEN_IDS):
             how = self.options.format
             if (reader := megatron.reader(stored, self.file, how)) is not None:
@@ -297,15 +298,10 @@ class Documents:
         if len(head) < min(formats.HEAD, self.file.size):
             head = stored.read(formats.HEAD)
             stored.seek(0)
-        if (found := formats.mistaken(head, name)) is not None:
+        encoding = self.file.encoding
+        if not encoding and (found := formats.mistaken(head, name)) is not None:
             raise OtherContent(found)
-        read: Callable[[Any, int], Iterator[Record]] = formats.json_lines
-        if name.endswith(formats.PLAIN_TEXT):
-            read = (
-                formats.text_blocks
-                if self.options.format.text_split == "blank_lines"
-                else formats.whole_text
-            )
+        read = formats.reader_of(name, self.options.format)
 
         def at(begin: int = 0, end: int = 0) -> Iterator[Record]:
             stored.seek(begin)
@@ -316,6 +312,8 @@ class Documents:
                 if whole
                 else _decompressed(stored, name)
             )
+            if encoding:
+                stream = codecs.EncodedFile(stream, "utf-8", encoding, "replace")
             return read(stream, self.options.max_document_bytes)
 
         return at

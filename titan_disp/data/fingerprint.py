@@ -175,8 +175,13 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
         )
     if changed := data_changes(saved, current):
         hint = ""
-        if saved.get("stream.slots") != current["stream.slots"]:
+        if changed[0].startswith(("data:", "content:")):
             hint = (
+                " To go on without some files, in the places of all others, name them "
+                "in stream.left_out."
+            )
+        if saved.get("stream.slots") != current["stream.slots"]:
+            hint += (
                 " The slots are training.global_batch_size unless stream.slots is "
                 "set; global_batch_size = -1 ties them to the number of ranks, so "
                 "that such a run cannot resume on another number of ranks."

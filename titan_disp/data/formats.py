@@ -1,40 +1,64 @@
-"""The suffix of a file's name selects its format:
+"""The suffix of a file's name selects its format, in lower or upper case:
 
-JSON lines   .json .jsonl, uncompressed, gzip (.gz) or zstd (.zst) Parquet
-.parquet: each row of one string column is a document plain text   .txt, uncompressed,
-gzip or zstd, in UTF-8: the whole file is a document, or every block of lines between
-             blank lines is one
-token ids    .npy .bin, see ``token_ids``
+- JSON lines: .json .jsonl .ndjson, uncompressed, gzip (.gz) or zstd (.zst).
+- Parquet (.parquet) and Arrow (.arrow): each row of one string column is a document.
+- Tables: .csv .tsv, with the names of the columns in the first row; also .gz or .zst.
+- Plain text: .txt, also .gz or .zst. The whole file is a document, or every block of
+  lines between blank lines is one. It is UTF-8, or has the encoding that a look at the
+  file has found (``encoding_of``).
+- Token ids: .npy .bin, see ``token_ids``.
 
 This module tells files apart. Its readers yield records: unparsed documents, or a
 reason why one cannot be used.
 """
 
 import codecs
+import csv
 import io
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from titan_disp.data.options import StreamOptions
-from titan_disp.errors import DataError
+from titan_disp.data.options import Format, StreamOptions
 
-JSON_LINES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst")
-PARQUET = (".parquet",)
-PLAIN_TEXT = (".txt", ".txt.gz", ".txt.zst")
-TOKEN_IDS = (".npy", ".bin")
-SUFFIXES = (*JSON_LINES, *PARQUET, *PLAIN_TEXT, *TOKEN_IDS)
+
+def _and_compressed(*suffixes: str) -> tuple[str, ...]:
+    return tuple(end + packed for packed in (*COMPRESSED, "") for end in suffixes)
+
+
 COMPRESSED = (".gz", ".zst")
+JSON_LINES = _and_compressed(".json", ".jsonl", ".ndjson")
+PARQUET = (".parquet",)
+ARROW = (".arrow",)
+TABLES = _and_compressed(".csv", ".tsv")
+PLAIN_TEXT = _and_compressed(".txt")
+TOKEN_IDS = (".npy", ".bin")
+SUFFIXES = (*JSON_LINES, *PARQUET, *ARROW, *TABLES, *PLAIN_TEXT, *TOKEN_IDS)
+# for messages
+NAMES = (
+    "*.json, *.jsonl, *.ndjson, *.csv, *.tsv, *.txt (each also .gz or .zst), "
+    "*.parquet, *.arrow, *.npy, *.bin"
+)
+# These are written by datasets beside its Arrow files, about them.
+_ABOUT_ARROW = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
 def suffix_of(name: str) -> str:
-    return next(
-        (suffix for suffix in SUFFIXES if name.endswith(suffix)),
-        os.path.splitext(name)[1],
-    )
+    """Return the part of a name that selects the format, in lower case."""
+    lower = name.lower()
+    suffixes = (suffix for suffix in SUFFIXES if lower.endswith(suffix))
+    return next(suffixes, os.path.splitext(lower)[1])
+
+
+def is_readable(path: str) -> bool:
+    """Return whether a file holds documents, by its name."""
+    is_about_data = os.path.basename(path) in _ABOUT_ARROW
+    return suffix_of(path) in SUFFIXES and not is_about_data
 
 
 HEAD = 512  # first bytes of a file, which are enough to recognize its format
@@ -58,6 +82,7 @@ _SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     ),
     (b"\xfd7zXZ\x00", "xz-compressed", "unpack it, or pack it with gzip or zstd"),
     (b"PAR1\x15", "Parquet", "name it *.parquet"),
+    (b"%PDF-", "PDF", "extract its text, for example with pdftotext"),
     (
         b"\xff\xfe",
         "UTF-16 text",
@@ -104,6 +129,38 @@ def mistaken(head: bytes, name: str) -> str | None:
         kind = os.path.splitext(name)[1][1:]
         return f"it is not {kind}, though its name says so: rename it to what it is, or download it again"
     return None
+
+
+# what Windows-1252 has inside words
+_LETTERS = bytes({*range(0xC0, 256)} - {0xD7, 0xF7}) + "ƒŠŒŽšœžŸ’·\xad".encode("cp1252")
+_INSIDE = re.compile(rb"(?<=[A-Za-z])[\x80-\xff](?=[A-Za-z])")
+_HIGH = bytes(range(0x80, 256))
+# what no text has
+_CONTROLS = bytes({*range(32)} - {*b"\t\n\f\r\x1a\x1b"})
+LOOKED_AT = 1 << 18  # bytes at the beginning of a plain text
+
+
+def encoding_of(head: bytes) -> str:
+    """Return Python's name of the encoding of a plain text, from its first bytes:
+    UTF-16 with a byte-order mark, or Windows-1252, which includes ISO 8859-1. Return ""
+    for UTF-8, and for what cannot be told, such as other encodings.
+
+    A text is taken for Windows-1252 if it has none of the control characters of binary
+    files, few bytes outside ASCII, and between two ASCII letters only bytes that are
+    letters there. Polish and Czech words have others, and Cyrillic has many.
+    """
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+        return ""
+    except UnicodeDecodeError:
+        ascii_size = len(head.translate(None, _HIGH))
+        is_western = not b"".join(_INSIDE.findall(head)).translate(None, _LETTERS)
+        is_binary = len(head.translate(None, _CONTROLS)) < len(head)
+        if is_western and not is_binary and ascii_size > 0.8 * len(head):
+            return "cp1252"
+        return ""
 
 
 class BadDocument(Exception):
@@ -211,6 +268,8 @@ def _field_of(record: Any, field: str) -> str:
             f'no field "{field}", because it is {_kind(record)}; expected a JSON object'
         )
     value = record.get(field)
+    if value is None and field in record:
+        raise Empty("text is null")
     if value is None and "." in field:
         value = record
         for name in field.split("."):
@@ -232,7 +291,17 @@ def _field_of(record: Any, field: str) -> str:
     what = f'no field "{field}", only {shown}'
     if value is not None:
         what = f'field "{field}" is {_kind(value)}, expected a text; the fields are {shown}'
-    raise OtherShape(f"{what}; set stream.text_field to the field of the text")
+    advice = "set stream.text_field to the field of the text"
+    if isinstance(value, list) or not {*CHATS}.isdisjoint(record):
+        advice = JOIN
+    raise OtherShape(f"{what}; {advice}")
+
+
+CHATS = ("messages", "conversations", "conversation")
+JOIN = (
+    "only single texts are read: join lists, and the messages of a chat (as "
+    "apply_chat_template of transformers does), and write the result as a field of text"
+)
 
 
 def _kind(value: Any) -> str:
@@ -266,6 +335,70 @@ def json_lines(lines: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
             if not document.isspace():
                 yield document
         first = False
+
+
+def reader_of(
+    name: str, how: Format
+) -> Callable[[Any, int], Iterator[bytes | str | BadDocument]]:
+    """Return the function that reads the documents of a decompressed stream, by the
+    file's name. It takes the stream and the most bytes of a document.
+    """
+    suffix = suffix_of(name)
+    if suffix in TABLES:
+        return partial(table_rows, name=name, field=how.text_field)
+    if suffix in ARROW:
+        return partial(arrow_rows, name=name, field=how.text_field)
+    if suffix not in PLAIN_TEXT:
+        return json_lines
+    return text_blocks if how.text_split == "blank_lines" else whole_text
+
+
+def table_rows(
+    stream: Any, max_bytes: int, name: str, field: str
+) -> Iterator[str | BadDocument]:
+    """Yield the texts of a column of a table in CSV or TSV.
+
+    OtherContent is raised if it has no such column.
+    """
+    csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
+    lines = iter(partial(stream.readline, max_bytes + 1), b"")
+    # Invalid bytes are left to ``text_of``.
+    decoded = codecs.iterdecode(lines, "utf-8-sig", errors="surrogateescape")
+    delimiter = "\t" if ".tsv" in suffix_of(name) else ","
+    rows = csv.DictReader(decoded, delimiter=delimiter)
+    names = list(rows.fieldnames or ())
+    if field not in names:
+        raise OtherContent(
+            f'it has no column "{field}", only {", ".join(names)[:200]}: {COLUMN}'
+        )
+    for row in rows:
+        text = row[field]
+        if text is None:
+            yield Garbage("the row has too few columns")
+        else:
+            yield _bounded(text, max_bytes)
+
+
+def arrow_rows(
+    stream: Any, max_bytes: int, name: str, field: str
+) -> Iterator[str | BadDocument]:
+    """Yield the texts of a column of an Arrow file, in the format for files or for
+    streams (as ``datasets`` writes it).
+
+    OtherContent is raised if it has no such column.
+    """
+    import pyarrow
+
+    file = pyarrow.PythonFile(stream, "r")
+    if stream.peek(6).startswith(b"ARROW1"):
+        table = pyarrow.ipc.open_file(file)
+        batches = map(table.get_batch, range(table.num_record_batches))
+    else:
+        table = pyarrow.ipc.open_stream(file)
+        batches = iter(table)
+    _check_column(table.schema, field)
+    for batch in batches:
+        yield from _texts(batch, field, max_bytes)
 
 
 TOO_LONG = 'more than stream.max_document_mb allows: set stream.text_split = "blank_lines", or allow more'
@@ -358,33 +491,43 @@ def parquet_table(stored: io.BufferedReader, name: str) -> Any:
 
 
 def parquet_records(
-    table: Any, name: str, options: StreamOptions, rows: int, *groups: int
+    table: Any, options: StreamOptions, rows: int, *groups: int
 ) -> Iterator[str | BadDocument]:
     """Yield the texts of a column, of all row groups or of ``range(*groups)``, decoding
     so many ``rows`` at a time.
 
-    DataError is raised for a sound file without such a column: the config has to
-    change.
+    OtherContent is raised for a file without such a column.
     """
     field = options.format.text_field
     max_bytes = options.max_document_bytes
-    _check_column(table.schema_arrow, name, field)
+    _check_column(table.schema_arrow, field)
     chosen = list(range(*groups)) if groups else None
     for batch in table.iter_batches(
         batch_size=rows, columns=[field], row_groups=chosen
     ):
-        for value in _column(batch, field):
-            try:
-                text = value.as_py()
-            except UnicodeDecodeError as error:  # other writers do not validate UTF-8
-                yield _not_utf_8(error)
-                continue
-            if not isinstance(text, str):
-                yield BadDocument("text is null")
-            elif 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
-                yield too_long(size)
-            else:
-                yield text
+        yield from _texts(batch, field, max_bytes)
+
+
+def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
+    for value in _column(batch, field):
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:  # other writers do not validate UTF-8
+            yield _not_utf_8(error)
+            continue
+        if not isinstance(text, str):
+            yield Empty("text is null")
+        else:
+            yield _bounded(text, max_bytes)
+
+
+def _bounded(text: str, max_bytes: int) -> str | BadDocument:
+    """Return a text, unless it is too long."""
+    if 4 * len(text) > max_bytes:
+        size = len(text.encode(errors="replace"))
+        if size > max_bytes:
+            return too_long(size)
+    return text
 
 
 def rows_at_a_time(metadata: Any) -> int:
@@ -394,25 +537,29 @@ def rows_at_a_time(metadata: Any) -> int:
     return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 
 
-def _check_column(schema: Any, name: str, field: str) -> None:
+COLUMN = "set stream.text_field to the column of the text"
+
+
+def _check_column(schema: Any, field: str) -> None:
     import pyarrow.types as types
 
     columns = dict(_leaves(schema))
-    advice = "set stream.text_field to the column of the text"
     if field not in columns:
-        found = ", ".join(
-            f"{column} ({kind})" for column, kind in list(columns.items())[:12]
-        )
-        raise DataError(f'{name} has no column "{field}", only {found}: {advice}')
-    kind = columns[field]
-    value = kind.value_type if types.is_dictionary(kind) else kind
+        first = list(columns.items())[:12]
+        names = ", ".join(f"{column} ({type_})" for column, type_ in first)
+        advice = COLUMN
+        if not {*CHATS}.isdisjoint(columns):
+            advice = JOIN
+        raise OtherContent(f'it has no column "{field}", only {names}: {advice}')
+    type_ = columns[field]
+    value = type_.value_type if types.is_dictionary(type_) else type_
     # only later versions of pyarrow have it
     is_view = getattr(types, "is_string_view", lambda _: False)
     if not (types.is_string(value) or types.is_large_string(value) or is_view(value)):
-        raise DataError(
-            f'{name}: column "{field}" is {kind}, expected string: {advice}, or write '
-            "it as a string"
-        )
+        advice = f"{COLUMN}, or write it as a string"
+        if types.is_list(value) or types.is_large_list(value):
+            advice = JOIN
+        raise OtherContent(f'column "{field}" is {type_}, expected string: {advice}')
 
 
 def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

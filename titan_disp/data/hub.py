@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from titan_disp.data.formats import SUFFIXES
+from titan_disp.data.formats import NAMES, is_readable
 from titan_disp.data.retry import chain, may_recover, response_of, retried
 from titan_disp.errors import ConfigError
 
@@ -272,7 +272,7 @@ def splits_in(
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # see cannot_list
         problem = str(error)
-        expected = f"expected files that end in {', '.join(SUFFIXES)}"
+        expected = f"expected files such as {NAMES}"
         missing = "Config name is missing" in problem
         unknown = f"'{name.config}' not found" in problem
         if "scripts are no longer supported" in problem:
@@ -317,11 +317,11 @@ def files_of_split(
             f"{str(example)!r}"
         )
     paths = sorted(set(splits[split]))
-    if unread := [path for path in paths if not path.endswith(SUFFIXES)]:
+    if unread := [path for path in paths if not is_readable(path)]:
         found = f"{len(unread)} of {len(paths)}, such as {unread[0]}"
         raise ConfigError(
             f"{where}: the split has files that cannot be read ({found}); expected "
-            f"names that end in {', '.join(SUFFIXES)}"
+            f"names such as {NAMES}"
         )
     return paths
 

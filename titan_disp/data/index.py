@@ -157,9 +157,7 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
             if (i % step == 0 and n < count) or i == last
         ]
         end = file.size * count // max(rows[-1], 1)
-    elif file.name.endswith(formats.COMPRESSED) or (
-        options.format.text_split == "file" and file.name.endswith(formats.PLAIN_TEXT)
-    ):
+    elif _is_one_block(file, options):
         blocks = []
     else:
         blocks.append((count, end))
@@ -168,6 +166,16 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     found = np.array(blocks, np.int64).reshape(-1, 2).T
     return FileIndex(
         about, text, stored, damage, count, np.array(hashes, np.uint64), found
+    )
+
+
+def _is_one_block(file: DataFile, options: StreamOptions) -> bool:
+    """Return whether reading can begin nowhere but at the beginning of a file."""
+    is_text = file.name.endswith(formats.PLAIN_TEXT)
+    return (
+        bool(file.encoding)
+        or file.name.endswith((*formats.COMPRESSED, *formats.TABLES, *formats.ARROW))
+        or (options.format.text_split == "file" and is_text)
     )
 
 
@@ -219,6 +227,8 @@ def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex |
     it.
     """
     found = _load(_path(folder, options, file), hashes=False)
+    if found and file.left_out:
+        return replace(found, damage=None)
     why = _reasons_to_reindex(found, _about(file))
     return next(iter(why.values()), None) or found  # type: ignore[return-value]
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from titan_disp.data.blocks import Blocks
+from titan_disp.data.formats import suffix_of
 from titan_disp.data.hub import (
     C4,
     FORM,
@@ -38,13 +39,15 @@ class DataFile:
     name: str
     url: str  # what to open: a local path, hf://datasets/…, or an object's URL
     size: int  # in bytes, as stored
-    density: float = 1.0  # bytes of text per stored byte, see ``sources.measured`` …
+    density: float = 1.0  # bytes of text per stored byte, see ``findings.measured`` …
     # … and a hash of some of its content; or both of all of it, if it is indexed
     sample: str = ""
     blocks: Blocks | None = field(default=None, compare=False, repr=False)
     damage: str | None = None  # what is wrong behind the last block
     documents: int | None = None  # known of an indexed file
     etag: str = ""  # an object store's checksum of the content
+    encoding: str = ""  # of a plain text that is not UTF-8, ``formats.encoding_of``
+    left_out: bool = False  # see stream.left_out: it is read as if it were empty
 
     @property
     def remote(self) -> bool:
@@ -128,6 +131,8 @@ def list_files(
     ]
     # The same name on nodes with other locales, and also for a name that is not UTF-8.
     names = [os.fsencode(name).decode(errors="surrogateescape") for name in names]
+    # Readers look for a suffix in lower case.
+    names = [name[: -len(suffix_of(name))] + suffix_of(name) for name in names]
     files = [replace(file, name=name) for name, file in zip(names, found, strict=True)]
     return sorted(files, key=lambda file: file.name)
 

@@ -38,7 +38,12 @@ from titan_disp.data.listing import DataFile, on_rank_0
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.passes import Progress
 from titan_disp.data.position import Field
-from titan_disp.data.sources import data_sets, list_and_check, source_shares
+from titan_disp.data.sources import (
+    data_sets,
+    list_for_run,
+    readings,
+    source_shares,
+)
 from titan_disp.data.stream import (
     Batch,
     Encode,
@@ -355,7 +360,7 @@ def build_dataloader(
     Rank 0 lists the files. All ranks raise ConfigError.
     """
     files = on_rank_0(
-        list_and_check,
+        list_for_run,
         data_sets(job_config),
         stream_options(job_config, tokenizer=tokenizer),
     )
@@ -376,5 +381,13 @@ def build_dataloader(
             f"data: {dealt} of {counted(len(files), 'file')} are read block by block "
             "(docs/data.md)"
         )
+    if dp_rank == 0:
+        files_of = {
+            group.name: [file for file in files if group.owns(file)]
+            for group in loader.groups
+        }
+        for cost in readings(files_of, job_config, dp_world_size):
+            for warning in cost.warnings():
+                logger.warning(warning)
     loader.pin_memory = job_config.training.dataloader.pin_memory
     return loader

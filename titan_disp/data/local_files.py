@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from glob import escape as glob_escape
 from glob import glob
@@ -16,19 +16,43 @@ from pathlib import Path
 
 from torchtitan.tools.logging import logger
 
-from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS, suffix_of
+from titan_disp.data.formats import (
+    NAMES,
+    PLAIN_TEXT,
+    TABLES,
+    TOKEN_IDS,
+    is_readable,
+    suffix_of,
+)
 from titan_disp.data.hub import FOLDER
 from titan_disp.errors import ConfigError, counted
 
 # Usual beside documents: leaving them out is not worth a warning. (The .model is
 # SentencePiece's, the .idx Megatron-LM's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
+_UNREAD = "files with such suffixes are not read"
 _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
 _MARKS = {
     "train": ("train",),
     "validation": ("validation", "valid", "val"),
     "test": ("test",),
 }
+
+
+# Why files were left out, by the ``where`` of the listing and their paths.
+left_out: dict[str, dict[str, str]] = {}
+
+
+def leave_out(
+    paths: Sequence[str], where: str, why: str, log: Callable[[str], None] | None
+) -> None:
+    """Remember why files are left out, and log it."""
+    left_out.setdefault(where, {}).update(dict.fromkeys(paths, why))
+    if paths and log is not None:
+        log(
+            f"{where}: left out, because {why}: {_counts(paths)}, such as {paths[0]}. "
+            "(A glob instead of the folder reads every file that it matches)"
+        )
 
 
 def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]:
@@ -42,10 +66,9 @@ def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]
     if os.path.isdir(dataset_path):
         paths = select(_walk(dataset_path, where), dataset_path, split, where, c4)
     elif os.path.lexists(dataset_path):
-        if not dataset_path.endswith(SUFFIXES):
+        if not is_readable(dataset_path):
             raise ConfigError(
-                f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: "
-                "convert or rename it"
+                f"{where}; expected a name such as {NAMES}: convert or rename it"
             )
         paths = [dataset_path]
     elif is_pattern(dataset_path):
@@ -53,7 +76,7 @@ def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]
     else:
         raise ConfigError(
             f"{where}, which does not exist; expected a folder, file or glob of "
-            f"{', '.join(SUFFIXES)}. {_SAMPLE}"
+            f"{NAMES}. {_SAMPLE}"
         )
     for path in paths:
         _refuse_dangling(path, where)
@@ -69,7 +92,9 @@ def list_local(dataset_path: str, split: str, where: str, c4: bool) -> list[str]
             )
     check_kinds(paths, where)
     if len({suffix_of(path) for path in paths}) > 1:
-        _warn(f"{where}: files of several formats are read together: {_counts(paths)}")
+        warn_once(
+            f"{where}: files of several formats are read together: {_counts(paths)}"
+        )
     return paths
 
 
@@ -105,14 +130,10 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
             continue
         if found.setdefault(real, path) is not path:
             again.append(path)
-    if again:
-        files = f"{counted(len(again), 'file')}, such as {again[0]}"
-        _warn(
-            f"{where}: left out, because links lead to the same folders again: {files}"
-        )
+    leave_out(again, where, "links lead to the same folders again", warn_once)
     if folders and found and "**" not in pattern:
         left_out = f"{counted(len(folders), 'folder')}, such as {folders[0]}"
-        _warn(
+        warn_once(
             f"{where}: the glob leaves out {left_out}. (A glob with /** includes the "
             "files in folders)"
         )
@@ -121,10 +142,9 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
         there = [_counts(found)] if found else []
         there += [counted(len(folders), "folder")] if folders else []
         others = f", but {' and '.join(there)}" if there else ""
-        expected = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(
-            f"{where}, which matches no file{others}; expected files named "
-            f"{expected}: name others, or convert them"
+            f"{where}, which matches no file{others}; expected files named {NAMES}: "
+            "name others, or convert them"
         )
     return paths
 
@@ -150,16 +170,14 @@ def select(
     found: list[str], folder: str, split: str, where: str, c4: bool
 ) -> list[str]:
     """Select a split's files among all that are in a folder."""
-    if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
-        # Beside documents in other formats, plain text is about them (README.txt,
-        # LICENSE.txt).
-        if texts := [path for path in found if path.endswith(PLAIN_TEXT)]:
-            such = f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
-            _say(
-                f"{where}: left out, because there are documents in other formats: "
-                f"{such}"
-            )
-        found = [path for path in found if not path.endswith(PLAIN_TEXT)]
+    # Beside documents in other formats, tables are about them, and so is plain text
+    # (README.txt, LICENSE.txt).
+    for formats in (TABLES, PLAIN_TEXT):
+        about = [path for path in found if suffix_of(path) in formats]
+        others = [path for path in found if suffix_of(path) not in formats]
+        if any(map(is_readable, others)):
+            leave_out(about, where, "there are documents in other formats", _say)
+            found = others
     paths = readable_formats(found, where)
     of_split = files_named(paths, split, narrow=c4)
     if kept_back := set() if c4 else _kept_back(paths, folder):
@@ -168,6 +186,7 @@ def select(
             if split == "validation"
             else [path for path in of_split if path not in kept_back]
         )
+        leave_out(sorted(kept_back), where, "held out for validation", None)
         _say(
             f"{where}: {len(kept_back)} of {len(paths)} *.txt are held out for "
             "validation, chosen by a hash of their names, because no name contains "
@@ -190,23 +209,15 @@ def select(
             )
         there = f"but {counts}" if counts else "because it has no files"
         expected = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
-        expected += ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(
             f"{where}, which holds no {split} data, {there}; expected files such as "
-            f"{expected}. {_SAMPLE}"
+            f"{expected}{NAMES}. {_SAMPLE}"
         )
-    if left_out := sorted(set(paths) - set(of_split) - kept_back):
-        rule = f"whose names do not say {split}" + (
-            f" or that are not in {FOLDER}" if c4 else ""
-        )
-        some = ", ".join(
-            [os.path.relpath(path, folder) for path in left_out[:3]]
-            + ["…"] * (len(left_out) > 3)
-        )
-        (_note if c4 or split != "train" else _warn)(
-            f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: "
-            f"{some}. (A glob instead of the folder reads every file that it matches)"
-        )
+    rule = f"their names do not say {split}"
+    if c4:
+        rule += f", or they are not in {FOLDER}"
+    others = sorted({*paths} - {*of_split} - kept_back)
+    leave_out(others, where, rule, _note if c4 or split != "train" else warn_once)
     return of_split
 
 
@@ -227,7 +238,7 @@ def _walk(folder: str, where: str) -> list[str]:
             if name.startswith("."):
                 continue
             if (real := os.path.realpath(path)) in seen:
-                _warn(
+                warn_once(
                     f"{where}: {path} is left out, because it is a link to {real}, "
                     "which is read already"
                 )
@@ -245,9 +256,9 @@ def _walk(folder: str, where: str) -> list[str]:
 
 def check_kinds(paths: list[str], where: str) -> None:
     """Refuse token ids that lie beside texts."""
-    ids = [path for path in paths if path.endswith(TOKEN_IDS)]
+    ids = [path for path in paths if suffix_of(path) in TOKEN_IDS]
     if ids and len(ids) < len(paths):
-        other = next(path for path in paths if not path.endswith(TOKEN_IDS))
+        other = next(path for path in paths if suffix_of(path) not in TOKEN_IDS)
         raise ConfigError(
             f"{where}, which holds {counted(len(ids), 'file')} of token ids, such as "
             f"{ids[0]!r}, and {len(paths) - len(ids)} of text, such as {other!r}; "
@@ -257,15 +268,12 @@ def check_kinds(paths: list[str], where: str) -> None:
 
 
 def readable_formats(paths: list[str], where: str) -> list[str]:
-    other = [path for path in paths if not path.endswith(SUFFIXES)]
-    for say, usual in ((_warn, False), (_note, True)):
-        if part := [path for path in other if path.endswith(_NO_DATA) == usual]:
-            counts = _counts(part)
-            say(
-                f"{where}: left out, because they end in none of "
-                f"{', '.join(SUFFIXES)}: {counts}, such as {part[0]}"
-            )
-    return [path for path in paths if path.endswith(SUFFIXES)]
+    others = [path for path in paths if not is_readable(path)]
+    usual = [path for path in others if path.endswith(_NO_DATA)]
+    unusual = [path for path in others if not path.endswith(_NO_DATA)]
+    leave_out(usual, where, _UNREAD, _note)
+    leave_out(unusual, where, _UNREAD, warn_once)
+    return [path for path in paths if is_readable(path)]
 
 
 def _cannot_be_read(path: str, error: OSError, where: str) -> ConfigError:
@@ -296,7 +304,8 @@ def files_named(paths: list[str], split: str, narrow: bool) -> list[str]:
 
     If a name says "train", others without a mark are training data too unless the names
     are ``narrow``, as C4's are. In other folders, a file called train_schedules would
-    make all others disappear.
+    make all others disappear. The word "test" marks a split only if the name of another
+    file marks one: a text about tests is training data, too.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:
@@ -306,8 +315,11 @@ def files_named(paths: list[str], split: str, narrow: bool) -> list[str]:
     named = [path for path in paths if says(path, _MARKS[split])]
     if split != "train" or (named and narrow):
         return named
-    held_out = (*_MARKS["validation"], *_MARKS["test"])
-    return [path for path in paths if path in named or not says(path, held_out)]
+    held_out = _MARKS["validation"]
+    if named or any(says(path, held_out) for path in paths):
+        held_out = (*held_out, *_MARKS["test"])
+    training = {*named}
+    return [path for path in paths if path in training or not says(path, held_out)]
 
 
 def _kept_back(paths: list[str], folder: str) -> set[str]:
@@ -316,7 +328,7 @@ def _kept_back(paths: list[str], folder: str) -> set[str]:
     """
     if (
         len(paths) < 100
-        or any(not path.endswith(PLAIN_TEXT) for path in paths)
+        or any(suffix_of(path) not in PLAIN_TEXT for path in paths)
         or files_named(paths, "validation", True)
     ):
         return set()
@@ -338,6 +350,6 @@ def _counts(paths: Iterable[str]) -> str:
 
 
 # Checks, training and validation list the same folder, but it is logged once.
-_warn = cache(logger.warning)
+warn_once = cache(logger.warning)
 _say = cache(logger.info)
 _note = cache(logging.getLogger(__name__).info)  # not for the console

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import Any
 
-from titan_disp.data.formats import SUFFIXES
+from titan_disp.data.formats import NAMES, is_readable
 from titan_disp.data.hub import LISTING_SECONDS, HubName, commit_of
 from titan_disp.data.local_files import (
     check_kinds,
@@ -36,7 +36,7 @@ def is_url(path: str) -> bool:
 def is_folder(path: str) -> bool:
     """Return whether a path is a local folder, or a URL that is read as one."""
     return os.path.isdir(path) or (
-        is_url(path) and not is_pattern(path) and not path.endswith(SUFFIXES)
+        is_url(path) and not is_pattern(path) and not is_readable(path)
     )
 
 
@@ -139,8 +139,7 @@ def list_objects(
     )
     if not paths:
         raise ConfigError(
-            f"{where}, which matches no file; expected names that end in "
-            f"{', '.join(SUFFIXES)}"
+            f"{where}, which matches no file; expected names such as {NAMES}"
         )
     check_kinds(paths, where)
     for index in (

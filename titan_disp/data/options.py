@@ -41,6 +41,8 @@ class StreamOptions:
     # documents of a slot that are shuffled together; 0 or 1 for none
     shuffle_window: int = 0
     index: str = ""  # of the data: a folder, or "memory"
+    left_out: tuple[str, ...] = ()  # names of files
+    run_folder: str = ""  # where a start writes what it has found, ``findings``
     on_bad_data: str = "skip"  # or "fail"
     max_skipped_fraction: float = 0.01
     max_document_bytes: int = 16 << 20
@@ -91,6 +93,8 @@ def stream_options(
             stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds
         ),
         tokenizer_threads=stream.tokenizer_threads or default_threads(),
+        left_out=tuple(stream.left_out),
+        run_folder=job_config.job.dump_folder,
         segments=stream.document_mask
         or (dispersion.enabled and dispersion.within_documents),
         format=Format(

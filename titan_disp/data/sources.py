@@ -6,20 +6,25 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
-import numpy as np
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.batch import slot_count, tokens_per_step
 from titan_disp.config.types import JobConfig
-from titan_disp.data import formats, megatron
-from titan_disp.data.assignment import Share, prefixed, shares
-from titan_disp.data.documents import Documents
-from titan_disp.data.index import content_sample, with_index
+from titan_disp.data import findings, ledger
+from titan_disp.data.assignment import Share, one_share, prefixed, shares
+from titan_disp.data.findings import (
+    Reading,
+    after_left_out,
+    check_content,
+    copies,
+    measured,
+    reading,
+)
+from titan_disp.data.ledger import Entry
 from titan_disp.data.listing import (
     DataFile,
     held_out,
@@ -27,10 +32,12 @@ from titan_disp.data.listing import (
     split_of,
     streams_from_hub,
 )
+from titan_disp.data.local_files import left_out
 from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
-from titan_disp.errors import ConfigError, DataError, RefusedError, counted
+from titan_disp.errors import ConfigError, RefusedError, counted, did_you_mean
 from titan_disp.job_config import Source
+from titan_disp.text import byte_size
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,11 @@ class DataSet:
     def on_hub(self) -> bool:
         return streams_from_hub(self.dataset, self.path)
 
+    @property
+    def prefix(self) -> str:
+        """Return what the names of its files begin with in the run."""
+        return f"{self.source}/" if self.source else ""
+
     def check_name(self) -> None:
         split_of(self.dataset, self.key)
 
@@ -58,11 +70,7 @@ class DataSet:
         starts.
         """
         self.check_name()
-        return (
-            []
-            if self.on_hub
-            else list_files(self.dataset, self.path, self.key, self.path_key)
-        )
+        return [] if self.on_hub else self.files()
 
     def files(self) -> list[DataFile]:
         """List its files, with the names that they have in the run."""
@@ -173,21 +181,98 @@ def held_out_sets(job_config: JobConfig) -> list[DataSet]:
     ]
 
 
-# read in each of three files (the first, a middle one, the last) until a usable one is
-# found
-DOCUMENTS = 20
-
-
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
     """List and check the files of the data sets, and return those for training."""
     listed = [(one, one.files()) for one in data]
     check_overlaps(listed)
-    every = []
+    training = []
     for one, files in listed:
         if one.key != "validation":
-            check_content(files, options, one.key)
-            every += measured(files, options)
-    return every
+            read = after_left_out(files, options, one.prefix)
+            training += measured(check_content(read, options, one.key), options)
+    check_left_out(listed, training, options)
+    warn_of_copies(listed)
+    return training
+
+
+def list_for_run(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
+    """Return what ``list_and_check`` does, and write it to the folder of the run."""
+    files = list_and_check(data, options)
+    if os.path.isdir(options.run_folder):
+        findings.write(files, ledger_of(data, files, options), options)
+    return files
+
+
+def ledger_of(
+    data: Sequence[DataSet], training: Sequence[DataFile], options: StreamOptions
+) -> list[Entry]:
+    """Return what becomes of the files of a run, and of those that init has copied to
+    its own, in place of these.
+    """
+    copied: list[Entry] = []
+    entries: list[Entry] = []
+    for one in data:
+        if one.key != "validation":
+            copied += ledger.read(one.path)
+            entries += ledger.of_left_out(
+                left_out.get(f"{one.path_key} is {one.path!r}", {})
+            )
+    return copied or [*findings.entries_of(training, options), *entries]
+
+
+def check_left_out(
+    listed: Iterable[tuple[DataSet, Sequence[DataFile]]],
+    training: Sequence[DataFile],
+    options: StreamOptions,
+) -> None:
+    """Raise ConfigError if no file has a name in ``stream.left_out``, and log what is
+    left out.
+    """
+    sizes = {file.name: file.size for _, files in listed for file in files}
+    sizes |= {file.name: file.size for file in training}
+    for name in options.left_out:
+        if name not in sizes:
+            hint = did_you_mean(name, sizes)
+            raise ConfigError(
+                f"stream.left_out names {name!r}, which is neither a file of the data "
+                f"nor known to the run in {options.run_folder!r}{hint}"
+            )
+    if options.left_out:
+        size = byte_size(sum(sizes[name] for name in options.left_out))
+        logger.warning(
+            f"data: {counted(len(options.left_out), 'file')} ({size}) are left out, as "
+            f"stream.left_out says: {', '.join(options.left_out)}"
+        )
+
+
+def warn_of_copies(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
+    """Warn of files with the same content."""
+    keys = {file: one.key for one, files in listed for file in files}
+    if pairs := copies([*keys]):
+        first, second = pairs[0]
+        logger.warning(
+            f"data: {counted(len(pairs), 'copy', 'copies')} of files, such as "
+            f"{second.url!r} ({keys[second]}), whose original is {first.url!r} "
+            f"({keys[first]}). Their documents come more often than others, and "
+            "held-out ones are not held out: remove the copies"
+        )
+
+
+def readings(
+    files: Mapping[str, Sequence[DataFile]],
+    job_config: JobConfig,
+    ranks: int,
+) -> list[Reading]:
+    """Return how so many data-parallel ranks read the files of each source, which are
+    by its name ("" if there is only one).
+    """
+    slots = slot_count(job_config, ranks)
+    tokens = job_config.training.steps * tokens_per_step(job_config, ranks)
+    return [
+        reading(files[share.name], share, ranks, tokens, job_config.stream.seed)
+        for share in source_shares(job_config, slots) or one_share(slots)
+        if share.name in files
+    ]
 
 
 def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
@@ -223,164 +308,3 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
                 f"{key} and {data.key} read {number} in common, such as {one!r} and "
                 f"{again!r}; {why}"
             )
-
-
-# stored bytes read of each file that is measured; more than buffers and decoders hold
-SAMPLE = 1 << 20
-
-
-def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
-    """Return the files with what the index knows of them, or else measured.
-
-    ``density`` is then that of the beginnings of up to three files with the same
-    suffix.
-    """
-    if options.index:
-        return with_index(files, options)
-    groups: dict[str, list[DataFile]] = {}
-    for file in files:
-        groups.setdefault(formats.suffix_of(file.name), []).append(file)
-    densities = {}
-    for suffix, group in groups.items():
-        some = (
-            []
-            if suffix in formats.TOKEN_IDS
-            else [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
-        )
-        text, stored = (
-            sum(each)
-            for each in zip(
-                (0, 0.0), *(_sampled(file, options) for file in some), strict=True
-            )
-        )
-        densities[suffix] = float(f"{text / stored:.3g}") if text else 1.0
-
-    def known(file: DataFile) -> DataFile:
-        density = (
-            0.0
-            if _has_no_rows(file, options)
-            else densities[formats.suffix_of(file.name)]
-        )
-        return replace(
-            file,
-            density=density,
-            sample=content_sample(file),
-            blocks=megatron.blocks_of(file),
-        )
-
-    # a shared file system takes milliseconds for each file
-    with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(known, files))
-    if not any(file.density for file in found):
-        raise ConfigError(
-            f"{found[0].url} has no "
-            f"rows{' (nor have the others)' * (len(found) > 1)}: name files with text"
-        )
-    return found
-
-
-def _has_no_rows(file: DataFile, options: StreamOptions) -> bool:
-    """Return whether a Parquet file is empty. One of 64 KiB has more than a footer."""
-    if not file.name.endswith(formats.PARQUET) or file.size > 1 << 16:
-        return False
-    with (
-        closing(Documents(file, options)) as documents,
-        suppress(DataError, formats.DamagedFile),
-    ):
-        return documents.read() is None
-    return False  # damaged, as reading it will tell
-
-
-def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:
-    """Return the bytes of some text of a file, and how many stored bytes it takes."""
-    text = begin = 0
-    with closing(Documents(file, options)) as documents, suppress(formats.DamagedFile):
-        while (record := documents.read()) is not None:
-            assert documents.stored is not None
-            place = documents.stored.tell()
-            if not text:
-                begin = place
-            if file.name.endswith(formats.PARQUET):
-                if text > SAMPLE:
-                    return (
-                        text,
-                        file.size
-                        * documents.position
-                        / documents.table.metadata.num_rows,
-                    )
-            elif place - begin >= SAMPLE:
-                return text, place - begin
-            with suppress(formats.BadDocument):
-                text += len(formats.text_of(record, options.format.text_field).encode())
-        return text, file.size
-    return 0, 0
-
-
-def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:
-    """Check the first documents of up to three local files.
-
-    Token ids are not read if no tokenizer is known.
-
-    ConfigError is raised if no document of a file can be used, or a whole .txt file is
-    one document that is too long. Single bad documents and damaged files are left to
-    the run (``stream.on_bad_data``).
-    """
-    format = options.format
-    max_bytes = options.max_document_bytes
-    local = [file for file in files if not file.url.startswith("hf://")]
-    if format.eos_id is None:
-        local = [file for file in local if not file.name.endswith(formats.TOKEN_IDS)]
-    if format.text_split == "file":
-        for file in local:
-            if file.name.endswith(formats.PLAIN_TEXT[0]) and file.size > max_bytes:
-                raise ConfigError(
-                    f"{key} data: {file.url} is one document of {file.size:,} bytes, "
-                    f"{formats.TOO_LONG}"
-                )
-    for i in sorted({0, len(local) // 2, len(local) - 1}) if local else ():
-        if (cause := _cause(local[i], options)) is not None:
-            raise ConfigError(f"{key} data: {local[i].url}: {cause}")
-
-
-def _cause(file: DataFile, options: StreamOptions) -> str | None:
-    """Return why none of the first documents of a file can be used, or None.
-
-    An empty or too long one says nothing.
-    """
-    format = options.format
-    cause = None
-    documents = Documents(file, options)
-    try:
-        for _ in range(DOCUMENTS):
-            record = documents.read()
-            if record is None or isinstance(record, np.ndarray):
-                break
-            try:
-                formats.text_of(record, format.text_field)
-                return None
-            except (formats.Garbage, formats.OtherShape) as error:
-                cause = (
-                    cause
-                    or f"document {documents.position - 1}: {error}{_expected(str(error), file)}"
-                )
-            except formats.BadDocument:  # empty, or too long
-                return None
-    except formats.OtherContent as error:
-        return str(error)
-    except formats.DamagedFile:
-        return None
-    finally:
-        documents.close()
-    return cause
-
-
-def _expected(error: str, file: DataFile) -> str:
-    """Return advice to append if the error says only what is wrong with one document,
-    else an empty text.
-    """
-    # But not "unexpected end of data", the error of truncated UTF-8
-    if re.search(r"\bexpected\b|stream\.", error):
-        return ""
-    if file.name.endswith(formats.PLAIN_TEXT):
-        return "; expected UTF-8: convert it (iconv), or leave it out"
-    return "; expected one document per line, with a text field: convert the file, or leave it out"

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from titan_disp.data import objects
-from titan_disp.data.formats import PARQUET, TOKEN_IDS
+from titan_disp.data.formats import ARROW, PARQUET, TOKEN_IDS
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.retry import may_recover, response_of, retried
@@ -52,8 +52,8 @@ class RetryingFile(io.RawIOBase):
         # and their readers say what is damaged; the index of a file has looked for
         # them.
         self.damage: str | None = None
-        others = file.name.endswith((*PARQUET, *TOKEN_IDS)) or file.blocks is not None
-        self._zeros = b"" if others else ZEROS
+        others = file.name.endswith((*PARQUET, *ARROW, *TOKEN_IDS))
+        self._zeros = b"" if others or file.blocks is not None else ZEROS
 
     def readable(self) -> bool:
         return True

@@ -18,10 +18,11 @@ from torchtitan.tools.logging import logger
 from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.cursor import check_documents
+from titan_disp.data.findings import check_content
 from titan_disp.data.listing import DataFile, list_files, on_rank_0
 from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
-from titan_disp.data.sources import check_content, held_out_sets
+from titan_disp.data.sources import held_out_sets
 from titan_disp.data.stream import Batch, RankStreams, as_batch, empty_rows
 from titan_disp.data.tokenizer import encoder
 from titan_disp.errors import ConfigError, RefusedError, counted
@@ -70,7 +71,7 @@ def first_sequences(
     ``asked`` says how to ask for fewer.
     """
     options = replace(stream_options(job_config, seq_len, tokenizer), shuffle_window=0)
-    check_content(files, options, "validation")
+    files = check_content(files, options, "validation")
     begin = np.zeros((1, len(Field)), dtype=np.int64)
     assignment = Assignment(files, one_share(1), seed=0)
     with closing(

@@ -15,6 +15,7 @@ from titan_disp.config.batch import global_batch_size, slot_count
 from titan_disp.config.command_options import DigestOptions
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
+from titan_disp.data.findings import stored_bytes
 from titan_disp.data.loader import StreamLoader, open_stream, together
 from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
@@ -188,13 +189,12 @@ def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
     taken in the middle of small files would mean nothing.
     """
     files = loaders[0].files
+    bytes_read: float = 0
     if all((loader.positions[:, Field.EPOCH] > 0).all() for loader in loaders):
         bytes_read = sum(map(_bytes_of_first_epoch, loaders))
     else:
-        bytes_read = 0
         for loader in loaders:
-            indices = loader.assignment.files_of(loader.slots, 0)
-            bytes_read += sum(files[index].size for index in indices)
+            bytes_read += stored_bytes(files, loader.assignment, loader.slots)
     return bytes_read / max(1, sum(file.size for file in files))
 
 

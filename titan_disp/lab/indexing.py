@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from titan_disp.config.types import JobConfig
+from titan_disp.data.findings import check_content
 from titan_disp.data.formats import TOKEN_IDS
 from titan_disp.data.index import FOLDER, IN_MEMORY, FileIndex, current, index_file
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions, stream_options
-from titan_disp.data.sources import DataSet, check_content, held_out_sets, training_sets
+from titan_disp.data.sources import DataSet, held_out_sets, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import in_parallel, make_writable, progress

@@ -14,8 +14,9 @@ import re
 import shlex
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,17 +32,22 @@ from titan_disp.cluster.suggest import FILLED
 from titan_disp.config.command_options import InitOptions, Machine
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.data import sources
+from titan_disp.data import ledger
 from titan_disp.data.documents import Documents
+from titan_disp.data.findings import check_content, measured
 from titan_disp.data.formats import (
     PLAIN_TEXT,
     TOKEN_IDS,
     BadDocument,
     DamagedFile,
+    Empty,
+    OtherContent,
+    size_of,
     text_of,
 )
+from titan_disp.data.ledger import CONVERTED, LEFT_OUT, SKIPPED, USED, Entry
 from titan_disp.data.listing import DataFile, list_files
-from titan_disp.data.local_files import files_named
+from titan_disp.data.local_files import files_named, left_out
 from titan_disp.data.objects import is_folder, is_url
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import encoder, load_tokenizer
@@ -132,6 +138,7 @@ class _Text:
     size: float  # estimated bytes of text in all files
     split: str  # stream.text_split
     seq_len: int
+    ledger: list[Entry]
 
     @cached_property
     def scale(self) -> float:
@@ -169,6 +176,7 @@ def init(options: InitOptions) -> str:
     with atomic_folder(folder) as partial:
         if not text.named:
             _write_documents(text, partial / "data")
+            ledger.write(partial / "data/train", text.ledger)
         if not options.tokenizer:
             (partial / "tokenizer").mkdir()
             model = _tokenizer(text.training, text.characters, hardware.gpus > 0)
@@ -205,10 +213,16 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
         or max(file.size for file in files) > StreamOptions.max_document_bytes
     )
     split = "blank_lines" if is_plain and is_long else "file"
-    stream = StreamOptions(format=Format(options.text_field, split))
+    allowed = StreamOptions.max_skipped_fraction
+    if options.allow_loss:
+        allowed = 1.0
+    stream = StreamOptions(
+        format=Format(options.text_field, split), max_skipped_fraction=allowed
+    )
+    entries: list[Entry] = []
     try:
-        sources.check_content(files, stream, "training")
-        size = sum(file.size * file.density for file in sources.measured(files, stream))
+        files = measured(check_content(files, stream, "training"), stream)
+        size = sum(file.size * file.density for file in files)
         # Of little text, little can be held out: sequences are then short.
         if not gpus or size < 1e7:
             seq_len = 256
@@ -217,12 +231,23 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
         else:
             seq_len = 2048
         training, held_out, named = _split(
-            path, files, stream, size, wanted=64 * seq_len * 5
+            path, files, stream, size, wanted=64 * seq_len * 5, entries=entries
         )
     except ConfigError as error:
-        raise ConfigError(of_options(error)) from error
+        message = re.sub(
+            r"set stream\.left_out = .*", "--allow-loss", of_options(error)
+        )
+        raise ConfigError(message) from error
+    entries += ledger.of_left_out(left_out.get(f"--text is {path!r}", {}))
     return _Text(
-        path, training, held_out, named, size=size, split=split, seq_len=seq_len
+        path,
+        training,
+        held_out,
+        named,
+        size=size,
+        split=split,
+        seq_len=seq_len,
+        ledger=entries,
     )
 
 
@@ -281,23 +306,49 @@ def _find_hardware() -> _Hardware:
 
 
 def _read(
-    files: Sequence[DataFile], options: StreamOptions, most: float
+    files: Sequence[DataFile],
+    options: StreamOptions,
+    most: float,
+    entries: list[Entry],
 ) -> dict[bytes, str]:
-    """Read documents of up to about ``most`` bytes, each text once, by their hashes.
+    """Return documents of up to about ``most`` bytes, each text once, by their hashes.
 
-    A run will log what is bad.
+    What becomes of each file is added to ``entries``. Of files that are not read, all
+    is used.
     """
-    found = dict[bytes, str]()
+    texts = dict[bytes, str]()
     read = 0
     for file in files:
-        with closing(Documents(file, options)) as documents, suppress(DamagedFile):
+        parts = Counter[tuple[str, str]]()
+        used = (USED, "")
+        if file.encoding:
+            used = (CONVERTED, f"from {file.encoding}")
+        documents = Documents(file, options)
+        try:
             while read <= most and (record := documents.read()) is not None:
-                with suppress(BadDocument):
+                try:
                     text = text_of(record, options.format.text_field)
-                    content = text.encode()
-                    found[hashlib.sha256(content).digest()] = text
-                    read += len(content)
-    return found
+                except Empty:
+                    continue
+                except BadDocument as error:
+                    size = error.size or size_of(record)
+                    parts[SKIPPED, ledger.reason_of(error)] += size
+                    continue
+                content = text.encode()
+                read += len(content)
+                key = hashlib.sha256(content).digest()
+                part = (LEFT_OUT, "the same text again") if key in texts else used
+                parts[part] += len(content)
+                texts[key] = text
+        except OtherContent as error:
+            parts[SKIPPED, str(error)] += file.size
+        except DamagedFile as error:
+            rest = file.size - documents.stored.tell() if documents.stored else 0
+            parts[SKIPPED, f"damaged: {error}"] += max(1, rest)
+        finally:
+            documents.close()
+        entries += ledger.divided(file.name, file.size, parts)
+    return texts
 
 
 def _split(
@@ -306,6 +357,7 @@ def _split(
     options: StreamOptions,
     size: float,
     wanted: int,
+    entries: list[Entry],
 ) -> tuple[list[str], list[str], list[DataFile]]:
     """Return texts for training, held-out texts, and the files that training leaves out
     by itself.
@@ -326,7 +378,13 @@ def _split(
             "into such a file"
         )
     some = random.Random(0).sample(files, len(files))  # files may be sorted
-    found = _read(some, options, READ if named else math.inf)
+    found = _read(some, options, READ if named else math.inf, entries)
+    if ledger.lost(entries) > options.max_skipped_fraction:
+        skipped = [entry for entry in entries if entry.fate == SKIPPED]
+        raise ConfigError(
+            f"--text is {path!r}: {ledger.lost(entries):.1%} of its bytes cannot be "
+            f"used: {'; '.join(ledger.lines(skipped))}. To go on without, --allow-loss"
+        )
     total = sum(map(len, found.values()))
     if total < LEAST:
         raise ConfigError(
@@ -334,8 +392,9 @@ def _split(
             f"{LEAST:,}"
         )
     if named:
-        return list(found.values()), list(_read(named, options, wanted).values()), named
-    held_out = list[str]()
+        held_out = list(_read(named, options, wanted, entries=[]).values())
+        return list(found.values()), held_out, named
+    held_out = []
     held = 0
     most = total // 20
     target = min(max(total // 100, wanted), most)
@@ -645,6 +704,7 @@ class _Run:
                 f"text       {count:,.0f} {documents}, {characters} characters for "
                 "training",
                 f"held out   {held_out}",
+                *ledger.lines(text.ledger),
                 f"tokenizer  {tokens}: {short(tokens.training, 3)} tokens of text",
                 f"model      {self.description}",
                 f"run        {self.size.steps:,} steps: {self.length}",

@@ -6,12 +6,15 @@ Models with the same tokenizer get the same sample.
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from glob import escape, glob
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from titan_disp.data.documents import Documents
+from titan_disp.data.findings import encoding_of
 from titan_disp.data.formats import (
     JSON_LINES,
     PARQUET,
@@ -20,7 +23,7 @@ from titan_disp.data.formats import (
     OtherShape,
     text_of,
 )
-from titan_disp.data.hub import is_hub_name
+from titan_disp.data.hub import FOLDER, is_hub_name
 from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError, DataError, counted, of_options, reported
@@ -47,9 +50,11 @@ def read_texts(
 
     Args:
         text: file of documents (named like training data), or of plain UTF-8 text.
-            Plain text is cut at line ends into pieces of about 8192 characters.
+            Plain text is cut at line ends into pieces of about 8192 characters. A
+            folder is read as ``dataset``.
         dataset: folder, whose validation split is used, file or glob of documents, or
-            data set of the hub (hf:…).
+            data set of the hub (hf:…). The split is that of a run with
+            ``text_validation``, or in a copy of C4 that of one with ``c4_validation``.
         seed: seed for the order of files and documents. Files are read in this order up
             to about 64 M characters.
         in_order: whether the documents of a file keep their order. Then each ends in a
@@ -68,6 +73,9 @@ def read_texts(
         )
     shuffle = random.Random(seed).shuffle
     source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
+    if text is not None and text.is_dir():
+        dataset = str(text)
+        text = None
     if text is not None and not text.is_file():
         raise ConfigError(
             f"{source} is not a file; expected plain text or {', '.join(_DOCUMENTS)}"
@@ -80,8 +88,12 @@ def read_texts(
             if dataset is not None and is_hub_name(dataset):
                 files = list_files(dataset, None, "validation")
             else:
+                path = str(text or dataset)
+                is_c4 = bool(glob(f"{escape(path)}/{FOLDER}/c4-validation.*"))
                 files = list_files(
-                    "c4_validation", str(text or dataset), path_key=source.split()[0]
+                    "c4_validation" if is_c4 else "text_validation",
+                    path,
+                    path_key=source.split()[0],
                 )
         # for a name of the hub, the message names keys of the config
         except ConfigError as error:
@@ -132,15 +144,15 @@ def _documents(
 
     Bad documents and the rest of damaged files are skipped and reported on stderr.
 
-    For each file with bad documents, the reason why the first of them cannot be used is
-    appended to ``reasons``.
+    For each file with bad documents, or with damage, the reason why the first of them
+    cannot be used is appended to ``reasons``.
     """
     without = 0
     usable = False
     for file in files:
-        reader = Documents(
-            file, StreamOptions(max_document_bytes=MOST, format=Format(text_field))
-        )
+        options = StreamOptions(max_document_bytes=MOST, format=Format(text_field))
+        encoding = encoding_of(file, options)
+        reader = Documents(replace(file, encoding=encoding), options)
         bad = 0
         try:
             while (record := reader.read()) is not None:
@@ -161,6 +173,7 @@ def _documents(
                     usable = True
                     yield text
         except DamagedFile as error:
+            reasons.append(of_options(error))
             print(f"{file.url} is damaged and ends early: {error}", file=sys.stderr)
         except DataError as error:
             raise ConfigError(of_options(error)) from error

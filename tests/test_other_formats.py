@@ -1,0 +1,143 @@
+"""Formats beside JSON lines, Parquet and plain UTF-8 text: tables, Arrow, other
+encodings, and names in upper case.
+"""
+
+import csv
+import io
+import json
+
+import pyarrow
+import pytest
+
+from tests.streams import json_lines, read_all
+from titan_disp.data.documents import Documents
+from titan_disp.data.findings import check_content
+from titan_disp.data.formats import BadDocument, encoding_of, text_of
+from titan_disp.data.listing import list_files
+from titan_disp.data.options import Format, StreamOptions
+from titan_disp.errors import ConfigError
+
+TEXTS = ["one", 'two, "quoted"', "three\nlines\n", "naïve – ﬁne", "last"]
+COLUMNS = {"url": list("abcde"), "text": TEXTS}
+FRENCH = "Voilà l’été\xa0: « ça coûte cher », dit-elle. Œuvre d'un être aimé.\n\nFin."
+
+
+def table(delimiter):
+    file = io.StringIO()
+    rows = csv.writer(file, delimiter=delimiter)
+    rows.writerow(COLUMNS)
+    rows.writerows(zip(*COLUMNS.values(), strict=True))
+    return file.getvalue().encode()
+
+
+def arrow(write):
+    file = io.BytesIO()
+    content = pyarrow.table(COLUMNS)
+    with write(file, content.schema) as writer:
+        writer.write_table(content, max_chunksize=2)
+    return file.getvalue()
+
+
+def read(folder, **options):
+    """The texts, or what is wrong with them, of the only file of a folder."""
+    how = StreamOptions(max_document_bytes=1 << 16, format=Format(**options))
+    (file,) = check_content(list_files("text", str(folder)), how, "training")
+    return read_all(Documents(file, how))
+
+
+WRITTEN = {
+    "a.csv": table(","),
+    "a.tsv": table("\t"),
+    "b.CSV": b"\xef\xbb\xbf" + table(","),
+    "a.arrow": arrow(pyarrow.ipc.new_stream),
+    "b.arrow": arrow(pyarrow.ipc.new_file),
+    "a.ndjson": json_lines(TEXTS),
+    "a.JSONL": json_lines(TEXTS),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_documents_of_every_format(name, tmp_path):
+    (tmp_path / name).write_bytes(WRITTEN[name])
+    # which datasets writes beside its Arrow files
+    (tmp_path / "dataset_info.json").write_text('{\n "description": ""\n}')
+    (file,) = list_files("text", str(tmp_path))
+    assert (file.name, file.url) == (name.lower(), str(tmp_path / name))
+    assert [*map(text_of, read(tmp_path))] == TEXTS
+
+
+def test_tables_beside_documents_are_about_them(tmp_path):
+    for name, content in {"a.csv": table(","), "b.txt": b"b", "c.txt": b"c"}.items():
+        (tmp_path / name).write_bytes(content)
+    assert [file.name for file in list_files("text", str(tmp_path))] == [
+        "b.txt",
+        "c.txt",
+    ]
+
+
+def test_a_table_with_damaged_rows(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"url,text\na,one\nb\nc,caf\xe9\nd,two\n")
+    one, short, invalid, two = read(tmp_path)
+    assert (one, short, two) == ("one", "the row has too few columns", "two")
+    with pytest.raises(BadDocument, match="invalid Unicode"):
+        text_of(invalid)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"text": ["a", "b"]},
+        {"conversations": [{"from": "human", "value": "a"}]},
+    ],
+)
+def test_what_is_no_single_text_gets_the_right_advice(record, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path)
+    assert "join lists, and the messages of a chat" in str(error.value)
+    assert "set stream.text_field" not in str(error.value)
+
+
+ENCODED = {
+    "utf-8": "",
+    "utf-8-sig": "",
+    "utf-16": "utf-16",
+    "cp1252": "cp1252",
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+@pytest.mark.parametrize("split", ["file", "blank_lines"])
+def test_western_encodings_are_converted(encoding, split, tmp_path):
+    content = FRENCH.encode(encoding)
+    assert encoding_of(content) == ENCODED[encoding]
+    (tmp_path / "a.txt").write_bytes(content)
+    expected = [FRENCH]
+    if split == "blank_lines":
+        expected = FRENCH.split("\n\n")
+    assert read(tmp_path, text_split=split) == expected
+
+
+def test_what_cannot_be_told_is_not_converted():
+    for text, encoding in (
+        ("Zażółć gęślą jaźń, śpiący żółw", "iso8859-2"),
+        ("Příliš žluťoučký kůň úpěl ďábelské ódy", "cp1250"),
+        ("Съешь же ещё этих мягких булок", "cp1251"),
+        ("いろはにほへと ちりぬるを", "shift-jis"),
+    ):
+        assert encoding_of(text.encode(encoding)) == ""
+    assert encoding_of(bytes(range(256))) == ""
+    assert encoding_of(b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\x00") == ""
+    # UTF-8 that is cut within a letter
+    assert encoding_of("été".encode()[:-1]) == ""
+
+
+def test_nulls_are_like_empty_texts(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": ""}\n')
+    reasons = set()
+    for record in read(tmp_path):
+        with pytest.raises(BadDocument) as error:
+            text_of(record)
+        reasons.add(type(error.value).__name__)
+    assert reasons == {"Empty"}

@@ -1,0 +1,111 @@
+"""The ledger of a data set says what became of its stored bytes, file by file.
+
+They are used, converted from another encoding (and used), skipped because they cannot
+be used, or left out before anything is read.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from titan_disp.data.formats import BadDocument
+from titan_disp.errors import counted
+from titan_disp.text import byte_size
+
+FATES = ("used", "converted", "skipped", "left out")
+USED, CONVERTED, SKIPPED, LEFT_OUT = FATES
+DATA = "data.json"  # in a run's folder, see ``findings``
+NAME = ".titan-disp/ledger.json"  # in a folder that init has written
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part of a file."""
+
+    file: str
+    fate: str
+    reason: str  # empty if it is used
+    size: int  # stored bytes
+
+
+def divided(
+    file: str, size: int, parts: Mapping[tuple[str, str], int]
+) -> Iterator[Entry]:
+    """Yield entries that divide the ``size`` bytes of a file in proportion to its
+    ``parts``, by fate and reason.
+    """
+    total = sum(parts.values())
+    before = 0
+    begin = 0
+    for (fate, reason), part in parts.items():
+        before += part
+        end = size * before // total
+        yield Entry(file, fate, reason, end - begin)
+        begin = end
+    if begin < size:
+        yield Entry(file, USED, "", size - begin)
+
+
+def reason_of(error: BadDocument) -> str:
+    """Return why a document cannot be used, without what differs between documents."""
+    text = str(error)
+    if "stream.max_document_mb" in text:
+        return "longer than stream.max_document_mb"
+    return text.partition(":")[0].partition(";")[0]
+
+
+def lost(entries: Iterable[Entry]) -> float:
+    """Return the skipped fraction of the bytes that are not left out."""
+    sizes = dict.fromkeys(FATES, 0)
+    for entry in entries:
+        sizes[entry.fate] += entry.size
+    return sizes[SKIPPED] / max(1, sum(sizes.values()) - sizes[LEFT_OUT])
+
+
+def lines(entries: Iterable[Entry]) -> Iterator[str]:
+    """Yield a line for each fate and reason."""
+    groups: dict[tuple[int, str], list[Entry]] = {}
+    for entry in entries:
+        key = (FATES.index(entry.fate), entry.reason)
+        groups.setdefault(key, []).append(entry)
+    for (fate, reason), group in sorted(groups.items()):
+        files = counted(len(group), "file")
+        line = f"{FATES[fate]:<10} {byte_size(sum(e.size for e in group))} of {files}"
+        if reason:
+            line += f", such as {group[0].file}: {reason}"
+        yield line
+
+
+def of_left_out(reasons: Mapping[str, str]) -> Iterator[Entry]:
+    """Yield entries of local files that a listing has left out, by their paths."""
+    for path, reason in reasons.items():
+        if os.path.isfile(path):
+            size = os.path.getsize(path)
+            yield Entry(os.path.basename(path), LEFT_OUT, reason, size)
+
+
+def of_run(folder: str | Path) -> list[str]:
+    """Return the lines about the data of a run, as its latest start has written them;
+    none of an older version.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads((Path(folder) / DATA).read_text())
+        return list(lines(Entry(*entry) for entry in content["ledger"]))
+    return []
+
+
+def write(folder: Path, entries: Iterable[Entry]) -> None:
+    path = folder / NAME
+    path.parent.mkdir()
+    path.write_text(json.dumps([astuple(entry) for entry in entries], indent=1))
+
+
+def read(folder: str | None) -> list[Entry]:
+    """Return the ledger in a folder that init has written; empty if there is none."""
+    path = Path(folder or "") / NAME
+    if not path.is_file():
+        return []
+    return [Entry(*entry) for entry in json.loads(path.read_text())]

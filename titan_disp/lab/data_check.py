@@ -1,0 +1,112 @@
+"""``titan-disp data check`` looks at all files of a run's data, and says what a start
+finds.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from titan_disp.config.types import JobConfig
+from titan_disp.data import ledger
+from titan_disp.data.findings import Reading, copies
+from titan_disp.data.formats import suffix_of
+from titan_disp.data.ledger import Entry
+from titan_disp.data.options import stream_options
+from titan_disp.data.sources import (
+    data_sets,
+    ledger_of,
+    list_and_check,
+    readings,
+)
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import ConfigError, counted
+from titan_disp.text import byte_size
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """What a run finds in its data.
+
+    Attributes:
+        formats: number of files by suffix.
+        stored: bytes of all files.
+        text: bytes of text in them, estimated.
+        ledger: what becomes of each file.
+        readings: how ranks read each source.
+        copies: pairs of files with the same content.
+        warnings: what a start logs about the readings.
+        refused: why a start refuses the data, or empty.
+    """
+
+    formats: dict[str, int]
+    stored: int
+    text: float
+    ledger: list[Entry]
+    readings: list[Reading]
+    copies: list[tuple[str, str]]
+    warnings: list[str]
+    refused: str
+
+    def page(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        formats = ", ".join(
+            f"{count:,} *{suffix}" for suffix, count in self.formats.items()
+        )
+        yield f"files      {formats}: {byte_size(self.stored)} stored"
+        yield f"text       about {byte_size(self.text, 3)}"
+        yield from ledger.lines(self.ledger)
+        for reading in self.readings:
+            source = reading.source or "reading"
+            yield (
+                f"{source:<10} {counted(reading.ranks, 'rank')}: in an epoch, a rank "
+                f"reads up to {byte_size(reading.largest, 3)}, and all ranks "
+                f"{reading.amplification:.2f} times what is stored; the run reads the "
+                f"text about {reading.epochs:.2g} times"
+            )
+        for first, second in self.copies:
+            yield f"copy       {second} of {first}"
+        for warning in self.warnings:
+            yield f"warning    {warning}"
+        verdict = "a start accepts the data"
+        if self.refused:
+            verdict = f"a start refuses the data: {self.refused}"
+        yield f"verdict    {verdict}"
+
+
+def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
+    """Look at all files of a config's data, and compute what so many data-parallel
+    ranks read.
+
+    ConfigError is raised if there is no data, or a start could not list it.
+    """
+    data = data_sets(job_config)
+    tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+    strict = stream_options(job_config, tokenizer=tokenizer)
+    options = replace(strict, max_skipped_fraction=1.0, on_bad_data="skip")
+    files = list_and_check(data, options)
+    refused = ""
+    try:
+        list_and_check(data, strict)
+    except ConfigError as error:
+        refused = str(error)
+    files_of = {}
+    listed = []
+    for data_set in data:
+        listed += data_set.files()
+        if data_set.key != "validation":
+            files_of[data_set.source] = [
+                file for file in files if file.name.startswith(data_set.prefix)
+            ]
+    costs = readings(files_of, job_config, ranks)
+    return DataCheck(
+        formats=dict(Counter(suffix_of(file.name) for file in files)),
+        stored=sum(file.size for file in files),
+        text=sum(file.size * file.density for file in files),
+        ledger=ledger_of(data, files, strict),
+        readings=costs,
+        copies=[(first.url, second.url) for first, second in copies(listed)],
+        warnings=[warning for cost in costs for warning in cost.warnings()],
+        refused=refused,
+    )
