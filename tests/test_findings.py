@@ -124,6 +124,7 @@ def test_the_command(sample, tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("files      3 *.txt, 1 *.jsonl: ")
     for line in (
+        "separator  ",
         "used       16.8 kB of 2 files",
         "converted  6.8 kB of 1 file, such as web/a.txt: from cp1252",
         "skipped    9 bytes of 1 file, such as web/c.txt: it is PDF",
@@ -136,6 +137,11 @@ def test_the_command(sample, tmp_path, monkeypatch, capsys):
     checked = json.loads(capsys.readouterr().out)
     assert sum(entry["size"] for entry in checked["ledger"]) == stored
     assert [one["source"] for one in checked["readings"]] == ["web", "code"]
+    # Half of an epoch of each source, on two ranks.
+    for source, size in (("web", 16_800), ("code", 400 * 18)):
+        resume = checked["resume"][source]
+        assert 0.3 * size < resume["total_bytes"] < 1.1 * size, source
+        assert any(found.startswith(f"resume {source}") for found in lines)
     assert typed(monkeypatch, *words, "--stream.on_bad_data", "fail") == 1
     assert (
         "a start refuses the data: stream.sources.web data: " in capsys.readouterr().out

@@ -6,7 +6,7 @@ It needs no data, tokenizer or GPU.
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -310,6 +310,27 @@ SECONDS_PER_GB = {".gz": 5.9, ".zst": 4.0, ".parquet": 10.0}
 SECONDS_PER_GB_PLAIN = 1.0
 
 
+def resumes(
+    files: Mapping[str, list[DataFile]], job_config: JobConfig, ranks: int
+) -> dict[str, Resume]:
+    """Predict what a resume at 50 % of an epoch reads of each source, on so many
+    data-parallel ranks. ``files``: of the sources by name, with their density.
+    """
+    options = stream_options(job_config)
+    slots = slot_count(job_config, ranks)
+    return {
+        share.name: resume_of(
+            files[share.name],
+            share,
+            seed=options.seed,
+            slots_per_rank=slots // ranks,
+            threads=options.tokenizer_threads,
+        )
+        for share in source_shares(job_config, slots) or one_share(slots)
+        if share.name in files
+    }
+
+
 def resume_of(
     files: list[DataFile], share: Share, seed: int, slots_per_rank: int, threads: int
 ) -> Resume:
@@ -413,7 +434,6 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     sources = source_shares(job_config, slots)
     files_of = measured_files(job_config, listed)
     local = readings(files_of, job_config, mesh.data_parallel)
-    options = stream_options(job_config)
     coeff = None
     if job_config.dispersion.enabled:
         coeff = Schedule.of_curve(coeff_curve(job_config))
@@ -426,17 +446,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         checkpoints=checkpoints,
         sources=sources,
         unseen={one.source: one.unseen for one in local},
-        resume={
-            share.name: resume_of(
-                files_of[share.name],
-                share,
-                seed=options.seed,
-                slots_per_rank=slots // mesh.data_parallel,
-                threads=options.tokenizer_threads,
-            )
-            for share in sources or one_share(slots)
-            if share.name in files_of
-        },
+        resume=resumes(files_of, job_config, mesh.data_parallel),
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
             *missing.messages,

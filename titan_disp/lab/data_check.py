@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from titan_disp.cluster.plan import Resume, resumes
 from titan_disp.config.types import JobConfig
 from titan_disp.data import ledger
 from titan_disp.data.findings import Reading, copies
@@ -18,7 +19,8 @@ from titan_disp.data.sources import (
     list_and_check,
     readings,
 )
-from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.tokenizer import AnyTokenizer, load_tokenizer
+from titan_disp.data.tokenizer_check import tokenizer_warnings
 from titan_disp.errors import ConfigError, counted
 from titan_disp.text import byte_size
 
@@ -31,18 +33,22 @@ class DataCheck:
         formats: number of files by suffix.
         stored: bytes of all files.
         text: bytes of text in them, estimated.
+        separator: the token that ends documents, or "none".
         ledger: what becomes of each file.
         readings: how ranks read each source.
+        resume: what a resume in the middle of an epoch reads again of each source.
         copies: pairs of files with the same content.
-        warnings: what a start logs about the readings.
+        warnings: what a start logs about the tokenizer and the readings.
         refused: why a start refuses the data, or empty.
     """
 
     formats: dict[str, int]
     stored: int
     text: float
+    separator: str
     ledger: list[Entry]
     readings: list[Reading]
+    resume: dict[str, Resume]
     copies: list[tuple[str, str]]
     warnings: list[str]
     refused: str
@@ -56,6 +62,7 @@ class DataCheck:
         )
         yield f"files      {formats}: {byte_size(self.stored)} stored"
         yield f"text       about {byte_size(self.text, 3)}"
+        yield f"separator  {self.separator}"
         yield from ledger.lines(self.ledger)
         for reading in self.readings:
             source = reading.source or "reading"
@@ -64,6 +71,12 @@ class DataCheck:
                 f"reads up to {byte_size(reading.largest, 3)}, and all ranks "
                 f"{reading.amplification:.2f} times what is stored; the run reads the "
                 f"text about {reading.epochs:.2g} times"
+            )
+        for source, resume in self.resume.items():
+            yield (
+                f"{f'resume {source}':<10} at 50 % of an epoch, a rank reads up to "
+                f"{byte_size(resume.rank_bytes, 3)} again, and all ranks "
+                f"{byte_size(resume.total_bytes, 3)}: about {resume.seconds:.2g} s"
             )
         for first, second in self.copies:
             yield f"copy       {second} of {first}"
@@ -75,6 +88,13 @@ class DataCheck:
         yield f"verdict    {verdict}"
 
 
+def _eos(tokenizer: AnyTokenizer) -> str:
+    """Return the text of the tokenizer's EOS, or "none" if it has none."""
+    if tokenizer.eos_id is None:
+        return "none"
+    return str(tokenizer.id_to_token(tokenizer.eos_id))
+
+
 def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
     """Look at all files of a config's data, and compute what so many data-parallel
     ranks read.
@@ -82,12 +102,15 @@ def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
     ConfigError is raised if there is no data, or a start could not list it.
     """
     data = data_sets(job_config)
-    tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+    separator = job_config.stream.separator
+    tokenizer = load_tokenizer(job_config.model.hf_assets_path, separator)
     strict = stream_options(job_config, tokenizer=tokenizer)
     options = replace(strict, max_skipped_fraction=1.0, on_bad_data="skip")
     files = list_and_check(data, options)
+    warnings: list[str] = []
     refused = ""
     try:
+        warnings += tokenizer_warnings(tokenizer, files, strict)
         list_and_check(data, strict)
     except ConfigError as error:
         refused = str(error)
@@ -100,13 +123,16 @@ def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
                 file for file in files if file.name.startswith(data_set.prefix)
             ]
     costs = readings(files_of, job_config, ranks)
+    warnings += [warning for cost in costs for warning in cost.warnings()]
     return DataCheck(
         formats=dict(Counter(suffix_of(file.name) for file in files)),
         stored=sum(file.size for file in files),
         text=sum(file.size * file.density for file in files),
+        separator=separator or _eos(tokenizer),
         ledger=ledger_of(data, files, strict),
         readings=costs,
+        resume=resumes(files_of, job_config, ranks),
         copies=[(first.url, second.url) for first, second in copies(listed)],
-        warnings=[warning for cost in costs for warning in cost.warnings()],
+        warnings=warnings,
         refused=refused,
     )
