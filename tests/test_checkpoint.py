@@ -20,6 +20,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
 import titan_disp.plugin  # noqa: F401
+from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, RefusedError, UserError
 from titan_disp.models.hf import INDEX
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
@@ -60,6 +61,7 @@ class Run:
         )
         self.hooks.check_resume = lambda step: None
         self.hooks.event = self.note
+        self.hooks.tokenizer = self.tokenizer
         self.hooks.busy = lambda doing, step: nullcontext()
         self.manager = DispCheckpointManager(
             hooks=self.hooks,
@@ -79,6 +81,9 @@ class Run:
     def note(self, name, step, reason=None, **details):
         self.events.append((name, step))
         self.reasons[step] = reason
+
+    def tokenizer(self):
+        return load_tokenizer(self.manager.sd_adapter.hf_assets_path)
 
     def fill(self, value):
         with torch.no_grad():

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.command_line import DEMO, ROOT
+from tests.command_line import DEMO, ROOT, typed
 from tests.pages import can_start, changed, loaded
 from titan_disp import train
 from titan_disp.checks import (
@@ -361,9 +361,17 @@ def test_toml(tmp_path):
             "[training]\nmixed_precision_param = 'fp8'",
             r"is 'fp8', expected \"bfloat16\" or \"float32\"$",
         ),
+        ("[[optimizer]]\nlr = 1.0", r"\[\[optimizer\]\] is a list, expected .* single"),
+        (
+            "[budget]\ntokens = 1.5e9",
+            r"expected 0 or more tokens \(write 1500000000\)$",
+        ),
+        ("[training]\nsteps = 3\nsteps = 4", "a key or a section stands there twice$"),
+        ("[training]\ndataset = c4", "Invalid value .*: a text needs straight quotes"),
+        ("[stream]\ndocument_mask = 'yes'", r"expected true or false \(write true\)$"),
         (
             "[compile]\ncomponents = 'model'",
-            r"expected a list of strings \(write \['model'\]\): TorchTitan compiles",
+            r"expected a list of strings \(write \['model'\]\)$",
         ),
         (
             "[dispersion]\nlayers = 3",
@@ -406,7 +414,7 @@ def test_toml(tmp_path):
             r"not valid TOML: .*at line 2.*: write true in lower case$",
         ),
         ("[dispersion]\nenabled = False # off", r"write false in lower case$"),
-        ("[training]\ndataset = Trueish", r"Invalid value \(at line 2, column 11\)$"),
+        ("[training]\ndataset = Trueish", r"Invalid value \(at line 2, column 11\): a text needs"),
         ("[dispersion]\nlayers = [True", r"write true in lower case$"),
     ):
         (tmp_path / "c.toml").write_text(toml, errors="surrogateescape")
@@ -545,3 +553,30 @@ def test_ranks_started_by_torchrun_print_one_message_and_no_traceback(
         == (rank == 0)
     )
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "option", ["-training.steps", "—training.steps", "–dispersion.coeff=1"]
+)
+def test_other_dashes(monkeypatch, capsys, option):
+    words = (option, "3") if "=" not in option else (option,)
+    with pytest.raises(ConfigError, match=f"write --{option[1:]}$"):
+        load_config(["--job.config_file", str(DEMO), *words])
+    assert typed(monkeypatch, "plan", DEMO, *words) == 2
+    assert f"write --{option[1:]}" in capsys.readouterr().err
+
+
+def test_whole_numbers_and_a_mark_of_windows(tmp_path):
+    """TorchTitan's optimizers refuse the integer 0."""
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbf[optimizer]\nbeta2 = 0\nlr = 1\n")
+    config = load_config(["--job.config_file", str(file)])
+    assert (config.optimizer.beta2, type(config.optimizer.beta2)) == (0.0, float)
+
+
+def test_a_run_folder_that_is_a_file(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "run"
+    file.touch()
+    words = ("plan", DEMO, "--gpus-per-node", "1", "--job.dump_folder", file)
+    assert typed(monkeypatch, *words, "--strict") == 2
+    assert "Not a directory" in capsys.readouterr().err

@@ -234,6 +234,7 @@ def three_steps_of_each(sample, folder):
                 "foreach",
             ),
             *("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf"),
+            *("--stream.separator", ""),  # the sample's tokenizer has its own
             *(
                 ("--dispersion.max_tokens", "16")
                 if 'estimator = "sampled"' in file.read_text()

@@ -98,11 +98,8 @@ def test_bounds():
             facts.check(name, value)
     limitless = {name for name, kind in types.items() if kind in (int, float)}
     limitless -= {name for name, facts in all_facts().items() if facts.limited}
-    # Any seed is good, and any finite λ, which is computed over the run.
-    assert {name for name in limitless if name in all_keys()} == {
-        "dispersion.coeff",
-        "stream.seed",
-    }
+    # Any seed is good.
+    assert {name for name in limitless if name in all_keys()} == {"stream.seed"}
 
 
 WRONG = {
@@ -113,11 +110,11 @@ WRONG = {
     "training.max_norm -1": "^training.max_norm is -1, expected a number > 0 or inf: "
     ".* for no clipping, write inf$",
     "training.max_norm 0": "^training.max_norm is 0, .* for no clipping, write inf$",
-    "optimizer.lr -0.01": "^optimizer.lr is -0.01, expected a number ≥ 0: ",
-    "optimizer.lr nan": "^optimizer.lr is nan, expected a number ≥ 0: it is the "
+    "optimizer.lr -0.01": "^optimizer.lr is -0.01, expected a number ≥ 0 and ≤ 100: ",
+    "optimizer.lr nan": "^optimizer.lr is nan, expected a number ≥ 0 and ≤ 100: it is the "
     "highest learning rate, such as 1e-3$",
-    "optimizer.lr inf": "^optimizer.lr is inf, expected a number ≥ 0 that is finite",
-    "optimizer.lr fast": "^optimizer.lr is 'fast', expected a number ≥ 0: it is the highest "
+    "optimizer.lr inf": "^optimizer.lr is inf, expected a number ≥ 0 and ≤ 100 that is finite",
+    "optimizer.lr fast": "^optimizer.lr is 'fast', expected a number ≥ 0 and ≤ 100: it is the highest "
     "learning rate",
     "optimizer.implementation cuda": "^optimizer.implementation is 'cuda', expected "
     '"for-loop", "foreach" or "fused"$',
@@ -134,7 +131,7 @@ WRONG = {
     "zzz 3": r"^unknown option --zzz \(see titan-disp config\)$",
     "checkpoint.enable_checkpoint true": r"\(did you mean --checkpoint.enable\?\)$",
     "enable_checkpoint true": r"\(did you mean --checkpoint.enable\?\)$",
-    "training.steps 1e4": "^training.steps is '1e4', expected 1 or more steps or -1$",
+    "training.steps 1e4": r"^training.steps is '1e4', expected 1 or more steps or -1 \(write 10000\)$",
     "training.steps 5m": "^training.steps is '5m', expected 1 or more steps or -1$",
     "training.steps 0,1": "^training.steps is '0,1', expected 1 or more steps or -1$",
     "compile.enable maybe": "^compile.enable is 'maybe', expected true or false$",
@@ -200,7 +197,10 @@ WRONG = {
     "expected at least profiler_warmup 3 \\+ profiler_active 1 = 4",
     "parallelism.tensor_parallel_degree 0": "degree is 0, expected 1 or more ranks$",
     "parallelism.data_parallel_shard_degree -2": "is -2, expected 1 or more shards or -1",
-    "dispersion.coeff 1e308 dispersion.warmup_steps 10": "^λ of step 2 is inf, expected",
+    "dispersion.coeff 1e39": "^dispersion.coeff is 1e.39, expected a number ≥ -1000000",
+    "training.local_batch_size 100000000": "expected a number ≥ 1 and ≤ 65536$",
+    "checkpoint.folder ../../x": "^checkpoint.folder is '../../x', expected the name of",
+    "checkpoint.folder /x": "^checkpoint.folder is '/x', expected the name of a folder",
 }
 
 

@@ -717,7 +717,7 @@ def test_batches_before_an_error_come_first(sample, tmp_path):
     texts = [words_of(i, lambda i: 20) for i in range(180)]
     for name, part in (
         ("a", texts[:60]),
-        ("b", [*texts[60:100], None, *texts[101:120]]),
+        ("b", [*texts[60:100], 100, *texts[101:120]]),
         ("c", texts[120:]),
     ):
         write_texts(tmp_path / f"{name}.json", part)

@@ -577,7 +577,8 @@ def check_checkpoint(job_config: JobConfig) -> None:
     folder = os.path.join(job_config.job.dump_folder, checkpoint.folder)
     steps: list[int] = []
     if checkpoint.enable:
-        steps = checkpoints(folder)
+        with reported(f"the run's folder of checkpoints {folder!r}", OSError):
+            steps = checkpoints(folder)
         if checkpoint.load_step not in (-1, *steps):
             raise ConfigError(missing_step(checkpoint.load_step, folder, steps))
     if not steps:

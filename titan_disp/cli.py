@@ -23,7 +23,7 @@ import tyro
 
 from titan_disp.config import command_options as opts
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_you_mean
-from titan_disp.job_config import unknown_option
+from titan_disp.job_config import check_dashes, unknown_option
 
 
 def sample_data(options: opts.SampleOptions) -> str:
@@ -331,6 +331,7 @@ def _split_overrides(argv: Sequence[str], options: type) -> list[str]:
     # a word that is not an option (``0.5``, ``-1``) belongs to the previous one
     current = own
     for word in argv:
+        check_dashes(word)
         if word.startswith("--"):
             name, _, _ = word[2:].replace("-", "_").partition("=")
             current = theirs if "." in name else own

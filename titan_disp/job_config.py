@@ -37,7 +37,13 @@ class Dispersion:
     TorchTitan's Qwen3 (its embeddings stay tied under FSDP, too), plain Llama or GPT-2.
     """
 
-    coeff: float = key(0.1, "paper", also=("lambda", "lamda", "weight"))
+    coeff: float = key(
+        0.1,
+        "paper",
+        least=-1_000_000,
+        most=1_000_000,
+        also=("lambda", "lamda", "weight"),
+    )
     """λ, the weight of the dispersion loss. A negative λ condenses the embeddings, as a
     control in an experiment; plan, submit and every start warn of it.
     """
@@ -269,7 +275,7 @@ class Stream:
     is needed.
     """
 
-    tokenizer_threads: int = key(0, least=0, noun="threads")
+    tokenizer_threads: int = key(0, least=0, most=1024, noun="threads")
     """Threads per rank that tokenize ahead. 0: the cores of the node divided among its
     ranks, at most 4.
     """
@@ -514,6 +520,14 @@ def key_hint(name: str, dashes: str = "", names: Iterable[str] = ()) -> str:
 def unknown_option(name: str, names: Iterable[str] = ()) -> ConfigError:
     """Return the error about an option that is neither a key nor one of ``names``."""
     return ConfigError(f"unknown option --{name}{key_hint(name, '--', names)}")
+
+
+def check_dashes(word: str) -> None:
+    """Raise ConfigError if a word is the option of a key with other dashes than two."""
+    name = word.lstrip("-—–")
+    key = name.partition("=")[0].replace("-", "_")
+    if name != word and not word.startswith("--") and key in all_facts():
+        raise ConfigError(f"{word!r} is not an option: write --{name}")
 
 
 def fixed(what: str) -> list[str]:

@@ -20,7 +20,7 @@ from titan_disp.config import reference
 from titan_disp.config.keys import Facts, set_value, value_of, written
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, did_you_mean, reported
-from titan_disp.job_config import all_facts, key_hint, unknown_option
+from titan_disp.job_config import all_facts, check_dashes, key_hint, unknown_option
 from titan_disp.tables import literal
 
 ALL_ITEMS = typeguard.CollectionCheckStrategy.ALL_ITEMS
@@ -56,19 +56,35 @@ def _types(section: Any) -> dict[str, Any]:
     return {f.name: f.type for f in dataclasses.fields(section)}
 
 
+# What an error of tomli means most often, by the beginning of its text.
+TOML_HINTS = {
+    "Invalid value": "a text needs straight quotes, and a number has no leading zero",
+    "Cannot overwrite a value": "a key or a section stands there twice",
+    "Cannot declare": "a section stands there twice",
+    "Illegal character '\\n'": "a quote is not closed",
+    "'utf-8' codec": "the file is no UTF-8 text",
+}
+
+
 def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
-        return tomli.loads(Path(path).read_text(encoding="utf-8"))
+        # Windows editors write a mark at the beginning, which "utf-8-sig" leaves out.
+        return tomli.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"cannot read the config {path!r}: {error.strerror}{_near(path)}"
         ) from error
     except ValueError as error:  # UnicodeDecodeError is one, too
         python = re.search(r"[=\[,]\s*(True|False)\b", getattr(error, "doc", ""))
-        hint = f": write {python[1].lower()} in lower case" if python else ""
+        hints = [
+            hint for text, hint in TOML_HINTS.items() if str(error).startswith(text)
+        ]
+        if python:
+            hints = [f"write {python[1].lower()} in lower case"]
+        message = ": ".join([str(error), *hints])
         raise ConfigError(
-            f"the config {path!r} is not valid TOML: {error}{hint}"
+            f"the config {path!r} is not valid TOML: {message}"
         ) from error
 
 
@@ -94,9 +110,13 @@ def _fill(section: Any, toml: Mapping[str, Any], prefix: str = "") -> None:
             check_type(key, value, RAW_TYPES.get(key, types[name]))
             if value == [] and key in RAW_TYPES:
                 raise ConfigError(f"{key} is empty: write [[{key}]], or leave it out")
-            setattr(section, name, value)
+            setattr(section, name, _of_type(value, types[name]))
         elif isinstance(value, dict):
             _fill(inner, value, f"{key}.")
+        elif isinstance(value, list):
+            raise ConfigError(
+                f"[[{key}]] is a list, expected [{key}] in single brackets"
+            )
         else:
             raise ConfigError(f"{key} is {written(value)}, expected [{key}], a section")
 
@@ -113,6 +133,11 @@ def _is_a(value: Any, type_: Any) -> bool:
         typeguard.check_type(value, type_, collection_check_strategy=ALL_ITEMS)
         return True
     return False
+
+
+def _of_type(value: Any, type_: Any) -> Any:
+    """Return a value, but a whole number of a key of type float as a float."""
+    return float(value) if type_ is float else value
 
 
 def _meanings(words: Sequence[str], type_: Any) -> list[Any]:
@@ -142,11 +167,15 @@ def _wrong_type(key: str, value: Any, type_: Any) -> ConfigError:
     expected = reference.types().get(key, str(type_))
     choices = re.findall(r'"(.+?)"', expected)
     hint = did_you_mean(value, choices)
-    meanings = _meanings([str(value)], type_)
-    # The words of a table would be shown as a list.
-    if meanings and "table" not in expected:
+    word = str(value)
+    number = literal(word)
+    if type_ is int and isinstance(number, float) and number.is_integer():
+        word = str(int(number))
+    meanings = _meanings([word], type_)
+    # A list, or the words of a table, would be shown as a list of words.
+    if meanings and "table" not in expected and not isinstance(value, list):
         hint = f" (write {written(meanings[0])})"
-    ending = all_facts().get(key, Facts()).ending
+    ending = "" if hint else all_facts().get(key, Facts()).ending
     return ConfigError(f"{key} is {written(value)}, expected {expected}{hint}{ending}")
 
 
@@ -165,6 +194,7 @@ def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """
     options: list[tuple[str, list[str]]] = []
     for word in argv:
+        check_dashes(word)
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if word.startswith("--"):
@@ -190,7 +220,7 @@ def _value(key: str, words: list[str], type_: Any) -> Any:
     meanings = _meanings(words, type_)
     if not meanings:
         raise _wrong_type(key, text, type_)
-    return float(meanings[0]) if type_ is float else meanings[0]
+    return _of_type(meanings[0], type_)
 
 
 def _set(config: JobConfig, option: str, words: list[str]) -> None:

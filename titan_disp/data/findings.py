@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from torchtitan.tools.logging import logger
 
 from titan_disp.data import formats, megatron
 from titan_disp.data.assignment import KEYS, Assignment, Share, one_share
@@ -61,9 +62,10 @@ class Findings:
 
 def of_run(folder: str) -> Findings:
     """Return what a run has written to its folder; nothing if there is no such file, or
-    one of another version.
+    one of another version. Raises OSError if the file cannot be read.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    missing = (FileNotFoundError, NotADirectoryError)
+    with suppress(*missing, ValueError, KeyError, TypeError):
         content = json.loads((Path(folder) / DATA).read_text())
         if content["version"] == VERSION:
             files = [DataFile(**file) for file in content["files"]]
@@ -91,8 +93,11 @@ def write(
         "looks": {key: asdict(look) for key, look in _looks.items()},
         "ledger": [astuple(entry) for entry in entries],
     }
-    with atomic_write(Path(options.run_folder) / DATA) as unfinished:
-        unfinished.write_text(json.dumps(content, indent=1))
+    try:
+        with atomic_write(Path(options.run_folder) / DATA) as unfinished:
+            unfinished.write_text(json.dumps(content, indent=1))
+    except OSError as error:  # the next start looks at the files again
+        logger.warning(f"what is known of the data cannot be written: {error}")
 
 
 # of this process

@@ -40,6 +40,7 @@ from titan_disp.data.passes import Progress
 from titan_disp.data.position import Field
 from titan_disp.data.sources import (
     data_sets,
+    list_and_check,
     list_for_run,
     readings,
     source_shares,
@@ -359,8 +360,10 @@ def build_dataloader(
 
     Rank 0 lists the files. All ranks raise ConfigError.
     """
+    # A dry run (run/dry.py) writes nothing.
+    listing = list_for_run if job_config.comm.mode == "default" else list_and_check
     files = on_rank_0(
-        list_for_run,
+        listing,
         data_sets(job_config),
         stream_options(job_config, tokenizer=tokenizer),
     )
