@@ -361,7 +361,10 @@ def test_toml(tmp_path):
             "[training]\nmixed_precision_param = 'fp8'",
             r"is 'fp8', expected \"bfloat16\" or \"float32\"$",
         ),
-        ("[[optimizer]]\nlr = 1.0", r"\[\[optimizer\]\] is a list, expected .* single"),
+        (
+            "[[optimizer]]\nlr = 1.0",
+            r"optimizer is a list of tables, expected .* single",
+        ),
         (
             "[budget]\ntokens = 1.5e9",
             r"expected 0 or more tokens \(write 1500000000\)$",
@@ -414,7 +417,10 @@ def test_toml(tmp_path):
             r"not valid TOML: .*at line 2.*: write true in lower case$",
         ),
         ("[dispersion]\nenabled = False # off", r"write false in lower case$"),
-        ("[training]\ndataset = Trueish", r"Invalid value \(at line 2, column 11\): a text needs"),
+        (
+            "[training]\ndataset = Trueish",
+            r"Invalid value \(at line 2, column 11\): a text needs",
+        ),
         ("[dispersion]\nlayers = [True", r"write true in lower case$"),
     ):
         (tmp_path / "c.toml").write_text(toml, errors="surrogateescape")

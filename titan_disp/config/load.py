@@ -115,7 +115,8 @@ def _fill(section: Any, toml: Mapping[str, Any], prefix: str = "") -> None:
             _fill(inner, value, f"{key}.")
         elif isinstance(value, list):
             raise ConfigError(
-                f"[[{key}]] is a list, expected [{key}] in single brackets"
+                f"{key} is a list of tables, expected [{key}], a section in single "
+                "brackets"
             )
         else:
             raise ConfigError(f"{key} is {written(value)}, expected [{key}], a section")
