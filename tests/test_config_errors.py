@@ -586,3 +586,11 @@ def test_a_run_folder_that_is_a_file(tmp_path, monkeypatch, capsys):
     words = ("plan", DEMO, "--gpus-per-node", "1", "--job.dump_folder", file)
     assert typed(monkeypatch, *words, "--strict") == 2
     assert "Not a directory" in capsys.readouterr().err
+
+
+def test_a_level_of_debugging_that_torchtitan_cannot_stand(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
+    with pytest.raises(
+        ConfigError, match="TORCH_DISTRIBUTED_DEBUG is DETAIL, expected"
+    ):
+        check_device(loaded(DEMO))

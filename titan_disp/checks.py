@@ -491,9 +491,15 @@ def check_loading(job_config: JobConfig) -> None:
 
 
 def check_device(job_config: JobConfig) -> None:
-    """Check that this machine, with its kind of device and its packages, can run the
-    config.
+    """Check that this machine, with its kind of device, its packages and its
+    environment, can run the config.
     """
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        raise ConfigError(
+            "the environment variable TORCH_DISTRIBUTED_DEBUG is DETAIL, expected INFO "
+            'or nothing: TorchTitan 0.2.2 uses torch\'s backend "fake", which fails '
+            "with DETAIL"
+        )
     # Without the package, TorchTitan would only log an error and train on.
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
