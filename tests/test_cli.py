@@ -367,3 +367,21 @@ def test_a_terminal_without_unicode(monkeypatch):
     assert typed(monkeypatch, "condensation", "--help") == 0
     sys.stdout.flush()
     assert b"show this help message" in sys.stdout.buffer.getvalue()
+
+
+def test_a_repeated_option_keeps_all_of_its_values(monkeypatch, capsys):
+    """reproduce.md gives --family once for each family."""
+    words = ["condensation", "--family", "A=a", "b", "--json", "--family=B=c", "d"]
+    collected = cli._collected(
+        [*words, "--pair", "x,y"], command_options.CondensationOptions
+    )
+    expected = ["--family", "A=a", "b", "B=c", "d", "--json", "--pair", "x,y"]
+    assert collected == ["condensation", *expected]
+    twice = ("plan", DEMO, "--nodes", "1", "--nodes=2")
+    assert typed(monkeypatch, *twice) == 2
+    assert "--nodes stands there twice, expected once" in capsys.readouterr().err
+    # Of options for keys of the config, the last one counts, as in TorchTitan.
+    steps = ("--training.steps", "3", "--training.steps", "4")
+    words = ("plan", DEMO, "--gpus-per-node", "1", *steps, "--json")
+    assert typed(monkeypatch, *words) == 0
+    assert json.loads(capsys.readouterr().out)["batch"]["steps"] == 4

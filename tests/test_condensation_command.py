@@ -625,7 +625,15 @@ def test_refused(gpt2, run, text, tmp_path, command, capsys):
         ("GPT2 --pair a", "--pair is 'a', expected two models"),
         ("TMP/broken", "holds no model of flavor 'debugmodel'"),
     ):
-        source = () if "NONE " in options else ("--text", text)
+        defaults = {"--text": text, "--out": tmp_path / "out"}
+        if "NONE " in options:
+            del defaults["--text"]
+        words = [
+            word
+            for option, value in defaults.items()
+            if option not in options
+            for word in (option, value)
+        ]
         for word, path in {
             "NONE ": "",
             "GPT2": gpt2,
@@ -633,6 +641,4 @@ def test_refused(gpt2, run, text, tmp_path, command, capsys):
             "TMP": tmp_path,
         }.items():
             options = options.replace(word, str(path))
-        assert message in refused(
-            command, capsys, *source, "--out", tmp_path / "out", *options.split()
-        )
+        assert message in refused(command, capsys, *words, *options.split())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
@@ -295,6 +295,7 @@ def run(args: Sequence[str], prog: str) -> None:
     command = _find(COMMANDS, args, prog)
     if command is not None:
         _join_lines(command[0])
+        args = _collected(args, command[0])
         if issubclass(command[0], opts.ConfigOptions):
             args = _split_overrides(args, command[0])
     about = _wrapped(
@@ -317,6 +318,34 @@ def run(args: Sequence[str], prog: str) -> None:
         print(result)
     elif isinstance(result, int):
         raise SystemExit(result)
+
+
+def _collected(argv: Sequence[str], options: type) -> list[str]:
+    """Return the words of a command line. An option of several values that is repeated
+    has all of them where it stands first, because tyro would keep the last ones only.
+
+    Raises ConfigError if another option of the class ``options`` is repeated. Options
+    for keys of the config have a dot, and are passed on.
+    """
+    types = get_type_hints(options)
+    groups: list[list[str]] = [[]]  # an option with its values each
+    group_of: dict[str, list[str]] = {}
+    for word in argv:
+        option, equals, value = word.partition("=")
+        name = option[2:].replace("-", "_")
+        if not word.startswith("--") or word == "--":
+            groups[-1].append(word)
+        elif name not in group_of or name not in types:
+            group_of[name] = [word]
+            groups.append(group_of[name])
+        elif get_origin(types[name]) is tuple:
+            # The words that follow are further values of the first group.
+            groups.append(group_of[name])
+            groups[-1].extend([value] if equals else [])
+        else:
+            raise ConfigError(f"{option} stands there twice, expected once")
+    merged = {id(group): group for group in groups}
+    return [word for group in merged.values() for word in group]
 
 
 def _split_overrides(argv: Sequence[str], options: type) -> list[str]:
