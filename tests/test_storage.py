@@ -28,7 +28,7 @@ def pauses(monkeypatch):
     """The pauses between two tries, which take no time."""
     seconds = []
     monkeypatch.setattr(retry, "sleep", seconds.append)
-    monkeypatch.setattr(storage.time, "sleep", seconds.append)
+    monkeypatch.setattr(storage, "sleep", seconds.append)
     return seconds
 
 

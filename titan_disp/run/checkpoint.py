@@ -8,7 +8,6 @@ learn of it and stop together.
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -367,7 +366,7 @@ class DispCheckpointManager(CheckpointManager):
                 f"the asynchronous save of step {step} failed: "
                 f"{storage.one_line(error)}. The model is saved again in {pause:.0f} s"
             )
-            time.sleep(pause)
+            storage.sleep(pause)
             self._failures += 1
             self.saves_again = True
             return

@@ -44,6 +44,7 @@ PATIENCE = 60.0
 # Seconds between the tries of what all ranks do together, such as a save. They are the
 # same on all ranks, which try as often; our choice.
 PAUSES = (1.0, 4.0, 15.0, 40.0)
+sleep = time.sleep
 # Lines that wait at most, which is a day of one line in a second; our choice.
 MOST_LINES = 100_000
 
@@ -89,7 +90,7 @@ def together(action: Callable[..., T], *arguments: Any) -> T:
             if not may_pass(error):
                 raise
             logger.warning(f"{one_line(error)}: trying again in {pause:.0f} s")
-            time.sleep(pause)
+            sleep(pause)
     return action(*arguments)
 
 
