@@ -494,8 +494,8 @@ class Supervisor:
         return self.fields
 
     def time_left(self, unknown=float("inf")):
-        """Return the seconds until the job's time limit, without end if it has none;
-        ``unknown`` without an answer.
+        """Return the seconds until the job's time limit: infinity if it has none, and
+        ``unknown`` if SLURM does not answer.
         """
         text = self.squeue("--format=%L")
         if not text:
@@ -748,7 +748,8 @@ class Supervisor:
 
     def _await(self, process, end):
         """Return a process's lines and status: None if ``end`` ended it after
-        ``check_seconds``. Raise Signalled if it ended it at a signal.
+        ``check_seconds``. Raise Signalled if a signal has come, whether or not the
+        process had ended.
         """
         lines = []
         reader = threading.Thread(
@@ -850,10 +851,9 @@ class Supervisor:
         """Return which other job holds the run folder's lock (run/folder.py) and thus
         owns its state: "job 6", or None.
         """
-        with (
-            contextlib.suppress(OSError),
-            open(self.file(".lock"), "r+", errors="replace") as lock,
-        ):
+        path = self.file(".lock")
+        # Python 3.6 has no parentheses around the contexts of a block.
+        with contextlib.suppress(OSError), open(path, "r+", errors="replace") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -866,10 +866,8 @@ class Supervisor:
 
         A stop file from a job contains the name of its start.
         """
-        with (
-            contextlib.suppress(OSError),
-            open(self.file("stop"), errors="replace") as file,
-        ):
+        path = self.file("stop")
+        with contextlib.suppress(OSError), open(path, errors="replace") as file:
             return not re.match(r"^\d+\.\d+(\.[0-9a-f]{6})?$", file.read().strip())
         return False
 
@@ -1119,7 +1117,8 @@ class Supervisor:
             text = f"GIVEN UP after failure {failures} {row}. The last one: {reason}"
             return Outcome(GIVE_UP, text, 1)
         text = f"failure {failures} of at most {most + 1} {row}: {reason}"
-        minutes = self.retries[failures - 1]
+        # job.json of an earlier job may have a larger number of restarts.
+        minutes = self.retries[max(failures - 1, 0)]
         if minutes == "now" and inside and self.can_start_again():
             return Outcome(CHECK, f"{text}. Starting again in this job")
         if minutes == "now":

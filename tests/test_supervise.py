@@ -2,6 +2,7 @@
 commands. tests/slurm runs whole jobs.
 """
 
+import ast
 import contextlib
 import fcntl
 import functools
@@ -1920,6 +1921,12 @@ class TestSupervise:
         last = cluster.transitions()[-1]
         assert last["state"] == "requeue"
         assert "check nodes: FileNotFoundError: [Errno 2]" in last["reason"]
+
+
+def test_the_oldest_python_that_is_promised_can_read_the_supervisor():
+    text = (ROOT / "slurm" / "supervise.py").read_text()
+    assert "Python >= 3.6" in text
+    ast.parse(text, feature_version=(3, 6))
 
 
 class TestUnpack:

@@ -175,7 +175,7 @@ class DispCheckpointManager(CheckpointManager):
         # The step of the newest checkpoint that this process has completely saved.
         self.saved_step: int | None = None
         self._forced = False
-        self._due = False
+        self._due = False  # whether a save was put off while steps were skipped
         # Whether an asynchronous save has failed, so that the next call of ``save`` saves.
         self.saves_again = False
         self._failures = 0  # of asynchronous saves in a row
@@ -269,10 +269,11 @@ class DispCheckpointManager(CheckpointManager):
         if folder.is_dir() and not integrity.is_complete(folder):
             if integrity.is_unfinished(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            # it may be more than that, for example a checkpoint whose .metadata was
-            # moved away
+            # It may be more than that, for example a checkpoint whose .metadata was
+            # moved away. If it cannot be renamed, nothing is saved.
             else:
-                self._move_aside(step, "has no .metadata")
+                moved = integrity.rename_step(folder, "damaged")
+                logger.error(f"{folder} has no .metadata and was moved to {moved}")
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         reason = storage.one_line(error)
@@ -347,9 +348,9 @@ class DispCheckpointManager(CheckpointManager):
     def wait(self) -> None:
         """Wait for an asynchronous save.
 
-        If it failed (DCP says so on all ranks), raises CheckpointError, unless the
-        reason may pass and has not outlasted ``storage.PAUSES``: then this pauses, and
-        the next call of ``save`` saves.
+        If it failed (DCP says so on all ranks), and the reason may pass, this pauses,
+        and the next call of ``save`` saves. Raises CheckpointError if the reason cannot
+        pass, or after more failures in a row than there are ``storage.PAUSES``.
         """
         if self.save_future is None:
             return
@@ -448,8 +449,8 @@ class DispCheckpointManager(CheckpointManager):
             ConfigError: the named weights are missing or another model's.
             RefusedError: ``check_resume`` refuses the checkpoint, the run has ended with a model-only checkpoint, or there
                 are newer ones than the explicit step.
-            CheckpointError: none of the checkpoints loads, or not the explicit one; or the named weights are damaged.
-            UnreadableError: a checkpoint cannot be read for longer than ``storage.PAUSES``, which proves no damage.
+            CheckpointError: none of the checkpoints loads, the explicit one does not, or the named weights are damaged.
+            UnreadableError: a checkpoint could not be read at any of the tries that ``storage.together`` makes.
         """
         try:
             loaded = self._load(step)
@@ -497,6 +498,9 @@ class DispCheckpointManager(CheckpointManager):
         return damaged if damaged > newest and not taken else None
 
     def _finish_saves(self) -> None:
+        """Finish the saves that were killed at their very end, unless another start may
+        own the folder.
+        """
         if not self.load_only and self.hooks.owns_folder():
             integrity.finish_saves(Path(self.folder))
 
@@ -521,7 +525,7 @@ class DispCheckpointManager(CheckpointManager):
                     self.hooks.event("checkpoint_damaged", other, reason=why)
                     # then another run may be training in the folder
                     if dist.get_rank() == 0 and not self.load_only:
-                        self._move_aside(other, "is damaged")
+                        self._move_aside(other)
                 return True
             failed[candidate] = reason
             logger.error(
@@ -681,17 +685,17 @@ class DispCheckpointManager(CheckpointManager):
         _raise_together(unreadable)
         return _first(reason)
 
-    def _move_aside(self, step: int, why: str) -> None:
+    def _move_aside(self, step: int) -> None:
+        """Rename a damaged checkpoint to damaged-N. A failure is only logged."""
         folder = Path(self._create_checkpoint_id(step))
         try:
-            logger.error(
-                f"{folder} {why} and was moved to "
-                f"{integrity.rename_step(folder, 'damaged')}"
-            )
+            moved = integrity.rename_step(folder, "damaged")
         except OSError as error:
             logger.error(
-                f"{folder} {why}, but cannot be moved to damaged-{step}: {error}"
+                f"{folder} is damaged, but cannot be moved to damaged-{step}: {error}"
             )
+        else:
+            logger.error(f"{folder} is damaged and was moved to {moved}")
 
 
 def _ended_at(folder: str) -> int | None:

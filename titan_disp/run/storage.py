@@ -50,9 +50,11 @@ MOST_LINES = 100_000
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether an error, or one that it was raised from, may pass by itself.
+    """Return whether an error, or one that it was raised from, may pass by itself, as
+    an UnreadableError always may.
 
-    DCP's CheckpointException has the errors of ranks in ``failures``.
+    DCP's CheckpointException has ``failures``: {rank: (error, traceback)}. One rank's
+    error suffices.
     """
     if isinstance(error, UnreadableError):
         return True
@@ -79,8 +81,9 @@ def patiently(action: Callable[..., T], *arguments: Any) -> T:
 def together(action: Callable[..., T], *arguments: Any) -> T:
     """Return what a collective ``action(*arguments)`` returns.
 
-    A failure that all ranks know of, and that may pass, is tried again after each of
-    ``PAUSES``; then it is raised, as others are at once.
+    UnreadableError and CheckpointException, which are raised on all ranks, are tried
+    again after each of ``PAUSES`` if they may pass, and then raised. Other errors are
+    raised at once.
     """
     for pause in PAUSES:
         try:
@@ -95,8 +98,10 @@ def together(action: Callable[..., T], *arguments: Any) -> T:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the reason of a failure in one line of at most 600 characters, of each
-    rank that DCP names: its own text is their tracebacks.
+    """Return the reason of a failure in one line of at most 600 characters.
+
+    The text of DCP's CheckpointException is the tracebacks of all ranks. Of it, only
+    the reason of each rank is returned.
     """
     failures = getattr(error, "failures", None) or {"": (error, None)}
     reasons = []
@@ -109,12 +114,13 @@ def one_line(error: BaseException) -> str:
 def write_json(path: Path, content: Any) -> None:
     """Write a file of JSON, at once as a whole."""
     with atomic_write(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        partial.write_text(text + "\n", encoding="utf-8")
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """Return a line of JSON. NaN and infinities become null, because other readers take
-    what Python writes for them for no JSON.
+    """Return a line of JSON. NaN and infinities become null: what Python writes for
+    them is not JSON to other readers.
     """
     finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
     return json.dumps(finite).encode() + b"\n"
