@@ -54,7 +54,7 @@ from titan_disp.data.stream import (
     as_batch,
     worker_signals,
 )
-from titan_disp.data.tokenizer import encoder, fast_encoder
+from titan_disp.data.tokenizer import AnyTokenizer, encoder, fast_encoder
 from titan_disp.data.tokenizer_check import tokenizer_warnings
 from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
@@ -375,9 +375,11 @@ def build_dataloader(
     loader = open_stream(
         job_config, files, tokenizer, dp_world_size=dp_world_size, dp_rank=dp_rank
     )
-    warnings = on_rank_0(tokenizer_warnings, tokenizer, files, loader.options)
-    for warning in warnings if dp_rank == 0 else ():
-        logger.warning(f"data: {warning}")
+    # Another train spec may build TorchTitan's own tokenizer, which cannot tell.
+    if isinstance(tokenizer, AnyTokenizer):
+        warnings = on_rank_0(tokenizer_warnings, tokenizer, files, loader.options)
+        for warning in warnings if dp_rank == 0 else ():
+            logger.warning(f"data: {warning}")
     if dp_rank == 0 and any(file.blocks is not None for file in files):
         dealt = sum(loader.assignment.dealt)
         details.info(
