@@ -110,11 +110,11 @@ WRONG = {
     "training.max_norm -1": "^training.max_norm is -1, expected a number > 0 or inf: "
     ".* for no clipping, write inf$",
     "training.max_norm 0": "^training.max_norm is 0, .* for no clipping, write inf$",
-    "optimizer.lr -0.01": "^optimizer.lr is -0.01, expected a number ≥ 0 and ≤ 100: ",
-    "optimizer.lr nan": "^optimizer.lr is nan, expected a number ≥ 0 and ≤ 100: it is the "
+    "optimizer.lr -0.01": "^optimizer.lr is -0.01, expected a number ≥ 0: ",
+    "optimizer.lr nan": "^optimizer.lr is nan, expected a number ≥ 0: it is the "
     "highest learning rate, such as 1e-3$",
-    "optimizer.lr inf": "^optimizer.lr is inf, expected a number ≥ 0 and ≤ 100 that is finite",
-    "optimizer.lr fast": "^optimizer.lr is 'fast', expected a number ≥ 0 and ≤ 100: it is the highest "
+    "optimizer.lr inf": "^optimizer.lr is inf, expected a number ≥ 0 that is finite",
+    "optimizer.lr fast": "^optimizer.lr is 'fast', expected a number ≥ 0: it is the highest "
     "learning rate",
     "optimizer.implementation cuda": "^optimizer.implementation is 'cuda', expected "
     '"for-loop", "foreach" or "fused"$',
