@@ -6,6 +6,7 @@ import csv
 import io
 import json
 
+import numpy as np
 import pyarrow
 import pytest
 
@@ -64,6 +65,14 @@ def test_documents_of_every_format(name, tmp_path):
     (file,) = list_files("text", str(tmp_path))
     assert (file.name, file.url) == (name.lower(), str(tmp_path / name))
     assert [*map(text_of, read(tmp_path))] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.BIN"])
+def test_ids_may_begin_as_a_text_in_utf_16(name, tmp_path):
+    """Any bytes may begin a file of ids, whatever the case of its suffix."""
+    np.array([0xFEFF, 5, 2], np.uint16).tofile(tmp_path / name)
+    (ids,) = read(tmp_path, eos_id=2, vocab_size=1 << 16)
+    assert ids.tolist() == [0xFEFF, 5, 2]
 
 
 def test_tables_beside_documents_are_about_them(tmp_path):

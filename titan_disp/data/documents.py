@@ -283,7 +283,7 @@ class Documents:
         """
         name = self.file.name
         if name.endswith(formats.PARQUET):
-            self.table = formats.parquet_table(stored, self.file.url)
+            self.table = formats.parquet_table(stored, name)
             rows = formats.rows_at_a_time(self.table.metadata)
             return partial(formats.parquet_records, self.table, self.options, rows)
         if name.endswith(formats.TOKEN_IDS):

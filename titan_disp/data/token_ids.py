@@ -158,7 +158,7 @@ def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
     if eos_id is None:
         raise DataError(f"{name} holds token ids, expected text: name a file of text")
     head = stored.read(_LLM_C_HEADER)
-    if (found := mistaken(head[:HEAD], name)) is not None:
+    if (found := mistaken(head[:HEAD], file.name)) is not None:
         raise OtherContent(found)
     header = (
         _numpy_header(head, name)
