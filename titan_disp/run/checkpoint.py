@@ -658,8 +658,7 @@ class DispCheckpointManager(CheckpointManager):
             reason = storage.one_line(error)
             if storage.may_pass(error):
                 unreadable = f"{folder} cannot be read now: {reason}"
-        _raise_together(unreadable)
-        return _first(reason)
+        return _agreed(reason, unreadable)
 
     def _damage(self, folder: str) -> str | None:
         """Return what is wrong with a checkpoint's files, or None.
@@ -682,8 +681,7 @@ class DispCheckpointManager(CheckpointManager):
             reason = _readable(integrity.damage, folder, *share)
         except UnreadableError as error:
             unreadable = str(error)
-        _raise_together(unreadable)
-        return _first(reason)
+        return _agreed(reason, unreadable)
 
     def _move_aside(self, step: int) -> None:
         """Rename a damaged checkpoint to damaged-N. A failure is only logged."""
@@ -738,11 +736,15 @@ def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
         raise UnreadableError(f"{folder} cannot be read now: {error}") from error
 
 
-def _raise_together(unreadable: str | None) -> None:
-    """Raise UnreadableError on all ranks if any rank has a reason. A collective call."""
-    reason = _first(unreadable)
-    if reason is not None:
-        raise UnreadableError(reason)
+def _agreed(reason: str | None, unreadable: str | None) -> str | None:
+    """Return the ``reason`` of the first rank that has one, or None. A collective call.
+
+    Raises UnreadableError on all ranks if any rank has found something ``unreadable``.
+    """
+    message = _first(unreadable)
+    if message is not None:
+        raise UnreadableError(message)
+    return _first(reason)
 
 
 def _first(reason: str | None) -> str | None:
