@@ -105,15 +105,18 @@ def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
     separator = job_config.stream.separator
     tokenizer = load_tokenizer(job_config.model.hf_assets_path, separator)
     strict = stream_options(job_config, tokenizer=tokenizer)
-    options = replace(strict, max_skipped_fraction=1.0, on_bad_data="skip")
-    files = list_and_check(data, options)
     warnings: list[str] = []
     refused = ""
     try:
-        warnings += tokenizer_warnings(tokenizer, files, strict)
-        list_and_check(data, strict)
+        files = list_and_check(data, strict)
     except ConfigError as error:
         refused = str(error)
+        lenient = replace(strict, max_skipped_fraction=1.0, on_bad_data="skip")
+        files = list_and_check(data, lenient)
+    try:
+        warnings += tokenizer_warnings(tokenizer, files, strict)
+    except ConfigError as error:
+        refused = refused or str(error)
     files_of = {}
     listed = []
     for data_set in data:
