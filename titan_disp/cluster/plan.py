@@ -41,7 +41,7 @@ from titan_disp.data.listing import DataFile
 from titan_disp.data.options import stream_options
 from titan_disp.data.passes import bytes_before
 from titan_disp.data.position import Position
-from titan_disp.data.sources import DataSet, readings, source_shares
+from titan_disp.data.sources import DataSet, readings, shares_of, source_shares
 from titan_disp.errors import ConfigError, Problems, RanksError, counted
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import args_of, find_model
@@ -317,17 +317,15 @@ def resumes(
     data-parallel ranks. ``files``: of the sources by name, with their density.
     """
     options = stream_options(job_config)
-    slots = slot_count(job_config, ranks)
     return {
         share.name: resume_of(
             files[share.name],
             share,
             seed=options.seed,
-            slots_per_rank=slots // ranks,
+            slots_per_rank=share.total // ranks,
             threads=options.tokenizer_threads,
         )
-        for share in source_shares(job_config, slots) or one_share(slots)
-        if share.name in files
+        for share in shares_of(files, job_config, ranks)
     }
 
 
@@ -343,8 +341,7 @@ def resume_of(
     total = 0
     largest = 0
     seconds = 0.0
-    for first in range(0, assignment.slots, slots_per_rank):
-        slots = range(first, min(first + slots_per_rank, assignment.slots))
+    for slots in assignment.slots_of_ranks(slots_per_rank):
         positions = [Position.within_epoch(slot, assignment, 0.5) for slot in slots]
         read = bytes_before(positions, files)
         total += read.total()

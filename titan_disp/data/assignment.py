@@ -34,7 +34,7 @@ with the same files read them in different orders.
 import hashlib
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
@@ -318,6 +318,14 @@ class Assignment:
         """Return what a slot reads in an epoch. Both count from 0."""
         source = self._sources[bisect_right(self._first_slots, slot) - 1]
         return source.run(slot, epoch)
+
+    def slots_of_ranks(self, per_rank: int) -> Iterator[range]:
+        """Yield the slots of each rank, if a rank has ``per_rank`` of them, at least
+        one. The last rank may have fewer.
+        """
+        step = max(1, per_rank)
+        for first in range(0, self.slots, step):
+            yield range(first, min(first + step, self.slots))
 
     def owners(self, file: int, epoch: int) -> range:
         """Return the slots that own documents of a file in an epoch: neighbours on the

@@ -422,11 +422,10 @@ def reading(
     ``share``, in a run of so many ``tokens``.
     """
     assignment = Assignment(files, one_share(share.slots), seed)
-    slots_of_rank = max(1, share.total // ranks)
-    of_ranks = []
-    for first in range(0, share.slots, slots_of_rank):
-        slots = range(first, min(first + slots_of_rank, share.slots))
-        of_ranks.append(stored_bytes(files, assignment, slots))
+    of_ranks = [
+        stored_bytes(files, assignment, slots)
+        for slots in assignment.slots_of_ranks(share.total // ranks)
+    ]
     per_token = BYTES_PER_ID if _holds_ids(files[0]) else BYTES_PER_TOKEN
     text = sum(file.size * file.density for file in files)
     return Reading(

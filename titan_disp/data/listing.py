@@ -22,7 +22,7 @@ from titan_disp.data.hub import (
     parse_name,
     resolve,
 )
-from titan_disp.data.local_files import list_local
+from titan_disp.data.local_files import list_local, path_is
 from titan_disp.data.mirror import mirrored_files
 from titan_disp.data.objects import is_url, list_objects
 from titan_disp.errors import ConfigError, UserError
@@ -106,7 +106,7 @@ def list_files(
     split = split_of(dataset, key)
     where = f"{key}.dataset is {dataset!r}"
     path_key = path_key or f"{key}.dataset_path"
-    path_is = f"{path_key} is {dataset_path!r}"
+    where_path = path_is(path_key, dataset_path)
     if dataset_path is None and not streams_from_hub(dataset, None):
         raise ConfigError(
             f"{where}: set {key}.dataset_path to the folder, file or glob of the "
@@ -117,13 +117,15 @@ def list_files(
         listing = resolve(name, where).files(split, where) if name else c4_files(split)
         found = [DataFile(file.path, file.url, file.size) for file in listing]
     elif name:
-        mirrored = mirrored_files(dataset_path, replace(name, split=split), path_is)
+        mirrored = mirrored_files(dataset_path, replace(name, split=split), where_path)
         found = [DataFile(path, path, size) for path, size in mirrored]
     elif is_url(dataset_path):
-        objects = list_objects(dataset_path, split, path_is, dataset.startswith("c4"))
+        objects = list_objects(
+            dataset_path, split, where_path, dataset.startswith("c4")
+        )
         found = [DataFile(url, url, size, etag=etag) for url, size, etag in objects]
     else:
-        paths = list_local(dataset_path, split, path_is, dataset.startswith("c4"))
+        paths = list_local(dataset_path, split, where_path, dataset.startswith("c4"))
         found = [DataFile(path, path, os.path.getsize(path)) for path in paths]
     root = os.path.commonpath([os.path.dirname(file.name) for file in found])
     names = [

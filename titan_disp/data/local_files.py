@@ -43,6 +43,16 @@ _MARKS = {
 left_out: dict[str, dict[str, str]] = {}
 
 
+def path_is(key: str, path: str | None) -> str:
+    """Return how messages about the listing of a path begin; ``left_out`` is by it."""
+    return f"{key} is {path!r}"
+
+
+def left_out_of(key: str, path: str | None) -> dict[str, str]:
+    """Return why the listing of a path has left out files, by their paths."""
+    return left_out.get(path_is(key, path), {})
+
+
 def leave_out(
     paths: Sequence[str], where: str, why: str, log: Callable[[str], None] | None
 ) -> None:

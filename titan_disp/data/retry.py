@@ -2,6 +2,7 @@
 after a pause, which grows.
 """
 
+import errno
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -62,6 +63,10 @@ def retried(
             )
             sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+
+# A network file system raises these while its server changes or restarts.
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

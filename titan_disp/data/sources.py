@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -32,7 +32,7 @@ from titan_disp.data.listing import (
     split_of,
     streams_from_hub,
 )
-from titan_disp.data.local_files import left_out
+from titan_disp.data.local_files import left_out_of
 from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError, RefusedError, counted, did_you_mean
@@ -214,9 +214,7 @@ def ledger_of(
     for one in data:
         if one.key != "validation":
             copied += ledger.read(one.path)
-            entries += ledger.of_left_out(
-                left_out.get(f"{one.path_key} is {one.path!r}", {})
-            )
+            entries += ledger.of_left_out(left_out_of(one.path_key, one.path))
     return copied or [*findings.entries_of(training, options), *entries]
 
 
@@ -258,6 +256,15 @@ def warn_of_copies(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
         )
 
 
+def shares_of(names: Container[str], job_config: JobConfig, ranks: int) -> list[Share]:
+    """Return the shares of the sources with these names ("" if there is only one) in a
+    run on so many data-parallel ranks.
+    """
+    slots = slot_count(job_config, ranks)
+    every_share = source_shares(job_config, slots) or one_share(slots)
+    return [share for share in every_share if share.name in names]
+
+
 def readings(
     files: Mapping[str, Sequence[DataFile]],
     job_config: JobConfig,
@@ -266,12 +273,10 @@ def readings(
     """Return how so many data-parallel ranks read the files of each source, which are
     by its name ("" if there is only one).
     """
-    slots = slot_count(job_config, ranks)
     tokens = job_config.training.steps * tokens_per_step(job_config, ranks)
     return [
         reading(files[share.name], share, ranks, tokens, job_config.stream.seed)
-        for share in source_shares(job_config, slots) or one_share(slots)
-        if share.name in files
+        for share in shares_of(files, job_config, ranks)
     ]
 
 

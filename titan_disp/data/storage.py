@@ -23,7 +23,7 @@ from titan_disp.data import objects
 from titan_disp.data.formats import ARROW, PARQUET, TOKEN_IDS
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.retry import may_recover, response_of, retried
+from titan_disp.data.retry import PASSING, may_recover, response_of, retried
 from titan_disp.errors import DataError
 
 ZEROS = bytes(4096)
@@ -123,10 +123,6 @@ class RetryingFile(io.RawIOBase):
         return may_recover(error)
 
 
-# Network file systems raise these while their server changes or restarts.
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
-
-
 class LocalFile(RetryingFile):
     """Read a local file. After a transient failure, it is reopened and read again."""
 
@@ -158,7 +154,7 @@ class LocalFile(RetryingFile):
         if not isinstance(error, OSError):
             return False
         self._let_go()  # the next attempt opens it again
-        return error.errno in PASSING
+        return error.errno in (*PASSING, errno.EAGAIN)
 
 
 BLOCK = 1 << 19  # bytes that an open object holds: a rank may hold two thousand open …

@@ -47,7 +47,7 @@ from titan_disp.data.formats import (
 )
 from titan_disp.data.ledger import CONVERTED, LEFT_OUT, SKIPPED, USED, Entry
 from titan_disp.data.listing import DataFile, list_files
-from titan_disp.data.local_files import files_named, left_out
+from titan_disp.data.local_files import files_named, left_out_of
 from titan_disp.data.objects import is_folder, is_url
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import encoder, load_tokenizer
@@ -238,7 +238,7 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
             r"set stream\.left_out = .*", "--allow-loss", of_options(error)
         )
         raise ConfigError(message) from error
-    entries += ledger.of_left_out(left_out.get(f"--text is {path!r}", {}))
+    entries += ledger.of_left_out(left_out_of("--text", path))
     return _Text(
         path,
         training,

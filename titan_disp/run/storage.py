@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from titan_disp.data import retry
 from titan_disp.data.retry import chain, retried
 from titan_disp.errors import UnreadableError, counted
 from titan_disp.files import atomic_write
@@ -28,11 +29,9 @@ T = TypeVar("T")
 # Errors of a file system that may pass. A full disk (ENOSPC) is not one of them: it
 # stays full until somebody deletes something.
 PASSING = {
-    errno.EIO,
-    errno.ESTALE,
+    *retry.PASSING,
     errno.EROFS,
     errno.EDQUOT,
-    errno.ETIMEDOUT,
     errno.EHOSTDOWN,
     errno.ENOTCONN,
     errno.ESHUTDOWN,
