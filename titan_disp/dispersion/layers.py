@@ -106,8 +106,11 @@ class Layers(ABC):
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:
-        """Apply one ``compute`` to every layer, or to each its own, and return the
-        values, [L, B].
+        """Apply one ``compute`` to every layer, or to each its own, and return what they
+        return as values, [L, B]: a rank's part, to be summed over the ranks, or the
+        whole loss.
+
+        If there is one, it may get several layers as one batch.
         """
 
     def tokens(self, mask: TokenMask | None) -> Count:
@@ -142,6 +145,9 @@ class Layers(ABC):
         return SumOverGroup.apply(values, self.group)
 
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
+        """Return log Σ exp of the values over the ranks, with the gradient of this
+        rank's own.
+        """
         if self.group is None:
             return values
         # The values of other ranks are constants: a rank has the gradient of its own.
@@ -163,8 +169,8 @@ class Layers(ABC):
         return sums / (tokens * torch.tensor(self.features)[:, None].to(sums))
 
     def gather(self, z: Tensor) -> Gathering | None:
-        """Start to gather the tokens z, which a ``Compute`` has received, from all
-        ranks; None if z is the whole already.
+        """Return the gathering of the tokens z, which a ``Compute`` has received, from
+        all ranks; here None, as z is the whole already.
         """
         return None
 
@@ -176,6 +182,9 @@ class Layers(ABC):
         return z
 
     def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
+        """Return a value and its gradient, which is 0 for padding, whatever z has
+        there.
+        """
         value, gradient = compute(self._prepared(z, mask), mask)
         if mask is not None:
             gradient = replace(gradient, tokens=mask.own)
@@ -205,8 +214,11 @@ class WholeLayers(Layers):
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def gather(self, z: Tensor) -> Gathering | None:
-        """Also start to gather the layers that follow, so that this takes no time
-        beside the work for z.
+        """Return the gathering of z, and start that of the layers that follow, so that
+        this takes no time beside the work for z.
+
+        A ``Compute`` must call it once for each z, or never: the gathering of the next
+        z has begun with the call before.
         """
         if self.group is None:
             return None
@@ -436,7 +448,7 @@ class SampledLayers(Layers):
         layer, or of all in a row.
         """
         value, gradient = in_parts(z, mask, partial(self._apply, compute))
-        # rounded to z's dtype only once, in the sum with other gradients
+        # With one part, rounded to z's dtype only in the sum with other gradients
         return value, gradient.tensor(accumulation_dtype(z.dtype))
 
     def _masked_pairs(self) -> Tensor:

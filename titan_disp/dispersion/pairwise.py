@@ -57,12 +57,13 @@ TILE_ELEMENTS = 1 << 24
 
 def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     """Return the number of tokens of a block, so that a tile of ``batch`` sequences has
-    at most TILE_ELEMENTS elements.
+    at most TILE_ELEMENTS elements (a block has at least 16 tokens in any case).
 
-    A GPU kernel is compiled for each shape of tile, so blocks should be equal. On a
-    GPU, the size is the largest multiple of 128 that divides ``tokens``, or else the
-    largest such multiple of 16. Neither may be less than half of the largest size
-    allowed. If there is none, the last of the blocks is a little smaller.
+    A block has all tokens if they fit; otherwise on a CPU, it has the largest size
+    allowed. A GPU kernel is compiled for each shape of tile, so that blocks should be
+    equal there: the size is the largest multiple of 128 that divides ``tokens``, or
+    else the largest such multiple of 16, if it is more than half of the largest size.
+    If there is none, the last block may be much smaller than the others.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     largest = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -192,11 +193,11 @@ class Shard:
         )
 
     def spans(self, rows: Block, first: int = 0) -> Iterator[list[slice]]:
-        """Yield lists of neighbouring blocks for one product each: a single block, or
-        as many as possible if ``wide``.
+        """Yield lists of neighbouring blocks of this shard, the columns of one product
+        each: a single block, or as many as possible if ``wide``.
 
         They begin with block number ``first``. Blocks that have no segment in common
-        with ``rows`` are left out.
+        with ``rows``, which may be another shard's, are left out.
         """
         for may_pair, blocks in groupby(
             self.blocks[first:], key=lambda cols: self._may_pair(rows, cols)
@@ -207,14 +208,16 @@ class Shard:
                 yield from ([block] for block in blocks)
 
     def _may_pair(self, rows: Block, cols: slice) -> bool:
-        """Return False if the rows and the columns are known to have no segment in
-        common.
+        """Return False if the rows and this shard's columns are known to have no
+        segment in common, as where one has only padding.
         """
-        a = rows.shard.segments[rows.where.start]
-        b = self.segments[cols.start]
-        if a is None or b is None:
+        of_rows = rows.shard.segments[rows.where.start]
+        of_cols = self.segments[cols.start]
+        if of_rows is None or of_cols is None:
             return True
-        return a[0] <= b[1] and b[0] <= a[1]
+        lowest_row, highest_row = of_rows
+        lowest_col, highest_col = of_cols
+        return lowest_row <= highest_col and lowest_col <= highest_row
 
 
 def tile_pairs(
@@ -310,9 +313,9 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
     its transpose below it.
     """
     s = shard.scale.new_zeros(len(shard.x))
-    # If no tile is left out, the first row of tiles writes W for the first time, so
-    # that W need not begin at 0: that of its own rows with its first span, and that of
-    # the rows below with each span.
+    # If no tile is left out, W need not begin at 0: the first row of tiles writes each
+    # part of it for the first time. Its first span writes W of the top rows, and each
+    # span W of the lower rows that are its columns.
     all_written = shard.marks is None or shard.marks.ranges is None
     new = torch.empty_like if all_written else torch.zeros_like
     w = new(shard.x, dtype=accumulation_dtype(shard.x.dtype))

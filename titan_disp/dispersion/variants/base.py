@@ -116,12 +116,14 @@ class CosineVariant(Variant):
         return {name: value for name, value in vars(self).items() if name != "_pair"}
 
     def units(self, z: Tensor) -> Units:
-        """Return the unit vectors of z [B, n, F]."""
+        """Return z [B, n, F] with the scales that make unit vectors of its tokens. By
+        default, u = z / (‖z‖ + UNIT_EPS).
+        """
         return Normalized(z, UNIT_EPS)
 
     def normalize(self, sums: Tensor, pairs: Count) -> Tensor:
-        """Return the loss [L, B], given S [L, B] and the number of pairs i ≠ j per
-        sequence: their mean.
+        """Return the loss [L, B], given S [L, B] and the number of pairs i ≠ j, per
+        sequence or [L, B]. By default, it is the mean of w over the pairs.
         """
         return sums / pairs
 
@@ -178,8 +180,8 @@ class CosineVariant(Variant):
     def of_quadratic(
         self, layers: Layers, quadratic: Callable[[UnitTokens], Quadratic]
     ) -> Tensor:
-        """Return the loss [L, B] in time linear in the tokens, where w is a quadratic
-        function of c for each token.
+        """Return the loss [L, B] in time linear in the tokens, as if w were a quadratic
+        function of c, which ``quadratic`` returns for each token.
         """
 
         def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
