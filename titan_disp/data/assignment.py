@@ -52,7 +52,8 @@ KEYS = 1 << 64
 # a cut closer to a file's edge than 1/8 of a run moves to it: for a sliver, a slot
 # would read the file
 _MIN_PART = 8
-# blocks are divided, instead of documents, if each slot would get at least this many
+# blocks are divided, instead of documents, if a run's length of the file would hold at
+# least this many
 _MIN_BLOCKS = 16
 _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 
@@ -335,8 +336,8 @@ class Assignment:
         return source.owners(file, epoch)
 
     def unseen(self) -> float:
-        """Return the estimated fraction of the text, 0 to 1, that is unread when as
-        many bytes were read as there are.
+        """Return the estimated fraction of the text, 0 to 1, of a run's only source that
+        is unread when each slot has read as many bytes of text as the average run has.
 
         Slots read equally fast, so this is the text by which some runs of the first
         epoch are longer than the average run.

@@ -123,10 +123,11 @@ class _Search:
     epochs: int = 0  # that ended
     empty: int = 0  # documents without text
     bad: int = 0  # documents that cannot be used
-    # of these, the most recent ones, all in the current file, and their bytes
+    # of the bad ones, the most recent, all in the current file, and their bytes; empty
+    # documents may stand between them
     row: int = 0
     row_bytes: int = 0
-    # of these, the most recent ones that are not JSON, in a compressed file
+    # of those in ``row``, the most recent that are ``Garbage``, in a compressed file
     garbage: int = 0
     counted: int = 0  # those of the bad documents that are not in a damaged file
     damaged: int = 0  # damaged files without a sound file between them

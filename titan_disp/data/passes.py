@@ -88,7 +88,7 @@ class _Pass:
         """Return the queue of the slot that owns a unit (see ``Segment.key``), or None
         if none of the pass's slots does, or the pass adds no more to this queue.
         """
-        # All segments of a file have the same keys.
+        # ``key`` is the same function for all segments of a file in an epoch.
         key = self._by_key[0].segment.key(unit)
         i = bisect_right(self._by_key, key, key=_lowest_key) - 1
         queue = self._by_key[i]
@@ -137,7 +137,8 @@ class _Pass:
         """Return the bytes that all queues together may hold. A document must have been
         read.
 
-        A slot that fills its window reads a window ahead of the others.
+        The second term is there because a slot that fills its shuffling window reads a
+        window ahead of the others.
         """
         options = self.documents.options
         mean = min(self._read_bytes / self._read, DOCUMENT_BYTES)
@@ -315,9 +316,11 @@ def bytes_before(
     positions: Iterable[Position], files: Sequence[DataFile]
 ) -> Counter[int]:
     """Return about how many stored bytes a rank with these positions reads again at a
-    resume, before the first new document, by file.
+    resume, before the first new document, by file: of each unread part, the file that
+    it is in.
 
-    Files that have blocks are left out: reading begins at any block.
+    Files that have blocks are left out: reading begins at any block. A file in which
+    slots are in different epochs is counted once, though it is read once for each.
     """
     before: Counter[int] = Counter()
     for position in positions:

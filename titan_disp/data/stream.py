@@ -84,7 +84,9 @@ class RankStreams:
 
     def seek(self) -> Iterator[Progress]:
         """Return an iterator that reads to the positions of a resume, and yields its
-        progress. Without it, ``Slot.fill`` would read there, one file after the other.
+        progress, the last time when there is nothing more to read. It leaves errors of
+        files to ``Slot.fill``, which without it would read there, one file after the
+        other.
         """
         return self.passes.seek(self.executor)
 
@@ -130,7 +132,9 @@ class RankStreams:
         return [self._ids(content).astype(np.int32, copy=False) for content in contents]
 
     def _ids(self, content: str | np.ndarray) -> np.ndarray:
-        """Return the ids of a text, or stored ids, with the separator at their end."""
+        """Return the ids of a text, or stored ids, with the separator at their end if
+        there is one.
+        """
         if isinstance(content, str):
             return np.asarray(self.encode(content), dtype=np.int32)
         eos_id = self.options.format.eos_id
@@ -278,8 +282,9 @@ class Sequences(IterableDataset):
 
     First it yields the ``Progress`` of reading to the positions, then, without end,
     ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises
-    nothing: if reading fails, it yields the whole microbatches that were read before,
-    then the ConfigError (DataError is one), and ends.
+    nothing: if reading fails by ConfigError (DataError is one), it yields the whole
+    microbatches that were read before, then the error, and ends. For another error, it
+    yields a DataError at once.
     """
 
     def __init__(self, streams: RankStreams, batch: int, group: int) -> None:
