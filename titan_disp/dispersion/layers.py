@@ -175,6 +175,7 @@ class Layers(ABC):
         return None
 
     def _prepared(self, z: Tensor, mask: TokenMask | None) -> Tensor:
+        """Return z with 0 for padding, in bf16 if ``in_bf16``."""
         if mask is not None:
             z = z.where(mask.own, 0.0)  # padding may be NaN
         if self.in_bf16 and z.dtype == torch.float32:
@@ -231,6 +232,9 @@ class WholeLayers(Layers):
         return gathering
 
     def _of_pack(self, compute: Compute, pack: list[Tensor]) -> Result:
+        """Return the values and the gradient of layers that are computed as one batch
+        (``packed``).
+        """
         z, mask = self._together(pack)
         if self.group is None:
             return in_parts(z, mask, partial(self._apply, compute))
@@ -266,8 +270,9 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def parts(z: Tensor) -> list[slice]:
-    """Divide the sequences of z [B, n, F], so that the memory of temporaries does not
-    grow with the batch.
+    """Return slices that divide the sequences of z [B, n, F], so that the memory of
+    temporaries does not grow with the batch. B is at least 1: the loss of an empty
+    batch is not computed.
     """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
@@ -276,7 +281,9 @@ def parts(z: Tensor) -> list[slice]:
 
 
 def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
-    """Return ``compute(z, mask)``, computed for a few sequences at a time."""
+    """Return ``compute(z, mask)``, computed for a few sequences at a time (``parts``).
+    In several parts, the gradient is in ``saved_dtype``.
+    """
     slices = parts(z)
     if len(slices) == 1:
         return compute(z, mask)
@@ -343,7 +350,7 @@ def compute_in_backward(
 
 
 def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
-    """Return all positions below ``tokens`` in the order in which they are drawn, int64
+    """Return the positions 0 to ``tokens`` − 1 in the order in which they are drawn, int64
     on the CPU.
     """
     generator = torch.Generator().manual_seed(
