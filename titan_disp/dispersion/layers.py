@@ -198,7 +198,7 @@ class WholeLayers(Layers):
     """
 
     _following: Sequence[Tensor] = ()  # the layers that are computed next
-    _ahead: Gathering | None = None  # of these layers
+    _ahead: Gathering | None = None  # of them, begun by the last ``gather``
 
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
@@ -218,8 +218,8 @@ class WholeLayers(Layers):
         """Return the gathering of z, and start that of the layers that follow, so that
         this takes no time beside the work for z.
 
-        A ``Compute`` must call it once for each z, or never: the gathering of the next
-        z has begun with the call before.
+        A ``Compute`` must call it once for each pack, in order, or never: if the call
+        before has started a gathering, that one is returned, and z is not used.
         """
         if self.group is None:
             return None
@@ -298,23 +298,26 @@ def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
 
 # Returns the loss of some sequences of a layer, a scalar, given the index of the layer,
 # the tokens [b, n, F], which sequences they are, and a list of the gradient that arrives
-# for them. Backward of the loss may take the gradient out of the list, and then returns
-# the sum of it and its own.
+# for them. Backward of the loss may take that gradient out of the list. It then returns
+# its own, multiplied by what arrives for the loss, plus the one taken out.
 LossOfPart = Callable[[int, Tensor, slice, list[Tensor]], Tensor]
 
 
 def compute_in_backward(
     zs: Sequence[Tensor], loss: LossOfPart, finish: Callable[[], None]
 ) -> Tensor:
-    """Return 0, whose backward adds the gradient of ``loss`` to that of each of ``zs``
-    [B, n, F], and then, after the last of these, calls ``finish``.
+    """Return 0, whose backward adds the gradient of ``loss``, multiplied by the gradient
+    of the 0, to that of each of ``zs`` [B, n, F], and then, after the last of these,
+    calls ``finish``.
 
     The loss is computed when the gradient of z arrives. Until then only z is kept,
-    which the layer after it keeps as well, unless it is checkpointed together with
-    others. Each z must have a gradient from elsewhere, as from that layer.
+    which the model's next layer keeps as well, unless that is checkpointed together
+    with other layers. Each z must get a gradient from another use in the model, such as
+    that layer.
 
     Raises:
-        RuntimeError: in backward, as ``add_in_backward``, or if z has been changed.
+        RuntimeError: in backward, as ``add_in_backward`` (also with ``create_graph``),
+            or if z has been changed.
     """
     kept: list[Tensor | None] = [z.detach() for z in zs]
     versions = [z._version for z in zs]
@@ -408,7 +411,9 @@ class SampledLayers(Layers):
             dist.all_reduce(self.z, group=group)
 
     def _draw_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
-        """Set the masks of the drawn tokens, and return their positions, [L, B, m]."""
+        """Set the masks of the drawn tokens, and return their positions, [L, B, m].
+        Slots that stay empty have other positions of the sequence.
+        """
         layers = len(orders)
         chosen = first_of_orders(mask, orders, self.length).flatten(0, 1)
         positions, filled = slots_of(chosen, self.length)
@@ -452,10 +457,12 @@ class SampledLayers(Layers):
         self, z: Tensor, mask: TokenMask | None, compute: Compute
     ) -> tuple[Tensor, Tensor]:
         """Return values [b] and gradients [b, m, F] of drawn tokens z [b, m, F]: of one
-        layer, or of all in a row.
+        layer, or of all layers, one after another.
+
+        The gradients are in the accumulation dtype. ``in_parts`` has rounded those of
+        several parts to ``saved_dtype``.
         """
         value, gradient = in_parts(z, mask, partial(self._apply, compute))
-        # With one part, rounded to z's dtype only in the sum with other gradients
         return value, gradient.tensor(accumulation_dtype(z.dtype))
 
     def _masked_pairs(self) -> Tensor:
