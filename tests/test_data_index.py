@@ -429,6 +429,16 @@ class TestOnDisk:
             measured(list_files("text", str(corpus)), StreamOptions(index="memory"))
 
 
+def scattered_then_zeros(content: bytes) -> bytes:
+    """Spoil three lines of four in the first half, and all of the second half."""
+    half = len(content) // 2
+    lines = content[:half].splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        if i % 4:
+            lines[i] = b"x" * (len(line) - 1) + b"\n"
+    return b"".join(lines) + bytes(len(content) - half)
+
+
 # What becomes of a file's content. A node leaves a file with zeros whose last blocks
 # were not on disk when it died.
 SPOIL = {
@@ -436,6 +446,7 @@ SPOIL = {
     "zeros from the middle": lambda content: (
         content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
     ),
+    "scattered, then zeros": scattered_then_zeros,
     "half": lambda content: content[: len(content) // 2],
     "junk": lambda content: b"\xff" * len(content),
     "random": lambda content: np.random.default_rng(1).bytes(len(content)),
@@ -447,6 +458,7 @@ DAMAGE = [
     ("zeros", 0.1, "memory", "jsonl json.zst parquet bin"),
     ("zeros from the middle", 0.05, "", "jsonl txt"),
     ("zeros from the middle", 0.05, "memory", "txt bin json.gz"),
+    ("scattered, then zeros", 0.0875, "", "jsonl"),
     # the rest is not stored, so that its loss is not seen in bytes
     ("half", 0.0, "", "jsonl.gz txt.gz"),
     ("junk", 0.1, "", "txt parquet"),

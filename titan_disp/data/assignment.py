@@ -92,11 +92,11 @@ class Segment:
         return any(map(self.owns, range(start, end)))
 
     def visits(self, blocks: Blocks | None) -> Visits | None:
-        """Return in which order a pass visits the blocks of the segment's file, or None
-        if the file has no ``blocks``.
+        """Return the order in which a pass reads ``blocks``, those of the segment's
+        file, or None if the file has none.
 
-        If it is divided by blocks, the order differs in each epoch. Otherwise it is
-        that of the file.
+        If the file is divided by blocks, each epoch has another order. Otherwise the
+        blocks are read as they are stored.
         """
         if blocks is None:
             return None
@@ -336,11 +336,11 @@ class Assignment:
         return source.owners(file, epoch)
 
     def unseen(self) -> float:
-        """Return the estimated fraction of the text, 0 to 1, of a run's only source that
-        is unread when each slot has read as many bytes of text as the average run has.
+        """Return the estimated fraction of all text, 0 to 1, by which runs of epoch 0
+        are longer than the average run. Expects a single source.
 
-        Slots read equally fast, so this is the text by which some runs of the first
-        epoch are longer than the average run.
+        Slots read equally fast. When each has read as many bytes as the average run
+        has, this text is not read yet.
         """
         texts = [
             sum(segment.text for segment in self.run(slot, 0).segments)
@@ -360,8 +360,10 @@ class Assignment:
 
 
 def _overlapping(edges: list[int], begin: int, end: int) -> range:
-    """Return all i for which the interval from edges[i] to edges[i + 1] overlaps the
-    one from ``begin`` to ``end``. They are consecutive.
+    """Return the range of all i for which the interval from edges[i] to edges[i + 1]
+    shares more than a point with the one from ``begin`` to ``end``.
+
+    ``edges`` ascend, and ``begin`` < ``end`` lie between the first and the last.
     """
     return range(bisect_right(edges, begin) - 1, bisect_left(edges, end))
 

@@ -3,7 +3,7 @@ be used.
 
 The rules for skipping look at one slot and one file only, so that any number of ranks
 skips the same documents. All that lies between two usable documents of a slot is
-skipped in one call, so that no stored position lies within it.
+skipped in one call. No stored position lies within it, so that a resume skips the same.
 """
 
 import sys
@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NoReturn
 
 import numpy as np
 from torchtitan.tools.logging import logger
@@ -32,18 +33,18 @@ from titan_disp.data.position import Position
 from titan_disp.errors import DataError
 
 # The rest of a file is skipped after …
-# … documents in a row of a compressed file that are not JSON: flipped bytes, which
+# … documents in a row of a compressed file that are garbage: flipped bytes, which
 # spoil the rest of it
 _GARBAGE = 8
 # … documents in a row that cannot be used: the rest is likely to be of the same kind
-_WRONG = 1000
+_BAD_ROW = 1000
 # … documents in a row that cannot be used, when the file ends with them
-_WRONG_END = 100
+_BAD_END = 100
 
 # A slot gives up after …
 _BAD = 1000  # … unusable documents in a row, once it has read its whole share
-# … times S epochs in a row without any document: this happens to a sound corpus with
-# probability e⁻²⁰
+# … times as many epochs in a row without any document as there are slots: this
+# happens to a sound corpus with probability e⁻²⁰
 _EPOCHS = 20
 # … unusable documents in a row anywhere, because the other ranks wait in the meantime
 _HOPELESS = 20_000
@@ -53,7 +54,9 @@ _MOST_LOGGED = 1000  # documents that a rank reports
 
 
 class Faults:
-    """What a rank knows and logs of documents and files that cannot be used."""
+    """Reports documents and files of a rank that cannot be used, and decides when the
+    rest of a file is skipped.
+    """
 
     def __init__(
         self,
@@ -70,20 +73,20 @@ class Faults:
         ]
         self._logged: set[str] = set()
 
-    def beside(self, file: int) -> Sequence[DataFile]:
-        """Return all files of the source to which this file belongs."""
+    def files_of_source(self, file: int) -> Sequence[DataFile]:
+        """Return all files of the source to which the file with this index belongs."""
         return self._sources[bisect_right(self._first_files, file) - 1]
 
-    def report(self, text: str, most: int = _MOST_LOGGED) -> None:
-        """Log what is skipped, if this text was not logged before, and fewer than
-        ``most`` reports were.
+    def report(self, fault: str, limit: int = _MOST_LOGGED) -> None:
+        """Log a fault, unless it was logged before, or ``limit`` others were.
 
-        Raises DataError instead if stream.on_bad_data is "fail".
+        ``fault`` names what is skipped and says why. If stream.on_bad_data is "fail",
+        nothing is skipped: this raises DataError with ``fault``.
         """
         if self.options.on_bad_data == "fail":
-            raise DataError(f'{text}. stream.on_bad_data = "skip" would pass over it')
-        if len(self._logged) < most:
-            self.warn_once(text, f"skipped: {text}")
+            raise DataError(f'{fault}. stream.on_bad_data = "skip" would pass over it')
+        if len(self._logged) < limit:
+            self.warn_once(fault, f"skipped: {fault}")
 
     def warn_once(self, key: str, text: str) -> None:
         """Log a warning, unless one with this key was logged before."""
@@ -91,16 +94,16 @@ class Faults:
             self._logged.add(key)
             logger.warning(text)
 
-    def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
-        """Return why the rest of a file is skipped, or None if it is not.
+    def too_many(self, file: int, in_a_row: int, threshold: int) -> str | None:
+        """Return the reason why the rest of a file is skipped: its last ``in_a_row``
+        documents cannot be used. Return None if the file is read on.
 
-        It is skipped if at least ``least`` documents ``in_a_row`` cannot be used, but
-        not if the file has more bytes than the fraction stream.max_skipped_fraction of
-        its source: so large a file is read to its end.
+        It is read on if ``in_a_row`` is less than ``threshold``, or if the file has
+        more bytes than the fraction stream.max_skipped_fraction of its source.
         """
-        if in_a_row < least:
+        if in_a_row < threshold:
             return None
-        source_size = sum(file.size for file in self.beside(file))
+        source_size = sum(file.size for file in self.files_of_source(file))
         if self.files[file].size > self.options.max_skipped_fraction * source_size:
             return None
         return f"{in_a_row} documents in a row cannot be used"
@@ -112,8 +115,10 @@ class Document:
 
     content: str | np.ndarray  # a text, or token ids as stored
     size: int  # bytes in UTF-8, or of the ids as stored
-    start: np.ndarray  # [k] int64, the slot's position at its first token …
-    end: np.ndarray  # … and after its last one
+    # [k] int64, the slot's position before this document and the unusable ones of its
+    # file that are directly before it …
+    start: np.ndarray
+    end: np.ndarray  # … and after it
 
 
 @dataclass
@@ -124,7 +129,8 @@ class _Search:
     empty: int = 0  # documents without text
     bad: int = 0  # documents that cannot be used
     # of the bad ones, the most recent, all in the current file, and their bytes; empty
-    # documents may stand between them
+    # documents may stand between them (``Position.choose`` stays with a part until a
+    # document is used or the file ends)
     row: int = 0
     row_bytes: int = 0
     # of those in ``row``, the most recent that are ``Garbage``, in a compressed file
@@ -165,6 +171,8 @@ class Cursor:
         """
         position = self.position
         while (part := position.choose()) is not None:
+            if not self._search.row:
+                start = position.values.copy()
             segment, first = position.next(part)
             record = self.passes.fetch(position.slot, position.epoch, segment, first)
             if isinstance(record, FileEnd):
@@ -177,8 +185,7 @@ class Cursor:
                 size = error.size or size_of(raw)
                 self._pass_over(part, segment, index, size=size, error=error)
                 continue
-            start = position.values.copy()
-            position.use(part, index, size)
+            position.use(part, index, size, skipped=self._search.row_bytes)
             self._search = _Search()
             return Document(content, size, start, end=position.values.copy())
         return None
@@ -195,8 +202,9 @@ class Cursor:
     def _pass_over(
         self, part: Part, segment: Segment, index: int, size: int, error: BadDocument
     ) -> None:
-        """Report a document that cannot be used, of ``size`` bytes, and move past it; or
-        past the rest of its file, if there were too many of them in a row.
+        """Move past a document of ``size`` bytes that cannot be used; or past the rest of
+        its file, if there were too many of them in a row. Report it and count it as
+        skipped, unless it is ``Empty``.
 
         Raises DataError if stream.on_bad_data is "fail", or the search is given up.
         """
@@ -216,9 +224,9 @@ class Cursor:
             search.counted += 1
             search.row += 1
             search.row_bytes += size
-        damage = self.faults.wrong(segment.file, search.row, _WRONG)
+        damage = self.faults.too_many(segment.file, search.row, _BAD_ROW)
         if search.garbage == _GARBAGE:
-            damage = f"{_GARBAGE} documents in a row are not JSON"
+            damage = f"{_GARBAGE} documents in a row cannot be parsed"
         if damage is not None:
             self.passes.leave(self.position.slot, self.position.epoch, segment.file)
             self._skip_file(part, segment, damage)
@@ -232,7 +240,7 @@ class Cursor:
         Raises DataError as ``_pass_over`` does.
         """
         search = self._search
-        damage = end.damage or self.faults.wrong(segment.file, search.row, _WRONG_END)
+        damage = end.damage or self.faults.too_many(segment.file, search.row, _BAD_END)
         if damage is not None:
             self._skip_file(part, segment, damage)
             return
@@ -248,12 +256,13 @@ class Cursor:
         search = self._search
         name = self.faults.files[segment.file].name
         text = f"{name} is damaged and ends early: {damage}"
-        self.faults.report(text, most=sys.maxsize)
-        # The documents that revealed the damage count as part of it.
-        rest = segment.text - self.position.taken(part)
+        self.faults.report(text, limit=sys.maxsize)
+        # ``_pass_over`` has counted the documents that revealed the damage, and their
+        # bytes. They are part of the damage.
+        taken = self.position.taken(part) + search.row_bytes
         self.position.count_skipped(
             documents=-search.row,
-            size=max(0, rest - search.row_bytes),
+            size=max(0, segment.text - taken),
             files=int(segment.low == 0),  # of all slots that share it, one counts it
         )
         search.counted -= search.row
@@ -289,11 +298,11 @@ class Cursor:
         if search.counted >= _BAD or search.epochs > _EPOCHS * slots:
             self._give_up()
 
-    def _give_up(self) -> None:
+    def _give_up(self) -> NoReturn:
         """Raise DataError, with what the search has met."""
         search = self._search
         slots = self.position.assignment.slots
-        files = self.faults.beside(self.position.run().segments[0].file)
+        files = self.faults.files_of_source(self.position.run().segments[0].file)
         advice = "They hold no documents for this slot: add data, or lower stream.slots"
         if search.bad or search.damaged:
             advice = "The log above says why: repair or remove these files"
@@ -313,7 +322,8 @@ FEW = 10
 
 def check_skipped(what: str, skipped: float, total: float, allowed: float) -> None:
     """Raise DataError if ``skipped`` is more than the fraction ``allowed`` of ``total``.
-    The message calls both ``what``.
+
+    ``what`` ends the sentence of the message: "documents could not be used".
 
     The counts are those of all ranks together, so that all ranks and any number of
     ranks decide alike.

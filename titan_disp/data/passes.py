@@ -145,9 +145,10 @@ class _Pass:
         return options.queue_bytes + len(self.queues) * options.shuffle_window * mean
 
     def _stop_feeding(self, slot: int) -> None:
-        """Feed the fullest queue no more, unless it is that of ``slot``.
+        """Feed the fullest queue of the other slots no more, if there is one.
 
-        Its slot is furthest behind. It will read the rest in a pass of its own.
+        The slot of this queue is furthest behind. It will read the rest of the file in
+        a pass of its own.
         """
         fed = [
             queue for owner, queue in self.queues.items() if owner != slot and queue.fed
@@ -205,6 +206,7 @@ class Passes:
         # The passes that are open, by (slot, epoch, file). One pass serves many slots.
         self._open: dict[tuple[int, int, int], _Pass] = {}
         self._ends: dict[int, FileEnd] = {}  # of files that were read to their end
+        # counted when a slot left a pass, as ``bytes_read`` returns them
         self._closed_bytes: Counter[tuple[int, int]] = Counter()
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
@@ -315,12 +317,13 @@ class Passes:
 def bytes_before(
     positions: Iterable[Position], files: Sequence[DataFile]
 ) -> Counter[int]:
-    """Return about how many stored bytes a rank with these positions reads again at a
-    resume, before the first new document, by file: of each unread part, the file that
-    it is in.
+    """Return the estimated stored bytes, by file, that a rank with these positions reads
+    again at a resume, before the first new document.
 
-    Files that have blocks are left out: reading begins at any block. A file in which
-    slots are in different epochs is counted once, though it is read once for each.
+    The files are those in which a position's unread parts are. Files that have blocks
+    are left out, because reading begins at any block. If several positions are in a
+    file, the furthest one counts. (Slots in different epochs read the file once for
+    each epoch. This is not counted.)
     """
     before: Counter[int] = Counter()
     for position in positions:

@@ -4,7 +4,8 @@ A checkpoint stores one row of integers for each slot. From these rows, any numb
 ranks reads on at the next token. ``Field`` names the integers. They are of four kinds:
 
 - *Documents.* A slot reads its run in three parts, see ``assignment``. For each part
-  there is the index of the next document, and how much text was taken from the part.
+  there is the index of the next document, and how much text was taken from the part:
+  of documents that were used, and of unusable ones before them.
 - *Window.* If documents are shuffled, the fields above describe the beginning of the
   current window, and IN_WINDOW says how many of its documents were used.
 - *Offset.* How many tokens of the next document were used.
@@ -166,17 +167,21 @@ class Position:
 
     # ---- moves
 
-    def use(self, part: Part, index: int, size: int) -> None:
-        """Move past document ``index`` of a part, which has ``size`` bytes of text."""
+    def use(self, part: Part, index: int, size: int, skipped: int = 0) -> None:
+        """Move past document ``index`` of a part, which has ``size`` bytes of text.
+        ``skipped`` are the bytes of those directly before it that could not be used.
+        """
         self.pass_over(part, index)
-        self.values[TAKEN[part]] += size
+        self.values[TAKEN[part]] += skipped + size
         self.values[Field.DOCUMENTS] += 1
         self.values[Field.BYTES] += size
         if part == Part.BODY:
-            self.values[Field.FILE_BYTES] += size
+            self.values[Field.FILE_BYTES] += skipped + size
 
     def pass_over(self, part: Part, index: int) -> None:
-        """Move past document ``index`` of a part, which cannot be used."""
+        """Move past document ``index`` of a part, which cannot be used. ``choose`` stays
+        with the part.
+        """
         self.values[NEXT[part]] = index + 1
 
     def end_file(self, part: Part) -> None:

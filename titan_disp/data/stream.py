@@ -84,9 +84,9 @@ class RankStreams:
 
     def seek(self) -> Iterator[Progress]:
         """Return an iterator that reads to the positions of a resume, and yields its
-        progress, the last time when there is nothing more to read. It leaves errors of
-        files to ``Slot.fill``, which without it would read there, one file after the
-        other.
+        progress, the last time when there is nothing more to read. It raises no errors
+        of files: ``Slot.fill`` meets them again. (Without this, ``Slot.fill`` would read
+        to the positions, one file after the other.)
         """
         return self.passes.seek(self.executor)
 
@@ -132,8 +132,8 @@ class RankStreams:
         return [self._ids(content).astype(np.int32, copy=False) for content in contents]
 
     def _ids(self, content: str | np.ndarray) -> np.ndarray:
-        """Return the ids of a text, or stored ids, with the separator at their end if
-        there is one.
+        """Return the ids of a text or of stored ids, which end in the separator unless
+        stream.separator is "none".
         """
         if isinstance(content, str):
             return np.asarray(self.encode(content), dtype=np.int32)
@@ -282,9 +282,9 @@ class Sequences(IterableDataset):
 
     First it yields the ``Progress`` of reading to the positions, then, without end,
     ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises
-    nothing: if reading fails by ConfigError (DataError is one), it yields the whole
-    microbatches that were read before, then the error, and ends. For another error, it
-    yields a DataError at once.
+    nothing. If reading fails by ConfigError (DataError is one), it yields the complete
+    microbatches that were read before, then the error, and ends. If it fails otherwise,
+    it drops these microbatches, yields a DataError with the traceback, and ends.
     """
 
     def __init__(self, streams: RankStreams, batch: int, group: int) -> None:
