@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,8 +79,8 @@ def first_sequences(
         RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)
     ) as streams:
         slot = streams.slots[0]
-        found = empty_rows(count, options, np.int32)
-        for done, row in enumerate(zip(*found, strict=True)):
+        arrays = empty_rows(count, options, np.int32)
+        for done, row in enumerate(zip(*arrays, strict=True)):
             slot.fill(*row)
             if slot.position[Field.EPOCH] > 0:
                 raise RefusedError(
@@ -93,7 +94,7 @@ def first_sequences(
         slot.position[Field.DOCUMENTS],
         options.max_skipped_fraction,
     )
-    return found
+    return arrays
 
 
 def held_out_sequences(
@@ -119,12 +120,19 @@ def held_out_sequences(
                 continue
             asked = f"set condensation.sequences to less than {count}, or condensation.interval = 0"
             return first_sequences(
-                files, tokenizer, job_config, job_config.training.seq_len, count, asked
+                files,
+                tokenizer,
+                job_config,
+                seq_len=job_config.training.seq_len,
+                count=count,
+                asked=asked,
             )
         return None
 
-    found = on_rank_0(read)
-    return None if found is None else [torch.from_numpy(rows).long() for rows in found]
+    arrays = on_rank_0(read)
+    if arrays is None:
+        return None
+    return [torch.from_numpy(rows).long() for rows in arrays]
 
 
 class _ValidationSet:
@@ -149,16 +157,24 @@ class _ValidationSet:
             f"(validation.local_batch_size {v.local_batch_size} × {dp_world_size} "
             "data-parallel ranks), or lower validation.steps"
         )
-        source = (files, tokenizer, job_config, v.seq_len, count, asked)
+        read = partial(
+            first_sequences,
+            files,
+            tokenizer,
+            job_config,
+            seq_len=v.seq_len,
+            count=count,
+            asked=asked,
+        )
         shape = (-1, dp_world_size, v.local_batch_size, v.seq_len + 1)
         # on rank 0, as in held_out_sequences
-        every = on_rank_0(first_sequences, *source)
-        self._own = [
-            torch.from_numpy(rows).view(shape)[:, dp_rank].clone() for rows in every
+        self._arrays = [
+            torch.from_numpy(rows).view(shape)[:, dp_rank].clone()
+            for rows in on_rank_0(read)
         ]
 
     def __iter__(self) -> Iterator[Batch]:
-        for tokens, *segments in zip(*self._own, strict=True):
+        for tokens, *segments in zip(*self._arrays, strict=True):
             yield as_batch(tokens.long(), *segments)
 
 
@@ -178,13 +194,13 @@ class StreamValidator(Validator):
         dp_world_size: int,
         dp_rank: int,
         tokenizer: BaseTokenizer,
-        **others: Any,
+        **attributes: Any,
     ) -> None:
-        """``others`` are the parent's other arguments, which it keeps as attributes of
+        """``attributes`` are the parent's other arguments, which it keeps as attributes of
         the same names.
         """
         BaseValidator.__init__(self, job_config)
-        self.__dict__.update(others)
+        self.__dict__.update(attributes)
         self.tokenizer = tokenizer
         self.validation_dataloader = _ValidationSet(
             job_config, tokenizer, dp_world_size, dp_rank
