@@ -95,13 +95,18 @@ lint: setup
 	$(BIN)/shellcheck slurm/*.sh slurm/*.sbatch slurm/sites/*.sh .ci/run
 
 # Writes the pages and the reference of the Python interface as a site in build/site. A broken link is an error.
-docs: setup
-	@$(BIN)/python -c "import material, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
+# This needs neither torch nor titan-disp's other packages.
+docs: $(VENV)-docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet --site-dir build/site
+
+$(VENV)-docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet -r docs/requirements.txt
+	@touch $@
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
