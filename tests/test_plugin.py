@@ -273,9 +273,9 @@ def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch)
 PACKAGE = ROOT / "titan_disp"
 ABOVE_BOTH = "cli"  # the table of commands
 TEXT = (ROOT / "docs" / "code.md").read_text()
-PICTURE = re.search(r"## Code layout\n.*?\n\n((?:    [^\n]*\n)+)", TEXT, flags=re.DOTALL)[
-    1
-].splitlines()
+PICTURE = re.search(
+    r"## Code layout\n.*?\n\n((?:    [^\n]*\n)+)", TEXT, flags=re.DOTALL
+)[1].splitlines()
 # Package or module → its line in the picture, from the top.
 LAYERS = {}
 for depth, line in enumerate(line for line in PICTURE if "│" not in line):
