@@ -17,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Where bytecode is switched off, as in some containers, each process would compile all of titan-disp and of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo gpu figure evidence test test-fast test-night test-authors slurm-test mutants lint format docs clean
+.PHONY: setup demo gpu figure evidence test test-fast test-night test-peers slurm-test mutants lint format docs clean
 
 setup: $(VENV)/.ready
 
@@ -69,12 +69,12 @@ test-fast: setup
 test-night: setup
 	$(PYTEST) -m night
 
-# Compares with the authors' package itself (7 kB). Its licence, Yale's, is for non-commercial use only, so nothing else
-# installs it: make test compares with numbers that it gave. It requires an older transformers, but works with ours,
-# hence --no-deps.
-test-authors: setup
-	$(BIN)/python -m pip install --quiet --no-deps "embedding-condensation==2.0" "IsoScore==2.0.1"
-	$(BIN)/python -m pytest tests/test_condensation.py
+# Compares with packages that others wrote: lm_eval's own command line, torch's conversion of checkpoints, pytorch-metric-learning,
+# and the authors' package (7 kB). The licence of the last, Yale's, is for non-commercial use only, so nothing else installs it:
+# make test compares with numbers that it gave. It requires an older transformers, but works with ours, hence --no-deps.
+test-peers: setup
+	$(BIN)/python -m pip install --quiet --no-deps "embedding-condensation==2.0" "IsoScore==2.0.1" nltk pytorch-metric-learning
+	$(BIN)/python -m pytest tests/peers tests/test_condensation.py
 
 # Runs a real SLURM with four nodes on this machine. It is installed if it is missing (Debian or Ubuntu, as root), and
 # stopped at the end.
@@ -95,13 +95,18 @@ lint: setup
 	$(BIN)/shellcheck slurm/*.sh slurm/*.sbatch slurm/sites/*.sh .ci/run
 
 # Writes the pages and the reference of the Python interface as a site in build/site. A broken link is an error.
-docs: setup
-	@$(BIN)/python -c "import material, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
+# This needs neither torch nor titan-disp's other packages.
+docs: $(VENV)-docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet --site-dir build/site
+
+$(VENV)-docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet -r docs/requirements.txt
+	@touch $@
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,21 +1,30 @@
-"""List which of the names that titan_disp imports from TorchTitan have moved or are
-gone in another version.
+"""Write which of the names that titan_disp imports from TorchTitan have moved or are
+gone in another version, into the last section of docs/port.md.
 
     pip download --no-deps "torchtitan==0.3.*" --dest build
     python benchmarks/torchtitan_port.py build/torchtitan-0.3.0-py3-none-any.whl
 
 Both sides are read with ast; nothing is imported or installed. A name that is still
-there may take other arguments.
+there may take other arguments. What takes the place of a name is in
+benchmarks/torchtitan_port.toml.
 """
 
 import ast
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = Path(__file__).parent.parent / "titan_disp"
+import tomli
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "titan_disp"
+PAGE = ROOT / "docs" / "port.md"
+SUCCESSORS = Path(__file__).with_suffix(".toml")
+HEADING = "## The names\n"
 
 
 class Imported(NamedTuple):
@@ -119,16 +128,30 @@ def compare(
             yield wanted, "gone"
 
 
+def section(wheel: Path) -> str:
+    """Return the text below the heading of the page's last section, in Markdown."""
+    version = wheel.name.split("-")[1]
+    places = list(compare(imported_by(PACKAGE), modules_of(wheel)))
+    counts = Counter(place.partition(":")[0] for _, place in places)
+    successors = tomli.loads(SUCCESSORS.read_text())
+    lines = [
+        f"\nRead from the wheel of TorchTitan {version} on {date.today()}. Of "
+        f"titan-disp's imports from 0.2.2, {counts['there']} names are in their place, "
+        f"{counts['elsewhere']} are in another module, and {counts['gone']} are gone.\n",
+        f"| name in 0.2.2 | in {version} |",
+        "|---|---|",
+    ]
+    for wanted, place in places:
+        if place != "there":
+            name = f"{wanted.module}.{wanted.name}"
+            successor = successors.get(name, place)
+            lines.append(f"| `{name}` | {successor} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    found = list(compare(imported_by(PACKAGE), modules_of(Path(sys.argv[1]))))
-    for kind in ("there", "elsewhere", "gone"):
-        rows = [(wanted, how) for wanted, how in found if how.startswith(kind)]
-        print(f"{kind}: {len(rows)}")
-        for wanted, how in rows:
-            print(
-                f"  {wanted.module}.{wanted.name}"
-                + (f" → {how.partition(': ')[2]}" if ":" in how else "")
-            )
+    text, heading, _ = PAGE.read_text().partition(HEADING)
+    PAGE.write_text(text + heading + section(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Prepare the pages for mkdocs (make docs): add those outside of docs/, and the
-reference of the Python interface.
+reference of the Python interface, and set the formula of the loss in MathML.
 
 Links between pages stay. Links to other files go to the repository, if ``Repository``
 in pyproject.toml has its address.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +30,27 @@ API = (
     "titan_disp.run.reader",
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+
+
+# The block of titan_disp/dispersion/formula.py, on pages.
+FORMULA = re.compile(r"^    u_i = z_i .*\n(?:    .*\n)*    L = L_CE .*$", re.M)
+LATEX = r"""
+\begin{array}{ll}
+u_i = \dfrac{z_i}{\lVert z_i \rVert + \varepsilon} & \varepsilon = 0.01 \\
+c_{ij} = u_i \cdot u_j \\
+\tilde{c}_{ij} = \mathrm{clamp}(c_{ij}, -1 + \kappa, 1 - \kappa) & \kappa = 0.25 \\
+D_{ij} = \dfrac{\arccos(\tilde{c}_{ij})}{\pi} \\
+L_{\mathrm{disp}} = \log \operatorname{mean}_{i \ne j} \exp(-D_{ij} / \tau) & \tau = 1 \\
+L = L_{\mathrm{CE}} + \lambda \cdot \text{mean of } L_{\mathrm{disp}}
+\text{ over layers and sequences} & \lambda = 0.1
+\end{array}
+"""
+
+# On a narrow screen, the formula can be moved sideways.
+FRAME = """<div style="overflow-x: auto">
+<style>mtd {{ text-align: left !important; padding: 0.3em 0.6em }}</style>
+{}
+</div>"""
 
 
 def _moved(markdown: str, folder: str) -> str:
@@ -67,9 +89,8 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
-    return (
-        markdown
-        if page.file.src_uri in {*OUTSIDE.values(), "api.md"}
-        else _moved(markdown, "docs")
-    )
+def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
+    if page.file.src_uri not in {*OUTSIDE.values(), "api.md"}:
+        markdown = _moved(markdown, "docs")
+    formula = convert(LATEX.replace("\n", " "))
+    return FORMULA.sub(lambda _: FRAME.format(formula), markdown)

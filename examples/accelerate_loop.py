@@ -1,7 +1,7 @@
 """Train the models of hf_trainer.py with the dispersion loss in a plain loop with
 Hugging Face's Accelerate.
 
-pip install 'titan-disp[examples]'
+pip install transformers accelerate
 python examples/accelerate_loop.py           # or accelerate launch, for several GPUs
 """
 

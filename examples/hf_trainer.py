@@ -1,7 +1,7 @@
 """Train a tiny, randomly initialised Qwen3 or GPT-2 with the dispersion loss in Hugging
 Face's Trainer, on pydoc's texts.
 
-    pip install 'titan-disp[examples]'           # accelerate, which Trainer needs
+    pip install transformers accelerate
     python examples/hf_trainer.py                # Qwen3 with padded batches of unequal sequences, 2 microbatches per step
     python examples/hf_trainer.py --model gpt2 --coeff 0.2
 

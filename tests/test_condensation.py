@@ -270,7 +270,7 @@ def test_covariance_against_the_plain_formulas(zeta):
         singular[0] ** 2 / (singular**2).sum(),
     )
     np.testing.assert_allclose(covariance_of(points, zeta=zeta), expected, rtol=1e-9)
-    package = pytest.importorskip("IsoScore.IsoScore", reason="make test-authors")
+    package = pytest.importorskip("IsoScore.IsoScore", reason="make test-peers")
     theirs = package.IsoScore_star(x, torch.tensor(shrinkage), zeta).item()
     assert theirs == pytest.approx(score, rel=1e-6)  # float32 √n
 
@@ -550,14 +550,14 @@ def test_recorded_numbers_of_the_authors_package():
 
 
 def test_what_was_recorded_is_the_packages(monkeypatch):
-    """``make test-authors`` installs it.
+    """``make test-peers`` installs it.
 
     It is no dependency: its licence is non-commercial, and its transformers is older.
     """
-    nltk = pytest.importorskip("nltk", reason="make test-authors")
+    nltk = pytest.importorskip("nltk", reason="make test-peers")
     # of data that are only used to sample texts
     monkeypatch.setattr(nltk, "download", lambda *_: None)
-    package = pytest.importorskip("embedding_condensation", reason="make test-authors")
+    package = pytest.importorskip("embedding_condensation", reason="make test-peers")
     model = torch.nn.Linear(1, 1)  # whose texts have their number as their first token
     model.forward = lambda input_ids, **_: SimpleNamespace(
         hidden_states=hidden_states(int(input_ids[0, 0]))

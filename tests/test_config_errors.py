@@ -253,7 +253,7 @@ def check(config, ranks):
         (
             1,
             "metrics.enable_wandb true",
-            r"wandb is not installed: pip install 'titan-disp\[wandb\]'",
+            r"wandb is not installed: pip install wandb",
         ),
         (
             1,

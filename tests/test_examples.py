@@ -66,7 +66,7 @@ def test_loops(name, monkeypatch, capsys):
 def hf():
     pytest.importorskip(
         "accelerate",
-        reason="Trainer needs accelerate: pip install 'titan-disp[examples]'",
+        reason="Trainer needs accelerate: pip install accelerate",
     )
     return load("hf_trainer")
 

@@ -20,7 +20,7 @@ from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError, DataError
 from titan_disp.lab.digest import digest
 
-pytest.importorskip("s3fs", reason="pip install 'titan-disp[s3]'")
+pytest.importorskip("s3fs", reason="pip install s3fs")
 OPTIONS = StreamOptions(retry_seconds=60.0, format=Format(eos_id=0))
 TEXTS = [f"{i} {'text ' * (i % 90)}" for i in range(400)]
 URL = "s3://bucket/a.jsonl"
@@ -286,6 +286,6 @@ def test_what_is_refused(store, monkeypatch):
     )
     objects._store.cache_clear()
     with pytest.raises(
-        ConfigError, match=r"s3:// needs a package .*: pip install 'titan-disp\[s3\]'"
+        ConfigError, match=r"s3:// needs a package .*: pip install s3fs"
     ):
         list_files("text", URL)

@@ -31,7 +31,7 @@ def main() -> None:
         if error.name not in required_packages():
             raise
         print(
-            f"titan-disp: error: titan-disp needs {error.name}, which is not installed: pip install titan-disp",
+            f"titan-disp: error: titan-disp needs {error.name}, which is not installed: pip install . in a clone of titan-disp",
             file=sys.stderr,
         )
         sys.exit(EXIT_CODE)

@@ -503,8 +503,7 @@ def check_device(job_config: JobConfig) -> None:
     # Without the package, TorchTitan would only log an error and train on.
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            "metrics.enable_wandb is true, but wandb is not installed: pip install "
-            "'titan-disp[wandb]'"
+            "metrics.enable_wandb is true, but wandb is not installed: pip install wandb"
         )
     for key in (
         "training.enable_cpu_offload",

@@ -281,7 +281,7 @@ class Stream:
     """
 
     fast_tokenizer: bool = key(False)
-    """Whether to tokenize with gigatoken (pip install 'titan-disp[fast]') in place of
+    """Whether to tokenize with gigatoken (pip install gigatoken) in place of
     the tokenizer's own library. It is many times as fast and gives the same ids. This
     is checked at the start and for one document in a thousand; if the ids differ, the
     run stops.

@@ -50,7 +50,7 @@ def _store(scheme: str) -> Any:
         )
     except ImportError as error:
         raise ConfigError(
-            f"{scheme}:// needs a package ({error}): pip install 'titan-disp[{scheme}]'"
+            f"{scheme}:// needs a package ({error}): pip install {scheme}fs"
         ) from error
 
 

@@ -424,8 +424,7 @@ def _gigatoken(tokenizer: AnyTokenizer, file: Path) -> Callable[[str], np.ndarra
         from gigatoken import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            "stream.fast_tokenizer needs the package gigatoken: pip install "
-            f"'titan-disp[fast]', or {_OFF}"
+            f"stream.fast_tokenizer needs a package: pip install gigatoken, or {_OFF}"
         ) from error
     try:
         if isinstance(tokenizer, TextTokenizer):

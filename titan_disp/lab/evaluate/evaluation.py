@@ -74,7 +74,7 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
         flush=True,
     )
     with reported(
-        "evaluate needs EleutherAI's lm-evaluation-harness (pip install 'titan-disp[eval]')",
+        "evaluate needs EleutherAI's lm-evaluation-harness (pip install lm-eval accelerate)",
         ImportError,
     ):
         # Also imports accelerate, which lm_eval does not install
