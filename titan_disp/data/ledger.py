@@ -7,7 +7,6 @@ be used, or left out before anything is read.
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from titan_disp.text import byte_size
 
 FATES = ("used", "converted", "skipped", "left out")
 USED, CONVERTED, SKIPPED, LEFT_OUT = FATES
-DATA = "data.json"  # in a run's folder, see ``findings``
 NAME = ".titan-disp/ledger.json"  # in a folder that init has written
 
 
@@ -85,16 +83,6 @@ def of_left_out(reasons: Mapping[str, str]) -> Iterator[Entry]:
         if os.path.isfile(path):
             size = os.path.getsize(path)
             yield Entry(os.path.basename(path), LEFT_OUT, reason, size)
-
-
-def of_run(folder: str | Path) -> list[str]:
-    """Return the lines about the data of a run, as its latest start has written them;
-    none of an older version.
-    """
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((Path(folder) / DATA).read_text())
-        return list(lines(Entry(*entry) for entry in content["ledger"]))
-    return []
 
 
 def write(folder: Path, entries: Iterable[Entry]) -> None:
