@@ -32,6 +32,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.index import content_sample, with_index
 from titan_disp.data.ledger import (
     CONVERTED,
+    EMPTY,
     LEFT_OUT,
     SKIPPED,
     USED,
@@ -259,9 +260,9 @@ def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[En
         if file.left_out:
             fate = LEFT_OUT
             reason = "stream.left_out"
-        elif look.problem:
+        elif look.problem or not file.size:
             fate = SKIPPED
-            reason = look.problem
+            reason = look.problem or EMPTY
         elif look.encoding:
             fate = CONVERTED
             reason = f"from {look.encoding}"
@@ -358,9 +359,9 @@ def _advice(error: str, file: DataFile) -> str:
     # But not "unexpected end of data", the error of truncated UTF-8
     if re.search(r"\bexpected\b|stream\.", error):
         return ""
-    if file.name.endswith(formats.PLAIN_TEXT):
-        return "; expected UTF-8: convert it (iconv), or leave it out"
-    return "; expected one document per line, with a text field: convert the file, or leave it out"
+    if file.name.endswith(formats.JSON_LINES):
+        return "; expected one document per line, with a text field: convert the file, or leave it out"
+    return "; expected UTF-8: convert it (iconv), or leave it out"
 
 
 def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:

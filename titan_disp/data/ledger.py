@@ -16,6 +16,7 @@ from titan_disp.text import byte_size
 
 FATES = ("used", "converted", "skipped", "left out")
 USED, CONVERTED, SKIPPED, LEFT_OUT = FATES
+EMPTY = "the file is empty"
 NAME = ".titan-disp/ledger.json"  # in a folder that init has written
 
 
@@ -35,6 +36,8 @@ def divided(
     """Yield entries that divide the ``size`` bytes of a file in proportion to its
     ``parts``, by fate and reason.
     """
+    if not size:
+        yield Entry(file, SKIPPED, EMPTY, size)
     total = sum(parts.values())
     before = 0
     begin = 0

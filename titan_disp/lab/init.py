@@ -368,7 +368,9 @@ def _split(
     named: list[DataFile] = []
     with suppress(ConfigError):
         named = (
-            list_files("text_validation", path, "validation") if is_folder(path) else []
+            list_files("text_validation", path, path_key="--text")
+            if is_folder(path)
+            else []
         )
     if not named and size > COPIED:
         raise ConfigError(
