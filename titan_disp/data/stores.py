@@ -314,15 +314,17 @@ def splits_in(
             problem = f"datasets finds no data there ({error}); {expected}"
         elif lacks:
             names = ask(get_dataset_config_names)
-            example = replace(name, config=names[0])
-            problem = f"it has {lacks}, only {', '.join(names)}; such as '{example}'"
+            example = str(replace(name, config=names[0]))
+            problem = f"it has {lacks}, only {', '.join(names)}; such as {example!r}"
         elif commit is None:
             problem = (
                 f"datasets cannot read this folder ({problem}); expected a mirror, as "
                 f"titan-disp data fetch {name.fetch_arguments} makes it, or a full copy "
                 "of the repository"
             )
-        elif not isinstance(error, (ValueError, DatasetNotFoundError)):
+        elif isinstance(error, (ValueError, DatasetNotFoundError)):
+            problem = f"datasets cannot tell which files belong to it: {error}"
+        else:
             raise _cannot_list(name, error) from error
         raise ConfigError(f"{where}: {problem}") from error
     files = builder.config.data_files or {}
@@ -334,10 +336,10 @@ def files_of_split(
 ) -> list[str]:
     """Return the paths of a split's files, sorted, all in formats that are read."""
     if split not in splits:
-        example = replace(name, split=next(iter(splits), "SPLIT"))
+        example = str(replace(name, split=next(iter(splits), "SPLIT")))
         raise ConfigError(
             f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as "
-            f"'{example}'"
+            f"{example!r}"
         )
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not is_readable(path)]:
