@@ -212,6 +212,8 @@ def test_a_folder_of_odd_text(tmp_path, monkeypatch, capsys):
     assert "skipped    0 bytes of 1 file, such as empty.txt: the file is empty" in out
     assert "of 1 file, such as scan.txt: it is PDF" in out
     entries = ledger.read(str(run / "data/train"))
+    monkeypatch.chdir(run / "data/train")
+    assert ledger.read(None) == []  # data on the hub has no folder
     stored = sum(path.stat().st_size for path in folder.iterdir())
     assert sum(entry.size for entry in entries) == stored
     assert {entry.file for entry in entries if entry.fate == "left out"} == {

@@ -96,7 +96,6 @@ def write(folder: Path, entries: Iterable[Entry]) -> None:
 
 def read(folder: str | None) -> list[Entry]:
     """Return the ledger in a folder that init has written; empty if there is none."""
-    path = Path(folder or "") / NAME
-    if not path.is_file():
+    if folder is None or not (path := Path(folder) / NAME).is_file():
         return []
     return [Entry(*entry) for entry in json.loads(path.read_text())]

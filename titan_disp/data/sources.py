@@ -220,7 +220,9 @@ def checked_data(data: Sequence[DataSet], options: StreamOptions) -> CheckedData
             *findings.entries_of(files, options),
             *ledger.of_left_out(listing.left_out),
         ]
-    keys = {file: data_set.key for data_set, files in listed for file in files}
+    keys: dict[DataFile, str] = {}
+    for data_set, files in listed:
+        keys.update(dict.fromkeys(files, data_set.key))
     check_left_out([*keys, *checked.files], options)
     checked.copies = copies([*keys])
     warn_of_copies(checked.copies, keys)
@@ -266,16 +268,14 @@ def copies(files: Sequence[DataFile]) -> list[tuple[DataFile, DataFile]]:
     """Return pairs of local files whose content is the same, as their sizes and some
     of their bytes say.
     """
-    local = [file for file in files if file.size and not file.remote]
-    counts = Counter(file.size for file in local)
+    counts = Counter(file.size for file in files if file.size and not file.remote)
     originals: dict[tuple[int, str], DataFile] = {}
     pairs = []
-    for file in local:
-        if counts[file.size] == 1:
-            continue
-        original = originals.setdefault((file.size, content_sample(file)), file)
-        if original.url != file.url:
-            pairs.append((original, file))
+    for file in files:
+        if counts[file.size] > 1 and not file.remote:
+            original = originals.setdefault((file.size, content_sample(file)), file)
+            if original.url != file.url:
+                pairs.append((original, file))
     return pairs
 
 
