@@ -32,7 +32,7 @@ def serving(root, repository, monkeypatch, caches):
         "datasets.config.HF_ENDPOINT": hub.url,
         "datasets.config.HF_UPDATE_DOWNLOAD_COUNTS": False,
         "datasets.config.DOWNLOADED_DATASETS_PATH": str(caches / "downloads"),
-        "titan_disp.data.retry.FIRST_PAUSE": 0.01,
+        "titan_disp.retry.FIRST_PAUSE": 0.01,
     }.items():
         monkeypatch.setattr(name, value)
     yield hub

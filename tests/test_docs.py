@@ -35,7 +35,7 @@ from tests.pages import (
 from titan_disp import cli
 from titan_disp.cluster import plan as plans
 from titan_disp.config.command_options import Machine
-from titan_disp.data.hub import is_hub_name
+from titan_disp.data.stores import is_hub_name
 from titan_disp.lab.inspection.targets import parse_group, parse_id
 from titan_disp.lab.sweeps.definition import points, read_sweep
 

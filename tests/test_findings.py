@@ -13,10 +13,9 @@ from tests.command_line import DEMO, typed
 from tests.streams import config, write_texts
 from titan_disp.data.assignment import Share, one_share
 from titan_disp.data.blocks import Blocks
-from titan_disp.data.findings import reading
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.sources import DataSet, list_and_check, readings
+from titan_disp.data.sources import DataSet, list_and_check, reading, readings
 
 GB = 10**9
 

@@ -2,9 +2,11 @@
 reading the same from both.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.command_line import typed
@@ -12,13 +14,13 @@ from tests.fake_hub import COMMIT, OLDER, serving
 from tests.streams import VALIDATION_FILE, config, write_texts
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.command_options import FetchOptions
+from titan_disp.data import findings
 from titan_disp.data.documents import Documents
 from titan_disp.data.formats import text_of
-from titan_disp.data.hub import HubName, parse_name
-from titan_disp.data.listing import check_hub, held_out, list_files, split_of
-from titan_disp.data.mirror import RECORDS
+from titan_disp.data.listing import held_out, list_files, split_of
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.sources import DataSet, list_and_check
+from titan_disp.data.sources import DataSet, list_and_check, list_for_run
+from titan_disp.data.stores import RECORDS, HubName, check_hub, parse_name
 from titan_disp.errors import ConfigError
 from titan_disp.lab.digest import digest
 from titan_disp.lab.fetch import fetch
@@ -147,6 +149,79 @@ def test_what_only_a_start_finds(hub, tmp_path, monkeypatch):
         [DataSet("hf:some/prose", None, "training")], StreamOptions()
     )
     assert [file.density > 0 for file in files] == [True, False]
+
+
+def test_files_on_the_hub_are_looked_at(hub, tmp_path, monkeypatch, caplog):
+    """As on the disk, but by few requests: a Parquet file's footer, and the beginning
+    of another file. The next start repeats none of them.
+    """
+    monkeypatch.setattr(findings, "_looks", {})
+    monkeypatch.setattr(findings, "SMALL", 1 << 12)
+    table = tmp_path / "some/data/y/1.parquet"
+    rows = [f"{i} " * 100 for i in range(9000)]
+    write_texts(tmp_path / "some/data/x/1.parquet", rows)
+    pyarrow.parquet.write_table(pyarrow.table({"body": rows}), table)
+    (tmp_path / "some/split/b.jsonl").write_text('{"body": "a"}\n' * 9000)
+    (tmp_path / "some/split/c.jsonl").write_text('{"text": "a text"}\n' * 9000)
+    run = tmp_path / "run"
+    run.mkdir()
+    options = StreamOptions(run_folder=str(run))
+    for dataset, path, problem in (
+        ("hf:some/prose", table, 'no column "text"'),
+        ("hf:some/prose:split:validation", "split/b.jsonl", "text"),
+    ):
+        data = [DataSet(dataset, None, "training")]
+        with pytest.raises(ConfigError, match=f"{Path(path).name}: .*{problem}"):
+            list_and_check(data, options)
+    lenient = replace(options, max_skipped_fraction=1.0)
+    data = [DataSet("hf:some/prose", None, "training")]
+    hub.ranges.clear()
+    list_for_run(data, lenient)
+    assert findings.of_run(str(run)).ledger[1].fate == "skipped"
+    monkeypatch.setattr(findings, "_looks", {})
+    hub.ranges.clear()
+    list_for_run(data, lenient)
+    assert hub.ranges == []
+
+
+def test_many_files_on_the_hub(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(findings, "_looks", {})
+    monkeypatch.setattr(findings, "MOST_ON_HUB", 4)
+    folder = tmp_path / "many"
+    add(hub, tmp_path, "many", *(f"{i:02d}.jsonl" for i in range(10)))
+    files = list_files("hf:some/many", None)
+    hub.ranges.clear()
+    findings.check_content(files, StreamOptions(), "training")
+    looked_at = sorted(path for path, _ in hub.ranges)
+    assert looked_at == ["00.jsonl", "03.jsonl", "06.jsonl", "09.jsonl"]
+    (folder / "x.txt").write_bytes("Une phrase a été. ".encode("cp1252") * 99)
+    (file,) = list_files("text", "hf://datasets/some/many/x.txt")
+    with pytest.raises(ConfigError, match=r"x\.txt: it is cp1252, .* data fetch"):
+        findings.check_content([file], StreamOptions(), "training")
+
+
+@pytest.mark.parametrize("dataset", ["hf:some/prose", "hf:some/prose:split:validation"])
+def test_a_hub_that_fails_while_files_are_looked_at(
+    hub, tmp_path, dataset, monkeypatch, caplog
+):
+    monkeypatch.setattr(findings, "_looks", {})  # other tests have the same files
+    monkeypatch.setattr(findings, "SMALL", 0)
+    monkeypatch.setattr(findings, "HUB_RETRY_SECONDS", 0.1)
+    files = list_files(dataset, None)
+    hub.faults["resolve"] = [(503, {})] * 999
+    assert findings.check_content(files, StreamOptions(), "training") == files
+    assert "2 files of 2 could not be looked at, such as hf://data" in caplog.text
+    refused = hub.requests["refused"]
+    assert [entry.fate for entry in findings.entries_of(files, StreamOptions())] == [
+        "used",
+        "used",
+    ]
+    assert hub.requests["refused"] == refused  # not asked again
+    monkeypatch.setattr(findings, "_looks", {})
+    monkeypatch.setattr(findings, "HUB_SECONDS", -1.0)
+    hub.requests.clear()
+    assert findings.check_content(files, StreamOptions(), "training") == files
+    assert not hub.requests
 
 
 def test_files_of_a_url(hub):

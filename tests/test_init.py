@@ -192,6 +192,7 @@ def odd_folder(where):
     (folder / "empty.txt").write_text("")
     (folder / "scan.txt").write_bytes(b"%PDF-1.7\n\xe2\xe3\xcf\xd3\n" + bytes(20_000))
     (folder / "photo.jpeg").write_bytes(b"\xff\xd8" + bytes(999))
+    (folder / "cinq.txt").write_bytes("Un autre texte, déjà lu.".encode("utf-16-le"))
     return folder
 
 
@@ -207,8 +208,12 @@ def test_a_folder_of_odd_text(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert re.search(r"of 2 files, such as (deux|quatre).txt: from cp1252", out)
     assert "of 1 file, such as trois.txt: from utf-16" in out
+    assert "of 1 file, such as cinq.txt: from utf-16-le" in out
+    assert "skipped    0 bytes of 1 file, such as empty.txt: the file is empty" in out
     assert "of 1 file, such as scan.txt: it is PDF" in out
     entries = ledger.read(str(run / "data/train"))
+    monkeypatch.chdir(run / "data/train")
+    assert ledger.read(None) == []  # data on the hub has no folder
     stored = sum(path.stat().st_size for path in folder.iterdir())
     assert sum(entry.size for entry in entries) == stored
     assert {entry.file for entry in entries if entry.fate == "left out"} == {

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from tests.streams import config
-from titan_disp.data import local_files
+from titan_disp.data import listing
 from titan_disp.data.assignment import Assignment, one_share
 from titan_disp.data.listing import list_files
 from titan_disp.data.sources import DataSet
@@ -100,8 +100,8 @@ def names_in(dataset, path):
 
 @pytest.fixture
 def told(caplog):
-    local_files.warn_once.cache_clear()
-    local_files._say.cache_clear()
+    listing.warn_once.cache_clear()
+    listing._say.cache_clear()
     with caplog.at_level("INFO"):
         yield lambda level: [
             r.getMessage() for r in caplog.records if r.levelname == level

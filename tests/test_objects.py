@@ -12,7 +12,8 @@ import pytest
 
 from tests.fake_hub import FakeHub
 from tests.streams import config, loader, read_all, write_texts
-from titan_disp.data import objects, retry, storage
+from titan_disp import retry
+from titan_disp.data import storage, stores
 from titan_disp.data.documents import Documents
 from titan_disp.data.index import with_index
 from titan_disp.data.listing import list_files
@@ -88,9 +89,9 @@ def served(tmp_path_factory):
         }.items():
             patch.setenv(name, value)
         patch.setattr(retry, "FIRST_PAUSE", 0.01)
-        objects._store.cache_clear()
+        stores._store.cache_clear()
         yield store
-        objects._store.cache_clear()
+        stores._store.cache_clear()
     store.close()
 
 
@@ -205,7 +206,7 @@ def test_faults_that_stay(store, monkeypatch):
             DataError, match=rf"cannot read {URL} within 0.2 s \(stream.retry_seconds\)"
         ):
             Documents(file, StreamOptions(retry_seconds=0.2)).read()
-    monkeypatch.setattr(objects, "LISTING_SECONDS", 0.2)
+    monkeypatch.setattr(stores, "LISTING_SECONDS", 0.2)
     store.faults = {"list": [(503, {})] * 999}
     with pytest.raises(
         ConfigError,
@@ -217,7 +218,7 @@ def test_faults_that_stay(store, monkeypatch):
 def test_answers_that_break(store, monkeypatch):
     file = one_file(store)
     expected = read_all(Documents(file, OPTIONS))
-    monkeypatch.setattr(objects, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(stores, "REQUEST_SECONDS", 1.0)
     store.broken = [("cut", 10_000), ("short", 1), ("short", 7000), ("stall", 10_000)]
     assert read_all(Documents(file, OPTIONS)) == expected
     assert store.broken == []
@@ -271,12 +272,12 @@ def test_what_is_refused(store, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             list_files("text", path)
     assert [
-        objects.is_folder(f"s3://bucket{end}") for end in ("", "/*.npy", "/a.npy")
+        stores.is_folder(f"s3://bucket{end}") for end in ("", "/*.npy", "/a.npy")
     ] == [True, False, False]
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    objects._store.cache_clear()
+    stores._store.cache_clear()
     with pytest.raises(
         ConfigError, match="NoCredentialsError.*; expected access by AWS_ACCESS_KEY_ID"
     ):
@@ -284,7 +285,7 @@ def test_what_is_refused(store, monkeypatch):
     monkeypatch.setattr(
         "fsspec.filesystem", Mock(side_effect=ImportError("Install s3fs to access S3"))
     )
-    objects._store.cache_clear()
+    stores._store.cache_clear()
     with pytest.raises(
         ConfigError, match=r"s3:// needs a package .*: pip install s3fs"
     ):

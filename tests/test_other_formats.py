@@ -112,6 +112,8 @@ ENCODED = {
     "utf-8": "",
     "utf-8-sig": "",
     "utf-16": "utf-16",
+    "utf-16-le": "utf-16-le",
+    "utf-16-be": "utf-16-be",
     "cp1252": "cp1252",
 }
 
@@ -136,7 +138,7 @@ def test_what_cannot_be_told_is_not_converted():
         ("いろはにほへと ちりぬるを", "shift-jis"),
     ):
         assert encoding_of(text.encode(encoding)) == ""
-    assert encoding_of(bytes(range(256))) == ""
+    assert encoding_of(bytes(range(256))) == encoding_of(bytes(999)) == ""
     assert encoding_of(b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\x00") == ""
     # UTF-8 that is cut within a letter
     assert encoding_of("été".encode()[:-1]) == ""

@@ -13,7 +13,8 @@ import pytest
 
 from tests.fake_hub import COMMIT, serving
 from tests.streams import parquet, write_texts
-from titan_disp.data import retry, storage
+from titan_disp import retry
+from titan_disp.data import storage
 from titan_disp.data.documents import Documents
 from titan_disp.data.formats import text_of
 from titan_disp.data.listing import DataFile

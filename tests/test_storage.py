@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.test_checkpoint import flip
-from titan_disp.data import retry
+from titan_disp import retry
 from titan_disp.errors import CheckpointError, UnreadableError
 from titan_disp.run import integrity, storage
 from titan_disp.run.reader import read_json_lines

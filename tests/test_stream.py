@@ -62,6 +62,7 @@ from titan_disp.data.assignment import (
     shares,
 )
 from titan_disp.data.documents import Documents
+from titan_disp.data.findings import measured
 from titan_disp.data.fingerprint import check_fingerprint, data_changes, read_data_state
 from titan_disp.data.index import with_index
 from titan_disp.data.listing import DataFile, list_files
@@ -69,7 +70,6 @@ from titan_disp.data.loader import build_dataloader, together
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.passes import Progress
 from titan_disp.data.position import Field
-from titan_disp.data.sources import measured
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import (
     _ValidationSet,
@@ -619,7 +619,7 @@ class TestBadData:
                 return super().read(size)
 
         monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Failing)
-        monkeypatch.setattr("titan_disp.data.retry.FIRST_PAUSE", 0.001)
+        monkeypatch.setattr("titan_disp.retry.FIRST_PAUSE", 0.001)
         how = StreamOptions(
             max_document_bytes=1 << 20,
             retry_seconds=9.0 if trouble == "passing" else 0.02,

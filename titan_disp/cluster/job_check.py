@@ -18,8 +18,8 @@ from titan_disp.cluster.freeze import installation_changes
 from titan_disp.config.batch import data_parallel_degree
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.data.hub import fetch_arguments, is_hub_name, parse_name
 from titan_disp.data.sources import training_sets
+from titan_disp.data.stores import is_hub_name, parse_name
 from titan_disp.errors import (
     EXIT_CODE,
     IN_USE_EXIT_CODE,
@@ -88,7 +88,7 @@ def hub_warnings(
         fetch = "DIR"
         count = f"{(C4_FILES + streams) * (ranks // streams):,} requests (one per file and rank that reads it)"
         if is_hub_name(data.dataset):
-            fetch = fetch_arguments(parse_name(data.dataset, f"{data.key}.dataset"))
+            fetch = parse_name(data.dataset, f"{data.key}.dataset").fetch_arguments
             count = f"at least {2 * ranks:,} requests (two per Parquet file and rank)"
         warnings.append(
             f"{data.key}.dataset {data.dataset!r} is streamed from the Hugging Face "

@@ -27,8 +27,8 @@ import torch
 from titan_disp.checks import tokenizer_of
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.data.listing import check_hub
 from titan_disp.data.sources import DataSet, data_sets
+from titan_disp.data.stores import check_hub
 from titan_disp.errors import ConfigError
 from titan_disp.run.storage import write_json
 

@@ -8,9 +8,9 @@ weight ([[stream.sources]]). A *position* is where a slot is (``position``).
 
 Once, at the start::
 
-    sources.list_and_check      the files of all data sets, listed and looked at on
-      │                         rank 0: listing, with local_files, hub, mirror, objects;
-      │                         index
+    sources.list_and_check      the files of all data sets, on rank 0: listing and
+      │                         stores list them, findings looks at each, index knows
+      │                         them already; ledger: what becomes of them
       ▼
     assignment.Assignment       which slot reads which documents of these files
       │
@@ -20,7 +20,7 @@ Once, at the start::
 
 For every batch, in a rank's prefetch worker, where each step asks the one above it::
 
-    storage.RetryingFile.read   bytes of a file; retry: failed reads are tried again
+    storage.RetryingFile.read   bytes of a file; failed reads are tried again
       ▼
     documents.Documents.read    the next document of the file, unparsed: formats for
       │                         text, token_ids and megatron for ids; blocks: where

@@ -1,45 +1,61 @@
 """One look at the files of a run, before the run reads them.
 
-``look_at_all`` opens every local file, in parallel: the footer and the first rows of a
-Parquet file, and the first documents of others. It finds files in other encodings,
-files without rows, and files of which no document can be used. A process looks at a
-file once. A start of training writes what it found to ``data.json`` in the run's
-folder, so that the next start opens only the files that have changed, and knows which
-files the run began with.
+``look_at_all`` opens the files, in parallel: the footer and the first rows of a Parquet
+file, and the first documents of others. It finds files in other encodings, files
+without rows, and files of which no document can be used. A process looks at a file
+once. A start of training writes what it found to ``data.json`` in the run's folder, so
+that the next start opens only the files that have changed, and knows which files the
+run began with.
+
+On the hub, where each file is a request or two, some of many files are opened, and only
+the footers of Parquet files. A hub that does not answer stops no start: what was not
+seen is left to the run.
 """
 
+import io
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 from torchtitan.tools.logging import logger
 
 from titan_disp.data import formats, megatron
-from titan_disp.data.assignment import KEYS, Assignment, Share, one_share
 from titan_disp.data.documents import Documents
 from titan_disp.data.index import content_sample, with_index
-from titan_disp.data.ledger import CONVERTED, DATA, LEFT_OUT, SKIPPED, USED, Entry
-from titan_disp.data.listing import DataFile
-from titan_disp.data.local_files import warn_once
+from titan_disp.data.ledger import (
+    CONVERTED,
+    EMPTY,
+    LEFT_OUT,
+    SKIPPED,
+    USED,
+    Entry,
+    lines,
+)
+from titan_disp.data.listing import DataFile, sample_of, warn_once
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import opened
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write
-from titan_disp.text import byte_size
 
 VERSION = 1
+DATA = "data.json"  # in a run's folder
 DOCUMENTS = 20  # of each file, until a usable one comes
 # A shared file system takes milliseconds for each file.
 THREADS = 16
 # stored bytes read of each file that is measured; more than buffers and decoders hold
 SAMPLE = 1 << 20
+SMALL = 1 << 16  # bytes; a larger Parquet file has more than a footer
+MOST_ON_HUB = 256  # files of a data set that are opened there
+HUB_SECONDS = 30.0  # after which no more of them are opened
+HUB_RETRY_SECONDS = 5.0  # for which a look at one of them is tried again
 
 
 @dataclass(frozen=True)
@@ -49,29 +65,51 @@ class Look:
     encoding: str = ""  # see ``DataFile.encoding``
     problem: str | None = None  # why none of the first documents can be used
     has_rows: bool = True
+    unseen: str = ""  # why the file could not be looked at
 
 
-@dataclass
-class Findings:
-    """What a run's folder says about its files."""
+@dataclass(frozen=True)
+class RunData:
+    """What a run's folder says about its data."""
 
     # those that its slots are cut from, also if some are gone
     files: list[DataFile] = field(default_factory=list)
     looks: dict[str, Look] = field(default_factory=dict)  # by ``_key``
+    ledger: list[Entry] = field(default_factory=list)
 
 
-def of_run(folder: str) -> Findings:
-    """Return what a run has written to its folder; nothing if there is no such file, or
-    one of another version. Raises OSError if the file cannot be read.
+def of_run(folder: str | Path) -> RunData:
+    """Return what the latest start of a run has written to its folder; nothing if there
+    is no such file, or one of another version. Raises OSError if the file cannot be
+    read.
     """
-    missing = (FileNotFoundError, NotADirectoryError)
-    with suppress(*missing, ValueError, KeyError, TypeError):
-        content = json.loads((Path(folder) / DATA).read_text())
+    path = Path(folder) / DATA
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return RunData()
+    return _parsed(path, (status.st_mtime_ns, status.st_ino))
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: Path, version: tuple[int, int]) -> RunData:
+    """Return the content of a file, which ``version`` changes with."""
+    with suppress(ValueError, KeyError, TypeError):
+        content = json.loads(path.read_text())
         if content["version"] == VERSION:
-            files = [DataFile(**file) for file in content["files"]]
-            looks = content["looks"].items()
-            return Findings(files, {key: Look(**look) for key, look in looks})
-    return Findings()
+            return RunData(
+                files=[DataFile(**file) for file in content["files"]],
+                looks={key: Look(**look) for key, look in content["looks"].items()},
+                ledger=[Entry(*entry) for entry in content.get("ledger", ())],
+            )
+    return RunData()
+
+
+def ledger_lines(run: str | Path) -> list[str]:
+    """Return lines about what became of the data of a run; none if that is unknown."""
+    with suppress(OSError):
+        return [*lines(of_run(run).ledger)]
+    return []
 
 
 def write(
@@ -90,7 +128,7 @@ def write(
             asdict(replace(file, blocks=None, left_out=False))
             for file in [*files, *former]
         ],
-        "looks": {key: asdict(look) for key, look in _looks.items()},
+        "looks": {key: asdict(look) for key, look in _looks.items() if not look.unseen},
         "ledger": [astuple(entry) for entry in entries],
     }
     try:
@@ -117,38 +155,89 @@ def _key(file: DataFile, options: StreamOptions) -> str:
 def look_at_all(
     files: Sequence[DataFile], options: StreamOptions
 ) -> dict[DataFile, Look]:
-    """Return what a look at each file finds.
+    """Return what a look at each file of a data set finds.
 
     Files that are left out are not opened, and neither are token ids if no tokenizer is
-    known. Of files on the hub, where each is a request, only those are opened that may
-    be empty.
+    known, nor most of many files on the hub.
     """
     for key, look in of_run(options.run_folder).looks.items():
         _looks.setdefault(key, look)
-    opened_files = [file for file in files if _is_looked_at(file, options)]
+    skips_ids = options.format.eos_id is None
+    readable = [
+        file for file in files if not (file.left_out or (file.holds_ids and skips_ids))
+    ]
+    may_fail = [file for file in readable if _may_stay_unseen(file)]
+    step = -(-len(may_fail) // MOST_ON_HUB) or 1
+    skipped = {*may_fail} - {*may_fail[::step]}
+    files_to_open = [file for file in readable if file not in skipped]
+    deadline = time.monotonic() + HUB_SECONDS
+    one_look = partial(look_at, options=options, deadline=deadline)
     with ThreadPoolExecutor(THREADS) as pool:
-        looks = list(pool.map(partial(look_at, options=options), opened_files))
-    return dict(zip(opened_files, looks, strict=True))
-
-
-def _is_looked_at(file: DataFile, options: StreamOptions) -> bool:
-    if file.left_out or (options.format.eos_id is None and _holds_ids(file)):
-        return False
-    return not file.url.startswith("hf://") or _may_have_no_rows(file)
+        results = pool.map(one_look, files_to_open)
+        looks = dict(zip(files_to_open, results, strict=True))
+    if unseen := [file for file, look in looks.items() if look.unseen]:
+        warn_once(
+            f"data: {counted(len(unseen), 'file')} of {len(files)} could not be looked "
+            f"at, such as {unseen[0].url} ({looks[unseen[0]].unseen}). What is wrong "
+            "with them will be seen when the run reads them"
+        )
+    return looks
 
 
 def _may_have_no_rows(file: DataFile) -> bool:
-    # One of 64 KiB has more than a footer.
-    return file.name.endswith(formats.PARQUET) and file.size <= 1 << 16
+    return file.name.endswith(formats.PARQUET) and file.size <= SMALL
 
 
-def look_at(file: DataFile, options: StreamOptions) -> Look:
-    """Return what is seen of a file that this process, or the run, has not seen yet."""
+def _may_stay_unseen(file: DataFile) -> bool:
+    """Return whether a look at a file on the hub decides nothing about the positions of
+    the run, as that at one without rows does.
+    """
+    return file.on_hub and not _may_have_no_rows(file)
+
+
+def look_at(file: DataFile, options: StreamOptions, deadline: float) -> Look:
+    """Return what is seen of a file that this process, or the run, has not seen yet.
+
+    After the ``deadline``, a time of ``time.monotonic``, files on the hub are not
+    opened.
+    """
     key = _key(file, options)
     if key not in _looks:
-        look = Look(encoding_of(file, options))
-        _looks[key] = _beginning(replace(file, encoding=look.encoding), look, options)
+        if not _may_stay_unseen(file):
+            look = Look(encoding_of(file, options))
+            look = _beginning(replace(file, encoding=look.encoding), look, options)
+        elif time.monotonic() > deadline:
+            look = Look(unseen=f"not within {HUB_SECONDS:.0f} s")
+        else:
+            look = _look_at_hub(file, options)
+        _looks[key] = look
     return _looks[key]
+
+
+def _look_at_hub(file: DataFile, options: StreamOptions) -> Look:
+    """Return what a request or two show of a file on the hub, which are a Parquet
+    file's footer and the beginning of another one.
+    """
+    retry_seconds = min(options.retry_seconds, HUB_RETRY_SECONDS)
+    options = replace(options, retry_seconds=retry_seconds)
+    try:
+        if not file.name.endswith(formats.PARQUET):
+            if encoding := encoding_of(file, options):
+                return Look(
+                    problem=f"it is {encoding}, which is converted only in local files: "
+                    "copy the data set (titan-disp data fetch)"
+                )
+            return _beginning(file, Look(), options)
+        with closing(opened(file, options)) as stored:
+            table = formats.parquet_table(io.BufferedReader(stored), file.name)
+            # of no row group, which checks the column
+            list(formats.parquet_records(table, options, 1, 0, 0))
+    except formats.OtherContent as error:
+        return Look(problem=str(error))
+    except Exception as error:  # httpx, huggingface_hub and pyarrow raise their own
+        reason = (str(error).splitlines() or [""])[0]
+        return Look(unseen=f"{type(error).__name__}: {reason}")
+    return Look()
 
 
 def encoding_of(file: DataFile, options: StreamOptions) -> str:
@@ -160,8 +249,8 @@ def encoding_of(file: DataFile, options: StreamOptions) -> str:
 
 
 def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[Entry]:
-    """Yield what becomes of each file as a whole; single documents are not looked at
-    here.
+    """Yield what becomes of each file of a data set as a whole; single documents are
+    not looked at here.
     """
     looks = look_at_all(files, options)
     for file in files:
@@ -171,17 +260,13 @@ def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[En
         if file.left_out:
             fate = LEFT_OUT
             reason = "stream.left_out"
-        elif look.problem:
+        elif look.problem or not file.size:
             fate = SKIPPED
-            reason = look.problem
+            reason = look.problem or EMPTY
         elif look.encoding:
             fate = CONVERTED
             reason = f"from {look.encoding}"
         yield Entry(file.name, fate, reason, file.size)
-
-
-def _holds_ids(file: DataFile) -> bool:
-    return file.name.endswith(formats.TOKEN_IDS)
 
 
 def check_content(
@@ -192,15 +277,13 @@ def check_content(
     ConfigError is raised if no document can be used of files that hold more than
     ``stream.max_skipped_fraction`` of the bytes (of any file, if on_bad_data is
     "fail"), or a whole .txt file is one document that is too long. Otherwise, such
-    files, single bad documents and damaged files are left to the run.
+    files, single bad documents and damaged files are left to the run. Messages name the
+    config section, ``key``.
     """
-    max_bytes = options.max_document_bytes
     looks = look_at_all(files, options)
     for file in looks:
-        is_document = file.name.endswith(".txt")
-        if options.format.text_split != "file" or not is_document:
-            continue
-        if file.size > max_bytes:
+        is_document = options.format.text_split == "file" and file.name.endswith(".txt")
+        if is_document and file.size > options.max_document_bytes:
             raise ConfigError(
                 f"{key} data: {file.url} is one document of {file.size:,} bytes, "
                 f"{formats.TOO_LONG}"
@@ -212,26 +295,35 @@ def check_content(
             f"{key} data: {counted(len(converted), 'file')} of {len(files)} are not "
             f"UTF-8 and are converted, such as {converted[0].url!r} ({encoding})"
         )
-    unusable = [file for file, look in looks.items() if look.problem]
-    if unusable:
-        message = f"{key} data: {unusable[0].url}: {looks[unusable[0]].problem}"
-        lost = sum(file.size for file in unusable) / sum(file.size for file in files)
-        without = ""
-        if len(files) > 1:
-            names = ", ".join(repr(file.name) for file in unusable[:3])
-            more = ", …" * (len(unusable) > 3)
-            without = f". To go on without, set stream.left_out = [{names}{more}]"
-            message += (
-                f". No document of {counted(len(unusable), 'file')} of {len(files)}, "
-                f"{lost:.1%} of the bytes, can be used"
-            )
+    problems = {file: look.problem for file, look in looks.items() if look.problem}
+    if problems:
+        lost = sum(file.size for file in problems) / sum(file.size for file in files)
+        message = f"{key} data: {_summary(problems, len(files), lost)}"
         if options.on_bad_data == "fail" or lost > options.max_skipped_fraction:
-            raise ConfigError(message + without)
+            if len(files) > 1:
+                names = ", ".join(repr(file.name) for file in [*problems][:3])
+                more = ", …" * (len(problems) > 3)
+                message += f". To go on without, set stream.left_out = [{names}{more}]"
+            raise ConfigError(message)
         warn_once(f"{message}. They are skipped")
     return [
-        replace(file, encoding=looks[file].encoding) if file in looks else file
+        replace(file, encoding=looks.get(file, Look()).encoding or file.encoding)
         for file in files
     ]
+
+
+def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
+    """Return a sentence about the ``problems`` of some of so many files, which hold the
+    fraction ``lost`` of the bytes.
+    """
+    file, problem = next(iter(problems.items()))
+    summary = f"{file.url}: {problem}"
+    if files > 1:
+        summary += (
+            f". No document of {counted(len(problems), 'file')} of {files}, "
+            f"{lost:.1%} of the bytes, can be used"
+        )
+    return summary
 
 
 def _beginning(file: DataFile, look: Look, options: StreamOptions) -> Look:
@@ -267,26 +359,27 @@ def _advice(error: str, file: DataFile) -> str:
     # But not "unexpected end of data", the error of truncated UTF-8
     if re.search(r"\bexpected\b|stream\.", error):
         return ""
-    if file.name.endswith(formats.PLAIN_TEXT):
-        return "; expected UTF-8: convert it (iconv), or leave it out"
-    return "; expected one document per line, with a text field: convert the file, or leave it out"
+    if file.name.endswith(formats.JSON_LINES):
+        return "; expected one document per line, with a text field: convert the file, or leave it out"
+    return "; expected UTF-8: convert it (iconv), or leave it out"
 
 
 def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
-    """Return the files with what the index knows of them, or else measured.
+    """Return the files of a data set with what the index knows of them, or else
+    measured.
 
     ``density`` is then that of the beginnings of up to three files with the same
     suffix, or as the run has measured it at its first start.
     """
     if options.index:
         return with_index(files, options)
-    groups: dict[str, list[DataFile]] = {}
-    for file in files:
-        groups.setdefault(formats.suffix_of(file.name), []).append(file)
     former = {
         (file.name, file.size): file.density
         for file in of_run(options.run_folder).files
     }
+    groups: dict[str, list[DataFile]] = {}
+    for file in files:
+        groups.setdefault(formats.suffix_of(file.name), []).append(file)
     densities = {}
     for suffix, group in groups.items():
         density = max(former.get((file.name, file.size), 0.0) for file in group)
@@ -309,22 +402,20 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
     with ThreadPoolExecutor(THREADS) as pool:
         result = list(pool.map(with_density, files))
     if not any(file.density for file in result):
-        raise ConfigError(
-            f"{result[0].url} has no "
-            f"rows{' (nor have the others)' * (len(result) > 1)}: name files with text"
-        )
+        others = " (nor have the others)" * (len(result) > 1)
+        raise ConfigError(f"{result[0].url} has no rows{others}: name files with text")
     return result
 
 
 def _density(group: Sequence[DataFile], options: StreamOptions) -> float:
-    """Return the bytes of text per stored byte of the first, a middle and the last file
-    with the same suffix, 1 for token ids.
+    """Return the bytes of text per stored byte of a sample of files with the same
+    suffix, 1 for token ids.
     """
     text = 0
     stored = 0.0
-    for i in sorted({0, len(group) // 2, len(group) - 1}):
-        if not _holds_ids(group[i]):
-            sampled = _sampled(group[i], options)
+    for file in sample_of(group):
+        if not file.holds_ids:
+            sampled = _sampled(file, options)
             text += sampled[0]
             stored += sampled[1]
     return float(f"{text / stored:.3g}") if text else 1.0
@@ -368,106 +459,3 @@ def after_left_out(
     }
     present = {file.name: file for file in files if file.name not in names}
     return sorted((present | former).values(), key=lambda file: file.name)
-
-
-MOST_AMPLIFIED = 4.0  # C4's files on 640 ranks: 1.6
-MUCH = 1e9  # bytes that a rank reads in an epoch
-# After about 16 epochs, more of them teach a model little (Muennighoff et al. 2023,
-# arXiv 2305.16264).
-MOST_EPOCHS = 16.0
-# of text, and of token ids; about
-BYTES_PER_TOKEN = 4
-BYTES_PER_ID = 2
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a run reads the files of a source."""
-
-    source: str  # empty if there is only one
-    ranks: int
-    files: int
-    # stored bytes that all ranks together read in an epoch, divided by those there are
-    amplification: float
-    largest: float  # stored bytes that one rank reads in an epoch
-    epochs: float  # in the whole run, about; 0 if its length is not known
-    unseen: float  # see ``Assignment.unseen``
-
-    def warnings(self) -> Iterator[str]:
-        name = ""
-        if self.source:
-            name = f"source {self.source}: "
-        if self.amplification > MOST_AMPLIFIED and self.largest > MUCH:
-            yield (
-                f"data: {name}all ranks together read the stored bytes "
-                f"{self.amplification:.0f} times in an epoch, one rank up to "
-                f"{byte_size(self.largest, 3)}, because "
-                f"{counted(self.files, 'file')} cannot be divided among "
-                f"{counted(self.ranks, 'rank')} otherwise: split the data into at "
-                "least as many files as ranks, or, if it is not compressed, index it "
-                "(titan-disp data index)"
-            )
-        if self.epochs > MOST_EPOCHS:
-            yield (
-                f"data: {name}the run reads the text about {self.epochs:.0f} times, and "
-                f"gains little after {MOST_EPOCHS:.0f}: add text, lower its weight, or "
-                "train on fewer tokens"
-            )
-
-
-def reading(
-    files: Sequence[DataFile], share: Share, ranks: int, tokens: float, seed: int
-) -> Reading:
-    """Return how data-parallel ranks read the files of a source that has the slots of
-    ``share``, in a run of so many ``tokens``.
-    """
-    assignment = Assignment(files, one_share(share.slots), seed)
-    of_ranks = [
-        stored_bytes(files, assignment, slots)
-        for slots in assignment.slots_of_ranks(share.total // ranks)
-    ]
-    per_token = BYTES_PER_ID if _holds_ids(files[0]) else BYTES_PER_TOKEN
-    text = sum(file.size * file.density for file in files)
-    return Reading(
-        source=share.name,
-        ranks=ranks,
-        files=len(files),
-        amplification=sum(of_ranks) / max(1, sum(file.size for file in files)),
-        largest=max(of_ranks),
-        epochs=max(0.0, tokens * share.tokens * per_token / max(1.0, text)),
-        unseen=assignment.unseen(),
-    )
-
-
-def stored_bytes(
-    files: Sequence[DataFile], assignment: Assignment, slots: range
-) -> float:
-    """Return about how many stored bytes a rank with these slots reads in an epoch: of
-    a file that is divided by blocks its own, and of others all.
-    """
-    parts: dict[int, float] = {}
-    for slot in slots:
-        for segment in assignment.run(slot, 0).segments:
-            part = 1.0
-            if segment.dealt:
-                part = (segment.high - segment.low) / KEYS + parts.get(segment.file, 0)
-            parts[segment.file] = part
-    return sum(files[file].size * part for file, part in parts.items())
-
-
-def copies(files: Sequence[DataFile]) -> list[tuple[DataFile, DataFile]]:
-    """Return pairs of local files whose content is the same, as their sizes and some
-    of their bytes say.
-    """
-    by_size: dict[int, list[DataFile]] = {}
-    for file in files:
-        if file.size and not file.remote and not file.left_out:
-            by_size.setdefault(file.size, []).append(file)
-    pairs = []
-    for group in by_size.values():
-        first: dict[str, DataFile] = {}
-        for file in group if len(group) > 1 else ():
-            same = first.setdefault(content_sample(file), file)
-            if same.url != file.url:
-                pairs.append((same, file))
-    return pairs

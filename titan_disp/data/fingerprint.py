@@ -29,12 +29,13 @@ from titan_disp.tables import changes
 
 def tokenizer_hash(folder: str) -> str:
     """Return the sha256 of the tokenizer's files, in hexadecimal."""
-    file = find_tokenizer(folder)
-    others = [Path(folder) / name for name in ("tokenizer_config.json", "merges.txt")]
-    return sha256_of(
-        file,
-        *(other for other in others if file.suffix != ".model" and other.is_file()),
-    )
+    files = [find_tokenizer(folder)]
+    if files[0].suffix != ".model":
+        others = [
+            Path(folder) / name for name in ("tokenizer_config.json", "merges.txt")
+        ]
+        files += [file for file in others if file.is_file()]
+    return sha256_of(*files)
 
 
 def _eos_of_model(folder: str) -> int | None:
@@ -80,26 +81,31 @@ def fingerprint(
         for file in files
         if file.density and file.documents is None
     }
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name} {file.density}\n".encode(errors="surrogateescape"))
-        if file.blocks is not None:
-            digest.update(file.blocks.first.tobytes() + file.blocks.places.tobytes())
     return {
         "files": [[file.name, file.size] for file in files],
         "contents": {file.name: file.sample for file in files if file.sample},
         "etags": {file.name: file.etag for file in files if file.etag},
         # else it decides nothing
         "text per stored byte": densities if len(set(densities.values())) > 1 else {},
-        INDEX: digest.hexdigest()
-        if any(file.documents is not None for file in files)
-        else "none",
+        INDEX: _index_hash(files),
         "assignment": VERSION,
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "eos_token_id": _eos_of_model(tokenizer_folder),
         "training.seq_len": options.seq_len,
         **{key: values[key.removeprefix("stream.")] for key in fixed("data")},
     }
+
+
+def _index_hash(files: Sequence[DataFile]) -> str:
+    """Return a hash of what the index says of the files, or "none" without one."""
+    if all(file.documents is None for file in files):
+        return "none"
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name} {file.density}\n".encode(errors="surrogateescape"))
+        if file.blocks is not None:
+            digest.update(file.blocks.first.tobytes() + file.blocks.places.tobytes())
+    return digest.hexdigest()
 
 
 INDEX = "index of the data"
@@ -148,17 +154,15 @@ def _sentence(key: str, former: Any, current: Any) -> str:
     if key in ("contents", "etags"):
         files = sorted(changes(former, current))
         return f"content: {counted(len(files), 'file')} of the same size with other documents, first {files[0]}"
-    if key == INDEX and "none" in (former, current):
-        return f"stream.index: the data was read {_how_read(former)} then, and is now read {_how_read(current)}"
+    if key == INDEX and former == "none":
+        return "stream.index: the data was read without an index then, and is now read with an index"
+    if key == INDEX and current == "none":
+        return "stream.index: the data was read with an index then, and is now read without an index"
     if key == INDEX:
         return "the index describes other blocks or texts than then"
     if key == "stream.sources":
         return f"{key}, with the slots that their weights make: {_slots(former)} then, {_slots(current)} now"
     return f"{key}: {former!r} then, {current!r} now"
-
-
-def _how_read(index: str | None) -> str:
-    return "without an index" if index == "none" else "with an index"
 
 
 def _slots(sources: list[tuple[str, int]] | None) -> str:

@@ -142,15 +142,22 @@ LOOKED_AT = 1 << 18  # bytes at the beginning of a plain text
 
 def encoding_of(head: bytes) -> str:
     """Return Python's name of the encoding of a plain text, from its first bytes:
-    UTF-16 with a byte-order mark, or Windows-1252, which includes ISO 8859-1. Return ""
-    for UTF-8, and for what cannot be told, such as other encodings.
+    UTF-16, or Windows-1252, which includes ISO 8859-1. Return "" for UTF-8, and for what
+    cannot be told, such as other encodings.
 
+    Without a byte-order mark, a text is taken for UTF-16 if most of its characters are
+    Western ones, whose high bytes are zero. These bytes are valid UTF-8, too.
     A text is taken for Windows-1252 if it has none of the control characters of binary
     files, few bytes outside ASCII, and between two ASCII letters only bytes that are
     letters there. Polish and Czech words have others, and Cyrillic has many.
     """
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
+    for encoding, first in (("utf-16-le", 1), ("utf-16-be", 0)):
+        high_bytes = head[first::2]
+        low_bytes = head[1 - first :: 2]
+        if 0 not in low_bytes and high_bytes.count(0) > 0.8 * len(high_bytes):
+            return encoding
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
         return ""

@@ -83,9 +83,11 @@ def _about(file: DataFile) -> dict[str, Any]:
 
 
 def _hash(content: bytes) -> int:
-    return (
-        int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
-    )
+    """Return 64 bits that are 0 only if there is no content."""
+    if not content:
+        return 0
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
 def _records(documents: Documents) -> Iterator[tuple[int, int, formats.Record]]:
@@ -98,13 +100,24 @@ def _records(documents: Documents) -> Iterator[tuple[int, int, formats.Record]]:
         end = documents.stored.tell()
         if documents.place is not None:  # ids are read ahead
             begin = documents.place
-            end = begin + (
-                record.size
-                if isinstance(record, formats.BadDocument)
-                else formats.size_of(record)
-            )
+            if isinstance(record, formats.BadDocument):
+                end = begin + record.size
+            else:
+                end = begin + formats.size_of(record)
         yield begin, end, record
         begin = end
+
+
+def _content(record: formats.Record, field: str) -> bytes:
+    """Return the text of a document in UTF-8, or its ids as stored; empty if it cannot
+    be used.
+    """
+    if isinstance(record, np.ndarray):
+        return record.tobytes()
+    try:
+        return formats.text_of(record, field).encode()
+    except formats.BadDocument:
+        return b""
 
 
 def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
@@ -114,7 +127,6 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     file = replace(file, blocks=megatron.blocks_of(file))
     documents = Documents(file, options)
     least = max(_LEAST, file.size // _MOST)
-    text_of = partial(formats.text_of, field=options.format.text_field)
     hashes: list[int] = []
     blocks: list[tuple[int, int]] = []  # the documents before each, and its place
     text = 0
@@ -125,15 +137,8 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
             if not blocks or begin >= blocks[-1][1] + least:
                 blocks.append((len(hashes), begin))
             end = place
-            try:
-                content = (
-                    record.tobytes()
-                    if isinstance(record, np.ndarray)
-                    else text_of(record).encode()
-                )
-            except formats.BadDocument:
-                content = b""
-            hashes.append(_hash(content) if content else 0)
+            content = _content(record, options.format.text_field)
+            hashes.append(_hash(content))
             text += len(content)
     except formats.DamagedFile as error:
         damage = str(error)
@@ -141,31 +146,27 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
         table = documents.table
         documents.close()
     count = len(hashes)
+    table_of_blocks = np.array([*blocks, (count, end)], np.int64).T
     if file.blocks is not None:
-        blocks = list(
-            zip(file.blocks.first.tolist(), file.blocks.places.tolist(), strict=True)
-        )
+        table_of_blocks = np.array([file.blocks.first, file.blocks.places])
     elif table is not None:
-        last = table.metadata.num_row_groups
-        rows = np.cumsum(
-            [0, *(table.metadata.row_group(i).num_rows for i in range(last))]
-        ).tolist()
-        step = max(1, least * last // file.size)  # row groups of a block
-        blocks = [
-            (min(n, count), i)
-            for i, n in enumerate(rows)
-            if (i % step == 0 and n < count) or i == last
-        ]
-        end = file.size * count // max(rows[-1], 1)
+        groups = range(table.metadata.num_row_groups)
+        rows = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in groups)])
+        step = max(1, least * len(groups) // file.size)  # row groups of a block
+        places = [i for i in groups[::step] if rows[i] < count] + [len(groups)]
+        table_of_blocks = np.array([np.minimum(rows[places], count), places])
+        end = file.size * count // max(int(rows[-1]), 1)
     elif _is_one_block(file, options):
-        blocks = []
-    else:
-        blocks.append((count, end))
-    stored = end if damage else file.size
+        table_of_blocks = np.zeros((2, 0), np.int64)
     about["sha256"] = sha256_of(*megatron.paths_of(file))
-    found = np.array(blocks, np.int64).reshape(-1, 2).T
     return FileIndex(
-        about, text, stored, damage, count, np.array(hashes, np.uint64), found
+        about=about,
+        text=text,
+        stored=end if damage else file.size,
+        damage=damage,
+        documents=count,
+        hashes=np.array(hashes, np.uint64),
+        blocks=table_of_blocks,
     )
 
 
@@ -186,23 +187,26 @@ def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:
     """
     relative = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder))
     how = options.format
-    ids = file.name.endswith(formats.TOKEN_IDS)
-    kind = (how.token_dtype, how.eos_id) if ids else (how.text_field, how.text_split)
+    key: tuple[object, object] = (how.text_field, how.text_split)
+    if file.holds_ids:
+        key = (how.token_dtype, how.eos_id)
     # Links of several names may lead to one file
-    named = f"{relative}/{formats.suffix_of(file.name)}/{kind}"
-    return folder / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:24]}.npz"
+    name = f"{relative}/{formats.suffix_of(file.name)}/{key}"
+    return folder / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:24]}.npz"
 
 
-def _load(path: Path, hashes: bool) -> FileIndex | None:
+def _load(path: Path, with_hashes: bool) -> FileIndex | None:
+    """Return an index that was written; None if it is missing, of another version, or
+    damaged.
+    """
     try:
         with np.load(path) as stored:
-            some = stored["hashes"] if hashes else np.zeros(0, np.uint64)
-            return FileIndex(
-                **json.loads(str(stored["facts"])), hashes=some, blocks=stored["blocks"]
-            )
-    # missing, of another version, or damaged, which numpy and zipfile tell by errors of
-    # all kinds
-    except Exception:
+            hashes = np.zeros(0, np.uint64)
+            if with_hashes:
+                hashes = stored["hashes"]
+            facts = json.loads(str(stored["facts"]))
+            return FileIndex(**facts, hashes=hashes, blocks=stored["blocks"])
+    except Exception:  # numpy and zipfile raise errors of all types
         return None
 
 
@@ -215,8 +219,9 @@ def _reasons_to_reindex(
             "": "is not in it, or not with these options of the format and this tokenizer"
         }
     reasons = {
-        **dict.fromkeys(("size", "sample"), "has changed since it was indexed"),
         "version": "was indexed by another version",
+        "size": "has changed since it was indexed",
+        "sample": "has changed since it was indexed",
         "changed": "has another time of change than when it was indexed",
     }
     return {key: reasons[key] for key in about if index.about.get(key) != about[key]}
@@ -226,11 +231,11 @@ def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex |
     """Return what an index knows of a file, without hashes, or why it does not know
     it.
     """
-    found = _load(_path(folder, options, file), hashes=False)
-    if found and file.left_out:
-        return replace(found, damage=None)
-    why = _reasons_to_reindex(found, _about(file))
-    return next(iter(why.values()), None) or found  # type: ignore[return-value]
+    index = _load(_path(folder, options, file), with_hashes=False)
+    if index and file.left_out:
+        return replace(index, damage=None)
+    reasons = _reasons_to_reindex(index, _about(file))
+    return next(iter(reasons.values()), "") or index  # type: ignore[return-value]
 
 
 def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex:
@@ -240,31 +245,26 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
     """
     path = _path(folder, options, file)
     about = _about(file)
-    found = _load(path, hashes=True)
-    why = _reasons_to_reindex(found, about)
-    if found and not why:
-        return found
-    # a copy
-    if (
-        found
-        and why.keys() == {"changed"}
-        and found.about["sha256"] == sha256_of(*megatron.paths_of(file))
+    index = _load(path, with_hashes=True)
+    reasons = _reasons_to_reindex(index, about)
+    if index and not reasons:
+        return index
+    if (  # a copy
+        index
+        and reasons.keys() == {"changed"}
+        and index.about["sha256"] == sha256_of(*megatron.paths_of(file))
     ):
-        found = replace(found, about=found.about | about)
+        index = replace(index, about=index.about | about)
     else:
-        found = read_index(file, options)
-    facts = {
-        key: getattr(found, key)
-        for key in ("about", "text", "stored", "damage", "documents")
-    }
+        index = read_index(file, options)
+    facts = vars(index).copy()
+    arrays = {name: facts.pop(name) for name in ("hashes", "blocks")}
     with (
         atomic_write(path, by_many=True) as unfinished,
         open(unfinished, "wb") as content,
     ):
-        np.savez(
-            content, facts=json.dumps(facts), hashes=found.hashes, blocks=found.blocks
-        )
-    return found
+        np.savez(content, facts=json.dumps(facts), **arrays)
+    return index
 
 
 def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
@@ -284,35 +284,31 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
                 f'stream.index is "memory", but the data has {size:,} bytes, expected at most {_SMALL:,}: write an index '
                 "with titan-disp data index CONFIG, and set stream.index to its folder"
             )
-        found: list[FileIndex | str] = [read_index(file, options) for file in files]
+        answers: list[FileIndex | str] = [read_index(file, options) for file in files]
     else:
         with ThreadPoolExecutor(16) as pool:
-            found = list(pool.map(partial(current, Path(folder), options), files))
-    known = {
-        file: one
-        for file, one in zip(files, found, strict=True)
-        if isinstance(one, FileIndex)
-    }
-    if missing := [
-        (file.url, why)
-        for file, why in zip(files, found, strict=True)
-        if isinstance(why, str)
-    ]:
+            answers = list(pool.map(partial(current, Path(folder), options), files))
+    indices: dict[DataFile, FileIndex] = {}
+    missing: dict[str, str] = {}  # why, by path
+    for file, answer in zip(files, answers, strict=True):
+        if isinstance(answer, str):
+            missing[file.url] = answer
+        else:
+            indices[file] = answer
+    for url, why in missing.items():
         number = counted(len(missing), "file")
-        (url, why) = missing[0]
         there = "" if os.path.isdir(folder) else ", which does not exist"
         raise ConfigError(
             f"stream.index is {folder!r}{there}: {number} of the data cannot be read "
             f"by it, such as {url!r}, which {why}. Run titan-disp data index CONFIG, "
             "which reads what is new or has changed"
         )
-    text, stored = (
-        sum(getattr(one, part) for one in known.values() if one.text)
-        for part in ("text", "stored")
-    )
-    usual = text / stored if stored else 1.0
-    step = max(1, -(-sum(one.blocks.shape[1] for one in known.values()) // _TOGETHER))
-    return [_indexed(file, one, usual, step) for file, one in known.items()]
+    filled = [index for index in indices.values() if index.text]
+    text = sum(index.text for index in filled)
+    usual = text / sum(index.stored for index in filled) if text else 1.0
+    blocks = sum(index.blocks.shape[1] for index in indices.values())
+    step = max(1, -(-blocks // _TOGETHER))
+    return [_indexed(file, index, usual, step) for file, index in indices.items()]
 
 
 def _indexed(file: DataFile, index: FileIndex, usual: float, step: int) -> DataFile:
@@ -322,10 +318,14 @@ def _indexed(file: DataFile, index: FileIndex, usual: float, step: int) -> DataF
     is lost.
     """
     first, places = np.append(index.blocks[:, :-1:step], index.blocks[:, -1:], axis=1)
-    lost = index.damage is not None or index.documents
+    density = 0.0
+    if index.text:
+        density = index.text / index.stored
+    elif index.damage is not None or index.documents:
+        density = usual
     return replace(
         file,
-        density=index.text / index.stored if index.text else usual if lost else 0.0,
+        density=density,
         sample=index.about["sha256"],
         blocks=Blocks(first, places) if len(first) > 1 else None,
         damage=index.damage,

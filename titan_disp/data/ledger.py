@@ -7,7 +7,6 @@ be used, or left out before anything is read.
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from titan_disp.text import byte_size
 
 FATES = ("used", "converted", "skipped", "left out")
 USED, CONVERTED, SKIPPED, LEFT_OUT = FATES
-DATA = "data.json"  # in a run's folder, see ``findings``
+EMPTY = "the file is empty"
 NAME = ".titan-disp/ledger.json"  # in a folder that init has written
 
 
@@ -37,6 +36,8 @@ def divided(
     """Yield entries that divide the ``size`` bytes of a file in proportion to its
     ``parts``, by fate and reason.
     """
+    if not size:
+        yield Entry(file, SKIPPED, EMPTY, size)
     total = sum(parts.values())
     before = 0
     begin = 0
@@ -87,16 +88,6 @@ def of_left_out(reasons: Mapping[str, str]) -> Iterator[Entry]:
             yield Entry(os.path.basename(path), LEFT_OUT, reason, size)
 
 
-def of_run(folder: str | Path) -> list[str]:
-    """Return the lines about the data of a run, as its latest start has written them;
-    none of an older version.
-    """
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((Path(folder) / DATA).read_text())
-        return list(lines(Entry(*entry) for entry in content["ledger"]))
-    return []
-
-
 def write(folder: Path, entries: Iterable[Entry]) -> None:
     path = folder / NAME
     path.parent.mkdir()
@@ -105,7 +96,6 @@ def write(folder: Path, entries: Iterable[Entry]) -> None:
 
 def read(folder: str | None) -> list[Entry]:
     """Return the ledger in a folder that init has written; empty if there is none."""
-    path = Path(folder or "") / NAME
-    if not path.is_file():
+    if folder is None or not (path := Path(folder) / NAME).is_file():
         return []
     return [Entry(*entry) for entry in json.loads(path.read_text())]

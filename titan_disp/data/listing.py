@@ -1,33 +1,69 @@
-"""This module finds the data files.
+"""The files of a data set: of a split of it, in a local folder or glob, in a store, or on
+the hub.
 
-They are listed once, on rank 0, and the list is broadcast to all ranks.
+Files that are left out are logged, and returned with the reason. The files are listed
+once, on rank 0, and the list is broadcast to all ranks.
 """
 
+import hashlib
+import logging
 import os
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
+from functools import cache
+from glob import escape as glob_escape
+from glob import glob
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torchtitan.tools.logging import logger
 
+from titan_disp.data import stores
 from titan_disp.data.blocks import Blocks
-from titan_disp.data.formats import suffix_of
-from titan_disp.data.hub import (
-    C4,
-    FORM,
-    c4_files,
-    commit_of,
-    is_hub_name,
-    parse_name,
-    resolve,
+from titan_disp.data.formats import (
+    NAMES,
+    PLAIN_TEXT,
+    TABLES,
+    TOKEN_IDS,
+    is_readable,
+    suffix_of,
 )
-from titan_disp.data.local_files import list_local, path_is
-from titan_disp.data.mirror import mirrored_files
-from titan_disp.data.objects import is_url, list_objects
-from titan_disp.errors import ConfigError, UserError
+from titan_disp.data.stores import (
+    FORM,
+    etag_of,
+    is_hub_name,
+    is_pattern,
+    is_url,
+    parse_name,
+)
+from titan_disp.errors import ConfigError, UserError, counted
 
 T = TypeVar("T")
+
+# Usual beside documents: leaving them out is not worth a warning. (The .model is
+# SentencePiece's, the .idx Megatron-LM's.)
+_NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
+_UNREAD = "files with such suffixes are not read"
+_SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
+_SPLITS = {
+    "c4": "train",
+    "c4_validation": "validation",
+    "text": "train",
+    "text_validation": "validation",
+}
+_MARKS = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "val"),
+    "test": ("test",),
+}
+
+# Checks, training and validation list the same folder, but it is logged once.
+warn_once = cache(logger.warning)
+_say = cache(logger.info)
+_note = cache(logging.getLogger(__name__).info)  # not for the console
 
 
 @dataclass(frozen=True)
@@ -53,29 +89,115 @@ class DataFile:
     def remote(self) -> bool:
         return is_url(self.url)
 
+    @property
+    def on_hub(self) -> bool:
+        return self.url.startswith("hf://")
+
+    @property
+    def holds_ids(self) -> bool:
+        return self.name.endswith(TOKEN_IDS)
+
+
+def sample_of(files: Sequence[DataFile]) -> list[DataFile]:
+    """Return the first, a middle and the last of some files, each once."""
+    last = len(files) - 1
+    return [files[i] for i in sorted({0, (last + 1) // 2, last})] if files else []
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a data set has.
+
+    Attributes:
+        files: sorted by name.
+        left_out: why other local files are not among them, by their paths.
+    """
+
+    files: list[DataFile]
+    left_out: dict[str, str]
+
+
+def list_files(
+    dataset: str, path: str | None, key: str = "training", path_key: str = ""
+) -> list[DataFile]:
+    """List the files of a split, see ``listing_of``."""
+    return listing_of(dataset, path, key, path_key).files
+
+
+def listing_of(
+    dataset: str, path: str | None, key: str = "training", path_key: str = ""
+) -> Listing:
+    """List the files of a split.
+
+    ConfigError is raised if there is no such data, it cannot be read, or the hub cannot
+    be reached.
+
+    Args:
+        dataset: c4, text, hf:OWNER/NAME and the like, see ``split_of``.
+        path: a local folder (searched recursively, through links), file or glob, the
+            URL of one in a store, or the mirror of an hf:… data set. None stands for
+            the hub. A path that exists is never a glob.
+        key: the config section, for messages.
+        path_key: the key or option that names the path, for messages, if it is not
+            dataset_path of the section.
+    """
+    where = f"{key}.dataset is {dataset!r}"
+    path_key = path_key or f"{key}.dataset_path"
+    split = split_of(dataset, key)
+    is_c4 = dataset.startswith("c4")
+    selection = _Selection(f"{path_key} is {path!r}", split, is_c4)
+    if is_hub_name(dataset):
+        name = parse_name(dataset, f"{key}.dataset")
+        if path is None:
+            on_hub = stores.resolve(name, where).files(split, where)
+            files = [DataFile(file.path, file.url, file.size) for file in on_hub]
+        else:
+            name = replace(name, split=split)
+            sizes = stores.mirrored_files(path, name, selection.where)
+            files = [DataFile(path, path, size) for path, size in sizes.items()]
+    elif path is not None and is_url(path):
+        files = selection.of_store(path)
+    elif path is not None:
+        files = selection.of_disk(path)
+    elif is_c4:
+        on_hub = stores.c4_files(split)
+        files = [DataFile(file.path, file.url, file.size) for file in on_hub]
+    else:
+        raise ConfigError(
+            f"{where}: set {key}.dataset_path to the folder, file or glob of the "
+            "documents"
+        )
+    root = os.path.commonpath([os.path.dirname(file.name) for file in files])
+    files = [replace(file, name=_name_in(root, file.name)) for file in files]
+    return Listing(sorted(files, key=lambda file: file.name), selection.left_out)
+
+
+def _name_in(root: str, path: str) -> str:
+    """Return a path relative to a folder, the same on all nodes, with its suffix in
+    lower case, for which readers look.
+    """
+    name = PurePath(os.path.relpath(path, root)).as_posix()
+    # The same on nodes with other locales, and also for a name that is not UTF-8.
+    name = os.fsencode(name).decode(errors="surrogateescape")
+    suffix = suffix_of(name)
+    return name[: -len(suffix)] + suffix
+
 
 def split_of(dataset: str, key: str) -> str:
     """Return the split that a data set's name selects; if it names none, validation in
     [validation], else train.
     """
-    names = {
-        "c4": "train",
-        "c4_validation": "validation",
-        "text": "train",
-        "text_validation": "validation",
-    }
     if is_hub_name(dataset):
-        return parse_name(dataset, f"{key}.dataset").split or (
-            "validation" if key == "validation" else "train"
-        )
-    if dataset not in names:
+        default = "validation" if key == "validation" else "train"
+        return parse_name(dataset, f"{key}.dataset").split or default
+    if dataset not in _SPLITS:
         raise ConfigError(
             f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the "
             f"hub, or a copy at dataset_path), {FORM} (of the hub, or its mirror at "
             "dataset_path), or text or text_validation (your documents at "
             "dataset_path)"
         )
-    return names[dataset]
+    return _SPLITS[dataset]
 
 
 def held_out(dataset: str) -> str:
@@ -85,58 +207,340 @@ def held_out(dataset: str) -> str:
     return f"{dataset.removesuffix('_validation')}_validation"
 
 
-def streams_from_hub(dataset: str, dataset_path: str | None) -> bool:
-    return dataset_path is None and (dataset.startswith("c4") or is_hub_name(dataset))
+@dataclass
+class _Selection:
+    """Selects the files of a split where names and suffixes say what files are.
 
-
-def list_files(
-    dataset: str,
-    dataset_path: str | None,
-    key: str = "training",
-    path_key: str | None = None,
-) -> list[DataFile]:
-    """List the files of a split, sorted by name.
-
-    ``key`` is the config section, and ``path_key`` a key, for messages.
-
-    ``dataset_path`` is as in ``list_local`` or ``list_objects``, the mirror of an hf:…
-    data set, or None for the hub. ConfigError is raised if there is no such data, it
-    cannot be read, or the hub cannot be reached.
+    Attributes:
+        where: how messages begin, such as "training.dataset_path is '…'".
+        split: train, validation, or another one.
+        c4: whether the files are laid out and named as C4's.
+        left_out: why files are not selected, by their paths.
     """
-    split = split_of(dataset, key)
-    where = f"{key}.dataset is {dataset!r}"
-    path_key = path_key or f"{key}.dataset_path"
-    where_path = path_is(path_key, dataset_path)
-    if dataset_path is None and not streams_from_hub(dataset, None):
-        raise ConfigError(
-            f"{where}: set {key}.dataset_path to the folder, file or glob of the "
-            "documents"
+
+    where: str
+    split: str
+    c4: bool
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(
+        self, paths: Sequence[str], why: str, log: Callable[[str], None] | None
+    ) -> None:
+        """Remember why files are left out, and log it."""
+        self.left_out.update(dict.fromkeys(paths, why))
+        if paths and log is not None:
+            log(
+                f"{self.where}: left out, because {why}: {_counts(paths)}, such as "
+                f"{paths[0]}. (A glob instead of the folder reads every file that it "
+                "matches)"
+            )
+
+    def of_store(self, url: str) -> list[DataFile]:
+        """Return the files in a folder of a store, of a glob, or one file."""
+        url = stores.at_commit(url, self.where)
+        infos = stores.objects_of(url, self.where)
+        if is_pattern(url) or [*infos] == [url]:
+            paths = self.readable([*infos])
+        else:
+            paths = self.of_folder([*infos], url)
+        if not paths:
+            raise ConfigError(
+                f"{self.where}, which matches no file; expected names such as {NAMES}"
+            )
+        self.check_formats(paths)
+        indices = [path.removesuffix(".bin") + ".idx" for path in paths]
+        for path, index in zip(paths, indices, strict=True):
+            if path.endswith(".bin") and stores.ask(index, "exists"):
+                raise ConfigError(
+                    f"{self.where}, which has {index!r} of Megatron-LM; such data is "
+                    "only read from local files: copy it"
+                )
+        return [
+            DataFile(path, path, infos[path]["size"], etag=etag_of(infos[path]))
+            for path in paths
+        ]
+
+    def of_disk(self, path: str) -> list[DataFile]:
+        """Return the files in a local folder, of a glob, or one file."""
+        if os.path.isdir(path):
+            paths = self.of_folder(self._walk(path), path)
+        elif os.path.lexists(path):
+            if not is_readable(path):
+                raise ConfigError(
+                    f"{self.where}; expected a name such as {NAMES}: convert or rename "
+                    "it"
+                )
+            paths = [path]
+        elif is_pattern(path):
+            paths = self._of_pattern(path)
+        else:
+            raise ConfigError(
+                f"{self.where}, which does not exist; expected a folder, file or glob "
+                f"of {NAMES}. {_SAMPLE}"
+            )
+        for file in paths:
+            self._refuse_dangling(file)
+            if not os.path.isfile(file):
+                raise ConfigError(
+                    f"{self.where}, but {file!r} is not a regular file: expected files "
+                    "of documents. Name the files, or remove it"
+                )
+            if not os.access(file, os.R_OK):
+                raise ConfigError(
+                    f"{self.where}, but {file!r} is not readable: expected read "
+                    "permission (chmod +r)"
+                )
+        self.check_formats(paths)
+        if len(set(map(suffix_of, paths))) > 1:
+            warn_once(
+                f"{self.where}: files of several formats are read together: "
+                f"{_counts(paths)}"
+            )
+        return [DataFile(file, file, os.path.getsize(file)) for file in paths]
+
+    def _of_pattern(self, pattern: str) -> list[str]:
+        """List what a glob matches.
+
+        Python's own ``glob`` ignores unreadable folders and follows links in circles.
+        """
+        for folder in _searched(pattern):
+            try:
+                os.scandir(folder).close()
+            except OSError as error:
+                raise self._cannot_be_read(folder, error) from error
+        matched = glob(pattern, recursive=True)
+        matched.sort(key=lambda path: (path.count(os.sep), path))
+        # once for each folder: it calls the file system for every part of the path
+        resolved = cache(os.path.realpath)
+        folders = []
+        files = dict[str, str]()
+        again = []
+        for path in matched:
+            # As in a folder, a link to a file counts as another file, but files in
+            # linked folders are not counted twice.
+            folder, name = os.path.split(path)
+            real = os.path.join(resolved(folder), name)
+            # real, because the system refuses a path with too many links
+            if os.path.isdir(real):
+                folders.append(path)
+            elif files.setdefault(real, path) is not path:
+                again.append(path)
+        self.leave_out(again, "links lead to the same folders again", warn_once)
+        folder_count = counted(len(folders), "folder")
+        if folders and files and "**" not in pattern:
+            warn_once(
+                f"{self.where}: the glob leaves out {folder_count}, such as "
+                f"{folders[0]}. (A glob with /** includes the files in folders)"
+            )
+        paths = self.readable([*files.values()])
+        if not paths:
+            there = [_counts(files)] * bool(files) + [folder_count] * bool(folders)
+            others = f", but {' and '.join(there)}" if there else ""
+            raise ConfigError(
+                f"{self.where}, which matches no file{others}; expected files named "
+                f"{NAMES}: name others, or convert them"
+            )
+        return paths
+
+    def of_folder(self, paths: Sequence[str], folder: str) -> list[str]:
+        """Select a split's files among all that are in a folder."""
+        # Beside documents in other formats, tables are about them, and so is plain text
+        # (README.txt, LICENSE.txt).
+        for formats in (TABLES, PLAIN_TEXT):
+            about = [path for path in paths if suffix_of(path) in formats]
+            others = [path for path in paths if suffix_of(path) not in formats]
+            if any(map(is_readable, others)):
+                self.leave_out(about, "there are documents in other formats", _say)
+                paths = others
+        counts = _counts(paths)
+        paths = self.readable(paths)
+        counts = _counts(paths) or counts
+        of_split = files_named(paths, self.split, narrow=self.c4)
+        kept_back = set[str]()
+        if not self.c4:
+            kept_back = _kept_back(paths, folder)
+        if kept_back and self.split == "validation":
+            of_split = sorted(kept_back)
+        elif kept_back:
+            of_split = [path for path in of_split if path not in kept_back]
+            self.leave_out(sorted(kept_back), "held out for validation", None)
+        if kept_back:
+            _say(
+                f"{self.where}: {len(kept_back)} of {len(paths)} *.txt are held out "
+                "for validation, chosen by a hash of their names, because no name "
+                "contains the word validation. (A glob instead of the folder trains on "
+                "all)"
+            )
+        rule = f"their names do not say {self.split}"
+        if self.c4:
+            # a clone of the data set holds other variants too; the hub's stream reads
+            # only this one
+            rule += f", or they are not in {stores.FOLDER}"
+            of_variant = [
+                path
+                for path in of_split
+                if Path(path).is_relative_to(Path(folder) / stores.FOLDER)
+            ]
+            of_split = of_variant or of_split
+        if not of_split and paths and self.split != "train":
+            raise ConfigError(
+                f"{self.where}, where no file name contains the word {self.split!r}: "
+                f"it holds no {self.split} data, but {counts}"
+            )
+        if not of_split:
+            there = f"but {counts}" if counts else "because it has no files"
+            expected = ""
+            if self.c4:
+                expected = f"en/c4-{self.split}.00000-of-01024.json.gz, or "
+            raise ConfigError(
+                f"{self.where}, which holds no {self.split} data, {there}; expected "
+                f"files such as {expected}{NAMES}. {_SAMPLE}"
+            )
+        is_usual = self.c4 or self.split != "train"
+        others = sorted({*paths} - {*of_split} - kept_back)
+        self.leave_out(others, rule, _note if is_usual else warn_once)
+        return of_split
+
+    def _walk(self, folder: str) -> list[str]:
+        """List all files below a folder except hidden ones, through links; a folder
+        that two paths lead to counts once.
+        """
+
+        def refuse(error: OSError) -> None:
+            raise self._cannot_be_read(error.filename, error) from error
+
+        def is_new(path: str) -> bool:
+            real = os.path.realpath(path)
+            if real in seen:
+                warn_once(
+                    f"{self.where}: {path} is left out, because it is a link to {real}, "
+                    "which is read already"
+                )
+                return False
+            seen.add(real)
+            return True
+
+        files = []
+        seen = {os.path.realpath(folder)}
+        for at, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+            folders[:] = [
+                name
+                for name in sorted(folders)
+                if not name.startswith(".") and is_new(os.path.join(at, name))
+            ]
+            files += [
+                os.path.join(at, name)
+                for name in sorted(names)
+                if not name.startswith(".")
+            ]
+        for path in files:
+            self._refuse_dangling(path)
+        return files
+
+    def readable(self, paths: Sequence[str]) -> list[str]:
+        """Leave out files in formats that are not read, and return the others."""
+        unread = [path for path in paths if not is_readable(path)]
+        usual = [path for path in unread if path.endswith(_NO_DATA)]
+        unusual = [path for path in unread if not path.endswith(_NO_DATA)]
+        self.leave_out(usual, _UNREAD, _note)
+        self.leave_out(unusual, _UNREAD, warn_once)
+        return [path for path in paths if is_readable(path)]
+
+    def check_formats(self, paths: Collection[str]) -> None:
+        """Refuse token ids that lie beside texts."""
+        ids = [path for path in paths if suffix_of(path) in TOKEN_IDS]
+        texts = [path for path in paths if suffix_of(path) not in TOKEN_IDS]
+        if ids and texts:
+            example = f"{os.path.dirname(texts[0])}/*{suffix_of(texts[0])}"
+            raise ConfigError(
+                f"{self.where}, which holds {counted(len(ids), 'file')} of token ids, "
+                f"such as {ids[0]!r}, and {len(texts)} of text, such as {texts[0]!r}; "
+                f"expected only one of the two: select one by a glob, such as "
+                f"{example!r}"
+            )
+
+    def _cannot_be_read(self, path: str, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"{self.where}, but {path!r} cannot be read: {error.strerror}. Give read "
+            "permission, or name the files by a glob"
         )
-    name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else None
-    if dataset_path is None:
-        listing = resolve(name, where).files(split, where) if name else c4_files(split)
-        found = [DataFile(file.path, file.url, file.size) for file in listing]
-    elif name:
-        mirrored = mirrored_files(dataset_path, replace(name, split=split), where_path)
-        found = [DataFile(path, path, size) for path, size in mirrored]
-    elif is_url(dataset_path):
-        objects = list_objects(
-            dataset_path, split, where_path, dataset.startswith("c4")
-        )
-        found = [DataFile(url, url, size, etag=etag) for url, size, etag in objects]
-    else:
-        paths = list_local(dataset_path, split, where_path, dataset.startswith("c4"))
-        found = [DataFile(path, path, os.path.getsize(path)) for path in paths]
-    root = os.path.commonpath([os.path.dirname(file.name) for file in found])
-    names = [
-        PurePosixPath(os.path.relpath(file.name, root)).as_posix() for file in found
-    ]
-    # The same name on nodes with other locales, and also for a name that is not UTF-8.
-    names = [os.fsencode(name).decode(errors="surrogateescape") for name in names]
-    # Readers look for a suffix in lower case.
-    names = [name[: -len(suffix_of(name))] + suffix_of(name) for name in names]
-    files = [replace(file, name=name) for name, file in zip(names, found, strict=True)]
-    return sorted(files, key=lambda file: file.name)
+
+    def _refuse_dangling(self, path: str) -> None:
+        """Raise ConfigError for a link to nothing, and for a path that cannot be
+        examined.
+        """
+        try:
+            os.stat(path)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{self.where}, but {path!r} is a link to {os.readlink(path)!r}, which "
+                "does not exist: restore it, or remove the link"
+            ) from error
+        except OSError as error:
+            raise self._cannot_be_read(path, error) from error
+
+
+def _searched(pattern: str) -> Iterator[str]:
+    """Yield the folders whose entries decide what a glob matches."""
+    parts = Path(pattern).parts
+    for i, part in enumerate(parts):
+        if not is_pattern(part):
+            continue
+        above = os.path.join(os.curdir, *parts[:i])
+        for folder in glob(above, recursive=True) if is_pattern(above) else [above]:
+            if os.path.isdir(folder):
+                yield folder
+                if part == "**":
+                    below = os.path.join(glob_escape(folder), "**", "")
+                    yield from glob(below, recursive=True)
+
+
+def files_named(paths: Collection[str], split: str, narrow: bool) -> list[str]:
+    """Select the files of a split by their own names, which must contain the split's
+    mark as a word.
+
+    If a name says "train", others without a mark are training data too unless the names
+    are ``narrow``, as C4's are. In other folders, a file called train_schedules would
+    make all others disappear. The word "test" marks a split only if the name of another
+    file marks one: a text about tests is training data, too.
+    """
+
+    def says(path: str, words: Iterable[str]) -> bool:
+        name = os.path.basename(path).lower()
+        return bool(re.search(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", name))
+
+    named = [path for path in paths if says(path, _MARKS[split])]
+    if split != "train" or (named and narrow):
+        return named
+    others = _MARKS["validation"]
+    if named or any(says(path, others) for path in paths):
+        others += _MARKS["test"]
+    training = {*named}
+    return [path for path in paths if path in training or not says(path, others)]
+
+
+def _kept_back(paths: Collection[str], folder: str) -> set[str]:
+    """Return the plain texts that are held out where at least 100 are all there is, and
+    no name says which.
+    """
+    if (
+        len(paths) < 100
+        or any(suffix_of(path) not in PLAIN_TEXT for path in paths)
+        or files_named(paths, "validation", narrow=True)
+    ):
+        return set()
+
+    def by_hash(path: str) -> bytes:
+        name = os.path.relpath(path, folder).encode(errors="replace")
+        return hashlib.sha256(name).digest()
+
+    number = max(len(paths) // 100, min(20, len(paths) // 20))
+    return set(sorted(paths, key=by_hash)[:number])
+
+
+def _counts(paths: Iterable[str]) -> str:
+    counts = Counter(map(suffix_of, paths))
+    return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(counts.items()))
 
 
 def on_rank_0(
@@ -167,11 +571,3 @@ def on_rank_0(
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]
-
-
-def check_hub(dataset: str, key: str = "training") -> None:
-    """Raise ConfigError if the hub does not answer, denies access or has no such data
-    set, by one or two requests.
-    """
-    name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else C4
-    commit_of(name, f"{key}.dataset is {dataset!r}")

@@ -1,13 +1,13 @@
-"""This module names the data sets that a run reads, and looks at the first documents of
-a few local files.
+"""The data sets that a run reads: their names and slots, what is wrong between them, and
+how much of them its ranks read.
 """
 
 import math
 import os
-import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import PurePath
 
 from torchtitan.tools.logging import logger
@@ -15,26 +15,26 @@ from torchtitan.tools.logging import logger
 from titan_disp.config.batch import slot_count, tokens_per_step
 from titan_disp.config.types import JobConfig
 from titan_disp.data import findings, ledger
-from titan_disp.data.assignment import Share, one_share, prefixed, shares
-from titan_disp.data.findings import (
-    Reading,
-    after_left_out,
-    check_content,
-    copies,
-    measured,
-    reading,
+from titan_disp.data.assignment import (
+    KEYS,
+    Assignment,
+    Share,
+    one_share,
+    prefixed,
+    shares,
 )
+from titan_disp.data.findings import after_left_out, check_content, measured
+from titan_disp.data.index import content_sample
 from titan_disp.data.ledger import Entry
 from titan_disp.data.listing import (
     DataFile,
+    Listing,
     held_out,
-    list_files,
+    listing_of,
     split_of,
-    streams_from_hub,
 )
-from titan_disp.data.local_files import left_out_of
-from titan_disp.data.objects import is_folder
 from titan_disp.data.options import StreamOptions
+from titan_disp.data.stores import is_folder, is_pattern
 from titan_disp.errors import ConfigError, RefusedError, counted, did_you_mean
 from titan_disp.job_config import Source
 from titan_disp.text import byte_size
@@ -42,7 +42,7 @@ from titan_disp.text import byte_size
 
 @dataclass(frozen=True)
 class DataSet:
-    """Describe one data set as a config names it: see ``list_files``."""
+    """Describe one data set as a config names it: see ``listing_of``."""
 
     dataset: str
     path: str | None
@@ -55,14 +55,19 @@ class DataSet:
 
     @property
     def on_hub(self) -> bool:
-        return streams_from_hub(self.dataset, self.path)
+        return self.path is None and not self.dataset.startswith("text")
 
     @property
     def prefix(self) -> str:
-        """Return what the names of its files begin with in the run."""
+        """What the names of its files begin with in the run."""
         return f"{self.source}/" if self.source else ""
 
+    @property
+    def is_validation(self) -> bool:
+        return self.key == "validation"
+
     def check_name(self) -> None:
+        """Raise ConfigError if there is no such data set."""
         split_of(self.dataset, self.key)
 
     def check(self) -> list[DataFile]:
@@ -72,10 +77,15 @@ class DataSet:
         self.check_name()
         return [] if self.on_hub else self.files()
 
-    def files(self) -> list[DataFile]:
+    def listing(self) -> Listing:
         """List its files, with the names that they have in the run."""
-        files = list_files(self.dataset, self.path, self.key, self.path_key)
-        return prefixed(self.source, files) if self.source else files
+        listing = listing_of(self.dataset, self.path, self.key, self.path_key)
+        if self.source:
+            listing = replace(listing, files=prefixed(self.source, listing.files))
+        return listing
+
+    def files(self) -> list[DataFile]:
+        return self.listing().files
 
 
 def source_name(source: Source) -> str:
@@ -86,14 +96,8 @@ def source_name(source: Source) -> str:
         return source.name
     if source.path is None:  # "c4", or "hf:OWNER/NAME:CONFIG:SPLIT"
         return source.dataset.removeprefix("hf:").split(":")[0].split("/")[-1]
-    return next(
-        (
-            part
-            for part in reversed(PurePath(source.path).parts)
-            if not re.search(r"[*?[]|^/$", part)
-        ),
-        "",
-    )
+    parts = reversed(PurePath(source.path).parts)
+    return next((part for part in parts if not is_pattern(part) and part != "/"), "")
 
 
 def check_sources(job_config: JobConfig) -> None:
@@ -106,29 +110,28 @@ def check_sources(job_config: JobConfig) -> None:
             "stream.sources: expected one of the two. Leave dataset_path out, or make "
             "it the path of one more source"
         )
-    names = [source_name(source) for source in sources]
-    for i, (source, name) in enumerate(zip(sources, names, strict=True)):
+    for i, source in enumerate(sources):
+        name = source_name(source)
+        where = f"stream.sources[{i}]"
         if not (math.isfinite(source.weight) and source.weight > 0):
             raise ConfigError(
-                f"stream.sources[{i}] ({name}): weight is {source.weight}, expected a "
-                "number > 0"
+                f"{where} ({name}): weight is {source.weight}, expected a number > 0"
             )
         if not name or "/" in name:
             raise ConfigError(
-                f"stream.sources[{i}]: name is {name!r}, expected one without a slash "
-                "(name = …)"
+                f"{where}: name is {name!r}, expected one without a slash (name = …)"
             )
         if source.path is None and source.dataset.startswith("text"):
             raise ConfigError(
-                f"stream.sources[{i}] ({name}) has no path: set it to the folder, "
-                "file or glob of the documents"
+                f"{where} ({name}) has no path: set it to the folder, file or glob of "
+                "the documents"
             )
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(
-            f"stream.sources: {Counter(names)[twice[0]]} of them are called "
-            f"{twice[0]!r}: give each a name of its own (name = …; by default the "
-            "last part of its path)"
-        )
+    for name, count in Counter(map(source_name, sources)).items():
+        if count > 1:
+            raise ConfigError(
+                f"stream.sources: {count} of them are called {name!r}: give each a "
+                "name of its own (name = …; by default the last part of its path)"
+            )
 
 
 def source_shares(job_config: JobConfig, slots: int) -> list[Share]:
@@ -136,12 +139,8 @@ def source_shares(job_config: JobConfig, slots: int) -> list[Share]:
     sources.
     """
     check_sources(job_config)
-    sources = job_config.stream.sources
-    return (
-        shares({source_name(source): source.weight for source in sources}, slots)
-        if sources
-        else []
-    )
+    weights = {source_name(one): one.weight for one in job_config.stream.sources}
+    return shares(weights, slots) if weights else []
 
 
 def training_sets(job_config: JobConfig) -> list[DataSet]:
@@ -149,14 +148,12 @@ def training_sets(job_config: JobConfig) -> list[DataSet]:
     the config.
     """
     training = job_config.training
-    sources = job_config.stream.sources
-    if not sources:
-        return [DataSet(training.dataset, training.dataset_path, "training")]
-    named = [(source_name(source), source) for source in sources]
-    return [
-        DataSet(source.dataset, source.path, f"stream.sources.{name}", name)
-        for name, source in named
-    ]
+    data = []
+    for source in job_config.stream.sources:
+        name = source_name(source)
+        key = f"stream.sources.{name}"
+        data.append(DataSet(source.dataset, source.path, key, name))
+    return data or [DataSet(training.dataset, training.dataset_path, "training")]
 
 
 def data_sets(job_config: JobConfig) -> list[DataSet]:
@@ -175,59 +172,83 @@ def held_out_sets(job_config: JobConfig) -> list[DataSet]:
     if job_config.validation.enable:
         return data_sets(job_config)[-1:]
     return [
-        DataSet(held_out(one.dataset), one.path, "validation")
-        for one in training_sets(job_config)
-        if one.on_hub or (one.path and is_folder(one.path))
+        DataSet(held_out(data.dataset), data.path, "validation")
+        for data in training_sets(job_config)
+        if data.on_hub or (data.path and is_folder(data.path))
     ]
+
+
+@dataclass
+class CheckedData:
+    """The files of a run's data sets, after a look at each.
+
+    Attributes:
+        of_sources: those for training, by the name of their source ("" if there is only
+            one).
+        ledger: what becomes of each of them.
+        copies: pairs of files with the same content, also of held-out ones.
+    """
+
+    of_sources: dict[str, list[DataFile]] = field(default_factory=dict)
+    ledger: list[Entry] = field(default_factory=list)
+    copies: list[tuple[DataFile, DataFile]] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[DataFile]:
+        """Those for training, of all sources."""
+        return [*chain.from_iterable(self.of_sources.values())]
+
+
+def checked_data(data: Sequence[DataSet], options: StreamOptions) -> CheckedData:
+    """List and check the files of the data sets.
+
+    ConfigError is raised if there is no such data, or a run cannot use it.
+    """
+    listings = [(data_set, data_set.listing()) for data_set in data]
+    listed = [(data_set, listing.files) for data_set, listing in listings]
+    check_overlaps(listed)
+    checked = CheckedData()
+    for data_set, listing in listings:
+        if data_set.is_validation:
+            continue
+        present = after_left_out(listing.files, options, data_set.prefix)
+        converted = check_content(present, options, data_set.key)
+        files = measured(converted, options)
+        checked.of_sources[data_set.source] = files
+        # init has copied its documents from other files
+        checked.ledger += ledger.read(data_set.path) or [
+            *findings.entries_of(files, options),
+            *ledger.of_left_out(listing.left_out),
+        ]
+    keys: dict[DataFile, str] = {}
+    for data_set, files in listed:
+        keys.update(dict.fromkeys(files, data_set.key))
+    check_left_out([*keys, *checked.files], options)
+    checked.copies = copies([*keys])
+    warn_of_copies(checked.copies, keys)
+    return checked
 
 
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
     """List and check the files of the data sets, and return those for training."""
-    listed = [(one, one.files()) for one in data]
-    check_overlaps(listed)
-    training = []
-    for one, files in listed:
-        if one.key != "validation":
-            read = after_left_out(files, options, one.prefix)
-            training += measured(check_content(read, options, one.key), options)
-    check_left_out(listed, training, options)
-    warn_of_copies(listed)
-    return training
+    return checked_data(data, options).files
 
 
 def list_for_run(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
-    """Return what ``list_and_check`` does, and write it to the folder of the run."""
-    files = list_and_check(data, options)
+    """Return what ``list_and_check`` does, and write what is known of the data to the
+    folder of the run.
+    """
+    checked = checked_data(data, options)
     if os.path.isdir(options.run_folder):
-        findings.write(files, ledger_of(data, files, options), options)
-    return files
+        findings.write(checked.files, checked.ledger, options)
+    return checked.files
 
 
-def ledger_of(
-    data: Sequence[DataSet], training: Sequence[DataFile], options: StreamOptions
-) -> list[Entry]:
-    """Return what becomes of the files of a run, and of those that init has copied to
-    its own, in place of these.
+def check_left_out(files: Sequence[DataFile], options: StreamOptions) -> None:
+    """Raise ConfigError if none of the files has a name in ``stream.left_out``, and log
+    what is left out.
     """
-    copied: list[Entry] = []
-    entries: list[Entry] = []
-    for one in data:
-        if one.key != "validation":
-            copied += ledger.read(one.path)
-            entries += ledger.of_left_out(left_out_of(one.path_key, one.path))
-    return copied or [*findings.entries_of(training, options), *entries]
-
-
-def check_left_out(
-    listed: Iterable[tuple[DataSet, Sequence[DataFile]]],
-    training: Sequence[DataFile],
-    options: StreamOptions,
-) -> None:
-    """Raise ConfigError if no file has a name in ``stream.left_out``, and log what is
-    left out.
-    """
-    sizes = {file.name: file.size for _, files in listed for file in files}
-    sizes |= {file.name: file.size for file in training}
+    sizes = {file.name: file.size for file in files}
     for name in options.left_out:
         if name not in sizes:
             hint = did_you_mean(name, sizes)
@@ -243,17 +264,123 @@ def check_left_out(
         )
 
 
-def warn_of_copies(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
-    """Warn of files with the same content."""
-    keys = {file: one.key for one, files in listed for file in files}
-    if pairs := copies([*keys]):
-        first, second = pairs[0]
-        logger.warning(
-            f"data: {counted(len(pairs), 'copy', 'copies')} of files, such as "
-            f"{second.url!r} ({keys[second]}), whose original is {first.url!r} "
-            f"({keys[first]}). Their documents come more often than others, and "
-            "held-out ones are not held out: remove the copies"
-        )
+def copies(files: Sequence[DataFile]) -> list[tuple[DataFile, DataFile]]:
+    """Return pairs of local files whose content is the same, as their sizes and some
+    of their bytes say.
+    """
+    counts = Counter(file.size for file in files if file.size and not file.remote)
+    originals: dict[tuple[int, str], DataFile] = {}
+    pairs = []
+    for file in files:
+        if counts[file.size] > 1 and not file.remote:
+            original = originals.setdefault((file.size, content_sample(file)), file)
+            if original.url != file.url:
+                pairs.append((original, file))
+    return pairs
+
+
+def warn_of_copies(
+    pairs: Sequence[tuple[DataFile, DataFile]], keys: Mapping[DataFile, str]
+) -> None:
+    """Warn of files with the same content; ``keys`` names the config section of each
+    file.
+    """
+    if not pairs:
+        return
+    original, copy = pairs[0]
+    logger.warning(
+        f"data: {counted(len(pairs), 'copy', 'copies')} of files, such as "
+        f"{copy.url!r} ({keys[copy]}), whose original is {original.url!r} "
+        f"({keys[original]}). Their documents come more often than others, and "
+        "held-out ones are not held out: remove the copies"
+    )
+
+
+def _identity(file: DataFile) -> object:
+    """Return what two names of a file have in common: links have its inode."""
+    try:
+        status = os.stat(file.url)
+    except OSError:  # in a store, or removed since, which is reported when it is read
+        return file.url
+    return status.st_dev, status.st_ino
+
+
+def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
+    """Raise RefusedError if two data sets have a file in common, under any name or
+    link; warn if one has it twice.
+    """
+    seen: dict[object, tuple[DataFile, str]] = {}
+    for data_set, files in listed:
+        repeated: dict[str, list[tuple[DataFile, DataFile]]] = {}
+        for file in files:
+            identity = _identity(file)
+            if identity in seen:
+                first, key = seen[identity]
+                repeated.setdefault(key, []).append((first, file))
+            else:
+                seen[identity] = (file, data_set.key)
+        for key, pairs in repeated.items():
+            number = counted(len(pairs), "file")
+            first, file = pairs[0]
+            if key == data_set.key:
+                logger.warning(
+                    f"{key} data: {number}, such as {file.url!r}, lead to files that "
+                    f"are read under another name ({first.url!r}), so that their "
+                    "documents come several times per epoch"
+                )
+                continue
+            why = "a weight decides how often a document comes: leave it out of one source, and raise the weight of the other"
+            if data_set.is_validation:
+                why = "expected held-out documents in [validation]: leave the file out of one of the two"
+            raise RefusedError(
+                f"{key} and {data_set.key} read {number} in common, such as "
+                f"{first.url!r} and {file.url!r}; {why}"
+            )
+
+
+MOST_AMPLIFIED = 4.0  # C4's files on 640 ranks: 1.6
+MUCH = 1e9  # bytes that a rank reads in an epoch
+# After about 16 epochs, more of them teach a model little (Muennighoff et al. 2023,
+# arXiv 2305.16264).
+MOST_EPOCHS = 16.0
+# of text, and of token ids; about
+BYTES_PER_TOKEN = 4
+BYTES_PER_ID = 2
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a run reads the files of a source."""
+
+    source: str  # empty if there is only one
+    ranks: int
+    files: int
+    # stored bytes that all ranks together read in an epoch, divided by those there are
+    amplification: float
+    largest: float  # stored bytes that one rank reads in an epoch
+    epochs: float  # in the whole run, about; 0 if its length is not known
+    unseen: float  # see ``Assignment.unseen``
+
+    def warnings(self) -> Iterator[str]:
+        name = ""
+        if self.source:
+            name = f"source {self.source}: "
+        if self.amplification > MOST_AMPLIFIED and self.largest > MUCH:
+            yield (
+                f"data: {name}all ranks together read the stored bytes "
+                f"{self.amplification:.0f} times in an epoch, one rank up to "
+                f"{byte_size(self.largest, 3)}, because "
+                f"{counted(self.files, 'file')} cannot be divided among "
+                f"{counted(self.ranks, 'rank')} otherwise: split the data into at "
+                "least as many files as ranks, or, if it is not compressed, index it "
+                "(titan-disp data index)"
+            )
+        if self.epochs > MOST_EPOCHS:
+            yield (
+                f"data: {name}the run reads the text about {self.epochs:.0f} times, and "
+                f"gains little after {MOST_EPOCHS:.0f}: add text, lower its weight, or "
+                "train on fewer tokens"
+            )
 
 
 def shares_of(names: Container[str], job_config: JobConfig, ranks: int) -> list[Share]:
@@ -266,9 +393,7 @@ def shares_of(names: Container[str], job_config: JobConfig, ranks: int) -> list[
 
 
 def readings(
-    files: Mapping[str, Sequence[DataFile]],
-    job_config: JobConfig,
-    ranks: int,
+    files: Mapping[str, Sequence[DataFile]], job_config: JobConfig, ranks: int
 ) -> list[Reading]:
     """Return how so many data-parallel ranks read the files of each source, which are
     by its name ("" if there is only one).
@@ -280,36 +405,41 @@ def readings(
     ]
 
 
-def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
-    """Raise RefusedError if two data sets have a file in common, under any name or
-    link; warn if one has it twice.
+def reading(
+    files: Sequence[DataFile], share: Share, ranks: int, tokens: float, seed: int
+) -> Reading:
+    """Return how data-parallel ranks read the files of a source that has the slots of
+    ``share``, in a run of so many ``tokens``.
     """
-    seen: dict[object, tuple[DataSet, DataFile]] = {}
-    for data, files in listed:
-        twice: dict[str, list[tuple[str, str]]] = {}
-        for file in files:
-            # Links have the inode of the file. What was removed since it was listed is
-            # reported when it is read.
-            status = os.stat(file.url) if os.path.exists(file.url) else None
-            identity = (status.st_dev, status.st_ino) if status else file.url
-            if identity in seen:
-                other, first = seen[identity]
-                twice.setdefault(other.key, []).append((first.url, file.url))
-            seen.setdefault(identity, (data, file))
-        for key, pairs in twice.items():
-            number = counted(len(pairs), "file")
-            (one, again) = pairs[0]
-            if key == data.key:
-                logger.warning(
-                    f"{key} data: {number}, such as {again!r}, lead to files that are "
-                    f"read under another name ({one!r}), so that their documents come "
-                    "several times per epoch"
-                )
-                continue
-            why = "a weight decides how often a document comes: leave it out of one source, and raise the weight of the other"
-            if data.key == "validation":
-                why = "expected held-out documents in [validation]: leave the file out of one of the two"
-            raise RefusedError(
-                f"{key} and {data.key} read {number} in common, such as {one!r} and "
-                f"{again!r}; {why}"
-            )
+    assignment = Assignment(files, one_share(share.slots), seed)
+    of_ranks = [
+        stored_bytes(files, assignment, slots)
+        for slots in assignment.slots_of_ranks(share.total // ranks)
+    ]
+    per_token = BYTES_PER_ID if files[0].holds_ids else BYTES_PER_TOKEN
+    text = sum(file.size * file.density for file in files)
+    return Reading(
+        source=share.name,
+        ranks=ranks,
+        files=len(files),
+        amplification=sum(of_ranks) / max(1, sum(file.size for file in files)),
+        largest=max(of_ranks),
+        epochs=max(0.0, tokens * share.tokens * per_token / max(1.0, text)),
+        unseen=assignment.unseen(),
+    )
+
+
+def stored_bytes(
+    files: Sequence[DataFile], assignment: Assignment, slots: range
+) -> float:
+    """Return about how many stored bytes a rank with these slots reads in an epoch: of
+    a file that is divided by blocks its own, and of others all.
+    """
+    parts: dict[int, float] = {}
+    for slot in slots:
+        for segment in assignment.run(slot, 0).segments:
+            part = 1.0
+            if segment.dealt:
+                part = (segment.high - segment.low) / KEYS + parts.get(segment.file, 0)
+            parts[segment.file] = part
+    return sum(files[file].size * part for file, part in parts.items())

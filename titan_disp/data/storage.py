@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from titan_disp.data import objects
+from titan_disp.data import stores
 from titan_disp.data.formats import ARROW, PARQUET, TOKEN_IDS
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.retry import PASSING, may_recover, response_of, retried
 from titan_disp.errors import DataError
+from titan_disp.retry import PASSING, may_recover, response_of, retried
 
 ZEROS = bytes(4096)
 
@@ -181,7 +181,7 @@ class ObjectFile(RetryingFile):
             if time.monotonic() - self._checked > UNCHECKED_SECONDS:
                 self._check()
             asked = min(max(size, BLOCK), LARGEST, self._size - self._place)
-            block = objects.ask(
+            block = stores.ask(
                 self._name, "cat_file", start=self._place, end=self._place + asked
             )
             if not 0 < len(block) <= asked:
@@ -195,8 +195,8 @@ class ObjectFile(RetryingFile):
         return self._block[first : first + size]
 
     def _check(self) -> None:
-        info = objects.ask(self._name, "info")
-        present = f"{info['size']} bytes, checksum {objects.etag_of(info)}"
+        info = stores.ask(self._name, "info")
+        present = f"{info['size']} bytes, checksum {stores.etag_of(info)}"
         listed = f"{self._size} bytes, checksum {self._etag}"
         if present != listed:
             raise self._changed(present, listed)

@@ -18,7 +18,7 @@ from titan_disp.data.formats import (
     Record,
     text_of,
 )
-from titan_disp.data.listing import DataFile
+from titan_disp.data.listing import DataFile, sample_of
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.token_ids import LONGEST
 from titan_disp.data.tokenizer import NO_SEPARATOR, AnyTokenizer
@@ -152,9 +152,8 @@ def _lost_characters(
     """
     lost = Counter[str]()
     characters = 0
-    last = len(files) - 1
-    for i in sorted({0, last // 2, last} if files else ()):
-        for text in _first_texts(files[i], options):
+    for file in sample_of(files):
+        for text in _first_texts(file, options):
             decoded = tokenizer.decode(tokenizer.plain(text))
             lost += Counter(text) - Counter(decoded)
             characters += len(text)

@@ -9,16 +9,10 @@ from dataclasses import dataclass, replace
 from titan_disp.cluster.plan import Resume, resumes
 from titan_disp.config.types import JobConfig
 from titan_disp.data import ledger
-from titan_disp.data.findings import Reading, copies
 from titan_disp.data.formats import suffix_of
 from titan_disp.data.ledger import Entry
 from titan_disp.data.options import stream_options
-from titan_disp.data.sources import (
-    data_sets,
-    ledger_of,
-    list_and_check,
-    readings,
-)
+from titan_disp.data.sources import Reading, checked_data, data_sets, readings
 from titan_disp.data.tokenizer import AnyTokenizer, load_tokenizer
 from titan_disp.data.tokenizer_check import tokenizer_warnings
 from titan_disp.errors import ConfigError, counted
@@ -108,34 +102,27 @@ def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
     warnings: list[str] = []
     refused = ""
     try:
-        files = list_and_check(data, strict)
+        checked = checked_data(data, strict)
     except ConfigError as error:
         refused = str(error)
         lenient = replace(strict, max_skipped_fraction=1.0, on_bad_data="skip")
-        files = list_and_check(data, lenient)
+        checked = checked_data(data, lenient)
+    files = checked.files
     try:
         warnings += tokenizer_warnings(tokenizer, files, strict)
     except ConfigError as error:
         refused = refused or str(error)
-    files_of = {}
-    listed = []
-    for data_set in data:
-        listed += data_set.files()
-        if data_set.key != "validation":
-            files_of[data_set.source] = [
-                file for file in files if file.name.startswith(data_set.prefix)
-            ]
-    costs = readings(files_of, job_config, ranks)
+    costs = readings(checked.of_sources, job_config, ranks)
     warnings += [warning for cost in costs for warning in cost.warnings()]
     return DataCheck(
         formats=dict(Counter(suffix_of(file.name) for file in files)),
         stored=sum(file.size for file in files),
         text=sum(file.size * file.density for file in files),
         separator=separator or _eos(tokenizer),
-        ledger=ledger_of(data, files, strict),
+        ledger=checked.ledger,
         readings=costs,
-        resume=resumes(files_of, job_config, ranks),
-        copies=[(first.url, second.url) for first, second in copies(listed)],
+        resume=resumes(checked.of_sources, job_config, ranks),
+        copies=[(original.url, copy.url) for original, copy in checked.copies],
         warnings=warnings,
         refused=refused,
     )

@@ -15,11 +15,10 @@ from titan_disp.config.batch import global_batch_size, slot_count
 from titan_disp.config.command_options import DigestOptions
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.data.findings import stored_bytes
 from titan_disp.data.loader import StreamLoader, open_stream, together
 from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
-from titan_disp.data.sources import list_and_check, training_sets
+from titan_disp.data.sources import list_and_check, stored_bytes, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric

@@ -19,7 +19,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 
 from titan_disp.config.command_options import FetchOptions, check_least
-from titan_disp.data.hub import (
+from titan_disp.data.stores import (
     C4,
     FORM,
     HubFile,
@@ -27,9 +27,9 @@ from titan_disp.data.hub import (
     c4_files,
     is_hub_name,
     parse_name,
+    record_path,
     resolve,
 )
-from titan_disp.data.mirror import record_path
 from titan_disp.errors import ConfigError
 from titan_disp.files import in_parallel, progress, sha256_of
 from titan_disp.run.storage import write_json

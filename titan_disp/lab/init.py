@@ -46,10 +46,9 @@ from titan_disp.data.formats import (
     text_of,
 )
 from titan_disp.data.ledger import CONVERTED, LEFT_OUT, SKIPPED, USED, Entry
-from titan_disp.data.listing import DataFile, list_files
-from titan_disp.data.local_files import files_named, left_out_of
-from titan_disp.data.objects import is_folder, is_url
+from titan_disp.data.listing import DataFile, files_named, list_files, listing_of
 from titan_disp.data.options import Format, StreamOptions
+from titan_disp.data.stores import is_folder, is_url
 from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.errors import ConfigError, counted, of_options
 from titan_disp.files import atomic_folder, cores
@@ -199,7 +198,8 @@ def init(options: InitOptions) -> str:
 
 def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
     """Read --text, check it, and hold some of it out."""
-    files = list_files("text", path, path_key="--text")
+    listing = listing_of("text", path, path_key="--text")
+    files = listing.files
     if files[0].name.endswith(TOKEN_IDS):
         raise ConfigError(
             f"--text is {path!r}, which holds token ids; expected text. To train on "
@@ -238,7 +238,7 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
             r"set stream\.left_out = .*", "--allow-loss", of_options(error)
         )
         raise ConfigError(message) from error
-    entries += ledger.of_left_out(left_out_of("--text", path))
+    entries += ledger.of_left_out(listing.left_out)
     return _Text(
         path,
         training,
@@ -368,7 +368,9 @@ def _split(
     named: list[DataFile] = []
     with suppress(ConfigError):
         named = (
-            list_files("text_validation", path, "validation") if is_folder(path) else []
+            list_files("text_validation", path, path_key="--text")
+            if is_folder(path)
+            else []
         )
     if not named and size > COPIED:
         raise ConfigError(

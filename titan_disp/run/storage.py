@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
-from titan_disp.data import retry
-from titan_disp.data.retry import chain, retried
+from titan_disp import retry
 from titan_disp.errors import UnreadableError, counted
 from titan_disp.files import atomic_write
+from titan_disp.retry import chain, retried
 
 T = TypeVar("T")
 

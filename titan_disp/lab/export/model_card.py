@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_disp.condensation.record import OF_PAPER, PLACES
-from titan_disp.data import ledger
+from titan_disp.data.findings import ledger_lines
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.data.listing import list_files
 from titan_disp.dispersion.formula import AngularFormula
@@ -161,7 +161,7 @@ def model_card(
         step=saved.step,
         config=config,
         data=_data(saved),
-        ledger=ledger.of_run(saved.run),
+        ledger=ledger_lines(saved.run),
         dispersion=_dispersion(config["dispersion"]),
         formula=AngularFormula.of_run(config["dispersion"]),
         baseline=_baseline(config["baseline"]),

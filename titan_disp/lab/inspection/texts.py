@@ -23,9 +23,9 @@ from titan_disp.data.formats import (
     OtherShape,
     text_of,
 )
-from titan_disp.data.hub import FOLDER, is_hub_name
 from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.options import Format, StreamOptions
+from titan_disp.data.stores import FOLDER, is_hub_name
 from titan_disp.errors import ConfigError, DataError, counted, of_options, reported
 
 # Most characters that are read, so that the time does not grow with the file

@@ -21,7 +21,7 @@ from torchtitan.config import ConfigManager
 
 from titan_disp.condensation.record import Measurement, load_steps, most_condensed
 from titan_disp.config.load import MODULE
-from titan_disp.data import ledger
+from titan_disp.data.findings import ledger_lines
 from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.targets import parse_group
 from titan_disp.models.arguments import named
@@ -188,7 +188,7 @@ def _read(path: Path, name: str, group: str | None) -> RunRecord:
             validation=done(reader.validation_losses(records)),
             failures=reader.read_failures(path),
             problems=problems,
-            ledger=ledger.of_run(path),
+            ledger=ledger_lines(path),
         )
         # what is malformed shows now
         _ = run.model, run.parameters, run.attempts, run.goodputs, run.tokens_per_step
