@@ -7,6 +7,7 @@ import os
 import threading
 from concurrent.futures import wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,15 +18,21 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config.job_config import Checkpoint
+from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 import titan_disp.plugin  # noqa: F401
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, RefusedError, UserError
+from titan_disp.job_config import Checkpoint as DispCheckpoint
 from titan_disp.models.hf import INDEX
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
 from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load
 from titan_disp.run.integrity import checkpoints
+
+
+@dataclass
+class Checkpoint(DispCheckpoint, TitanCheckpoint):
+    """The section with the keys of both, as a config has it."""
 
 
 class State:
@@ -153,15 +160,22 @@ def test_only_complete_checkpoints_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keep", "rank", "kept"),
-    [(0, 0, [1, 2, 3, 10]), (2, 0, [3, 10]), (2, 1, [1, 2, 3, 10])],
+    ("keep", "every", "rank", "kept"),
+    [
+        (0, 0, 0, [1, 2, 3, 10]),
+        (2, 0, 0, [3, 10]),
+        (2, 0, 1, [1, 2, 3, 10]),
+        (2, 2, 0, [2, 3, 10]),
+    ],
 )
-def test_one_rank_keeps_the_newest_complete_ones(start, monkeypatch, keep, rank, kept):
+def test_one_rank_keeps_the_newest_complete_ones(
+    start, monkeypatch, keep, every, rank, kept
+):
     run = start()
     run.save(1, 2, 3, 10)
     for step in (0, 90, 91):
         unfinished(run.folder / f"step-{step}")
-    again = start(keep_latest_k=keep)
+    again = start(keep_latest_k=keep, keep_every=every)
     with monkeypatch.context() as patch:
         patch.setattr(dist, "get_rank", lambda *group: rank)
         again.manager._purge_stale_checkpoints()

@@ -43,6 +43,8 @@ from titan_disp.run import identity, integrity, storage
 from titan_disp.run.storage import write_json
 
 T = TypeVar("T")
+# What goes on when a run steps back: the data, the schedule and the number of the step.
+GO_ON = ["dataloader", "lr_scheduler", "train_state"]
 
 
 def check_initial_load(
@@ -384,7 +386,8 @@ class DispCheckpointManager(CheckpointManager):
             self.wait()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the newest ``keep_latest_k`` complete checkpoints.
+        """Keep the newest ``keep_latest_k`` complete checkpoints, and those of every
+        ``keep_every`` steps.
 
         Unfinished saves neither count nor are deleted.
         """
@@ -400,7 +403,10 @@ class DispCheckpointManager(CheckpointManager):
         except OSError as error:  # only on this rank; the next save deletes them
             logger.warning(f"old checkpoints cannot be deleted: {error}")
             return
+        keep_every = self._config.keep_every
         for step in stale:
+            if keep_every and step % keep_every == 0:
+                continue
             path = Path(self._create_checkpoint_id(step))
             try:
                 self.purge_queue.put(str(integrity.rename_step(path, "purging")))
@@ -595,12 +601,38 @@ class DispCheckpointManager(CheckpointManager):
                 "overwrite: move them away, or copy this one into another "
                 "--job.dump_folder"
             )
+        self._load_step(step)
+        return True
+
+    def _load_step(self, step: int) -> None:
+        """Load a step, or raise CheckpointError on all ranks."""
         if reason := storage.together(self._try, step):
             raise CheckpointError(
                 f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: "
                 f"{reason}"
             )
-        return True
+
+    def step_back(self) -> int | None:
+        """Load weights and optimizer of the checkpoint before the newest one, and
+        return its step, or None if there is none. A collective call.
+
+        Raises on all ranks CheckpointError if it does not load.
+        """
+        if not self.enable or self.load_only:
+            return None
+        self.wait()
+        steps = on_rank_0(storage.patiently, integrity.checkpoints, self.folder)
+        # step 0 holds the model only
+        earlier = [step for step in steps if step > 0][:-1]
+        if not earlier:
+            return None
+        excluded = self.exclude_from_loading
+        self.exclude_from_loading = GO_ON
+        try:
+            self._load_step(earlier[-1])
+        finally:
+            self.exclude_from_loading = excluded
+        return earlier[-1]
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
         """Return TorchTitan's states without the identity, which was compared before.

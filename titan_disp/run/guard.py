@@ -17,7 +17,7 @@ verdict from the device: before these, the host waits for the message in every s
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.errors import NonFiniteError, counted
 
+T = TypeVar("T")
 Terms = Callable[[], Tensor | None]
 # What ``bad_terms`` and the event ``skip`` call gradients that are all zero.
 ZERO = "zero gradients"
@@ -38,6 +39,11 @@ ADVICE_ZERO = (
     "overflowed, so that clipping has made them zero: check the loss and the data, or "
     "try a lower learning rate"
 )
+
+
+def _end(message: str) -> None:
+    """End the run, as it ends under TorchTitan's own trainer."""
+    raise NonFiniteError(message)
 
 
 def _reason(bad_terms: list[str]) -> str:
@@ -86,6 +92,8 @@ class GuardedOptimizers(OptimizersContainer):
         # Called after a step was skipped, with whether the next one has computed its
         # gradients already.
         self.on_skip: Callable[[bool], None] = lambda late: None
+        # Called in its place, with the reason, after ``max_skipped_steps`` in a row.
+        self.at_limit: Callable[[str], None] = _end
         # on the CPU, and when it has arrived there
         self._unread: tuple[Tensor, torch.Event | None] | None = None
         self._told = False
@@ -125,8 +133,8 @@ class GuardedOptimizers(OptimizersContainer):
     def settle(self, late: bool = False) -> None:
         """Read the message of the newest step, if nothing has, and count the step.
 
-        Raises NonFiniteError on all ranks after ``max_skipped_steps`` in a row.
-        ``late`` is passed on to ``on_skip``.
+        After a skipped step, this calls ``on_skip`` or ``at_limit`` on all ranks, and
+        raises what they raise. ``late`` is passed on to ``on_skip``.
         """
         if self._unread is None:
             return
@@ -156,12 +164,13 @@ class GuardedOptimizers(OptimizersContainer):
             f"step {step} is skipped on all ranks: {reason} ({self.in_a_row} in a row)"
         )
         if self.in_a_row >= self.max_skipped_steps:
-            raise NonFiniteError(
+            self.at_limit(
                 f"step {step}: {reason}, {counted(self.in_a_row, 'step')} in a row "
                 "(guard.max_skipped_steps). These steps changed no weights. "
                 f"{ADVICE_ZERO if ZERO in self.bad_terms else ADVICE}"
             )
-        self.on_skip(late)
+        else:
+            self.on_skip(late)
 
     def healthy(self) -> bool:
         """Return whether the newest step was good, so that its state may be saved.
@@ -170,6 +179,16 @@ class GuardedOptimizers(OptimizersContainer):
         """
         self.settle()
         return self.in_a_row == 0
+
+    def during(self, load: Callable[[], T]) -> T:
+        """Return what ``load`` returns, which loads other weights: the counts go on, and
+        the next step is the first in a row.
+        """
+        self.settle()
+        steps, skipped, _ = self._counts.tolist()
+        loaded = load()
+        self._counts = torch.tensor([steps, skipped, 0])
+        return loaded
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step or skip, on all ranks alike: a collective call.

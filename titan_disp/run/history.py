@@ -16,6 +16,20 @@ SHORT = 600  # seconds of a start, which are mostly start-up
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")
 
 
+def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the step at which a run went back to earlier weights, or None.
+
+    It counts once the run has saved: what was killed before has not gone back.
+    """
+    step = None
+    for event in events:
+        if event["event"] == "step_back":
+            step = event["step"]
+        elif event["event"] == "checkpoint" and step is not None:
+            return step
+    return None
+
+
 def trained_nothing(event: Mapping[str, Any]) -> bool:
     """Return whether a start was refused or stopped before its first step, which says
     nothing of the run's state.

@@ -103,7 +103,7 @@ def check_resume(trainer: Any, step: int) -> None:
     if not counts_tokens:
         saved.pop(STEP, None)
     check_identity(saved, trainer.identity, job.checkpoint.allow_other_loss)
-    excluded = job.checkpoint.exclude_from_loading
+    excluded = trainer.checkpointer.exclude_from_loading
     if step < 1 or "dataloader" in excluded:
         return
     data, epoch = on_rank_0(read_data_state, folder)
