@@ -28,6 +28,7 @@ FILES = {
         name: re.escape(name)
         for name in (
             "wandb_run_id",
+            "run_id",
             "supervisor.jsonl",
             "outcome.txt",
             "job.json",

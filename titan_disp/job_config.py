@@ -472,6 +472,11 @@ class Checkpoint:
     resumes from. By default, it is refused. The log and the report name the change.
     """
 
+    allow_unverified: bool = key(False)
+    """Whether a run may resume from a checkpoint that another run has saved, or load
+    one that has lost its hashes.json. By default, both are refused.
+    """
+
 
 @dataclass
 class JobConfig:

@@ -57,7 +57,7 @@ from titan_disp.errors import (
 from titan_disp.objective import DispersionObjective
 from titan_disp.run import console, dry, held_out, identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager, Hooks
-from titan_disp.run.folder import RunFolder
+from titan_disp.run.folder import RunFolder, lasting_id, read_id
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.history import goodputs, step_back, together
 from titan_disp.run.liveness import (
@@ -70,7 +70,7 @@ from titan_disp.run.liveness import (
     allocation_began,
 )
 from titan_disp.run.metrics import DispersionMetrics
-from titan_disp.run.reader import read_condensation, read_events, read_rows
+from titan_disp.run.reader import RUN_ID, read_condensation, read_events, read_rows
 from titan_disp.run.storage import patiently
 
 # What a checkpoint's groups of parameters have of the config. (Whether Adam is fused
@@ -153,6 +153,8 @@ class DispTrainer(Start, Trainer):
         self.identity = identity.of_model(job, self.model_args) | {
             identity.STEP: self.metrics_processor.tokens_seen(1)
         }
+        if run := on_rank_0(patiently, read_id, Path(job.job.dump_folder, RUN_ID)):
+            self.identity[identity.RUN] = run
         return DispCheckpointManager(
             hooks=Hooks(
                 check_resume=partial(identity.check_resume, self),
@@ -256,11 +258,25 @@ class DispTrainer(Start, Trainer):
         if self.step and trains:
             self._use_configured_options()
         _ = self.monitor  # refuses a text that is too short
+        self._name_run()
         self._record_beginning(trains)
         # A stop where a measurement is due does not take it.
         if self.step == 0 or (trains and self._due() and not on_rank_0(self._measured)):
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
+
+    def _name_run(self) -> None:
+        """Let the checkpoints to come hold the run's id, which a run in a new folder
+        has from the checkpoint that it has loaded, or makes. A collective call.
+        """
+        checkpoint = self.job_config.checkpoint
+        if not checkpoint.enable or checkpoint.load_only:
+            return
+        file = Path(self.job_config.job.dump_folder, RUN_ID)
+        run = self.identity.get(identity.RUN, "")
+        self.identity[identity.RUN] = on_rank_0(patiently, lasting_id, file, run)
+        state = identity.to_state(self.identity)
+        self.checkpointer.states[identity.NAME] = state
 
     def _check_parameter_groups(self) -> None:
         """Raise RefusedError if the loaded schedule has not as many groups of
@@ -634,6 +650,7 @@ class DispTrainer(Start, Trainer):
                     "checkpoint.create_seed_checkpoint is true, but the run has a "
                     f"checkpoint of step {newest}: set it to false"
                 )
+        self._name_run()
         if self.run_folder is not None:
             self.run_folder.record_start()
         self.event("start", 0, allocated=self.clock.began)

@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
-from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -47,9 +46,7 @@ T = TypeVar("T")
 GO_ON = ["dataloader", "lr_scheduler", "train_state"]
 
 
-def check_initial_load(
-    checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter
-) -> None:
+def check_initial_load(checkpoint: Any, assets: str | None, adapter: HfAdapter) -> None:
     """Check the weights that a new run begins with, if [checkpoint] names any.
 
     ``assets`` is ``model.hf_assets_path``.
@@ -83,6 +80,8 @@ def check_initial_load(
             "expected RUN/checkpoint/step-N of another run, or a Hugging Face folder "
             "with checkpoint.initial_load_in_hf = true"
         )
+    elif path and not checkpoint.allow_unverified:
+        identity.check_hashes(path)
 
 
 def missing_step(step: int, folder: str, steps: list[int]) -> str:
@@ -153,6 +152,7 @@ class Hooks:
 
 class DispCheckpointManager(CheckpointManager):
     folder: str
+    exclude_from_loading: list[str]
     sd_adapter: HfAdapter
     save_future: Any = None  # a Future of an asynchronous save
 
@@ -676,6 +676,8 @@ class DispCheckpointManager(CheckpointManager):
                 "another --job.dump_folder, with --checkpoint.initial_load_path for "
                 "these weights"
             )
+        if not self._config.allow_unverified:
+            on_rank_0(_readable, identity.check_hashes, folder)
         unreadable = None
         try:
             self.hooks.check_resume(step)

@@ -253,13 +253,13 @@ def has_hashes(folder: str | Path) -> bool:
 
     TorchTitan's own trainer saves no hashes.
     """
-    return (Path(folder) / HASHES).is_file()
+    return is_file(Path(folder) / HASHES)
 
 
 def warn_without_hashes(folder: str | Path) -> None:
     if not has_hashes(folder):
         logger.warning(
-            f"{folder} has no {HASHES}, because TorchTitan's own trainer saved it: it "
+            f"{folder} has no {HASHES}, as if TorchTitan's own trainer had saved it: it "
             "is loaded without verification"
         )
 

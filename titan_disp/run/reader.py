@@ -22,6 +22,7 @@ HEARTBEAT = "heartbeat.json"
 STOP = "stop"
 LOCK = ".lock"
 OWNER = "owner.json"
+RUN_ID = "run_id"
 # slurm/supervise.py writes these; earlier versions wrote requeue.json
 JOB = "job.json"
 REQUEUE = "requeue.json"
