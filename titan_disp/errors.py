@@ -52,7 +52,9 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """A file of a checkpoint cannot be read now, which does not prove damage."""
+    """A file of a checkpoint cannot be read now, for a reason that may pass. This does
+    not prove damage.
+    """
 
 
 class NonFiniteError(UserError):

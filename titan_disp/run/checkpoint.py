@@ -456,7 +456,8 @@ class DispCheckpointManager(CheckpointManager):
             RefusedError: ``check_resume`` refuses the checkpoint, the run has ended with a model-only checkpoint, or there
                 are newer ones than the explicit step.
             CheckpointError: none of the checkpoints loads, the explicit one does not, or the named weights are damaged.
-            UnreadableError: a checkpoint could not be read at any of the tries that ``storage.together`` makes.
+            UnreadableError: a checkpoint could not be read at any of the tries that ``storage.together`` makes,
+                or, as a CheckpointError, for a reason that does not pass.
         """
         try:
             loaded = self._load(step)
@@ -480,7 +481,7 @@ class DispCheckpointManager(CheckpointManager):
         folder = Path(self.folder, f"damaged-{step}")
         try:
             reason = self._damage(str(folder))
-        except UnreadableError as error:
+        except CheckpointError as error:
             reason = str(error)
         if reason is not None:
             return
@@ -678,27 +679,27 @@ class DispCheckpointManager(CheckpointManager):
             )
         if not self._config.allow_unverified:
             on_rank_0(_readable, identity.check_hashes, folder)
-        unreadable = None
+        outcome: CheckpointError | str | None = None
         try:
             self.hooks.check_resume(step)
             super().load(step)
         except UnreadableError:
             raise
         except CheckpointError as error:
-            reason = str(error)
+            outcome = str(error)
         except (KeyboardInterrupt, SystemExit, UserError):
             raise
         except BaseException as error:  # DCP's CheckpointException is not an Exception
-            reason = storage.one_line(error)
+            outcome = storage.one_line(error)
             if storage.may_pass(error):
-                unreadable = f"{folder} cannot be read now: {reason}"
-        return _agreed(reason, unreadable)
+                outcome = _unreadable(folder, error)
+        return _agreed(outcome)
 
     def _damage(self, folder: str) -> str | None:
         """Return what is wrong with a checkpoint's files, or None.
 
-        Ranks share the files and agree on the answer. Raises UnreadableError on all
-        ranks if a file cannot be read.
+        Ranks share the files and agree on the answer. Raises CheckpointError on all
+        ranks if a file cannot be read, as ``_unreadable`` makes it.
         """
         if reason := on_rank_0(_readable, integrity.problem, folder):
             return reason
@@ -709,13 +710,12 @@ class DispCheckpointManager(CheckpointManager):
             if dist.get_backend() == "fake"
             else (dist.get_rank(), dist.get_world_size())
         )
-        unreadable = None
-        reason = None
+        outcome: CheckpointError | str | None
         try:
-            reason = _readable(integrity.damage, folder, *share)
-        except UnreadableError as error:
-            unreadable = str(error)
-        return _agreed(reason, unreadable)
+            outcome = _readable(integrity.damage, folder, *share)
+        except CheckpointError as error:
+            outcome = error
+        return _agreed(outcome)
 
     def _move_aside(self, step: int) -> None:
         """Rename a damaged checkpoint to damaged-N. A failure is only logged."""
@@ -761,31 +761,33 @@ def _refuse_ended(folder: str) -> None:
 
 
 def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
-    """Return what a function returns that reads a checkpoint. Raises UnreadableError
-    for its OSError.
+    """Return what a function returns that reads a checkpoint. Raises what
+    ``_unreadable`` makes of its OSError.
     """
     try:
         return read(folder, *arguments)
     except OSError as error:
-        raise UnreadableError(f"{folder} cannot be read now: {error}") from error
+        raise _unreadable(folder, error) from error
 
 
-def _agreed(reason: str | None, unreadable: str | None) -> str | None:
-    """Return the ``reason`` of the first rank that has one, or None. A collective call.
-
-    Raises UnreadableError on all ranks if any rank has found something ``unreadable``.
+def _unreadable(folder: str, error: BaseException) -> CheckpointError:
+    """Return the error of a checkpoint that cannot be read, which proves no damage:
+    UnreadableError if the reason may pass.
     """
-    message = _first(unreadable)
-    if message is not None:
-        raise UnreadableError(message)
-    return _first(reason)
+    reason = storage.one_line(error)
+    if storage.may_pass(error):
+        return UnreadableError(f"{folder} cannot be read now: {reason}")
+    return CheckpointError(f"{folder} cannot be read: {reason}")
 
 
-def _first(reason: str | None) -> str | None:
-    """Return the reason of the first rank that has one, or None.
-
-    This is a collective call.
+def _agreed(outcome: CheckpointError | str | None) -> str | None:
+    """Return the first rank's reason not to load a checkpoint, or None. A collective
+    call. If a rank has an error, the first of them is raised on all ranks.
     """
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return reason
-    return next((r for r in objects_of_ranks(reason) if r is not None), None)
+    outcomes: list[Any] = [outcome]
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        outcomes = objects_of_ranks(outcome)
+    for error in outcomes:
+        if isinstance(error, CheckpointError):
+            raise error
+    return next(filter(None, outcomes), None)
