@@ -22,7 +22,13 @@ from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 import titan_disp.plugin  # noqa: F401
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError, RefusedError, UserError
+from titan_disp.errors import (
+    CheckpointError,
+    ConfigError,
+    EndedError,
+    RefusedError,
+    UserError,
+)
 from titan_disp.job_config import Checkpoint as DispCheckpoint
 from titan_disp.models.hf import INDEX
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
@@ -464,24 +470,26 @@ def test_a_run_that_kept_its_model_only_has_ended(start):
     assert run.manager.newest() == 0
     run.save(2, 4)
     unfinished(run.folder / "step-40")
-    assert (run.manager.newest(), run.manager.ended_at()) == (4, None)
+    assert run.manager.newest() == 4
+    assert start().manager.load()
     run.save(5, last_step=True)
-    assert (run.manager.newest(), start().manager.ended_at()) == (5, 5)
+    assert run.manager.newest() == 5
     again = start()
-    with pytest.raises(RefusedError, match="step-5 holds the model only"):
+    with pytest.raises(EndedError, match="step-5 holds the model only") as ended:
         again.manager.load()
+    assert ended.value.step == 5
     assert again.loaded == (-1, 0)
     assert again.names == ["step-2", "step-4", "step-40", "step-5"]
     flip(run.folder / "step-5" / "__0_0.distcp", 8 * 999)
-    assert again.manager.ended_at() is None
     assert again.manager.load()  # the run trains its last step again
     assert again.loaded == (4, 4)
     ended_in_hf(run.folder / "step-50")
-    assert (again.manager.newest(), again.manager.ended_at()) == (50, 50)
+    assert again.manager.newest() == 50
     with pytest.raises(
-        RefusedError, match="step-50 holds the model only, in Hugging Face's format"
-    ):
+        EndedError, match="step-50 holds the model only, in Hugging Face's format"
+    ) as ended:
         again.manager.load()
+    assert ended.value.step == 50
     assert start(enable=False).manager.newest() == 0
     # a seed checkpoint, from which runs begin
     start("seed", last_save_model_only=True).save(0, last_step=True)

@@ -13,6 +13,7 @@ from tests.run_invariants import check_run
 from tests.test_run_ends import train
 from titan_disp import safe_dcp
 from titan_disp.errors import NonFiniteError, RefusedError
+from titan_disp.run.history import step_back
 from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_events, read_metrics
 
@@ -133,3 +134,11 @@ def steps_back(sample, folder):
 
 def test_a_run_steps_back_once(sample, tmp_path):
     spawn(2, steps_back, str(sample), str(tmp_path))
+
+
+def test_a_step_back_counts_once_it_is_saved():
+    """A start that is killed before has changed nothing."""
+    events = [{"event": "checkpoint", "step": 4}, {"event": "step_back", "step": 7}]
+    assert step_back(events) is None
+    again = {"event": "step_back", "step": 8}
+    assert step_back([*events, again, {"event": "checkpoint", "step": 8}]) == 8

@@ -40,6 +40,21 @@ class RefusedError(ConfigError):
     """
 
 
+class EndedError(RefusedError):
+    """The run has ended: its last checkpoint holds the model only.
+
+    Attributes:
+        step: that of the checkpoint.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class InUseError(ConfigError):
     """Another job uses the run folder."""
 

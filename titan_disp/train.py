@@ -49,6 +49,7 @@ from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
     DataError,
+    EndedError,
     NonFiniteError,
     RefusedError,
     UserError,
@@ -553,13 +554,15 @@ class DispTrainer(Start, Trainer):
             self._hold()
             return
         steps = self.job_config.training.steps
-        ended = self.checkpointer.ended_at()
-        if ended is not None and ended >= steps:
-            self._warn_of_changes()
-            self._complete_already(ended, allocated=self.clock.began)
-            return
         with self._refusals():
-            super().train()
+            try:
+                super().train()
+            except EndedError as error:
+                if error.step < steps:
+                    raise
+                self._warn_of_changes()
+                self._complete_already(error.step, allocated=self.clock.began)
+                return
         with self.busy("save", self.step):
             self.checkpointer.finish(self.step)
         if self._measures_at_the_end():

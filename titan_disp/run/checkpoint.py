@@ -32,6 +32,7 @@ from titan_disp.dispersion.autograd import objects_of_ranks
 from titan_disp.errors import (
     CheckpointError,
     ConfigError,
+    EndedError,
     InUseError,
     RefusedError,
     UnreadableError,
@@ -417,24 +418,6 @@ class DispCheckpointManager(CheckpointManager):
 
     # ---- load
 
-    def ended_at(self) -> int | None:
-        """Return the step at which the run ended, if its last checkpoint is undamaged
-        and holds the model only, or None.
-
-        From such a checkpoint no run can continue. This is a collective call.
-        """
-        if not self.enable:
-            return None
-        on_rank_0(storage.patiently, self._finish_saves)
-        if (ended := on_rank_0(storage.patiently, _ended_at, self.folder)) is None:
-            return None
-        folder = self._create_checkpoint_id(ended)
-        # this format has no hashes
-        in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))
-        if in_hf or storage.together(self._damage, folder) is None:
-            return ended
-        return None
-
     def newest(self) -> int:
         """Return the step of the newest complete checkpoint, model-only or not; 0 if
         there is none. A collective call.
@@ -453,8 +436,8 @@ class DispCheckpointManager(CheckpointManager):
 
         Raises (on all ranks):
             ConfigError: the named weights are missing or another model's.
-            RefusedError: ``check_resume`` refuses the checkpoint, the run has ended with a model-only checkpoint, or there
-                are newer ones than the explicit step.
+            RefusedError: ``check_resume`` refuses the checkpoint, or there are newer ones than the explicit step.
+            EndedError: the run has ended with a model-only checkpoint, which is undamaged.
             CheckpointError: none of the checkpoints loads, the explicit one does not, or the named weights are damaged.
             UnreadableError: a checkpoint could not be read at any of the tries that ``storage.together`` makes,
                 or, as a CheckpointError, for a reason that does not pass.
@@ -664,18 +647,19 @@ class DispCheckpointManager(CheckpointManager):
     def _try(self, step: int) -> str | None:
         """Load a step on all ranks, and return why any of them could not, or None.
 
-        Raises on all ranks RefusedError if it holds the model only, and UnreadableError
+        Raises on all ranks EndedError if it holds the model only, and UnreadableError
         if the reason is one that may pass.
         """
         folder = self._create_checkpoint_id(step)
         if reason := self._damage(folder):
             return reason
         if step > 0 and on_rank_0(_readable, integrity.is_model_only, folder):
-            raise RefusedError(
+            raise EndedError(
                 f"{folder} holds the model only (checkpoint.last_save_model_only): "
                 "the run ended there and cannot be continued. Start a new one in "
                 "another --job.dump_folder, with --checkpoint.initial_load_path for "
-                "these weights"
+                "these weights",
+                step,
             )
         if not self._config.allow_unverified:
             on_rank_0(_readable, identity.check_hashes, folder)
@@ -730,34 +714,21 @@ class DispCheckpointManager(CheckpointManager):
             logger.error(f"{folder} is damaged and was moved to {moved}")
 
 
-def _ended_at(folder: str) -> int | None:
-    step = max(integrity.checkpoints(folder, hugging_face=True), default=None)
-    if step is None:
-        return None
-    newest = Path(folder) / f"step-{step}"
-    in_hf = integrity.is_file(newest / INDEX)
-    if in_hf or (integrity.problem(newest) is None and integrity.is_model_only(newest)):
-        return step
-    return None
-
-
 def _refuse_ended(folder: str) -> None:
     """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again
     and overwrite that model.
     """
-    paths = [
-        Path(folder, f"step-{step}")
-        for step in integrity.steps_of(Path(folder), "step")
-    ]
-    ended = [path for path in paths if integrity.is_file(path / INDEX)]
-    if ended:
-        raise RefusedError(
-            f"{ended[0]} holds the model only, in Hugging Face's format "
-            "(checkpoint.last_save_in_hf): the run ended there. To continue from an "
-            "earlier checkpoint, move this one away; to start a new run from it, set "
-            "another --job.dump_folder, --checkpoint.initial_load_in_hf and "
-            "--checkpoint.initial_load_path"
-        )
+    for step in reversed(integrity.steps_of(Path(folder), "step")):
+        path = Path(folder, f"step-{step}")
+        if integrity.is_file(path / INDEX):
+            raise EndedError(
+                f"{path} holds the model only, in Hugging Face's format "
+                "(checkpoint.last_save_in_hf): the run ended there. To continue from "
+                "an earlier checkpoint, move this one away; to start a new run from "
+                "it, set another --job.dump_folder, --checkpoint.initial_load_in_hf "
+                "and --checkpoint.initial_load_path",
+                step,
+            )
 
 
 def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:

@@ -74,18 +74,19 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
         safe_dcp.load({NAME: state}, checkpoint, no_dist=True)
         return json.loads(state["json"])
     except (OSError, ValueError, UnpicklingError, CheckpointException) as error:
-        kind = UnreadableError if may_pass(error) else CheckpointError
-        raise kind(
-            f"cannot read which model the checkpoint {checkpoint} holds: {error}"
-        ) from error
+        message = f"cannot read which model the checkpoint {checkpoint} holds: {error}"
+        if may_pass(error):
+            raise UnreadableError(message) from error
+        raise CheckpointError(message) from error
 
 
 def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return a sentence about each key that both identities have with other values."""
+    shared = saved.keys() & current.keys()
     return [
-        f"{key} is {then!r} in the checkpoint and {now!r} in the config"
-        for key, (then, now) in changes(saved, current).items()
-        if key in saved and key in current
+        f"{key} is {former!r} in the checkpoint and {current!r} in the config"
+        for key, (former, current) in changes(saved, current).items()
+        if key in shared
     ]
 
 
@@ -156,10 +157,10 @@ def check_identity(
     """
     if saved:
         defaults = {key: f.default for key, f in all_keys().items()}
-        known = {key: defaults[key] for key in fixed("model")}
+        former = {key: defaults[key] for key in fixed("model")}
         if saved.get("dispersion.enabled"):
-            known |= of_loss(Dispersion(enabled=True))
-        saved = known | saved
+            former |= of_loss(Dispersion(enabled=True))
+        saved = former | saved
     changed = identity_changes(saved, current)
     loss = [sentence for sentence in changed if sentence.startswith("dispersion.")]
     if loss and not other_loss:
