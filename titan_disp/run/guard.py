@@ -96,7 +96,7 @@ class GuardedOptimizers(OptimizersContainer):
         self.at_limit: Callable[[str], None] = _end
         # on the CPU, and when it has arrived there
         self._unread: tuple[Tensor, torch.Event | None] | None = None
-        self._told = False
+        self._warned = False
 
     @property
     def in_a_row(self) -> int:
@@ -108,27 +108,30 @@ class GuardedOptimizers(OptimizersContainer):
         """Return [4 + flags] float32 on the device, each 0 or 1, as ``settle`` reads
         them. This waits for nothing.
         """
-        whole = [p.grad for p in self._parameters if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in whole]
-        gradients = [g for g in local if g.numel()]
-        # This is NaN if a gradient is.
-        largest = (
-            torch.stack(torch._foreach_norm(gradients)).max()
-            if gradients
-            else torch.zeros(())
-        )
+        gradients = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            if gradient is not None and gradient.numel():
+                gradients.append(gradient)
+        largest = torch.zeros(())
+        if gradients:
+            # This is NaN if a gradient is.
+            largest = torch.stack(torch._foreach_norm(gradients)).max()
         terms = self.non_finite_terms()
         if terms is None:
             terms = torch.zeros(2, dtype=torch.bool, device=self._parameters[0].device)
         # From other memory of the host, a copy to the GPU would wait.
-        said = torch.tensor(
+        answers = torch.tensor(
             [float(ask()) for ask in self.flags.values()],
             pin_memory=torch.accelerator.is_available(),
         )
         # With training.enable_cpu_offload, the gradients are on the CPU; the terms and
         # collective calls are on the GPU.
-        found = torch.stack([largest > 0, ~(largest < torch.inf)]).to(terms.device)
-        return torch.cat([found, terms, said.to(terms.device, non_blocking=True)])
+        of_norm = torch.stack([largest > 0, ~(largest < torch.inf)]).to(terms.device)
+        answers = answers.to(terms.device, non_blocking=True)
+        return torch.cat([of_norm, terms, answers])
 
     def settle(self, late: bool = False) -> None:
         """Read the message of the newest step, if nothing has, and count the step.
@@ -195,8 +198,8 @@ class GuardedOptimizers(OptimizersContainer):
 
         Settles the step before, and raises as ``settle`` does.
         """
-        if not self.flags and not self._told:
-            self._told = True
+        if not self.flags and not self._warned:
+            self._warned = True
             logger.warning(
                 "this is TorchTitan's own trainer: stopping together on a signal, "
                 "budget.stop_at_tokens, falling back from damaged checkpoints and "

@@ -131,8 +131,8 @@ class TensorBoardFolder(BaseLogger):
             with contextlib.suppress(ConfigError):
                 before = Measurement.load(Path(self.run, "condensation", "step-0.npz"))
                 self._untrained = before.mean_cosine
-        shown = dataclasses.replace(measured, untrained_mean_cosine=self._untrained)
-        figure = heatmaps([{f"step {step}": shown}])
+        measured = dataclasses.replace(measured, untrained_mean_cosine=self._untrained)
+        figure = heatmaps([{f"step {step}": measured}])
         with self._losses():
             self._open(step).add_figure("condensation/heatmap", figure, step)
 
