@@ -58,7 +58,7 @@ from titan_disp.errors import (
 from titan_disp.objective import DispersionObjective
 from titan_disp.run import console, dry, held_out, identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager, Hooks
-from titan_disp.run.folder import RunFolder, lasting_id, read_id
+from titan_disp.run.folder import RUN_ID, RunFolder, lasting_id, read_id
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.history import goodputs, step_back, together
 from titan_disp.run.liveness import (
@@ -71,7 +71,7 @@ from titan_disp.run.liveness import (
     allocation_began,
 )
 from titan_disp.run.metrics import DispersionMetrics
-from titan_disp.run.reader import RUN_ID, read_condensation, read_events, read_rows
+from titan_disp.run.reader import read_condensation, read_events, read_rows
 from titan_disp.run.storage import patiently
 
 # What a checkpoint's groups of parameters have of the config. (Whether Adam is fused

@@ -308,6 +308,9 @@ class RunFolder:
         self._lock.close()
 
 
+RUN_ID = "run_id"  # in the run folder
+
+
 def read_id(file: Path) -> str:
     """Return the id in a file, "" if there is none."""
     with contextlib.suppress(FileNotFoundError):

@@ -22,7 +22,6 @@ HEARTBEAT = "heartbeat.json"
 STOP = "stop"
 LOCK = ".lock"
 OWNER = "owner.json"
-RUN_ID = "run_id"
 # slurm/supervise.py writes these; earlier versions wrote requeue.json
 JOB = "job.json"
 REQUEUE = "requeue.json"
