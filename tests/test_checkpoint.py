@@ -33,6 +33,7 @@ from titan_disp.job_config import Checkpoint as DispCheckpoint
 from titan_disp.models.hf import INDEX
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
 from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load
+from titan_disp.run.identity import RUN, to_state
 from titan_disp.run.integrity import checkpoints
 
 
@@ -442,6 +443,26 @@ def test_which_is_loaded_where_nothing_is_moved(
             "step-4 cannot be loaded" in caplog.text
         ) == bool(truncated)
     assert again.names == ["step-2", "step-4"]
+
+
+def test_lost_hashes(start):
+    """They are missed where an identity says that titan-disp has saved them. What
+    cannot be read either is damaged.
+    """
+    run = start()
+    run.manager.states["identity"] = to_state({RUN: "an id"})
+    run.save(1, 2)
+    (run.folder / "step-2" / "hashes.json").unlink()
+    with pytest.raises(RefusedError, match=r"step-2 has no hashes.json, although"):
+        start().manager.load()
+    told = start(allow_unverified=True)
+    assert told.manager.load()
+    assert told.loaded == (2, 2)
+    file = run.folder / "step-2" / "__0_0.distcp"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    again = start()
+    assert again.manager.load()
+    assert (again.loaded, again.events) == ((1, 1), [("checkpoint_damaged", 2)])
 
 
 def test_a_resume_that_would_count_its_steps_anew_is_refused(start):

@@ -661,10 +661,10 @@ class DispCheckpointManager(CheckpointManager):
                 "these weights",
                 step,
             )
-        if not self._config.allow_unverified:
-            on_rank_0(_readable, identity.check_hashes, folder)
         outcome: CheckpointError | str | None = None
         try:
+            if not self._config.allow_unverified:
+                on_rank_0(_readable, identity.check_hashes, folder)
             self.hooks.check_resume(step)
             super().load(step)
         except UnreadableError:
