@@ -11,7 +11,7 @@ from titan_disp.run.reader import read_events, read_json_lines
 
 ENDS = {"complete", "stop", "save_failed", "refused"}
 BEFORE_A_RESUME = {"checkpoint_damaged", "streams_restarted"}
-EVENTS = {"start", "resume", "checkpoint", "skip"} | ENDS | BEFORE_A_RESUME
+EVENTS = {"start", "resume", "checkpoint", "skip", "step_back"} | ENDS | BEFORE_A_RESUME
 ADDED_UP = ("tokens", "documents", "text_bytes")  # what the sources have of the whole
 CHECKPOINT = r"checkpoint/((damaged|purging)-\d+x*|step-\d+)"
 # The name that the page has for files → a pattern of their paths below the run folder.
@@ -28,6 +28,7 @@ FILES = {
         name: re.escape(name)
         for name in (
             "wandb_run_id",
+            "run_id",
             "supervisor.jsonl",
             "outcome.txt",
             "job.json",

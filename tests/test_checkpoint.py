@@ -7,6 +7,7 @@ import os
 import threading
 from concurrent.futures import wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,15 +18,28 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config.job_config import Checkpoint
+from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 import titan_disp.plugin  # noqa: F401
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError, RefusedError, UserError
+from titan_disp.errors import (
+    CheckpointError,
+    ConfigError,
+    EndedError,
+    RefusedError,
+    UserError,
+)
+from titan_disp.job_config import Checkpoint as DispCheckpoint
 from titan_disp.models.hf import INDEX
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
 from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load
+from titan_disp.run.identity import RUN, to_state
 from titan_disp.run.integrity import checkpoints
+
+
+@dataclass
+class Checkpoint(DispCheckpoint, TitanCheckpoint):
+    """The section with the keys of both, as a config has it."""
 
 
 class State:
@@ -153,15 +167,22 @@ def test_only_complete_checkpoints_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keep", "rank", "kept"),
-    [(0, 0, [1, 2, 3, 10]), (2, 0, [3, 10]), (2, 1, [1, 2, 3, 10])],
+    ("keep", "every", "rank", "kept"),
+    [
+        (0, 0, 0, [1, 2, 3, 10]),
+        (2, 0, 0, [3, 10]),
+        (2, 0, 1, [1, 2, 3, 10]),
+        (2, 2, 0, [2, 3, 10]),
+    ],
 )
-def test_one_rank_keeps_the_newest_complete_ones(start, monkeypatch, keep, rank, kept):
+def test_one_rank_keeps_the_newest_complete_ones(
+    start, monkeypatch, keep, every, rank, kept
+):
     run = start()
     run.save(1, 2, 3, 10)
     for step in (0, 90, 91):
         unfinished(run.folder / f"step-{step}")
-    again = start(keep_latest_k=keep)
+    again = start(keep_latest_k=keep, keep_every=every)
     with monkeypatch.context() as patch:
         patch.setattr(dist, "get_rank", lambda *group: rank)
         again.manager._purge_stale_checkpoints()
@@ -424,6 +445,26 @@ def test_which_is_loaded_where_nothing_is_moved(
     assert again.names == ["step-2", "step-4"]
 
 
+def test_lost_hashes(start):
+    """They are missed where an identity says that titan-disp has saved them. What
+    cannot be read either is damaged.
+    """
+    run = start()
+    run.manager.states["identity"] = to_state({RUN: "an id"})
+    run.save(1, 2)
+    (run.folder / "step-2" / "hashes.json").unlink()
+    with pytest.raises(RefusedError, match=r"step-2 has no hashes.json, although"):
+        start().manager.load()
+    told = start(allow_unverified=True)
+    assert told.manager.load()
+    assert told.loaded == (2, 2)
+    file = run.folder / "step-2" / "__0_0.distcp"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    again = start()
+    assert again.manager.load()
+    assert (again.loaded, again.events) == ((1, 1), [("checkpoint_damaged", 2)])
+
+
 def test_a_resume_that_would_count_its_steps_anew_is_refused(start):
     """It would overwrite the checkpoints of the run, as an old load_step would."""
     run = start()
@@ -450,24 +491,26 @@ def test_a_run_that_kept_its_model_only_has_ended(start):
     assert run.manager.newest() == 0
     run.save(2, 4)
     unfinished(run.folder / "step-40")
-    assert (run.manager.newest(), run.manager.ended_at()) == (4, None)
+    assert run.manager.newest() == 4
+    assert start().manager.load()
     run.save(5, last_step=True)
-    assert (run.manager.newest(), start().manager.ended_at()) == (5, 5)
+    assert run.manager.newest() == 5
     again = start()
-    with pytest.raises(RefusedError, match="step-5 holds the model only"):
+    with pytest.raises(EndedError, match="step-5 holds the model only") as ended:
         again.manager.load()
+    assert ended.value.step == 5
     assert again.loaded == (-1, 0)
     assert again.names == ["step-2", "step-4", "step-40", "step-5"]
     flip(run.folder / "step-5" / "__0_0.distcp", 8 * 999)
-    assert again.manager.ended_at() is None
     assert again.manager.load()  # the run trains its last step again
     assert again.loaded == (4, 4)
     ended_in_hf(run.folder / "step-50")
-    assert (again.manager.newest(), again.manager.ended_at()) == (50, 50)
+    assert again.manager.newest() == 50
     with pytest.raises(
-        RefusedError, match="step-50 holds the model only, in Hugging Face's format"
-    ):
+        EndedError, match="step-50 holds the model only, in Hugging Face's format"
+    ) as ended:
         again.manager.load()
+    assert ended.value.step == 50
     assert start(enable=False).manager.newest() == 0
     # a seed checkpoint, from which runs begin
     start("seed", last_save_model_only=True).save(0, last_step=True)

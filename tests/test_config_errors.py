@@ -102,6 +102,11 @@ def check(config, ranks):
         (1, "checkpoint.interval 0", "checkpoint.interval is 0"),
         (
             1,
+            "checkpoint.enable true checkpoint.interval 20 checkpoint.keep_every 50",
+            r"keep_every is 50, expected a multiple of checkpoint.interval \(20\)",
+        ),
+        (
+            1,
             "checkpoint.create_seed_checkpoint true checkpoint.load_only true",
             "create_seed_checkpoint is true, but checkpoint.load_only is true: it saves .* Set checkpoint.load_only = false$",
         ),

@@ -21,6 +21,7 @@ from titan_disp.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    EndedError,
     NonFiniteError,
 )
 from titan_disp.objective import LossLedger
@@ -400,20 +401,24 @@ def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
     trainer.report = lambda: None
     trainer.stop_request = SimpleNamespace(held=lambda: False, done=lambda: None)
     finish = lambda step: trainer.calls.append("finish") or time.sleep(0.05)  # noqa: E731
-    trainer.checkpointer = SimpleNamespace(ended_at=lambda: None, finish=finish)
+    trainer.checkpointer = SimpleNamespace(finish=finish)
     trainer.train()
     *before, (name, step, details) = trainer.calls
     assert (before, name, step) == (["wake", "finish", "condensation"], "complete", 9)
     assert 0.05 <= details["spent"]["checkpoints"] < 100
 
 
-def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer, caplog):
+def test_a_start_that_trains_nothing_says_where_the_run_stands(
+    trainer, monkeypatch, caplog
+):
     """Not step 0, where this start is, as nothing was loaded: reports show what the run
     has up to its newest event.
     """
     trainer.step = 0
     trainer.clock = Clock(123.0)
-    trainer.checkpointer = SimpleNamespace(newest=lambda: 6, ended_at=lambda: 9)
+    trainer.checkpointer = SimpleNamespace(newest=lambda: 6)
+    ended = EndedError("step-9 holds the model only", 9)
+    monkeypatch.setattr(Trainer, "train", Mock(side_effect=ended))
     trainer.run_folder = SimpleNamespace(
         config_changes={"dispersion.enabled": [True, False]}
     )

@@ -44,6 +44,7 @@ class DamagedFiles:
     """A loader of 100 files in their first epoch, ``skipped`` of which ended early."""
 
     check_counters = StreamLoader.check_counters
+    fingerprint: dict = {}
 
     def __init__(self, skipped):
         self.groups = [Share("", 0, 8, 8, 1.0)]

@@ -553,6 +553,7 @@ def test_checkpoint_counts():
         ({"keep_latest_k": 2}, (4, 2, 3)),
         ({"enable_first_step_checkpoint": True}, (5, 5, 5)),
         ({"keep_latest_k": 0}, (4, 4, 4)),
+        ({"keep_latest_k": 2, "keep_every": 60}, (4, 3, 4)),
         ({"enable": False}, (0, 0, 0)),
     ):
         changes = {"enable": True, "interval": 30, "keep_latest_k": 9} | changes

@@ -1046,8 +1046,12 @@ def test_models_of_different_depth_and_one_measurement(tmp_path):
         tmp_path / "deep", *whole(), model={"flavor": "of another version"}
     )
     measurement(0.5, layers=29).save(deep / "condensation" / "step-0.npz")
-    page = page_of(deep, write_run(tmp_path / "once", *whole(), measured=[(100, 0.2)]))
-    assert cells(page, "parameters") == ["–", "427,008"]
+    once = write_run(tmp_path / "once", *whole(), measured=[(100, 0.2)])
+    # A config may name any number of blocks: no model has as many to be counted.
+    overrides = {"overrides": {"n_layers": 10**6}}
+    crafted = write_run(tmp_path / "crafted", *whole(), model=overrides)
+    page = page_of(deep, once, crafted)
+    assert cells(page, "parameters") == ["–", "427,008", "49,312,131,136"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from titan_disp.errors import ConfigError, RefusedError
 from titan_disp.job_config import Source, all_keys, fixed
 from titan_disp.models.registry import args_of
 from titan_disp.run.identity import STEP as PER_STEP
-from titan_disp.run.identity import check_resume, of_model, to_state
+from titan_disp.run.identity import check_identity, check_resume, of_model, to_state
 
 # By hand: what decides which tokens a slot gets, and which model is trained. Does a new
 # key?
@@ -282,3 +282,21 @@ def test_other_data_begin_a_new_epoch_if_they_may(run):
     assert again.checkpointer.exclude_from_loading == ["dataloader"]
     with pytest.raises(ConfigError, match="baseline.method"):
         resume({"baseline.method": "noisy_embedding", "stream.on_mismatch": "restart"})
+
+
+def test_a_key_that_the_checkpoint_lacks_had_its_default(run):
+    """Its version did not know the key, of the loss as of the model."""
+    job, _ = run
+    current = of_model(job, args_of(job))
+    for key, value in (("dispersion.tau", 0.5), ("stream.document_mask", True)):
+        saved = {name: x for name, x in current.items() if name != key}
+        check_identity(saved, current)
+        with pytest.raises(
+            RefusedError, match=f"{key} is .* in the checkpoint and {value}"
+        ):
+            check_identity(saved, current | {key: value})
+    # Without a loss, its keys are not compared.
+    off = {"dispersion.enabled": False}
+    without = {name: x for name, x in current.items() if "dispersion" not in name} | off
+    with pytest.raises(RefusedError, match="another loss: dispersion.enabled is False"):
+        check_identity(without, current)

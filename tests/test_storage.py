@@ -76,6 +76,12 @@ def test_the_oldest_lines_are_lost_and_counted(tmp_path, monkeypatch, caplog):
     lines.flush()
     assert [line["step"] for line in read_json_lines(lines.path)] == [2, 3, 4]
     assert "can be written again, but 2 lines were lost" in caplog.text
+    lines.path.unlink()
+    lines.path.mkdir()
+    lines.append({"step": 5})
+    lines.path.rmdir()
+    lines.flush()
+    assert caplog.messages[-1] == f"{lines.path} can be written again"
 
 
 def test_an_end_waits_for_the_disk(tmp_path, monkeypatch, caplog, pauses):
@@ -126,6 +132,7 @@ def test_a_line_that_was_written_twice_is_read_once(tmp_path, monkeypatch):
         (error_of(errno.ESTALE), True),
         (error_of(errno.ENOSPC), False),
         (error_of(errno.EACCES), False),
+        (error_of(errno.EAGAIN), True),
         (UnreadableError("…"), True),
         (CheckpointException("", {1: (error_of(errno.EIO), None)}), True),
         (CheckpointException("", {1: (ValueError("…"), None)}), False),
@@ -172,6 +179,22 @@ def test_what_cannot_be_read_for_long_ends_the_start(start, monkeypatch, pauses)
         again.manager.load()
     assert (again.names, again.events) == (["step-1", "step-2"], [])
     assert pauses == [*storage.PAUSES]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EISDIR, errno.ENOSPC])
+@pytest.mark.parametrize("function", ["problem", "damage", "is_model_only"])
+def test_what_waiting_does_not_mend_ends_the_start_at_once(
+    start, monkeypatch, pauses, function, number
+):
+    """It proves no damage, either."""
+    run = start()
+    run.save(1, 2)
+    failing = Failing(getattr(integrity, function), number, calls=-1)
+    monkeypatch.setattr(integrity, function, failing)
+    again = start()
+    with pytest.raises(CheckpointError, match=r"step-2 cannot be read: .*Errno"):
+        again.manager.load()
+    assert (again.names, again.events, pauses) == (["step-1", "step-2"], [], [])
 
 
 def test_a_sound_checkpoint_is_taken_back(start, caplog):

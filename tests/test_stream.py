@@ -79,6 +79,7 @@ from titan_disp.data.validation import (
 from titan_disp.errors import ConfigError, DataError, RefusedError, UserError
 from titan_disp.job_config import Source
 from titan_disp.lab.digest import digest
+from titan_disp.metric import Metric
 
 
 def divisors(slots):
@@ -791,6 +792,29 @@ def verdict(loader, counters, allowed):
     except DataError as error:
         return str(error)
     return ""
+
+
+def test_limits_begin_anew_with_the_streams(sample, tmp_path):
+    """After stream.on_mismatch = "restart" with epoch 9, a tenth of the files and of the
+    text of that epoch is too much, also after a resume.
+    """
+    files = write_files(tmp_path, [3] * 200)
+    one = loader(files, sample)
+    one.restart(9)
+    again = loader(files, sample)
+    again.load_state_dict(one.state_dict())
+    for restarted in (one, again):
+        counters = together([restarted.counters()])
+        assert not verdict(restarted, counters, 0.01)
+        damaged = counters | {Metric("skipped_files"): 18}
+        assert "18 of 200 files are damaged" in verdict(restarted, damaged, 0.01)
+        lost = counters | {
+            Metric("documents"): 2000,
+            Metric("skipped_bytes"): 0.09 * restarted.texts[0],
+        }
+        assert "bytes of text could not be used" in verdict(restarted, lost, 0.01)
+        lost[Metric("epoch")] = 19  # 9 % of one epoch are 0.8 % of 11
+        assert not verdict(restarted, lost, 0.01)
 
 
 def test_bad_documents_are_judged_over_all_ranks(sample, tmp_path):

@@ -111,6 +111,7 @@ def check_config(
         check_validation,
         check_profiling,
         check_loading,
+        check_retention,
         check_baseline,
     ):
         passes(check, job_config)
@@ -487,6 +488,16 @@ def check_loading(job_config: JobConfig) -> None:
         raise ConfigError(
             "checkpoint.exclude_from_loading has 'train_state' without 'lr_scheduler', "
             "expected both: steps would begin at 1 in the middle of the schedule"
+        )
+
+
+def check_retention(job_config: JobConfig) -> None:
+    """Refuse a checkpoint.keep_every of which only some multiples are saved."""
+    checkpoint = job_config.checkpoint
+    if checkpoint.enable and checkpoint.keep_every % checkpoint.interval:
+        raise ConfigError(
+            f"checkpoint.keep_every is {checkpoint.keep_every}, expected a multiple "
+            f"of checkpoint.interval ({checkpoint.interval})"
         )
 
 

@@ -40,6 +40,21 @@ class RefusedError(ConfigError):
     """
 
 
+class EndedError(RefusedError):
+    """The run has ended: its last checkpoint holds the model only.
+
+    Attributes:
+        step: that of the checkpoint.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class InUseError(ConfigError):
     """Another job uses the run folder."""
 
@@ -52,7 +67,9 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """A file of a checkpoint cannot be read now, which does not prove damage."""
+    """A file of a checkpoint cannot be read now, for a reason that may pass. This does
+    not prove damage.
+    """
 
 
 class NonFiniteError(UserError):

@@ -413,7 +413,9 @@ class Budget:
 class Guard:
     max_skipped_steps: int = key(10, least=1, noun="steps")
     """A step whose loss or gradient norm is not finite changes no weights, on any rank.
-    After this many such steps in a row, all ranks stop.
+    After this many such steps in a row, the run goes back to the weights of the
+    checkpoint before the newest one, but not to their data: it goes on with the next
+    sequences and the next step. It does so once, and then stops.
     """
 
     silence_seconds: float = key(60.0, above=0, besides=(math.inf,))
@@ -460,9 +462,19 @@ class Checkpoint:
     well.
     """
 
+    keep_every: int = key(0, least=0, noun="steps")
+    """Checkpoints of every so many steps are kept for ever, besides the last
+    keep_latest_k. A multiple of interval. 0: none.
+    """
+
     allow_other_loss: bool = key(False)
     """Whether a run may go on with another [dispersion] than the checkpoint that it
     resumes from. By default, it is refused. The log and the report name the change.
+    """
+
+    allow_unverified: bool = key(False)
+    """Whether a run may resume from a checkpoint that another run has saved, or load
+    one that has lost its hashes.json. By default, both are refused.
     """
 
 

@@ -19,6 +19,7 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -48,15 +49,18 @@ from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
     DataError,
+    EndedError,
+    NonFiniteError,
     RefusedError,
     UserError,
+    counted,
 )
 from titan_disp.objective import DispersionObjective
 from titan_disp.run import console, dry, held_out, identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager, Hooks
-from titan_disp.run.folder import RunFolder
+from titan_disp.run.folder import RUN_ID, RunFolder, lasting_id, read_id
 from titan_disp.run.guard import GuardedOptimizers
-from titan_disp.run.history import goodputs, together
+from titan_disp.run.history import goodputs, step_back, together
 from titan_disp.run.liveness import (
     Aside,
     Clock,
@@ -94,6 +98,7 @@ class DispTrainer(Start, Trainer):
     _start_step = 0  # steps done when this start began
     _stopping = False  # whether the last step of this start is done
     _stepped = False  # whether this start has done a step
+    _limit = ""  # why more steps were skipped than guard.max_skipped_steps allows
     _reread = 0  # stored bytes that all ranks have read to reach their positions
     _microbatch = 0  # the current one of the step, from 1
 
@@ -149,6 +154,8 @@ class DispTrainer(Start, Trainer):
         self.identity = identity.of_model(job, self.model_args) | {
             identity.STEP: self.metrics_processor.tokens_seen(1)
         }
+        if run := on_rank_0(patiently, read_id, Path(job.job.dump_folder, RUN_ID)):
+            self.identity[identity.RUN] = run
         return DispCheckpointManager(
             hooks=Hooks(
                 check_resume=partial(identity.check_resume, self),
@@ -203,6 +210,7 @@ class DispTrainer(Start, Trainer):
         self.optimizers.flags["signal"] = self.stop_request.signalled
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
         self.optimizers.on_skip = self._skipped
+        self.optimizers.at_limit = partial(setattr, self, "_limit")
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -216,11 +224,13 @@ class DispTrainer(Start, Trainer):
             if self.run_folder is not None:
                 folder = self.run_folder.path / self.job_config.checkpoint.folder
                 saved = patiently(integrity.checkpoints, folder, True)
+                trained = {"spent": self.clock.rounded()}
+                untrained = {"allocated": self.clock.began}
                 self.event(
                     "refused",
                     max(saved, default=0),
-                    allocated=self.clock.began,
                     reason=str(error),
+                    **(trained if self._stepped else untrained),
                 )
             raise
 
@@ -249,11 +259,25 @@ class DispTrainer(Start, Trainer):
         if self.step and trains:
             self._use_configured_options()
         _ = self.monitor  # refuses a text that is too short
+        self._name_run()
         self._record_beginning(trains)
         # A stop where a measurement is due does not take it.
         if self.step == 0 or (trains and self._due() and not on_rank_0(self._measured)):
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
+
+    def _name_run(self) -> None:
+        """Let the checkpoints to come hold the run's id, which a run in a new folder
+        has from the checkpoint that it has loaded, or makes. A collective call.
+        """
+        checkpoint = self.job_config.checkpoint
+        if not checkpoint.enable or checkpoint.load_only:
+            return
+        file = Path(self.job_config.job.dump_folder, RUN_ID)
+        run = self.identity.get(identity.RUN, "")
+        self.identity[identity.RUN] = on_rank_0(patiently, lasting_id, file, run)
+        state = identity.to_state(self.identity)
+        self.checkpointer.states[identity.NAME] = state
 
     def _check_parameter_groups(self) -> None:
         """Raise RefusedError if the loaded schedule has not as many groups of
@@ -353,9 +377,8 @@ class DispTrainer(Start, Trainer):
         """Run TorchTitan's step and act on what all ranks agreed on: during it if it
         logs or ends, else one step before.
 
-        Raises on all ranks NonFiniteError after guard.max_skipped_steps in a row,
-        CheckpointError if an asynchronous save has failed, and DataError if too much of
-        the data is damaged.
+        Raises on all ranks what ``_step_back`` raises, CheckpointError if an
+        asynchronous save has failed, and DataError if too much of the data is damaged.
         """
         self.announce("step", self.step)
         self._microbatch = 0
@@ -375,6 +398,8 @@ class DispTrainer(Start, Trainer):
         # a log has waited for the device as well
         if self._ends() or self.metrics_processor.should_log(self.step):
             self.optimizers.settle()
+        if self._limit:
+            self._step_back()
         if self.optimizers.agreed["save_failed"]:
             self.checkpointer.wait()
             if not self.checkpointer.saves_again:
@@ -387,6 +412,58 @@ class DispTrainer(Start, Trainer):
             self.checkpointer.force()
         elif self._due():
             self.measure_condensation()
+
+    def _step_back(self) -> None:
+        """Go on with the weights of the checkpoint before the newest one, because too
+        many steps were skipped in a row. Data, schedule and step go on, and all is
+        saved after this step, so that every later start begins there. A collective
+        call.
+
+        Raises on all ranks RefusedError if the run has gone back before, and
+        NonFiniteError if it has no such checkpoint, or no step to go on with.
+        """
+        if (before := on_rank_0(self._went_back)) is not None:
+            run = self.job_config.job.dump_folder
+            checkpoint = self.job_config.checkpoint.folder
+            raise RefusedError(
+                f"{self._limit}. The run went back at step {before}, and does so once. "
+                f"To see its checkpoints: titan-disp checkpoint {quote(run)}. To train "
+                "from an earlier one, move each newer one away, such as mv "
+                f"{quote(run)}/{checkpoint}/step-{self.checkpointer.newest()} "
+                f"{quote(run)}, and start the run again with a lower --optimizer.lr"
+            )
+        restored = None
+        if self.step < self.last_step:
+            restored = self.optimizers.during(self.checkpointer.step_back)
+        if restored is None:
+            raise NonFiniteError(self._limit)
+        self._use_configured_options()
+        self.checkpointer.force()
+        per_step = self.metrics_processor.tokens_seen(1)
+        sequences = (
+            (self.step - restored) * per_step // self.job_config.training.seq_len
+        )
+        logger.warning(
+            f"step {self.step}: the run goes back to the weights of step {restored}, "
+            f"and does not train on the {counted(sequences, 'sequence')} since then "
+            f"again. {self._limit}"
+        )
+        self.event(
+            "step_back",
+            self.step,
+            checkpoint=restored,
+            sequences=sequences,
+            reason=self._limit,
+        )
+        self._limit = ""
+
+    def _went_back(self) -> int | None:
+        """Return the step at which the run went back to earlier weights, or None. Only
+        rank 0, which has the run folder, knows it.
+        """
+        if self.run_folder is None:
+            return None
+        return step_back(patiently(read_events, self.run_folder.path))
 
     def _ends(self) -> bool:
         """Return whether this step is the last one of this start, by what all ranks
@@ -477,13 +554,15 @@ class DispTrainer(Start, Trainer):
             self._hold()
             return
         steps = self.job_config.training.steps
-        ended = self.checkpointer.ended_at()
-        if ended is not None and ended >= steps:
-            self._warn_of_changes()
-            self._complete_already(ended, allocated=self.clock.began)
-            return
         with self._refusals():
-            super().train()
+            try:
+                super().train()
+            except EndedError as error:
+                if error.step < steps:
+                    raise
+                self._warn_of_changes()
+                self._complete_already(error.step, allocated=self.clock.began)
+                return
         with self.busy("save", self.step):
             self.checkpointer.finish(self.step)
         if self._measures_at_the_end():
@@ -574,6 +653,7 @@ class DispTrainer(Start, Trainer):
                     "checkpoint.create_seed_checkpoint is true, but the run has a "
                     f"checkpoint of step {newest}: set it to false"
                 )
+        self._name_run()
         if self.run_folder is not None:
             self.run_folder.record_start()
         self.event("start", 0, allocated=self.clock.began)

@@ -388,29 +388,29 @@ def test_damaged_checkpoints(jobs, whole, run):
 def test_not_finite(jobs, run):
     """All ranks skip the step.
 
-    After too many in a row, all ranks stop, with step and term in outcome.txt.
+    After too many in a row, the run goes back to the weights of step 4. After too many
+    again, it is refused, with step and term in outcome.txt.
     """
     faults = "nan_loss:3@1,inf_gradient:5@0,nan_loss:9-16@0"
     job = jobs.submit(
         run, "--guard.max_skipped_steps", "3", faults=faults, TITAN_DISP_RETRIES="none"
     )
     jobs.slurm.wait(job, "FAILED", timeout=500)
-    assert events(run, "skip") == [("skip", 3), ("skip", 5), ("skip", 9), ("skip", 10)]
+    assert events(run, "skip") == [("skip", step) for step in (3, 5, 9, 10, 12, 13)]
+    assert events(run, "step_back", "refused") == [("step_back", 11), ("refused", 11)]
     outcome = (run / "outcome.txt").read_text()
-    said = "give up: GIVEN UP after failure 1 in a row without a new checkpoint (newest checkpoint: step 8)"
-    assert said in outcome
-    assert (
-        "NonFiniteError: step 11: cross-entropy and gradient norm not finite, 3 steps in a row"
-        in outcome
-    )
+    reason = "step 14: cross-entropy and gradient norm not finite, 3 steps in a row"
+    assert reason in outcome
+    assert "The run went back at step 11" in outcome
+    assert "Not requeued" in outcome
     for node in (0, 1):
         (log,) = run.glob(f"logs/{job}.0.*/node-{node}/*/attempt_0/0/stdout.log")
         assert [
             s
             for s in range(1, 17)
             if f"step {s} is skipped on all ranks" in log.read_text()
-        ] == [3, 5, 9, 10, 11]
-    assert checkpoints(run / "checkpoint") == [4, 8]
+        ] == [3, 5, *range(9, 15)]
+    assert checkpoints(run / "checkpoint") == [4, 8, 11]
 
 
 def test_hang(jobs, whole, run):

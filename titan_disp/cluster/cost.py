@@ -262,11 +262,13 @@ def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
     steps = job_config.training.steps
     if not c.enable or c.load_only:
         return 0, 0, 0
-    saved = -(-steps // c.interval)  # the last step is saved too
-    if c.enable_first_step_checkpoint and c.interval > 1 and steps > 1:
-        saved += 1
-    kept = min(saved, c.keep_latest_k) if c.keep_latest_k > 0 else saved
-    return saved, kept, min(saved, kept + 1)
+    saved = {*range(c.interval, steps, c.interval), steps}
+    if c.enable_first_step_checkpoint:
+        saved.add(1)
+    kept = set(sorted(saved)[-c.keep_latest_k :])  # all of them if it is 0
+    if c.keep_every:
+        kept |= {step for step in saved if step % c.keep_every == 0}
+    return len(saved), len(kept), min(len(saved), len(kept) + 1)
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ def _index_hash(files: Sequence[DataFile]) -> str:
 
 
 INDEX = "index of the data"
+# with which the streams began, after stream.on_mismatch = "restart"; of no data
+FIRST_EPOCH = "first epoch"
 
 
 def data_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
@@ -122,6 +124,7 @@ def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str,
     files = dict(fingerprint.get("files", []))  # which may be in another order
     # A checkpoint of a version without the key used the tokenizer's EOS.
     comparable = {"stream.separator": "", **fingerprint, "files": files}
+    comparable.pop(FIRST_EPOCH, None)
     # Both are unknown on the hub, and a copy elsewhere has one of them.
     for key in ("contents", "etags"):
         comparable[key] = {

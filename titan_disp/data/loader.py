@@ -33,7 +33,7 @@ from titan_disp.data.assignment import (
     one_share,
 )
 from titan_disp.data.cursor import FEW, FIRST, check_documents, check_skipped
-from titan_disp.data.fingerprint import check_fingerprint, fingerprint
+from titan_disp.data.fingerprint import FIRST_EPOCH, check_fingerprint, fingerprint
 from titan_disp.data.listing import DataFile, on_rank_0
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.passes import Progress
@@ -279,10 +279,11 @@ class StreamLoader(BaseDataLoader):
         The counters are those of all ranks together: all stop, or none.
         """
         allowed = self.options.max_skipped_fraction
+        first = self.fingerprint.get(FIRST_EPOCH, 0)
         files_begun = 0.0
         text_begun = 0.0
         for group, text in zip(self.groups, self.texts, strict=True):
-            epochs = counters[Metric("epoch", group.name)] + 1
+            epochs = counters[Metric("epoch", group.name)] + 1 - first
             files_begun += epochs * sum(map(group.owns, self.files))
             text_begun += epochs * text
         documents = counters[Metric("documents")]
@@ -316,7 +317,10 @@ class StreamLoader(BaseDataLoader):
         """
         if not state_dict:
             return
-        check_fingerprint(json.loads(state_dict["fingerprint"]), self.fingerprint)
+        saved = json.loads(state_dict["fingerprint"])
+        check_fingerprint(saved, self.fingerprint)
+        if FIRST_EPOCH in saved:
+            self.fingerprint[FIRST_EPOCH] = saved[FIRST_EPOCH]
         positions = state_dict["positions"]
         if isinstance(positions, DTensor):
             positions = positions.to_local()
@@ -324,6 +328,7 @@ class StreamLoader(BaseDataLoader):
 
     def restart(self, epoch: int) -> None:
         """Begin all streams anew at an epoch that no slot has read yet."""
+        self.fingerprint[FIRST_EPOCH] = epoch
         self.positions.zero_()
         self.positions[:, Field.EPOCH] = epoch
 

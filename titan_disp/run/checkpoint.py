@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
-from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -33,6 +32,7 @@ from titan_disp.dispersion.autograd import objects_of_ranks
 from titan_disp.errors import (
     CheckpointError,
     ConfigError,
+    EndedError,
     InUseError,
     RefusedError,
     UnreadableError,
@@ -43,11 +43,11 @@ from titan_disp.run import identity, integrity, storage
 from titan_disp.run.storage import write_json
 
 T = TypeVar("T")
+# What goes on when a run steps back: the data, the schedule and the number of the step.
+GO_ON = ["dataloader", "lr_scheduler", "train_state"]
 
 
-def check_initial_load(
-    checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter
-) -> None:
+def check_initial_load(checkpoint: Any, assets: str | None, adapter: HfAdapter) -> None:
     """Check the weights that a new run begins with, if [checkpoint] names any.
 
     ``assets`` is ``model.hf_assets_path``.
@@ -81,6 +81,8 @@ def check_initial_load(
             "expected RUN/checkpoint/step-N of another run, or a Hugging Face folder "
             "with checkpoint.initial_load_in_hf = true"
         )
+    elif path and not checkpoint.allow_unverified:
+        identity.check_hashes(path)
 
 
 def missing_step(step: int, folder: str, steps: list[int]) -> str:
@@ -151,6 +153,7 @@ class Hooks:
 
 class DispCheckpointManager(CheckpointManager):
     folder: str
+    exclude_from_loading: list[str]
     sd_adapter: HfAdapter
     save_future: Any = None  # a Future of an asynchronous save
 
@@ -384,7 +387,8 @@ class DispCheckpointManager(CheckpointManager):
             self.wait()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the newest ``keep_latest_k`` complete checkpoints.
+        """Keep the newest ``keep_latest_k`` complete checkpoints, and those of every
+        ``keep_every`` steps.
 
         Unfinished saves neither count nor are deleted.
         """
@@ -400,7 +404,10 @@ class DispCheckpointManager(CheckpointManager):
         except OSError as error:  # only on this rank; the next save deletes them
             logger.warning(f"old checkpoints cannot be deleted: {error}")
             return
+        keep_every = self._config.keep_every
         for step in stale:
+            if keep_every and step % keep_every == 0:
+                continue
             path = Path(self._create_checkpoint_id(step))
             try:
                 self.purge_queue.put(str(integrity.rename_step(path, "purging")))
@@ -410,24 +417,6 @@ class DispCheckpointManager(CheckpointManager):
                 logger.warning(f"cannot delete the old checkpoint {path}: {error}")
 
     # ---- load
-
-    def ended_at(self) -> int | None:
-        """Return the step at which the run ended, if its last checkpoint is undamaged
-        and holds the model only, or None.
-
-        From such a checkpoint no run can continue. This is a collective call.
-        """
-        if not self.enable:
-            return None
-        on_rank_0(storage.patiently, self._finish_saves)
-        if (ended := on_rank_0(storage.patiently, _ended_at, self.folder)) is None:
-            return None
-        folder = self._create_checkpoint_id(ended)
-        # this format has no hashes
-        in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))
-        if in_hf or storage.together(self._damage, folder) is None:
-            return ended
-        return None
 
     def newest(self) -> int:
         """Return the step of the newest complete checkpoint, model-only or not; 0 if
@@ -447,10 +436,11 @@ class DispCheckpointManager(CheckpointManager):
 
         Raises (on all ranks):
             ConfigError: the named weights are missing or another model's.
-            RefusedError: ``check_resume`` refuses the checkpoint, the run has ended with a model-only checkpoint, or there
-                are newer ones than the explicit step.
+            RefusedError: ``check_resume`` refuses the checkpoint, or there are newer ones than the explicit step.
+            EndedError: the run has ended with a model-only checkpoint, which is undamaged.
             CheckpointError: none of the checkpoints loads, the explicit one does not, or the named weights are damaged.
-            UnreadableError: a checkpoint could not be read at any of the tries that ``storage.together`` makes.
+            UnreadableError: a checkpoint could not be read at any of the tries that ``storage.together`` makes,
+                or, as a CheckpointError, for a reason that does not pass.
         """
         try:
             loaded = self._load(step)
@@ -474,7 +464,7 @@ class DispCheckpointManager(CheckpointManager):
         folder = Path(self.folder, f"damaged-{step}")
         try:
             reason = self._damage(str(folder))
-        except UnreadableError as error:
+        except CheckpointError as error:
             reason = str(error)
         if reason is not None:
             return
@@ -595,12 +585,38 @@ class DispCheckpointManager(CheckpointManager):
                 "overwrite: move them away, or copy this one into another "
                 "--job.dump_folder"
             )
+        self._load_step(step)
+        return True
+
+    def _load_step(self, step: int) -> None:
+        """Load a step, or raise CheckpointError on all ranks."""
         if reason := storage.together(self._try, step):
             raise CheckpointError(
                 f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: "
                 f"{reason}"
             )
-        return True
+
+    def step_back(self) -> int | None:
+        """Load weights and optimizer of the checkpoint before the newest one, and
+        return its step, or None if there is none. A collective call.
+
+        Raises on all ranks CheckpointError if it does not load.
+        """
+        if not self.enable or self.load_only:
+            return None
+        self.wait()
+        steps = on_rank_0(storage.patiently, integrity.checkpoints, self.folder)
+        # step 0 holds the model only
+        earlier = [step for step in steps if step > 0][:-1]
+        if not earlier:
+            return None
+        excluded = self.exclude_from_loading
+        self.exclude_from_loading = GO_ON
+        try:
+            self._load_step(earlier[-1])
+        finally:
+            self.exclude_from_loading = excluded
+        return earlier[-1]
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
         """Return TorchTitan's states without the identity, which was compared before.
@@ -631,40 +647,43 @@ class DispCheckpointManager(CheckpointManager):
     def _try(self, step: int) -> str | None:
         """Load a step on all ranks, and return why any of them could not, or None.
 
-        Raises on all ranks RefusedError if it holds the model only, and UnreadableError
+        Raises on all ranks EndedError if it holds the model only, and UnreadableError
         if the reason is one that may pass.
         """
         folder = self._create_checkpoint_id(step)
         if reason := self._damage(folder):
             return reason
         if step > 0 and on_rank_0(_readable, integrity.is_model_only, folder):
-            raise RefusedError(
+            raise EndedError(
                 f"{folder} holds the model only (checkpoint.last_save_model_only): "
                 "the run ended there and cannot be continued. Start a new one in "
                 "another --job.dump_folder, with --checkpoint.initial_load_path for "
-                "these weights"
+                "these weights",
+                step,
             )
-        unreadable = None
+        outcome: CheckpointError | str | None = None
         try:
+            if not self._config.allow_unverified:
+                on_rank_0(_readable, identity.check_hashes, folder)
             self.hooks.check_resume(step)
             super().load(step)
         except UnreadableError:
             raise
         except CheckpointError as error:
-            reason = str(error)
+            outcome = str(error)
         except (KeyboardInterrupt, SystemExit, UserError):
             raise
         except BaseException as error:  # DCP's CheckpointException is not an Exception
-            reason = storage.one_line(error)
+            outcome = storage.one_line(error)
             if storage.may_pass(error):
-                unreadable = f"{folder} cannot be read now: {reason}"
-        return _agreed(reason, unreadable)
+                outcome = _unreadable(folder, error)
+        return _agreed(outcome)
 
     def _damage(self, folder: str) -> str | None:
         """Return what is wrong with a checkpoint's files, or None.
 
-        Ranks share the files and agree on the answer. Raises UnreadableError on all
-        ranks if a file cannot be read.
+        Ranks share the files and agree on the answer. Raises CheckpointError on all
+        ranks if a file cannot be read, as ``_unreadable`` makes it.
         """
         if reason := on_rank_0(_readable, integrity.problem, folder):
             return reason
@@ -675,13 +694,12 @@ class DispCheckpointManager(CheckpointManager):
             if dist.get_backend() == "fake"
             else (dist.get_rank(), dist.get_world_size())
         )
-        unreadable = None
-        reason = None
+        outcome: CheckpointError | str | None
         try:
-            reason = _readable(integrity.damage, folder, *share)
-        except UnreadableError as error:
-            unreadable = str(error)
-        return _agreed(reason, unreadable)
+            outcome = _readable(integrity.damage, folder, *share)
+        except CheckpointError as error:
+            outcome = error
+        return _agreed(outcome)
 
     def _move_aside(self, step: int) -> None:
         """Rename a damaged checkpoint to damaged-N. A failure is only logged."""
@@ -696,62 +714,51 @@ class DispCheckpointManager(CheckpointManager):
             logger.error(f"{folder} is damaged and was moved to {moved}")
 
 
-def _ended_at(folder: str) -> int | None:
-    step = max(integrity.checkpoints(folder, hugging_face=True), default=None)
-    if step is None:
-        return None
-    newest = Path(folder) / f"step-{step}"
-    in_hf = integrity.is_file(newest / INDEX)
-    if in_hf or (integrity.problem(newest) is None and integrity.is_model_only(newest)):
-        return step
-    return None
-
-
 def _refuse_ended(folder: str) -> None:
     """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again
     and overwrite that model.
     """
-    paths = [
-        Path(folder, f"step-{step}")
-        for step in integrity.steps_of(Path(folder), "step")
-    ]
-    ended = [path for path in paths if integrity.is_file(path / INDEX)]
-    if ended:
-        raise RefusedError(
-            f"{ended[0]} holds the model only, in Hugging Face's format "
-            "(checkpoint.last_save_in_hf): the run ended there. To continue from an "
-            "earlier checkpoint, move this one away; to start a new run from it, set "
-            "another --job.dump_folder, --checkpoint.initial_load_in_hf and "
-            "--checkpoint.initial_load_path"
-        )
+    for step in reversed(integrity.steps_of(Path(folder), "step")):
+        path = Path(folder, f"step-{step}")
+        if integrity.is_file(path / INDEX):
+            raise EndedError(
+                f"{path} holds the model only, in Hugging Face's format "
+                "(checkpoint.last_save_in_hf): the run ended there. To continue from "
+                "an earlier checkpoint, move this one away; to start a new run from "
+                "it, set another --job.dump_folder, --checkpoint.initial_load_in_hf "
+                "and --checkpoint.initial_load_path",
+                step,
+            )
 
 
 def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
-    """Return what a function returns that reads a checkpoint. Raises UnreadableError
-    for its OSError.
+    """Return what a function returns that reads a checkpoint. Raises what
+    ``_unreadable`` makes of its OSError.
     """
     try:
         return read(folder, *arguments)
     except OSError as error:
-        raise UnreadableError(f"{folder} cannot be read now: {error}") from error
+        raise _unreadable(folder, error) from error
 
 
-def _agreed(reason: str | None, unreadable: str | None) -> str | None:
-    """Return the ``reason`` of the first rank that has one, or None. A collective call.
-
-    Raises UnreadableError on all ranks if any rank has found something ``unreadable``.
+def _unreadable(folder: str, error: BaseException) -> CheckpointError:
+    """Return the error of a checkpoint that cannot be read, which proves no damage:
+    UnreadableError if the reason may pass.
     """
-    message = _first(unreadable)
-    if message is not None:
-        raise UnreadableError(message)
-    return _first(reason)
+    reason = storage.one_line(error)
+    if storage.may_pass(error):
+        return UnreadableError(f"{folder} cannot be read now: {reason}")
+    return CheckpointError(f"{folder} cannot be read: {reason}")
 
 
-def _first(reason: str | None) -> str | None:
-    """Return the reason of the first rank that has one, or None.
-
-    This is a collective call.
+def _agreed(outcome: CheckpointError | str | None) -> str | None:
+    """Return the first rank's reason not to load a checkpoint, or None. A collective
+    call. If a rank has an error, the first of them is raised on all ranks.
     """
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return reason
-    return next((r for r in objects_of_ranks(reason) if r is not None), None)
+    outcomes: list[Any] = [outcome]
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        outcomes = objects_of_ranks(outcome)
+    for error in outcomes:
+        if isinstance(error, CheckpointError):
+            raise error
+    return next(filter(None, outcomes), None)

@@ -308,16 +308,25 @@ class RunFolder:
         self._lock.close()
 
 
-def wandb_run_id(folder: str | Path) -> str:
-    """Read the id in ``folder``/wandb_run_id; make one if there is none."""
-    file = Path(folder) / "wandb_run_id"
-    if not file.exists() or not file.read_text().strip():
+RUN_ID = "run_id"  # in the run folder
+
+
+def read_id(file: Path) -> str:
+    """Return the id in a file, "" if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return file.read_text().strip()
+    return ""
+
+
+def lasting_id(file: Path, new: str = "") -> str:
+    """Return the id in a file. If there is none, write ``new`` or a random one."""
+    # This is no hash of the path, because a run in an emptied folder is another run.
+    name = read_id(file) or new or uuid.uuid4().hex
+    if name != read_id(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as partial:
-            # This is no hash of the path, because a run in an emptied folder is another
-            # run.
-            partial.write_text(uuid.uuid4().hex + "\n")
-    return file.read_text().strip()
+            partial.write_text(name + "\n")
+    return name
 
 
 def continue_wandb(

@@ -17,7 +17,7 @@ verdict from the device: before these, the host waits for the message in every s
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.errors import NonFiniteError, counted
 
+T = TypeVar("T")
 Terms = Callable[[], Tensor | None]
 # What ``bad_terms`` and the event ``skip`` call gradients that are all zero.
 ZERO = "zero gradients"
@@ -38,6 +39,11 @@ ADVICE_ZERO = (
     "overflowed, so that clipping has made them zero: check the loss and the data, or "
     "try a lower learning rate"
 )
+
+
+def _end(message: str) -> None:
+    """End the run, as it ends under TorchTitan's own trainer."""
+    raise NonFiniteError(message)
 
 
 def _reason(bad_terms: list[str]) -> str:
@@ -86,9 +92,11 @@ class GuardedOptimizers(OptimizersContainer):
         # Called after a step was skipped, with whether the next one has computed its
         # gradients already.
         self.on_skip: Callable[[bool], None] = lambda late: None
+        # Called in its place, with the reason, after ``max_skipped_steps`` in a row.
+        self.at_limit: Callable[[str], None] = _end
         # on the CPU, and when it has arrived there
         self._unread: tuple[Tensor, torch.Event | None] | None = None
-        self._told = False
+        self._warned = False
 
     @property
     def in_a_row(self) -> int:
@@ -100,33 +108,36 @@ class GuardedOptimizers(OptimizersContainer):
         """Return [4 + flags] float32 on the device, each 0 or 1, as ``settle`` reads
         them. This waits for nothing.
         """
-        whole = [p.grad for p in self._parameters if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in whole]
-        gradients = [g for g in local if g.numel()]
-        # This is NaN if a gradient is.
-        largest = (
-            torch.stack(torch._foreach_norm(gradients)).max()
-            if gradients
-            else torch.zeros(())
-        )
+        gradients = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            if gradient is not None and gradient.numel():
+                gradients.append(gradient)
+        largest = torch.zeros(())
+        if gradients:
+            # This is NaN if a gradient is.
+            largest = torch.stack(torch._foreach_norm(gradients)).max()
         terms = self.non_finite_terms()
         if terms is None:
             terms = torch.zeros(2, dtype=torch.bool, device=self._parameters[0].device)
         # From other memory of the host, a copy to the GPU would wait.
-        said = torch.tensor(
+        answers = torch.tensor(
             [float(ask()) for ask in self.flags.values()],
             pin_memory=torch.accelerator.is_available(),
         )
         # With training.enable_cpu_offload, the gradients are on the CPU; the terms and
         # collective calls are on the GPU.
-        found = torch.stack([largest > 0, ~(largest < torch.inf)]).to(terms.device)
-        return torch.cat([found, terms, said.to(terms.device, non_blocking=True)])
+        of_norm = torch.stack([largest > 0, ~(largest < torch.inf)]).to(terms.device)
+        answers = answers.to(terms.device, non_blocking=True)
+        return torch.cat([of_norm, terms, answers])
 
     def settle(self, late: bool = False) -> None:
         """Read the message of the newest step, if nothing has, and count the step.
 
-        Raises NonFiniteError on all ranks after ``max_skipped_steps`` in a row.
-        ``late`` is passed on to ``on_skip``.
+        After a skipped step, this calls ``on_skip`` or ``at_limit`` on all ranks, and
+        raises what they raise. ``late`` is passed on to ``on_skip``.
         """
         if self._unread is None:
             return
@@ -156,12 +167,13 @@ class GuardedOptimizers(OptimizersContainer):
             f"step {step} is skipped on all ranks: {reason} ({self.in_a_row} in a row)"
         )
         if self.in_a_row >= self.max_skipped_steps:
-            raise NonFiniteError(
+            self.at_limit(
                 f"step {step}: {reason}, {counted(self.in_a_row, 'step')} in a row "
                 "(guard.max_skipped_steps). These steps changed no weights. "
                 f"{ADVICE_ZERO if ZERO in self.bad_terms else ADVICE}"
             )
-        self.on_skip(late)
+        else:
+            self.on_skip(late)
 
     def healthy(self) -> bool:
         """Return whether the newest step was good, so that its state may be saved.
@@ -171,13 +183,23 @@ class GuardedOptimizers(OptimizersContainer):
         self.settle()
         return self.in_a_row == 0
 
+    def during(self, load: Callable[[], T]) -> T:
+        """Return what ``load`` returns, which loads other weights: the counts go on, and
+        the next step is the first in a row.
+        """
+        self.settle()
+        steps, skipped, _ = self._counts.tolist()
+        loaded = load()
+        self._counts = torch.tensor([steps, skipped, 0])
+        return loaded
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step or skip, on all ranks alike: a collective call.
 
         Settles the step before, and raises as ``settle`` does.
         """
-        if not self.flags and not self._told:
-            self._told = True
+        if not self.flags and not self._warned:
+            self._warned = True
             logger.warning(
                 "this is TorchTitan's own trainer: stopping together on a signal, "
                 "budget.stop_at_tokens, falling back from damaged checkpoints and "

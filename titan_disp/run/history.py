@@ -3,7 +3,7 @@ their goodput (docs/resilience.md).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,20 @@ END = ("complete", "stop", "save_failed", "refused")
 SHORT = 600  # seconds of a start, which are mostly start-up
 # a start writes these before its resume event
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")
+
+
+def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the step at which a run went back to earlier weights, or None.
+
+    It counts once the run has saved: what was killed before has not gone back.
+    """
+    step = None
+    for event in events:
+        if event["event"] == "step_back":
+            step = event["step"]
+        elif event["event"] == "checkpoint" and step is not None:
+            return step
+    return None
 
 
 def trained_nothing(event: Mapping[str, Any]) -> bool:
@@ -33,8 +47,9 @@ class Attempt:
     began: float  # time of its start or resume event
     job: str  # SLURM's JOB.RESTARTS; empty without SLURM
     first_step: int  # number of steps done at its beginning
-    times: list[float]  # of its records in order, including its beginning
-    steps: list[int]  # of the same records
+    # of its records in order, including its beginning
+    times: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # of the same records
     end: Mapping[str, Any] | None = None  # its event of ``END``
     # Beginning of its allocation, from its first record; otherwise the same as
     # ``began``
@@ -70,31 +85,22 @@ def attempts(
     """
     signs = [e for e in events if e["event"] not in WHILE_LOADING]
     records = sorted([*written, *signs], key=lambda record: record["time"])
-    found: list[Attempt] = []
+    starts: list[Attempt] = []
     for record in records:
         name = record.get("event")
         # A start that trains nothing has no event for its beginning; its end has the
         # beginning of its allocation.
-        if name in BEGIN or "allocated" in record or not found:
-            allocated = record.get("allocated", record["time"])
-            found.append(
-                Attempt(
-                    record["time"],
-                    record.get("job", ""),
-                    record["step"],
-                    [],
-                    [],
-                    allocated=allocated,
-                )
-            )
-        current = found[-1]
+        if name in BEGIN or "allocated" in record or not starts:
+            current = Attempt(record["time"], record.get("job", ""), record["step"])
+            current.allocated = record.get("allocated", record["time"])
+            starts.append(current)
         current.times.append(record["time"])
         current.steps.append(record["step"])
         if "spent" in record:
             current.spent.append((record["step"], record["spent"]))
         if name in END:
             current.end = record
-    return found
+    return starts
 
 
 def _time(seconds: float) -> timedelta:
@@ -159,9 +165,13 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
 
     The steps after ``kept_until`` were repeated later.
     """
-    began = (
-        attempt.allocated if before is None else max(attempt.allocated, before.ended)
-    )
+    previous_end = attempt.allocated
+    if before is not None:
+        previous_end = before.ended
+    began = max(attempt.allocated, previous_end)
+    waiting = began - previous_end
+    if before is not None and before.complete:
+        waiting = 0.0
     spent = [(attempt.first_step, {"steps": 0.0}), *attempt.spent]
     last = spent[-1][1]
     kept = float(
@@ -171,7 +181,7 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
             [seconds["steps"] for _, seconds in spent],
         )
     )
-    found = Goodput(
+    goodput = Goodput(
         kept=kept,
         repeated=last["steps"] - kept,
         # If the allocation also had an earlier start, it began before that start's end.
@@ -180,11 +190,12 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
             kind: last.get(kind, 0.0)
             for kind in ("checkpoints", "condensation", "validation")
         },
-        waiting=0.0 if before is None or before.complete else began - before.ended,
+        waiting=waiting,
     )
-    rest = max(0.0, attempt.ended - began - (found.total - found.waiting))
-    stepped = attempt.spent or attempt.last_step > attempt.first_step
-    return replace(found, other=rest) if stepped else replace(found, start_up=rest)
+    rest = max(0.0, attempt.ended - began - (goodput.total - waiting))
+    if attempt.spent or attempt.last_step > attempt.first_step:
+        return replace(goodput, other=rest)
+    return replace(goodput, start_up=rest)
 
 
 def goodputs(
@@ -193,24 +204,15 @@ def goodputs(
     """Return the goodput of every start in order, or [] if no record says how time was
     spent.
     """
-    found = attempts(written, events)
-    if not any(one.spent for one in found):
-        return []
-    pairs = zip([None, *found], found, strict=False)
-    return [
-        _of(
-            one,
-            before,
-            min((later.first_step for later in found[i + 1 :]), default=one.last_step),
-        )
-        for i, (before, one) in enumerate(pairs)
-    ]
+    goodputs: list[Goodput] = []
+    starts = attempts(written, events)
+    kept_until = max((start.last_step for start in starts), default=0)
+    pairs = list(zip([None, *starts], starts, strict=False))
+    for before, start in reversed(pairs):
+        goodputs.insert(0, _of(start, before, min(kept_until, start.last_step)))
+        kept_until = min(kept_until, start.first_step)
+    return goodputs if any(start.spent for start in starts) else []
 
 
 def together(parts: Sequence[Goodput]) -> Goodput:
-    return Goodput(
-        **{
-            f.name: sum(getattr(part, f.name) for part in parts)
-            for f in fields(Goodput)
-        }
-    )
+    return Goodput(*map(sum, zip(*map(astuple, parts), strict=True)))

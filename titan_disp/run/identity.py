@@ -25,12 +25,14 @@ from titan_disp.errors import (
     RefusedError,
     UnreadableError,
 )
-from titan_disp.job_config import all_keys, fixed
+from titan_disp.job_config import Checkpoint, Dispersion, all_keys, fixed
 from titan_disp.models.arguments import architecture_of
+from titan_disp.run.integrity import has_hashes
 from titan_disp.run.storage import may_pass
 from titan_disp.tables import changes
 
 STEP = "tokens of a step"  # compared if [budget] counts tokens, as steps of one size
+RUN = "id of the run"  # of RUN/run_id. Checkpoints of earlier versions have none.
 NAME = "identity"  # its name among the states of a checkpoint
 
 
@@ -43,13 +45,12 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
     return (
         {key: value_of(job_config, key) for key in keys}
         | architecture_of(args)
-        | of_loss(job_config)
+        | of_loss(job_config.dispersion)
     )
 
 
-def of_loss(job_config: JobConfig) -> dict[str, Any]:
+def of_loss(section: Dispersion) -> dict[str, Any]:
     """Return the keys that decide the loss: one if it is off."""
-    section = job_config.dispersion
     keys = vars(section) if section.enabled else {"enabled": False}
     return {f"dispersion.{key}": value for key, value in keys.items()}
 
@@ -73,18 +74,19 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
         safe_dcp.load({NAME: state}, checkpoint, no_dist=True)
         return json.loads(state["json"])
     except (OSError, ValueError, UnpicklingError, CheckpointException) as error:
-        kind = UnreadableError if may_pass(error) else CheckpointError
-        raise kind(
-            f"cannot read which model the checkpoint {checkpoint} holds: {error}"
-        ) from error
+        message = f"cannot read which model the checkpoint {checkpoint} holds: {error}"
+        if may_pass(error):
+            raise UnreadableError(message) from error
+        raise CheckpointError(message) from error
 
 
 def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return a sentence about each key that both identities have with other values."""
+    shared = saved.keys() & current.keys()
     return [
-        f"{key} is {then!r} in the checkpoint and {now!r} in the config"
-        for key, (then, now) in changes(saved, current).items()
-        if key in saved and key in current
+        f"{key} is {former!r} in the checkpoint and {current!r} in the config"
+        for key, (former, current) in changes(saved, current).items()
+        if key in shared
     ]
 
 
@@ -99,11 +101,15 @@ def check_resume(trainer: Any, step: int) -> None:
     job = trainer.job_config
     folder = trainer.checkpointer._create_checkpoint_id(step)
     saved = on_rank_0(read_identity, folder)
+    run = saved.pop(RUN, "")
+    if run and step > 0:  # runs begin from step 0
+        check_run(run, trainer.identity.get(RUN, run), folder, job.checkpoint)
+        trainer.identity[RUN] = trainer.identity.get(RUN, run)
     counts_tokens = step > 0 and any(vars(job.budget).values())
     if not counts_tokens:
         saved.pop(STEP, None)
     check_identity(saved, trainer.identity, job.checkpoint.allow_other_loss)
-    excluded = job.checkpoint.exclude_from_loading
+    excluded = trainer.checkpointer.exclude_from_loading
     if step < 1 or "dataloader" in excluded:
         return
     data, epoch = on_rank_0(read_data_state, folder)
@@ -118,6 +124,27 @@ def check_resume(trainer: Any, step: int) -> None:
         trainer.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
 
 
+def check_run(saved: str, current: str, folder: str, checkpoint: Checkpoint) -> None:
+    """Raise RefusedError if a checkpoint is another run's, unless that is allowed."""
+    if saved != current and not checkpoint.allow_unverified:
+        raise RefusedError(
+            f"{folder} was saved by another run, whose run_id is {saved}: move it away. "
+            "To begin a run with its weights, set --checkpoint.initial_load_path and "
+            "another --job.dump_folder. To continue from it here: "
+            "--checkpoint.allow_unverified"
+        )
+
+
+def check_hashes(folder: str) -> None:
+    """Raise RefusedError if a checkpoint has lost its hashes, as its identity shows."""
+    if not has_hashes(folder) and RUN in read_identity(folder):
+        raise RefusedError(
+            f"{folder} has no hashes.json, although titan-disp has saved it: nothing "
+            "would notice damage. Restore the file, or move the checkpoint away. To "
+            "load it all the same: --checkpoint.allow_unverified"
+        )
+
+
 def check_identity(
     saved: dict[str, Any], current: dict[str, Any], other_loss: bool = False
 ) -> None:
@@ -129,9 +156,11 @@ def check_identity(
     its default does.
     """
     if saved:
-        saved = {
-            key: f.default for key, f in all_keys().items() if key in fixed("model")
-        } | saved
+        defaults = {key: f.default for key, f in all_keys().items()}
+        former = {key: defaults[key] for key in fixed("model")}
+        if saved.get("dispersion.enabled"):
+            former |= of_loss(Dispersion(enabled=True))
+        saved = former | saved
     changed = identity_changes(saved, current)
     loss = [sentence for sentence in changed if sentence.startswith("dispersion.")]
     if loss and not other_loss:

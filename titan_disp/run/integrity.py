@@ -16,6 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +124,19 @@ class HashingWriter(_FileSystemWriter):
             WriteResult(MetadataIndex(_PREFIX + name), 0, digest)
             for name, digest in self.fs.hashes.items()
         ]
-        both: Future[list[WriteResult]] = Future()
-        both.set_result([*written, *hashes])
-        return both
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([*written, *hashes])
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        every = [result for of_rank in results for result in of_rank]
-        hashes = [result for result in every if result.index.fqn.startswith(_PREFIX)]
-        self.fs.of_ranks = {
-            result.index.fqn.removeprefix(_PREFIX): result.storage_data
-            for result in hashes
-        }
-        super().finish(
-            metadata,
-            [[result for result in every if not result.index.fqn.startswith(_PREFIX)]],
-        )
+        written = []
+        for result in chain.from_iterable(results):
+            if result.index.fqn.startswith(_PREFIX):
+                name = result.index.fqn.removeprefix(_PREFIX)
+                self.fs.of_ranks[name] = result.storage_data
+            else:
+                written.append(result)
+        super().finish(metadata, [written])
         with suppress(OSError):
             (Path(self.path) / SAVING).unlink()
 
@@ -162,14 +161,14 @@ def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
 
 
 def hash_file(path: Path, read: Callable[[int], object] | None = None) -> str:
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
-            found.update(buffer[:size])
+            digest.update(buffer[:size])
             if read is not None:
                 read(size)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def problem(folder: str | Path) -> str | None:
@@ -208,13 +207,13 @@ def problem(folder: str | Path) -> str | None:
         if os.path.basename(name) != name:
             return f"{METADATA} names a file of another folder: {name!r}"
         try:
-            found = (folder / name).stat().st_size
+            size = (folder / name).stat().st_size
         except FileNotFoundError as error:
             return f"{name}: {error.strerror}"
         except ValueError:  # no file can have this name
             return f"{METADATA} names a file {name!r}"
-        if found < needed:
-            return f"{name} has {found:,} bytes, expected {needed:,}"
+        if size < needed:
+            return f"{name} has {size:,} bytes, expected {needed:,}"
     for name in sorted(hashes or ()):
         if not (folder / name).is_file():
             return f"{name}: No such file, although {HASHES} has its hash"
@@ -253,13 +252,13 @@ def has_hashes(folder: str | Path) -> bool:
 
     TorchTitan's own trainer saves no hashes.
     """
-    return (Path(folder) / HASHES).is_file()
+    return is_file(Path(folder) / HASHES)
 
 
 def warn_without_hashes(folder: str | Path) -> None:
     if not has_hashes(folder):
         logger.warning(
-            f"{folder} has no {HASHES}, because TorchTitan's own trainer saved it: it "
+            f"{folder} has no {HASHES}, as if TorchTitan's own trainer had saved it: it "
             "is loaded without verification"
         )
 
@@ -286,13 +285,13 @@ def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
     ]
 
 
-def steps_of(folder: Path, kind: str) -> list[int]:
-    """List the numbers N of the folders KIND-N, ascending. Raises OSError."""
+def steps_of(folder: Path, prefix: str) -> list[int]:
+    """List the numbers N of the folders PREFIX-N, ascending. Raises OSError."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    matches = [re.fullmatch(rf"{kind}-(0|[1-9][0-9]*)", name) for name in names]
+    matches = [re.fullmatch(rf"{prefix}-(0|[1-9][0-9]*)", name) for name in names]
     return sorted(int(match.group(1)) for match in matches if match)
 
 
@@ -314,11 +313,11 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def rename_step(path: Path, kind: str) -> Path:
-    """Rename step-N to KIND-N, which is no checkpoint; KIND is purging before a
+def rename_step(path: Path, prefix: str) -> Path:
+    """Rename step-N to PREFIX-N, which is no checkpoint; PREFIX is purging before a
     deletion, which may take minutes.
     """
-    to = path.with_name(path.name.replace("step-", f"{kind}-"))
+    to = path.with_name(path.name.replace("step-", f"{prefix}-"))
     while to.exists():
         to = to.with_name(to.name + "x")
     return path.rename(to)
@@ -331,13 +330,13 @@ def clean_up(folder: Path) -> None:
     Only the process that owns the run folder may call this, and only while it is not
     saving.
     """
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
     doomed = [
-        folder / name
-        for name in names
-        if re.fullmatch(r"purging-\d+x*", name) and _is_folder(folder / name)
+        path
+        for path in sorted(folder.glob("purging-*"))
+        if re.fullmatch(r"purging-\d+x*", path.name) and _is_folder(path)
     ]
-    for path in (folder / name for name in names if re.fullmatch(r"step-\d+", name)):
+    for step in steps_of(folder, "step"):
+        path = folder / f"step-{step}"
         if not _is_folder(path) or is_complete(path):
             continue
         if not is_unfinished(path):
@@ -362,8 +361,9 @@ def can_be_finished(path: Path) -> bool:
     hashes.json, and naming ``.metadata``. Raises OSError if that cannot be seen.
     """
     with suppress(FileNotFoundError, ValueError):
-        whole = (read_hashes(path) or {}).get(METADATA) == hash_file(path / _UNNAMED)
-        return whole and not is_file(path / METADATA)
+        hashes = read_hashes(path) or {}
+        if hashes.get(METADATA) == hash_file(path / _UNNAMED):
+            return not is_file(path / METADATA)
     return False
 
 

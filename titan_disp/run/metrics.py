@@ -35,7 +35,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.metric import Metric
 from titan_disp.objective import LossLedger
 from titan_disp.run.dry import is_dry
-from titan_disp.run.folder import continue_wandb, wandb_run_id
+from titan_disp.run.folder import continue_wandb, lasting_id
 from titan_disp.run.liveness import Clock, Stragglers
 from titan_disp.run.reader import METRICS
 from titan_disp.run.storage import JsonLines
@@ -131,8 +131,8 @@ class TensorBoardFolder(BaseLogger):
             with contextlib.suppress(ConfigError):
                 before = Measurement.load(Path(self.run, "condensation", "step-0.npz"))
                 self._untrained = before.mean_cosine
-        shown = dataclasses.replace(measured, untrained_mean_cosine=self._untrained)
-        figure = heatmaps([{f"step {step}": shown}])
+        measured = dataclasses.replace(measured, untrained_mean_cosine=self._untrained)
+        figure = heatmaps([{f"step {step}": measured}])
         with self._losses():
             self._open(step).add_figure("condensation/heatmap", figure, step)
 
@@ -173,7 +173,7 @@ class DispersionMetrics(MetricsProcessor):
         run = job_config.job.dump_folder
         for_all_ranks = job_config.metrics.save_for_all_ranks
         if job_config.metrics.enable_wandb:
-            wandb_id = on_rank_0(wandb_run_id, run)
+            wandb_id = on_rank_0(lasting_id, Path(run, "wandb_run_id"))
             continue_wandb(wandb_id, rank if for_all_ranks else None)
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(

@@ -104,11 +104,11 @@ def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
 
     A run may have a million rows.
     """
-    found: dict[str, Any] = {}
+    newest: dict[str, Any] = {}
     for row in _records(Path(run) / METRICS):
-        if not is_measured(row) and found.get("step", 0) <= row["step"] <= last:
-            found = row
-    return found
+        if not is_measured(row) and newest.get("step", 0) <= row["step"] <= last:
+            newest = row
+    return newest
 
 
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
@@ -157,28 +157,26 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     Raises ConfigError at one that titan-disp does not write.
     """
     events = path.name == EVENTS
+    fields = "numbers with 'step' and 'time'"
+    if events:
+        fields = "'step', 'time' (ISO 8601) and 'event'"
     for record in _json_lines(path):
         sound = False
+        types: dict[str, Any]
         with contextlib.suppress(KeyError, TypeError, ValueError):
             if events:
                 record["time"] = datetime.fromisoformat(record["time"]).timestamp()
-            kinds = (
-                {"event": str}
-                if events
-                else {k: dict if k in NESTED else int | float | None for k in record}
-            )
+                types = {"event": str}
+            else:
+                types = dict.fromkeys(record, int | float | None)
+                types |= dict.fromkeys(record.keys() & set(NESTED), dict)
             sound = (
                 type(record["step"]) is int
                 and record["step"] >= -events
                 and math.isfinite(record["time"])
+                and all(isinstance(record[key], types[key]) for key in types)
             )
-            sound &= all(isinstance(record[key], kind) for key, kind in kinds.items())
         if not sound:
-            fields = (
-                "'step', 'time' (ISO 8601) and 'event'"
-                if events
-                else "numbers with 'step' and 'time'"
-            )
             raise ConfigError(
                 f"{str(path)!r} cannot be read: expected {fields} in each line, found "
                 f"{str(record):.99}"

@@ -36,6 +36,7 @@ PASSING = {
     errno.ENOTCONN,
     errno.ESHUTDOWN,
     errno.EREMOTEIO,
+    errno.EAGAIN,  # of a server with too much to do
 }
 # Seconds for which an operation is tried again. Shorter than the time-outs of ranks
 # that wait meanwhile (comm.init_timeout_seconds is 300 by default); our choice.
@@ -199,6 +200,7 @@ class JsonLines:
             return
         self._failing = False
         lost = f", but {counted(self.lost, 'line')} were lost" if self.lost else ""
+        self.lost = 0
         logger.info(f"{self.path} can be written again{lost}")
 
     def close(self) -> None:

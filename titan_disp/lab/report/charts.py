@@ -40,7 +40,7 @@ MANY = 12  # most lines that a chart has in full
 BEGINNING = 0.05
 LEAST_POINTS = 30  # of each line after the beginning; otherwise, axis y shows all
 # events with a mark of their own in the timeline
-FAULTS = ("skip", "save_failed", *WHILE_LOADING)
+FAULTS = ("skip", "step_back", "save_failed", *WHILE_LOADING)
 # Names of the two scales of an x axis, one of which the page shows
 STEP_SCALE = "scale-step"
 TOKEN_SCALE = "scale-tokens"

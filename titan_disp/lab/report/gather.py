@@ -45,6 +45,7 @@ WITHOUT_EFFECT = (
     "checkpoint.folder",
     "checkpoint.interval",
     "checkpoint.keep_latest_k",
+    "checkpoint.keep_every",
     "checkpoint.async_mode",
     "checkpoint.last_save",
 )
@@ -143,11 +144,18 @@ class RunRecord:
 
 @cache  # building a model takes longer than reading a run
 def _parameters(name: str, flavor: str, overrides: str) -> int:
+    """Return the number of parameters, from models of one and of two blocks: all blocks
+    are alike, and a config that somebody else made may name any number of them.
+    """
     args = model_args(name, flavor, json.loads(overrides))
-    with torch.device("meta"):
-        return args.get_nparams_and_flops(
-            MODELS[name].model_cls(args), args.max_seq_len
-        )[0]
+    blocks = args.n_layers
+    sizes = []
+    for args.n_layers in (1, 2):
+        with torch.device("meta"):
+            model = MODELS[name].model_cls(args)
+        sizes.append(args.get_nparams_and_flops(model, args.max_seq_len)[0])
+    one, two = sizes
+    return one + (blocks - 1) * (two - one)
 
 
 def _read(path: Path, name: str, group: str | None) -> RunRecord:
