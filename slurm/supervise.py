@@ -25,7 +25,6 @@ overrides come from launch.json there.
 import collections
 import concurrent.futures
 import contextlib
-import fcntl
 import glob
 import json
 import os
@@ -64,6 +63,7 @@ MOST_RESTARTS = 50
 # These fields of scontrol take a whole line, and may contain anything, even the name of
 # another field.
 WHOLE_LINES = "JobName Command SubmitLine WorkDir Comment AdminComment SystemComment Extra StdErr StdIn StdOut"
+LOCK_LIFE = 30.0  # seconds in which a start that lives renews its lock
 REQUEUED = "SLURM has requeued the job itself"
 HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is
@@ -848,18 +848,20 @@ class Supervisor:
         return self.count_failure(problem)
 
     def owner(self):
-        """Return which other job holds the run folder's lock (run/folder.py) and thus
-        owns its state: "job 6", or None.
+        """Return which other job holds the run folder's lock (run/lock.py) and thus
+        owns its state: "job 6", or None. Of a lock that was left, SLURM knows it.
         """
         path = self.file(".lock")
-        # Python 3.6 has no parentheses around the contexts of a block.
-        with contextlib.suppress(OSError), open(path, "r+", errors="replace") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                job = lock.read().rpartition("SLURM job ")[2].strip()
-                return None if job == self.job else f"job {job}"
-        return None
+        holder = read_json(path)
+        job = str(holder.get("job")).split(".")[0]
+        lives = False
+        if job.isdigit() and job != self.job:
+            _, state = self.call("squeue", "--noheader", "--job=" + job, "--format=%T")
+            lives = state.strip() in ("RUNNING", "SUSPENDED")
+        elif holder and not job:  # outside of SLURM
+            with contextlib.suppress(OSError):
+                lives = abs(time.time() - os.stat(path).st_mtime) < LOCK_LIFE
+        return f"job {job or 'none'}" if lives else None
 
     def held(self):
         """Tell whether a user has asked the run to stop.

@@ -4,7 +4,6 @@ commands. tests/slurm runs whole jobs.
 
 import ast
 import contextlib
-import fcntl
 import functools
 import importlib.util
 import io
@@ -41,6 +40,9 @@ STEP = "--ntasks-per-node=1 --kill-on-bad-exit={} --mem=0 --cpu-bind=none"
 
 def report(node, gpus, problems):
     return {"node": node, "gpus": ["H100"] * gpus, "problems": problems}
+
+
+RUNS_6 = 'case "$*" in *job=6\\ *) echo RUNNING;;'  # job 6 runs, and job 5 has ended
 
 
 class Cluster:
@@ -82,7 +84,7 @@ esac"""
         )
         scripts |= {
             "scontrol": f"{self.SHOW}; exit 1",
-            "squeue": "echo 7.0; echo 7.batch",
+            "squeue": f"{RUNS_6} *) echo 7.0; echo 7.batch;; esac",
             "sbatch": "exit 1",
         }
         for name, script in scripts.items():
@@ -96,6 +98,10 @@ esac"""
             )
         )
         file.chmod(0o755)
+
+    def lock(self, job):
+        """Write the lock of a start, as run/lock.py does."""
+        (self.run / ".lock").write_text(json.dumps({"host": "n9", "job": job}))
 
     def calls(self, name, begin=""):
         file = self.commands / f"{name}.calls"
@@ -366,7 +372,7 @@ LEFT = 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
 UNKNOWN = LEFT.replace("echo 0:01", "exit 1")
 LONG_SAVE = {"srun": SIGNALLED, "squeue": LEFT, "SBATCH_SIGNAL": "B:USR1@1"}
 LOCKED = {
-    "lock": "host n9, pid 77, SLURM job 6",
+    "lock": "6.0.abcdef",
     "counters": b'{"failures": 2, "step": 4}',
     "checkpoints": [4],
 }
@@ -574,7 +580,7 @@ SCENARIOS = {
             "failure 3 of",
             python="exit 3",
             restart=1,
-            **{**LOCKED, "lock": "SLURM job 7"},
+            **{**LOCKED, "lock": "7.0.abcdef"},
         ),
         row(
             "free lock",
@@ -582,7 +588,7 @@ SCENARIOS = {
             "failure 3 of",
             python="exit 1",
             restart=1,
-            **{**LOCKED, "held": False},
+            **{**LOCKED, "lock": "5.0"},
         ),
         row(
             "a job's stop",
@@ -990,17 +996,13 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
         supervisor.launch = {}
     for name, usual in (("status", 1), ("quiet", 1800.0), ("kill_wait", 0.5)):
         setattr(supervisor, name, given.get(name, usual))
-    # as run/folder.py locks it
-    with open(cluster.run / ".lock" if "lock" in given else os.devnull, "w") as lock:
-        lock.write(given.get("lock", ""))
-        lock.flush()
-        if given.get("held", "lock" in given):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        for method in methods.split("; "):
-            if method in ("unpack", "freeze", "check_nodes", "prepare", "train"):
-                outcome = supervisor.enter(method, getattr(supervisor, method))
-            else:
-                outcome = getattr(supervisor, method)()
+    if "lock" in given:
+        cluster.lock(given["lock"])
+    for method in methods.split("; "):
+        if method in ("unpack", "freeze", "check_nodes", "prepare", "train"):
+            outcome = supervisor.enter(method, getattr(supervisor, method))
+        else:
+            outcome = getattr(supervisor, method)()
     if methods == "supervise":
         last = cluster.transitions()[-1]
         outcome = Outcome(last["state"], last["reason"], outcome)
@@ -1298,7 +1300,7 @@ class TestPrepare:
     ):
         from titan_disp.cluster import job_check, node_health
         from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE
-        from titan_disp.run.folder import lock_folder
+        from titan_disp.run.lock import Lock
 
         run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
         config = cluster.folder / "config.toml"
@@ -1325,8 +1327,10 @@ class TestPrepare:
             with pytest.raises(SystemExit, match=str(EXIT_CODE)):
                 main("3", nproc)
             assert re.match(f"titan-disp: error: {said}", capsys.readouterr().err)
-        with lock_folder(run), pytest.raises(SystemExit, match=str(IN_USE_EXIT_CODE)):
+        lock = Lock(run)
+        with pytest.raises(SystemExit, match=str(IN_USE_EXIT_CODE)):
             main()
+        lock.close()
         assert node_health.REPORT == supervise.NODE_REPORT
 
 
@@ -1661,14 +1665,11 @@ class TestRequeue:
         another job's.
         """
         for owner in ("6", "7"):
-            with open(cluster.run / ".lock", "w") as lock:
-                lock.write(f"SLURM job {owner}")
-                lock.flush()
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                assert cluster.supervisor().requeue(reason="failure 1") == 1
-                refused = "NOT REQUEUED: SLURM refused it. Submit again. failure 1\n"
-                assert capsys.readouterr().out.endswith(refused)
-                assert (cluster.run / "outcome.txt").exists() is (owner == "7")
+            cluster.lock(f"{owner}.0")
+            assert cluster.supervisor().requeue(reason="failure 1") == 1
+            refused = "NOT REQUEUED: SLURM refused it. Submit again. failure 1\n"
+            assert capsys.readouterr().out.endswith(refused)
+            assert (cluster.run / "outcome.txt").exists() is (owner == "7")
         outcome = (cluster.run / "outcome.txt").read_text()
         assert re.match("titan-disp: 20[-:TZ0-9]+ job 7: NOT REQUEUED: SLURM", outcome)
 

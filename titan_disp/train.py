@@ -126,6 +126,8 @@ class DispTrainer(Start, Trainer):
             job_config.metrics.disable_color_printing = True
         self.heartbeat = Heartbeat(path, job_config)
         self.aside = Aside(self.heartbeat.write)
+        if self.run_folder is not None:
+            self.aside.errands.append(self.run_folder.lock.renew)
         self.announce("start", 0)
         self.last_step = last_step(
             job_config, data_parallel_degree(job_config, world_size)

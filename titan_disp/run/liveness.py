@@ -24,7 +24,8 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.autograd import objects_of_ranks, of_ranks
-from titan_disp.run.folder import RunFolder, job_id
+from titan_disp.run.folder import RunFolder
+from titan_disp.run.lock import job_id, process_fields
 from titan_disp.run.reader import HEARTBEAT, STOP
 from titan_disp.run.storage import patiently
 
@@ -256,7 +257,7 @@ def process_began() -> float:
     the present time.
     """
     with suppress(OSError, ValueError, StopIteration, IndexError):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(process_fields("self")[19])
         boot = next(
             int(line.split()[1])
             for line in Path("/proc/stat").read_text().splitlines()
@@ -362,12 +363,8 @@ class Start:
         return other
 
     def owns_folder(self) -> bool:
-        """Return whether no other start can use the run folder."""
-        return (
-            self.run_folder is not None
-            and self.run_folder.locked
-            and not self.taken_by()
-        )
+        """Return whether the run folder is certainly this start's."""
+        return self.run_folder is not None and self.run_folder.owned
 
     def announce(self, doing: str, step: int) -> None:
         """Say in heartbeat.json what begins."""
