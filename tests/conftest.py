@@ -126,7 +126,9 @@ def _runs_keep_their_promises(request):
     if folder is None or request.node.get_closest_marker("changes_runs"):
         return
     for environment in folder.rglob("environment.json"):
-        if (environment.parent / "events.jsonl").exists():
+        # stand-ins of a run have no variables
+        real = "variables" in environment.read_text()
+        if real and (environment.parent / "events.jsonl").exists():
             from tests.run_invariants import check_run
 
             check_run(environment.parent)
