@@ -362,7 +362,6 @@ def find_machine(machine: Machine) -> Machine:
 
     Raises ConfigError if one of its numbers is out of range.
     """
-    machine = replace(machine, gpu=cost.gpu_name(machine.gpu))
     gpu = cost.find_gpu(machine)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
         raise ConfigError(
@@ -388,6 +387,7 @@ def find_machine(machine: Machine) -> Machine:
             )
     return replace(
         machine,
+        gpu=cost.gpu_name(machine.gpu),
         gpu_memory=gpu.memory / 1e9,
         gpu_flops=gpu.bf16_flops / 1e12,
         node_bandwidth=node_bandwidth,
@@ -492,6 +492,8 @@ def _warnings(
     checkpoints: Checkpoints,
     sources: list[Share],
 ) -> Iterator[str]:
+    if guess := cost.guessed_gpu(machine):
+        yield guess
     memory = prediction.memory.total
     available = cost.find_gpu(machine).memory
     if memory > available:
