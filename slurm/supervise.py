@@ -25,7 +25,6 @@ overrides come from launch.json there.
 import collections
 import concurrent.futures
 import contextlib
-import fcntl
 import glob
 import json
 import os
@@ -33,6 +32,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -64,6 +64,7 @@ MOST_RESTARTS = 50
 # These fields of scontrol take a whole line, and may contain anything, even the name of
 # another field.
 WHOLE_LINES = "JobName Command SubmitLine WorkDir Comment AdminComment SystemComment Extra StdErr StdIn StdOut"
+LOCK_LIFE = 30.0  # seconds in which a start that lives renews its lock
 REQUEUED = "SLURM has requeued the job itself"
 HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is
@@ -152,8 +153,8 @@ def marked(lines, mark):
 
 
 def seconds_of(limit):
-    """Convert SLURM's [DAYS-][HOURS:]MINUTES:SECONDS to seconds; None means no limit
-    (UNLIMITED).
+    """Convert SLURM's [DAYS-][HOURS:]MINUTES:SECONDS to seconds; None means a word,
+    such as UNLIMITED.
     """
     parts = re.match(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)$", limit)
     if not parts:
@@ -317,6 +318,17 @@ def task_of_array(path, environment):
         ) from error
 
 
+def is_free(port):
+    """Return whether a process can listen on a port of this node."""
+    with socket.socket() as probe:
+        # What an ended process leaves of its connections is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return True
+    return False
+
+
 def kill_group(process):
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -412,6 +424,7 @@ class Supervisor:
         self.status = None  # srun's exit status, once training has ended
         self.stalled = ""  # why this process ended training
         self.beat = {}  # the newest heartbeat
+        self.waits_for = ""  # which rank the others wait for, as rank 0 says
         self.beat_time = 0.0  # when it, or none, was first seen
 
     def _read_launch(self, folder):
@@ -498,10 +511,11 @@ class Supervisor:
         ``unknown`` if SLURM does not answer.
         """
         text = self.squeue("--format=%L")
-        if not text:
-            return unknown
         seconds = seconds_of(text)
-        return float("inf") if seconds is None else seconds
+        if seconds is not None:
+            return seconds
+        # INVALID is SLURM's word for a time below zero.
+        return {"UNLIMITED": float("inf"), "INVALID": 0}.get(text, unknown)
 
     def squeue(self, *options):
         """Return what squeue says of this job, or "" without an answer."""
@@ -848,18 +862,20 @@ class Supervisor:
         return self.count_failure(problem)
 
     def owner(self):
-        """Return which other job holds the run folder's lock (run/folder.py) and thus
-        owns its state: "job 6", or None.
+        """Return which other job holds the run folder's lock (run/lock.py) and thus
+        owns its state: "job 6", or None. Of a lock that was left, SLURM knows it.
         """
         path = self.file(".lock")
-        # Python 3.6 has no parentheses around the contexts of a block.
-        with contextlib.suppress(OSError), open(path, "r+", errors="replace") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                job = lock.read().rpartition("SLURM job ")[2].strip()
-                return None if job == self.job else f"job {job}"
-        return None
+        holder = read_json(path)
+        job = str(holder.get("job")).split(".")[0]
+        lives = False
+        if job.isdigit() and job != self.job:
+            _, state = self.call("squeue", "--noheader", "--job=" + job, "--format=%T")
+            lives = state.strip() in ("RUNNING", "SUSPENDED")
+        elif holder and not job:  # outside of SLURM
+            with contextlib.suppress(OSError):
+                lives = abs(time.time() - os.stat(path).st_mtime) < LOCK_LIFE
+        return f"job {job or 'none'}" if lives else None
 
     def held(self):
         """Tell whether a user has asked the run to stop.
@@ -890,7 +906,15 @@ class Supervisor:
         # Two jobs on one node must not use the same port, such as tasks of an array,
         # whose numbers are neighbours. Linux's ephemeral ports begin at 32768.
         number = int(self.job) + 1009 * self.restart + 101 * (self.starts - 1)
-        return f"{self.head or self.used[0]}:{self.port or 20000 + number % 10000}"
+        first = 20000 + number % 10000
+        ports = [int(self.port)] if self.port else range(first, first + 100)
+        port = next(filter(is_free, ports), None)
+        if port is None:
+            raise Failure(
+                f"another process on this node uses port {ports[0]}, on which the ranks "
+                "would meet (TITAN_DISP_ENDPOINT)"
+            )
+        return f"{self.head or self.used[0]}:{port}"
 
     def train(self):
         """Run torchrun on every node until it ends, or until the run is silent for
@@ -908,6 +932,7 @@ class Supervisor:
             "node.sh", "train", self.run, "--job.config_file", *self.argv
         )
         process = self.begin_step(command, self.used)
+        self.begin_process(self.script("pack.sh", self.run, self.start))
         self.beat_time = time.monotonic()
         threading.Thread(target=self._follow, args=(process,), daemon=True).start()
         self._watch(process)
@@ -949,6 +974,8 @@ class Supervisor:
         # collective operations have time-outs.
         while process.poll() is None:
             beat = read_json(self.file("heartbeat.json"))
+            if beat:  # a rank that fails deletes it
+                self.waits_for = str(beat.pop("waits_for", ""))
             if beat != self.beat:
                 # the file's own time is that of a file server
                 self.beat_time = time.monotonic()
@@ -1040,6 +1067,8 @@ class Supervisor:
                 f"a rank or a node died without a message (srun's status {self.status})"
                 f"; see {self.file('logs', self.start)}"
             )
+        if self.waits_for:
+            reason += f". Before that, {self.waits_for}"
         signals = self.signalled()
         if signals:
             reason = f"asked to stop ({signals[0]}) but not saved in time; {reason}"

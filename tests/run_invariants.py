@@ -22,7 +22,7 @@ FILES = {
     },
     **{
         name: re.escape(name)
-        for name in ("metrics.jsonl", "heartbeat.json", "owner.json", ".lock", "stop")
+        for name in ("metrics.jsonl", "heartbeat.json", ".lock", "stop")
     },
     **{
         name: re.escape(name)

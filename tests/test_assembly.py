@@ -209,7 +209,7 @@ def one_process(sample, tokenizer, folder):
     start(sample, shutil.copytree(parts, folder / "complete"), "--optimizer.lr", "0.5")
     with trainer_of(sample, folder / "seed", "--debug.seed", "12") as trainer:
         found["seed"] = weights(trainer)
-        for name in ("owner.json", "heartbeat.json"):  # another start takes the folder
+        for name in (".lock", "heartbeat.json"):  # another start takes the folder
             (folder / "seed" / name).write_text('{"id": "of the other"}')
     assert (folder / "seed/heartbeat.json").exists()
     torch.save(found, folder / "found.pt")

@@ -5,6 +5,7 @@ every command.
 import dataclasses
 import math
 import re
+import socket
 import time
 from operator import attrgetter
 
@@ -20,6 +21,7 @@ from titan_disp.checks import (
     check_config,
     check_device,
     check_inputs,
+    check_launched,
     config_warnings,
 )
 from titan_disp.cluster.freeze import freeze
@@ -297,6 +299,25 @@ def test_a_start_without_torchrun(monkeypatch, capfd, tmp_path):
         f"titan_disp.train --job.config_file {DEMO}\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_another_process_uses(monkeypatch, capfd, tmp_path):
+    """Where the ranks meet; torchrun's own process may listen there already."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    config = loaded(DEMO)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for name, value in {**names, "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        message = f"MASTER_PORT is {port}, .* \\(Address already in use\\): set another"
+        with pytest.raises(ConfigError, match=message):
+            check_launched(config)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        check_launched(config)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    check_launched(config)
 
 
 def test_no_load_balancer_is_only_possible_on_the_command_line():

@@ -7,7 +7,9 @@ import errno
 import json
 import math
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -15,9 +17,13 @@ from types import SimpleNamespace as Section
 from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
-from titan_disp.run import liveness
+from tests.distributed import spawn
+from tests.mesh import build
+from titan_disp.run import liveness, peers
 from titan_disp.run.liveness import Aside, Heartbeat, StopRequest, Stragglers, straggler
+from titan_disp.run.peers import Peers
 
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -361,3 +367,125 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_step(
         )
         asked = request()
     assert (asked, request()) == (False, True)
+
+
+@pytest.fixture
+def ranks(tmp_path, clock, heartbeat):
+    """Three ranks that share a store, at the beginning of step 4."""
+    store = dist.HashStore()
+    monitored = [
+        Peers(heartbeat(tmp_path if rank == 0 else None), store, rank, 3)
+        for rank in range(3)
+    ]
+    for peer in monitored:
+        peer.heartbeat.begin("step", 4)
+        peer.heartbeat.go_on("reading data", 4)
+    return monitored
+
+
+def pass_time(clock, ranks, seconds):
+    """Let time pass, in which these ranks tell what they do; rank 0 last."""
+    for _ in range(seconds // 5):
+        clock.now += 5
+        for peer in reversed(ranks):
+            peer.exchange()
+
+
+@pytest.fixture
+def names(monkeypatch):
+    monkeypatch.setattr(peers, "time", liveness.time)
+    monkeypatch.setattr(peers.socket, "gethostname", lambda: "n2")
+
+
+def test_rank_0_names_the_rank_that_all_ranks_wait_for(
+    tmp_path, clock, ranks, names, caplog
+):
+    first, second, _ = ranks
+    for peer in (first, second):
+        peer.heartbeat.go_on("step", 4)
+    pass_time(clock, ranks, 15)
+    assert "waits_for" not in read(tmp_path, first.heartbeat)
+    pass_time(clock, ranks, 15)
+    beat = read(tmp_path, first.heartbeat)
+    waits = "all ranks wait for rank 2 on n2: reading data at step 4, for 30 s"
+    assert beat["waits_for"] == waits
+    assert [record.getMessage() for record in caplog.records] == [
+        "all ranks wait for rank 2 on n2: reading data at step 4, for 20 s"
+    ]
+    time_of_beat = beat["time"]  # by which the supervisor measures the silence
+    pass_time(clock, ranks, 30)
+    assert read(tmp_path, first.heartbeat)["time"] == time_of_beat
+    for peer in ranks:
+        peer.heartbeat.begin("step", 5)
+    pass_time(clock, ranks, 5)
+    assert "waits_for" not in read(tmp_path, first.heartbeat)
+
+
+def test_nobody_is_named_if_all_ranks_do_the_same_or_have_not_begun(
+    clock, ranks, names
+):
+    pass_time(clock, ranks[:2], 100)
+    assert ranks[0].heartbeat.waits_for == ""
+    pass_time(clock, ranks, 100)
+    assert ranks[0].heartbeat.waits_for == ""
+
+
+def test_a_rank_that_has_stopped_and_rank_0_itself_are_named(clock, ranks, names):
+    first, second, third = ranks
+    pass_time(clock, ranks, 5)
+    pass_time(clock, [first, third], 50)
+    said = "all ranks wait for rank 1 on n2, which does not answer: reading data at"
+    assert first.heartbeat.waits_for.startswith(said)
+    second.heartbeat.go_on("step", 4)
+    third.heartbeat.go_on("step", 4)
+    pass_time(clock, ranks, 10)
+    said = "all ranks wait for rank 0 on n2: reading data at step 4, for 65 s"
+    assert first.heartbeat.waits_for == said
+
+
+def test_slow_steps_are_usual_and_a_store_that_has_ended_is_no_error(
+    clock, ranks, names, monkeypatch
+):
+    first, second, _ = ranks
+    for peer in (first, second):
+        peer.heartbeat.slowest = 60.0
+        peer.heartbeat.go_on("step", 4)
+    pass_time(clock, ranks, 100)
+    assert first.heartbeat.waits_for == ""
+    pass_time(clock, ranks, 30)
+    assert " and 1 other" not in first.heartbeat.waits_for != ""
+    monkeypatch.setattr(
+        first, "_store", Mock(set=Mock(side_effect=RuntimeError("Connection reset")))
+    )
+    pass_time(clock, ranks, 5)
+
+
+def wait_for_data(sample, folder):
+    """Rank 1 waits for its data in the third step, until rank 0 has named it."""
+    peers.WAITING = 0.5
+    peers.INTERVAL = 0.2
+    file = folder / "heartbeat.json"
+
+    def slowly(batches):
+        for step, batch in enumerate(batches):
+            if step == 2 and dist.get_rank() == 1:
+                until(lambda: "reading data at" in file.read_text())
+                (folder.parent / "seen").write_text(file.read_text())
+            yield batch
+
+    trainer = build(
+        sample, folder, "--training.steps", "4", "--condensation.interval", "0"
+    )
+    timed = trainer._timed
+    trainer._timed = lambda batches: timed(slowly(batches))
+    with closing(trainer):
+        trainer.train()
+
+
+def test_ranks_of_a_run_name_the_one_that_waits_for_its_data(sample, tmp_path):
+    spawn(2, wait_for_data, sample, tmp_path / "run")
+    beat = json.loads((tmp_path / "seen").read_text())
+    name = (
+        rf"all ranks wait for rank 1 on {socket.gethostname()}: reading data at step "
+    )
+    assert re.match(name + r"\d, for \d+ s", beat["waits_for"])

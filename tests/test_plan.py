@@ -4,6 +4,7 @@ model, optimizer and autograd.
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -808,29 +809,67 @@ def test_text(every_node_count):
     assert {one: plans._days(one) for one in days} == days
 
 
-def test_a_gpu_is_the_named_one_this_computers_or_has_given_sizes(monkeypatch):
+def here(monkeypatch, device, memory):
+    """Give this computer a GPU with this name and so many bytes."""
+    properties = SimpleNamespace(total_memory=memory)
+    for function, value in (
+        ("is_available", True),
+        ("get_device_name", device),
+        ("get_device_properties", properties),
+    ):
+        monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
+
+
+def test_a_gpu_is_the_named_one_or_has_given_sizes():
     assert gpu_name("") == "H100"
     # with more memory than the table's
     named = find_gpu(Machine(gpu="RTX4090", gpu_memory=48))
     assert (named.memory, named.bf16_flops) == (48e9, 165.2e12)
     other = find_gpu(Machine(gpu="T4", gpu_memory=16, gpu_flops=65))
     assert (other.memory, other.bf16_flops) == (16e9, 65e12)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for here, name in (
-        ("NVIDIA GeForce RTX 3090 Ti", "RTX3090"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-    ):
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda here=here: here)
-        assert (gpu_name(""), find_gpu(Machine())) == (
-            name,
-            find_gpu(Machine(gpu=name)),
-        )
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "name", "similar"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 85.1e9, "A100", "A100"),
+        ("NVIDIA H100 80GB HBM3", 85.0e9, "H100", "H100"),
+        ("AMD Instinct MI250X", 68.7e9, "MI250X-GCD", "MI250X-GCD"),
+        ("NVIDIA A100-SXM4-40GB", 42.3e9, None, "A100"),
+        ("NVIDIA H100 PCIe", 85.0e9, None, "H100"),
+        ("NVIDIA GeForce RTX 3090 Ti", 25.3e9, None, "RTX3090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.8e9, None, "RTX4090"),
+    ],
+)
+def test_a_gpu_is_this_computers_with_its_own_memory(
+    monkeypatch, device, memory, name, similar
+):
+    """A variant of a GPU of the table is said to be a guess."""
+    here(monkeypatch, device, memory)
+    gpu = find_gpu(Machine())
+    assert (gpu.memory, gpu.bf16_flops) == (memory, GPUS[similar].bf16_flops)
+    assert gpu_name("") == (name or device)
+    plan = make_plan(loaded(DEMO), Machine(1, 2))
+    assert plan.machine.gpu_memory == pytest.approx(memory / 1e9)
+    said = f"{device} is not in the table of GPUs: what you do not give is a guess, as of an {similar} "
+    assert sum(warning.startswith(said) for warning in plan.warnings) == (name is None)
+    # Of another one that is asked for, the device says nothing.
+    assert find_gpu(Machine(gpu="H200")).memory == 141e9
+
+
+@pytest.mark.parametrize("device", ["Tesla T4", "NVIDIA GH200 480GB"])
+def test_a_gpu_that_is_like_none_of_the_table(monkeypatch, device):
+    here(monkeypatch, device, 16e9)
     with pytest.raises(
         ConfigError,
-        match="gpu is 'Tesla T4', expected one of A100, .*--gpu-memory .*--gpu-flops",
+        match=f"gpu is '{device}', expected one of A100, .*--gpu-memory .*--gpu-flops",
     ):
         find_gpu(Machine())
+    plan = make_plan(loaded(DEMO), Machine(1, 2, gpu_flops=65))
+    assert plan.machine.gpu_memory == 16
+    assert any("a guess, as of a desktop GPU (" in text for text in plan.warnings)
+    with pytest.raises(ConfigError, match="gpu is 'A100-SXM4-40GB', expected one of"):
+        find_gpu(Machine(gpu="A100-SXM4-40GB"))
 
 
 def test_peaks_follow_from_the_units_and_their_clock():

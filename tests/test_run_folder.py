@@ -5,9 +5,7 @@ changes of the config are named.
 import json
 import math
 import os
-import socket
 import sys
-import time
 import tracemalloc
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -24,7 +22,7 @@ from titan_disp.checks import check_device
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.objective import LossLedger
 from titan_disp.run import reader
-from titan_disp.run.folder import WATCH, RunFolder, continue_wandb
+from titan_disp.run.folder import RunFolder, continue_wandb
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.storage import append_json, write_json
 from titan_disp.train import DispTrainer
@@ -148,111 +146,22 @@ def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
     with pytest.raises(InUseError, match="in use by another job.*pid"):
         RunFolder(second, world_size=1)
     assert (tmp_path / "config.json").read_bytes() == before
-    assert first.locked
+    assert first.owned
     first.close()
     RunFolder(job_config(tmp_path), world_size=1).close()
-    # Some network file systems have no locks. The folder may be another job's there.
-    monkeypatch.setattr(
-        "fcntl.flock", mock.Mock(side_effect=OSError(38, "Function not implemented"))
-    )
-    without = RunFolder(job_config(tmp_path), 1)
-    assert not first.locked
-    assert not without.locked
-    without.close()
-
-
-class Watch:
-    """Seconds, on a clock of its own, for which a folder has watched another start.
-
-    ``half_way`` is called after half of the usual ones.
-    """
-
-    def __init__(self, monkeypatch):
-        self.seconds = 0.0
-        self.half_way = lambda: None
-        clock = SimpleNamespace(
-            time=time.time, monotonic=lambda: self.seconds, sleep=self._sleep
-        )
-        monkeypatch.setattr("titan_disp.run.folder.time", clock)
-
-    def _sleep(self, seconds):
-        self.seconds += seconds
-        if self.seconds == WATCH[0] / 2:
-            self.half_way()
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    return Watch(monkeypatch)
-
-
-def left(folder, monkeypatch, **owner):
-    """A heartbeat that looks young, and its start's owner.json."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    write_json(
-        folder / "owner.json",
-        {"id": "x", "host": "far", "job": "6.0", "time": 1.7e9, **owner},
-    )
-    write_json(folder / "heartbeat.json", {"allowed_seconds": 100, "step": 1})
-
-
-@pytest.mark.parametrize(("job", "theirs"), [("7", "6.0"), ("none", "")])
-def test_a_run_that_lives_on_another_node_is_left_alone(
-    tmp_path, monkeypatch, watch, job, theirs
-):
-    """The lock of some file systems holds only within one node."""
-    left(tmp_path, monkeypatch, job=theirs)
-    if job == "none":
-        monkeypatch.delenv("SLURM_JOB_ID")
-    (tmp_path / ".lock").write_text("host far, pid 1, SLURM job 6")
-    seen = []  # while the other one is watched, the lock says who holds it
-
-    def beat():
-        seen.append((tmp_path / ".lock").read_text())
-        write_json(tmp_path / "heartbeat.json", {"allowed_seconds": 100, "step": 2})
-
-    watch.half_way = beat
-    before = [(tmp_path / name).read_bytes() for name in ("owner.json", ".lock")]
-    said = rf"is in use by another job \(host far, SLURM job {theirs or 'none'}\), whose heartbeat"
-    with pytest.raises(InUseError, match=said):
-        RunFolder(job_config(tmp_path), 1)
-    assert [
-        (tmp_path / name).read_bytes() for name in ("owner.json", ".lock")
-    ] == before
-    assert seen[0].endswith(f"SLURM job {job}")
-
-
-@pytest.mark.parametrize("what", ["same job", "same node", "old", "dead", "ended"])
-def test_a_start_that_has_died_holds_nobody_up(tmp_path, monkeypatch, watch, what):
-    """Only a young heartbeat of another job on another node is watched.
-
-    Which clock is right is not asked.
-    """
-    of = {"same job": {"job": "7.0"}, "same node": {"host": socket.gethostname()}}
-    left(tmp_path, monkeypatch, **of.get(what, {}))
-    if what == "old":
-        os.utime(tmp_path / "heartbeat.json", (time.time() - 101,) * 2)
-    if what == "ended":
-        watch.half_way = (tmp_path / "heartbeat.json").unlink
-    folder = RunFolder(job_config(tmp_path), 1)
-    assert watch.seconds == {"dead": WATCH[0], "ended": WATCH[0] / 2}.get(what, 0)
-    assert folder.taken_by() is None
-    owner = json.loads((tmp_path / "owner.json").read_text())
-    assert (owner["host"], owner["job"], owner["id"] != "x") == (
-        socket.gethostname(),
-        "7.0",
-        True,
-    )
-    folder.close()
 
 
 def two_jobs(sample, folder):
-    """A second start takes the folder, as with locks that hold only within a node,
-    while the first one trains.
+    """A second start takes the folder over while the first one trains, as if it had
+    not shown life.
     """
-    import fcntl
 
-    fcntl.flock = lambda *args: None
+    second = []
+
+    def take_over():
+        (Path(folder) / ".lock").unlink()
+        second.append(RunFolder(first.job_config, 1))
+
     options = (
         "--training.steps",
         "9",
@@ -273,7 +182,7 @@ def two_jobs(sample, folder):
     )
     first.train_step = lambda data: (
         DispTrainer.train_step(first, data),
-        RunFolder(first.job_config, 1) if first.step == 4 else None,
+        take_over() if first.step == 4 else None,
     )
     with pytest.raises(
         InUseError, match=r"was taken by another job \(host .*\) while this one trained"

@@ -125,7 +125,7 @@ def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
         json.loads((folder / "resolved.json").read_text())["training"]["dataset_path"]
         == "/data/c4"
     )
-    for name in ("supervise.py", "common.sh", "node.sh", "unpack.sh"):
+    for name in ("supervise.py", "common.sh", "node.sh", "pack.sh", "unpack.sh"):
         assert (folder / "slurm" / name).read_bytes() == (
             ROOT / "slurm" / name
         ).read_bytes()

@@ -4,7 +4,6 @@ commands. tests/slurm runs whole jobs.
 
 import ast
 import contextlib
-import fcntl
 import functools
 import importlib.util
 import io
@@ -14,8 +13,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tarfile
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -41,6 +42,9 @@ STEP = "--ntasks-per-node=1 --kill-on-bad-exit={} --mem=0 --cpu-bind=none"
 
 def report(node, gpus, problems):
     return {"node": node, "gpus": ["H100"] * gpus, "problems": problems}
+
+
+RUNS_6 = 'case "$*" in *job=6\\ *) echo RUNNING;;'  # job 6 runs, and job 5 has ended
 
 
 class Cluster:
@@ -82,7 +86,7 @@ esac"""
         )
         scripts |= {
             "scontrol": f"{self.SHOW}; exit 1",
-            "squeue": "echo 7.0; echo 7.batch",
+            "squeue": f"{RUNS_6} *) echo 7.0; echo 7.batch;; esac",
             "sbatch": "exit 1",
         }
         for name, script in scripts.items():
@@ -96,6 +100,10 @@ esac"""
             )
         )
         file.chmod(0o755)
+
+    def lock(self, job):
+        """Write the lock of a start, as run/lock.py does."""
+        (self.run / ".lock").write_text(json.dumps({"host": "n9", "job": job}))
 
     def calls(self, name, begin=""):
         file = self.commands / f"{name}.calls"
@@ -294,8 +302,9 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-def beat(allowed, start="7.0", doing="save"):
+def beat(allowed, start="7.0", doing="save", **more):
     content = {"start": start, "step": 5, "doing": doing, "allowed_seconds": allowed}
+    content |= more
     return f"echo '{json.dumps(content)}' > FOLDER/run/heartbeat.json; "
 
 
@@ -366,7 +375,7 @@ LEFT = 'case "$*" in *steps*) echo 7.0;; *) echo 0:01;; esac'
 UNKNOWN = LEFT.replace("echo 0:01", "exit 1")
 LONG_SAVE = {"srun": SIGNALLED, "squeue": LEFT, "SBATCH_SIGNAL": "B:USR1@1"}
 LOCKED = {
-    "lock": "host n9, pid 77, SLURM job 6",
+    "lock": "6.0.abcdef",
     "counters": b'{"failures": 2, "step": 4}',
     "checkpoints": [4],
 }
@@ -574,7 +583,7 @@ SCENARIOS = {
             "failure 3 of",
             python="exit 3",
             restart=1,
-            **{**LOCKED, "lock": "SLURM job 7"},
+            **{**LOCKED, "lock": "7.0.abcdef"},
         ),
         row(
             "free lock",
@@ -582,7 +591,7 @@ SCENARIOS = {
             "failure 3 of",
             python="exit 1",
             restart=1,
-            **{**LOCKED, "held": False},
+            **{**LOCKED, "lock": "5.0"},
         ),
         row(
             "a job's stop",
@@ -885,6 +894,31 @@ SCENARIOS = {
             quiet=1.4,
             ended=True,
         ),
+        # It says so more often than it is allowed to be silent.
+        row(
+            "silent while it waits for another rank",
+            "check nodes",
+            "s are allowed. Before that, all wait for rank 3 for 5 s",
+            srun="".join(
+                f"{beat(1, waits_for=f'all wait for rank 3 for {i} s')}sleep 0.2; "
+                for i in FIVE
+            )
+            + SLEEP,
+            ended=True,
+        ),
+        row(
+            "the rank that was waited for",
+            "check nodes",
+            "Before that, all wait for rank 3",
+            srun=f"{beat(60, waits_for='all wait for rank 3')}sleep 0.3; "
+            "rm FOLDER/run/heartbeat.json; sleep 0.2; exit 1",
+        ),
+        row(
+            "a rank is no longer waited for",
+            "check nodes",
+            "/run/logs/7.0. Starting again",
+            srun=f"{beat(60, waits_for='all wait')}sleep 0.3; {beat(60)}sleep 0.3; exit 1",
+        ),
         row(
             "a beat, then garbage",
             "check nodes",
@@ -990,17 +1024,13 @@ def test_scenarios(cluster, capsys, methods, state, reason, given):
         supervisor.launch = {}
     for name, usual in (("status", 1), ("quiet", 1800.0), ("kill_wait", 0.5)):
         setattr(supervisor, name, given.get(name, usual))
-    # as run/folder.py locks it
-    with open(cluster.run / ".lock" if "lock" in given else os.devnull, "w") as lock:
-        lock.write(given.get("lock", ""))
-        lock.flush()
-        if given.get("held", "lock" in given):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        for method in methods.split("; "):
-            if method in ("unpack", "freeze", "check_nodes", "prepare", "train"):
-                outcome = supervisor.enter(method, getattr(supervisor, method))
-            else:
-                outcome = getattr(supervisor, method)()
+    if "lock" in given:
+        cluster.lock(given["lock"])
+    for method in methods.split("; "):
+        if method in ("unpack", "freeze", "check_nodes", "prepare", "train"):
+            outcome = supervisor.enter(method, getattr(supervisor, method))
+        else:
+            outcome = getattr(supervisor, method)()
     if methods == "supervise":
         last = cluster.transitions()[-1]
         outcome = Outcome(last["state"], last["reason"], outcome)
@@ -1298,7 +1328,7 @@ class TestPrepare:
     ):
         from titan_disp.cluster import job_check, node_health
         from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE
-        from titan_disp.run.folder import lock_folder
+        from titan_disp.run.lock import Lock
 
         run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
         config = cluster.folder / "config.toml"
@@ -1325,8 +1355,10 @@ class TestPrepare:
             with pytest.raises(SystemExit, match=str(EXIT_CODE)):
                 main("3", nproc)
             assert re.match(f"titan-disp: error: {said}", capsys.readouterr().err)
-        with lock_folder(run), pytest.raises(SystemExit, match=str(IN_USE_EXIT_CODE)):
+        lock = Lock(run)
+        with pytest.raises(SystemExit, match=str(IN_USE_EXIT_CODE)):
             main()
+        lock.close()
         assert node_health.REPORT == supervise.NODE_REPORT
 
 
@@ -1661,14 +1693,11 @@ class TestRequeue:
         another job's.
         """
         for owner in ("6", "7"):
-            with open(cluster.run / ".lock", "w") as lock:
-                lock.write(f"SLURM job {owner}")
-                lock.flush()
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                assert cluster.supervisor().requeue(reason="failure 1") == 1
-                refused = "NOT REQUEUED: SLURM refused it. Submit again. failure 1\n"
-                assert capsys.readouterr().out.endswith(refused)
-                assert (cluster.run / "outcome.txt").exists() is (owner == "7")
+            cluster.lock(f"{owner}.0")
+            assert cluster.supervisor().requeue(reason="failure 1") == 1
+            refused = "NOT REQUEUED: SLURM refused it. Submit again. failure 1\n"
+            assert capsys.readouterr().out.endswith(refused)
+            assert (cluster.run / "outcome.txt").exists() is (owner == "7")
         outcome = (cluster.run / "outcome.txt").read_text()
         assert re.match("titan-disp: 20[-:TZ0-9]+ job 7: NOT REQUEUED: SLURM", outcome)
 
@@ -1820,6 +1849,8 @@ def test_time_left(cluster):
         "10:00:00": 36000,
         "2-01:00:01": 176401,
         "UNLIMITED": math.inf,
+        "INVALID": 0,  # of a job that is beyond its limit
+        "NOT_SET": 300,
     }
     for squeue, left in {
         **{f"echo {text}": left for text, left in said.items()},
@@ -1842,6 +1873,20 @@ def test_names_and_ports_do_not_come_again(cluster):
     first.begin()
     first.used = ["n1"]
     assert first.endpoint() == "n1:20108"
+
+
+def test_a_port_that_another_process_uses(cluster):
+    supervisor = cluster.supervisor()
+    supervisor.used = ["n1"]
+    with socket.socket() as other:
+        other.bind(("", int(supervisor.endpoint().partition(":")[2])))
+        other.listen()
+        assert supervisor.endpoint() == "n1:20008"
+        supervisor.port = "20007"
+        with pytest.raises(
+            supervise.Failure, match="uses port 20007, on which the ran"
+        ):
+            supervisor.endpoint()
 
 
 class TestSupervise:
@@ -1968,6 +2013,95 @@ class TestUnpack:
             )
             assert {path.name for path in local.iterdir()} == kept | more
         assert (unpacked / "bin").is_dir()
+
+
+class TestPack:
+    """Of what starts have left in a run folder, old folders become archives."""
+
+    JOBS = (
+        'echo "7 a"; echo "8 FOLDER/run/launch/20260101-000000-8/slurm/pretrain.sbatch"'
+    )
+    SUBMITTED = [f"20260101-00000{i}-{8 + i}" for i in range(8)]
+    STARTS = [f"{i}.0.00000{i}" for i in range(1, 9)]
+
+    @pytest.fixture
+    def run(self, cluster):
+        """Eight starts, of which that of job 7 runs and that of job 1 was the first."""
+        for folder, names in (
+            ("logs", self.STARTS),
+            ("nodes", self.STARTS),
+            ("launch", self.SUBMITTED),
+        ):
+            for i, name in enumerate([*names, "something else"]):
+                file = cluster.run / folder / name / "node-0" / "a log"
+                file.parent.mkdir(parents=True)
+                file.write_text(name)
+                os.utime(cluster.run / folder / name, (i, i))
+        shutil.copytree(ROOT / "slurm", cluster.run / "launch/20260101-000001-9/slurm")
+        os.utime(cluster.run / "launch" / "20260101-000001-9", (1, 1))
+        return cluster.run
+
+    def pack(self, cluster, jobs, start="7.0.000007"):
+        cluster.write("squeue", jobs)
+        script = cluster.run / "launch" / "20260101-000001-9" / "slurm" / "pack.sh"
+        subprocess.run(
+            ["bash", script, cluster.run, start], env=cluster.environment(), check=True
+        )
+
+    def folders(self, run, name):
+        return {path.name for path in (run / name).iterdir() if path.is_dir()}
+
+    def test_the_newest_stay_and_so_does_what_is_in_use(self, cluster, run):
+        self.pack(cluster, self.JOBS)
+        for name in ("logs", "nodes"):
+            assert self.folders(run, name) == {*self.STARTS[3:], "something else"}
+        launch = {*self.SUBMITTED[3:], "something else"}
+        # of a job that waits, and of this script
+        launch |= {"20260101-000000-8", "20260101-000001-9"}
+        assert self.folders(run, "launch") == launch
+        archive = run / "launch" / "20260101-000002-10.tar"
+        assert archive.stat().st_mode & 0o77 == 0
+        for name, old in (("logs", "1.0.000001"), ("launch", "20260101-000002-10")):
+            with tarfile.open(run / name / f"{old}.tar") as packed:
+                content = packed.extractfile(f"{old}/node-0/a log").read().decode()
+            assert content == old
+
+    def test_a_start_that_runs_is_never_packed(self, cluster, run):
+        """Start 1 is this one, and job 3 runs; start 2 was an earlier one of this job."""
+        (run / "logs" / "2.0.000002").rename(run / "logs" / "1.0.000002")
+        self.pack(cluster, "echo 3 b; echo 1 a", start="1.0.000001")
+        expected = {*self.STARTS, "something else"} - {"2.0.000002"}
+        assert self.folders(run, "logs") == expected
+        assert (run / "logs" / "1.0.000002.tar").exists()
+
+    def test_without_an_answer_of_slurm_nothing_is_packed(self, cluster, run):
+        before = sorted(run.rglob("*"))
+        self.pack(cluster, "exit 1")
+        assert sorted(run.rglob("*")) == before
+
+    def test_a_script_that_was_killed_while_it_packed(self, cluster, run):
+        """Once while it wrote an archive, and once while it deleted the folder."""
+        (run / "logs" / "1.0.000001.tar.partial").write_text("half")
+        self.pack(cluster, self.JOBS)
+        whole = (run / "logs" / "1.0.000001.tar").read_bytes()
+        (run / "logs" / "1.0.000001").mkdir()
+        os.utime(run / "logs" / "1.0.000001", (1, 1))
+        self.pack(cluster, self.JOBS)
+        assert (run / "logs" / "1.0.000001.tar").read_bytes() == whole
+        assert "1.0.000001" not in self.folders(run, "logs")
+
+    def test_training_begins_it(self, cluster):
+        cluster.write("squeue", self.JOBS)
+        for i, name in enumerate(self.STARTS):
+            (cluster.run / "logs" / name).mkdir(parents=True)
+            os.utime(cluster.run / "logs" / name, (i, i))
+        supervisor = cluster.supervisor()
+        supervisor.train()
+        end = time.monotonic() + 20
+        while (cluster.run / "logs" / "1.0.000001").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert (cluster.run / "logs" / "1.0.000001.tar").exists()
 
 
 class TestNode:

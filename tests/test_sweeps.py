@@ -36,7 +36,7 @@ from titan_disp.lab.sweeps import preparation, runner
 from titan_disp.lab.sweeps.definition import points, read_sweep
 from titan_disp.lab.sweeps.preparation import prepare, ranges, state, submit
 from titan_disp.lab.sweeps.runner import first_error, run, summary
-from titan_disp.run.folder import lock_folder
+from titan_disp.run.lock import Lock
 from titan_disp.run.reader import read_events, read_metrics
 
 
@@ -318,7 +318,7 @@ class TestPrepare:
         (changed,) = prepare(sweep(ONE, *nano(sample), "--dispersion.tau=2.0"), 1)
         assert "--dispersion.tau=2.0" in changed.argv
         two = prepare(sweep(ONE, *nano(sample)), 1)
-        (tmp_path / "runs" / "seed-1" / "owner.json").touch()
+        (tmp_path / "runs" / "seed-1" / "events.jsonl").touch()
         # A config that is written differently is the same point.
         (same,) = prepare(sweep(ONE, *nano(sample), "--dispersion.tau=1.0"), 1)
         # as in its first start, with the copy of the file from then
@@ -332,7 +332,7 @@ class TestPrepare:
     def test_a_model_that_is_no_more_overridden(self, sweep, sample, tmp_path):
         for same in ("hidden_dim=16,n_layers=2", "n_layers=2, hidden_dim=16"):
             prepare(sweep(ONE, *nano(sample), f"--model.overrides={same}"), 1)
-            (tmp_path / "runs" / "seed-1" / "owner.json").touch()
+            (tmp_path / "runs" / "seed-1" / "events.jsonl").touch()
         for other, told in (
             ((), r"config has changed .* model.overrides.hidden_dim 16 → None[,.]"),
             (
@@ -347,7 +347,7 @@ class TestPrepare:
         made = sweep(ONE, *nano(sample))
         file = tmp_path / "runs" / "seed-1" / "point.json"
         prepare(made, 1)
-        (file.parent / "owner.json").touch()
+        (file.parent / "events.jsonl").touch()
         record = json.loads(file.read_text())
         del record["resolved"]["dispersion.tau"], record["resolved"]["training.seq_len"]
         file.write_text(json.dumps(record))
@@ -550,7 +550,7 @@ class TestRun:
         held = []
         for name, lock in ((NAMES[1], runner.LOCK), (NAMES[2], ".lock")):
             (tmp_path / "runs" / name).mkdir(parents=True)
-            held.append(lock_folder(tmp_path / "runs" / name, lock))
+            held.append(Lock(tmp_path / "runs" / name, lock))
         results = prepared()
         assert outcomes(results) == ["finished", "in use", "in use", "finished"]
         assert "is in use by another job" in results[1].detail
@@ -565,11 +565,11 @@ class TestRun:
         prepared(text=ONE)
         events = tmp_path / "runs" / "seed-1" / "events.jsonl"
         complete = events.read_text()
-        lock = runner.lock_folder
+        lock = runner.Lock
         events.unlink()
         monkeypatch.setattr(
             runner,
-            "lock_folder",
+            "Lock",
             lambda *args: events.write_text(complete) and lock(*args),
         )
         assert outcomes(prepared(text=ONE)) == ["finished"]

@@ -12,12 +12,14 @@ import copy
 import importlib
 import importlib.util
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 import torch._dynamo
+import torch.distributed as dist
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
@@ -568,7 +570,9 @@ def _is_compiled(job_config: JobConfig) -> bool:
 
 
 def check_launched(job_config: JobConfig) -> None:
-    """Check that torchrun has started this process."""
+    """Check that torchrun has started this process, and that rank 0 can listen where
+    the ranks meet.
+    """
     if "LOCAL_RANK" not in os.environ:
         config = job_config.job.config_file
         raise ConfigError(
@@ -576,6 +580,21 @@ def check_launched(job_config: JobConfig) -> None:
             f"titan-disp train {config}, or torchrun --nproc-per-node N -m "
             f"titan_disp.train --job.config_file {config}"
         )
+    # torchrun's own process may listen for the ranks already.
+    listens = os.environ.get("RANK") == "0" and not dist.is_initialized()
+    if not listens or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_PORT is {port}, on which the ranks would meet, but this "
+                f"machine does not let this process listen there ({error.strerror}): "
+                "set another port"
+            ) from error
 
 
 def check_inputs(job_config: JobConfig) -> None:

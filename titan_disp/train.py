@@ -71,6 +71,7 @@ from titan_disp.run.liveness import (
     allocation_began,
 )
 from titan_disp.run.metrics import DispersionMetrics
+from titan_disp.run.peers import Peers
 from titan_disp.run.reader import read_condensation, read_events, read_rows
 from titan_disp.run.storage import patiently
 
@@ -89,6 +90,7 @@ class DispTrainer(Start, Trainer):
     """
 
     stragglers: Stragglers | None = None
+    peers: Aside | None = None  # the thread of ``Peers``, if there are other ranks
     checkpointer: DispCheckpointManager
     dataloader: StreamLoader
     metrics_processor: DispersionMetrics
@@ -131,6 +133,8 @@ class DispTrainer(Start, Trainer):
             job_config.metrics.disable_color_printing = True
         self.heartbeat = Heartbeat(path, job_config)
         self.aside = Aside(self.heartbeat.write)
+        if self.run_folder is not None:
+            self.aside.errands.append(self.run_folder.lock.renew)
         self.announce("start", 0)
         self.last_step = last_step(
             job_config, data_parallel_degree(job_config, world_size)
@@ -197,6 +201,7 @@ class DispTrainer(Start, Trainer):
             self.dataloader.on_progress = self._read_to_positions
         if world_size > 1 and not dry.is_dry(job):
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
+            self._connect_peers(world_size)
         self.aside.errands.append(self.stop_request)
         if self.run_folder is not None:
             self.aside.errands.append(self.run_folder.events.flush)
@@ -211,6 +216,17 @@ class DispTrainer(Start, Trainer):
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
         self.optimizers.on_skip = self._skipped
         self.optimizers.at_limit = partial(setattr, self, "_limit")
+
+    def _connect_peers(self, world_size: int) -> None:
+        """Begin to tell other ranks what this one does, in a thread that has a
+        connection of its own.
+        """
+        store: Any = dist.distributed_c10d._get_default_store()
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=10))
+        peers = Peers(self.heartbeat, store, dist.get_rank(), world_size)
+        self.peers = Aside(peers.exchange)
+        self.peers.wake()
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -346,11 +362,16 @@ class DispTrainer(Start, Trainer):
             )
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and note for the stragglers when each has arrived."""
+        """Yield the batches, and note for other ranks and for the stragglers when this
+        rank reads data, and when each batch has arrived.
+        """
+        self.heartbeat.go_on("reading data", self.step)
         for batch in batches:
+            self.heartbeat.go_on("step", self.step)
             if self.stragglers is not None:
                 self.stragglers.arrived()
             yield batch
+            self.heartbeat.go_on("reading data", self.step)
 
     def _read_to_positions(self, progress: Progress) -> None:
         """Announce how far all ranks together are with reading to their positions, if
@@ -693,6 +714,8 @@ class DispTrainer(Start, Trainer):
         """Close all parts, the run folder last. A full disk is warned of."""
         self.taken_by()  # if another start has the run folder, leaves its heartbeat
         self.aside.close()
+        if self.peers is not None:
+            self.peers.close()
         self.heartbeat.close()
         self.stop_request.close()
         try:

@@ -275,6 +275,7 @@ def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
 class Gpu:
     """Describe one device as torch sees it."""
 
+    device: str  # torch's name of the device that has these numbers
     # peak FLOP/s of dense matrix products; data sheets often name the double, with
     # sparsity
     bf16_flops: float
@@ -296,6 +297,7 @@ class Gpu:
 # "derived" says how a number follows from others. None was measured here.
 GPUS = {
     "A100": Gpu(
+        device="NVIDIA A100-SXM4-80GB",
         bf16_flops=312e12,  # NVIDIA A100 data sheet (80 GB SXM): 624 with sparsity
         fp32_flops=19.5e12,  # the same
         memory=80e9,  # the same
@@ -307,6 +309,7 @@ GPUS = {
         memory_bandwidth=2.039e12,  # NVIDIA A100 data sheet
     ),
     "H100": Gpu(
+        device="NVIDIA H100 80GB HBM3",
         # Hopper white paper, H100 SXM5. Data sheet: 1,979 TFLOP/s with sparsity, which
         # is twice as much.
         bf16_flops=989.4e12,
@@ -320,6 +323,7 @@ GPUS = {
         memory_bandwidth=3.35e12,  # H100 data sheet, SXM
     ),
     "H200": Gpu(
+        device="NVIDIA H200",
         # H200 data sheet, SXM: the compute of an H100 (1,979 TFLOP/s with sparsity)
         bf16_flops=989.4e12,
         fp32_flops=66.9e12,  # the same (67 TFLOP/s)
@@ -331,6 +335,7 @@ GPUS = {
     ),
     # One of the two dies (GCDs) of a card. torch sees each as a device.
     "MI250X-GCD": Gpu(
+        device="AMD Instinct MI250X",
         # AMD's table of the MI200 series: 383.0 TFLOP/s for a card. Derived from ROCm's
         # page "MI250 microarchitecture": 1,024 FLOPs per clock and CU, 110 CUs, 1.7
         # GHz.
@@ -347,6 +352,7 @@ GPUS = {
         memory_bandwidth=1.6e12,  # AMD's table: 3.2 TB/s for a card
     ),
     "MI300X": Gpu(
+        device="AMD Instinct MI300X",
         # ROCm's page "MI300 microarchitecture": peak of dense bf16 matrix products
         bf16_flops=1307.4e12,
         fp32_flops=163.4e12,  # the same, fp32 matrix products
@@ -363,6 +369,7 @@ GPUS = {
     # Of a desktop: PCIe ×16 (4.0, and 5.0 for the last), and Ethernet of 10 Gb/s, which
     # is our assumption.
     "RTX3090": Gpu(
+        device="NVIDIA GeForce RTX 3090",
         # GA102 white paper: dense, with FP32 sums; twice as much with sparsity
         bf16_flops=71e12,
         fp32_flops=35.6e12,  # the same
@@ -372,6 +379,7 @@ GPUS = {
         memory_bandwidth=936e9,  # the white paper
     ),
     "RTX4090": Gpu(
+        device="NVIDIA GeForce RTX 4090",
         # Ada white paper: dense, with FP32 sums; 330.3 with sparsity
         bf16_flops=165.2e12,
         fp32_flops=82.6e12,  # the same
@@ -381,6 +389,7 @@ GPUS = {
         memory_bandwidth=1008e9,  # the white paper
     ),
     "RTX5090": Gpu(
+        device="NVIDIA GeForce RTX 5090",
         bf16_flops=209.5e12,  # RTX Blackwell white paper: dense, with FP32 sums
         fp32_flops=104.8e12,  # the same
         memory=32e9,
@@ -393,21 +402,37 @@ GPUS = {
 
 def gpu_name(asked: str) -> str:
     """Return the name of the GPU that was asked for, or else of this computer's, or
-    H100.
+    H100. It is a name of the table if the table's numbers are those of this device.
     """
-    here = (
-        torch.cuda.get_device_name() if not asked and torch.cuda.is_available() else ""
-    )
+    if asked or not torch.cuda.is_available():
+        return asked or "H100"
+    device = torch.cuda.get_device_name()
+    return next((name for name, gpu in GPUS.items() if gpu.device == device), device)
+
+
+def similar_gpu(device: str) -> str:
+    """Return the GPU of the table that a device is a variant of, such as H100 for
+    "NVIDIA H100 PCIe", or "".
+    """
+    words = device.replace("RTX ", "RTX").replace("-", " ").split()
+    return next((name for name in GPUS if name in words), "")
+
+
+def guessed_gpu(machine: Machine) -> str | None:
+    """Return a sentence that says what of a machine's GPU is a guess, or None."""
+    if machine.gpu in GPUS:
+        return None
+    similar = similar_gpu(machine.gpu)
+    source = f"an {similar}" if similar else "a desktop GPU"
     return (
-        asked
-        or next((one for one in GPUS if one in here.replace(" ", "")), here)
-        or "H100"
+        f"{machine.gpu} is not in the table of GPUs: what you do not give is a guess, "
+        f"as of {source} (--gpu-flops, --node-bandwidth, --network-bandwidth)"
     )
 
 
 def find_gpu(machine: Machine) -> Gpu:
     """Return the machine's GPU: of the table, with the memory and FLOP/s that are
-    given.
+    given. The memory of this computer's GPU is that of the device.
 
     Raises:
         ConfigError: The table does not have it, and its memory or FLOP/s are not given.
@@ -415,15 +440,21 @@ def find_gpu(machine: Machine) -> Gpu:
     name = gpu_name(machine.gpu)
     memory = machine.gpu_memory
     flops = machine.gpu_flops
-    if name not in GPUS and not (memory and flops):
+    if not memory and not machine.gpu and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+    gpu = GPUS.get(name) or GPUS.get(similar_gpu(name))
+    if name not in GPUS and not (memory and (flops or gpu)):
         raise ConfigError(
             f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory "
             "(GB) and --gpu-flops (dense bf16 TFLOP/s)"
         )
     # links as of the desktop GPUs above
-    known = GPUS.get(name, Gpu(0.0, (flops or 0.0) * 1e12 / 2, 0.0, 32e9, 1.25e9))
-    given = {"memory": memory and memory * 1e9, "bf16_flops": flops and flops * 1e12}
-    return replace(known, **{key: value for key, value in given.items() if value})
+    gpu = gpu or Gpu(name, 0.0, (flops or 0.0) * 1e12 / 2, 0.0, 32e9, 1.25e9)
+    if memory:
+        gpu = replace(gpu, memory=memory * 1e9)
+    if flops:
+        gpu = replace(gpu, bf16_flops=flops * 1e12)
+    return gpu
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ from titan_disp.errors import (
     InUseError,
     UserError,
 )
-from titan_disp.run.folder import lock_folder, writing
+from titan_disp.run.folder import writing
+from titan_disp.run.lock import abandoned
+from titan_disp.run.reader import LOCK
 
 FEW_NODES = 4  # so many nodes may stream without a warning: our choice
 C4_FILES = 1024  # files of the training split
@@ -60,7 +62,7 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
     run = Path(job_config.job.dump_folder).absolute()
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
-        lock_folder(run).close()
+        abandoned(run / LOCK)
     for changed in installation_changes(job_config.job.config_file):
         print(
             f"titan-disp: warning: the job was submitted with another installation: {changed}",

@@ -39,6 +39,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.files import cores
 from titan_disp.run import dry
 from titan_disp.run.folder import writing
+from titan_disp.run.lock import process_fields
 from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 
 
@@ -221,17 +222,13 @@ def _ranks() -> list[int]:
     """Return the children of this process that run and lead a session, as torchrun
     starts ranks.
     """
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
+    children = []
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            state, parent, _, session = file.read_text().rpartition(")")[2].split()[:4]
-            if (
-                state != "Z"
-                and int(parent) == os.getpid()
-                and session == file.parent.name
-            ):
-                found.append(int(session))
-    return found
+            state, parent, _, session = process_fields(folder.name)[:4]
+            if state != "Z" and int(parent) == os.getpid() and session == folder.name:
+                children.append(int(session))
+    return children
 
 
 def _last_error(logs: str, rank: int) -> str | None:

@@ -20,7 +20,6 @@ from typing import Any
 
 from titan_disp.checks import check_config, check_device
 from titan_disp.cluster.bandwidth import (
-    best_bandwidths,
     slow_links,
     slow_nodes,
     usual_bandwidth,
@@ -29,6 +28,7 @@ from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.node_health import in_order, writable
 from titan_disp.config.load import load_config
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted
+from titan_disp.templates import templates
 
 # seconds: users compare logs and file times of different nodes, and credentials expire
 CLOCK_LIMIT = 2.0
@@ -193,82 +193,19 @@ def _named(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:NAMED]) + more
 
 
-def _row(
-    node: str, report: Report | None, bandwidth: Mapping[str, Any] | None, problems: int
-) -> list[str]:
-    """Return a node's row of the table, in the order of the headings in ``render``."""
-    verdict = counted(problems, "problem") if problems else "ok"
-    if report is None:
-        return [node, *["–"] * 7, verdict]
-    skew = bandwidth["clock_skew"].get(node) if bandwidth else None
-    pairs = [
-        (b if a == node else a, speed)
-        for a, b, speed in (bandwidth or {"pairs": []})["pairs"]
-        if node in (a, b)
-    ]
-    return [
-        node,
-        str(len(report["gpus"])),
-        "/".join(sorted(set(report["gpus"]))) or "CPU",
-        f"{report['free_gpu_bytes'] / 1e9:.0f} GB" if report["gpus"] else "–",
-        f"{report['free_bytes'] / 1e9:.0f} GB",
-        f"{report['run_free_bytes'] / 1e9:.0f} GB",
-        f"{skew:+.1f} s" if skew is not None else "–",
-        ", ".join(f"{other} {speed / 1e9:.2f}" for other, speed in pairs) or "–",
-        verdict,
-    ]
-
-
 def render(report: Report, expected: Sequence[str]) -> list[str]:
-    """Render the table of nodes, with notes and problems below it.
-
-    Equal problems of several nodes share a line.
+    """Return the lines of node_report.txt.j2: the table of nodes, with notes and
+    problems below it. Equal problems of several nodes share a line.
     """
-    bandwidth = report["bandwidth"]
-    problems = report["problems"]
-    head = [
-        "node",
-        "GPUs",
-        "kind",
-        "GPU free",
-        "local free",
-        "run free",
-        "clock",
-        "GB/s with neighbours",
-        "",
-    ]
-    nodes = in_order(expected)
-    rows = [
-        head,
-        *(
-            _row(n, report["nodes"].get(n), bandwidth, len(problems.get(n, [])))
-            for n in nodes
-        ),
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-    if bandwidth is not None:
-        speeds = best_bandwidths(bandwidth["pairs"])
-        reduced = bandwidth["all_reduce"]
-        lines.append(
-            f"all-reduce of {reduced['bytes'] >> 20} MiB over "
-            f"{counted(bandwidth['ranks'], 'rank')} of "
-            f"{counted(max(1, len(speeds)), 'node')}: {reduced['seconds'] * 1e3:.1f} "
-            f"ms, bus bandwidth {reduced['bus_bandwidth'] / 1e9:.2f} GB/s "
-            f"({bandwidth['backend']})"
-        )
-    by_text: dict[str, list[str]] = defaultdict(list)
-    for key, texts in problems.items():
+    by_text = defaultdict(list)
+    for key, texts in report["problems"].items():
         for text in texts:
             by_text[text].append(key)
-    lines += [f"note: {note}" for note in report["notes"]]
-    lines += [f"problem: {_named(keys)}: {text}" for text, keys in by_text.items()]
-    return lines
+    template = templates(__file__, gpus=gpus_of, named=_named)
+    lines = template.get_template("node_report.txt.j2").render(
+        report=report, nodes=in_order(expected), by_text=by_text, counted=counted
+    )
+    return lines.splitlines()
 
 
 def main() -> None:

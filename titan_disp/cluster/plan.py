@@ -50,6 +50,7 @@ from titan_disp.schedules import (
     coeff_curve,
     learning_rate,
 )
+from titan_disp.templates import templates
 from titan_disp.text import estimated_duration
 
 MAX_NODES = 1024  # largest number of nodes that is tried
@@ -362,7 +363,6 @@ def find_machine(machine: Machine) -> Machine:
 
     Raises ConfigError if one of its numbers is out of range.
     """
-    machine = replace(machine, gpu=cost.gpu_name(machine.gpu))
     gpu = cost.find_gpu(machine)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
         raise ConfigError(
@@ -388,6 +388,7 @@ def find_machine(machine: Machine) -> Machine:
             )
     return replace(
         machine,
+        gpu=cost.gpu_name(machine.gpu),
         gpu_memory=gpu.memory / 1e9,
         gpu_flops=gpu.bf16_flops / 1e12,
         node_bandwidth=node_bandwidth,
@@ -492,6 +493,8 @@ def _warnings(
     checkpoints: Checkpoints,
     sources: list[Share],
 ) -> Iterator[str]:
+    if guess := cost.guessed_gpu(machine):
+        yield guess
     memory = prediction.memory.total
     available = cost.find_gpu(machine).memory
     if memory > available:
@@ -656,166 +659,10 @@ def _node_counts(counts: list[NodeCount]) -> str:
     )
 
 
-# Name and text. A name that begins with blanks belongs to the row above.
-Row = tuple[str, str]
-
-
 def render(plan: Plan) -> str:
-    """Return the plan as about 35 lines of text."""
-    rows = [
-        *_run_rows(plan),
-        *_memory_rows(plan),
-        *_checkpoint_rows(plan),
-        *_time_rows(plan),
-        ("also runs on", _node_counts(plan.node_counts)),
-    ]
-    lines = [f"{name:<15} {text}" for name, text in rows]
-    return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])
-
-
-def _run_rows(plan: Plan) -> list[Row]:
-    machine = plan.machine
-    mesh = plan.mesh
-    batch = plan.batch
-    model = plan.model
-    nodes = counted(machine.nodes, "node")
-    gpus = counted(machine.nodes * machine.gpus_per_node, "GPU")
-    ranks = counted(mesh.data_parallel, "rank")
-    sequences = counted(batch.global_batch_size, "sequence")
-    accumulated = counted(batch.accumulation_steps, "accumulation step")
-    # Only the first source has a heading. (There is one name too many.)
-    source_names = ["sources"] + [""] * len(plan.sources)
-    return [
-        ("plan", plan.config),
-        ("machine", f"{nodes} × {machine.gpus_per_node} {machine.gpu} = {gpus}"),
-        (
-            "mesh",
-            f"replicate {mesh.replicate} × shard {mesh.shard} × context {mesh.context} "
-            f"× tensor {mesh.tensor}; "
-            f"{counted(mesh.data_parallel, 'data-parallel rank')}",
-        ),
-        (
-            "batch",
-            f"{sequences} of {batch.seq_len:,} tokens = {batch.local_batch_size} × "
-            f"{ranks} × {accumulated}",
-        ),
-        (
-            "steps",
-            f"{batch.steps:,} of {batch.tokens_per_step:,} tokens = "
-            f"{batch.total_tokens:,} tokens",
-        ),
-        ("learning rate", str(plan.learning_rate)),
-        *([("λ", str(plan.coeff))] if plan.coeff is not None else []),
-        *zip(source_names, map(str, plan.sources), strict=False),
-        *(
-            (
-                f"data {name}".strip(),
-                f"at least {fraction:.1%} of an epoch is not read in its tokens",
-            )
-            for name, fraction in plan.unseen.items()
-        ),
-        *(
-            (
-                f"resume {name}".strip(),
-                f"at 50 % of an epoch: a rank reads up to {_size(resume.rank_bytes)} "
-                f"again, all ranks {_size(resume.total_bytes)}; about "
-                f"{estimated_duration(resume.seconds)}",
-            )
-            for name, resume in plan.resume.items()
-        ),
-        (
-            "parameters",
-            f"{model.parameters:,}; {model.parameters_non_embedding:,} without "
-            "embedding and output",
-        ),
-    ]
-
-
-def _memory_rows(plan: Plan) -> list[Row]:
-    notes = {
-        "unsharded": " of gathered weights and their gradients",
-        "dispersion": " of saved gradients",
-    }
-    memory = plan.memory
-    limit = cost.find_gpu(plan.machine).memory / 1e9
-    total = (
-        f"{_size(memory.total)} of {limit:.0f} GB per GPU at the peak, estimated "
-        "(1 GB = 1e9 bytes)"
-    )
-    parts = [
-        (f"  {part}", _size(size) + notes.get(part, ""))
-        for part, size in vars(memory).items()
-    ]
-    return [("memory", total), *parts]
-
-
-def _checkpoint_rows(plan: Plan) -> list[Row]:
-    saves = plan.checkpoints
-    interval = "never"
-    if saves.saved:
-        interval = (
-            f"{estimated_duration(saves.interval_seconds)}; written in "
-            f"{estimated_duration(saves.seconds)} at "
-            f"{plan.machine.storage_bandwidth:g} GB/s (--storage-bandwidth)"
-        )
-    return [
-        ("checkpoint", _size(saves.size)),
-        (
-            "  over the run",
-            f"{saves.saved} saved, {saves.kept} kept; at most {_size(saves.disk)} on "
-            "disk",
-        ),
-        ("  every", interval),
-    ]
-
-
-def _time_rows(plan: Plan) -> list[Row]:
-    machine = plan.machine
-    model = plan.model
-    time = plan.time
-    duration = estimated_duration
-    steps = plan.batch.steps
-    share = model.dispersion_flops / model.flops
-    peak = cost.find_gpu(machine).bf16_flops / 1e12
-    rows = [
-        (
-            "FLOPs",
-            f"{model.flops:.3e} per step, {model.flops * steps:.3e} in total; "
-            f"dispersion adds {model.dispersion_flops:.3e} and "
-            f"{model.dispersion_flops * steps:.3e} ({share:.1%})",
-        ),
-        (
-            "step",
-            f"{duration(time.step_seconds)}: {duration(time.computing_seconds)} of "
-            f"computing at {machine.mfu:.0%} of the bf16 peak, {peak:g} TFLOP/s per "
-            "GPU, plus communication",
-        ),
-        (
-            "  within nodes",
-            f"{_size(time.within_bytes)} sent per GPU, {duration(time.within_seconds)} "
-            f"at {machine.node_bandwidth:g} GB/s (--node-bandwidth)",
-        ),
-        (
-            "  between",
-            f"{_size(time.between_bytes)}, {duration(time.between_seconds)} at "
-            f"{machine.network_bandwidth:g} GB/s (--network-bandwidth)",
-        ),
-        (
-            "  not hidden",
-            f"{duration(time.exposed_seconds)}, "
-            f"{time.exposed_seconds / time.step_seconds:.1%} of a step",
-        ),
-        ("throughput", f"{time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"),
-        ("time", f"{_days(time.days)} for all steps"),
-    ]
-    if model.dispersion_flops:
-        without = _days(time.days_without_dispersion)
-        fp32 = _days(time.days_fp32_dispersion)
-        rows += [
-            ("  without", f"{without} with dispersion off"),
-            (
-                "  fp32",
-                f"{fp32} if dispersion computes in fp32 (fp32 activations or l2_repel)",
-            ),
-        ]
-    return rows
+    """Return the plan as about 35 lines of text: plan.txt.j2."""
+    filters = {"size": _size, "duration": estimated_duration, "days": _days}
+    template = templates(__file__, **filters).get_template("plan.txt.j2")
+    counts = _node_counts(plan.node_counts)
+    text = template.render(plan=plan, node_counts=counts, counted=counted, vars=vars)
+    return text.rstrip("\n")

@@ -51,6 +51,7 @@ from titan_disp.models.arguments import activation_indices, named
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.dry import WRITERS
 from titan_disp.tables import shown
+from titan_disp.templates import templates
 
 SEQ_LEN = 128  # tokens per sequence without an accelerator
 TIMEOUT = 1800  # seconds; compiling the full model takes minutes
@@ -212,41 +213,8 @@ class Report:
     warnings: list[str] = field(default_factory=list)  # about what a step does not show
 
     def lines(self) -> list[str]:
-        memory = "allocated, without the GPU's context and communication buffers"
-        if self.device == "CPU":
-            memory = "high-water mark of the whole process, Python and PyTorch included"
-        microbatches = counted(self.accumulation, "microbatch", "microbatches")
-        tokens = f"{self.local_batch_size} × {self.seq_len:,} tokens"
-        rows = [
-            (
-                "preflight",
-                f"{self.config}, one step of rank 0 of {self.ranks:,} on {self.device}",
-            ),
-            (
-                "mesh",
-                ", ".join(f"{name} {size}" for name, size in self.mesh.items())
-                or "one rank",
-            ),
-            (
-                "step",
-                f"{microbatches} of {tokens}, {self.flavor}, in {self.seconds:.1f} s",
-            ),
-            (
-                "parameters",
-                f"{self.parameters:,}, of which rank 0 holds {self.own_parameters:,}",
-            ),
-            ("memory", f"{self.peak_bytes / 1e9:.2f} GB: {memory}"),
-            *(
-                ("reduced" if i == 0 else "", change)
-                for i, change in enumerate(self.reduced)
-            ),
-            *(("warning", warning) for warning in self.warnings),
-            (
-                "passed",
-                "the step ran; its numbers are not checked, because collectives are fake",
-            ),
-        ]
-        return [f"{name:<11} {text}" for name, text in rows]
+        template = templates(__file__).get_template("preflight.txt.j2")
+        return template.render(report=self, counted=counted).splitlines()
 
 
 def preflight(options: PreflightOptions) -> Report:

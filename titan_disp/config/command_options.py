@@ -79,7 +79,9 @@ class Nodes:
 @dataclass(frozen=True)
 class Machine(Nodes):
     gpu_memory: OptionalFloat = None
-    """memory of a GPU in GB. The default is that of its kind."""
+    """memory of a GPU in GB. The default is that of its kind, or of this computer's GPU
+    that of the device.
+    """
     gpu_flops: OptionalFloat = None
     """peak of a GPU in dense bf16 TFLOP/s. The default is that of its kind."""
     mfu: float = 0.4

@@ -264,9 +264,9 @@ class DispCheckpointManager(CheckpointManager):
         if other := self.hooks.taken_by():
             raise InUseError(
                 f"step {step} is not saved: the run folder of {self.folder!r} was "
-                f"taken by another job ({other}) while this one trained, because its "
-                "file system locks only within one node. Stop one of the two jobs, or "
-                "give it another --job.dump_folder"
+                f"taken by another job ({other}) while this one trained, because this "
+                "one did not renew its .lock, as if it were dead. Stop one of the two "
+                "jobs, or give it another --job.dump_folder"
             )
         folder = Path(self._create_checkpoint_id(step))
         if folder.is_dir() and not integrity.is_complete(folder):

@@ -4,34 +4,29 @@ Only rank 0 writes, while it holds the lock.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
 import re
 import socket
-import time
 import uuid
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from torchtitan.tools.logging import logger
 
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.files import atomic_write
 from titan_disp.run import reader
+from titan_disp.run.lock import Lock, described, job_id
 from titan_disp.run.storage import JsonLines, patiently, write_json
 from titan_disp.tables import changes
 
-# seconds in which a run that lives writes a heartbeat, but for long saves; and between
-# two looks
-WATCH = (30.0, 0.5)
 _RECORDED = re.compile(
     r"SLURM_(JOB_(ID|NAME|NODELIST|NUM_NODES|PARTITION|ACCOUNT|QOS|START_TIME|END_TIME)|NNODES|RESTART_COUNT|ARRAY_\w+)$"
     r"|(TITAN_DISP|NCCL|RCCL|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|HIP|ROCR|GLOO|FI|OMP)_"
@@ -70,18 +65,6 @@ def writing(run: Path) -> Iterator[None]:
         ) from error
 
 
-def job_id() -> str:
-    """Return the name of this start in the supervisor's files, JOB.RESTARTS.ID, or
-    JOB.RESTARTS, or "" without SLURM.
-    """
-    job = os.environ.get("SLURM_JOB_ID")
-    given = os.environ.get("TITAN_DISP_START", "")
-    # a job that was submitted within this one inherits the variable
-    if job and given.startswith(f"{job}."):
-        return given
-    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
-
-
 def versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
@@ -118,42 +101,6 @@ def without_secrets(value: str) -> str:
     )
 
 
-def lock_folder(path: Path, name: str = reader.LOCK) -> IO[str]:
-    """Lock a folder, and return the open file that holds the lock until it is closed.
-
-    Raises InUseError if it is held.
-    """
-    # Held for the life of the run.
-    lock = open(path / name, "a+")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip()
-        lock.close()
-        raise InUseError(
-            f"the run folder {str(path)!r} is in use by another job ({holder}): two "
-            "jobs in one run folder would corrupt it. Stop the other job, or use "
-            "another run folder (--job.dump_folder, or sweep.folder of a sweep)"
-        ) from error
-    except OSError as error:  # some network file systems have no locks
-        logger.warning(
-            f"cannot lock {path}: {error}. Make sure that no second job uses this run "
-            "folder"
-        )
-    return lock
-
-
-def _read(function: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return function(path)
-    return {}
-
-
-def _said(owner: dict[str, Any]) -> str:
-    return f"host {owner.get('host')}, SLURM job {owner.get('job') or 'none'}"
-
-
 class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
@@ -166,86 +113,16 @@ class RunFolder:
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
         self._world_size = world_size
-        job = os.environ.get("SLURM_JOB_ID", "none")
         with writing(self.path):
             patiently(partial(self.path.mkdir, parents=True, exist_ok=True))
-            self._lock = patiently(lock_folder, self.path)
-            # The data's prefetch worker is a fork that outlives a killed rank by some
-            # seconds. It must not hold the lock.
-            os.register_at_fork(after_in_child=self._lock.close)
             self.config_changes = patiently(self._changes)
-            self._lock.seek(0)
-            former = self._lock.read()
-            patiently(
-                self._sign,
-                f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}",
-            )
-            try:
-                self._refuse_living()
-            except InUseError:
-                self._sign(former)
-                raise
-            # The lock of some file systems, such as Lustre with localflock, holds only
-            # within one node. Of two starts that have the lock, the one that opened the
-            # folder last keeps it.
-            self._owner = {
-                "id": uuid.uuid4().hex,
-                "host": socket.gethostname(),
-                "job": job_id(),
-                "time": time.time(),
-            }
-            patiently(write_json, self.path / reader.OWNER, self._owner)
+            self.lock = patiently(Lock, self.path)
             self.events = JsonLines(self.path / reader.EVENTS)
 
-    def _sign(self, holder: str) -> None:
-        """Write who holds the lock: slurm/supervise.py reads it."""
-        self._lock.truncate(0)
-        self._lock.write(holder)
-        self._lock.flush()
-
-    def _refuse_living(self) -> None:
-        """Raise InUseError if the heartbeat of another job on another node changes.
-
-        A killed start leaves one, too.
-        """
-        owner = _read(reader.read_owner, self.path)
-        beat = _read(reader.read_heartbeat, self.path)
-        same_job = (
-            job_id() and str(owner.get("job")).split(".")[0] == job_id().split(".")[0]
-        )
-        if (
-            not beat
-            or same_job
-            or (self.locked and owner.get("host") == socket.gethostname())
-        ):
-            return
-        # no heartbeat, or one that is being replaced
-        with contextlib.suppress(OSError, KeyError):
-            # Both times are the file system's: the lock's file was just written.
-            age = (
-                os.fstat(self._lock.fileno()).st_mtime
-                - (self.path / reader.HEARTBEAT).stat().st_mtime
-            )
-            if age > beat["allowed_seconds"]:
-                return
-        seconds, pause = WATCH
-        end = time.monotonic() + seconds
-        while (
-            now := _read(reader.read_heartbeat, self.path)
-        ) and time.monotonic() < end:
-            if now != beat:
-                raise InUseError(
-                    f"the run folder {str(self.path)!r} is in use by another job "
-                    f"({_said(owner)}), whose heartbeat.json changes: two jobs in one "
-                    "run folder would corrupt it. Stop the other job, or use another "
-                    "--job.dump_folder"
-                )
-            time.sleep(pause)
-
     def taken_by(self) -> str | None:
-        """Say which start has opened the folder after this one, or return None."""
-        owner = _read(reader.read_owner, self.path)
-        return _said(owner) if owner and owner != self._owner else None
+        """Return which start has taken the folder over from this one, or None."""
+        owner = self.lock.owner()
+        return described(owner) if owner and owner != self.lock.holder else None
 
     def _changes(self) -> dict[str, tuple[Any, Any]]:
         """Return the former and the present value of each key that differs from the
@@ -268,8 +145,14 @@ class RunFolder:
     def record_start(self) -> None:
         """Write config.json and environment.json.
 
-        Only a start that trains may: reports and the next start read them.
+        Only a start that trains may: reports and the next start read them. Raises
+        InUseError if another start has taken the folder over: no row is written then.
         """
+        if other := self.taken_by():
+            raise InUseError(
+                f"the run folder {str(self.path)!r} was taken by another job ({other}) "
+                "while this one started"
+            )
         with writing(self.path):
             patiently(write_json, self.path / reader.CONFIG, self._config)
             environment = _environment(self._world_size)
@@ -293,19 +176,13 @@ class RunFolder:
         )
 
     @property
-    def locked(self) -> bool:
-        """Return whether no other job can use the folder: its lock is held, and the
-        file system supports locks.
-        """
-        with contextlib.suppress(OSError, ValueError):  # ValueError after ``close``
-            # changes nothing, because the lock is already held
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
+    def owned(self) -> bool:
+        """Return whether the folder is certainly this start's."""
+        return self.lock.owner() == self.lock.holder
 
     def close(self) -> None:
         self.events.close()
-        self._lock.close()
+        self.lock.close()
 
 
 RUN_ID = "run_id"  # in the run folder

@@ -24,7 +24,8 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.config.types import JobConfig
 from titan_disp.dispersion.autograd import objects_of_ranks, of_ranks
-from titan_disp.run.folder import RunFolder, job_id
+from titan_disp.run.folder import RunFolder
+from titan_disp.run.lock import job_id, process_fields
 from titan_disp.run.reader import HEARTBEAT, STOP
 from titan_disp.run.storage import patiently
 
@@ -107,6 +108,9 @@ class Heartbeat:
         self._doing = ""
         self._said = -PAUSE
         self._began = time.monotonic()
+        self.waits_for = ""  # which rank is waited for (``Peers``)
+        self._note: dict[str, Any] = {}
+        self._noted = self._began
         self._content: dict[str, Any] = {}
         self._written = self._content
 
@@ -137,6 +141,7 @@ class Heartbeat:
         condensation.
         """
         self._began = now = time.monotonic()
+        self.go_on(doing, step)
         if doing == self._doing and now - self._said < PAUSE:
             return
         self._doing = doing
@@ -152,11 +157,27 @@ class Heartbeat:
             "time": time.time(),
         }
 
+    def go_on(self, doing: str, step: int) -> None:
+        """Note what this rank does now, for other ranks."""
+        self._noted = time.monotonic()
+        turn = self._note.get("turn", 0) + 1
+        self._note = {"turn": turn, "step": step, "doing": doing}
+
+    def note(self) -> dict[str, Any]:
+        """Return what this rank does: how many things it has noted so far (``turn``),
+        the last one (``doing``), its ``step``, and the ``seconds`` since then.
+        """
+        return {**self._note, "seconds": time.monotonic() - self._noted}
+
     def write(self) -> None:
         """Write what ``begin`` has announced since the last call."""
         content = self._content
         file = self.file
-        if content is self._written or file is None:
+        if file is None or not content:
+            return
+        if self.waits_for:
+            content = {**content, "waits_for": self.waits_for}
+        if content == self._written:
             return
         self._written = content
         # a full disk must not end the thread; the supervisor will notice the silence
@@ -256,7 +277,7 @@ def process_began() -> float:
     the present time.
     """
     with suppress(OSError, ValueError, StopIteration, IndexError):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(process_fields("self")[19])
         boot = next(
             int(line.split()[1])
             for line in Path("/proc/stat").read_text().splitlines()
@@ -362,12 +383,8 @@ class Start:
         return other
 
     def owns_folder(self) -> bool:
-        """Return whether no other start can use the run folder."""
-        return (
-            self.run_folder is not None
-            and self.run_folder.locked
-            and not self.taken_by()
-        )
+        """Return whether the run folder is certainly this start's."""
+        return self.run_folder is not None and self.run_folder.owned
 
     def announce(self, doing: str, step: int) -> None:
         """Say in heartbeat.json what begins."""

@@ -21,7 +21,6 @@ METRICS = "metrics.jsonl"
 HEARTBEAT = "heartbeat.json"
 STOP = "stop"
 LOCK = ".lock"
-OWNER = "owner.json"
 # slurm/supervise.py writes these; earlier versions wrote requeue.json
 JOB = "job.json"
 REQUEUE = "requeue.json"
@@ -65,7 +64,6 @@ def _read_optional(name: str, run: str | Path) -> dict[str, Any]:
 read_environment = partial(_read_optional, ENVIRONMENT)
 # What rank 0 has announced last, while a process trains
 read_heartbeat = partial(_read_optional, HEARTBEAT)
-read_owner = partial(_read_optional, OWNER)  # which start has opened the folder last
 
 
 def read_failures(run: str | Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.run.history import BEGIN, END, trained_nothing
 from titan_disp.run.reader import (
-    OWNER,
+    EVENTS,
     flatten,
     read_events,
     read_heartbeat,
@@ -167,7 +167,7 @@ class _Preparation:
         ):
             self.checked.append((point, before))
             return
-        if not (point.folder / OWNER).exists():  # it has not started, and may change
+        if not (point.folder / EVENTS).exists():  # it has not started, and may change
             before = None
         job_config = _load(point)
         resolve_tables(job_config)
@@ -248,7 +248,7 @@ class _Preparation:
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 for point, record in self.new:
                     point.folder.mkdir(exist_ok=True)
-                    if not (point.folder / OWNER).exists():
+                    if not (point.folder / EVENTS).exists():
                         with atomic_write(point.folder / CONFIG) as partial:
                             partial.write_bytes(Path(point.config).read_bytes())
                     write_json(point.folder / RECORD, record)

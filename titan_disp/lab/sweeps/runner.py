@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import torch
 
@@ -27,8 +27,9 @@ from titan_disp.cluster.launch import stop_signals
 from titan_disp.errors import ConfigError, InUseError, counted
 from titan_disp.lab.sweeps.definition import Sweep
 from titan_disp.lab.sweeps.preparation import FAILED, Prepared, prepare, state, step_of
-from titan_disp.run.folder import lock_folder
 from titan_disp.run.integrity import checkpoints
+from titan_disp.run.lock import Lock, abandoned
+from titan_disp.run.reader import LOCK as RUN_LOCK
 from titan_disp.run.storage import write_json
 from titan_disp.text import duration
 
@@ -116,7 +117,7 @@ def _counts(results: Iterable[Result]) -> list[str]:
 class _Training:
     prepared: Prepared
     process: subprocess.Popen[bytes]
-    lock: IO[str]
+    lock: Lock
     slot: int
     began: float
     first_step: int
@@ -167,6 +168,8 @@ class _Runner:
             ended = [one for one in self.training if one.process.poll() is not None]
             for one in ended:
                 self._end(one)
+            for one in self.training:
+                one.lock.renew()
             begun = not self.signals and self._fill()
             now = time.monotonic()
             if ended or now - reported > REPORT:
@@ -213,11 +216,11 @@ class _Runner:
         """Start a point, or raise InUseError if another sweep or job uses it."""
         name = one.point.name
         folder = one.point.folder
-        lock = lock_folder(folder, LOCK)
+        lock = Lock(folder, LOCK)
         try:
             # the run's own lock: a SLURM job, or processes of a killed sweep, may hold
             # it
-            lock_folder(folder).close()
+            abandoned(folder / RUN_LOCK)
         except InUseError:
             lock.close()
             raise
@@ -227,9 +230,6 @@ class _Runner:
             lock.close()
             self.results[name] = Result(name, "finished", detail)
             return
-        lock.truncate(0)
-        lock.write(f"titan-disp sweep, pid {os.getpid()}")
-        lock.flush()
         (folder / FAILED).unlink(missing_ok=True)
         slot = self.free.pop(0)
         began = datetime.now(timezone.utc).isoformat(timespec="seconds")

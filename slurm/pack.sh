@@ -1,0 +1,34 @@
+#!/bin/bash
+# Pack what earlier starts of a run have left, because each of 640 ranks leaves three files and folders: `pack.sh RUN START`
+# makes RUN/logs/OLD.tar of RUN/logs/OLD, and so in RUN/nodes and RUN/launch. The newest five of each stay, and so does what
+# a job uses that runs or waits: START, this script's own folder, and those of other jobs. To read one: tar -xf OLD.tar
+set -u
+run=$1
+start=$2
+keep=5
+launch=$(basename "$(cd "$(dirname "$0")/.." && pwd)")
+
+# Without SLURM's answer, nobody knows what is in use.
+jobs=$(squeue --noheader --array --user="$(id -un)" --format="%A %o") || exit 0
+
+in_use() {
+  [ "$1" = "$start" ] || [ "$1" = "$launch" ] || [[ $jobs = *"/launch/$1/"* ]] ||
+    { [ "${1%%.*}" != "${start%%.*}" ] && grep -q "^${1%%.*} " <<<"$jobs"; }
+}
+
+for folder in logs nodes launch; do
+  [ $folder != launch ] || umask 077 # only its owner may read what a job runs
+  cd "$run/$folder" 2>/dev/null || continue
+  # JOB.RESTARTS.ID, or DATE-TIME-PID of `submit`; the newest first
+  mapfile -t names < <(find . -maxdepth 1 -type d -user "$(id -un)" -printf '%T@ %f\n' | sort -rn | cut -d ' ' -f 2- |
+    grep -xE '[0-9]+\.[0-9]+\.[0-9a-f]{6}|[0-9]{8}-[0-9]{6}-[0-9]+')
+  for name in "${names[@]:$keep}"; do
+    in_use "$name" && continue
+    # An archive that has its final name is whole, also if this script was killed before it has deleted the folder.
+    if [ ! -e "$name.tar" ]; then
+      tar -cf "$name.tar.partial" "$name" || continue
+      mv "$name.tar.partial" "$name.tar" || continue
+    fi
+    rm -rf -- "$name"
+  done
+done

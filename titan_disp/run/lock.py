@@ -1,0 +1,245 @@
+"""The lock of a run's folder: a file that only one start can create, and deletes at its
+end. docs/run_folder.md has its fields.
+
+No lock of the operating system is used: some network file systems have none, others
+hold it within one node only, and a forked process would hold it on.
+
+A killed start leaves its lock. Another start takes it over
+
+- if the process is dead, as far as its machine is this one;
+- else if it was an earlier start of the same SLURM job, which SLURM has ended;
+- else if nobody renews the lock while it is watched.
+"""
+
+import json
+import os
+import socket
+import tempfile
+import time
+import uuid
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.logging import logger
+
+from titan_disp.errors import InUseError
+from titan_disp.files import check_regular
+from titan_disp.run.reader import HEARTBEAT, LOCK
+
+RENEWAL = 10.0  # seconds between two renewals of a lock (slurm/supervise.py knows it)
+LIFE = 30.0  # seconds in which a start that lives renews its lock
+LEFT = 600.0  # seconds after which a lock that was not renewed is not watched; ours
+PAUSE = 0.5  # seconds between two looks
+
+
+def job_id() -> str:
+    """Return the name of this start in the supervisor's files, JOB.RESTARTS.ID, or
+    JOB.RESTARTS, or "" without SLURM.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    start = os.environ.get("TITAN_DISP_START", "")
+    # a job that was submitted within this one inherits the variable
+    if job and start.startswith(f"{job}."):
+        return start
+    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
+
+
+def machine() -> str:
+    """Return what processes have in common that see each other's process ids: the
+    machine's boot and the namespace of the ids; "" outside of Linux.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def process_fields(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on (proc(5)): [0] is the
+    state, [1] the parent's id, [3] the session, [19] when the process began, in ticks.
+
+    Raises OSError if there is no such process.
+    """
+    # The name before them may have any characters.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def lives(pid: int, began: str) -> bool:
+    """Return whether the process of this machine still runs that has this id and began
+    at this tick.
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    # A system may hide other users' processes.
+    with suppress(OSError):
+        state, *_ = fields = process_fields(pid)
+        return state not in ("Z", "X") and fields[19] == began
+    return True
+
+
+def holder_of(content: bytes) -> dict[str, Any]:
+    """Return what a lock says of its holder, {} if that cannot be read, as of a lock
+    that is just being written, or that an earlier version wrote.
+    """
+    with suppress(ValueError):
+        holder = json.loads(content)
+        if isinstance(holder, dict):
+            return holder
+    return {}
+
+
+def described(holder: dict[str, Any]) -> str:
+    """Return who holds a lock, for a message (slurm/supervise.py reads the job)."""
+    return (
+        f"host {holder.get('host')}, pid {holder.get('pid')}, "
+        f"SLURM job {holder.get('job') or 'none'}"
+    )
+
+
+def _written(path: Path) -> list[float]:
+    """Return when a lock and the heartbeat beside it were written, by the clock of the
+    file system, as far as they exist.
+    """
+    times = []
+    for file in (path, path.with_name(HEARTBEAT)):
+        # Opened, because NFS then asks the server.
+        with suppress(OSError), open(file, "rb") as opened:
+            times.append(os.fstat(opened.fileno()).st_mtime)
+    return times
+
+
+def _is_renewed(path: Path) -> bool:
+    """Watch a lock that is not too old for ``LIFE`` seconds, and return whether its
+    holder shows life.
+    """
+    times = _written(path)
+    with tempfile.TemporaryFile(dir=path.parent) as file:
+        now = os.fstat(file.fileno()).st_mtime
+    if max(times, default=0.0) < now - LEFT:
+        return False
+    logger.info(f"waiting up to {LIFE:.0f} s to see whether the holder of {path} lives")
+    end = time.monotonic() + LIFE
+    while time.monotonic() < end:
+        time.sleep(PAUSE)
+        if _written(path) != times:
+            return path.exists()
+    return False
+
+
+def _is_earlier(job: str, now: str) -> bool:
+    """Return whether two names of starts (``job_id``) are different ones of one job."""
+    return job.split(".")[0] == now.split(".")[0] != "" and job != now
+
+
+def abandoned(path: Path) -> bytes | None:
+    """Return the content of a lock that nobody holds any more, or None if there is no
+    lock.
+
+    Raises InUseError if another start holds it.
+    """
+    check_regular(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    holder = holder_of(content)
+    if holder.get("machine") and holder["machine"] == machine():
+        living = lives(holder["pid"], holder["began"])
+    elif _is_earlier(str(holder.get("job")), job_id()):
+        living = False
+    else:
+        living = _is_renewed(path)
+    if living:
+        raise InUseError(
+            f"the run folder {str(path.parent)!r} is in use by another job "
+            f"({described(holder)}): two jobs in one run folder would corrupt it. Stop "
+            "the other job, or use another run folder (--job.dump_folder, or "
+            "sweep.folder of a sweep)"
+        )
+    return content
+
+
+def _take_away(path: Path, content: bytes) -> None:
+    """Delete a lock that was left with this content.
+
+    Of several starts that do so, a slow one may find the new lock of a faster one, and
+    puts it back.
+    """
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    with suppress(FileNotFoundError):  # a faster start has deleted it
+        os.rename(path, aside)
+        if aside.read_bytes() == content:
+            aside.unlink()
+        else:
+            os.rename(aside, path)
+
+
+def _release(path: Path, holder: dict[str, Any]) -> None:
+    """Delete a lock, unless another start has taken it over, or this is a forked
+    process.
+    """
+    with suppress(OSError):
+        if holder["pid"] == os.getpid() and holder_of(path.read_bytes()) == holder:
+            path.unlink()
+
+
+class Lock:
+    """Hold the lock of a folder until ``close``, or until this object or process ends
+    in any other way than by a kill.
+    """
+
+    def __init__(self, folder: Path, name: str = LOCK) -> None:
+        """Raises InUseError if another start holds the lock."""
+        self.path = folder / name
+        self.holder = {
+            "id": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "machine": machine(),
+            "pid": os.getpid(),
+            "began": "",
+            "job": job_id(),
+            "time": time.time(),
+        }
+        with suppress(OSError):
+            self.holder["began"] = process_fields(os.getpid())[19]
+        while not self._create():
+            content = abandoned(self.path)
+            if content is not None:
+                _take_away(self.path, content)
+        self._renewed = time.monotonic()
+        self.close = weakref.finalize(self, _release, self.path, self.holder)
+
+    def _create(self) -> bool:
+        """Return whether there was no such file, so that the lock is this start's."""
+        try:
+            file = open(self.path, "x")  # noqa: SIM115
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                json.dump(self.holder, file)
+        except OSError:  # a full disk
+            self.path.unlink()
+            raise
+        return True
+
+    def renew(self) -> None:
+        """Show others that this start lives."""
+        if time.monotonic() >= self._renewed + RENEWAL:
+            self._renewed = time.monotonic()
+            with suppress(OSError):
+                os.utime(self.path)
+
+    def owner(self) -> dict[str, Any]:
+        """Return who holds the lock now: ``holder``, another start that has taken it
+        over, or {} if the file cannot be read.
+        """
+        with suppress(OSError):
+            return holder_of(self.path.read_bytes())
+        return {}
