@@ -172,12 +172,7 @@ def sweep_table(options: opts.SweepTableOptions) -> None:
     from titan_disp.lab.sweeps.comparison import write_table
     from titan_disp.lab.sweeps.definition import read_sweep
 
-    print(
-        write_table(
-            read_sweep(options.file), options.out, options.metric, options.against
-        ),
-        end="",
-    )
+    print(write_table(read_sweep(options.file), options), end="")
 
 
 # the class of its options, and a function of them or where it is

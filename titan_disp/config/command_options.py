@@ -29,6 +29,7 @@ OptionalPath = Annotated[Path | None, optional("PATH")]
 Folder = Annotated[Path, Positional, arg(metavar="FOLDER")]
 Target = Annotated[str, Positional, arg(metavar="TARGET")]
 SweepFile = Annotated[Path, Positional, arg(metavar="FILE")]
+PictureFormats = Annotated[tuple[str, ...], arg(metavar="png|svg|pdf ...")]
 
 
 def check_least(options: object, **least: int) -> None:
@@ -449,6 +450,8 @@ class CondensationOptions:
     correlations between cosine and depth (Spearman's ρ and Kendall's τ) are drawn
     against the number of parameters.
     """
+    format: PictureFormats = ("png",)
+    """formats of the pictures, such as svg,pdf."""
     pair: Annotated[tuple[str, ...], optional("BASE,OTHER ...")] = ()
     """two models to compare, such as a base model and a distilled one. They are
     measured too. The same rank correlations are drawn side by side.
@@ -579,10 +582,14 @@ class EvaluateOptions:
     """seed for the choice of examples."""
     include_path: OptionalPath = None
     """folder with your own task files. The default is none."""
+    tokenizer: OptionalPath = None
+    """folder of a tokenizer that replaces each model's own."""
     out: Path = Path("evaluation")
     """folder for results.json, samples.jsonl, table.md and table.csv. It must not hold
     an earlier evaluation.
     """
+    latex: bool = False
+    """also write table.tex, for papers."""
     protocol: Literal["paper", "authors-qwen3", "authors-gpt2", "authors-pretrain"] = (
         "paper"
     )
@@ -647,3 +654,7 @@ class SweepTableOptions:
     """folder for table.md, table.csv, values.csv and table.png. The default is the
     sweep's folder.
     """
+    latex: bool = False
+    """also write table.tex, for papers."""
+    format: PictureFormats = ("png",)
+    """formats of the picture, such as svg,pdf."""

@@ -26,6 +26,7 @@ from titan_disp.condensation.record import (
     over_depth,
     telling_steps,
 )
+from titan_disp.errors import ConfigError
 from titan_disp.text import short
 
 MEAN_COSINE = "mean pairwise cosine"
@@ -35,6 +36,7 @@ AVERAGED = "cosines averaged over the sequences first, as in the paper"
 # last layer after the final norm.
 MEASURES = {name: over_depth(OF_PAPER, rank) for rank, name in RANKS.items()}
 COLUMNS = 3  # of panels
+FORMATS = ("png", "svg", "pdf")
 # Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow,
 # which is faint on white.
 OKABE_ITO = (
@@ -48,6 +50,17 @@ OKABE_ITO = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
+
+
+def picture_formats(words: Sequence[str]) -> list[str]:
+    """Return the formats that --format names, in one word or several."""
+    formats = ",".join(words).split(",")
+    for name in formats:
+        if name not in FORMATS:
+            raise ConfigError(
+                f"--format is {name!r}, expected some of {', '.join(FORMATS)}"
+            )
+    return formats
 
 
 def averaged(found: Measurement) -> Measurement:

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -26,10 +26,11 @@ from titan_disp.lab.evaluate import harness
 from titan_disp.lab.evaluate.compare import (
     ModelComparison,
     compare,
+    explanation,
     lines,
     pooled,
+    table,
     to_csv,
-    to_markdown,
 )
 from titan_disp.lab.export.export import export
 from titan_disp.lab.inspection.targets import (
@@ -40,9 +41,10 @@ from titan_disp.lab.inspection.targets import (
     parse_group,
 )
 from titan_disp.lab.published import HEADINGS, NOTE, Lines, Ours, beside, costs
-from titan_disp.lab.report.gather import gather
+from titan_disp.lab.report.gather import SEEDS, Seeds, gather
+from titan_disp.run.reader import flatten, read_config
 from titan_disp.run.storage import write_json
-from titan_disp.text import duration, markdown_table
+from titan_disp.text import duration, latex_table, markdown_table
 
 Conditions = Mapping[str, Sequence[str]]
 """The names of models by condition.
@@ -86,9 +88,15 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
     )
     dtype = chosen.dtype if options.dtype == "auto" else options.dtype
     settings = harness.Settings(
-        options.limit or chosen.limit, options.batch_size, device, dtype, options.seed
+        limit=options.limit or chosen.limit,
+        batch_size=options.batch_size,
+        device=device,
+        dtype=dtype,
+        seed=options.seed,
+        tokenizer=None if options.tokenizer is None else str(options.tokenizer),
     )
-    found, conditions = _find_models(list(map(str, options.models)))
+    found, conditions = _find_models(list(map(str, options.models)), options.tokenizer)
+    seeds = _seeds_by_model(found, conditions)
     if (out / "results.json").exists():
         raise ConfigError(
             f"--out {str(out)!r} already holds an evaluation; choose another folder, "
@@ -120,19 +128,28 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
             )
             ran = beside(costs(gather(list(runs), [])), "the run's folder")
         for name, model in _with_progress(found):
-            with _as_hugging_face(model, out) as folder:
-                results[name] = harness.run_model(folder, suite, settings)
+            with _as_hugging_face(model, out, options.tokenizer) as folder:
+                of_model = settings
+                if model.run is not None:  # its export has the tokenizer
+                    of_model = replace(settings, tokenizer=None)
+                results[name] = harness.run_model(folder, suite, of_model)
             with open(out / "samples.jsonl", "a") as file:
                 file.writelines(
                     json.dumps({"model": name, **sample}) + "\n"
                     for sample in results[name].samples
                 )
-            comparison = _compare(suite, conditions, results)
+            comparison = _compare(suite, conditions, seeds, results)
             published = beside(scores(comparison), "this evaluation")
             notes = _dtype_note(results)
             if published or ran:
                 notes += [markdown_table([HEADINGS, *published, *ran]), NOTE]
-            (out / "table.md").write_text(to_markdown(comparison, notes))
+            cells = table(comparison)
+            text = "\n\n".join(
+                [markdown_table(cells), *explanation(comparison), *notes]
+            )
+            (out / "table.md").write_text(f"{text}\n")
+            if options.latex:
+                (out / "table.tex").write_text(latex_table(cells))
             (out / "table.csv").write_text(to_csv(comparison))
             of_models = {
                 name: {
@@ -148,12 +165,14 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
                 "models": of_models,
             }
             write_json(out / "results.json", whole)
-    print(to_markdown(comparison, notes))
+    print(f"{text}\n")
     print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
     return comparison
 
 
-def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
+def _find_models(
+    names: Sequence[str], tokenizer: Path | None
+) -> tuple[dict[str, Target], Conditions]:
     """Find the models by unique names, in the given order, and their conditions."""
     if not names:
         raise ConfigError(
@@ -163,7 +182,7 @@ def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
         )
     groups = [parse_group(name) or (None, [name]) for name in names]
     members = [member for _, group in groups for member in group]
-    models = find_targets(members, all_steps=False, tokenizer=None)
+    models = find_targets(members, all_steps=False, tokenizer=tokenizer)
     if len(models) < len(members):
         raise ConfigError(f"a model is given twice: {', '.join(members)}")
     named = [[name_of(member, models) for member in group] for _, group in groups]
@@ -196,7 +215,9 @@ def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]
 
 
 @contextmanager
-def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
+def _as_hugging_face(
+    model: Target, out: Path, tokenizer: Path | None
+) -> Iterator[Path]:
     """Yield the model's folder.
 
     A run's checkpoint is exported to a temporary folder next to the results.
@@ -205,21 +226,49 @@ def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
         yield model.folder
         return
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as folder:
-        export(ExportOptions(f"{model.run}/{model.step}", Path(folder) / "model"))
-        yield Path(folder) / "model"
+        dest = Path(folder) / "model"
+        target = f"{model.run}/{model.step}"
+        export(ExportOptions(target, dest, tokenizer=tokenizer))
+        yield dest
 
 
 def _compare(
-    suite: harness.Suite, conditions: Conditions, results: Mapping[str, harness.Result]
+    suite: harness.Suite,
+    conditions: Conditions,
+    seeds: Mapping[str, Seeds],
+    results: Mapping[str, harness.Result],
 ) -> ModelComparison:
     models = {}
     for condition, members in conditions.items():
-        if done := [results[name].scores for name in members if name in results]:
+        done = {
+            seeds[name]: results[name].scores for name in members if name in results
+        }
+        if done:
             models[condition] = {
-                row.name: pooled([scores[row.name] for scores in done])
+                row.name: pooled(
+                    {seed: scores[row.name] for seed, scores in done.items()}
+                )
                 for row in suite.rows
             }
     return compare(suite.rows, models)
+
+
+def _seeds_by_model(
+    models: Mapping[str, Target], conditions: Conditions
+) -> dict[str, Seeds]:
+    """Return each model's seeds of training. Where they are unknown, as of a Hugging
+    Face folder, or where a condition has them twice, they are the model's name, which
+    equals no other.
+    """
+    by_model: dict[str, Seeds] = {}
+    for members in conditions.values():
+        for name in members:
+            run = models[name].run
+            settings = {} if run is None else flatten(read_config(run))
+            seeds = tuple(map(settings.get, SEEDS))
+            repeated = seeds in [by_model.get(member) for member in members]
+            by_model[name] = (name,) if None in seeds or repeated else seeds
+    return by_model
 
 
 def scores(comparison: ModelComparison) -> Ours:
@@ -235,20 +284,19 @@ def scores(comparison: ModelComparison) -> Ours:
 
     found = dict[tuple[str, str], Mapping[str, str]]()
     first = next(iter(comparison.mean))
-    for (task, *_), (values, _, errors, _), differences in lines(comparison):
-        if (
-            task != "mean"
-            or {one.task for one in comparison.tasks} == harness.PAPER.keys()
-        ):
-            found[task, "score, %"] = {
-                model: points(value, errors[model]) for model, value in values.items()
-            }
-            found[task, "difference, points"] = {
-                f"{other} − {first}": points(
-                    one.mean, one.over_seeds and one.over_seeds.standard_error, "+"
-                )
-                for other, one in differences.items()
-            }
+    shown = comparison.tasks
+    if {task.task for task in shown} == harness.PAPER.keys():
+        shown = lines(comparison)
+    for line in shown:
+        found[line.task, "score, %"] = {
+            model: points(score, line.seed_errors[model])
+            for model, score in line.scores.items()
+        }
+        differences = found[line.task, "difference, points"] = {}
+        for other, difference in line.differences.items():
+            over_seeds = line.over_seeds.get(other)
+            error = None if over_seeds is None else over_seeds.standard_error
+            differences[f"{other} − {first}"] = points(difference.mean, error, "+")
     return found
 
 

@@ -304,6 +304,7 @@ class Settings:
     # The type of the weights; "auto" means the saved one.
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     seed: int  # for the choice of examples, and for everything else that is random
+    tokenizer: str | None = None  # folder that replaces the model's own
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,10 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     batch_size = (
         CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
     )
+    with reported("--tokenizer: transformers cannot load it", OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(
+            settings.tokenizer or folder, local_files_only=True
+        )
     loaded = load_causal_lm(folder, settings.dtype).to(settings.device)
     model = HFLM(
         # This is the model rather than its name, because the harness does not report
@@ -339,7 +344,7 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
         pretrained=loaded,
         # the harness would use all positions, trained or not
         max_length=longest_sequence(loaded.config),
-        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        tokenizer=tokenizer,
         batch_size=batch_size,
     )
     dtype = str(model.model.dtype).removeprefix("torch.")

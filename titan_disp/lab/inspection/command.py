@@ -94,6 +94,7 @@ def write_figures(
     found: Mapping[str, Measured],
     families: Mapping[str, Sequence[str]],
     pairs: Sequence[tuple[str, str]],
+    formats: Sequence[str],
 ) -> list[str]:
     """Draw all pictures, and return the names of their files.
 
@@ -108,13 +109,12 @@ def write_figures(
         for name, one in measured.items()
     }
     figures = {
-        f"heatmap-{name}.png": plots.side_by_side(two, name)
-        for name, two in both.items()
+        f"heatmap-{name}": plots.side_by_side(two, name) for name, two in both.items()
     }
-    figures["side_by_side_pooled.png"] = plots.side_by_side(measured, plots.POOLED)
-    figures["side_by_side_averaged.png"] = plots.side_by_side(averaged, plots.AVERAGED)
-    figures["mean_cosine.png"] = plots.mean_cosine_by_layer(measured)
-    figures["depth.png"] = plots.depth_bars(measured)
+    figures["side_by_side_pooled"] = plots.side_by_side(measured, plots.POOLED)
+    figures["side_by_side_averaged"] = plots.side_by_side(averaged, plots.AVERAGED)
+    figures["mean_cosine"] = plots.mean_cosine_by_layer(measured)
+    figures["depth"] = plots.depth_bars(measured)
     over_training = _over_training(found)
     by_step = {
         name: group
@@ -122,9 +122,9 @@ def write_figures(
         if all(isinstance(step, int) for step in group)
     }
     if over_training:
-        figures["over_training.png"] = plots.over_training(by_step | over_training)
+        figures["over_training"] = plots.over_training(by_step | over_training)
     if by_step:
-        figures["over_steps.png"] = plots.over_steps(by_step)
+        figures["over_steps"] = plots.over_steps(by_step)
     if families:
         sizes = {
             name: (one.parameters, one.condensation) for name, one in found.items()
@@ -133,14 +133,15 @@ def write_figures(
             family: {name: sizes[name] for name in members}
             for family, members in families.items()
         }
-        figures["by_size.png"] = plots.by_size(by_family)
+        figures["by_size"] = plots.by_size(by_family)
     if pairs:
-        figures["pairs.png"] = plots.pairs(
+        figures["pairs"] = plots.pairs(
             [((a, measured[a]), (b, measured[b])) for a, b in pairs]
         )
-    for name, figure in figures.items():
-        figure.savefig(out / name, dpi=150)
-    return list(figures)
+    names = [f"{name}.{suffix}" for name in figures for suffix in formats]
+    for name in names:
+        figures[name.rpartition(".")[0]].savefig(out / name, dpi=150)
+    return names
 
 
 def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Measurement]]:
@@ -277,6 +278,7 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
     it.
     """
     check_least(options, sequences=1, max_length=2, batch_size=1, last_n=1)
+    formats = plots.picture_formats(options.format)
     if not 0 <= options.zeta < 1:
         raise ConfigError(
             f"--zeta is {options.zeta}, expected at least 0, and less than 1"
@@ -347,7 +349,7 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
     }
     files = [
         *write_metrics(out, found, settings),
-        *write_figures(out, found, families, pairs),
+        *write_figures(out, found, families, pairs, formats),
     ]
     measurements = {name: one.condensation for name, one in found.items()}
     print(table(measurements, options.last_n))
