@@ -149,7 +149,7 @@ dispersion = {clamp = 0.25, max_tokens = 256}
     GPT2: """
 model = {name = "gpt2_disp", flavor = "124M"}
 optimizer = {eps = 2.5e-9} # of a sum over 4 steps
-training = {max_norm = 0.25, seq_len = 1024, steps = 1526, global_batch_size = 128, local_batch_size = 16} # 200e6 tokens / (128 × 1024)
+training = {max_norm = 0.25, seq_len = 1024, steps = 1526, global_batch_size = 128, local_batch_size = 16}
 lr_scheduler = {warmup_steps = 306}
 dispersion = {clamp = 0.1, max_tokens = 256}
 """,
