@@ -161,8 +161,10 @@ def sweep_run(options: opts.SweepOptions) -> int:
         from titan_disp.lab.sweeps.preparation import submit
 
         return submit(sweep, options)
-    from titan_disp.lab.sweeps.runner import run, summary
+    from titan_disp.lab.sweeps.runner import dry_run, run, summary
 
+    if options.dry_run:
+        return dry_run(sweep, options.nproc)
     results = run(sweep, options.jobs, options.nproc)
     print("\n".join(summary(results)))
     return int(any(result.outcome != "finished" for result in results))

@@ -613,7 +613,8 @@ class _Sweep:  # the help shows these before those of SLURM
     """ranks per point on this machine."""
     submit: bool = False
     """submit an array of jobs (slurm/sweep.sbatch) instead of training here. The
-    options below apply to it.
+    options below apply to it. --dry-run also applies without it, and then prints what
+    would be trained.
     """
 
 

@@ -17,7 +17,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from titan_disp.condensation.heatmap import heatmaps, layer_label, new_figure, plain
 from titan_disp.condensation.record import (
-    LEAST_RANGE,
     OF_PAPER,
     RANKS,
     Measurement,
@@ -27,7 +26,7 @@ from titan_disp.condensation.record import (
     telling_steps,
 )
 from titan_disp.errors import ConfigError
-from titan_disp.text import short
+from titan_disp.text import number, short
 
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
@@ -35,6 +34,7 @@ AVERAGED = "cosines averaged over the sequences first, as in the paper"
 # The paper's two measures are rank correlations with depth, of the blocks, with the
 # last layer after the final norm.
 MEASURES = {name: over_depth(OF_PAPER, rank) for rank, name in RANKS.items()}
+UNDEFINED = "– (mean cosines are equal)"
 COLUMNS = 3  # of panels
 FORMATS = ("png", "svg", "pdf")
 # Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow,
@@ -135,7 +135,6 @@ def depth_bars(found: Mapping[str, Measurement]) -> Figure:
     figure = new_figure(8, 1.5 + 0.55 * len(found))
     axes = figure.subplots()
     place = np.arange(len(found))
-    flat = f"– (mean cosines within {LEAST_RANGE:g})"
     looks = zip(OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False)
     for (label, measure), (color, hatch, offset) in zip(
         MEASURES.items(), looks, strict=True
@@ -151,15 +150,23 @@ def depth_bars(found: Mapping[str, Measurement]) -> Figure:
             ec="white",
         )
         axes.bar_label(
-            bars, [flat if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4
+            bars, [UNDEFINED if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4
         )
-    axes.set_yticks(place, [plain(fill(name, 34)) for name in found])
+    ranges = [one.over_depth[OF_PAPER].range for one in found.values()]
+    axes.set_yticks(
+        place,
+        [
+            f"{plain(fill(name, 34))}\nrange {number(value_range, 2)}"
+            for name, value_range in zip(found, ranges, strict=True)
+        ],
+    )
     axes.invert_yaxis()
     axes.set_xlim(-1.25, 1.25)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel(
-        "rank correlation of the mean cosine with depth\n(last block: after the final norm)",
+        "rank correlation of the mean cosine with depth\n"
+        "(last block: after the final norm; range: largest minus smallest mean cosine)",
         fontsize=11,
     )
     figure.legend(loc="outside upper center", ncols=2)
@@ -283,6 +290,14 @@ def size(parameters: float) -> str:
     return short(parameters, 3).replace(" ", "")
 
 
+def _explain_if_empty(axes: Axes) -> None:
+    """Write into a panel whose lines have no point why it has none."""
+    values = [line.get_ydata() for line in axes.get_lines()[1:]]  # the first is 0
+    if not np.isfinite(np.concatenate(values).astype(float)).any():
+        reason = "nothing to draw: the mean cosines\nof all layers are equal"
+        axes.text(0.5, 0.75, reason, ha="center", transform=axes.transAxes)
+
+
 def _correlation_axis(axes: Axes, label: str) -> None:
     axes.set_ylim(-1.08, 1.08)
     axes.axhline(0, color="black", linewidth=0.6)
@@ -326,6 +341,8 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Measurement]]]) -> Fi
                 )
             )
         )
+    for axes in grid:
+        _explain_if_empty(axes)
     figure.legend(lines, names, loc="outside lower center")
     return figure
 

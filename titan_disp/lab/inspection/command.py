@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from titan_disp.condensation.measure import Accumulator, AveragedCosines, Covariance
-from titan_disp.condensation.record import OF_COVARIANCE, PLACES, RANKS, Measurement
+from titan_disp.condensation.record import OF_COVARIANCE, PLACES, Measurement
 from titan_disp.config.command_options import CondensationOptions, check_least
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import make_writable, progress
@@ -69,7 +69,9 @@ def write_metrics(
             {**target, **told, "mean_cosine_of_last": one.condensation.of_last_layers()}
         )
         correlations = {
-            f"{rank}_{place}": told[place][rank] for place in PLACES for rank in RANKS
+            f"{name}_{place}": number
+            for place in PLACES
+            for name, number in told[place].items()
         }
         for layer, layer_name in enumerate(told["layers"]):
             numbers = {key: values[layer] for key, values in by_layer.items()}
@@ -187,7 +189,7 @@ def table(found: Mapping[str, Measurement], last_n: int) -> str:
         "random",
     ]
     cosines = [["mean cosine", *headings]]
-    numbers = [["", *(f"ρ, τ: {place}" for place in PLACES), *OF_COVARIANCE]]
+    numbers = [["", *(f"ρ, τ, range: {place}" for place in PLACES), *OF_COVARIANCE]]
     for name, one in found.items():
         mean = one.mean_cosine
         last = one.last_block
@@ -204,7 +206,7 @@ def table(found: Mapping[str, Measurement], last_n: int) -> str:
         ]
         cosines.append([name, *(number(cosine, 3) for cosine in shown)])
         ranks = [
-            f"{number(at.spearman, 3)} {number(at.kendall, 3)}"
+            " ".join(number(cell, 3) for cell in (at.spearman, at.kendall, at.range))
             for at in one.over_depth.values()
         ]
         numbers.append(

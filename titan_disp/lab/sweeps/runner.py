@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -91,6 +92,21 @@ def run(
     with stop_signals(runner.heard), contextlib.closing(runner):
         results |= runner.run()
     return [results[one.point.name] for one in prepared]
+
+
+def dry_run(sweep: Sweep, nproc: int = 1) -> int:
+    """Check all points as ``run`` does, and print the state of each and the command
+    that would train it. Nothing is written. Return the exit status.
+    """
+    if nproc < 1:
+        raise ConfigError(f"--nproc is {nproc}, expected at least 1")
+    for one in prepare(sweep, nproc, write=False):
+        word, detail = state(one.point.folder)
+        print(f"{one.point.name}: {word}: {detail}")
+        if word != "finished":
+            argv = [*one.point.argv(), "--nproc", str(nproc)]
+            print(f"  titan-disp train {shlex.join(argv)}")
+    return 0
 
 
 def summary(results: Sequence[Result]) -> list[str]:
