@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCardData
+
 from titan_disp.condensation.record import OF_PAPER, PLACES
 from titan_disp.data import ledger
 from titan_disp.data.fingerprint import read_data_state
@@ -134,6 +136,71 @@ def _newest(rows: dict[int, Any], last_step: int) -> tuple[int, Any] | None:
     return max(steps), rows[max(steps)]
 
 
+def _hub_id(dataset: str) -> str | None:
+    """Return the id on the hub of ``training.dataset`` or of a source's, if any."""
+    if dataset.startswith("c4"):
+        return "allenai/c4"
+    if dataset.startswith("hf:"):
+        return dataset.split(":")[1]
+    return None
+
+
+def _metadata(saved: SavedModel, name: str, cross_entropy: float | None) -> str:
+    """Return the card's head in YAML, as huggingface_hub reads it.
+
+    ``cross_entropy`` is that of held-out text, or None.
+    """
+    config = saved.config
+    training = config["training"]
+    sources = config["stream"]["sources"] or [training]
+    ids = [_hub_id(source["dataset"]) for source in sources]
+    results = None
+    if cross_entropy is not None:
+        path = training["dataset_path"] or ids[0] or training["dataset"]
+        result = EvalResult(
+            task_type="text-generation",
+            dataset_type=ids[0] or "text",
+            dataset_name=Path(ids[0] or path).name,
+            metric_type="cross_entropy",
+            metric_name="cross-entropy of held-out text",
+            metric_value=round(cross_entropy, 4),
+        )
+        results = [result]
+    data = ModelCardData(
+        # Other data sets do not say their language.
+        language="en" if set(ids) == {"allenai/c4"} else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["dispersion-loss", "titan-disp"],
+        datasets=sorted({id for id in ids if id}) or None,
+        base_model=_start(config)
+        if config["checkpoint"]["initial_load_in_hf"]
+        else None,
+        model_name=name,
+        eval_results=results,
+    )
+    return data.to_yaml()
+
+
+def _start(config: Mapping[str, Any]) -> str:
+    """Return the name of the folder of initial weights."""
+    path = (
+        config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
+    )
+    return Path(path).name
+
+
+def _cross_entropy(
+    validated: tuple[int, Any] | None, measured: tuple[int, Any] | None
+) -> float | None:
+    """Return the newest loss of TorchTitan's validation, or else that of the measured
+    text.
+    """
+    if validated is not None:
+        return validated[1]
+    return None if measured is None else measured[1]["cross_entropy"]
+
+
 def model_card(
     saved: SavedModel,
     name: str,
@@ -146,8 +213,8 @@ def model_card(
     ``environment`` is the run's environment.json, or {} if it is missing.
     """
     config = saved.config
-    checkpoint = config["checkpoint"]
-    start = checkpoint["initial_load_path"] or config["model"]["hf_assets_path"]
+    validated = _newest(read_validation(saved.run), saved.step)
+    measured = _newest(read_condensation(saved.run), saved.step)
     packages = {"python": environment.get("python")} | environment.get("packages", {})
     cards = templates(
         __file__, grouped="{:,}".format, counted=counted, condensation=_condensation
@@ -165,10 +232,11 @@ def model_card(
         dispersion=_dispersion(config["dispersion"]),
         formula=AngularFormula.of_run(config["dispersion"]),
         baseline=_baseline(config["baseline"]),
-        start=Path(start).name,
+        start=_start(config),
         last=last_row(saved.run, saved.step),
-        validated=_newest(read_validation(saved.run), saved.step),
-        measured=_newest(read_condensation(saved.run), saved.step),
+        validated=validated,
+        measured=measured,
+        metadata=_metadata(saved, name, _cross_entropy(validated, measured)),
         versions=[f"{p} {packages[p]}" for p in SHOWN if packages.get(p)],
         environment=environment,
     )

@@ -69,16 +69,20 @@ class SavedModel:
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
         """Return ``override`` or ``model.hf_assets_path``, which may be relative to the
-        folder where the run started.
+        folder where the run started. That folder is the current one, the run's, or one
+        above it.
         """
         folder = Path(override or self.config["model"]["hf_assets_path"])
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist "
-                "here; run this command where the training was started, or name the "
-                "folder with --tokenizer DIR"
-            )
-        return folder
+        run = self.run.resolve()
+        candidates = [folder, *(start / folder for start in (run, *run.parents))]
+        for candidate in candidates[:1] if override else candidates:
+            if candidate.is_dir():
+                return candidate
+        raise ConfigError(
+            f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist "
+            "here; run this command where the training was started, or name the "
+            "folder with --tokenizer DIR"
+        )
 
     def tokenizer(self, override: str | Path | None = None) -> AnyTokenizer:
         """Load the tokenizer that the run trained with, which must fit into the model's
