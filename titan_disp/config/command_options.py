@@ -434,6 +434,11 @@ class CondensationOptions:
     """weight ζ of the shrinkage in IsoScore*, for models with more features than there
     are tokens.
     """
+    pad: OptionalInt = None
+    """D: also measure tokens whose features are padded to D with random normal entries,
+    as in Appendix D of the paper. padded.csv has them, and bounds of their expected
+    cosine.
+    """
     contiguous: bool = False
     """start each sequence at a random place of the text, instead of cutting it from
     shuffled, joined pieces of it.

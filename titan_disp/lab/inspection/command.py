@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.files import make_writable, progress
 from titan_disp.lab import plots
 from titan_disp.lab.inspection import targets
+from titan_disp.lab.inspection.padding import COLUMNS, PaddedCosines
 from titan_disp.lab.inspection.texts import (
     MARGIN,
     contiguous_sequences,
@@ -43,6 +45,7 @@ class Measured:
     target: targets.Target
     parameters: int
     condensation: Measurement
+    padded: np.ndarray | None = None  # of ``PaddedCosines``, with --pad
 
 
 def write_metrics(
@@ -221,11 +224,16 @@ def table(found: Mapping[str, Measurement], last_n: int) -> str:
 
 @torch.no_grad()
 def measure(
-    name: str, layers: targets.LoadedModel, tokens: Tensor, options: CondensationOptions
+    name: str,
+    layers: targets.LoadedModel,
+    tokens: Tensor,
+    options: CondensationOptions,
+    padded: PaddedCosines | None = None,
 ) -> Measurement:
     """Measure every layer of one model on [count, length] token ids.
 
-    ``name`` is for messages and a progress bar.
+    ``name`` is for messages and a progress bar. ``padded`` gets all layers but the
+    logits.
     """
     logits = options.logits
     pooled = Accumulator(layers.count + logits, layers.device)
@@ -241,6 +249,8 @@ def measure(
             )
         for sums in (pooled, averaged, covariance):
             sums.add(layer, z)
+        if padded is not None and layer < layers.count:
+            padded.add(layer, z)
         if root is not None and layer == layers.count - 1:
             take_in(
                 layers.count, pad(z.double(), (0, 1), value=1.0) @ root.to(z.device)
@@ -280,83 +290,143 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
     it.
     """
     check_least(options, sequences=1, max_length=2, batch_size=1, last_n=1)
-    formats = plots.picture_formats(options.format)
+    plots.picture_formats(options.format)
     if not 0 <= options.zeta < 1:
         raise ConfigError(
             f"--zeta is {options.zeta}, expected at least 0, and less than 1"
         )
-    device: targets.Device = "auto"
-    if options.device != "auto":
-        device = targets.find_device(options.device, torch.float64)  # of the cosines
-    elif find_spec("accelerate") is None:
+    device = _device(options.device)
+    families = dict(_members(family, "--family") for family in options.family)
+    pairs = [_pair(pair) for pair in options.pair]
+    names = [*options.targets, *chain(*families.values()), *chain(*pairs)]
+    models = targets.find_targets(
+        list(dict.fromkeys(names)),
+        options.all_steps,
+        options.tokenizer,
+        options.trust_remote_code,
+    )
+    samples = _samples(models, options)
+    make_writable(options.out, "--out")
+    measured = _measure_all(models, samples, device, options)
+    by_family = {
+        family: [targets.name_of(member, models) for member in members]
+        for family, members in families.items()
+    }
+    by_pair = [
+        (targets.name_of(base, models), targets.name_of(other, models))
+        for base, other in pairs
+    ]
+    files = _write(measured, by_family, by_pair, options)
+    measurements = {name: one.condensation for name, one in measured.items()}
+    print(table(measurements, options.last_n))
+    print(f"{options.out}: {', '.join(files)}")
+    return measurements
+
+
+def _device(name: str) -> targets.Device:
+    if name != "auto":
+        return targets.find_device(name, torch.float64)  # of the cosines
+    if find_spec("accelerate") is None:
         raise ConfigError(
             "--device auto needs accelerate, which spreads a model over the GPUs: pip "
             "install accelerate"
         )
-    by_family = dict(_members(family, "--family") for family in options.family)
-    by_pair = [_pair(pair) for pair in options.pair]
-    grouped = [
-        member for members in (*by_family.values(), *by_pair) for member in members
-    ]
-    every = list(dict.fromkeys([*options.targets, *grouped]))
-    models = targets.find_targets(
-        every, options.all_steps, options.tokenizer, options.trust_remote_code
-    )
-    shortest = min(models, key=lambda name: models[name].max_tokens or sys.maxsize)
-    length = min(options.max_length, models[shortest].max_tokens or sys.maxsize)
+    return "auto"
+
+
+def _samples(
+    models: Mapping[str, targets.Target], options: CondensationOptions
+) -> dict[str, Tensor]:
+    """Return each model's token ids, [count, length], of one length for all."""
+
+    def positions(name: str) -> int:
+        return models[name].max_tokens or sys.maxsize
+
+    shortest = min(models, key=positions)
+    length = min(options.max_length, positions(shortest))
     if length < options.max_length:
-        told = f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions"
-        print(told, file=sys.stderr)
-    cut = replace(options, max_length=length)
-    out = options.out
+        print(
+            f"sequences have {length} tokens, not {options.max_length}, because "
+            f"{shortest} has no more positions",
+            file=sys.stderr,
+        )
     texts = read_texts(
-        options.text,
-        options.dataset,
-        options.seed,
-        options.contiguous,
-        options.text_field,
+        text=options.text,
+        dataset=options.dataset,
+        seed=options.seed,
+        in_order=options.contiguous,
+        text_field=options.text_field,
     )
-    samples = {
-        name: _sample(name, target, texts, cut) for name, target in models.items()
-    }
-    make_writable(out, "--out")
-    found: dict[str, Measured] = {}
+    cut = replace(options, max_length=length)
+    return {name: _sample(name, target, texts, cut) for name, target in models.items()}
+
+
+def _measure_all(
+    models: Mapping[str, targets.Target],
+    samples: Mapping[str, Tensor],
+    device: targets.Device,
+    options: CondensationOptions,
+) -> dict[str, Measured]:
+    """Measure one model after another, and save each measurement."""
+    measured: dict[str, Measured] = {}
     # mean cosines by run or model: its steps or revisions share them
     untrained: dict[Path, np.ndarray] = {}
     for name, target in models.items():
         layers = target.load(device, options.dtype)
-        one = measure(name, layers, samples[name], options)
-        some = samples[name][: options.batch_size]
+        padded = None
+        if options.pad is not None:
+            padded = PaddedCosines(options.pad, options.seed)
+        measurement = measure(name, layers, samples[name], options, padded)
+        batch = samples[name][: options.batch_size]
         if not options.skip_untrained and target.path not in untrained:
             layers.untrain(options.seed)
             untrained[target.path] = measure(
-                f"{name}, untrained", layers, some, options
+                f"{name}, untrained", layers, batch, options
             ).mean_cosine
-        one = replace(one, untrained_mean_cosine=untrained.get(target.path))
-        found[name] = Measured(target, layers.parameters, one)
-        one.save(out / f"{name}.npz")
+        measurement = replace(
+            measurement, untrained_mean_cosine=untrained.get(target.path)
+        )
+        measurement.save(options.out / f"{name}.npz")
+        measured[name] = Measured(
+            target=target,
+            parameters=layers.parameters,
+            condensation=measurement,
+            padded=None if padded is None else padded.result(),
+        )
         del layers  # frees the memory before the next model is loaded
-    families = {
-        family: [targets.name_of(one, models) for one in members]
-        for family, members in by_family.items()
-    }
-    pairs = [
-        (targets.name_of(base, models), targets.name_of(other, models))
-        for base, other in by_pair
-    ]
+    return measured
+
+
+def _write(
+    measured: Mapping[str, Measured],
+    families: Mapping[str, Sequence[str]],
+    pairs: Sequence[tuple[str, str]],
+    options: CondensationOptions,
+) -> list[str]:
+    """Write numbers and pictures, and return the names of all files."""
     kept = ("seed", "dtype", "contiguous", "special_tokens", "zeta")
     settings = {
         "text": str(options.text or options.dataset),
         **{name: getattr(options, name) for name in kept},
     }
-    files = [
-        *write_metrics(out, found, settings),
-        *write_figures(out, found, families, pairs, formats),
-    ]
-    measurements = {name: one.condensation for name, one in found.items()}
-    print(table(measurements, options.last_n))
-    print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")
-    return measurements
+    files = [f"{name}.npz" for name in measured]
+    files += write_metrics(options.out, measured, settings)
+    if options.pad is not None:
+        files.append(write_padded(options.out, measured, options.pad))
+    formats = plots.picture_formats(options.format)
+    return files + write_figures(options.out, measured, families, pairs, formats)
+
+
+def write_padded(out: Path, measured: Mapping[str, Measured], features: int) -> str:
+    """Write padded.csv, with a row for each layer, and return its name."""
+    rows: list[list[Any]] = [["target", "layer", "layer_name", "padded_to", *COLUMNS]]
+    for name, one in measured.items():
+        assert one.padded is not None
+        names = one.condensation.layer_names
+        for layer, numbers in enumerate(one.padded.tolist()):
+            rows.append([name, layer, names[layer], features, *numbers])
+    (out / "padded.csv").write_text(csv_text(rows))
+    return "padded.csv"
 
 
 def _members(text: str, option: str) -> tuple[str, list[str]]:
