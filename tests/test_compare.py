@@ -88,10 +88,10 @@ def test_ranks_and_means():
     found = compare(rows_of("xyz"), models)
     means = np.array([v.mean(1) for v in answers.values()])
     ranks = stats.rankdata(-means, axis=0)
-    assert [*found.mean_rank.values()] == pytest.approx(ranks.mean(1))
-    assert [*found.mean.values()] == pytest.approx(means.mean(1))
+    assert [*found.mean.ranks.values()] == pytest.approx(ranks.mean(1))
+    assert [*found.mean.scores.values()] == pytest.approx(means.mean(1))
     d = answers["on"] - answers["off"]
-    on = found.mean_difference["on"]
+    on = found.mean.differences["on"]
     expected = (
         d.mean(),
         np.sqrt((d.var(1, ddof=1) / 40).sum()) / 3,
@@ -136,15 +136,15 @@ def test_two_tasks_by_hand():
         pytest.approx(0.06**0.5),
         None,
     ]
-    both = found.mean_difference["on"]
+    both = found.mean.differences["on"]
     assert (both.mean, both.standard_error_documents) == (pytest.approx(0.7), None)
     # for two numbers, half of their distance
     assert both.standard_error_tasks == pytest.approx(0.3)
     alone = compare(rows[:1], {model: {"x": x[model]} for model in x})
-    assert alone.mean_difference["on"].standard_error_documents == pytest.approx(
+    assert alone.mean.differences["on"].standard_error_documents == pytest.approx(
         0.06**0.5
     )
-    assert alone.mean_difference["on"].standard_error_tasks is None
+    assert alone.mean.differences["on"].standard_error_tasks is None
 
     d = found.tasks[0].differences["on"]
     text = to_markdown(found)
@@ -184,9 +184,11 @@ def test_two_tasks_by_hand():
     assert [float(first[f"on - off{name}"]) for name in numbers] == expected
     assert found.seeds == {"off": 1, "on": 1}
     assert (
-        found.mean_seed_error == found.tasks[0].seed_errors == {"off": None, "on": None}
+        found.mean.seed_errors
+        == found.tasks[0].seed_errors
+        == {"off": None, "on": None}
     )
-    assert found.mean_over_seeds == {}
+    assert found.mean.over_seeds == {}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_seeds_of_one_condition():
     assert off.standard_error == pytest.approx(stats.sem([1 / 3, 1, 2 / 3, 0]))
     found = compare(rows_of("x"), {"off": {"x": off}, "on": {"x": on}})
     (task,) = found.tasks
-    mean = found.mean_difference["on"]
+    mean = found.mean.differences["on"]
     difference = task.differences["on"]
     d = np.array([2 / 3, 0, -1 / 6, 1 / 2])
     assert difference.mean == mean.mean == 0.25
@@ -244,7 +246,7 @@ def test_seeds_of_one_condition():
     # Off has the variance 1/16 over three seeds, and on has none: the standard error is
     # √(1/48).
     over_seeds = task.over_seeds["on"]
-    assert over_seeds == replace(found.mean_over_seeds["on"], holm=over_seeds.p_value)
+    assert over_seeds == replace(found.mean.over_seeds["on"], holm=over_seeds.p_value)
     assert over_seeds.standard_error == pytest.approx(48**-0.5)
     # on has no spread
     half = stats.t.ppf(0.975, df=2) * 48**-0.5
@@ -257,7 +259,7 @@ def test_seeds_of_one_condition():
     assert unpaired_difference([0.4], [0.1, 0.2]) is None
     assert unpaired_difference([0.4, 0.4], [0.4, 0.4]).p_value is None
     assert task.seed_errors == {"off": pytest.approx(48**-0.5), "on": 0}
-    assert (found.seeds, found.mean_seed_error["off"]) == (
+    assert (found.seeds, found.mean.seed_errors["off"]) == (
         {"off": 3, "on": 2},
         pytest.approx(48**-0.5),
     )
@@ -288,7 +290,7 @@ def test_equal_seeds_are_pairs_as_in_a_sweep():
             "on": {"x": of_seeds(on.values(), list(on))},
         },
     )
-    paired = found.mean_over_seeds["on"]
+    paired = found.mean.over_seeds["on"]
     theirs = stats.ttest_rel(by_seed["on"], by_seed["off"])
     flips = stats.permutation_test(
         (by_seed["on"] - by_seed["off"],), np.mean, permutation_type="samples"
@@ -336,8 +338,8 @@ def test_several_tasks_over_seeds():
         },
     )
     errors = {name: stats.sem(v.mean((0, 2))) for name, v in values.items()}
-    assert found.mean_seed_error == pytest.approx(errors)
-    assert found.mean_over_seeds["on"].standard_error == pytest.approx(
+    assert found.mean.seed_errors == pytest.approx(errors)
+    assert found.mean.over_seeds["on"].standard_error == pytest.approx(
         np.hypot(*errors.values())
     )
     over_seeds = [task.over_seeds["on"] for task in found.tasks]

@@ -320,7 +320,7 @@ def test_end_to_end_against_plain_transformers(
                 len(right),
             )
             assert task["standard_errors"][name] == pytest.approx(stats.sem(right))
-        assert comparison["mean"][name] == pytest.approx(
+        assert comparison["mean"]["scores"][name] == pytest.approx(
             (expected["choice"].mean() + expected["word"].mean()) / 2
         )
     assert [s["acc"] for s in samples_of(out, "b-hf") if s["task"] == "choice"] == b[
@@ -361,7 +361,7 @@ def test_group_whose_tasks_count_alike(models, own, tmp_path):
     (task,) = comparison.tasks
     expected = pytest.approx((a["choice"].mean() + a["word"].mean()) / 2)
     assert (task.task, task.documents, task.scores["hf"]) == ("both", 32, expected)
-    assert comparison.mean_difference == {}
+    assert comparison.mean.differences == {}
     assert "mean rank" not in (tmp_path / "all/table.md").read_text()
     (task,) = evaluate(
         EvaluateOptions(tasks=["choice"], limit=1, out=tmp_path / "one", **of_one)
@@ -673,7 +673,7 @@ def test_runs_with_equal_seeds_are_pairs(own, answers, sample, tmp_path):
     on = f"on={trained('on-1', 2)},{trained('on-2', 1)}"
     options = {"include_path": own, "out": tmp_path / "out", "latex": True}
     found = evaluate(EvaluateOptions([off, on, twins], ["word"], **options))
-    pairs = {name: d.pairs for name, d in found.mean_over_seeds.items()}
+    pairs = {name: d.pairs for name, d in found.mean.over_seeds.items()}
     # One of the twins has the seed of no other run of its condition.
     assert pairs == {"on": 2, "twins": 1}
     assert "over 2 pairs of seeds" in (tmp_path / "out/table.md").read_text()

@@ -107,16 +107,15 @@ class TaskComparison:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """The comparison on all tasks, and means over them. Dictionaries are by model."""
+    """The comparison on all tasks, and on their mean, over tasks of equal weights."""
 
     tasks: list[TaskComparison]
-    seeds: dict[str, int]
-    mean: dict[str, float]
-    # over seeds, of the mean over tasks; None with a single seed
-    mean_seed_error: dict[str, float | None]
-    mean_rank: dict[str, float]
-    mean_difference: dict[str, MeanDifference]
-    mean_over_seeds: dict[str, Difference]  # of each seed's mean over tasks
+    seeds: dict[str, int]  # by model
+    mean: TaskComparison
+
+    @property
+    def lines(self) -> list[TaskComparison]:
+        return [*self.tasks, self.mean]
 
 
 def pooled(seeds: Mapping[Any, Scores]) -> Scores:
@@ -179,27 +178,33 @@ def compare(
         model: _mean_by_seed([scores[row.name] for row in rows])
         for model, scores in models.items()
     }
-    return ModelComparison(
-        tasks=tasks,
-        seeds={model: max(1, len(scores)) for model, scores in by_seed.items()},
-        mean={
-            model: float(np.mean([task.scores[model] for task in tasks]))
-            for model in models
-        },
-        mean_seed_error={
+    mean = TaskComparison(
+        task="mean",
+        metric=None,
+        num_fewshot=None,
+        documents=None,
+        scores=_mean_by_model([task.scores for task in tasks]),
+        standard_errors={},
+        seed_errors={
             model: statistics.standard_error(list(scores.values()))
             for model, scores in by_seed.items()
         },
-        mean_rank={
-            model: float(np.mean([task.ranks[model] for task in tasks]))
-            for model in models
-        },
-        mean_difference={
+        ranks=_mean_by_model([task.ranks for task in tasks]),
+        differences={
             other: _mean_difference([task[other] for task in differences])
             for other in others
         },
-        mean_over_seeds=statistics.differences_over_seeds(by_seed, first),
+        over_seeds=statistics.differences_over_seeds(by_seed, first),
     )
+    seeds = {model: max(1, len(scores)) for model, scores in by_seed.items()}
+    return ModelComparison(tasks, seeds, mean)
+
+
+def _mean_by_model(tasks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {
+        model: float(np.mean([numbers[model] for numbers in tasks]))
+        for model in tasks[0]
+    }
 
 
 def _mean_by_seed(tasks: Sequence[Scores]) -> dict[Any, float]:
@@ -269,29 +274,12 @@ def _mean_difference(tasks: Sequence[Difference]) -> MeanDifference:
     )
 
 
-def lines(comparison: ModelComparison) -> list[TaskComparison]:
-    """Return a line for each task, and one for the mean over tasks."""
-    mean = TaskComparison(
-        task="mean",
-        metric=None,
-        num_fewshot=None,
-        documents=None,
-        scores=comparison.mean,
-        standard_errors={},
-        seed_errors=comparison.mean_seed_error,
-        ranks=comparison.mean_rank,
-        differences=comparison.mean_difference,
-        over_seeds=comparison.mean_over_seeds,
-    )
-    return [*comparison.tasks, mean]
-
-
 def table(comparison: ModelComparison) -> list[list[str]]:
     """Return the cells of tasks × models, differences, standard errors and p values.
     The first row is the header.
     """
-    first, *others = comparison.mean
-    over_seeds = comparison.mean_over_seeds
+    first, *others = comparison.seeds
+    over_seeds = comparison.mean.over_seeds
     header = ["task", "metric", "shots", "documents"]
     for model, count in comparison.seeds.items():
         header.append(f"{model} ({count} seeds)" if count > 1 else model)
@@ -302,7 +290,7 @@ def table(comparison: ModelComparison) -> list[list[str]]:
     ]
     rows = [header]
     several = len(comparison.tasks) > 1  # then p values are adjusted
-    for line in lines(comparison):
+    for line in comparison.lines:
         begin = (line.task, line.metric, line.num_fewshot, line.documents)
         row = ["" if cell is None else str(cell) for cell in begin]
         row += [
@@ -313,7 +301,7 @@ def table(comparison: ModelComparison) -> list[list[str]]:
         row += [_with_p(line.over_seeds[other], several) for other in over_seeds]
         rows.append(row)
     if others:
-        ranks = [f"{rank:.2f}" for rank in comparison.mean_rank.values()]
+        ranks = [f"{rank:.2f}" for rank in comparison.mean.ranks.values()]
         rest = len(header) - len(ranks) - 4
         rows.append(["mean rank", "", "", "", *ranks, *[""] * rest])
     return rows
@@ -321,7 +309,7 @@ def table(comparison: ModelComparison) -> list[list[str]]:
 
 def explanation(comparison: ModelComparison) -> list[str]:
     """Return the paragraph below the table, if it compares models."""
-    if len(comparison.mean) < 2:
+    if len(comparison.seeds) < 2:
         return []
     text = (
         "Differences are means ± standard errors over the same documents, with p "
@@ -331,7 +319,7 @@ def explanation(comparison: ModelComparison) -> list[str]:
     )
     if any(count > 1 for count in comparison.seeds.values()):
         text += " Scores of several seeds are means ± standard errors over seeds. A document's score is their mean."
-    pairs = {difference.pairs > 0 for difference in comparison.mean_over_seeds.values()}
+    pairs = {difference.pairs > 0 for difference in comparison.mean.over_seeds.values()}
     if True in pairs:
         text += (
             "\nOver pairs of runs with equal seeds: mean difference ± standard error, "
@@ -365,10 +353,10 @@ def to_csv(comparison: ModelComparison) -> str:
     """Render the table at full precision, with standard errors, ranks and 95 %
     intervals. Undefined cells are empty.
     """
-    first, *others = comparison.mean
+    first, *others = comparison.seeds
     header = ["task", "metric", "num_fewshot", "documents"]
-    for model in comparison.mean:
+    for model in comparison.seeds:
         header += [f"{model}{what}" for what in OF_MODEL]
     for other in others:
         header += [f"{other} - {first}{what}" for what in OF_DIFFERENCE]
-    return csv_text([header, *(line.to_csv() for line in lines(comparison))])
+    return csv_text([header, *(line.to_csv() for line in comparison.lines)])

@@ -29,7 +29,6 @@ from titan_disp.lab.evaluate.compare import (
     ModelComparison,
     compare,
     explanation,
-    lines,
     pooled,
     table,
     to_csv,
@@ -306,10 +305,10 @@ def scores(comparison: ModelComparison) -> Ours:
         return text if error is None else f"{text} ± {100 * error:.2f}"
 
     ours = dict[tuple[str, str], Mapping[str, str]]()
-    first = next(iter(comparison.mean))
+    first = next(iter(comparison.seeds))
     rows = comparison.tasks
     if {task.task for task in rows} == harness.PAPER.keys():
-        rows = lines(comparison)
+        rows = comparison.lines
     for line in rows:
         ours[line.task, "score, %"] = {
             model: points(score, line.seed_errors[model])
