@@ -192,7 +192,7 @@ def test_losses_and_condensation_up_to_the_step(run):
     )
     told = rows["condensation, held-out text"]
     # In the embedding, over the blocks, after the last block, after the final norm; ρ
-    # and τ; step, sequences and tokens.
+    # and τ with their range; step, sequences and tokens.
     assert re.findall(r"\d+\.?\d*", told) == [
         "0.100",
         "0.500",
@@ -200,11 +200,12 @@ def test_losses_and_condensation_up_to_the_step(run):
         "0.300",
         "0.50",
         "0.33",
+        "0.2",  # the range
         "20",
         "8",
         "64",
     ]
-    # ρ and τ are left out if the mean cosines hardly differ
+    # ρ and τ are left out if the mean cosines are equal
     found = json.loads(measured(30, 1.0))
     found["condensation"]["blocks_after_norm"] |= {"spearman": None, "kendall": None}
     with open(run / "metrics.jsonl", "a") as file:

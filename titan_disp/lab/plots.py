@@ -4,7 +4,7 @@ a model or its distillation.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from textwrap import fill
 from typing import Any
 
@@ -188,8 +188,8 @@ def over_training(
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axes in grid.flat[len(runs) :]:
         axes.set_axis_off()
-    steps = sorted(
-        dict.fromkeys(step for by_step in runs.values() for step in by_step),
+    steps: list[Any] = sorted(
+        dict.fromkeys(chain.from_iterable(runs.values())),
         key=lambda step: step if isinstance(step, int) else 0,
     )
     colors: dict[Any, Any] = dict(
@@ -417,7 +417,7 @@ def over_steps(runs: Mapping[str, Mapping[int, Measurement]]) -> Figure:
     }
     figure = new_figure(9, 6.2 + 0.22 * -(-len(runs) // 2))
     grid = figure.subplots(2, 2, sharex=True)
-    positive = [step for by_step in runs.values() for step in by_step if step > 0]
+    positive = [step for step in chain.from_iterable(runs.values()) if step > 0]
     for axes, (label, measure) in zip(grid.flat, panels.items(), strict=True):
         for (name, by_step), style in zip(runs.items(), styles(), strict=False):
             values = [measure(one) for one in by_step.values()]

@@ -138,11 +138,9 @@ def build_suite(
     manager = TaskManager(
         include_path=None if include_path is None else str(include_path)
     )
-    wanted = list(
-        dict.fromkeys(
-            one for name in names for one in (shots if name == "paper" else [name])
-        )
-    )
+    wanted: dict[str, None] = {}
+    for name in names:
+        wanted |= dict.fromkeys(shots if name == "paper" else [name])
     for name in wanted:
         if name not in manager.all_tasks:
             known = ["paper", *manager.all_tasks]
@@ -151,12 +149,10 @@ def build_suite(
             )
             raise ConfigError(f"lm-evaluation-harness has no task {name!r}{hint}")
     with _offline_if_unreachable() as reachable:
-        built = _load(manager, wanted, reachable, include_path)
+        built = _load(manager, list(wanted), reachable, include_path)
     items: dict[str, Any] = {}
     for loaded in built:  # without the members of groups
-        inside = {
-            child for group in loaded["groups"].values() for child in group.child_names
-        }
+        inside = set().union(*(g.child_names for g in loaded["groups"].values()))
         items |= {
             name: item
             for name, item in (loaded["groups"] | loaded["tasks"]).items()
@@ -367,11 +363,11 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     found = json.loads(json.dumps(found, default=handle_non_serializable))
     by_task = found.pop("samples")
     kept = ("doc_id", "doc_hash", "prompt_hash", "filter")
-    samples = [
-        {"task": task, **{name: sample[name] for name in (*kept, *sample["metrics"])}}
-        for task, of_task in by_task.items()
-        for sample in of_task
-    ]
+    samples = []
+    for task, of_task in by_task.items():
+        for sample in of_task:
+            names = (*kept, *sample["metrics"])
+            samples.append({"task": task, **{name: sample[name] for name in names}})
     return Result(
         found,
         samples,

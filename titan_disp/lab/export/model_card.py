@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from huggingface_hub import EvalResult, ModelCardData
 
-from titan_disp.condensation.record import OF_PAPER, PLACES
+from titan_disp.condensation.record import OF_PAPER, PLACES, DepthCorrelation
 from titan_disp.data import ledger
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.data.listing import list_files
@@ -55,8 +56,9 @@ def _data(saved: SavedModel) -> str:
         parts = [
             f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources
         ]
-        origin = ", ".join(parts)
-        return f"{origin}; in total {_listed(files)}" if files else origin
+        if files:
+            parts[-1] += f"; in total {_listed(files)}"
+        return ", ".join(parts)
     training = saved.config["training"]
     origin = "documents"
     if training["dataset"].startswith("c4"):
@@ -70,7 +72,9 @@ def _data(saved: SavedModel) -> str:
         origin += f", from a local folder or file named `{local}`"
     else:
         origin += ", from the hub"
-    return f"{_listed(files)} ({origin})" if files else origin
+    if files:
+        return f"{_listed(files)} ({origin})"
+    return origin
 
 
 def _listed(files: Sequence[tuple[str, int]]) -> str:
@@ -88,20 +92,21 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
 
 def _condensation(measured: Mapping[str, Any]) -> str:
     """Return the output of ``Measurement.to_json`` as text."""
-    mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
-    blocks = mean[1:-1]
+    # None stands for a number that is not finite
+    cosines = np.array(measured["mean_cosine"], dtype=np.float64)
+    blocks = cosines[1:-1]
     text = (
-        f"mean cosine of two tokens {mean[0]:.3f} in the embedding, "
-        f"{sum(blocks) / len(blocks):.3f} on average over the blocks, "
-        f"{blocks[-1]:.3f} after the last block, {mean[-1]:.3f} after the final norm"
+        f"mean cosine of two tokens {cosines[0]:.3f} in the embedding, "
+        f"{blocks.mean():.3f} on average over the blocks, "
+        f"{blocks[-1]:.3f} after the last block, {cosines[-1]:.3f} after the final norm"
     )
-    over_depth = measured.get(OF_PAPER, {})  # older rows have none
-    if over_depth.get("spearman") is not None:
-        text += (
-            f"; with depth, {PLACES[OF_PAPER]}: ρ {over_depth['spearman']:.2f}, "
-            f"τ {over_depth['kendall']:.2f}"
-        )
-    return text
+    ranks = measured.get(OF_PAPER, {})  # older rows have none
+    if ranks.get("spearman") is None:
+        return text
+    return (
+        f"{text}; with depth, {PLACES[OF_PAPER]}: "
+        f"{DepthCorrelation(**{'range': math.nan} | ranks)}"
+    )
 
 
 def _source(source: dict[str, Any]) -> str:

@@ -71,11 +71,10 @@ def write_metrics(
         content.append(
             {**target, **told, "mean_cosine_of_last": one.condensation.of_last_layers()}
         )
-        correlations = {
-            f"{name}_{place}": number
-            for place in PLACES
-            for name, number in told[place].items()
-        }
+        correlations = {}
+        for place in PLACES:
+            for rank, value in told[place].items():
+                correlations[f"{rank}_{place}"] = value
         for layer, layer_name in enumerate(told["layers"]):
             numbers = {key: values[layer] for key, values in by_layer.items()}
             rows.append(

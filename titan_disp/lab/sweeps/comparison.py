@@ -8,6 +8,7 @@ and its difference to one condition, the baseline, is paired by seed.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -126,11 +127,9 @@ def _measured(run: Path, name: str, last: int) -> float | None:
     if not file.is_file():
         return None
     measured = Measurement.load(file)
-    return (
-        over_depth(OF_PAPER, name)(measured)
-        if name in RANKS
-        else measured.by_part()[kind].get(part)
-    )
+    if name in RANKS:
+        return over_depth(OF_PAPER, name)(measured)
+    return measured.by_part()[kind].get(part)
 
 
 def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
@@ -212,11 +211,8 @@ def compare(
         by_condition: dict[str, list[Member]] = {}
         for point in every:
             by_condition.setdefault(point.condition, []).append(_member(point, name))
-        if any(
-            member.value is not None
-            for members in by_condition.values()
-            for member in members
-        ):
+        members = chain.from_iterable(by_condition.values())
+        if any(member.value is not None for member in members):
             break
     if against is not None and against not in by_condition:
         raise ConfigError(
@@ -246,11 +242,9 @@ def _member(point: Point, metric: str) -> Member:
         missing = f"{word}: {detail}"
         if word == "finished":
             value = final_metric(point.folder, metric)
-            missing = (
-                ""
-                if value is not None
-                else f"finished without a finite {metric} at its end"
-            )
+            missing = ""
+            if value is None:
+                missing = f"finished without a finite {metric} at its end"
     except ConfigError as error:
         missing = f"unreadable: {error}"
     return Member(point.name, tuple(sorted(point.seeds.items())), value, missing)
@@ -320,11 +314,9 @@ def table(comparison: SweepComparison) -> list[list[str]]:
 
 
 def _row(condition: Condition) -> list[str]:
-    mean = (
-        NOTHING
-        if condition.mean is None
-        else with_error(condition.mean, condition.standard_error)
-    )
+    mean = NOTHING
+    if condition.mean is not None:
+        mean = with_error(condition.mean, condition.standard_error)
     cells = [
         condition.name,
         f"{len(condition.values)} of {len(condition.members)}",
@@ -364,9 +356,7 @@ def _notes(comparison: SweepComparison) -> list[str]:
                 "\nWithout a pair of equal seeds (pairs 0), they and p are those of "
                 "Welch's t-test."
             )
-    members = [
-        member for condition in comparison.conditions for member in condition.members
-    ]
+    members = list(chain.from_iterable(c.members for c in comparison.conditions))
     missing = [
         f"- {member.name}: {member.missing}" for member in members if member.missing
     ]
