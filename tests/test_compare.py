@@ -3,6 +3,7 @@ formulas.
 """
 
 import csv
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,17 +14,20 @@ from titan_disp.lab.evaluate.compare import (
     Row,
     Scores,
     compare,
+    explanation,
     pooled,
     scaled_values,
     to_csv,
-    to_markdown,
 )
+from titan_disp.lab.evaluate.compare import table as cells_of
 from titan_disp.lab.statistics import (
-    difference_over_seeds,
     holm,
     paired_difference,
     standard_error,
+    unpaired_difference,
 )
+from titan_disp.lab.sweeps.comparison import Condition, Member, with_differences
+from titan_disp.text import markdown_table
 
 
 def rows_of(names):
@@ -34,8 +38,15 @@ def scores_of(values):
     return Scores(values.mean(), None, 5, values)
 
 
-def of_seeds(values):
-    return pooled([scores_of(v) for v in values])
+def of_seeds(values, seeds):
+    """Scores of one condition."""
+    return pooled(dict(zip(seeds, map(scores_of, values), strict=True)))
+
+
+def to_markdown(comparison):
+    """The table and the explanation."""
+    paragraphs = [markdown_table(cells_of(comparison)), *explanation(comparison)]
+    return "\n\n".join(paragraphs)
 
 
 def test_paired_difference_is_the_paired_t_test():
@@ -77,10 +88,10 @@ def test_ranks_and_means():
     found = compare(rows_of("xyz"), models)
     means = np.array([v.mean(1) for v in answers.values()])
     ranks = stats.rankdata(-means, axis=0)
-    assert [*found.mean_rank.values()] == pytest.approx(ranks.mean(1))
-    assert [*found.mean.values()] == pytest.approx(means.mean(1))
+    assert [*found.mean.ranks.values()] == pytest.approx(ranks.mean(1))
+    assert [*found.mean.scores.values()] == pytest.approx(means.mean(1))
     d = answers["on"] - answers["off"]
-    on = found.mean_difference["on"]
+    on = found.mean.differences["on"]
     expected = (
         d.mean(),
         np.sqrt((d.var(1, ddof=1) / 40).sum()) / 3,
@@ -125,19 +136,18 @@ def test_two_tasks_by_hand():
         pytest.approx(0.06**0.5),
         None,
     ]
-    both = found.mean_difference["on"]
+    both = found.mean.differences["on"]
     assert (both.mean, both.standard_error_documents) == (pytest.approx(0.7), None)
     # for two numbers, half of their distance
     assert both.standard_error_tasks == pytest.approx(0.3)
     alone = compare(rows[:1], {model: {"x": x[model]} for model in x})
-    assert alone.mean_difference["on"].standard_error_documents == pytest.approx(
+    assert alone.mean.differences["on"].standard_error_documents == pytest.approx(
         0.06**0.5
     )
-    assert alone.mean_difference["on"].standard_error_tasks is None
+    assert alone.mean.differences["on"].standard_error_tasks is None
 
     d = found.tasks[0].differences["on"]
-    text = to_markdown(found, ["A note."])
-    assert text.endswith("\n\nA note.\n")
+    text = to_markdown(found)
     assert "seeds" not in text  # of one seed each
     assert table(text) == [
         ["task", "metric", "shots", "documents", "off", "on", "on − off"],
@@ -174,9 +184,11 @@ def test_two_tasks_by_hand():
     assert [float(first[f"on - off{name}"]) for name in numbers] == expected
     assert found.seeds == {"off": 1, "on": 1}
     assert (
-        found.mean_seed_error == found.tasks[0].seed_errors == {"off": None, "on": None}
+        found.mean.seed_errors
+        == found.tasks[0].seed_errors
+        == {"off": None, "on": None}
     )
-    assert both.over_seeds is None
+    assert found.mean.over_seeds == {}
 
 
 @pytest.mark.parametrize(
@@ -216,15 +228,16 @@ def test_seeds_of_one_condition():
     and 1, 1, 1/2, 1/2.
     """
     single = scores_of(np.array([0.0, 1]))
-    assert pooled([single]) is single
-    off = of_seeds(np.array([[0.0, 1, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0]]))
-    on = of_seeds(np.array([[1.0, 1, 1, 0], [1, 1, 0, 1]]))
-    assert (off.score, off.by_seed, off.num_fewshot) == (0.5, (0.5, 0.75, 0.25), 5)
+    assert pooled({1: single}) is single
+    off = of_seeds(np.array([[0.0, 1, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0]]), "abc")
+    on = of_seeds(np.array([[1.0, 1, 1, 0], [1, 1, 0, 1]]), "de")
+    assert (off.score, off.num_fewshot) == (0.5, 5)
+    assert list(off.by_seed.values()) == [0.5, 0.75, 0.25]
     np.testing.assert_allclose(off.values, [1 / 3, 1, 2 / 3, 0])
     assert off.standard_error == pytest.approx(stats.sem([1 / 3, 1, 2 / 3, 0]))
     found = compare(rows_of("x"), {"off": {"x": off}, "on": {"x": on}})
     (task,) = found.tasks
-    mean = found.mean_difference["on"]
+    mean = found.mean.differences["on"]
     difference = task.differences["on"]
     d = np.array([2 / 3, 0, -1 / 6, 1 / 2])
     assert difference.mean == mean.mean == 0.25
@@ -232,31 +245,80 @@ def test_seeds_of_one_condition():
     assert difference.p_value == pytest.approx(stats.ttest_1samp(d, 0).pvalue)
     # Off has the variance 1/16 over three seeds, and on has none: the standard error is
     # √(1/48).
-    assert (
-        difference.over_seeds.standard_error
-        == mean.over_seeds.standard_error
-        == pytest.approx(48**-0.5)
-    )
+    over_seeds = task.over_seeds["on"]
+    assert over_seeds == replace(found.mean.over_seeds["on"], holm=over_seeds.p_value)
+    assert over_seeds.standard_error == pytest.approx(48**-0.5)
     # on has no spread
-    assert difference.over_seeds.p_value == pytest.approx(
-        2 * stats.t.sf(0.25 * 48**0.5, df=2)
+    half = stats.t.ppf(0.975, df=2) * 48**-0.5
+    assert (over_seeds.low, over_seeds.high) == pytest.approx(
+        (0.25 - half, 0.25 + half)
     )
-    assert (
-        difference_over_seeds(off.by_seed, [0.4])
-        is difference_over_seeds([0.4], off.by_seed)
-        is None
-    )
-    assert difference_over_seeds([0.4, 0.4], [0.4, 0.4]).p_value is None
+    assert over_seeds.p_value == pytest.approx(2 * stats.t.sf(0.25 * 48**0.5, df=2))
+    assert over_seeds.pairs == 0
+    assert unpaired_difference([0.1, 0.2], [0.4]) is None
+    assert unpaired_difference([0.4], [0.1, 0.2]) is None
+    assert unpaired_difference([0.4, 0.4], [0.4, 0.4]).p_value is None
     assert task.seed_errors == {"off": pytest.approx(48**-0.5), "on": 0}
-    assert (found.seeds, found.mean_seed_error["off"]) == (
+    assert (found.seeds, found.mean.seed_errors["off"]) == (
         {"off": 3, "on": 2},
         pytest.approx(48**-0.5),
     )
     header, line, *_ = table(to_markdown(found))
-    assert [header[4], header[-1]] == ["off (3 seeds)", "on − off, over seeds"]
+    last = "on − off, over seeds, not paired"
+    assert [header[4], header[-1]] == ["off (3 seeds)", last]
     assert (line[4], line[-1][:22]) == ("0.5000 ± 0.1443", "+0.2500 ± 0.1443 (p 0.")
     row = next(csv.DictReader(to_csv(found).splitlines()))
-    assert float(row["on - off seed p"]) == difference.over_seeds.p_value
+    assert float(row["on - off seed p"]) == over_seeds.p_value
+    assert "Welch" in to_markdown(found)
+    assert "sign-flip" not in to_markdown(found)
+
+
+def test_equal_seeds_are_pairs_as_in_a_sweep():
+    """Runs of one seed share weights and data, so that their scores are correlated."""
+    rng = np.random.default_rng(5)
+    seeds = range(6)
+    shared = rng.normal(0.5, 0.1, (6, 1)) + rng.normal(0, 0.02, (2, 6, 50))
+    values = {"off": shared[0], "on": shared[1] + 0.02}
+    by_seed = {name: v.mean(1) for name, v in values.items()}
+    # The other order, and a seed that off lacks
+    on = dict(zip([*seeds, 9], [*values["on"], np.ones(50)], strict=True))
+    on = dict(reversed(on.items()))
+    found = compare(
+        rows_of("x"),
+        {
+            "off": {"x": of_seeds(values["off"], seeds)},
+            "on": {"x": of_seeds(on.values(), list(on))},
+        },
+    )
+    paired = found.mean.over_seeds["on"]
+    theirs = stats.ttest_rel(by_seed["on"], by_seed["off"])
+    flips = stats.permutation_test(
+        (by_seed["on"] - by_seed["off"],), np.mean, permutation_type="samples"
+    )
+    assert (paired.low, paired.high) == pytest.approx([*theirs.confidence_interval()])
+    assert (paired.pairs, paired.p_value) == (6, pytest.approx(flips.pvalue))
+    # Welch's test would see nothing.
+    welch = stats.ttest_ind(by_seed["on"], by_seed["off"], equal_var=False)
+    assert paired.p_value < 0.05 < welch.pvalue
+    conditions = [
+        Condition(
+            name, tuple(Member("", seed, score) for seed, score in scores.items())
+        )
+        for name, scores in (
+            ("off", dict(zip(seeds, by_seed["off"], strict=True))),
+            ("on", {seed: score.mean() for seed, score in on.items()}),
+        )
+    ]
+    _, in_a_sweep = with_differences(conditions, "off")
+    for name, number in vars(replace(in_a_sweep.difference, holm=None)).items():
+        assert getattr(paired, name) == pytest.approx(number), name
+    header, line, *_ = table(to_markdown(found))
+    assert header[-1] == "on − off, over 6 pairs of seeds"
+    assert line[-1].endswith(f" (p {flips.pvalue:.2g})")
+    assert "Welch" not in to_markdown(found)
+    row = next(csv.DictReader(to_csv(found).splitlines()))
+    assert row["on - off seed pairs"] == "6"
+    assert float(row["on - off seed difference"]) == pytest.approx(paired.mean)
 
 
 def test_several_tasks_over_seeds():
@@ -267,18 +329,19 @@ def test_several_tasks_over_seeds():
     rng = np.random.default_rng(3)
     # [tasks, seeds, documents]
     values = {"off": rng.random((2, 3, 20)), "on": rng.random((2, 3, 20)) + 0.1}
+    seeds = {"off": "abc", "on": "def"}
     found = compare(
         rows_of("xy"),
         {
-            name: dict(zip("xy", map(of_seeds, v), strict=True))
+            name: {task: of_seeds(v[i], seeds[name]) for i, task in enumerate("xy")}
             for name, v in values.items()
         },
     )
     errors = {name: stats.sem(v.mean((0, 2))) for name, v in values.items()}
-    assert found.mean_seed_error == pytest.approx(errors)
-    assert found.mean_difference["on"].over_seeds.standard_error == pytest.approx(
+    assert found.mean.seed_errors == pytest.approx(errors)
+    assert found.mean.over_seeds["on"].standard_error == pytest.approx(
         np.hypot(*errors.values())
     )
-    over_seeds = [task.differences["on"].over_seeds for task in found.tasks]
+    over_seeds = [task.over_seeds["on"] for task in found.tasks]
     p_values = [one.p_value for one in over_seeds]
     assert [one.holm for one in over_seeds] == holm(p_values) != p_values

@@ -164,7 +164,7 @@ def test_undefined_numbers_are_null_in_json():
 
 def test_depth():
     """ρ and τ by hand: of 0.1, 0.3, 0.2, or of 0.1, 0.3, 0.4 with the norm, or without
-    the 0.1. 0.009 apart: none.
+    the 0.1.
     """
     found = condensed(0.1, 0.3, 0.2, 0.4)
     assert found.mean_cosine[found.last_block] == 0.2
@@ -176,6 +176,7 @@ def test_depth():
     ]
     flat = condensed(0.101, 0.104, 0.11, 0.3)
     steep = condensed(0.101, 0.104, 0.112, 0.3)
+    equal = condensed(0.1, 0.1, 0.1, 0.3)
     for one, place, (spearman, kendall, span) in (
         (found, "before_norm", (0.5, 1 / 3, 0.2)),
         (found, "after_norm", (1, 1, 0.3)),
@@ -186,17 +187,20 @@ def test_depth():
         ),
         (found, "blocks_before_norm", (-1, -1, 0.1)),
         (found, "blocks_after_norm", (1, 1, 0.1)),
-        (flat, "before_norm", (None, None, 0.009)),
+        (flat, "before_norm", (1, 1, 0.009)),
+        (equal, "before_norm", (None, None, 0.0)),
         (steep, "before_norm", (1, 1, 0.011)),
     ):
         assert one.to_json()[place] == pytest.approx(
             {"spearman": spearman, "kendall": kendall, "range": span}
         )
     assert (
-        str(flat.over_depth["before_norm"])
-        == "ρ – τ – (the mean cosines differ by only 0.009)"
+        str(equal.over_depth["before_norm"])
+        == "ρ – τ – (the mean cosines of all layers are equal)"
     )
-    assert str(steep.over_depth["before_norm"]) == "ρ 1.00 τ 1.00"
+    # As in the paper, whatever the scale
+    assert str(flat.over_depth["before_norm"]) == "ρ 1.00 τ 1.00 (range 0.009)"
+    assert str(steep.over_depth["before_norm"]) == "ρ 1.00 τ 1.00 (range 0.011)"
 
 
 def test_means_over_thirds_of_the_blocks():

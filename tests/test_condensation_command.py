@@ -286,11 +286,19 @@ def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
         f"{wide},{gpt2}",
         "--sequences",
         2,
+        "--pad",
+        128,
     )
     command("--text", text, "--out", out, *options)
     assert [
         one["name"] for one in json.loads((out / "metrics.json").read_text())["targets"]
     ] == ["gpt2", "wide"]
+    with open(out / "padded.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 5  # the embedding, three blocks, the final norm
+    for row in rows:
+        assert row["padded_to"] == "128"
+        assert float(row["lower_bound"]) <= float(row["upper_bound"])
     sizes = [(2048 + 48 + 2) * f + 3 * (12 * f**2 + 13 * f) for f in (32, 64)]
     assert drawn["by_size.png"].axes[0].lines[1].get_xdata().tolist() == sizes
     assert [

@@ -141,13 +141,15 @@ dispersion = {variant = "decorrelation", coeff = 1.0, estimator = "exact"}
 """,
     MIDTRAIN: """
 model = {flavor = "0.6B"}
-training = {steps = 1526, global_batch_size = 32, local_batch_size = 1} # 200e6 tokens / (32 × 4096)
+optimizer = {eps = 3.125e-10} # as of a sum over 32 steps: test_authors_recipes.py
+training = {max_norm = 0.03125, steps = 1526, global_batch_size = 32, local_batch_size = 1} # 200e6 tokens / (32 × 4096)
 lr_scheduler = {warmup_steps = 306} # 20 % of these
 dispersion = {clamp = 0.25, max_tokens = 256}
 """,
     GPT2: """
 model = {name = "gpt2_disp", flavor = "124M"}
-training = {seq_len = 1024, steps = 1526, global_batch_size = 128, local_batch_size = 16} # 200e6 tokens / (128 × 1024)
+optimizer = {eps = 2.5e-9} # of a sum over 4 steps
+training = {max_norm = 0.25, seq_len = 1024, steps = 1526, global_batch_size = 128, local_batch_size = 16}
 lr_scheduler = {warmup_steps = 306}
 dispersion = {clamp = 0.1, max_tokens = 256}
 """,

@@ -36,7 +36,9 @@ from titan_disp import cli
 from titan_disp.cluster import plan as plans
 from titan_disp.config.command_options import Machine
 from titan_disp.data.stores import is_hub_name
-from titan_disp.lab.inspection.targets import parse_group, parse_id
+from titan_disp.lab.evaluate import evaluation
+from titan_disp.lab.inspection import command as condensation_command
+from titan_disp.lab.inspection.targets import parse_id
 from titan_disp.lab.sweeps.definition import points, read_sweep
 
 README = ROOT / "README.md"
@@ -464,6 +466,12 @@ def test_results_in_python(tmp_path, monkeypatch):
 # ---- docs/reproduce.md: its configs and sweeps can start, its models and runs have names, and its costs are the plan's
 
 REPRODUCE = ROOT / "docs" / "reproduce.md"
+
+
+class Searched(Exception):
+    """Raised in place of a search for models, with their names."""
+
+
 SWEEPS = {
     path.stem: path
     for path in (ROOT / "train_configs" / "sweeps" / "paper").glob("*.toml")
@@ -498,6 +506,21 @@ def test_runs_can_start_and_data_sets_have_names(options):
             assert one.dataset == "c4" or is_hub_name(one.dataset)
 
 
+def models_in(words):
+    """The models that a command's text has, in the order of the text."""
+    options = [place for place, word in enumerate(words) if word[:2] == "--"]
+    end = next((p for p in options if words[p] not in ("--family", "--pair")), None)
+    listed = [word for word in words[:end] if word[:2] != "--"]
+    return [model for word in listed for model in word.split("=")[-1].split(",")]
+
+
+def calls_of(*subcommands):
+    return [words[1:] for words in commands(REPRODUCE) if words[1] in subcommands]
+
+
+MEASURING = calls_of("condensation", "evaluate")
+
+
 def test_models_and_runs(options, sweeps):
     runs = {
         loaded(*one.argv[1:]).job.dump_folder
@@ -505,25 +528,8 @@ def test_models_and_runs(options, sweeps):
         if name in ("train", "submit")
     }
     runs |= {str(point.folder) for sweep in sweeps.values() for point in points(sweep)}
-    found = []
-    for name, one in options:
-        if name not in ("condensation", "evaluate", "report"):
-            continue
-        pairs = [pair.split(",") for pair in getattr(one, "pair", ())]
-        assert all(len(pair) == 2 for pair in pairs)
-        targets = getattr(
-            one,
-            {"condensation": "targets", "evaluate": "models", "report": "runs"}[name],
-        )
-        groups = [
-            parse_group(target) or (None, [target])
-            for target in (*targets, *getattr(one, "family", ()))
-        ]
-        found += [
-            model
-            for models in (*pairs, *(models for _, models in groups))
-            for model in models
-        ]
+    calls = calls_of("condensation", "evaluate", "report")
+    found = [model for words in calls for model in models_in(words[1:])]
     assert len(found) > 40
     for name in found:
         assert (
@@ -532,6 +538,23 @@ def test_models_and_runs(options, sweeps):
             or not name.startswith("outputs/")
             and parse_id(name)
         ), name
+
+
+@pytest.mark.parametrize("words", MEASURING, ids=lambda words: words[-1])
+def test_commands_measure_all_of_their_models(words, monkeypatch):
+    """The command line once kept only the last --family and the last --pair."""
+
+    def search(names, *_, **__):
+        raise Searched(names)
+
+    for module in (condensation_command.targets, evaluation):
+        monkeypatch.setattr(module, "find_targets", search)
+        monkeypatch.setattr(module, "find_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr("sys.argv", ["titan-disp", *words])
+    with pytest.raises(Searched) as searched:
+        cli.main()
+    (names,) = searched.value.args
+    assert sorted(names) == sorted(set(models_in(words[1:])))
 
 
 @pytest.mark.slow

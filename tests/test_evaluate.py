@@ -320,7 +320,7 @@ def test_end_to_end_against_plain_transformers(
                 len(right),
             )
             assert task["standard_errors"][name] == pytest.approx(stats.sem(right))
-        assert comparison["mean"][name] == pytest.approx(
+        assert comparison["mean"]["scores"][name] == pytest.approx(
             (expected["choice"].mean() + expected["word"].mean()) / 2
         )
     assert [s["acc"] for s in samples_of(out, "b-hf") if s["task"] == "choice"] == b[
@@ -361,7 +361,7 @@ def test_group_whose_tasks_count_alike(models, own, tmp_path):
     (task,) = comparison.tasks
     expected = pytest.approx((a["choice"].mean() + a["word"].mean()) / 2)
     assert (task.task, task.documents, task.scores["hf"]) == ("both", 32, expected)
-    assert comparison.mean_difference == {}
+    assert comparison.mean.differences == {}
     assert "mean rank" not in (tmp_path / "all/table.md").read_text()
     (task,) = evaluate(
         EvaluateOptions(tasks=["choice"], limit=1, out=tmp_path / "one", **of_one)
@@ -660,6 +660,41 @@ def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
     assert "| GPU-hours | run | 1 | the run's folder |" in shown
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["results.json", "samples.jsonl", "table.csv", "table.md"]
+
+
+def test_runs_with_equal_seeds_are_pairs(own, answers, sample, tmp_path):
+    def trained(name, seed):
+        seeds = ("--debug.seed", str(seed), "--stream.seed", str(seed))
+        tokenizer = sample / "tokenizer"
+        return save_run(tmp_path / name, random_model(), tokenizer, *seeds)
+
+    off = f"off={trained('off-1', 1)},{trained('off-2', 2)}"
+    twins = f"twins={trained('x', 1)},{trained('y', 1)}"
+    on = f"on={trained('on-1', 2)},{trained('on-2', 1)}"
+    options = {"include_path": own, "out": tmp_path / "out", "latex": True}
+    found = evaluate(EvaluateOptions([off, on, twins], ["word"], **options))
+    pairs = {name: d.pairs for name, d in found.mean.over_seeds.items()}
+    # One of the twins has the seed of no other run of its condition.
+    assert pairs == {"on": 2, "twins": 1}
+    assert "over 2 pairs of seeds" in (tmp_path / "out/table.md").read_text()
+    assert r"\end{tabular}" in (tmp_path / "out/table.tex").read_text()
+
+
+def test_a_tokenizer_replaces_each_models_own(models, own, sample, tmp_path):
+    """The advice of a run whose tokenizer is missing."""
+    gone = tmp_path / "gone"
+    run = save_run(tmp_path / "run", random_model(), gone)
+    one = {"tasks": ["word"], "include_path": own, "limit": 2}
+    with pytest.raises(ConfigError, match="name the folder with --tokenizer DIR"):
+        evaluate(EvaluateOptions([run], out=tmp_path / "out", **one))
+    one["tokenizer"] = sample / "tokenizer"
+    evaluate(EvaluateOptions([run], out=tmp_path / "out", **one))
+    bare = shutil.copytree(models[0], tmp_path / "bare")
+    for file in bare.glob("*token*"):
+        file.unlink()
+    one["tokenizer"] = models[0]
+    (task,) = evaluate(EvaluateOptions([bare], out=tmp_path / "hf", **one)).tasks
+    assert task.documents == 2
 
 
 def test_warnings_of_the_harness_come_once(capsys):

@@ -107,6 +107,31 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
         assert absent not in card
 
 
+def test_what_other_programs_need(model, sample, tmp_path, monkeypatch):
+    """llama.cpp reads tokenizer.model and n_ctx, and batches need a pad token."""
+    dest = tmp_path / "small"
+    shutil.copytree(sample / "tokenizer", tmp_path / "tokenizer")
+    run = save_run(tmp_path / "outputs" / "run", model, "tokenizer")
+    # From any folder, the tokenizer's is found above the run's.
+    monkeypatch.chdir("/")
+    export(ExportOptions(run, dest))
+    model = (sample / "tokenizer" / "sample.model").read_bytes()
+    assert (dest / "tokenizer.model").read_bytes() == model
+    tokenizer = transformers.AutoTokenizer.from_pretrained(dest)
+    assert tokenizer.pad_token == tokenizer.eos_token
+    ids = tokenizer(["a", "a longer one"], padding=True).input_ids
+    assert len(set(map(len, ids))) == 1
+    assert generate(GenerateOptions(dest, "The", max_new_tokens=3))
+    gpt2 = random_model(flavor="nano", name="gpt2_disp")
+    options = ("--model.name", "gpt2_disp")
+    other = save_run(tmp_path / "gpt2", gpt2, sample / "tokenizer", *options)
+    export(ExportOptions(other, tmp_path / "small-gpt2"))
+    config = json.loads((tmp_path / "small-gpt2/config.json").read_text())
+    assert config["n_ctx"] == config["n_positions"] != SEQ_LEN
+    card = (tmp_path / "small-gpt2/README.md").read_text()
+    assert f"pretrained=small-gpt2,max_length={SEQ_LEN}" in card
+
+
 @torch.no_grad()
 def test_untied_model_of_other_sizes(sample, tmp_path):
     """A model with model.overrides is exported, and can be imported again.

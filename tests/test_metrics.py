@@ -236,8 +236,10 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
         "condensation_mean_cosine/blocks": [(0, 0.1005), (7, 0.45)],
         "condensation_mean_angle/final_norm": [(0, 0.306), (7, 0.6)],
         "condensation_effective_rank/last_block": [(0, 0.404), (7, 2.4)],
-        "condensation/spearman_before_norm": [(7, 1)],
-        "condensation/kendall_after_norm": [(7, 0.3333)],  # for 0.1, 0.3, 0.2
+        # for 0.1, 0.1, 0.101: √3/2
+        "condensation/spearman_before_norm": [(0, 0.866), (7, 1)],
+        # for 0.1, 0.1, 0.102: 2/√6, and for 0.1, 0.3, 0.2
+        "condensation/kendall_after_norm": [(0, 0.8165), (7, 0.3333)],
         "held_out/cross_entropy": [(0, 3.25), (7, 3.5)],
         "condensation_mean_cosine/layer_02": [(0, 0.101), (7, 0.6)],
     }

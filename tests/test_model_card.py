@@ -5,6 +5,7 @@ condensation, and dispersion's settings.
 import json
 import re
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_losses_and_condensation_up_to_the_step(run):
     )
     told = rows["condensation, held-out text"]
     # In the embedding, over the blocks, after the last block, after the final norm; ρ
-    # and τ; step, sequences and tokens.
+    # and τ with their range; step, sequences and tokens.
     assert re.findall(r"\d+\.?\d*", told) == [
         "0.100",
         "0.500",
@@ -199,11 +200,12 @@ def test_losses_and_condensation_up_to_the_step(run):
         "0.300",
         "0.50",
         "0.33",
+        "0.2",  # the range
         "20",
         "8",
         "64",
     ]
-    # ρ and τ are left out if the mean cosines hardly differ
+    # ρ and τ are left out if the mean cosines are equal
     found = json.loads(measured(30, 1.0))
     found["condensation"]["blocks_after_norm"] |= {"spearman": None, "kendall": None}
     with open(run / "metrics.jsonl", "a") as file:
@@ -218,3 +220,33 @@ def test_losses_and_condensation_up_to_the_step(run):
         "0.300 after the final norm; at step 30"
         in rows_of(run)["condensation, held-out text"]
     )
+
+
+def test_metadata_is_that_of_the_hub(run):
+    """huggingface_hub reads the card's head."""
+
+    def metadata():
+        card = model_card(find_saved(run), "small", 427008, "float32", {})
+        return huggingface_hub.ModelCard(card, ignore_metadata_errors=False).data
+
+    change_config(run, "training", dataset="c4", dataset_path=None)
+    data = metadata()
+    assert (data.language, data.datasets) == ("en", ["allenai/c4"])
+    assert (data.base_model, data.eval_results) == (None, None)
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert data.tags == ["dispersion-loss", "titan-disp"]
+
+    change_config(run, "training", dataset="hf:owner/name:config", dataset_path="/x")
+    change_config(run, "model", hf_assets_path="assets/hf/Qwen3-0.6B")
+    change_config(run, "checkpoint", initial_load_in_hf=True)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 20, "time": 9, "validation": 3.5}) + "\n")
+    data = metadata()
+    assert (data.language, data.datasets) == (None, ["owner/name"])
+    assert data.base_model == "Qwen3-0.6B"
+    (result,) = data.eval_results
+    assert (result.metric_type, result.metric_value) == ("cross_entropy", 3.5)
+    assert (result.dataset_name, result.task_type) == ("name", "text-generation")
+    # A folder of one's own has no name on the hub.
+    change_config(run, "training", dataset="text", dataset_path="/x/corpus")
+    assert metadata().datasets is None

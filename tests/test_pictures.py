@@ -16,6 +16,7 @@ from titan_disp.condensation.record import EDGES, Measurement
 from titan_disp.lab import plots
 from titan_disp.lab.report import charts
 from titan_disp.run.history import Attempt
+from titan_disp.text import number
 
 
 def condensed(*mean_cosine, pairs=()):
@@ -149,10 +150,15 @@ def test_mean_cosine_by_layer():
 
 def test_depth_bars():
     (axes,) = plots.depth_bars(
-        {"some": SOME, "_falling$1$": FALLING, "flat": condensed(0.7, 0.2, 0.9, 0.209)}
+        {"some": SOME, "_falling$1$": FALLING, "flat": condensed(0.7, 0.2, 0.9, 0.2)}
     ).axes
     assert axes.get_yticks().tolist() == [0, 1, 2]
-    assert texts(axes.get_yticklabels()) == ["some", r" _falling\$1\$", "flat"]
+    names = ["some", r" _falling\$1\$", "flat"]
+    ranges = [one.over_depth["blocks_after_norm"].range for one in (SOME, FALLING)]
+    assert texts(axes.get_yticklabels()) == [
+        f"{name}\nrange {number(value, 2)}"
+        for name, value in zip(names, [*ranges, 0.0], strict=True)
+    ]
     for container, name, value in zip(
         axes.containers, ("Spearman's ρ", "Kendall's τ"), (0.4, 1 / 3), strict=True
     ):
@@ -163,7 +169,7 @@ def test_depth_bars():
             1,
             2,
         ]
-    told = "– (mean cosines within 0.01)"
+    told = "– (mean cosines are equal)"
     assert texts(axes.texts) == ["+0.40", "-1.00", told, "+0.33", "-1.00", told]
     # the first one is on top
     assert (axes.yaxis_inverted(), axes.xaxis_inverted()) == (True, False)
@@ -309,6 +315,15 @@ def test_a_family_by_size():
     )
     ticks = spearman.xaxis.get_major_formatter()
     assert [ticks(x, None) for x in (1e6, 1e9, 1.5e10)] == ["1M", "1B", "15B"]
+
+
+def test_an_empty_picture_says_why():
+    equal = condensed(0.7, 0.2, 0.9, 0.2)
+    figure = plots.by_size({"a": {"b": (427_008, equal)}})
+    for axes in figure.axes:
+        assert texts(axes.texts)[0].startswith("nothing to draw: the mean cosines")
+    figure = plots.by_size({"a": {"b": (427_008, RISING)}})
+    assert texts(figure.axes[0].texts) == []
 
 
 def test_pairs():

@@ -49,8 +49,8 @@ def test_every_number_has_its_source():
 
 def ours(tasks):
     """By seed, off has the scores 0.25 and 0.75, and on 0.75 and 0.75."""
-    off = of_seeds(np.array([[0.0, 0, 0, 1], [1, 1, 1, 0]]))
-    on = of_seeds(np.array([[1.0, 1, 0, 1], [1, 1, 1, 0]]))
+    off = of_seeds(np.array([[0.0, 0, 0, 1], [1, 1, 1, 0]]), "ab")
+    on = of_seeds(np.array([[1.0, 1, 0, 1], [1, 1, 1, 0]]), "cd")
     models = {"off": dict.fromkeys(tasks, off), "on": dict.fromkeys(tasks, on)}
     return beside(scores(compare(rows_of(tasks), models)), "ours")
 
@@ -95,9 +95,18 @@ def test_costs_by_hand_and_in_the_report(tmp_path, monkeypatch):
             **changes,
         )
     write_run(tmp_path / "empty", gpus=2)
+    # Two ranks that share a CPU are no comparison for one rank on it.
+    disperses = {"dispersion": {"enabled": True}}
+    write_run(tmp_path / "alone", [row(1, 1.0, tps=256.0)], gpus=2, **disperses)
+    (tmp_path / "alone" / "environment.json").write_text('{"world_size": 1}')
     write_run(tmp_path / "cpu", [row(1, 1.0)])
     found = costs(
-        gather([tmp_path / name for name in ("noisy", "off", "on", "empty", "cpu")])
+        gather(
+            [
+                tmp_path / name
+                for name in ("noisy", "off", "on", "empty", "cpu", "alone")
+            ]
+        )
     )
     hours = {
         "noisy": f"{4104 / 3600:.4g}",
@@ -107,7 +116,10 @@ def test_costs_by_hand_and_in_the_report(tmp_path, monkeypatch):
     }
     assert found == {
         ("cost", "GPU-hours"): hours,
-        ("cost", "time per token"): {"noisy ÷ off": "256.5", "on ÷ off": "1.5"},
+        ("cost", "time per token"): {
+            "noisy ÷ off, 2 ranks on H100": "256.5",
+            "on ÷ off, 2 ranks on H100": "1.5",
+        },
     }
 
     out = tmp_path / "report.html"

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.markdown import table
 from tests.test_pictures import condensed
 from tests.test_report import write_run
 from tests.test_sweeps import COMPLETE, START, write, write_events
+from titan_disp.config.command_options import SweepTableOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab import statistics
 from titan_disp.lab.statistics import sign_flip_p
@@ -60,6 +62,10 @@ def test_sign_flips(monkeypatch):
     assert exact != sign_flip_p(d) == sign_flip_p(d) == pytest.approx(exact, abs=0.03)
 
 
+def written(sweep, out=None, **options):
+    return write_table(sweep, SweepTableOptions(Path("sweep.toml"), out=out, **options))
+
+
 def condition(name, values):
     return Condition(
         name,
@@ -75,7 +81,7 @@ class TestDifferences:
         off = condition("off", {1: 1.0, 2: 2.0, 3: None})
         on = condition("on", {2: 2.5, 3: 9.0, 4: 7.0})
         _, found = with_differences([off, on], "off")
-        assert found.pairs == ((("debug.seed", 2),),)
+        assert found.difference.pairs == 1
         assert found.difference.mean == 0.5
         assert (
             found.difference.standard_error,
@@ -179,7 +185,7 @@ def test_the_table(sweep):
     """−0.1 and −0.2 have the mean −0.15 and s.e. 0.05. t with 1 degree of freedom is
     12.7062 at 97.5 %.
     """
-    text = write_table(sweep, against="off")
+    text = written(sweep, against="off")
     begin = [
         "condition",
         "seeds",
@@ -243,20 +249,33 @@ def test_the_table(sweep):
     assert (sweep.folder / "table.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_tables_and_pictures_for_papers(sweep, tmp_path):
+    written(sweep, tmp_path, latex=True, format=("svg,pdf",))
+    names = {path.name for path in tmp_path.glob("table.*")}
+    assert names >= {"table.tex", "table.svg", "table.pdf"}
+    assert "table.png" not in names
+    assert (tmp_path / "table.pdf").read_bytes()[:4] == b"%PDF"
+    *_, row, last, end = (tmp_path / "table.tex").read_text().splitlines()
+    assert row.startswith(r"on\_coeff-1.0 & 0 of 2")
+    assert (row.endswith(r"\\"), last, end) == (True, r"\hline", r"\end{tabular}")
+    with pytest.raises(ConfigError, match="--format is 'gif'"):
+        written(sweep, tmp_path, format=("gif",))
+
+
 def test_runs_that_cannot_be_read(sweep):
     metrics, events = (
         sweep.folder / "off_seed-1" / name for name in ("metrics.jsonl", "events.jsonl")
     )
     metrics.write_text('{"time": 3, "ce": 1.0}\n' + metrics.read_text())
-    text = write_table(sweep)
+    text = written(sweep)
     assert re.search("- off_seed-1: unreadable: .*'step'", text)
     assert table(text)[1][:2] == ["off", "1 of 2"]
     events.write_text('{"event": "complete", "step": 4}\n')
-    assert "- off_seed-1: unreadable: " in write_table(sweep)
+    assert "- off_seed-1: unreadable: " in written(sweep)
     for folder in sweep.folder.glob("on_*"):
         (folder / "condensation").mkdir()
         (folder / "condensation" / "step-4.npz").write_bytes(b"PK\3\4")
-    assert "step-4.npz' cannot be read" in write_table(sweep, metric="mean_cosine")
+    assert "step-4.npz' cannot be read" in written(sweep, metric="mean_cosine")
 
 
 def test_without_held_out_text(sweep, tmp_path):
@@ -264,7 +283,7 @@ def test_without_held_out_text(sweep, tmp_path):
         file.write_text(
             "".join(line for line in file.open() if "condensation" not in line)
         )
-    text = write_table(sweep, tmp_path / "out")
+    text = written(sweep, tmp_path / "out")
     assert table(text)[0] == [
         "condition",
         "seeds",
@@ -277,10 +296,10 @@ def test_without_held_out_text(sweep, tmp_path):
         "values.csv",
         "table.png",
     }
-    assert "No finished run" not in write_table(sweep, tmp_path / "out", metric="ce")
+    assert "No finished run" not in written(sweep, tmp_path / "out", metric="ce")
     with pytest.raises(
         ConfigError, match="is 'of', expected one of off, on_coeff-0.1,"
     ):
-        write_table(sweep, against="of")
+        written(sweep, against="of")
     with pytest.raises(ConfigError, match="is 'x'"):
-        write_table(sweep, metric="x")
+        written(sweep, metric="x")

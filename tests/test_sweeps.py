@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,8 +26,9 @@ from tests.command_line import (
     environment,
     is_running,
     train,
+    typed,
 )
-from tests.pages import can_start, changed, loaded
+from tests.pages import can_start, changed, loaded, understood
 from titan_disp.checks import check_config
 from titan_disp.cluster import plan as plans
 from titan_disp.config import load
@@ -629,6 +631,21 @@ def test_first_error(tmp_path):
         earlier = "titan-disp: error: of an earlier start\n"
         (tmp_path / "log").write_text(earlier + text)
         assert first_error(tmp_path / "log", len(earlier)) == error
+
+
+def test_a_dry_run_without_submit_trains_nothing(sample, tmp_path, monkeypatch, capsys):
+    file = write(tmp_path / "s.toml", GRID, nano(sample))
+    assert typed(monkeypatch, "sweep", file, "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert not read_sweep(file).folder.exists()
+    for name in NAMES:
+        assert f"{name}: not started: it has not begun to train" in printed
+    assert printed.count("titan-disp train ") == len(NAMES)
+    # The printed command can be typed.
+    words = shlex.split(printed.splitlines()[1])[1:]
+    _, options = understood(words)
+    assert options.nproc == 1
+    assert loaded(*options.argv[1:]).job.dump_folder.endswith(NAMES[0])
 
 
 def test_submit(sweep, sample, monkeypatch, capsys):

@@ -161,8 +161,10 @@ def sweep_run(options: opts.SweepOptions) -> int:
         from titan_disp.lab.sweeps.preparation import submit
 
         return submit(sweep, options)
-    from titan_disp.lab.sweeps.runner import run, summary
+    from titan_disp.lab.sweeps.runner import dry_run, run, summary
 
+    if options.dry_run:
+        return dry_run(sweep, options.nproc)
     results = run(sweep, options.jobs, options.nproc)
     print("\n".join(summary(results)))
     return int(any(result.outcome != "finished" for result in results))
@@ -172,12 +174,7 @@ def sweep_table(options: opts.SweepTableOptions) -> None:
     from titan_disp.lab.sweeps.comparison import write_table
     from titan_disp.lab.sweeps.definition import read_sweep
 
-    print(
-        write_table(
-            read_sweep(options.file), options.out, options.metric, options.against
-        ),
-        end="",
-    )
+    print(write_table(read_sweep(options.file), options), end="")
 
 
 # the class of its options, and a function of them or where it is

@@ -117,3 +117,31 @@ def markdown_table(rows: Sequence[Sequence[str]], text_columns: int = 2) -> str:
         columns.append([align(cell, width) for cell in (heading, ruler, *cells)])
     lines = [" | ".join(row) for row in zip(*columns, strict=True)]
     return "\n".join(f"| {line} |" for line in lines)
+
+
+_LATEX: dict[str, str | int | None] = {
+    **{mark: rf"\{mark}" for mark in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "…": r"\ldots{}",
+    NOTHING: "--",
+    "ρ": r"$\rho$",
+    "τ": r"$\tau$",
+}
+
+
+def latex_table(rows: Sequence[Sequence[str]], text_columns: int = 2) -> str:
+    """Return rows as a LaTeX tabular, which needs no package. Rows are as for
+    ``markdown_table``.
+    """
+    align = "l" * text_columns + "r" * (len(rows[0]) - text_columns)
+    escaped = [
+        " & ".join(cell.translate(str.maketrans(_LATEX)) for cell in row)
+        for row in rows
+    ]
+    header, *body = [rf"{line} \\" for line in escaped]
+    lines = [r"\hline", header, r"\hline", *body, r"\hline"]
+    return "\n".join([rf"\begin{{tabular}}{{{align}}}", *lines, r"\end{tabular}", ""])

@@ -20,8 +20,6 @@ from titan_disp.text import NOTHING
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram's bins
 RANKS = {"spearman": "Spearman's ρ", "kendall": "Kendall's τ"}
-# ρ and τ are not given if the range of the mean cosines is smaller: our choice
-LEAST_RANGE = 0.01
 # of a file of ``Measurement.save``, unpacked: a thousand layers have 2 MB; our choice
 MOST_BYTES = 2**26
 ROWS = 8  # of a run's table, at most
@@ -41,9 +39,9 @@ OF_PAPER = "blocks_after_norm"
 class DepthCorrelation:
     """Rank correlations of the mean cosine with depth, over one set of layers.
 
-    They depend on the order alone, so differences of 0.002, as at initialization, would
-    count as much as those of 0.5. They are NaN if the range is less than
-    ``LEAST_RANGE``.
+    As in the paper, they depend on the order alone: differences of 0.002, as at
+    initialization, count as much as those of 0.5. The range says which it is. ρ and τ
+    are NaN if all mean cosines are equal, or one is not finite.
     """
 
     spearman: float  # ρ
@@ -57,7 +55,7 @@ class DepthCorrelation:
         from scipy import stats
 
         value_range = float(np.ptp(mean_cosine))
-        if not value_range >= LEAST_RANGE:
+        if not value_range > 0:
             return cls(math.nan, math.nan, value_range)
         depth = np.arange(len(mean_cosine))
         spearman = stats.spearmanr(depth, mean_cosine)
@@ -69,12 +67,12 @@ class DepthCorrelation:
         return {name: _for_json(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
-        """Return such as "ρ 0.93 τ 0.81", or the reason why they are not given."""
+        """Return such as "ρ 0.93 τ 0.81 (range 0.32)", or why they are undefined."""
         if not math.isfinite(self.range):
             return "ρ – τ – (not all cosines are finite)"
         if math.isnan(self.spearman):
-            return f"ρ – τ – (the mean cosines differ by only {self.range:.3f})"
-        return f"ρ {self.spearman:.2f} τ {self.kendall:.2f}"
+            return "ρ – τ – (the mean cosines of all layers are equal)"
+        return f"ρ {self.spearman:.2f} τ {self.kendall:.2f} (range {self.range:.2g})"
 
 
 class Isotropy(NamedTuple):

@@ -29,6 +29,7 @@ OptionalPath = Annotated[Path | None, optional("PATH")]
 Folder = Annotated[Path, Positional, arg(metavar="FOLDER")]
 Target = Annotated[str, Positional, arg(metavar="TARGET")]
 SweepFile = Annotated[Path, Positional, arg(metavar="FILE")]
+PictureFormats = Annotated[tuple[str, ...], arg(metavar="png|svg|pdf ...")]
 
 
 def check_least(options: object, **least: int) -> None:
@@ -435,6 +436,11 @@ class CondensationOptions:
     """weight ζ of the shrinkage in IsoScore*, for models with more features than there
     are tokens.
     """
+    pad: OptionalInt = None
+    """D: also measure tokens whose features are padded to D with random normal entries,
+    as in Appendix D of the paper. padded.csv has them, and bounds of their expected
+    cosine.
+    """
     contiguous: bool = False
     """start each sequence at a random place of the text, instead of cutting it from
     shuffled, joined pieces of it.
@@ -451,6 +457,8 @@ class CondensationOptions:
     correlations between cosine and depth (Spearman's ρ and Kendall's τ) are drawn
     against the number of parameters.
     """
+    format: PictureFormats = ("png",)
+    """formats of the pictures, such as svg,pdf."""
     pair: Annotated[tuple[str, ...], optional("BASE,OTHER ...")] = ()
     """two models to compare, such as a base model and a distilled one. They are
     measured too. The same rank correlations are drawn side by side.
@@ -581,10 +589,14 @@ class EvaluateOptions:
     """seed for the choice of examples."""
     include_path: OptionalPath = None
     """folder with your own task files. The default is none."""
+    tokenizer: OptionalPath = None
+    """folder of a tokenizer that replaces each model's own."""
     out: Path = Path("evaluation")
     """folder for results.json, samples.jsonl, table.md and table.csv. It must not hold
     an earlier evaluation.
     """
+    latex: bool = False
+    """also write table.tex, for papers."""
     protocol: Literal["paper", "authors-qwen3", "authors-gpt2", "authors-pretrain"] = (
         "paper"
     )
@@ -608,7 +620,8 @@ class _Sweep:  # the help shows these before those of SLURM
     """ranks per point on this machine."""
     submit: bool = False
     """submit an array of jobs (slurm/sweep.sbatch) instead of training here. The
-    options below apply to it.
+    options below apply to it. --dry-run also applies without it, and then prints what
+    would be trained.
     """
 
 
@@ -649,3 +662,7 @@ class SweepTableOptions:
     """folder for table.md, table.csv, values.csv and table.png. The default is the
     sweep's folder.
     """
+    latex: bool = False
+    """also write table.tex, for papers."""
+    format: PictureFormats = ("png",)
+    """formats of the picture, such as svg,pdf."""

@@ -420,6 +420,7 @@ def write_tokenizer(
             special["eos_token"] = tokenizer.id_to_token(tokenizer.eos_id)
         # to_str instead of save(), which reports a full disk by a bare Exception.
         (dest / "tokenizer.json").write_text(converted.to_str(pretty=True))
+        shutil.copyfile(file, dest / "tokenizer.model")  # which llama.cpp reads
         # split_special_tokens: SentencePiece never turns text that spells a control
         # symbol into that symbol.
         _write_config(
@@ -470,7 +471,8 @@ def _copy(source: Path, tokenizer: TextTokenizer, dest: Path, seq_len: int) -> N
     if other_eos:
         stated["eos_token"] = eos
     # without a class, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
-    if other_eos or "tokenizer_class" not in stated:
+    has_pad = tokenizer._get_token_from_config(stated, "pad_token") is not None
+    if other_eos or not has_pad or "tokenizer_class" not in stated:
         _write_config(dest, stated, seq_len)
 
 
@@ -481,6 +483,9 @@ def _write_config(dest: Path, stated: dict[str, Any], seq_len: int) -> None:
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": seq_len,
     } | stated
+    # Without a pad token, transformers refuses to pad a batch.
+    if content.get("pad_token") is None and content.get("eos_token") is not None:
+        content["pad_token"] = content["eos_token"]
     (dest / "tokenizer_config.json").write_text(
         json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     )

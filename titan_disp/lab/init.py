@@ -366,12 +366,9 @@ def _split(
     are at most 5 %, are held out.
     """
     named: list[DataFile] = []
-    with suppress(ConfigError):
-        named = (
-            list_files("text_validation", path, path_key="--text")
-            if is_folder(path)
-            else []
-        )
+    if is_folder(path):
+        with suppress(ConfigError):
+            named = list_files("text_validation", path, path_key="--text")
     if not named and size > COPIED:
         raise ConfigError(
             f"--text holds about {byte_size(size, 2)} of text, more than is split "
@@ -680,41 +677,14 @@ class _Run:
 
     def summary(self) -> str:
         """Return what was found and the commands to type."""
-        text = self.text
-        tokens = self.tokens
-        folder = shlex.quote(str(self.options.folder))
-        documents = "documents"
-        if text.split == "blank_lines":
-            documents = "blocks between blank lines"
-        held_out = (
-            f"{len(text.held_out):,} {documents}, by a hash, copied with the others "
-            f"to {folder}/data"
-        )
-        if text.named:
-            names = [file.name for file in text.named]
-            how = "a hash of their names"
-            if files_named(names, "validation", True):
-                how = "their names"
-            held_out = f"{counted(len(names), 'file')}, by {how}"
-        count = len(text.training) * text.scale
-        characters = short(text.characters, 3)
-        train = f"titan-disp train {folder}/config.toml"
-        if not self.hardware.gpus:
-            train += f" --nproc {self.hardware.ranks}"
-        return "\n".join(
-            [
-                f"text       {count:,.0f} {documents}, {characters} characters for "
-                "training",
-                f"held out   {held_out}",
-                *ledger.lines(text.ledger),
-                f"tokenizer  {tokens}: {short(tokens.training, 3)} tokens of text",
-                f"model      {self.description}",
-                f"run        {self.size.steps:,} steps: {self.length}",
-                "",
-                train,
-                f"titan-disp report {folder}/run --out {folder}/report.html",
-                f"{train} --dispersion.no-enabled --job.dump_folder {folder}/off",
-            ]
+        names = [file.name for file in self.text.named]
+        cards = templates(__file__, counted=counted, short=short)
+        return cards.get_template("init.txt.j2").render(
+            run=self,
+            folder=shlex.quote(str(self.options.folder)),
+            ledger=ledger.lines(self.text.ledger),
+            held_out_files=names,
+            by_name=bool(files_named(names, "validation", True)),
         )
 
 

@@ -4,7 +4,7 @@ a model or its distillation.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from textwrap import fill
 from typing import Any
 
@@ -17,7 +17,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from titan_disp.condensation.heatmap import heatmaps, layer_label, new_figure, plain
 from titan_disp.condensation.record import (
-    LEAST_RANGE,
     OF_PAPER,
     RANKS,
     Measurement,
@@ -26,7 +25,8 @@ from titan_disp.condensation.record import (
     over_depth,
     telling_steps,
 )
-from titan_disp.text import short
+from titan_disp.errors import ConfigError
+from titan_disp.text import number, short
 
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
@@ -34,7 +34,9 @@ AVERAGED = "cosines averaged over the sequences first, as in the paper"
 # The paper's two measures are rank correlations with depth, of the blocks, with the
 # last layer after the final norm.
 MEASURES = {name: over_depth(OF_PAPER, rank) for rank, name in RANKS.items()}
+UNDEFINED = "– (mean cosines are equal)"
 COLUMNS = 3  # of panels
+FORMATS = ("png", "svg", "pdf")
 # Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow,
 # which is faint on white.
 OKABE_ITO = (
@@ -48,6 +50,17 @@ OKABE_ITO = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
+
+
+def picture_formats(words: Sequence[str]) -> list[str]:
+    """Return the formats that --format names, in one word or several."""
+    formats = ",".join(words).split(",")
+    for name in formats:
+        if name not in FORMATS:
+            raise ConfigError(
+                f"--format is {name!r}, expected some of {', '.join(FORMATS)}"
+            )
+    return formats
 
 
 def averaged(found: Measurement) -> Measurement:
@@ -122,7 +135,6 @@ def depth_bars(found: Mapping[str, Measurement]) -> Figure:
     figure = new_figure(8, 1.5 + 0.55 * len(found))
     axes = figure.subplots()
     place = np.arange(len(found))
-    flat = f"– (mean cosines within {LEAST_RANGE:g})"
     looks = zip(OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False)
     for (label, measure), (color, hatch, offset) in zip(
         MEASURES.items(), looks, strict=True
@@ -138,15 +150,23 @@ def depth_bars(found: Mapping[str, Measurement]) -> Figure:
             ec="white",
         )
         axes.bar_label(
-            bars, [flat if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4
+            bars, [UNDEFINED if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4
         )
-    axes.set_yticks(place, [plain(fill(name, 34)) for name in found])
+    ranges = [one.over_depth[OF_PAPER].range for one in found.values()]
+    axes.set_yticks(
+        place,
+        [
+            f"{plain(fill(name, 34))}\nrange {number(value_range, 2)}"
+            for name, value_range in zip(found, ranges, strict=True)
+        ],
+    )
     axes.invert_yaxis()
     axes.set_xlim(-1.25, 1.25)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel(
-        "rank correlation of the mean cosine with depth\n(last block: after the final norm)",
+        "rank correlation of the mean cosine with depth\n"
+        "(last block: after the final norm; range: largest minus smallest mean cosine)",
         fontsize=11,
     )
     figure.legend(loc="outside upper center", ncols=2)
@@ -168,8 +188,8 @@ def over_training(
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axes in grid.flat[len(runs) :]:
         axes.set_axis_off()
-    steps = sorted(
-        dict.fromkeys(step for by_step in runs.values() for step in by_step),
+    steps: list[Any] = sorted(
+        dict.fromkeys(chain.from_iterable(runs.values())),
         key=lambda step: step if isinstance(step, int) else 0,
     )
     colors: dict[Any, Any] = dict(
@@ -270,6 +290,14 @@ def size(parameters: float) -> str:
     return short(parameters, 3).replace(" ", "")
 
 
+def _explain_if_empty(axes: Axes) -> None:
+    """Write into a panel whose lines have no point why it has none."""
+    values = [line.get_ydata() for line in axes.get_lines()[1:]]  # the first is 0
+    if not np.isfinite(np.concatenate(values).astype(float)).any():
+        reason = "nothing to draw: the mean cosines\nof all layers are equal"
+        axes.text(0.5, 0.75, reason, ha="center", transform=axes.transAxes)
+
+
 def _correlation_axis(axes: Axes, label: str) -> None:
     axes.set_ylim(-1.08, 1.08)
     axes.axhline(0, color="black", linewidth=0.6)
@@ -313,6 +341,8 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Measurement]]]) -> Fi
                 )
             )
         )
+    for axes in grid:
+        _explain_if_empty(axes)
     figure.legend(lines, names, loc="outside lower center")
     return figure
 
@@ -387,7 +417,7 @@ def over_steps(runs: Mapping[str, Mapping[int, Measurement]]) -> Figure:
     }
     figure = new_figure(9, 6.2 + 0.22 * -(-len(runs) // 2))
     grid = figure.subplots(2, 2, sharex=True)
-    positive = [step for by_step in runs.values() for step in by_step if step > 0]
+    positive = [step for step in chain.from_iterable(runs.values()) if step > 0]
     for axes, (label, measure) in zip(grid.flat, panels.items(), strict=True):
         for (name, by_step), style in zip(runs.items(), styles(), strict=False):
             values = [measure(one) for one in by_step.values()]

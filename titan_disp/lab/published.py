@@ -29,19 +29,18 @@ def beside(ours: Ours, source: str) -> Lines:
     """Return ours, which are from ``source``, above the published ones of the same
     task. Others of ours are left out.
     """
-    found = Lines()
-    for group in tomli.loads(
-        (Path(__file__).parent / "published.toml").read_text(encoding="utf-8")
-    )["published"]:
+    text = (Path(__file__).parent / "published.toml").read_text(encoding="utf-8")
+    lines = Lines()
+    for group in tomli.loads(text)["published"]:
         key = (group["task"], group["what"])
-        run = group["run"]
-        if own := ours.get(key):
-            found += [(*key, name, shown, source) for name, shown in own.items()]
-            found += [
-                (*key, f"{n['of']} ({run})", str(n["value"]), n["source"])
-                for n in group["numbers"]
-            ]
-    return found
+        numbers = ours.get(key)
+        if not numbers:
+            continue
+        lines += [(*key, name, shown, source) for name, shown in numbers.items()]
+        for published in group["numbers"]:
+            name = f"{published['of']} ({group['run']})"
+            lines.append((*key, name, str(published["value"]), published["source"]))
+    return lines
 
 
 def gpu_seconds(run: RunRecord) -> float:
@@ -57,24 +56,26 @@ def _seconds_per_token(run: RunRecord) -> float:
 
 
 def costs(runs: Sequence[RunRecord]) -> Ours:
-    """Return what runs cost on GPUs, and those with a method relative to the first of
-    the same model without any.
+    """Return what runs cost on GPUs, and the time per token of those with a method
+    relative to the first run of the same model on the same machine without any.
     """
-
-    def plain(run: RunRecord) -> bool:
-        return (
-            not run.disperses and run.settings.get("baseline.method", "none") == "none"
-        )
-
-    off = {run.model: _seconds_per_token(run) for run in reversed(runs) if plain(run)}
-    others = [run for run in runs if not plain(run) and run.model in off]
-    relative = {
-        f"{run.name} ÷ off": number(_seconds_per_token(run) / off[run.model], 4)
-        for run in others
-    }
+    off: dict[tuple[str, str], float] = {}
+    relative = {}
+    for run in runs:
+        if _is_plain(run):
+            off.setdefault((run.model, run.machine), _seconds_per_token(run))
+    for run in runs:
+        baseline = off.get((run.model, run.machine))
+        if baseline is not None and not _is_plain(run):
+            ratio = number(_seconds_per_token(run) / baseline, 4)
+            relative[f"{run.name} ÷ off, {run.machine}"] = ratio
     hours = {
         run.name: number(gpu_seconds(run) / 3600, 4)
         for run in runs
         if run.environment.get("accelerators")
     }
     return {("cost", "GPU-hours"): hours, ("cost", "time per token"): relative}
+
+
+def _is_plain(run: RunRecord) -> bool:
+    return not run.disperses and run.settings.get("baseline.method", "none") == "none"

@@ -1,14 +1,16 @@
-"""This module compares two conditions: paired differences, differences over seeds,
-their tests, and Holm's adjustment.
+"""This module compares conditions, whether the runs of a sweep or evaluated models:
+differences over documents and over seeds, their tests, and Holm's adjustment.
 """
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy import stats
+
+from titan_disp.text import NOTHING
 
 # Most differences of which all sign patterns are counted, within three seconds
 EXACT = 18
@@ -17,20 +19,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class OverSeeds:
-    """Uncertainty over seeds of the difference between two conditions' mean scores, by
-    Welch's t-test.
-    """
-
-    standard_error: float  # √(s²/n + s₀²/n₀)
-    p_value: float | None  # two-sided; None if it is undefined
-    holm: float | None = None  # adjusted for the number of tasks
-
-
-@dataclass(frozen=True)
 class Difference:
-    """Mean difference of a condition to the baseline over pairs, which are documents or
-    seeds.
+    """Mean difference of a condition to the baseline, over documents or over seeds.
 
     Fields are None if they are undefined, with a single pair or if all differences are
     equal.
@@ -40,14 +30,29 @@ class Difference:
     standard_error: float | None
     low: float | None  # 95 % interval of the mean, by Student's t
     high: float | None
-    # two-sided, of a paired t-test, or of the sign-flip test if the pairs are seeds
+    # two-sided: of the paired t-test for documents, of the sign-flip test for pairs of
+    # seeds, of Welch's t-test for seeds that are not paired
     p_value: float | None
-    holm: float | None = None  # adjusted for the number of tasks or conditions
-    # if the pairs are documents and both models have at least two seeds
-    over_seeds: OverSeeds | None = None
+    pairs: int  # of documents or of seeds; 0 if they are not paired
+    holm: float | None = None  # p adjusted for the number of tasks or conditions
+
+    @property
+    def interval(self) -> str:
+        """The 95 % interval as text, such as ``-0.1000 … +0.2000``."""
+        if self.low is None or self.high is None:
+            return NOTHING
+        return f"{self.low:+.4f} … {self.high:+.4f}"
+
+    def __str__(self) -> str:
+        return with_error(self.mean, self.standard_error, "+")
 
 
-Test = TypeVar("Test", Difference, Difference | None, OverSeeds | None)
+COLUMNS = ("mean", "standard_error", "low", "high", "p_value", "holm")
+
+
+def numbers(difference: Difference | None) -> list[float | None]:
+    """Return the cells of ``COLUMNS`` in a CSV file."""
+    return [getattr(difference, name, None) for name in COLUMNS]
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
@@ -72,26 +77,32 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
         test = stats.ttest_1samp(differences, 0.0)
         low, high = test.confidence_interval(0.95)
         error = stats.sem(differences)
-    error, low, high, p_value = map(_defined, (error, low, high, test.pvalue))
-    return Difference(float(differences.mean()), error, low, high, p_value)
+    return Difference(
+        mean=float(differences.mean()),
+        standard_error=_defined(error),
+        low=_defined(low),
+        high=_defined(high),
+        p_value=_defined(test.pvalue),
+        pairs=len(differences),
+    )
 
 
 def paired_by_seed(
-    own: Mapping[Key, float], other: Mapping[Key, float]
+    values_by_seed: Mapping[Key, float], baseline_by_seed: Mapping[Key, float]
 ) -> tuple[tuple[Key, ...], Difference | None]:
     """Return the seeds that two conditions share, and the difference of the first to
     the second over these.
 
-    The seeds have the order of ``own``. The difference has the p value of the sign-flip
+    The seeds have the order of the first. The difference has the p value of the sign-flip
     test, and is None without pairs.
     """
-    pairs = tuple(seed for seed in own if seed in other)
+    pairs = tuple(seed for seed in values_by_seed if seed in baseline_by_seed)
     if not pairs:
         return pairs, None
-    values, others = (np.array([one[seed] for seed in pairs]) for one in (own, other))
-    return pairs, replace(
-        paired_difference(values, others), p_value=sign_flip_p(values - others)
-    )
+    values = np.array([values_by_seed[seed] for seed in pairs])
+    baseline = np.array([baseline_by_seed[seed] for seed in pairs])
+    difference = paired_difference(values, baseline)
+    return pairs, replace(difference, p_value=sign_flip_p(values - baseline))
 
 
 def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
@@ -121,25 +132,47 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
     return float(test.pvalue)
 
 
-def difference_over_seeds(
-    seeds: Sequence[float], baseline: Sequence[float]
-) -> OverSeeds | None:
-    """Run Welch's t-test of the seeds' scores.
-
-    Returns None if either side has a single seed.
-
-    The test is not paired, because seeds need not correspond. If they do, it is
-    conservative.
-    """
-    if min(len(seeds), len(baseline)) < 2:
+def unpaired_difference(
+    values: Sequence[float], baseline: Sequence[float]
+) -> Difference | None:
+    """Run Welch's t-test. Return None if either side has a single number."""
+    if min(len(values), len(baseline)) < 2:
         return None
-    error = np.hypot(stats.sem(seeds), stats.sem(baseline))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # equal scores give NaN, which becomes None
-        return OverSeeds(
-            float(error),
-            _defined(stats.ttest_ind(seeds, baseline, equal_var=False).pvalue),
-        )
+        test: Any = stats.ttest_ind(values, baseline, equal_var=False)
+        interval = test.confidence_interval(0.95)
+    return Difference(
+        mean=float(np.mean(values) - np.mean(baseline)),
+        standard_error=float(np.hypot(stats.sem(values), stats.sem(baseline))),
+        low=_defined(interval.low),
+        high=_defined(interval.high),
+        p_value=_defined(test.pvalue),
+        pairs=0,
+    )
+
+
+def differences_over_seeds(
+    conditions: Mapping[str, Mapping[Any, float]], baseline: str
+) -> dict[str, Difference]:
+    """Return the difference of each condition to the baseline, where there is one.
+
+    Runs of one seed share their initial weights and the order of their data, so that
+    their scores are correlated. Conditions are compared over the seeds that they share.
+    If they share none, or seeds are unknown, Welch's t-test compares them.
+
+    Args:
+        conditions: each condition's score by seed.
+    """
+    first = conditions[baseline]
+    differences = {}
+    for name, scores in conditions.items():
+        _, difference = paired_by_seed(scores, first)
+        if difference is None:
+            difference = unpaired_difference([*scores.values()], [*first.values()])
+        if difference is not None and name != baseline:
+            differences[name] = difference
+    return differences
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -163,10 +196,10 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     ]
 
 
-def with_holm(found: Sequence[Test]) -> list[Test]:
-    """Add Holm's p values over all tests. None is not a test."""
-    adjusted = iter(holm([one.p_value for one in found if one is not None]))
-    return [one if one is None else replace(one, holm=next(adjusted)) for one in found]
+def with_holm(tests: Sequence[Difference]) -> list[Difference]:
+    """Add Holm's p values over all tests."""
+    adjusted = holm([test.p_value for test in tests])
+    return [replace(test, holm=p) for test, p in zip(tests, adjusted, strict=True)]
 
 
 def _defined(number: float) -> float | None:

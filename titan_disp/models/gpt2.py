@@ -336,6 +336,7 @@ class GPT2HfAdapter(HfAdapter):
             "attn_pdrop": 0.0,
             # titan-disp's own key: later rows of wpe were not trained
             "trained_seq_len": self.model_args.max_seq_len,
+            "n_ctx": self.model_args.context,  # which llama.cpp reads
         }
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,25 @@
 and writes the tables of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from titan_disp.errors import counted
 from titan_disp.lab import statistics
-from titan_disp.lab.statistics import Difference, OverSeeds
-from titan_disp.text import csv_text, markdown_table
+from titan_disp.lab.statistics import Difference, numbers
+from titan_disp.text import csv_text
+
+# Ends of the columns of table.csv
+OF_MODEL = ("", " standard error", " seed error", " rank")
+OF_DIFFERENCE = (
+    *("", " standard error", " low", " high", " p", " holm"),
+    *(" seed pairs", " seed difference"),
+    *(" seed error", " seed low", " seed high", " seed p", " seed holm"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Scores:
     # [documents] float64, with the score as mean; a group's documents are scaled by
     # their weights
     values: np.ndarray
-    by_seed: tuple[float, ...] = ()  # empty for a single model
+    by_seed: Mapping[Any, float] = field(default_factory=dict)  # of several seeds
 
 
 @dataclass(frozen=True)
@@ -50,57 +58,85 @@ class MeanDifference:
     standard_error_documents: float | None  # over the documents of these tasks
     # over tasks, from the scatter of the tasks' differences
     standard_error_tasks: float | None
-    # from each seed's mean over tasks, if both models have at least two seeds
-    over_seeds: OverSeeds | None
+
+    def __str__(self) -> str:
+        text = f"{self.mean:+.4f}"
+        if self.standard_error_documents is not None:
+            text += f" ± {self.standard_error_documents:.4f} (documents)"
+        if self.standard_error_tasks is not None:
+            text += f" ± {self.standard_error_tasks:.4f} (tasks)"
+        return text
 
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """The comparison on one task.
+    """A line of the table: the comparison on one task, or on the mean over tasks, which
+    has no metric and no documents.
 
-    Dictionaries are by model; ``differences`` does not have the first model.
+    Dictionaries are by model. Those of differences do not have the first model, and
+    ``over_seeds`` has those whose seeds can be compared.
     """
 
     task: str
-    metric: str
-    num_fewshot: int | str
-    documents: int
-    scores: dict[str, float]
-    standard_errors: dict[str, float | None]
+    metric: str | None
+    num_fewshot: int | str | None
+    documents: int | None
+    scores: Mapping[str, float]
+    standard_errors: Mapping[str, float | None]
     # standard error of the score over seeds; None with a single seed
-    seed_errors: dict[str, float | None]
-    ranks: dict[str, float]  # 1 is the best, and ties share their mean rank
-    differences: dict[str, Difference]
+    seed_errors: Mapping[str, float | None]
+    ranks: Mapping[str, float]  # 1 is the best, and ties share their mean rank
+    differences: Mapping[str, Difference | MeanDifference]  # over documents
+    over_seeds: Mapping[str, Difference]
+
+    def to_csv(self) -> list[Any]:
+        cells: list[Any] = [self.task, self.metric, self.num_fewshot, self.documents]
+        columns = (self.scores, self.standard_errors, self.seed_errors, self.ranks)
+        for model in self.scores:
+            cells += [column.get(model) for column in columns]
+        for other, difference in self.differences.items():
+            if isinstance(difference, Difference):
+                cells += numbers(difference)
+            else:
+                cells += [difference.mean, difference.standard_error_documents]
+                cells += [None] * 4
+            over_seeds = self.over_seeds.get(other)
+            cells += [over_seeds and over_seeds.pairs, *numbers(over_seeds)]
+        return cells
 
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """The comparison on all tasks, and means over them. Dictionaries are by model."""
+    """The comparison on all tasks, and on their mean, over tasks of equal weights."""
 
     tasks: list[TaskComparison]
-    seeds: dict[str, int]
-    mean: dict[str, float]
-    # over seeds, of the mean over tasks; None with a single seed
-    mean_seed_error: dict[str, float | None]
-    mean_rank: dict[str, float]
-    mean_difference: dict[str, MeanDifference]
+    seeds: dict[str, int]  # by model
+    mean: TaskComparison
+
+    @property
+    def lines(self) -> list[TaskComparison]:
+        return [*self.tasks, self.mean]
 
 
-def pooled(seeds: Sequence[Scores]) -> Scores:
+def pooled(seeds: Mapping[Any, Scores]) -> Scores:
     """Average several seeds of one condition into one model.
 
     Each document's value is its mean over all seeds.
+
+    Args:
+        seeds: scores by seed. Scores of two conditions are paired if the seed is equal.
     """
-    if len(seeds) == 1:
-        return seeds[0]
-    scores = tuple(one.score for one in seeds)
-    values = np.mean([one.values for one in seeds], axis=0)
+    first, *others = seeds.values()
+    if not others:
+        return first
+    values = np.mean([scores.values for scores in seeds.values()], axis=0)
+    by_seed = {seed: scores.score for seed, scores in seeds.items()}
     return Scores(
-        float(np.mean(scores)),
-        statistics.standard_error(values),
-        seeds[0].num_fewshot,
-        values,
-        scores,
+        score=float(np.mean(list(by_seed.values()))),
+        standard_error=statistics.standard_error(values),
+        num_fewshot=first.num_fewshot,
+        values=values,
+        by_seed=by_seed,
     )
 
 
@@ -123,164 +159,158 @@ def compare(
     """Compare models, whose scores are by model and task, with the first one, on every
     task and on average.
     """
-    tasks = [
-        _compare_task(
-            row, {model: scores[row.name] for model, scores in models.items()}
+    first, *others = models
+    differences = [_over_documents(row, models) for row in rows]
+    over_seeds = [
+        statistics.differences_over_seeds(
+            {model: scores[row.name].by_seed for model, scores in models.items()}, first
         )
         for row in rows
     ]
-    first, *others = models
     for other in others:
-        found = statistics.with_holm([task.differences[other] for task in tasks])
-        over_seeds = statistics.with_holm(
-            [task.differences[other].over_seeds for task in tasks]
-        )
-        for task, difference, seeds in zip(tasks, found, over_seeds, strict=True):
-            task.differences[other] = replace(difference, over_seeds=seeds)
+        _adjust(differences, other)
+        _adjust(over_seeds, other)
+    tasks = [
+        _task_comparison(row, models, *compared)
+        for row, *compared in zip(rows, differences, over_seeds, strict=True)
+    ]
     by_seed = {
-        model: np.mean([scores[row.name].by_seed for row in rows], axis=0)
+        model: _mean_by_seed([scores[row.name] for row in rows])
         for model, scores in models.items()
     }
-    return ModelComparison(
-        tasks=tasks,
-        seeds={model: max(1, len(by_seed[model])) for model in models},
-        mean={
-            model: float(np.mean([task.scores[model] for task in tasks]))
-            for model in models
+    mean = TaskComparison(
+        task="mean",
+        metric=None,
+        num_fewshot=None,
+        documents=None,
+        scores=_mean_by_model([task.scores for task in tasks]),
+        standard_errors={},
+        seed_errors={
+            model: statistics.standard_error(list(scores.values()))
+            for model, scores in by_seed.items()
         },
-        mean_seed_error={
-            model: statistics.standard_error(by_seed[model]) for model in models
-        },
-        mean_rank={
-            model: float(np.mean([task.ranks[model] for task in tasks]))
-            for model in models
-        },
-        mean_difference={
-            other: _mean_difference(
-                tasks,
-                other,
-                statistics.difference_over_seeds(by_seed[other], by_seed[first]),
-            )
+        ranks=_mean_by_model([task.ranks for task in tasks]),
+        differences={
+            other: _mean_difference([task[other] for task in differences])
             for other in others
         },
+        over_seeds=statistics.differences_over_seeds(by_seed, first),
     )
+    seeds = {model: max(1, len(scores)) for model, scores in by_seed.items()}
+    return ModelComparison(tasks, seeds, mean)
 
 
-def _compare_task(row: Row, models: Mapping[str, Scores]) -> TaskComparison:
+def _mean_by_model(tasks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {
+        model: float(np.mean([numbers[model] for numbers in tasks]))
+        for model in tasks[0]
+    }
+
+
+def _mean_by_seed(tasks: Sequence[Scores]) -> dict[Any, float]:
+    return {
+        seed: float(np.mean([task.by_seed[seed] for task in tasks]))
+        for seed in tasks[0].by_seed
+    }
+
+
+def _adjust(tasks: Sequence[dict[str, Difference]], model: str) -> None:
+    """Add Holm's p values over tasks to the differences of one model."""
+    compared = [differences for differences in tasks if model in differences]
+    adjusted = statistics.with_holm([task[model] for task in compared])
+    for differences, difference in zip(compared, adjusted, strict=True):
+        differences[model] = difference
+
+
+def _over_documents(
+    row: Row, models: Mapping[str, Mapping[str, Scores]]
+) -> dict[str, Difference]:
     (_, first), *others = models.items()
-    ranks = stats.rankdata(
-        [-scores.score for scores in models.values()], method="average"
-    )
+    baseline = first[row.name].values
+    return {
+        model: statistics.paired_difference(scores[row.name].values, baseline)
+        for model, scores in others
+    }
+
+
+def _task_comparison(
+    row: Row,
+    models: Mapping[str, Mapping[str, Scores]],
+    differences: Mapping[str, Difference],
+    over_seeds: Mapping[str, Difference],
+) -> TaskComparison:
+    of_task = {model: scores[row.name] for model, scores in models.items()}
+    first = next(iter(of_task.values()))
+    ranks = stats.rankdata([-scores.score for scores in of_task.values()])
     return TaskComparison(
         task=row.name,
         metric=row.metric,
         num_fewshot=first.num_fewshot,
         documents=len(first.values),
-        scores={model: scores.score for model, scores in models.items()},
+        scores={model: scores.score for model, scores in of_task.items()},
         standard_errors={
-            model: scores.standard_error for model, scores in models.items()
+            model: scores.standard_error for model, scores in of_task.items()
         },
         seed_errors={
-            model: statistics.standard_error(scores.by_seed)
-            for model, scores in models.items()
+            model: statistics.standard_error(list(scores.by_seed.values()))
+            for model, scores in of_task.items()
         },
         ranks=dict(zip(models, ranks.tolist(), strict=True)),
-        differences={
-            model: replace(
-                statistics.paired_difference(scores.values, first.values),
-                over_seeds=statistics.difference_over_seeds(
-                    scores.by_seed, first.by_seed
-                ),
-            )
-            for model, scores in others
-        },
+        differences=differences,
+        over_seeds=over_seeds,
     )
 
 
-def _mean_difference(
-    tasks: Sequence[TaskComparison], model: str, over_seeds: OverSeeds | None
-) -> MeanDifference:
-    means = [task.differences[model].mean for task in tasks]
-    errors = [task.differences[model].standard_error for task in tasks]
+def _mean_difference(tasks: Sequence[Difference]) -> MeanDifference:
+    means = [task.mean for task in tasks]
+    errors = [task.standard_error for task in tasks]
     over_documents = None
     if None not in errors:
         over_documents = float(np.linalg.norm(errors) / len(errors))  # type: ignore[arg-type]
     return MeanDifference(
-        float(np.mean(means)),
-        over_documents,
-        statistics.standard_error(means),
-        over_seeds,
+        mean=float(np.mean(means)),
+        standard_error_documents=over_documents,
+        standard_error_tasks=statistics.standard_error(means),
     )
 
 
-def lines(
-    comparison: ModelComparison,
-) -> Iterator[tuple[tuple[Any, ...], tuple[dict[str, Any], ...], dict[str, Any]]]:
-    """Yield the first cells, the numbers by model and the differences of each task, and
-    of the mean over tasks.
+def table(comparison: ModelComparison) -> list[list[str]]:
+    """Return the cells of tasks × models, differences, standard errors and p values.
+    The first row is the header.
     """
-    for task in comparison.tasks:
-        begin = (task.task, task.metric, task.num_fewshot, task.documents)
-        yield (
-            begin,
-            (task.scores, task.standard_errors, task.seed_errors, task.ranks),
-            task.differences,
-        )
-    means = (
-        comparison.mean,
-        dict.fromkeys(comparison.mean),
-        comparison.mean_seed_error,
-        comparison.mean_rank,
-    )
-    yield ("mean", None, None, None), means, comparison.mean_difference
-
-
-def to_markdown(comparison: ModelComparison, notes: Sequence[str] = ()) -> str:
-    """Render tasks × models, differences, standard errors and p values, with an
-    explanation and ``notes`` below.
-    """
-    first, *others = comparison.mean
-    by_seed = [
-        other
-        for other, found in comparison.mean_difference.items()
-        if found.over_seeds is not None
+    first, *others = comparison.seeds
+    over_seeds = comparison.mean.over_seeds
+    header = ["task", "metric", "shots", "documents"]
+    for model, count in comparison.seeds.items():
+        header.append(f"{model} ({count} seeds)" if count > 1 else model)
+    header += [f"{other} − {first}" for other in others]
+    header += [
+        f"{other} − {first}, {_pairs(difference)}"
+        for other, difference in over_seeds.items()
     ]
+    rows = [header]
     several = len(comparison.tasks) > 1  # then p values are adjusted
-    named = [
-        f"{model} ({count} seeds)" if count > 1 else model
-        for model, count in comparison.seeds.items()
-    ]
-    columns = [f"{other} − {first}" for other in others] + [
-        f"{other} − {first}, over seeds" for other in by_seed
-    ]
-    rows = [["task", "metric", "shots", "documents", *named, *columns]]
-    for begin, (scores, _, seed_errors, _), differences in lines(comparison):
-        rows.append(
-            [
-                *("" if cell is None else str(cell) for cell in begin),
-                *(
-                    statistics.with_error(score, seed_errors[model])
-                    for model, score in scores.items()
-                ),
-                *(_over_documents(found, several) for found in differences.values()),
-                *(
-                    _with_p(
-                        differences[other].mean, differences[other].over_seeds, several
-                    )
-                    for other in by_seed
-                ),
-            ]
-        )
+    for line in comparison.lines:
+        begin = (line.task, line.metric, line.num_fewshot, line.documents)
+        row = ["" if cell is None else str(cell) for cell in begin]
+        row += [
+            statistics.with_error(score, line.seed_errors[model])
+            for model, score in line.scores.items()
+        ]
+        row += [_with_p(found, several) for found in line.differences.values()]
+        row += [_with_p(line.over_seeds[other], several) for other in over_seeds]
+        rows.append(row)
     if others:
-        ranks = [f"{rank:.2f}" for rank in comparison.mean_rank.values()]
-        rows.append(["mean rank", "", "", "", *ranks, *("" for _ in columns)])
-        notes = [_explanation(comparison, bool(by_seed)), *notes]
-    return (
-        markdown_table(rows) + "\n" + "".join(f"\n{paragraph}\n" for paragraph in notes)
-    )
+        ranks = [f"{rank:.2f}" for rank in comparison.mean.ranks.values()]
+        rest = len(header) - len(ranks) - 4
+        rows.append(["mean rank", "", "", "", *ranks, *[""] * rest])
+    return rows
 
 
-def _explanation(comparison: ModelComparison, over_seeds: bool) -> str:
+def explanation(comparison: ModelComparison) -> list[str]:
+    """Return the paragraph below the table, if it compares models."""
+    if len(comparison.seeds) < 2:
+        return []
     text = (
         "Differences are means ± standard errors over the same documents, with p "
         "values of a paired t-test. Holm\nadjusts these for the number of tasks. The "
@@ -289,86 +319,44 @@ def _explanation(comparison: ModelComparison, over_seeds: bool) -> str:
     )
     if any(count > 1 for count in comparison.seeds.values()):
         text += " Scores of several seeds are means ± standard errors over seeds. A document's score is their mean."
-    if over_seeds:
-        text += "\nOver seeds: the same difference ± its standard error over seeds, with the p value of Welch's t-test."
-    return text
+    pairs = {difference.pairs > 0 for difference in comparison.mean.over_seeds.values()}
+    if True in pairs:
+        text += (
+            "\nOver pairs of runs with equal seeds: mean difference ± standard error, "
+            "with p of the sign-flip test, as in titan-disp sweep table."
+        )
+    if False in pairs:
+        text += (
+            "\nOver seeds that are not paired: the difference ± its standard error, "
+            "with p of Welch's t-test. Runs with equal seeds would be paired."
+        )
+    return [text]
 
 
-def _with_p(mean: float, found: Difference | OverSeeds | None, several: bool) -> str:
-    """Render a difference over documents or seeds.
-
-    With ``several`` tasks, it includes the adjusted p value.
-    """
-    if found is None:
-        return ""
-    adjusted = f", Holm {found.holm:.2g}" if several and found.holm is not None else ""
-    p = "" if found.p_value is None else f" (p {found.p_value:.2g}{adjusted})"
-    return statistics.with_error(mean, found.standard_error, "+") + p
+def _pairs(difference: Difference) -> str:
+    if not difference.pairs:
+        return "over seeds, not paired"
+    return f"over {counted(difference.pairs, 'pair')} of seeds"
 
 
-def _over_documents(found: Difference | MeanDifference, several: bool) -> str:
-    if isinstance(found, Difference):
-        return _with_p(found.mean, found, several)
-    errors = {
-        "documents": found.standard_error_documents,
-        "tasks": found.standard_error_tasks,
-    }
-    told = [
-        f" ± {error:.4f} ({over})"
-        for over, error in errors.items()
-        if error is not None
-    ]
-    return f"{found.mean:+.4f}" + "".join(told)
+def _with_p(difference: Difference | MeanDifference, several: bool) -> str:
+    """Render a difference. With ``several`` tasks, it includes the adjusted p value."""
+    if isinstance(difference, MeanDifference) or difference.p_value is None:
+        return str(difference)
+    adjusted = ""
+    if several and difference.holm is not None:
+        adjusted = f", Holm {difference.holm:.2g}"
+    return f"{difference} (p {difference.p_value:.2g}{adjusted})"
 
 
 def to_csv(comparison: ModelComparison) -> str:
     """Render the table at full precision, with standard errors, ranks and 95 %
     intervals. Undefined cells are empty.
     """
-    first, *others = comparison.mean
-    of_model = ("", " standard error", " seed error", " rank")
-    of_difference = (
-        "",
-        " standard error",
-        " low",
-        " high",
-        " p",
-        " holm",
-        " seed error",
-        " seed p",
-        " seed holm",
-    )
+    first, *others = comparison.seeds
     header = ["task", "metric", "num_fewshot", "documents"]
-    header += [f"{model}{what}" for model in comparison.mean for what in of_model]
-    header += [f"{other} - {first}{what}" for other in others for what in of_difference]
-    rows: list[list[Any]] = [header]
-    for begin, by_model, differences in lines(comparison):
-        of_models = [column[model] for model in comparison.mean for column in by_model]
-        rows.append(
-            [
-                *begin,
-                *of_models,
-                *chain.from_iterable(map(_numbers, differences.values())),
-            ]
-        )
-    return csv_text(rows)
-
-
-def _numbers(found: Difference | MeanDifference) -> list[float | None]:
-    seeds = found.over_seeds
-    over_seeds = (
-        [None] * 3
-        if seeds is None
-        else [seeds.standard_error, seeds.p_value, seeds.holm]
-    )
-    if isinstance(found, Difference):
-        return [
-            found.mean,
-            found.standard_error,
-            found.low,
-            found.high,
-            found.p_value,
-            found.holm,
-            *over_seeds,
-        ]
-    return [found.mean, found.standard_error_documents, *[None] * 4, *over_seeds]
+    for model in comparison.seeds:
+        header += [f"{model}{what}" for what in OF_MODEL]
+    for other in others:
+        header += [f"{other} - {first}{what}" for what in OF_DIFFERENCE]
+    return csv_text([header, *(line.to_csv() for line in comparison.lines)])

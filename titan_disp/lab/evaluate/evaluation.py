@@ -8,9 +8,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,10 +28,10 @@ from titan_disp.lab.evaluate import harness
 from titan_disp.lab.evaluate.compare import (
     ModelComparison,
     compare,
-    lines,
+    explanation,
     pooled,
+    table,
     to_csv,
-    to_markdown,
 )
 from titan_disp.lab.export.export import export
 from titan_disp.lab.inspection.targets import (
@@ -40,10 +42,12 @@ from titan_disp.lab.inspection.targets import (
     parse_group,
 )
 from titan_disp.lab.published import HEADINGS, NOTE, Lines, Ours, beside, costs
-from titan_disp.lab.report.gather import gather
+from titan_disp.lab.report.gather import SEEDS, Seeds, gather
+from titan_disp.run.reader import flatten, read_config
 from titan_disp.run.storage import write_json
-from titan_disp.text import duration, markdown_table
+from titan_disp.text import duration, latex_table, markdown_table
 
+PACKAGES = ("titan-disp", "lm_eval", "transformers", "torch", "datasets")
 Conditions = Mapping[str, Sequence[str]]
 """The names of models by condition.
 
@@ -63,6 +67,41 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
     device does not exist, or a number is out of range; after the models before it, if
     weights are missing or damaged, or a run cannot be exported.
     """
+    settings = _settings(options)
+    models, conditions = _find_models(list(map(str, options.models)), options.tokenizer)
+    out = options.out
+    if (out / "results.json").exists():
+        raise ConfigError(
+            f"--out {str(out)!r} already holds an evaluation; choose another folder, "
+            "or remove this one"
+        )
+    make_writable(out, "--out")
+    # left by an evaluation that stopped before its first results
+    (out / "samples.jsonl").unlink(missing_ok=True)
+    with harness.warnings_once(), no_bars_in_logs():
+        shots = harness.PROTOCOLS[options.protocol].shots
+        suite = harness.build_suite(
+            options.tasks, options.include_path, options.num_fewshot, shots
+        )
+        evaluation = _Evaluation(options, settings, suite, models, conditions)
+        results: dict[str, harness.Result] = {}
+        for name, model in _with_progress(models):
+            results[name] = evaluation.run(model)
+            with open(out / "samples.jsonl", "a") as file:
+                for sample in results[name].samples:
+                    file.write(json.dumps({"model": name, **sample}) + "\n")
+            comparison = evaluation.write(results)
+    print((out / "table.md").read_text())
+    files = ["results.json", "samples.jsonl", "table.md", "table.csv"]
+    files += ["table.tex"] * options.latex
+    print(f"{out}: {', '.join(files)}")
+    return comparison
+
+
+def _settings(options: EvaluateOptions) -> harness.Settings:
+    """Return the settings for all models, once the harness is imported. Raises
+    ConfigError if it is missing, or if a number or the device is wrong.
+    """
     check_least(options, limit=1, num_fewshot=0, seed=0)
     if options.batch_size != "auto" and options.batch_size < 1:
         raise ConfigError(
@@ -79,81 +118,86 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
     ):
         # Also imports accelerate, which lm_eval does not install
         import_module("lm_eval.models.huggingface")
-    chosen = harness.PROTOCOLS[options.protocol]
-    out = options.out
-    device = str(
-        find_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    protocol = harness.PROTOCOLS[options.protocol]
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    return harness.Settings(
+        limit=options.limit or protocol.limit,
+        batch_size=options.batch_size,
+        device=str(find_device(options.device or default_device)),
+        dtype=protocol.dtype if options.dtype == "auto" else options.dtype,
+        seed=options.seed,
+        tokenizer=None if options.tokenizer is None else str(options.tokenizer),
     )
-    dtype = chosen.dtype if options.dtype == "auto" else options.dtype
-    settings = harness.Settings(
-        options.limit or chosen.limit, options.batch_size, device, dtype, options.seed
-    )
-    found, conditions = _find_models(list(map(str, options.models)))
-    if (out / "results.json").exists():
-        raise ConfigError(
-            f"--out {str(out)!r} already holds an evaluation; choose another folder, "
-            "or remove this one"
-        )
-    make_writable(out, "--out")
-    # left by an evaluation that stopped before its first results
-    (out / "samples.jsonl").unlink(missing_ok=True)
-    with harness.warnings_once(), no_bars_in_logs():
-        suite = harness.build_suite(
-            options.tasks, options.include_path, options.num_fewshot, chosen.shots
-        )
-        of_all = {
-            "protocol": options.protocol,
-            **asdict(settings),
-            "rows": [asdict(row) for row in suite.rows],
-        }
-        packages = ("titan-disp", "lm_eval", "transformers", "torch", "datasets")
-        content = {
-            "settings": of_all,
-            "versions": {name: version(name) for name in packages},
-            "conditions": conditions,
-        }
-        results: dict[str, harness.Result] = {}
-        ran = Lines()
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """What is evaluated, and where the results go."""
+
+    options: EvaluateOptions
+    settings: harness.Settings
+    suite: harness.Suite
+    models: Mapping[str, Target]
+    conditions: Conditions
+
+    @cached_property
+    def costs(self) -> Lines:
+        """The costs of the models' runs beside the published ones."""
+        runs = [model.run for model in self.models.values() if model.run is not None]
         with suppress(ConfigError):  # a run that cannot be read has no costs
-            runs = dict.fromkeys(
-                model.run for model in found.values() if model.run is not None
-            )
-            ran = beside(costs(gather(list(runs), [])), "the run's folder")
-        for name, model in _with_progress(found):
-            with _as_hugging_face(model, out) as folder:
-                results[name] = harness.run_model(folder, suite, settings)
-            with open(out / "samples.jsonl", "a") as file:
-                file.writelines(
-                    json.dumps({"model": name, **sample}) + "\n"
-                    for sample in results[name].samples
-                )
-            comparison = _compare(suite, conditions, results)
-            published = beside(scores(comparison), "this evaluation")
-            notes = _dtype_note(results)
-            if published or ran:
-                notes += [markdown_table([HEADINGS, *published, *ran]), NOTE]
-            (out / "table.md").write_text(to_markdown(comparison, notes))
-            (out / "table.csv").write_text(to_csv(comparison))
-            of_models = {
+            records = gather(list(dict.fromkeys(runs)), [])
+            return beside(costs(records), "the run's folder")
+        return []
+
+    def run(self, model: Target) -> harness.Result:
+        settings = self.settings
+        if model.run is not None:  # its export has the tokenizer
+            settings = replace(settings, tokenizer=None)
+        with _as_hugging_face(model, self.options) as folder:
+            return harness.run_model(folder, self.suite, settings)
+
+    def write(self, results: Mapping[str, harness.Result]) -> ModelComparison:
+        """Write all files but samples.jsonl, and return the comparison of the models
+        that have results.
+        """
+        out = self.options.out
+        seeds = _seeds_by_model(self.models, self.conditions)
+        comparison = _compare(self.suite, self.conditions, seeds, results)
+        published = beside(scores(comparison), "this evaluation")
+        cells = table(comparison)
+        parts = [markdown_table(cells), *explanation(comparison), *_dtype_note(results)]
+        if published or self.costs:
+            parts += [markdown_table([HEADINGS, *published, *self.costs]), NOTE]
+        (out / "table.md").write_text("\n\n".join(parts) + "\n")
+        (out / "table.csv").write_text(to_csv(comparison))
+        if self.options.latex:
+            (out / "table.tex").write_text(latex_table(cells))
+        content = {
+            "settings": {
+                "protocol": self.options.protocol,
+                **asdict(self.settings),
+                "rows": [asdict(row) for row in self.suite.rows],
+            },
+            "versions": {name: version(name) for name in PACKAGES},
+            "conditions": self.conditions,
+            "comparison": asdict(comparison),
+            "published": published,
+            "models": {
                 name: {
-                    "folder": str(found[name].folder.resolve()),
+                    "folder": str(self.models[name].folder.resolve()),
                     "dtype": result.dtype,
                     "harness": result.harness,
                 }
                 for name, result in results.items()
-            }
-            whole = content | {
-                "comparison": asdict(comparison),
-                "published": published,
-                "models": of_models,
-            }
-            write_json(out / "results.json", whole)
-    print(to_markdown(comparison, notes))
-    print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
-    return comparison
+            },
+        }
+        write_json(out / "results.json", content)
+        return comparison
 
 
-def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
+def _find_models(
+    names: Sequence[str], tokenizer: Path | None
+) -> tuple[dict[str, Target], Conditions]:
     """Find the models by unique names, in the given order, and their conditions."""
     if not names:
         raise ConfigError(
@@ -162,21 +206,21 @@ def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
             "NAME=MODEL,MODEL,… for seeds of one condition"
         )
     groups = [parse_group(name) or (None, [name]) for name in names]
-    members = [member for _, group in groups for member in group]
-    models = find_targets(members, all_steps=False, tokenizer=None)
+    members = list(chain.from_iterable(group for _, group in groups))
+    models = find_targets(members, all_steps=False, tokenizer=tokenizer)
     if len(models) < len(members):
         raise ConfigError(f"a model is given twice: {', '.join(members)}")
-    named = [[name_of(member, models) for member in group] for _, group in groups]
-    conditions = {
-        name or group[0]: group for (name, _), group in zip(groups, named, strict=True)
-    }
+    conditions = {}
+    for condition, group in groups:
+        names_of_group = [name_of(member, models) for member in group]
+        conditions[condition or names_of_group[0]] = names_of_group
     if len(conditions) < len(groups):
         raise ConfigError(f"two conditions have the same name: {', '.join(names)}")
     lengths = {name: model.max_tokens for name, model in models.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         print(
-            f"the numbers of positions differ ({told}): some lose the beginning of a long prompt",
+            f"the numbers of positions differ ({listed}): some lose the beginning of a long prompt",
             file=sys.stderr,
         )
     return models, conditions
@@ -196,7 +240,7 @@ def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]
 
 
 @contextmanager
-def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
+def _as_hugging_face(model: Target, options: EvaluateOptions) -> Iterator[Path]:
     """Yield the model's folder.
 
     A run's checkpoint is exported to a temporary folder next to the results.
@@ -204,22 +248,50 @@ def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
     if model.run is None:
         yield model.folder
         return
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as folder:
-        export(ExportOptions(f"{model.run}/{model.step}", Path(folder) / "model"))
-        yield Path(folder) / "model"
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=options.out) as folder:
+        dest = Path(folder) / "model"
+        target = f"{model.run}/{model.step}"
+        export(ExportOptions(target, dest, tokenizer=options.tokenizer))
+        yield dest
 
 
 def _compare(
-    suite: harness.Suite, conditions: Conditions, results: Mapping[str, harness.Result]
+    suite: harness.Suite,
+    conditions: Conditions,
+    seeds: Mapping[str, Seeds],
+    results: Mapping[str, harness.Result],
 ) -> ModelComparison:
     models = {}
     for condition, members in conditions.items():
-        if done := [results[name].scores for name in members if name in results]:
+        done = {
+            seeds[name]: results[name].scores for name in members if name in results
+        }
+        if done:
             models[condition] = {
-                row.name: pooled([scores[row.name] for scores in done])
+                row.name: pooled(
+                    {seed: scores[row.name] for seed, scores in done.items()}
+                )
                 for row in suite.rows
             }
     return compare(suite.rows, models)
+
+
+def _seeds_by_model(
+    models: Mapping[str, Target], conditions: Conditions
+) -> dict[str, Seeds]:
+    """Return each model's seeds of training. Where they are unknown, as of a Hugging
+    Face folder, or where a condition has them twice, they are the model's name, which
+    equals no other.
+    """
+    by_model: dict[str, Seeds] = {}
+    for members in conditions.values():
+        for name in members:
+            run = models[name].run
+            settings = {} if run is None else flatten(read_config(run))
+            seeds = tuple(map(settings.get, SEEDS))
+            repeated = seeds in [by_model.get(member) for member in members]
+            by_model[name] = (name,) if None in seeds or repeated else seeds
+    return by_model
 
 
 def scores(comparison: ModelComparison) -> Ours:
@@ -229,33 +301,31 @@ def scores(comparison: ModelComparison) -> Ours:
     """
 
     def points(part: float, error: float | None, sign: str = "") -> str:
-        return f"{100 * part:{sign}.2f}" + (
-            "" if error is None else f" ± {100 * error:.2f}"
-        )
+        text = f"{100 * part:{sign}.2f}"
+        return text if error is None else f"{text} ± {100 * error:.2f}"
 
-    found = dict[tuple[str, str], Mapping[str, str]]()
-    first = next(iter(comparison.mean))
-    for (task, *_), (values, _, errors, _), differences in lines(comparison):
-        if (
-            task != "mean"
-            or {one.task for one in comparison.tasks} == harness.PAPER.keys()
-        ):
-            found[task, "score, %"] = {
-                model: points(value, errors[model]) for model, value in values.items()
-            }
-            found[task, "difference, points"] = {
-                f"{other} − {first}": points(
-                    one.mean, one.over_seeds and one.over_seeds.standard_error, "+"
-                )
-                for other, one in differences.items()
-            }
-    return found
+    ours = dict[tuple[str, str], Mapping[str, str]]()
+    first = next(iter(comparison.seeds))
+    rows = comparison.tasks
+    if {task.task for task in rows} == harness.PAPER.keys():
+        rows = comparison.lines
+    for line in rows:
+        ours[line.task, "score, %"] = {
+            model: points(score, line.seed_errors[model])
+            for model, score in line.scores.items()
+        }
+        differences = ours[line.task, "difference, points"] = {}
+        for other, difference in line.differences.items():
+            over_seeds = line.over_seeds.get(other)
+            error = None if over_seeds is None else over_seeds.standard_error
+            differences[f"{other} − {first}"] = points(difference.mean, error, "+")
+    return ours
 
 
 def _dtype_note(results: Mapping[str, harness.Result]) -> list[str]:
     if len({result.dtype for result in results.values()}) < 2:
         return []
-    told = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
+    dtypes = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
     return [
-        f"The models' dtypes differ ({told}): rounding may be part of a difference. --dtype makes them equal."
+        f"The models' dtypes differ ({dtypes}): rounding may be part of a difference. --dtype makes them equal."
     ]

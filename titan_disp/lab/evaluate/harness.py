@@ -138,11 +138,9 @@ def build_suite(
     manager = TaskManager(
         include_path=None if include_path is None else str(include_path)
     )
-    wanted = list(
-        dict.fromkeys(
-            one for name in names for one in (shots if name == "paper" else [name])
-        )
-    )
+    wanted: dict[str, None] = {}
+    for name in names:
+        wanted |= dict.fromkeys(shots if name == "paper" else [name])
     for name in wanted:
         if name not in manager.all_tasks:
             known = ["paper", *manager.all_tasks]
@@ -151,12 +149,10 @@ def build_suite(
             )
             raise ConfigError(f"lm-evaluation-harness has no task {name!r}{hint}")
     with _offline_if_unreachable() as reachable:
-        built = _load(manager, wanted, reachable, include_path)
+        built = _load(manager, list(wanted), reachable, include_path)
     items: dict[str, Any] = {}
     for loaded in built:  # without the members of groups
-        inside = {
-            child for group in loaded["groups"].values() for child in group.child_names
-        }
+        inside = set().union(*(g.child_names for g in loaded["groups"].values()))
         items |= {
             name: item
             for name, item in (loaded["groups"] | loaded["tasks"]).items()
@@ -304,6 +300,7 @@ class Settings:
     # The type of the weights; "auto" means the saved one.
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     seed: int  # for the choice of examples, and for everything else that is random
+    tokenizer: str | None = None  # folder that replaces the model's own
 
 
 @dataclass(frozen=True)
@@ -332,6 +329,10 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     batch_size = (
         CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
     )
+    with reported("--tokenizer: transformers cannot load it", OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(
+            settings.tokenizer or folder, local_files_only=True
+        )
     loaded = load_causal_lm(folder, settings.dtype).to(settings.device)
     model = HFLM(
         # This is the model rather than its name, because the harness does not report
@@ -339,7 +340,7 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
         pretrained=loaded,
         # the harness would use all positions, trained or not
         max_length=longest_sequence(loaded.config),
-        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        tokenizer=tokenizer,
         batch_size=batch_size,
     )
     dtype = str(model.model.dtype).removeprefix("torch.")
@@ -362,11 +363,11 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     found = json.loads(json.dumps(found, default=handle_non_serializable))
     by_task = found.pop("samples")
     kept = ("doc_id", "doc_hash", "prompt_hash", "filter")
-    samples = [
-        {"task": task, **{name: sample[name] for name in (*kept, *sample["metrics"])}}
-        for task, of_task in by_task.items()
-        for sample in of_task
-    ]
+    samples = []
+    for task, of_task in by_task.items():
+        for sample in of_task:
+            names = (*kept, *sample["metrics"])
+            samples.append({"task": task, **{name: sample[name] for name in names}})
     return Result(
         found,
         samples,

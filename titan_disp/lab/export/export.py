@@ -85,25 +85,27 @@ def export(options: ExportOptions) -> SavedModel:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
         stream = saved.config["stream"]
-        training = saved.config["training"]
-        data = (
-            stream["sources"][0]["path"]
-            if stream["sources"]
-            else training["dataset_path"]
-        )
-        documents = local_documents(data, stream["text_field"])
+        data = saved.config["training"]["dataset_path"]
+        if stream["sources"]:
+            data = stream["sources"][0]["path"]
         describe(
-            partial,
-            saved.adapter(),
-            saved.tokenizer_folder(tokenizer),
-            loaded,
-            dtype,
-            documents,
+            dest=partial,
+            adapter=saved.adapter(),
+            folder=saved.tokenizer_folder(tokenizer),
+            tokenizer=loaded,
+            dtype=dtype,
+            documents=local_documents(data, stream["text_field"]),
         )
         weights = hf_weights(saved, dtype)
         parameters = sum(w.numel() for w in weights.values())
         (partial / "README.md").write_text(
-            model_card(saved, dest.name, parameters, dtype, read_environment(saved.run))
+            model_card(
+                saved,
+                name=dest.name,
+                parameters=parameters,
+                dtype=dtype,
+                environment=read_environment(saved.run),
+            )
         )
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{saved.name}: writing {byte_size(size)}", file=sys.stderr)

@@ -57,11 +57,9 @@ def generate(options: GenerateOptions) -> str:
             f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of "
             "training"
         )
-    sampling = (
-        {"temperature": options.temperature, "top_k": options.top_k}
-        if options.temperature
-        else {}
-    )
+    sampling: dict[str, Any] = {}
+    if options.temperature:
+        sampling = {"temperature": options.temperature, "top_k": options.top_k}
     # The embedding may have more rows than the tokenizer has tokens: do not sample
     # these rows.
     beyond = list(range(loaded.get_vocab_size(), model.config.vocab_size))

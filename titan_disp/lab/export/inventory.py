@@ -62,41 +62,40 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
         for e in read_events(run)
         if e["event"] == "checkpoint_damaged"
     }
-    names = os.listdir(folder) if folder.is_dir() else []
-    matches = [
-        m
-        for m in (
-            re.fullmatch(r"(step|damaged|purging)-(\d+)x*", name) for name in names
-        )
-        if m
-    ]
-    every = sorted(
-        (int(m.group(2)), m.group(1) != "step", m.group(0), m.group(1)) for m in matches
-    )
-    if step is not None and all(one[0] != step for one in every):
-        there = ", ".join(str(one[0]) for one in every) or "nothing"
+    steps: dict[str, int] = {}  # by the name of the folder
+    if folder.is_dir():
+        for name in os.listdir(folder):
+            if matched := re.fullmatch(r"(step|damaged|purging)-(\d+)x*", name):
+                steps[name] = int(matched[2])
+    names = sorted(steps, key=lambda name: (steps[name], name[:4] != "step", name))
+    if step is not None and step not in steps.values():
+        there = ", ".join(str(steps[name]) for name in names) or "nothing"
         raise ConfigError(
             f"{str(folder)!r} has no checkpoint of step {step}; it has {there}"
         )
-    for number, _, name, kind in every:
-        if step not in (None, number):
+    for name in names:
+        if step not in (None, steps[name]):
             continue
+        damaged = False
+        state = "being deleted"
         try:
             modified, size = _size(folder / name)
-            damaged = False
-            state = "being deleted"
-            if kind == "step":
+            if name.startswith("step"):
                 damaged, state = _state(folder / name)
-            elif kind == "damaged":
-                reason = reasons.get(number)
-                state = (
-                    f"moved aside as damaged: {reason}"
-                    if reason
-                    else "moved aside: the run's log says why"
-                )
+            elif name.startswith("damaged"):
+                state = "moved aside: the run's log says why"
+                if reason := reasons.get(steps[name]):
+                    state = f"moved aside as damaged: {reason}"
         except FileNotFoundError:
             continue  # the run has deleted it in the meantime
-        yield Found(name, number, modified, size, damaged, state)
+        yield Found(
+            name=name,
+            step=steps[name],
+            modified=modified,
+            size=size,
+            damaged=damaged,
+            state=state,
+        )
 
 
 def verify(folder: str | Path) -> str | None:
@@ -127,10 +126,9 @@ def _state(path: Path) -> tuple[bool, str]:
             raise FileNotFoundError(path)
         if reason is not None:
             return True, f"damaged: {reason}"
-        kind = "complete, the model only" if is_model_only(path) else "complete"
-        return False, f"{kind}, verified" if has_hashes(
-            path
-        ) else f"{kind}, without hashes: not verified"
+        state = "complete, the model only" if is_model_only(path) else "complete"
+        verified = "verified" if has_hashes(path) else "without hashes: not verified"
+        return False, f"{state}, {verified}"
     if (path / INDEX).exists():
         if reason := _hugging_face_problem(path):
             return True, f"damaged: {reason}"

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_disp.condensation.record import OF_PAPER, PLACES
+import numpy as np
+from huggingface_hub import EvalResult, ModelCardData
+
+from titan_disp.condensation.record import OF_PAPER, PLACES, DepthCorrelation
 from titan_disp.data.findings import ledger_lines
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.data.listing import list_files
@@ -53,8 +56,9 @@ def _data(saved: SavedModel) -> str:
         parts = [
             f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources
         ]
-        origin = ", ".join(parts)
-        return f"{origin}; in total {_listed(files)}" if files else origin
+        if files:
+            parts[-1] += f"; in total {_listed(files)}"
+        return ", ".join(parts)
     training = saved.config["training"]
     origin = "documents"
     if training["dataset"].startswith("c4"):
@@ -68,7 +72,9 @@ def _data(saved: SavedModel) -> str:
         origin += f", from a local folder or file named `{local}`"
     else:
         origin += ", from the hub"
-    return f"{_listed(files)} ({origin})" if files else origin
+    if files:
+        return f"{_listed(files)} ({origin})"
+    return origin
 
 
 def _listed(files: Sequence[tuple[str, int]]) -> str:
@@ -86,20 +92,21 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
 
 def _condensation(measured: Mapping[str, Any]) -> str:
     """Return the output of ``Measurement.to_json`` as text."""
-    mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
-    blocks = mean[1:-1]
+    # None stands for a number that is not finite
+    cosines = np.array(measured["mean_cosine"], dtype=np.float64)
+    blocks = cosines[1:-1]
     text = (
-        f"mean cosine of two tokens {mean[0]:.3f} in the embedding, "
-        f"{sum(blocks) / len(blocks):.3f} on average over the blocks, "
-        f"{blocks[-1]:.3f} after the last block, {mean[-1]:.3f} after the final norm"
+        f"mean cosine of two tokens {cosines[0]:.3f} in the embedding, "
+        f"{blocks.mean():.3f} on average over the blocks, "
+        f"{blocks[-1]:.3f} after the last block, {cosines[-1]:.3f} after the final norm"
     )
-    over_depth = measured.get(OF_PAPER, {})  # older rows have none
-    if over_depth.get("spearman") is not None:
-        text += (
-            f"; with depth, {PLACES[OF_PAPER]}: ρ {over_depth['spearman']:.2f}, "
-            f"τ {over_depth['kendall']:.2f}"
-        )
-    return text
+    ranks = measured.get(OF_PAPER, {})  # older rows have none
+    if ranks.get("spearman") is None:
+        return text
+    return (
+        f"{text}; with depth, {PLACES[OF_PAPER]}: "
+        f"{DepthCorrelation(**{'range': math.nan} | ranks)}"
+    )
 
 
 def _source(source: dict[str, Any]) -> str:
@@ -134,6 +141,71 @@ def _newest(rows: dict[int, Any], last_step: int) -> tuple[int, Any] | None:
     return max(steps), rows[max(steps)]
 
 
+def _hub_id(dataset: str) -> str | None:
+    """Return the id on the hub of ``training.dataset`` or of a source's, if any."""
+    if dataset.startswith("c4"):
+        return "allenai/c4"
+    if dataset.startswith("hf:"):
+        return dataset.split(":")[1]
+    return None
+
+
+def _metadata(saved: SavedModel, name: str, cross_entropy: float | None) -> str:
+    """Return the card's head in YAML, as huggingface_hub reads it.
+
+    ``cross_entropy`` is that of held-out text, or None.
+    """
+    config = saved.config
+    training = config["training"]
+    sources = config["stream"]["sources"] or [training]
+    ids = [_hub_id(source["dataset"]) for source in sources]
+    results = None
+    if cross_entropy is not None:
+        path = training["dataset_path"] or ids[0] or training["dataset"]
+        result = EvalResult(
+            task_type="text-generation",
+            dataset_type=ids[0] or "text",
+            dataset_name=Path(ids[0] or path).name,
+            metric_type="cross_entropy",
+            metric_name="cross-entropy of held-out text",
+            metric_value=round(cross_entropy, 4),
+        )
+        results = [result]
+    data = ModelCardData(
+        # Other data sets do not say their language.
+        language="en" if set(ids) == {"allenai/c4"} else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["dispersion-loss", "titan-disp"],
+        datasets=sorted({id for id in ids if id}) or None,
+        base_model=_start(config)
+        if config["checkpoint"]["initial_load_in_hf"]
+        else None,
+        model_name=name,
+        eval_results=results,
+    )
+    return data.to_yaml()
+
+
+def _start(config: Mapping[str, Any]) -> str:
+    """Return the name of the folder of initial weights."""
+    path = (
+        config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
+    )
+    return Path(path).name
+
+
+def _cross_entropy(
+    validated: tuple[int, Any] | None, measured: tuple[int, Any] | None
+) -> float | None:
+    """Return the newest loss of TorchTitan's validation, or else that of the measured
+    text.
+    """
+    if validated is not None:
+        return validated[1]
+    return None if measured is None else measured[1]["cross_entropy"]
+
+
 def model_card(
     saved: SavedModel,
     name: str,
@@ -146,8 +218,8 @@ def model_card(
     ``environment`` is the run's environment.json, or {} if it is missing.
     """
     config = saved.config
-    checkpoint = config["checkpoint"]
-    start = checkpoint["initial_load_path"] or config["model"]["hf_assets_path"]
+    validated = _newest(read_validation(saved.run), saved.step)
+    measured = _newest(read_condensation(saved.run), saved.step)
     packages = {"python": environment.get("python")} | environment.get("packages", {})
     cards = templates(
         __file__, grouped="{:,}".format, counted=counted, condensation=_condensation
@@ -165,10 +237,11 @@ def model_card(
         dispersion=_dispersion(config["dispersion"]),
         formula=AngularFormula.of_run(config["dispersion"]),
         baseline=_baseline(config["baseline"]),
-        start=Path(start).name,
+        start=_start(config),
         last=last_row(saved.run, saved.step),
-        validated=_newest(read_validation(saved.run), saved.step),
-        measured=_newest(read_condensation(saved.run), saved.step),
+        validated=validated,
+        measured=measured,
+        metadata=_metadata(saved, name, _cross_entropy(validated, measured)),
         versions=[f"{p} {packages[p]}" for p in SHOWN if packages.get(p)],
         environment=environment,
     )

@@ -69,16 +69,20 @@ class SavedModel:
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
         """Return ``override`` or ``model.hf_assets_path``, which may be relative to the
-        folder where the run started.
+        folder where the run started. That folder is the current one, the run's, or one
+        above it.
         """
         folder = Path(override or self.config["model"]["hf_assets_path"])
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist "
-                "here; run this command where the training was started, or name the "
-                "folder with --tokenizer DIR"
-            )
-        return folder
+        run = self.run.resolve()
+        candidates = [folder, *(start / folder for start in (run, *run.parents))]
+        for candidate in candidates[:1] if override else candidates:
+            if candidate.is_dir():
+                return candidate
+        raise ConfigError(
+            f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist "
+            "here; run this command where the training was started, or name the "
+            "folder with --tokenizer DIR"
+        )
 
     def tokenizer(self, override: str | Path | None = None) -> AnyTokenizer:
         """Load the tokenizer that the run trained with, which must fit into the model's
@@ -158,25 +162,32 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     Raises CheckpointError, or ConfigError for safetensors, if the checkpoint is
     damaged, or its model is not the config's.
     """
-    args = saved.model_args()
     if saved.in_hf_format:
-        adapter = saved.adapter()
-        where = f"the checkpoint {str(saved.folder)!r}"
-        check_weights(stored_weights(saved.folder, adapter, where), adapter, where)
-        hf: dict[str, torch.Tensor] = {}
-        for file in sorted(saved.folder.glob("*.safetensors")):
-            hf |= load_file(file)
-        weights = {k: v.float() for k, v in adapter.from_hf(hf).items()}
-        return {
-            k: v
-            for k, v in weights.items()
-            if k != "output.weight" or not args.enable_weight_tying
-        }
+        weights = _load_hugging_face(saved)
+    else:
+        weights = _load_dcp(saved)
+    if saved.model_args().enable_weight_tying:
+        weights.pop("output.weight", None)
+    return weights
+
+
+def _load_hugging_face(saved: SavedModel) -> dict[str, torch.Tensor]:
+    adapter = saved.adapter()
+    where = f"the checkpoint {str(saved.folder)!r}"
+    check_weights(stored_weights(saved.folder, adapter, where), adapter, where)
+    hf: dict[str, torch.Tensor] = {}
+    for file in sorted(saved.folder.glob("*.safetensors")):
+        hf |= load_file(file)
+    return {name: weight.float() for name, weight in adapter.from_hf(hf).items()}
+
+
+def _load_dcp(saved: SavedModel) -> dict[str, torch.Tensor]:
     if reason := verify(saved.folder):
         raise CheckpointError(
             f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}"
         )
     warn_without_hashes(saved.folder)
+    args = saved.model_args()
     with torch.device("meta"):
         wanted = saved.entry.model_cls(args).state_dict()
     if args.enable_weight_tying:
@@ -191,21 +202,17 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     in_checkpoint = safe_dcp.read_metadata(saved.folder).state_dict_metadata
     if missing := sorted(wanted.keys() - in_checkpoint.keys()):
         raise CheckpointError(
-            f"the checkpoint {str(saved.folder)!r} holds no model of flavor "
-            f"{saved.flavor!r}: it lacks {len(missing)} of {len(wanted)} weights, "
-            f"{missing[0]!r} first"
+            f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.flavor!r}: it lacks "
+            f"{len(missing)} of {len(wanted)} weights, {missing[0]!r} first"
         )
-    weights = {
-        name: torch.empty(like.shape, dtype=torch.float32)
-        for name, like in wanted.items()
-    }
-    for name, like in weights.items():
+    weights = {}
+    for name, like in wanted.items():
         if (size := in_checkpoint[name].size) != like.shape:  # type: ignore[union-attr]
             raise CheckpointError(
-                f"the checkpoint {str(saved.folder)!r} has {name} of shape "
-                f"{tuple(size)}, expected {tuple(like.shape)} for flavor "
-                f"{saved.flavor!r}"
+                f"the checkpoint {str(saved.folder)!r} has {name} of shape {tuple(size)}, expected "
+                f"{tuple(like.shape)} for flavor {saved.flavor!r}"
             )
+        weights[name] = torch.empty(like.shape, dtype=torch.float32)
     try:
         safe_dcp.load(weights, saved.folder, no_dist=True)
     except (Exception, CheckpointException) as error:  # the second is no Exception

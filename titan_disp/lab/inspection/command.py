@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from titan_disp.condensation.measure import Accumulator, AveragedCosines, Covariance
-from titan_disp.condensation.record import OF_COVARIANCE, PLACES, RANKS, Measurement
+from titan_disp.condensation.record import OF_COVARIANCE, PLACES, Measurement
 from titan_disp.config.command_options import CondensationOptions, check_least
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import make_writable, progress
 from titan_disp.lab import plots
 from titan_disp.lab.inspection import targets
+from titan_disp.lab.inspection.padding import COLUMNS, PaddedCosines
 from titan_disp.lab.inspection.texts import (
     MARGIN,
     contiguous_sequences,
@@ -43,6 +45,7 @@ class Measured:
     target: targets.Target
     parameters: int
     condensation: Measurement
+    padded: np.ndarray | None = None  # of ``PaddedCosines``, with --pad
 
 
 def write_metrics(
@@ -68,9 +71,10 @@ def write_metrics(
         content.append(
             {**target, **told, "mean_cosine_of_last": one.condensation.of_last_layers()}
         )
-        correlations = {
-            f"{rank}_{place}": told[place][rank] for place in PLACES for rank in RANKS
-        }
+        correlations = {}
+        for place in PLACES:
+            for rank, value in told[place].items():
+                correlations[f"{rank}_{place}"] = value
         for layer, layer_name in enumerate(told["layers"]):
             numbers = {key: values[layer] for key, values in by_layer.items()}
             rows.append(
@@ -94,6 +98,7 @@ def write_figures(
     found: Mapping[str, Measured],
     families: Mapping[str, Sequence[str]],
     pairs: Sequence[tuple[str, str]],
+    formats: Sequence[str],
 ) -> list[str]:
     """Draw all pictures, and return the names of their files.
 
@@ -108,13 +113,12 @@ def write_figures(
         for name, one in measured.items()
     }
     figures = {
-        f"heatmap-{name}.png": plots.side_by_side(two, name)
-        for name, two in both.items()
+        f"heatmap-{name}": plots.side_by_side(two, name) for name, two in both.items()
     }
-    figures["side_by_side_pooled.png"] = plots.side_by_side(measured, plots.POOLED)
-    figures["side_by_side_averaged.png"] = plots.side_by_side(averaged, plots.AVERAGED)
-    figures["mean_cosine.png"] = plots.mean_cosine_by_layer(measured)
-    figures["depth.png"] = plots.depth_bars(measured)
+    figures["side_by_side_pooled"] = plots.side_by_side(measured, plots.POOLED)
+    figures["side_by_side_averaged"] = plots.side_by_side(averaged, plots.AVERAGED)
+    figures["mean_cosine"] = plots.mean_cosine_by_layer(measured)
+    figures["depth"] = plots.depth_bars(measured)
     over_training = _over_training(found)
     by_step = {
         name: group
@@ -122,9 +126,9 @@ def write_figures(
         if all(isinstance(step, int) for step in group)
     }
     if over_training:
-        figures["over_training.png"] = plots.over_training(by_step | over_training)
+        figures["over_training"] = plots.over_training(by_step | over_training)
     if by_step:
-        figures["over_steps.png"] = plots.over_steps(by_step)
+        figures["over_steps"] = plots.over_steps(by_step)
     if families:
         sizes = {
             name: (one.parameters, one.condensation) for name, one in found.items()
@@ -133,14 +137,15 @@ def write_figures(
             family: {name: sizes[name] for name in members}
             for family, members in families.items()
         }
-        figures["by_size.png"] = plots.by_size(by_family)
+        figures["by_size"] = plots.by_size(by_family)
     if pairs:
-        figures["pairs.png"] = plots.pairs(
+        figures["pairs"] = plots.pairs(
             [((a, measured[a]), (b, measured[b])) for a, b in pairs]
         )
-    for name, figure in figures.items():
-        figure.savefig(out / name, dpi=150)
-    return list(figures)
+    names = [f"{name}.{suffix}" for name in figures for suffix in formats]
+    for name in names:
+        figures[name.rpartition(".")[0]].savefig(out / name, dpi=150)
+    return names
 
 
 def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Measurement]]:
@@ -186,7 +191,7 @@ def table(found: Mapping[str, Measurement], last_n: int) -> str:
         "random",
     ]
     cosines = [["mean cosine", *headings]]
-    numbers = [["", *(f"ρ, τ: {place}" for place in PLACES), *OF_COVARIANCE]]
+    numbers = [["", *(f"ρ, τ, range: {place}" for place in PLACES), *OF_COVARIANCE]]
     for name, one in found.items():
         mean = one.mean_cosine
         last = one.last_block
@@ -203,7 +208,7 @@ def table(found: Mapping[str, Measurement], last_n: int) -> str:
         ]
         cosines.append([name, *(number(cosine, 3) for cosine in shown)])
         ranks = [
-            f"{number(at.spearman, 3)} {number(at.kendall, 3)}"
+            " ".join(number(cell, 3) for cell in (at.spearman, at.kendall, at.range))
             for at in one.over_depth.values()
         ]
         numbers.append(
@@ -218,11 +223,16 @@ def table(found: Mapping[str, Measurement], last_n: int) -> str:
 
 @torch.no_grad()
 def measure(
-    name: str, layers: targets.LoadedModel, tokens: Tensor, options: CondensationOptions
+    name: str,
+    layers: targets.LoadedModel,
+    tokens: Tensor,
+    options: CondensationOptions,
+    padded: PaddedCosines | None = None,
 ) -> Measurement:
     """Measure every layer of one model on [count, length] token ids.
 
-    ``name`` is for messages and a progress bar.
+    ``name`` is for messages and a progress bar. ``padded`` gets all layers but the
+    logits.
     """
     logits = options.logits
     pooled = Accumulator(layers.count + logits, layers.device)
@@ -238,6 +248,8 @@ def measure(
             )
         for sums in (pooled, averaged, covariance):
             sums.add(layer, z)
+        if padded is not None and layer < layers.count:
+            padded.add(layer, z)
         if root is not None and layer == layers.count - 1:
             take_in(
                 layers.count, pad(z.double(), (0, 1), value=1.0) @ root.to(z.device)
@@ -277,82 +289,143 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
     it.
     """
     check_least(options, sequences=1, max_length=2, batch_size=1, last_n=1)
+    plots.picture_formats(options.format)
     if not 0 <= options.zeta < 1:
         raise ConfigError(
             f"--zeta is {options.zeta}, expected at least 0, and less than 1"
         )
-    device: targets.Device = "auto"
-    if options.device != "auto":
-        device = targets.find_device(options.device, torch.float64)  # of the cosines
-    elif find_spec("accelerate") is None:
+    device = _device(options.device)
+    families = dict(_members(family, "--family") for family in options.family)
+    pairs = [_pair(pair) for pair in options.pair]
+    names = [*options.targets, *chain(*families.values()), *chain(*pairs)]
+    models = targets.find_targets(
+        list(dict.fromkeys(names)),
+        options.all_steps,
+        options.tokenizer,
+        options.trust_remote_code,
+    )
+    samples = _samples(models, options)
+    make_writable(options.out, "--out")
+    measured = _measure_all(models, samples, device, options)
+    by_family = {
+        family: [targets.name_of(member, models) for member in members]
+        for family, members in families.items()
+    }
+    by_pair = [
+        (targets.name_of(base, models), targets.name_of(other, models))
+        for base, other in pairs
+    ]
+    files = _write(measured, by_family, by_pair, options)
+    measurements = {name: one.condensation for name, one in measured.items()}
+    print(table(measurements, options.last_n))
+    print(f"{options.out}: {', '.join(files)}")
+    return measurements
+
+
+def _device(name: str) -> targets.Device:
+    if name != "auto":
+        return targets.find_device(name, torch.float64)  # of the cosines
+    if find_spec("accelerate") is None:
         raise ConfigError(
             "--device auto needs accelerate, which spreads a model over the GPUs: pip "
             "install accelerate"
         )
-    by_family = dict(_members(family, "--family") for family in options.family)
-    by_pair = [_pair(pair) for pair in options.pair]
-    grouped = [
-        member for members in (*by_family.values(), *by_pair) for member in members
-    ]
-    every = list(dict.fromkeys([*options.targets, *grouped]))
-    models = targets.find_targets(
-        every, options.all_steps, options.tokenizer, options.trust_remote_code
-    )
-    shortest = min(models, key=lambda name: models[name].max_tokens or sys.maxsize)
-    length = min(options.max_length, models[shortest].max_tokens or sys.maxsize)
+    return "auto"
+
+
+def _samples(
+    models: Mapping[str, targets.Target], options: CondensationOptions
+) -> dict[str, Tensor]:
+    """Return each model's token ids, [count, length], of one length for all."""
+
+    def positions(name: str) -> int:
+        return models[name].max_tokens or sys.maxsize
+
+    shortest = min(models, key=positions)
+    length = min(options.max_length, positions(shortest))
     if length < options.max_length:
-        told = f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions"
-        print(told, file=sys.stderr)
-    cut = replace(options, max_length=length)
-    out = options.out
+        print(
+            f"sequences have {length} tokens, not {options.max_length}, because "
+            f"{shortest} has no more positions",
+            file=sys.stderr,
+        )
     texts = read_texts(
-        options.text,
-        options.dataset,
-        options.seed,
-        options.contiguous,
-        options.text_field,
+        text=options.text,
+        dataset=options.dataset,
+        seed=options.seed,
+        in_order=options.contiguous,
+        text_field=options.text_field,
     )
-    samples = {
-        name: _sample(name, target, texts, cut) for name, target in models.items()
-    }
-    make_writable(out, "--out")
-    found: dict[str, Measured] = {}
+    cut = replace(options, max_length=length)
+    return {name: _sample(name, target, texts, cut) for name, target in models.items()}
+
+
+def _measure_all(
+    models: Mapping[str, targets.Target],
+    samples: Mapping[str, Tensor],
+    device: targets.Device,
+    options: CondensationOptions,
+) -> dict[str, Measured]:
+    """Measure one model after another, and save each measurement."""
+    measured: dict[str, Measured] = {}
     # mean cosines by run or model: its steps or revisions share them
     untrained: dict[Path, np.ndarray] = {}
     for name, target in models.items():
         layers = target.load(device, options.dtype)
-        one = measure(name, layers, samples[name], options)
-        some = samples[name][: options.batch_size]
+        padded = None
+        if options.pad is not None:
+            padded = PaddedCosines(options.pad, options.seed)
+        measurement = measure(name, layers, samples[name], options, padded)
+        batch = samples[name][: options.batch_size]
         if not options.skip_untrained and target.path not in untrained:
             layers.untrain(options.seed)
             untrained[target.path] = measure(
-                f"{name}, untrained", layers, some, options
+                f"{name}, untrained", layers, batch, options
             ).mean_cosine
-        one = replace(one, untrained_mean_cosine=untrained.get(target.path))
-        found[name] = Measured(target, layers.parameters, one)
-        one.save(out / f"{name}.npz")
+        measurement = replace(
+            measurement, untrained_mean_cosine=untrained.get(target.path)
+        )
+        measurement.save(options.out / f"{name}.npz")
+        measured[name] = Measured(
+            target=target,
+            parameters=layers.parameters,
+            condensation=measurement,
+            padded=None if padded is None else padded.result(),
+        )
         del layers  # frees the memory before the next model is loaded
-    families = {
-        family: [targets.name_of(one, models) for one in members]
-        for family, members in by_family.items()
-    }
-    pairs = [
-        (targets.name_of(base, models), targets.name_of(other, models))
-        for base, other in by_pair
-    ]
+    return measured
+
+
+def _write(
+    measured: Mapping[str, Measured],
+    families: Mapping[str, Sequence[str]],
+    pairs: Sequence[tuple[str, str]],
+    options: CondensationOptions,
+) -> list[str]:
+    """Write numbers and pictures, and return the names of all files."""
     kept = ("seed", "dtype", "contiguous", "special_tokens", "zeta")
     settings = {
         "text": str(options.text or options.dataset),
         **{name: getattr(options, name) for name in kept},
     }
-    files = [
-        *write_metrics(out, found, settings),
-        *write_figures(out, found, families, pairs),
-    ]
-    measurements = {name: one.condensation for name, one in found.items()}
-    print(table(measurements, options.last_n))
-    print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")
-    return measurements
+    files = [f"{name}.npz" for name in measured]
+    files += write_metrics(options.out, measured, settings)
+    if options.pad is not None:
+        files.append(write_padded(options.out, measured, options.pad))
+    formats = plots.picture_formats(options.format)
+    return files + write_figures(options.out, measured, families, pairs, formats)
+
+
+def write_padded(out: Path, measured: Mapping[str, Measured], features: int) -> str:
+    """Write padded.csv, with a row for each layer, and return its name."""
+    rows: list[list[Any]] = [["target", "layer", "layer_name", "padded_to", *COLUMNS]]
+    for name, one in measured.items():
+        assert one.padded is not None
+        names = one.condensation.layer_names
+        for layer, numbers in enumerate(one.padded.tolist()):
+            rows.append([name, layer, names[layer], features, *numbers])
+    (out / "padded.csv").write_text(csv_text(rows))
+    return "padded.csv"
 
 
 def _members(text: str, option: str) -> tuple[str, list[str]]:

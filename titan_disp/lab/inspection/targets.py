@@ -72,10 +72,7 @@ def parse_group(text: str) -> tuple[str, list[str]] | None:
     Returns None for a text without =, an existing path, or RUN/STEP.
     """
     path = Path(text)
-    of_a_step = re.fullmatch(r"(step-)?\d+", path.name) and any(
-        map(is_run, path.parents[:2])
-    )
-    if "=" not in text or path.exists() or of_a_step:
+    if "=" not in text or path.exists() or _names_step(path):
         return None
     name, _, rest = text.partition("=")
     members = rest.split(",")
@@ -85,6 +82,12 @@ def parse_group(text: str) -> tuple[str, list[str]] | None:
             "member once"
         )
     return name, members
+
+
+def _names_step(path: Path) -> bool:
+    """Return whether a path is RUN/STEP, with or without the folder of checkpoints."""
+    has_number = re.fullmatch(r"(step-)?\d+", path.name)
+    return bool(has_number) and any(map(is_run, path.parents[:2]))
 
 
 @dataclass(frozen=True)
@@ -371,10 +374,10 @@ def _targets_of(
     path = Path(name)
     if (path / "config.json").is_file() and not is_run(path):
         return [_hugging_face_target(path, None, tokenizer, trust_remote_code)]
-    step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(
-        map(is_run, path.parents[:2])
-    )
-    if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
+    model = None
+    if not path.exists() and not _names_step(path):
+        model = parse_id(name)
+    if model is not None:
         folder = find_snapshot(model, trust_remote_code)
         return [_hugging_face_target(folder, model, tokenizer, trust_remote_code)]
     if all_steps and is_run(name):

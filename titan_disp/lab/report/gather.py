@@ -22,7 +22,7 @@ from torchtitan.config import ConfigManager
 from titan_disp.condensation.record import Measurement, load_steps, most_condensed
 from titan_disp.config.load import MODULE
 from titan_disp.data.findings import ledger_lines
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, counted
 from titan_disp.lab.inspection.targets import parse_group
 from titan_disp.models.arguments import named
 from titan_disp.models.registry import MODELS, model_args
@@ -120,6 +120,13 @@ class RunRecord:
         numbers.
         """
         return np.array([row.get(key) for row in self.rows], dtype=np.float64)
+
+    @property
+    def machine(self) -> str:
+        """Return the ranks and what they computed on, such as "2 ranks on CPU"."""
+        ranks = counted(self.environment.get("world_size", 1), "rank")
+        names = sorted(set(self.environment.get("accelerators") or ["CPU"]))
+        return f"{ranks} on {', '.join(names)}"
 
     @property
     def _overrides(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from titan_disp.condensation.heatmap import heatmaps, new_figure
-from titan_disp.condensation.record import LEAST_RANGE
 from titan_disp.dispersion.formula import AngularFormula
 from titan_disp.errors import ConfigError, reported
 from titan_disp.files import atomic_write
@@ -265,7 +264,6 @@ def render(
             history=history,
             written=written,
             left_out=left_out,
-            least_range=LEAST_RANGE,
             published=[HEADINGS, [*beside(costs(runs), "this report"), *scores], NOTE],
         )
 

@@ -8,22 +8,26 @@ and its difference to one condition, the baseline, is paired by seed.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from titan_disp.condensation.heatmap import new_figure, plain
 from titan_disp.condensation.record import OF_PAPER, RANKS, Measurement, over_depth
+from titan_disp.config.command_options import SweepTableOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, make_writable
-from titan_disp.lab.plots import OKABE_ITO
+from titan_disp.lab.plots import OKABE_ITO, picture_formats
 from titan_disp.lab.statistics import (
     EXACT,
     Difference,
-    paired_by_seed,
+    differences_over_seeds,
+    numbers,
     standard_error,
     with_error,
     with_holm,
@@ -36,7 +40,7 @@ from titan_disp.run.reader import (
     read_events,
     read_validation,
 )
-from titan_disp.text import NOTHING, csv_text, markdown_table
+from titan_disp.text import NOTHING, csv_text, latex_table, markdown_table
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
 BY_PART = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
@@ -123,11 +127,9 @@ def _measured(run: Path, name: str, last: int) -> float | None:
     if not file.is_file():
         return None
     measured = Measurement.load(file)
-    return (
-        over_depth(OF_PAPER, name)(measured)
-        if name in RANKS
-        else measured.by_part()[kind].get(part)
-    )
+    if name in RANKS:
+        return over_depth(OF_PAPER, name)(measured)
+    return measured.by_part()[kind].get(part)
 
 
 def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
@@ -160,9 +162,7 @@ class Condition:
 
     name: str
     members: tuple[Member, ...]
-    # the seeds that this condition and the baseline have in common
-    pairs: tuple[Seeds, ...] = ()
-    # over these pairs; None for the baseline itself, and without pairs
+    # to the baseline; None for the baseline itself, and where there is none
     difference: Difference | None = None
 
     @property
@@ -211,11 +211,8 @@ def compare(
         by_condition: dict[str, list[Member]] = {}
         for point in every:
             by_condition.setdefault(point.condition, []).append(_member(point, name))
-        if any(
-            member.value is not None
-            for members in by_condition.values()
-            for member in members
-        ):
+        members = chain.from_iterable(by_condition.values())
+        if any(member.value is not None for member in members):
             break
     if against is not None and against not in by_condition:
         raise ConfigError(
@@ -245,11 +242,9 @@ def _member(point: Point, metric: str) -> Member:
         missing = f"{word}: {detail}"
         if word == "finished":
             value = final_metric(point.folder, metric)
-            missing = (
-                ""
-                if value is not None
-                else f"finished without a finite {metric} at its end"
-            )
+            missing = ""
+            if value is None:
+                missing = f"finished without a finite {metric} at its end"
     except ConfigError as error:
         missing = f"unreadable: {error}"
     return Member(point.name, tuple(sorted(point.seeds.items())), value, missing)
@@ -262,59 +257,49 @@ def with_differences(
 
     Holm's p values are over all differences.
     """
-    baseline = next(
-        (condition for condition in conditions if condition.name == against), None
-    )
-    if baseline is None:
+    if against is None:
         return list(conditions)
-    values = baseline.values
-    paired = [
-        ((), None) if one is baseline else paired_by_seed(one.values, values)
-        for one in conditions
-    ]
+    by_seed = {condition.name: condition.values for condition in conditions}
+    found = differences_over_seeds(by_seed, against)
     # A single pair is no test: its p would be 1, whatever was measured.
-    adjusted = with_holm(
-        [difference if len(pairs) > 1 else None for pairs, difference in paired]
-    )
+    tests = {name: test for name, test in found.items() if test.pairs != 1}
+    found |= zip(tests, with_holm(list(tests.values())), strict=True)
     return [
-        replace(one, pairs=pairs, difference=tested or difference)
-        for one, (pairs, difference), tested in zip(
-            conditions, paired, adjusted, strict=True
-        )
+        replace(condition, difference=found.get(condition.name))
+        for condition in conditions
     ]
 
 
-def write_table(
-    sweep: Sweep,
-    out: Path | None = None,
-    metric: str | None = None,
-    against: str | None = None,
-) -> str:
-    """Write table.md, table.csv, values.csv and table.png to ``out`` or the sweep's
-    folder, and return the Markdown.
+def write_table(sweep: Sweep, options: SweepTableOptions) -> str:
+    """Write table.md, table.csv, values.csv and a picture to ``options.out`` or the
+    sweep's folder, and return the Markdown.
     """
-    comparison = compare(sweep, metric, against)
-    out = out or sweep.folder
+    comparison = compare(sweep, options.metric, options.against)
+    formats = picture_formats(options.format)
+    out = options.out or sweep.folder
     make_writable(out, "--out")
-    text = to_markdown(comparison)
+    cells = table(comparison)
+    text = "\n\n".join([markdown_table(cells, 1), *_notes(comparison)]) + "\n"
     contents = {
         "table.md": text,
         "table.csv": to_csv(comparison),
         "values.csv": values_csv(comparison),
     }
+    if options.latex:
+        contents["table.tex"] = latex_table(cells, 1)
     for name, content in contents.items():
         with atomic_write(out / name) as partial:
             partial.write_text(content)
     if any(condition.values for condition in comparison.conditions):
-        with atomic_write(out / "table.png") as partial:
-            draw(comparison).savefig(partial, format="png", dpi=120)
+        figure = draw(comparison)
+        for suffix in formats:
+            with atomic_write(out / f"table.{suffix}") as partial:
+                figure.savefig(partial, format=suffix, dpi=120)
     return text
 
 
-def to_markdown(comparison: SweepComparison) -> str:
-    """Return Markdown with a row for each condition, with an explanation and the
-    missing points below.
-    """
+def table(comparison: SweepComparison) -> list[list[str]]:
+    """Return the cells of a header and of a row for each condition."""
     header = ["condition", "seeds", label(comparison.metric)]
     if comparison.against is not None:
         header += [
@@ -325,38 +310,30 @@ def to_markdown(comparison: SweepComparison) -> str:
             "Holm",
         ]
     rows = [_row(condition)[: len(header)] for condition in comparison.conditions]
-    table = markdown_table([header, *rows], text_columns=1)
-    return "\n\n".join([table, *_notes(comparison)]) + "\n"
+    return [header, *rows]
 
 
 def _row(condition: Condition) -> list[str]:
-    mean = (
-        NOTHING
-        if condition.mean is None
-        else with_error(condition.mean, condition.standard_error)
-    )
+    mean = NOTHING
+    if condition.mean is not None:
+        mean = with_error(condition.mean, condition.standard_error)
     cells = [
         condition.name,
         f"{len(condition.values)} of {len(condition.members)}",
         mean,
     ]
-    found = condition.difference
-    if found is None:
+    difference = condition.difference
+    if difference is None:
         return [*cells, *[NOTHING] * 5]
-    interval = (
-        NOTHING
-        if found.low is None or found.high is None
-        else f"{found.low:+.4f} … {found.high:+.4f}"
-    )
-    p_values = [
-        NOTHING if p is None else f"{p:.2g}" for p in (found.p_value, found.holm)
-    ]
     return [
         *cells,
-        with_error(found.mean, found.standard_error, "+"),
-        str(len(condition.pairs)),
-        interval,
-        *p_values,
+        str(difference),
+        str(difference.pairs),
+        difference.interval,
+        *(
+            NOTHING if p is None else f"{p:.2g}"
+            for p in (difference.p_value, difference.holm)
+        ),
     ]
 
 
@@ -374,9 +351,12 @@ def _notes(comparison: SweepComparison) -> list[str]:
             f"{EXACT} pairs, and at least 2/2ⁿ for n pairs. Holm is p adjusted for "
             "the number of differences."
         )
-    members = [
-        member for condition in comparison.conditions for member in condition.members
-    ]
+        if any(c.difference and not c.difference.pairs for c in comparison.conditions):
+            notes[0] += (
+                "\nWithout a pair of equal seeds (pairs 0), they and p are those of "
+                "Welch's t-test."
+            )
+    members = list(chain.from_iterable(c.members for c in comparison.conditions))
     missing = [
         f"- {member.name}: {member.missing}" for member in members if member.missing
     ]
@@ -404,19 +384,18 @@ def to_csv(comparison: SweepComparison) -> str:
         "holm",
     ]
     rows: list[list[Any]] = [header]
-    for one in comparison.conditions:
-        compared: list[Any] = [None] * 8
-        if d := one.difference:
-            numbers = (d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm)
-            compared = [comparison.against, len(one.pairs), *numbers]
+    for condition in comparison.conditions:
+        difference = condition.difference
         rows.append(
             [
-                one.name,
-                len(one.members),
-                len(one.values),
-                one.mean,
-                one.standard_error,
-                *compared,
+                condition.name,
+                len(condition.members),
+                len(condition.values),
+                condition.mean,
+                condition.standard_error,
+                difference and comparison.against,
+                difference and difference.pairs,
+                *numbers(difference),
             ]
         )
     return csv_text(rows)
@@ -454,42 +433,22 @@ def draw(comparison: SweepComparison) -> Figure:
     for axes in panels:
         axes.locator_params(axis="x", nbins=6)
         axes.grid(axis="x", alpha=0.3)
+    by_name = {condition.name: condition.values for condition in conditions}
+    baseline = by_name.get(comparison.against or "", {})
     for place, condition in enumerate(conditions):
-        values = list(condition.values.values())
-        mean = condition.mean
-        error = condition.standard_error
-        panels[0].plot(
-            values,
-            [place] * len(values),
-            "o",
-            color=OKABE_ITO[5],
-            markersize=5,
-            alpha=0.8,
-        )
-        if mean is not None:
+        _draw_dots(panels[0], place, list(condition.values.values()))
+        if condition.mean is not None:
             panels[0].errorbar(
-                mean,
+                condition.mean,
                 place,
-                xerr=error,
+                xerr=condition.standard_error,
                 fmt="|",
                 color="black",
                 markersize=12,
                 capsize=4,
             )
-        if found := condition.difference:
-            low, high = (
-                found.mean if end is None else end for end in (found.low, found.high)
-            )
-            reach = [[found.mean - low], [high - found.mean]]
-            panels[1].errorbar(
-                found.mean,
-                place,
-                xerr=reach,
-                fmt="o",
-                color=OKABE_ITO[0],
-                markersize=6,
-                capsize=4,
-            )
+        if condition.difference is not None:
+            _draw_difference(panels[1], place, condition, baseline)
     panels[0].set_yticks(
         range(len(conditions)),
         [plain(fill(condition.name, 40)) for condition in conditions],
@@ -502,7 +461,37 @@ def draw(comparison: SweepComparison) -> Figure:
         panels[1].axvline(0, color="black", linewidth=0.8)
         panels[1].set_xlabel(
             plain(
-                f"difference to {comparison.against}, paired by seed\n(95 % interval)"
+                f"difference to {comparison.against}, paired by seed\n"
+                "(a dot per pair; mean, 95 % interval)"
             )
         )
     return figure
+
+
+def _draw_dots(axes: Axes, place: int, values: Sequence[float]) -> None:
+    style: dict[str, Any] = {"color": OKABE_ITO[5], "markersize": 5, "alpha": 0.8}
+    axes.plot(values, [place] * len(values), "o", **style)
+
+
+def _draw_difference(
+    axes: Axes, place: int, condition: Condition, baseline: Mapping[Seeds, float]
+) -> None:
+    """Draw a condition's difference with its interval, and that of each pair."""
+    difference = condition.difference
+    assert difference is not None
+    pairs = [seed for seed in condition.values if seed in baseline]
+    _draw_dots(axes, place, [condition.values[seed] - baseline[seed] for seed in pairs])
+    reach = None
+    if difference.low is not None and difference.high is not None:
+        below = difference.mean - difference.low
+        above = difference.high - difference.mean
+        reach = [[below], [above]]
+    axes.errorbar(
+        difference.mean,
+        place,
+        xerr=reach,
+        fmt="D",
+        color=OKABE_ITO[0],
+        markersize=6,
+        capsize=4,
+    )

@@ -299,29 +299,26 @@ def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
         for axis, label in zip(axes, _labels(axes), strict=True)
     ]
     for parts in product(*named):
-        first = [listed.name] if listed.name else []
-        condition = "_".join(
-            [*first, *(text for axis, _, text in parts if not axis.is_seed)]
-        )
-        name = "_".join([*first, *(text for _, _, text in parts)])
-        varied = [
-            word
-            for axis, value, _ in parts
-            for key in axis.keys
-            for word in option(key, value)
-        ]
+        words = list(filter(None, [listed.name]))
+        of_condition = words.copy()
+        overrides = [*sweep.overrides, *listed.overrides]
+        seeds: dict[str, Any] = {}
+        for axis, value, text in parts:
+            words.append(text)
+            for key in axis.keys:
+                overrides += option(key, value)
+            if axis.is_seed:
+                seeds |= dict.fromkeys(axis.keys, value)
+            else:
+                of_condition.append(text)
+        name = "_".join(words)
         yield Point(
             name=name,
-            condition=condition or Path(sweep.config).stem,
+            condition="_".join(of_condition) or Path(sweep.config).stem,
             folder=sweep.folder / name,
             config=sweep.config,
-            overrides=(*sweep.overrides, *listed.overrides, *varied),
-            seeds={
-                key: value
-                for axis, value, _ in parts
-                if axis.is_seed
-                for key in axis.keys
-            },
+            overrides=tuple(overrides),
+            seeds=seeds,
         )
 
 

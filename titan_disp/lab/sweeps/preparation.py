@@ -49,6 +49,21 @@ CONFIG = "point.toml"
 LIST = "points.json"
 FAILED = "failed.json"  # ``runner`` writes it
 NAMED = 5  # most problems in one message
+# Beginnings of the keys that check_inputs and check_device read
+READ_BY_CHECKS = (
+    "model.",
+    "training.dataset",
+    "training.seq_len",
+    "validation.",
+    "stream.",
+    "checkpoint.",
+    "training.enable_cpu_offload",
+    "parallelism.",
+    "compile.",
+    "activation_checkpoint.mode",
+    "profiling.",
+    "metrics.enable_wandb",
+)
 State = Literal["finished", "failed", "unfinished", "not started"]
 
 
@@ -123,25 +138,27 @@ def prepare(
     differs from the one in the folder, ConfigError is raised and nothing is written.
     """
     preparation = _Preparation(world_size, inputs)
-    problems = []
+    problems: list[str] = []
     for point in progress("checking configs", "point", items=points(sweep)):
         try:
             preparation.check(point)
         except ConfigError as error:
             problems.append(f"the point {point.name}: {error}")
     if problems:
-        more = f"\n… and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        raise ConfigError("\n".join(problems[:NAMED]) + more)
+        lines = problems[:NAMED]
+        if len(problems) > NAMED:
+            lines.append(f"… and {len(problems) - NAMED} more")
+        raise ConfigError("\n".join(lines))
     places = preparation.write(sweep.folder) if write else {}
     return [
         Prepared(
-            one,
-            tuple(r["argv"]),
-            r["steps"],
-            r["resolved"]["checkpoint.folder"],
-            places.get(one.name, i),
+            point=point,
+            argv=tuple(record["argv"]),
+            steps=record["steps"],
+            checkpoints=record["resolved"]["checkpoint.folder"],
+            place=places.get(point.name, i),
         )
-        for i, (one, r) in enumerate(preparation.checked)
+        for i, (point, record) in enumerate(preparation.checked)
     ]
 
 
@@ -210,31 +227,12 @@ class _Preparation:
         """
         if not self.inputs or state(point.folder)[0] == "finished":
             return None
-        parts = (
-            *(
-                "model.",
-                "training.dataset",
-                "training.seq_len",
-                "validation.",
-                "stream.",
-                "checkpoint.",
-            ),
-            # check_device
-            *(
-                "training.enable_cpu_offload",
-                "parallelism.",
-                "compile.",
-                "activation_checkpoint.mode",
-            ),
-            *("profiling.", "metrics.enable_wandb"),
-        )
-        key = json.dumps(
-            {
-                k: v
-                for k, v in resolved.items()
-                if k.startswith(parts) and k != "stream.seed"
-            }
-        )
+        read = {
+            key: value
+            for key, value in resolved.items()
+            if key.startswith(READ_BY_CHECKS) and key != "stream.seed"
+        }
+        key = json.dumps(read)
         return None if key in self.read else key
 
     def write(self, folder: Path) -> dict[str, int]:

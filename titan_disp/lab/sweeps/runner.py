@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -92,6 +93,21 @@ def run(
     with stop_signals(runner.heard), contextlib.closing(runner):
         results |= runner.run()
     return [results[one.point.name] for one in prepared]
+
+
+def dry_run(sweep: Sweep, nproc: int = 1) -> int:
+    """Check all points as ``run`` does, and print the state of each and the command
+    that would train it. Nothing is written. Return the exit status.
+    """
+    if nproc < 1:
+        raise ConfigError(f"--nproc is {nproc}, expected at least 1")
+    for one in prepare(sweep, nproc, write=False):
+        word, detail = state(one.point.folder)
+        print(f"{one.point.name}: {word}: {detail}")
+        if word != "finished":
+            argv = [*one.point.argv(), "--nproc", str(nproc)]
+            print(f"  titan-disp train {shlex.join(argv)}")
+    return 0
 
 
 def summary(results: Sequence[Result]) -> list[str]:
@@ -182,14 +198,11 @@ class _Runner:
                 if now - waiting_since > IN_USE:
                     break
             time.sleep(PAUSE)
-        for left in self.todo:
-            name = left.point.name
-            holder = self.in_use.get(name)
-            self.results[name] = (
-                Result(name, "in use", holder)
-                if holder
-                else Result(name, "stopped", "not begun")
-            )
+        for waiting in self.todo:
+            name = waiting.point.name
+            self.results[name] = Result(name, "stopped", "not begun")
+            if holder := self.in_use.get(name):
+                self.results[name] = Result(name, "in use", holder)
         return self.results
 
     def _fill(self) -> bool:
@@ -248,14 +261,19 @@ class _Runner:
                 start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
-        steps = checkpoints(folder / one.checkpoints)
-        first = steps[-1] if steps else 0
-        _say(
-            f"{name}: {'from step ' + str(first) if first else 'from the start'}; "
-            f"log: {folder / LOG}"
-        )
+        first = max(checkpoints(folder / one.checkpoints), default=0)
+        where = f"step {first}" if first else "the start"
+        _say(f"{name}: from {where}; log: {folder / LOG}")
         self.training.append(
-            _Training(one, process, lock, slot, time.time(), first, begin)
+            _Training(
+                prepared=one,
+                process=process,
+                lock=lock,
+                slot=slot,
+                began=time.time(),
+                first_step=first,
+                log_begin=begin,
+            )
         )
 
     def _command(self, one: Prepared) -> list[str]:
