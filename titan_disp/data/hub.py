@@ -195,9 +195,11 @@ def resolve(name: HubName, where: str) -> HubDataset:
     Raise ConfigError if there is no such data, no access or no hub.
     """
     repository, commit = commit_of(name, where)
-    root = f"hf://datasets/{repository}"
-    splits = splits_in(root, name, commit, where)
-    inside = f"{root}@{commit}/"
+    url = f"hf://datasets/{repository}"
+    # datasets takes an hf:// URL only since 4.8, and a local folder for the name.
+    source = url if os.path.isdir(repository) else repository
+    splits = splits_in(source, name, commit, where)
+    inside = f"{url}@{commit}/"
     paths = {
         split: [url.removeprefix(inside) for url in urls]
         for split, urls in splits.items()
@@ -253,8 +255,8 @@ def splits_in(
 ) -> dict[str, list[str]]:
     """Return the paths or URLs of the files of every split of a configuration.
 
-    ``root`` is hf://datasets/OWNER/NAME, or a folder with all of its files: then
-    ``commit`` is None.
+    ``root`` is OWNER/NAME, hf://datasets/OWNER/NAME, or a folder with all of its
+    files: then ``commit`` is None.
     """
     from datasets import get_dataset_config_names, load_dataset_builder
     from datasets.data_files import EmptyDatasetError
