@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_disp.data import formats, megatron
+from titan_disp.data import formats, token_ids
 from titan_disp.data.blocks import Blocks
 from titan_disp.data.documents import Documents
 from titan_disp.data.listing import DataFile
@@ -63,7 +63,7 @@ def content_sample(file: DataFile) -> str:
     if file.remote:
         return ""
     digest = hashlib.sha256()
-    for path in megatron.paths_of(file):
+    for path in token_ids.paths_of(file):
         size = os.path.getsize(path)
         with open(path, "rb") as content:
             for place in (0, size // 2, max(0, size - _SAMPLED)):
@@ -73,7 +73,7 @@ def content_sample(file: DataFile) -> str:
 
 
 def _about(file: DataFile) -> dict[str, Any]:
-    changed = [os.stat(path).st_mtime_ns for path in megatron.paths_of(file)]
+    changed = [os.stat(path).st_mtime_ns for path in token_ids.paths_of(file)]
     return {
         "version": VERSION,
         "size": file.size,
@@ -111,7 +111,7 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     """Read a whole file."""
     # before the content, so that a change in the meantime is noticed
     about = _about(file)
-    file = replace(file, blocks=megatron.blocks_of(file))
+    file = replace(file, blocks=token_ids.blocks_of(file))
     documents = Documents(file, options)
     least = max(_LEAST, file.size // _MOST)
     text_of = partial(formats.text_of, field=options.format.text_field)
@@ -162,7 +162,7 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     else:
         blocks.append((count, end))
     stored = end if damage else file.size
-    about["sha256"] = sha256_of(*megatron.paths_of(file))
+    about["sha256"] = sha256_of(*token_ids.paths_of(file))
     found = np.array(blocks, np.int64).reshape(-1, 2).T
     return FileIndex(
         about, text, stored, damage, count, np.array(hashes, np.uint64), found
@@ -248,7 +248,7 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
     if (
         found
         and why.keys() == {"changed"}
-        and found.about["sha256"] == sha256_of(*megatron.paths_of(file))
+        and found.about["sha256"] == sha256_of(*token_ids.paths_of(file))
     ):
         found = replace(found, about=found.about | about)
     else:
