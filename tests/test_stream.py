@@ -569,7 +569,7 @@ class TestBadData:
         tokens, positions = batches(streams(1), sum(phases))
         assert positions[:, Field.EPOCH].min() >= 1
         assert (
-            "a.json.gz is damaged and ends early: 8 documents in a row are not JSON"
+            "a.json.gz is damaged and ends early: 8 documents in a row cannot be parsed"
             in caplog.text
         )
         assert "b.json is damaged" not in caplog.text

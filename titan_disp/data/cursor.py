@@ -32,7 +32,7 @@ from titan_disp.data.position import Position
 from titan_disp.errors import DataError
 
 # The rest of a file is skipped after …
-# … documents in a row of a compressed file that are not JSON: flipped bytes, which
+# … documents in a row of a compressed file that cannot be parsed: flipped bytes, which
 # spoil the rest of it
 _GARBAGE = 8
 # … documents in a row that cannot be used: the rest is likely to be of the same kind
@@ -218,7 +218,7 @@ class Cursor:
             search.row_bytes += size
         damage = self.faults.wrong(segment.file, search.row, _WRONG)
         if search.garbage == _GARBAGE:
-            damage = f"{_GARBAGE} documents in a row are not JSON"
+            damage = f"{_GARBAGE} documents in a row cannot be parsed"
         if damage is not None:
             self.passes.leave(self.position.slot, self.position.epoch, segment.file)
             self._skip_file(part, segment, damage)

@@ -267,9 +267,9 @@ def _advice(error: str, file: DataFile) -> str:
     # But not "unexpected end of data", the error of truncated UTF-8
     if re.search(r"\bexpected\b|stream\.", error):
         return ""
-    if file.name.endswith(formats.PLAIN_TEXT):
-        return "; expected UTF-8: convert it (iconv), or leave it out"
-    return "; expected one document per line, with a text field: convert the file, or leave it out"
+    if file.name.endswith(formats.JSON_LINES):
+        return "; expected one document per line, with a text field: convert the file, or leave it out"
+    return "; expected UTF-8: convert it (iconv), or leave it out"
 
 
 def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:

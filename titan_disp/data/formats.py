@@ -93,11 +93,11 @@ _NO_DOCUMENTS = {
         "a zip archive (such as numpy.savez or torch.save write): unpack or convert it"
     ),
 }
-# Only files of token ids may begin with these.
 _UTF_16 = (
     "UTF-16 text, which its name does not say: convert it, for example with iconv -f "
     "UTF-16 -t UTF-8"
 )
+# A file of documents whose name does not say this does not begin so; but token ids may.
 _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     _GZIP: "gzip-compressed, which its name does not say: name it *.gz",
     _ZSTD: "zstd-compressed, which its name does not say: name it *.zst",
@@ -120,8 +120,8 @@ _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
 
 
 def mistaken(head: bytes, name: str) -> str | None:
-    """Return a sentence, what a file is and what to do, if its first ``HEAD`` bytes are
-    not what its name (in lower case) says; else None.
+    """Return a sentence that says what a file is and what to do, if its first ``HEAD``
+    bytes are not what its name says, which is in lower case; else None.
     """
     text = head.removeprefix(codecs.BOM_UTF8).lstrip().lower()
     if text.startswith(_HTML) and not name.endswith(".txt"):
@@ -299,13 +299,21 @@ def _field_of(record: Any, field: str) -> str:
             f'no field "{field}", because it is {_type_name(record)}; expected a JSON '
             "object"
         )
+    path = [field] if field in record else field.split(".")
     value: Any = record
-    for name in [field] if field in record else field.split("."):
+    for name in path:
         value = value.get(name, _MISSING) if isinstance(value, dict) else _MISSING
     if isinstance(value, str):
         return value
     if value is None:
         raise Empty("text is null")
+    raise _no_text(record, field, value)
+
+
+def _no_text(record: dict[str, Any], field: str, value: Any) -> OtherShape:
+    """Return what to raise for a JSON object whose field has a ``value`` that is no
+    text, or is ``_MISSING``.
+    """
     names = []
     for name, inside in record.items():
         if isinstance(inside, dict) and inside:
@@ -317,9 +325,10 @@ def _field_of(record: Any, field: str) -> str:
         problem = f'no field "{field}", only {fields}'
     else:
         problem = f'field "{field}" is {_type_name(value)}, expected a text; the fields are {fields}'
+    advice = "set stream.text_field to the field of the text"
     if isinstance(value, list) or not _CHATS.isdisjoint(record):
-        raise OtherShape(f"{problem}; {_JOIN}")
-    raise OtherShape(f"{problem}; set stream.text_field to the field of the text")
+        advice = _JOIN
+    return OtherShape(f"{problem}; {advice}")
 
 
 _MISSING = object()  # the value of a field that is not there
@@ -343,8 +352,11 @@ def _type_name(value: Any) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names of fields or columns, for a message."""
-    return ", ".join([*names[:12], *["…"] * (len(names) > 12)])
+    """Return the first 12 names of fields or columns, for a message."""
+    beginning = ", ".join(names[:12])
+    if len(names) > 12:
+        return f"{beginning}, …"
+    return beginning
 
 
 _DRAIN = 1 << 20  # bytes of a too long line that are read at a time
@@ -378,21 +390,24 @@ def json_lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
 def reader_of(
     name: str, how: Format
 ) -> Callable[[Any, int], Iterator[bytes | str | BadDocument]]:
-    """Return the function that reads the documents of a decompressed stream, by the
-    file's name. It takes the stream and the most bytes of a document.
+    """Return the function that reads a file of text, which the file's name selects.
+
+    It takes the decompressed stream and the most bytes of a document, and yields the
+    documents.
     """
     suffix = suffix_of(name)
     if suffix in TABLES:
-        return partial(table_rows, name=name, field=how.text_field)
+        delimiter = "\t" if ".tsv" in suffix else ","
+        return partial(table_rows, field=how.text_field, delimiter=delimiter)
     if suffix in ARROW:
-        return partial(arrow_rows, name=name, field=how.text_field)
+        return partial(arrow_rows, field=how.text_field)
     if suffix not in PLAIN_TEXT:
         return json_lines
     return text_blocks if how.text_split == "blank_lines" else whole_text
 
 
 def table_rows(
-    stream: Any, max_bytes: int, name: str, field: str
+    stream: Any, max_bytes: int, field: str, delimiter: str
 ) -> Iterator[str | BadDocument]:
     """Yield the texts of a column of a table in CSV or TSV.
 
@@ -402,7 +417,6 @@ def table_rows(
     lines = iter(partial(stream.readline, max_bytes + 1), b"")
     # Invalid bytes are left to ``text_of``.
     decoded = codecs.iterdecode(lines, "utf-8-sig", errors="surrogateescape")
-    delimiter = "\t" if ".tsv" in suffix_of(name) else ","
     rows = csv.DictReader(decoded, delimiter=delimiter)
     columns = list(rows.fieldnames or ())
     if field not in columns:
@@ -420,9 +434,7 @@ def table_rows(
             yield _bounded(text, max_bytes)
 
 
-def arrow_rows(
-    stream: Any, max_bytes: int, name: str, field: str
-) -> Iterator[str | BadDocument]:
+def arrow_rows(stream: Any, max_bytes: int, field: str) -> Iterator[str | BadDocument]:
     """Yield the texts of a column of an Arrow file, in the format for files or for
     streams (as ``datasets`` writes it).
 
@@ -582,7 +594,9 @@ def _check_column(schema: Any, field: str) -> None:
             f'it has no column "{field}", only {_listed(described)}: {advice}'
         )
     type_ = columns.field(field).type
-    value = type_.value_type if pyarrow.types.is_dictionary(type_) else type_
+    value = type_
+    if pyarrow.types.is_dictionary(type_):
+        value = type_.value_type
     if value in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         return
     if pyarrow.types.is_list(value) or pyarrow.types.is_large_list(value):

@@ -90,11 +90,10 @@ def _merges(model: Any) -> list[tuple[str, str]]:
     ranked = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
-            left = piece[:cut]
-            right = piece[cut:]
-            if left in scores and right in scores:
-                ranked.append((-score, -cut, left, right))
-    return [(left, right) for *_, left, right in sorted(ranked)]
+            pair = (piece[:cut], piece[cut:])
+            if scores.keys() >= {*pair}:
+                ranked.append((-score, -cut, pair))
+    return [pair for *_, pair in sorted(ranked)]
 
 
 def _scores(model: Any) -> list[tuple[str, float]]:
@@ -465,12 +464,9 @@ def _copy(source: Path, tokenizer: TextTokenizer, dest: Path, seq_len: int) -> N
     config = _stated(dest)
     eos = tokenizer.eos_token
     # training found it in config.json, or it is stream.separator
-    other_eos = eos != tokenizer._get_token_from_config(config, "eos_token")
-    if other_eos:
+    if eos != tokenizer._get_token_from_config(config, "eos_token"):
         config["eos_token"] = eos
-    # without a class, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
-    if other_eos or "tokenizer_class" not in config:
-        _write_config(dest, config, seq_len)
+    _write_config(dest, config, seq_len)
 
 
 def _stated(folder: Path) -> dict[str, Any]:
@@ -482,6 +478,7 @@ def _stated(folder: Path) -> dict[str, Any]:
 def _write_config(dest: Path, stated: dict[str, Any], seq_len: int) -> None:
     """Write tokenizer_config.json, with defaults for what is not ``stated``."""
     content = {
+        # without a class, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
         "tokenizer_class": _GENERIC,
         # transformers 4 would add token_type_ids
         "model_input_names": ["input_ids", "attention_mask"],

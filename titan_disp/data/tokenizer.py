@@ -25,9 +25,9 @@ NO_SEPARATOR = -1  # then the id of EOS
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """Give a SentencePiece model TorchTitan's tokenizer interface.
+    """A SentencePiece model with the interface of TorchTitan's tokenizers.
 
-    ``bos_id`` and ``eos_id`` are None without such a token.
+    ``bos_id`` and ``eos_id`` are None if the model has no such token.
     """
 
     def __init__(self, model_file: str | Path) -> None:
@@ -41,10 +41,13 @@ class SentencePieceTokenizer(BaseTokenizer):
     def encode(
         self, text: str, add_bos: bool = False, add_eos: bool = False
     ) -> list[int]:
+        """Return the ids of a text, with BOS and EOS as far as the model has them."""
         ids = self.plain(text)
-        if add_bos and self.bos_id is not None:
-            ids.insert(0, self.bos_id)
-        return ids + _end(self) if add_eos else ids
+        if add_bos:
+            ids = [*_present(self.bos_id), *ids]
+        if add_eos:
+            ids = [*ids, *_present(self.eos_id)]
+        return ids
 
     def plain(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS."""
@@ -57,14 +60,15 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self.processor.get_piece_size()
 
     def token_to_id(self, token: str) -> int | None:
-        token_id = self.processor.piece_to_id(token)  # that of <unk> for another text
+        """Return the id of a token, or None if the model has no such token."""
+        token_id = self.processor.piece_to_id(token)  # of <unk> if there is none
         return token_id if self.id_to_token(token_id) == token else None
 
     def id_to_token(self, token_id: int) -> str:
         return self.processor.id_to_piece(token_id)
 
     def added_tokens(self) -> list[str]:
-        """Return the tokens that no text produces."""
+        """Return the tokens that text never becomes: control symbols and <unk>."""
         processor = self.processor
         return [
             processor.id_to_piece(i)
@@ -78,7 +82,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 class TextTokenizer(HuggingFaceTokenizer):
-    """This is TorchTitan's tokenizer, changed so that text never becomes a special
+    """TorchTitan's Hugging Face tokenizer, changed so that text never becomes a special
     token, as with SentencePiece.
 
     EOS within a document would end the document, and any author of a corpus could write
@@ -125,13 +129,14 @@ class TextTokenizer(HuggingFaceTokenizer):
         return Tokenizer.from_str(loaded.to_str())
 
     def _infer_special_tokens(self) -> None:
-        """Set BOS and EOS, and let words be words.
+        """Set BOS and EOS as TorchTitan does, and let the added tokens that are not
+        special be words.
 
-        ConfigError is raised if the tokenizer has no token of the name that
-        tokenizer_config.json gives.
+        ConfigError is raised if tokenizer_config.json names a BOS or EOS that the
+        tokenizer does not have.
         """
         config = self.config or {}
-        added = {}  # whether each token that the file adds is special, as far as it says
+        added = {}  # the tokens that the file adds: whether they are special, or None
         for token in config.get("added_tokens_decoder", {}).values():
             if isinstance(token, dict):
                 added[token["content"]] = token.get("special")
@@ -151,12 +156,12 @@ class TextTokenizer(HuggingFaceTokenizer):
             self.tokenizer = Tokenizer.from_str(json.dumps(content))
 
     def _find_eos(self, model: Path) -> None:
-        """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
+        """Set EOS where TorchTitan finds none, if the tokenizer has one.
 
-        TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS
-        alone, so that one token separates two documents. The hub's
-        tokenizer_config.json of GPT-2 names no token; config.json (``model``) has the
-        id.
+        TorchTitan takes a token that is both BOS and EOS, such as GPT-2's
+        <|endoftext|>, for BOS alone. Here it is EOS alone, so that one token separates
+        two documents. If tokenizer_config.json names no token, as that of GPT-2 on the
+        hub, the id in config.json (``model``) counts.
         """
         eos = self._get_token_from_config(self.config or {}, "eos_token")
         added = self.tokenizer.get_added_tokens_decoder()
@@ -172,7 +177,7 @@ class TextTokenizer(HuggingFaceTokenizer):
                 self.end_with(token.content)
 
     def end_with(self, separator: str) -> None:
-        """Let documents end with a token, in place of EOS as TorchTitan finds it."""
+        """Let documents end with a token in place of EOS as TorchTitan finds it."""
         self.eos_token = separator
         self.eos_id = self.tokenizer.token_to_id(separator)
         self._infer_should_add_bos_eos()  # which depends on EOS
@@ -182,12 +187,16 @@ class TextTokenizer(HuggingFaceTokenizer):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def added_tokens(self) -> list[str]:
-        """Return the tokens that are not of the model of words."""
+        """Return the tokens that the file adds to those of the model: special tokens,
+        and words such as Qwen's <think>.
+        """
         decoder = self.tokenizer.get_added_tokens_decoder()
         return [token.content for token in decoder.values()]
 
     def words(self) -> list[str]:
-        """Return the added tokens that are words: text becomes them."""
+        """Return the added tokens that are not special: text that spells one becomes
+        it.
+        """
         decoder = self.tokenizer.get_added_tokens_decoder()
         return [token.content for token in decoder.values() if not token.special]
 
@@ -196,14 +205,11 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* 0\n")  # the first token, in base64
 AnyTokenizer = SentencePieceTokenizer | TextTokenizer
 
 
-def _end(tokenizer: BaseTokenizer) -> list[int]:
-    """Return the ids that end a document: of EOS, or none."""
-    return [] if tokenizer.eos_id in (None, NO_SEPARATOR) else [tokenizer.eos_id]
-
-
-def _begin(tokenizer: BaseTokenizer) -> list[int]:
-    """Return the ids that begin a document: of BOS, or none."""
-    return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+def _present(token_id: int | None) -> list[int]:
+    """Return a list of the id of BOS or EOS, which is empty if there is no such token."""
+    if token_id is None or token_id == NO_SEPARATOR:
+        return []
+    return [token_id]
 
 
 # of models on the hub, by the beginnings of their names; the last one of all others
@@ -226,7 +232,9 @@ def find_tokenizer(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        sample = folder.parent if folder.name == "tokenizer" else "DIR"
+        sample = "DIR"
+        if folder.name == "tokenizer":
+            sample = str(folder.parent)
         beginning = next(filter(folder.name.startswith, _REPOSITORIES))
         repository = _REPOSITORIES[beginning].format(folder.name)
         raise ConfigError(
@@ -335,8 +343,12 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     # Without offsets, which are not needed, this is a third faster than
     # Tokenizer.encode.
     fast = tokenizer.tokenizer.encode_batch_fast
-    begin = [] if tokenizer.hf_adds_bos else _begin(tokenizer)
-    end = [] if tokenizer.hf_adds_eos else _end(tokenizer)
+    begin = _present(tokenizer.bos_id)
+    end = _present(tokenizer.eos_id)
+    if tokenizer.hf_adds_bos:
+        begin = []
+    if tokenizer.hf_adds_eos:
+        end = []
     return lambda text: [*begin, *fast([text])[0].ids, *end]
 
 
@@ -382,8 +394,8 @@ def fast_encoder(
     """
     file = find_tokenizer(folder)
     encode = _gigatoken(tokenizer, file)
-    begin = _begin(tokenizer)
-    end = _end(tokenizer)
+    begin = _present(tokenizer.bos_id)
+    end = _present(tokenizer.eos_id)
     difference = "gigatoken gives other ids than the tokenizer's own library for"
 
     def whole(text: str) -> np.ndarray:
