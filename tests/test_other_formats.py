@@ -67,6 +67,17 @@ def test_documents_of_every_format(name, tmp_path):
     assert [*map(text_of, read(tmp_path))] == TEXTS
 
 
+def test_a_wrong_length_in_an_arrow_file_is_damage(tmp_path):
+    """pyarrow would end the process."""
+    ends = np.array([0, 3, 16], np.int32)  # of the first two texts
+    wrong = np.array([0, 1 << 30, 16], np.int32)
+    content = arrow(pyarrow.ipc.new_stream)
+    assert content.count(ends.tobytes()) == 1
+    (tmp_path / "a.arrow").write_bytes(content.replace(ends.tobytes(), wrong.tobytes()))
+    (damage,) = read(tmp_path)
+    assert damage.startswith("damaged: ArrowInvalid")
+
+
 @pytest.mark.parametrize("name", ["a.bin", "a.BIN"])
 def test_ids_may_begin_as_a_text_in_utf_16(name, tmp_path):
     """Any bytes may begin a file of ids, whatever the case of its suffix."""

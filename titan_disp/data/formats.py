@@ -545,12 +545,21 @@ def parquet_records(
 
 
 def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the texts of one column of a batch of rows."""
+    """Yield the texts of one column of a batch of rows.
+
+    pyarrow.ArrowInvalid is raised if the batch is damaged.
+    """
     import pyarrow
 
     # Reading column ``x.y`` may also load the field ``y`` of a struct ``x``.
     table = _flattened(pyarrow.Table.from_batches([batch]), field)
     (texts,) = table.column(field).chunks
+    try:
+        # A text of a wrong length would end the process.
+        texts.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
     for value in texts:
         try:
             text = value.as_py()
