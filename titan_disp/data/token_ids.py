@@ -63,8 +63,8 @@ class _Header:
     """Describe what is before the ids of a file."""
 
     dtype: np.dtype  # of the ids
-    count: int  # ids of the file
-    size: int  # bytes of the header
+    count: int | None = None  # ids of the file; None if there is no header
+    size: int = 0  # bytes of the header
 
 
 @dataclass(frozen=True)
@@ -94,42 +94,47 @@ def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
     mistake = mistaken(head[:HEAD], file.name)
     if mistake is not None:
         raise OtherContent(mistake)
-    header: _Header | None
     if head.startswith(_NUMPY_MAGIC):
         header = _numpy_header(head, file.url)
     else:
-        header = _llm_c_header(head, file.url)
-    begin = header.size if header else 0
-    dtype = header.dtype if header else _DTYPES[how.token_dtype]
-    count, odd_bytes = divmod(file.size - begin, dtype.itemsize)
+        without = _Header(_DTYPES[how.token_dtype])
+        header = _llm_c_header(head, file.url) or without
+    dtype = header.dtype
+    count, odd_bytes = divmod(file.size - header.size, dtype.itemsize)
     damage = ""
-    if header and (header.count != count or odd_bytes):
-        ids = f"{(file.size - begin) / dtype.itemsize:,}"
+    if header.count is not None and (header.count != count or odd_bytes):
+        ids = f"{(file.size - header.size) / dtype.itemsize:,}"
         damage = f"its header says {header.count:,} ids of {dtype.name}, but the file holds {ids}"
         count = min(header.count, count)
     elif odd_bytes:
         multiple = f"a multiple of {dtype.itemsize}, the size of a {dtype.name} id"
         damage = f"its {file.size:,} bytes are not {multiple}: it is cut off, or the ids have another type"
-    if how.eos_id > np.iinfo(dtype).max:
-        advice = "use the tokenizer that wrote them"
-        if header is None:
-            advice = (
-                'set stream.token_dtype = "uint32" if the ids are of that type, or '
-                + advice
-            )
-        raise DataError(
-            f"{file.url} is read as {dtype.name}, but the id of the tokenizer's EOS, "
-            f"{how.eos_id}, does not fit in this type: {advice}"
-        )
-    return Layout(
+    layout = Layout(
         name=file.url,
         how=how,
         dtype=dtype,
-        begin=begin,
-        end=begin + count * dtype.itemsize,
+        begin=header.size,
+        end=header.size + count * dtype.itemsize,
         damage=damage,
-        has_header=header is not None,
+        has_header=header.count is not None,
     )
+    if how.eos_id > np.iinfo(dtype).max:
+        raise DataError(
+            f"{file.url} is read as {dtype.name}, but the id of the tokenizer's EOS, "
+            f"{how.eos_id}, does not fit in this type: {_advice(layout)}"
+        )
+    return layout
+
+
+_USE_TOKENIZER = "use the tokenizer that wrote them"
+
+
+def _advice(layout: Layout) -> str:
+    """Return what to do about ids that do not fit, for a message."""
+    if layout.has_header:
+        return _USE_TOKENIZER
+    other = "uint32" if layout.dtype.itemsize == 2 else "uint16"
+    return f'set stream.token_dtype = "{other}" if the ids are of that type, or {_USE_TOKENIZER}'
 
 
 _NUMPY_MAGIC = b"\x93NUMPY"
@@ -262,14 +267,14 @@ def checked(ids: np.ndarray, vocab_size: int) -> Ids:
 
 
 def _check_known(
-    subject: str, ids: np.ndarray, vocab_size: int, advice: str = ""
+    subject: str, ids: np.ndarray, vocab_size: int, advice: str = _USE_TOKENIZER
 ) -> None:
     """Raise DataError if the tokenizer does not have one of these ids."""
     largest = int(ids.max(initial=0))
     if largest >= vocab_size:
         raise DataError(
             f"{subject} holds the id {largest:,}, but the tokenizer has "
-            f"{vocab_size:,} ids: {advice}use the tokenizer that wrote them"
+            f"{vocab_size:,} ids: {advice}"
         )
 
 
@@ -278,15 +283,10 @@ def _check_first(ids: np.ndarray, layout: Layout) -> None:
     tokenizer.
     """
     vocab_size = layout.how.vocab_size
-    is_uint16 = layout.dtype.itemsize == 2
     subject = f"{layout.name} is read as {layout.dtype.name}"
-    if layout.has_header:
-        _check_known(f"{subject} and", ids, vocab_size)
-        return
-    other = "uint32" if is_uint16 else "uint16"
-    advice = f'set stream.token_dtype = "{other}" if they are of that type, or '
-    _check_known(f"{subject} and", ids, vocab_size, advice)
-    if is_uint16 and len(ids) >= 64:
+    _check_known(f"{subject} and", ids, vocab_size, _advice(layout))
+    may_be_uint32 = layout.dtype.itemsize == 2 and not layout.has_header
+    if may_be_uint32 and len(ids) >= 64:
         # the halves of uint32 ids, if they are uint32
         pairs = ids[: len(ids) // 2 * 2].reshape(-1, 2)
         low, high = pairs.max(axis=0).tolist()
