@@ -216,7 +216,7 @@ FOUND = [
     (
         "a.parquet",
         parquet(meta=[{"n": 1, "body": "a"}]),
-        "only meta.n (int64), meta.body (string)",
+        "meta.body (string)",
         "text_field",
     ),
     (
@@ -255,7 +255,7 @@ FOUND = [
     (
         "a.bin",
         ids_as(LARGE),
-        'set stream.token_dtype = "uint32" if they are',
+        'set stream.token_dtype = "uint32" if the ids are',
         "use the tokenizer that",
     ),
     (

@@ -25,6 +25,7 @@ from titan_disp.data.hf_tokenizer import (
     check_same_ids,
     convert,
     map_probes,
+    write_tokenizer,
 )
 from titan_disp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
@@ -345,6 +346,25 @@ def test_normalization_maps(files, texts, tmp_path):
     )
     with pytest.raises(ConfigError, match="normalizes text by nmt_nfkc_cf, .*--token"):
         convert(folding)
+
+
+def test_a_class_that_gives_other_ids_is_replaced(files, tmp_path):
+    """transformers' LlamaTokenizer makes steps of its own, whatever tokenizer.json
+    says.
+    """
+    for name in ("source", "out"):
+        (tmp_path / name).mkdir()
+    converted, special = convert(files["bpe of Llama's kind"])
+    converted.save(str(tmp_path / "source/tokenizer.json"))
+    (tmp_path / "source/tokenizer_config.json").write_text(
+        json.dumps(special | {"tokenizer_class": "LlamaTokenizer"})
+    )
+    (tmp_path / "out/config.json").write_text('{"model_type": "qwen3"}')
+    trained = load_tokenizer(tmp_path / "source")
+    write_tokenizer(tmp_path / "source", trained, tmp_path / "out", 64)
+    written = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert written("   a", add_special_tokens=False).input_ids == trained.plain("   a")
+    assert written.eos_token == "</s>"
 
 
 @pytest.mark.parametrize("name", ["bpe of Llama's kind", "unigram with bytes"])

@@ -5,6 +5,7 @@ reading the same from both.
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -127,6 +128,18 @@ def test_files_of_a_configuration_and_a_split(hub, tmp_path):
     assert not any(
         path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges
     )
+
+
+@pytest.mark.skipif(
+    datasets.__version__ < "4.8", reason="it takes no hf:// URL, and refuses"
+)
+def test_a_local_folder_of_the_same_name_is_not_read(hub, tmp_path, monkeypatch):
+    write_texts(tmp_path / "here/some/prose/train.jsonl", ["no"])
+    monkeypatch.chdir(tmp_path / "here")
+    urls = [file.url for file in list_files("hf:some/prose", None)]
+    assert urls == [
+        f"hf://datasets/some/prose@{COMMIT}/{path}" for path in FILES["hf:some/prose"]
+    ]
 
 
 def test_what_only_a_start_finds(hub, tmp_path, monkeypatch):

@@ -67,6 +67,17 @@ def test_documents_of_every_format(name, tmp_path):
     assert [*map(text_of, read(tmp_path))] == TEXTS
 
 
+def test_a_wrong_length_in_an_arrow_file_is_damage(tmp_path):
+    """pyarrow would end the process."""
+    ends = np.array([0, 3, 16], np.int32)  # of the first two texts
+    wrong = np.array([0, 1 << 30, 16], np.int32)
+    content = arrow(pyarrow.ipc.new_stream)
+    assert content.count(ends.tobytes()) == 1
+    (tmp_path / "a.arrow").write_bytes(content.replace(ends.tobytes(), wrong.tobytes()))
+    (damage,) = read(tmp_path)
+    assert damage.startswith("damaged: ArrowInvalid")
+
+
 @pytest.mark.parametrize("name", ["a.bin", "a.BIN"])
 def test_ids_may_begin_as_a_text_in_utf_16(name, tmp_path):
     """Any bytes may begin a file of ids, whatever the case of its suffix."""
@@ -87,7 +98,9 @@ def test_tables_beside_documents_are_about_them(tmp_path):
 def test_a_table_with_damaged_rows(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"url,text\na,one\nb\nc,caf\xe9\nd,two\n")
     one, short, invalid, two = read(tmp_path)
-    assert (one, short, two) == ("one", "the row has too few columns", "two")
+    assert (one, two) == ("one", "two")
+    # and not that each line is a document
+    assert short.startswith("the row has too few columns; expected one for every")
     with pytest.raises(BadDocument, match="invalid Unicode"):
         text_of(invalid)
 
@@ -145,10 +158,11 @@ def test_what_cannot_be_told_is_not_converted():
 
 
 def test_nulls_are_like_empty_texts(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": ""}\n')
+    lines = '{"meta": {"text": null}}\n{"meta.text": null}\n{"meta": {"text": ""}}\n'
+    (tmp_path / "a.jsonl").write_text(lines)
     reasons = set()
-    for record in read(tmp_path):
+    for record in read(tmp_path, text_field="meta.text"):
         with pytest.raises(BadDocument) as error:
-            text_of(record)
+            text_of(record, "meta.text")
         reasons.add(type(error.value).__name__)
     assert reasons == {"Empty"}

@@ -23,8 +23,7 @@ For every batch, in a rank's prefetch worker, where each step asks the one above
     storage.RetryingFile.read   bytes of a file; failed reads are tried again
       ▼
     documents.Documents.read    the next document of the file, unparsed: formats for
-      │                         text, token_ids and megatron for ids; blocks: where
-      │                         reading can begin
+      │                         text, token_ids for ids; blocks: where reading can begin
       ▼
     passes.Passes.fetch         the next document of a slot; one sequential read of a
       │                         file, a *pass*, serves all slots of the rank

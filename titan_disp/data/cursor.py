@@ -33,7 +33,7 @@ from titan_disp.data.position import Position
 from titan_disp.errors import DataError
 
 # The rest of a file is skipped after …
-# … documents in a row of a compressed file that are garbage: flipped bytes, which
+# … documents in a row of a compressed file that cannot be parsed: flipped bytes, which
 # spoil the rest of it
 _GARBAGE = 8
 # … documents in a row that cannot be used: the rest is likely to be of the same kind

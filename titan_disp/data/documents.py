@@ -1,20 +1,17 @@
 """This module reads the documents of one file by the reader of its format."""
 
 import codecs
-import gzip
 import io
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-from isal import igzip, isal_zlib
+from isal import igzip
 
-from titan_disp.data import formats, megatron, token_ids
+from titan_disp.data import formats, token_ids
 from titan_disp.data.blocks import Visits
 from titan_disp.data.formats import BadDocument, DamagedFile, OtherContent, Record
 from titan_disp.data.listing import DataFile
@@ -26,68 +23,59 @@ BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
 
 
 def _decompressed(stored: io.BufferedReader, name: str) -> Any:
-    """Return a stream with ``read`` and ``readline``, decompressed if the suffix says
+    """Return a stream with ``read`` and ``readline``: decompressed, if the suffix says
     that the file is compressed.
     """
     if name.endswith(".gz"):
         return igzip.IGzipFile(fileobj=stored, mode="rb")
-    return (
-        io.BufferedReader(_Zstd(stored), 1 << 18) if name.endswith(".zst") else stored
-    )
+    if name.endswith(".zst"):
+        return io.BufferedReader(_Zstd(stored), _READ)
+    return stored
+
+
+_READ = 1 << 18  # decompressed bytes
 
 
 class _Zstd(io.RawIOBase):
-    """Decompress a file by pyarrow, which drops what a failing read has decompressed:
-    that is read again byte by byte.
+    """Decompress a file by pyarrow, which drops what a failing read has decompressed.
+    The file is then decompressed again, and from there on byte by byte.
     """
 
     def __init__(self, stored: io.BufferedReader) -> None:
         self._stored = stored
-        self._place = 0
-        self._error: Exception | None = None
-        self._open()
+        self._place = 0  # decompressed bytes that were read
+        self._most = _READ  # bytes of a read
+        self._stream = self._open()
 
-    def _open(self) -> None:
+    def _open(self) -> Any:
+        """Return pyarrow's stream of the decompressed file."""
         import pyarrow
 
         # A stream that fails closes its file.
         file = SimpleNamespace(read=self._stored.read, close=lambda: None, closed=False)
-        self._stream = pyarrow.CompressedInputStream(
-            pyarrow.PythonFile(file, "r"), "zstd"
-        )
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self._error is not None:
-            raise self._error
+        size = min(len(buffer), self._most)
         try:
-            data = self._stream.read(len(buffer))
-        except Exception as error:
+            data = self._stream.read(size)
+        except Exception:
             raw: Any = self._stored.raw
-            if raw.error is not None:  # the content is not to blame
+            if raw.error is not None or self._most == 1:  # not the content, or its end
                 raise
-            data = self._up_to(self._place + len(buffer))
-            self._error = error
-            if not data:
-                raise
+            self._most = 1
+            self._stored.seek(0)
+            self._stream = self._open()
+            before = self._place
+            while before:
+                before -= len(self._stream.read(min(before, _READ)))
+            return self.readinto(buffer)
         buffer[: len(data)] = data
         self._place += len(data)
         return len(data)
-
-    def _up_to(self, end: int) -> bytes:
-        """Return what can be decompressed from ``_place`` on, before the failure."""
-        self._stored.seek(0)
-        self._open()
-        left = self._place
-        found = bytearray()
-        while left:
-            left -= len(self._stream.read(min(left, 1 << 18)))
-        with suppress(Exception):
-            while self._place + len(found) < end and (byte := self._stream.read(1)):
-                found += byte
-        return bytes(found)
 
 
 class Documents:
@@ -132,11 +120,9 @@ class Documents:
         """Return the number, for ``Segment.key``, of the document that was read last,
         or of its visit.
         """
-        return (
-            self._visit - 1
-            if self.visits is not None and self.visits.dealt
-            else self.position - 1
-        )
+        if self.visits is not None and self.visits.dealt:
+            return self._visit - 1
+        return self.position - 1
 
     @property
     def bytes_read(self) -> int:
@@ -161,63 +147,72 @@ class Documents:
         except DamagedFile as error:
             if not self._in_block:
                 raise
-            assert self.visits is not None
-            visit = self._visit - 1
-            begin = self.position
-            self.close()
-            self.position = self.visits.first[visit + 1]
-            (first, last) = self.visits.spans[visit]
-            part = (self.position - begin) / max(
-                self.position - self.visits.first[visit], 1
-            )
-            return BadDocument(
-                f"its block cannot be read: {error}", int(part * (last - first))
-            )
+            return self._pass_over_block(error)
 
     def _read(self) -> Record | None:
+        """Read the next document, as ``read``, but raise DamagedFile for a damaged block
+        too.
+        """
         try:
             if self._raw is None:
                 self._start()
             record = next(self._records, None)
             while record is None and self._begin_visit():
                 record = next(self._records, None)
-            if record is None and (damage := self._damage()):
+            damage = self._damage()
+            if record is None and damage:
                 raise DamagedFile(damage)
             self.position += record is not None
             return record
         except (DamagedFile, DataError):
             raise
-        except (EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile) as error:  # type: ignore[misc]  # isal's stub
-            raise DamagedFile(
-                self._damage() or f"{type(error).__name__}: {error}"
-            ) from error
-        except Exception as error:  # pyarrow raises its own
-            if damage := self._damage():
-                raise DamagedFile(damage) from error
-            remote = self._raw if self.file.remote else None
-            self.close()
-            if remote is not None and (lost := remote.error) is not None:
-                within = (
-                    f" within {self.options.retry_seconds:g} s (stream.retry_seconds)"
-                    if remote.may_pass(lost)
-                    else ""
-                )
-                raise DataError(
-                    f"cannot read {self.file.url}{within}: {type(lost).__name__}: "
-                    f"{lost}"
-                ) from error
-            # Decoders raise OSError too, but only the operating system sets errno.
-            if remote is not None or not (
-                isinstance(error, OSError) and error.errno is not None
-            ):
-                raise DamagedFile(f"{type(error).__name__}: {error}") from error
-            raise DataError(
-                f"cannot read {self.file.url}: {type(error).__name__}: {error}"
-            ) from error
+        except Exception as error:  # decoders raise their own
+            raise self._failure(error) from error
+
+    def _pass_over_block(self, error: DamagedFile) -> BadDocument:
+        """Go to the visit after the damaged one, and return what to read in its place.
+
+        The size of the BadDocument is that of the part that could not be read.
+        """
+        assert self.visits is not None
+        visit = self._visit - 1
+        begin = self.visits.first[visit]
+        end = self.visits.first[visit + 1]
+        part = (end - self.position) / max(end - begin, 1)
+        (first_byte, last_byte) = self.visits.spans[visit]
+        self.close()
+        self.position = end
+        return BadDocument(
+            f"its block cannot be read: {error}", int(part * (last_byte - first_byte))
+        )
+
+    def _failure(self, error: Exception) -> DamagedFile | DataError:
+        """Return what to raise for the error of a decoder: DataError if the bytes could
+        not be read, which may be sound, else DamagedFile.
+        """
+        damage = self._damage()
+        if damage:
+            return DamagedFile(damage)
+        cause = self._raw.error if self._raw is not None else None
+        # Decoders raise OSError too, but only the operating system sets errno.
+        if cause is None and isinstance(error, OSError) and error.errno is not None:
+            cause = error
+        within = ""
+        if self._raw is not None and cause is not None and self._raw.may_pass(cause):
+            seconds = self.options.retry_seconds
+            within = f" within {seconds:g} s (stream.retry_seconds)"
+        self.close()
+        if cause is None:
+            return DamagedFile(f"{type(error).__name__}: {error}")
+        return DataError(
+            f"cannot read {self.file.url}{within}: {type(cause).__name__}: {cause}"
+        )
 
     def _damage(self) -> str | None:
-        found = self._raw.damage if self._raw is not None else None
-        return found or (self.file.damage if self.visits is not None else None)
+        """Return what is wrong at the end of what can be read, if anything is known."""
+        if self._raw is not None and self._raw.damage is not None:
+            return self._raw.damage
+        return self.file.damage if self.visits is not None else None
 
     def seek(self) -> None:
         """Open the file and pass over the documents before ``position``.
@@ -230,6 +225,7 @@ class Documents:
             self.close()
 
     def _start(self) -> None:
+        """Open the file at ``position``, or at the visit in which that is."""
         self._in_block = False
         if self.file.left_out:
             return
@@ -238,15 +234,7 @@ class Documents:
         if self.file.size == 0 and not self.file.name.endswith(".txt"):
             raise DamagedFile("the file is empty")
         self._raw = opened(self.file, self.options)
-        buffer = BUFFER
-        # its readers jump about in the file, to where its footer points
-        if self.file.name.endswith(formats.PARQUET):
-            buffer = io.DEFAULT_BUFFER_SIZE
-        elif self.visits is not None:  # little more than a block is read to its end
-            buffer = min(
-                max(self.file.size // (4 * len(self.visits.spans)), 512), BUFFER
-            )
-        self.stored = io.BufferedReader(self._raw, buffer)
+        self.stored = io.BufferedReader(self._raw, self._buffer_size())
         self._at = self._reader(self.stored)
         if self.visits is not None:
             self._visit = self.visits.of(self.position)
@@ -254,6 +242,16 @@ class Documents:
         else:
             self._records = self._at()
             deque(islice(self._records, self.position), maxlen=0)
+
+    def _buffer_size(self) -> int:
+        """Return the bytes that are read ahead."""
+        # its readers jump about in the file, to where its footer points
+        if self.file.name.endswith(formats.PARQUET):
+            return io.DEFAULT_BUFFER_SIZE
+        if self.visits is None:
+            return BUFFER
+        # little more than a block is read to its end
+        return min(max(self.file.size // (4 * len(self.visits.spans)), 512), BUFFER)
 
     def _begin_visit(self) -> bool:
         """Go to the next visit that is wanted, and return whether there is one."""
@@ -273,7 +271,7 @@ class Documents:
             self.position - begin,
             first[self._visit + 1] - begin,
         )
-        self._visit = self._visit + 1
+        self._visit += 1
         self._in_block = self.visits.dealt
         return True
 
@@ -282,36 +280,45 @@ class Documents:
         places.
         """
         name = self.file.name
+        how = self.options.format
         if name.endswith(formats.PARQUET):
             self.table = formats.parquet_table(stored, name)
             rows = formats.rows_at_a_time(self.table.metadata)
             return partial(formats.parquet_records, self.table, self.options, rows)
-        if name.endswith(formats.TOKEN_IDS):
-            how = self.options.format
-            if (reader := megatron.reader(stored, self.file, how)) is not None:
-                return reader
-            return partial(
-                self._ids, stored, token_ids.layout_of(stored, self.file, how)
-            )
+        if not name.endswith(formats.TOKEN_IDS):
+            return self._text_reader(stored)
+        of_megatron = token_ids.megatron_reader(stored, self.file, how)
+        if of_megatron is not None:
+            return of_megatron
+        return partial(self._ids, stored, token_ids.layout_of(stored, self.file, how))
+
+    def _text_reader(
+        self, stored: io.BufferedReader
+    ) -> Callable[..., Iterator[Record]]:
+        """Return a function that reads a file of text, as ``_reader`` does.
+
+        OtherContent is raised if it is a file of another format.
+        """
+        name = self.file.name
+        encoding = self.file.encoding
         head = stored.peek(formats.HEAD)[: formats.HEAD]
         # a piece of the hub's answer may be a single byte
         if len(head) < min(formats.HEAD, self.file.size):
             head = stored.read(formats.HEAD)
             stored.seek(0)
-        encoding = self.file.encoding
-        if not encoding and (found := formats.mistaken(head, name)) is not None:
-            raise OtherContent(found)
+        mistake = formats.mistaken(head, name)
+        if mistake is not None and not encoding:
+            raise OtherContent(mistake)
         read = formats.reader_of(name, self.options.format)
 
         def at(begin: int = 0, end: int = 0) -> Iterator[Record]:
             stored.seek(begin)
+            stream: Any
             # a block in one read; a larger one is a single long document
-            whole = 0 < end - begin <= 1 << 20
-            stream = (
-                io.BytesIO(stored.read(end - begin))
-                if whole
-                else _decompressed(stored, name)
-            )
+            if 0 < end - begin <= 1 << 20:
+                stream = io.BytesIO(stored.read(end - begin))
+            else:
+                stream = _decompressed(stored, name)
             if encoding:
                 stream = codecs.EncodedFile(stream, "utf-8", encoding, "replace")
             return read(stream, self.options.max_document_bytes)
@@ -321,6 +328,7 @@ class Documents:
     def _ids(
         self, stored: BinaryIO, layout: token_ids.Layout, *span: int
     ) -> Iterator[Record]:
+        """Yield token ids, while ``place`` says where each document begins."""
         for self.place, ids in token_ids.located(stored, layout, *span):
             yield ids
 

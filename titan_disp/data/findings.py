@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from torchtitan.tools.logging import logger
 
-from titan_disp.data import formats, megatron
+from titan_disp.data import formats, token_ids
 from titan_disp.data.documents import Documents
 from titan_disp.data.index import content_sample, with_index
 from titan_disp.data.ledger import (
@@ -396,7 +396,7 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
             file,
             density=density,
             sample=content_sample(file),
-            blocks=megatron.blocks_of(file),
+            blocks=token_ids.blocks_of(file),
         )
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -18,8 +18,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,11 @@ from titan_disp.data.options import Format, StreamOptions
 
 
 def _and_compressed(*suffixes: str) -> tuple[str, ...]:
-    return tuple(end + packed for packed in (*COMPRESSED, "") for end in suffixes)
+    """Return suffixes of plain files, and those of the same files compressed."""
+    packed = []
+    for ending in COMPRESSED:
+        packed += [suffix + ending for suffix in suffixes]
+    return (*suffixes, *packed)
 
 
 COMPRESSED = (".gz", ".zst")
@@ -49,10 +54,14 @@ _ABOUT_ARROW = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
 def suffix_of(name: str) -> str:
-    """Return the part of a name that selects the format, in lower case."""
+    """Return the part of a name that selects the format, in lower case, such as
+    ".json.gz"; the last suffix of a name that selects none.
+    """
     lower = name.lower()
-    suffixes = (suffix for suffix in SUFFIXES if lower.endswith(suffix))
-    return next(suffixes, os.path.splitext(lower)[1])
+    for suffix in SUFFIXES:
+        if lower.endswith(suffix):
+            return suffix
+    return os.path.splitext(lower)[1]
 
 
 def is_readable(path: str) -> bool:
@@ -62,8 +71,6 @@ def is_readable(path: str) -> bool:
 
 
 HEAD = 512  # first bytes of a file, which are enough to recognize its format
-_POINTER = b"version https://git-lfs.github.com/spec/"
-_ARCHIVE = b"PK\x03\x04"
 _HTML = (b"<!doctype html", b"<html")
 _GZIP = b"\x1f\x8b"
 # pzstd begins with a skippable frame that holds the length of the next one.
@@ -71,63 +78,69 @@ _ZSTD = (
     b"\x28\xb5\x2f\xfd",
     *(bytes([i]) + b"\x2a\x4d\x18" for i in range(0x50, 0x60)),
 )
-_SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
-    (_GZIP, "gzip-compressed", "name it *.gz"),
-    (_ZSTD, "zstd-compressed", "name it *.zst"),
-    # Longer than the magic number "BZh", because a text may begin with these letters.
-    (
-        tuple(b"BZh%d1AY&SY" % i for i in range(1, 10)),
-        "bzip2-compressed",
-        "unpack it, or pack it with gzip or zstd",
-    ),
-    (b"\xfd7zXZ\x00", "xz-compressed", "unpack it, or pack it with gzip or zstd"),
-    (b"PAR1\x15", "Parquet", "name it *.parquet"),
-    (b"%PDF-", "PDF", "extract its text, for example with pdftotext"),
-    (
-        b"\xff\xfe",
-        "UTF-16 text",
-        "convert it, for example with iconv -f UTF-16 -t UTF-8",
-    ),
-    (
-        b"\xfe\xff",
-        "UTF-16 text",
-        "convert it, for example with iconv -f UTF-16 -t UTF-8",
-    ),
-)
-_PROMISED: dict[str, bytes | tuple[bytes, ...]] = {
+# what a file's first bytes must be, by the end of its name
+_REQUIRED: dict[str, bytes | tuple[bytes, ...]] = {
     ".gz": _GZIP,
     ".zst": _ZSTD,
     ".parquet": b"PAR1",
 }
+# No file of documents begins with these.
+_NO_DOCUMENTS = {
+    b"version https://git-lfs.github.com/spec/": (
+        "a Git LFS pointer instead of the data: git lfs pull fetches the data"
+    ),
+    b"PK\x03\x04": (
+        "a zip archive (such as numpy.savez or torch.save write): unpack or convert it"
+    ),
+}
+_UTF_16 = (
+    "UTF-16 text, which its name does not say: convert it, for example with iconv -f "
+    "UTF-16 -t UTF-8"
+)
+# A file of documents whose name does not say this does not begin so; but token ids may.
+_OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
+    _GZIP: "gzip-compressed, which its name does not say: name it *.gz",
+    _ZSTD: "zstd-compressed, which its name does not say: name it *.zst",
+    # Longer than the magic number "BZh", because a text may begin with these letters.
+    tuple(b"BZh%d1AY&SY" % i for i in range(1, 10)): (
+        "bzip2-compressed, which its name does not say: unpack it, or pack it with "
+        "gzip or zstd"
+    ),
+    b"\xfd7zXZ\x00": (
+        "xz-compressed, which its name does not say: unpack it, or pack it with gzip "
+        "or zstd"
+    ),
+    b"PAR1\x15": "Parquet, which its name does not say: name it *.parquet",
+    b"%PDF-": (
+        "PDF, which its name does not say: extract its text, for example with pdftotext"
+    ),
+    codecs.BOM_UTF16_LE: _UTF_16,
+    codecs.BOM_UTF16_BE: _UTF_16,
+}
 
 
 def mistaken(head: bytes, name: str) -> str | None:
-    """Say what a file is, and what to do, if its first ``HEAD`` bytes are not what its
-    name says; else return None.
+    """Return a sentence that says what a file is and what to do, if its first ``HEAD``
+    bytes are not what its name says, which is in lower case; else None.
     """
-    begin = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    if begin.startswith(_HTML) and not name.endswith(".txt"):
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    if text.startswith(_HTML) and not name.endswith(".txt"):
         return "it is an HTML page, as servers send it instead of a file: download the file again"
-    if head.startswith(_POINTER):
-        return (
-            "it is a Git LFS pointer instead of the data: git lfs pull fetches the data"
-        )
-    if head.startswith(_ARCHIVE):
-        return "it is a zip archive (such as numpy.savez or torch.save write): unpack or convert it"
-    if name.endswith(TOKEN_IDS):  # these may begin with any bytes
-        return None
-    promised = next(
-        (signature for suffix, signature in _PROMISED.items() if name.endswith(suffix)),
-        None,
-    )
-    if not head or (promised is not None and head.startswith(promised)):
-        return None
-    for signature, what, advice in _SIGNATURES:
+    for signature, sentence in _NO_DOCUMENTS.items():
         if head.startswith(signature):
-            return f"it is {what}, which its name does not say: {advice}"
-    if promised is not None:
-        kind = os.path.splitext(name)[1][1:]
-        return f"it is not {kind}, though its name says so: rename it to what it is, or download it again"
+            return f"it is {sentence}"
+    suffix = os.path.splitext(name)[1]
+    required = _REQUIRED.get(suffix, ())
+    if not head or name.endswith(TOKEN_IDS) or head.startswith(required):
+        return None
+    for signatures, sentence in _OTHER_FORMATS.items():
+        if head.startswith(signatures):
+            return f"it is {sentence}"
+    if required:
+        return (
+            f"it is not {suffix[1:]}, though its name says so: rename it to what it "
+            "is, or download it again"
+        )
     return None
 
 
@@ -191,7 +204,7 @@ class Empty(BadDocument):
 
 
 class Garbage(BadDocument):
-    """The document is not JSON or not UTF-8.
+    """The document is not JSON, not UTF-8, or no row of its table.
 
     Flipped bytes in a compressed file make many such documents in a row.
     """
@@ -213,23 +226,30 @@ def size_of(record: Record) -> int:
     """Return about how many bytes of memory a record takes."""
     if isinstance(record, BadDocument):
         return 0
-    return record.nbytes if isinstance(record, np.ndarray) else len(record)
+    if isinstance(record, np.ndarray):
+        return record.nbytes
+    return len(record)
 
 
 def too_long(size: int) -> BadDocument:
+    """Return the reason why a document of ``size`` bytes is not used."""
     return BadDocument(f"{size:,} bytes, more than stream.max_document_mb allows", size)
 
 
 def text_of(raw: Record, field: str = "text") -> str:
-    """Return the text of a document: a JSON line, whose ``field`` holds the text, or
-    the text itself.
+    """Return the text of a document: of a JSON line (bytes), the text in its ``field``;
+    of a text, the text itself.
 
-    A BadDocument (or one of its kinds) is raised if there is none. ``raw`` may be one.
+    BadDocument is raised if there is none: ``raw`` itself, if it is a BadDocument, or
+    one that says why.
     """
     assert not isinstance(raw, np.ndarray)
     if isinstance(raw, BadDocument):
         raise raw
-    text = _field_of(_parse(raw), field) if isinstance(raw, bytes) else raw
+    if isinstance(raw, bytes):
+        text = _field_of(_parsed(raw), field)
+    else:
+        text = raw
     if not text.strip():
         raise Empty("empty text")
     try:
@@ -243,24 +263,30 @@ def text_of(raw: Record, field: str = "text") -> str:
 
 
 def _not_utf_8(error: UnicodeDecodeError) -> Garbage:
+    """Return the reason why a document that is not UTF-8 is not used."""
     return Garbage(
         f"invalid UTF-8: {error.reason} at byte {error.start}", len(error.object)
     )
 
 
-def _parse(line: bytes) -> Any:
+def _parsed(line: bytes) -> Any:
+    """Return the value of a JSON line.
+
+    Garbage is raised if it is not JSON, or not UTF-8.
+    """
     try:
         # Decoded here, because json takes some bytes for UTF-16 or UTF-32
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf_8(error) from error
     except (ValueError, RecursionError) as error:
-        reason = f"malformed JSON: {error}"
-        if line.strip()[:1] == b"[":
-            reason += f". It looks like the beginning of {_ARRAY}"
-        elif line.strip() == b"{":
-            reason += f". It looks like JSON over several lines; {_ONE_A_LINE}, as `jq -c . FILE > FILE.jsonl` writes it"
-        raise Garbage(reason) from error
+        advice = ""
+        beginning = line.strip()
+        if beginning.startswith(b"["):
+            advice = f". It looks like the beginning of {_ARRAY}"
+        elif beginning == b"{":
+            advice = f". It looks like JSON over several lines; {_ONE_A_LINE}, as `jq -c . FILE > FILE.jsonl` writes it"
+        raise Garbage(f"malformed JSON: {error}{advice}") from error
 
 
 _ONE_A_LINE = "expected one document per line"
@@ -268,100 +294,127 @@ _ARRAY = f"a JSON array; {_ONE_A_LINE}, as `jq -c '.[]' FILE > FILE.jsonl` write
 
 
 def _field_of(record: Any, field: str) -> str:
+    """Return the text in a field of a JSON object. ``x.y`` is the field of this name,
+    or else the field ``y`` of the object ``x``.
+
+    Empty is raised if the field is null, and OtherShape if it is no text.
+    """
     if isinstance(record, list):
         raise OtherShape(f"it is {_ARRAY}")
     if not isinstance(record, dict):
         raise OtherShape(
-            f'no field "{field}", because it is {_kind(record)}; expected a JSON object'
+            f'no field "{field}", because it is {_type_name(record)}; expected a JSON '
+            "object"
         )
-    value = record.get(field)
-    if value is None and field in record:
-        raise Empty("text is null")
-    if value is None and "." in field:
-        value = record
-        for name in field.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
+    path = [field] if field in record else field.split(".")
+    value: Any = record
+    for name in path:
+        value = value.get(name, _MISSING) if isinstance(value, dict) else _MISSING
     if isinstance(value, str):
         return value
+    if value is None:
+        raise Empty("text is null")
+    raise _no_text(record, field, value)
+
+
+def _no_text(record: dict[str, Any], field: str, value: Any) -> OtherShape:
+    """Return what to raise for a JSON object whose field has a ``value`` that is no
+    text, or is ``_MISSING``.
+    """
     names = []
     for name, inside in record.items():
-        names += (
-            [f"{name}.{inner}" for inner in inside]
-            if isinstance(inside, dict) and inside
-            else [name]
-        )
-    shown = (
-        ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
-        if names
-        else "an empty object"
-    )
-    what = f'no field "{field}", only {shown}'
-    if value is not None:
-        what = f'field "{field}" is {_kind(value)}, expected a text; the fields are {shown}'
+        if isinstance(inside, dict) and inside:
+            names += [f"{name}.{inner}" for inner in inside]
+        else:
+            names.append(name)
+    fields = _listed(names) or "an empty object"
+    if value is _MISSING:
+        problem = f'no field "{field}", only {fields}'
+    else:
+        problem = f'field "{field}" is {_type_name(value)}, expected a text; the fields are {fields}'
     advice = "set stream.text_field to the field of the text"
-    if isinstance(value, list) or not {*CHATS}.isdisjoint(record):
-        advice = JOIN
-    raise OtherShape(f"{what}; {advice}")
+    if isinstance(value, list) or not _CHATS.isdisjoint(record):
+        advice = _JOIN
+    return OtherShape(f"{problem}; {advice}")
 
 
-CHATS = ("messages", "conversations", "conversation")
-JOIN = (
+_MISSING = object()  # the value of a field that is not there
+_CHATS = {"messages", "conversations", "conversation"}
+_JOIN = (
     "only single texts are read: join lists, and the messages of a chat (as "
     "apply_chat_template of transformers does), and write the result as a field of text"
 )
+_TYPE_NAMES: dict[type, str] = {
+    dict: "an object",
+    list: "an array",
+    str: "a text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
-def _kind(value: Any) -> str:
-    kinds = {
-        dict: "an object",
-        list: "an array",
-        str: "a text",
-        bool: "true or false",
-        type(None): "null",
-    }
-    return kinds.get(type(value), "a number")
+def _type_name(value: Any) -> str:
+    """Return what messages call a value of JSON."""
+    return _TYPE_NAMES.get(type(value), "a number")
 
 
-_DRAIN = 1 << 20
+def _listed(names: Sequence[str]) -> str:
+    """Return the first 12 names of fields or columns, for a message."""
+    beginning = ", ".join(names[:12])
+    if len(names) > 12:
+        return f"{beginning}, …"
+    return beginning
 
 
-def json_lines(lines: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream, unparsed, but no blank ones.
+_DRAIN = 1 << 20  # bytes of a too long line that are read at a time
 
-    Too long ones are never in memory as a whole.
+
+def _lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
+    """Yield the lines of a binary stream with their ends, without a byte-order mark.
+
+    In the place of a line of more than ``max_bytes`` is a BadDocument, so that it is
+    never in memory as a whole.
     """
-    first = True
-    while line := lines.readline(max_bytes + 1):
-        if len(line) > max_bytes and not line.endswith(b"\n"):
-            size = len(line)
-            while (rest := lines.readline(_DRAIN)) and not rest.endswith(b"\n"):
-                size += len(rest)
-            yield too_long(size + len(rest))
+    mark = codecs.BOM_UTF8
+    while line := stream.readline(max_bytes + 1):
+        if len(line) <= max_bytes or line.endswith(b"\n"):
+            yield line.removeprefix(mark)
         else:
-            document = line.removeprefix(codecs.BOM_UTF8) if first else line
-            if not document.isspace():
-                yield document
-        first = False
+            size = len(line)
+            while not line.endswith(b"\n") and (line := stream.readline(_DRAIN)):
+                size += len(line)
+            yield too_long(size)
+        mark = b""
+
+
+def json_lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
+    """Yield the lines of a binary stream, unparsed, but no blank ones."""
+    for line in _lines(stream, max_bytes):
+        if isinstance(line, BadDocument) or line.strip():
+            yield line
 
 
 def reader_of(
     name: str, how: Format
 ) -> Callable[[Any, int], Iterator[bytes | str | BadDocument]]:
-    """Return the function that reads the documents of a decompressed stream, by the
-    file's name. It takes the stream and the most bytes of a document.
+    """Return the function that reads a file of text, which the file's name selects.
+
+    It takes the decompressed stream and the most bytes of a document, and yields the
+    documents.
     """
     suffix = suffix_of(name)
     if suffix in TABLES:
-        return partial(table_rows, name=name, field=how.text_field)
+        delimiter = "\t" if ".tsv" in suffix else ","
+        return partial(table_rows, field=how.text_field, delimiter=delimiter)
     if suffix in ARROW:
-        return partial(arrow_rows, name=name, field=how.text_field)
+        return partial(arrow_rows, field=how.text_field)
     if suffix not in PLAIN_TEXT:
         return json_lines
     return text_blocks if how.text_split == "blank_lines" else whole_text
 
 
 def table_rows(
-    stream: Any, max_bytes: int, name: str, field: str
+    stream: Any, max_bytes: int, field: str, delimiter: str
 ) -> Iterator[str | BadDocument]:
     """Yield the texts of a column of a table in CSV or TSV.
 
@@ -371,24 +424,24 @@ def table_rows(
     lines = iter(partial(stream.readline, max_bytes + 1), b"")
     # Invalid bytes are left to ``text_of``.
     decoded = codecs.iterdecode(lines, "utf-8-sig", errors="surrogateescape")
-    delimiter = "\t" if ".tsv" in suffix_of(name) else ","
     rows = csv.DictReader(decoded, delimiter=delimiter)
-    names = list(rows.fieldnames or ())
-    if field not in names:
+    columns = list(rows.fieldnames or ())
+    if field not in columns:
         raise OtherContent(
-            f'it has no column "{field}", only {", ".join(names)[:200]}: {COLUMN}'
+            f'it has no column "{field}", only {_listed(columns)}: {_COLUMN}'
         )
     for row in rows:
         text = row[field]
         if text is None:
-            yield Garbage("the row has too few columns")
+            yield Garbage(
+                "the row has too few columns; expected one for every column that the "
+                "first row names"
+            )
         else:
             yield _bounded(text, max_bytes)
 
 
-def arrow_rows(
-    stream: Any, max_bytes: int, name: str, field: str
-) -> Iterator[str | BadDocument]:
+def arrow_rows(stream: Any, max_bytes: int, field: str) -> Iterator[str | BadDocument]:
     """Yield the texts of a column of an Arrow file, in the format for files or for
     streams (as ``datasets`` writes it).
 
@@ -412,60 +465,41 @@ TOO_LONG = 'more than stream.max_document_mb allows: set stream.text_split = "bl
 
 
 def whole_text(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the text of a binary stream, unless it is too long.
-
-    Then it is never in memory as a whole.
-    """
-    parts = []
-    size = 0
-    while part := stream.read(min(1 << 20, max_bytes + 1 - size)):
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            yield BadDocument(
-                f"the file has more than {max_bytes:,} bytes, {TOO_LONG}", size
-            )
-            return
-    yield _decoded(b"".join(parts).removeprefix(codecs.BOM_UTF8))
+    """Yield the text of a binary stream, unless it has more than ``max_bytes``."""
+    text = stream.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        yield BadDocument(
+            f"the file has more than {max_bytes:,} bytes, {TOO_LONG}", len(text)
+        )
+    else:
+        yield _decoded(text.removeprefix(codecs.BOM_UTF8))
 
 
 def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the blocks between blank lines (only white space), without the line break
-    at the end (\\n or \\r\\n).
+    """Yield the blocks of lines between blank lines (only white space), without the
+    line break at the end (\\n or \\r\\n).
     """
     block: list[bytes] = []
-    size = 0
-    at_line_start = True
-    first = True
-
-    def end() -> str | BadDocument:
-        return (
-            _decoded(b"".join(block).rstrip(b"\r\n"))
-            if size <= max_bytes
-            else too_long(size)
-        )
-
-    while piece := stream.readline(max_bytes + 1):  # a longer line comes in pieces
-        if first:
-            piece = piece.removeprefix(codecs.BOM_UTF8)
-            first = False
-        blank = at_line_start and not piece.strip()
-        at_line_start = piece.endswith(b"\n")
-        if not blank:
-            size += len(piece)
-            if size <= max_bytes:
-                block.append(piece)
-            else:
-                block.clear()
+    size = 0  # bytes of the block; a too long one is not in memory as a whole
+    for line in chain(_lines(stream, max_bytes), [b""]):
+        if isinstance(line, BadDocument):
+            size += line.size
+        elif line.strip():
+            size += len(line)
+            block.append(line)
         elif size:
-            yield end()
+            if size <= max_bytes:
+                yield _decoded(b"".join(block).rstrip(b"\r\n"))
+            else:
+                yield too_long(size)
             block = []
             size = 0
-    if size:
-        yield end()
+        if size > max_bytes:
+            block.clear()
 
 
 def _decoded(text: bytes) -> str | BadDocument:
+    """Return a text, or why it cannot be used if it is not UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -478,9 +512,10 @@ _BATCH = 4 << 20  # … no more bytes than these
 
 
 def parquet_table(stored: io.BufferedReader, name: str) -> Any:
-    """Open a Parquet file.
+    """Return an open Parquet file, which ``parquet_records`` takes.
 
-    Raise OtherContent if it is something else. ``parquet_records`` takes it.
+    OtherContent is raised if it is a file of another format, and pyarrow's own
+    exception if it is damaged.
     """
     import pyarrow
     import pyarrow.parquet
@@ -492,44 +527,60 @@ def parquet_table(stored: io.BufferedReader, name: str) -> Any:
         return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ)
     except pyarrow.ArrowInvalid as error:
         stored.seek(0)
-        if (found := mistaken(stored.read(HEAD), name)) is not None:
-            raise OtherContent(found) from error
+        sentence = mistaken(stored.read(HEAD), name)
+        if sentence is not None:
+            raise OtherContent(sentence) from error
         raise
 
 
 def parquet_records(
     table: Any, options: StreamOptions, rows: int, *groups: int
 ) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column, of all row groups or of ``range(*groups)``, decoding
-    so many ``rows`` at a time.
+    """Yield the texts of a column, of all row groups or of those in ``range(*groups)``,
+    decoding so many ``rows`` at a time.
 
     OtherContent is raised for a file without such a column.
     """
     field = options.format.text_field
-    max_bytes = options.max_document_bytes
     _check_column(table.schema_arrow, field)
-    chosen = list(range(*groups)) if groups else None
     for batch in table.iter_batches(
-        batch_size=rows, columns=[field], row_groups=chosen
+        batch_size=rows,
+        columns=[field],
+        row_groups=list(range(*groups)) if groups else None,
     ):
-        yield from _texts(batch, field, max_bytes)
+        yield from _texts(batch, field, options.max_document_bytes)
 
 
 def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
-    for value in _column(batch, field):
+    """Yield the texts of one column of a batch of rows.
+
+    pyarrow.ArrowInvalid is raised if the batch is damaged.
+    """
+    import pyarrow
+
+    # Reading column ``x.y`` may also load the field ``y`` of a struct ``x``.
+    table = _flattened(pyarrow.Table.from_batches([batch]), field)
+    (texts,) = table.column(field).chunks
+    try:
+        # A text of a wrong length would end the process.
+        texts.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+    for value in texts:
         try:
             text = value.as_py()
         except UnicodeDecodeError as error:  # other writers do not validate UTF-8
             yield _not_utf_8(error)
             continue
-        if not isinstance(text, str):
+        if text is None:
             yield Empty("text is null")
         else:
             yield _bounded(text, max_bytes)
 
 
 def _bounded(text: str, max_bytes: int) -> str | BadDocument:
-    """Return a text, unless it is too long."""
+    """Return a text, unless it has more than ``max_bytes`` in UTF-8."""
     if 4 * len(text) > max_bytes:
         size = len(text.encode(errors="replace"))
         if size > max_bytes:
@@ -538,61 +589,50 @@ def _bounded(text: str, max_bytes: int) -> str | BadDocument:
 
 
 def rows_at_a_time(metadata: Any) -> int:
-    size = sum(
-        metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)
-    )
+    """Return how many rows of a Parquet file are decoded at a time."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    size = sum(group.total_byte_size for group in groups)
     return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 
 
-COLUMN = "set stream.text_field to the column of the text"
+_COLUMN = "set stream.text_field to the column of the text"
 
 
 def _check_column(schema: Any, field: str) -> None:
-    import pyarrow.types as types
+    """Raise OtherContent unless a schema of Arrow has a column of texts."""
+    import pyarrow
 
-    columns = dict(_leaves(schema))
-    if field not in columns:
-        first = list(columns.items())[:12]
-        names = ", ".join(f"{column} ({type_})" for column, type_ in first)
-        advice = COLUMN
-        if not {*CHATS}.isdisjoint(columns):
-            advice = JOIN
-        raise OtherContent(f'it has no column "{field}", only {names}: {advice}')
-    type_ = columns[field]
-    value = type_.value_type if types.is_dictionary(type_) else type_
-    # only later versions of pyarrow have it
-    is_view = getattr(types, "is_string_view", lambda _: False)
-    if not (types.is_string(value) or types.is_large_string(value) or is_view(value)):
-        advice = f"{COLUMN}, or write it as a string"
-        if types.is_list(value) or types.is_large_list(value):
-            advice = JOIN
-        raise OtherContent(f'column "{field}" is {type_}, expected string: {advice}')
-
-
-def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, type) of all columns; the names of columns in structs have dots."""
-    import pyarrow.types as types
-
-    for field in fields:
-        if types.is_struct(field.type):
-            yield from _leaves(
-                [field.type.field(i) for i in range(field.type.num_fields)],
-                f"{prefix}{field.name}.",
-            )
-        else:
-            yield prefix + field.name, field.type
+    columns = _flattened(schema.empty_table(), field).schema
+    if field not in columns.names:
+        described = [f"{column.name} ({column.type})" for column in columns]
+        advice = _COLUMN if _CHATS.isdisjoint(columns.names) else _JOIN
+        raise OtherContent(
+            f'it has no column "{field}", only {_listed(described)}: {advice}'
+        )
+    type_ = columns.field(field).type
+    value = type_
+    if pyarrow.types.is_dictionary(type_):
+        value = type_.value_type
+    if value in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        return
+    if pyarrow.types.is_list(value) or pyarrow.types.is_large_list(value):
+        advice = _JOIN
+    else:
+        advice = f"{_COLUMN}, or write it as a string"
+    raise OtherContent(f'column "{field}" is {type_}, expected string: {advice}')
 
 
-def _column(batch: Any, field: str) -> Any:
-    """Select one column.
+def _flattened(table: Any, field: str) -> Any:
+    """Return the column ``field`` of a table of Arrow as a table. The field ``y`` of a
+    struct ``x`` is the column ``x.y``, unless a column has this name itself.
 
-    Reading column ``x.y`` may also load the field ``y`` of a struct ``x``.
+    If there is no such column, all columns are returned.
     """
-    import pyarrow.compute
+    import pyarrow
 
-    names = batch.schema.names
-    if field in names:
-        return batch.column(names.index(field))
-    struct = next(i for i, name in enumerate(names) if field.startswith(f"{name}."))
-    path = field.removeprefix(f"{names[struct]}.").split(".")
-    return pyarrow.compute.struct_field(batch.column(struct), path)
+    schema = table.schema
+    if field in schema.names:
+        return table.select([schema.names.index(field)])
+    if not any(map(pyarrow.types.is_struct, schema.types)):
+        return table
+    return _flattened(table.flatten(), field)

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
-from sentencepiece import sentencepiece_model_pb2
+from sentencepiece import SentencePieceNormalizer, sentencepiece_model_pb2
 from tokenizers import (
     AddedToken,
     Regex,
@@ -39,29 +38,28 @@ from titan_disp.errors import ConfigError, reported
 SPACE = "▁"
 protobuf: Any = sentencepiece_model_pb2  # generated code without types
 Piece = protobuf.ModelProto.SentencePiece
-_TYPES = (protobuf.TrainerSpec.UNIGRAM, protobuf.TrainerSpec.BPE)
 
 
 def read_model(file: str | Path) -> Any:
-    """Read a SentencePiece model as protobuf's ModelProto.
+    """Return a SentencePiece model as protobuf's ModelProto.
 
-    Refuse one that ``tokenizers`` cannot express.
+    ConfigError is raised if ``tokenizers`` cannot express it.
     """
     model = protobuf.ModelProto.FromString(Path(file).read_bytes())
     trainer = model.trainer_spec
     normalizer = model.normalizer_spec
+    model_type = protobuf.TrainerSpec.ModelType.Name(trainer.model_type)
+    symbols = _pieces(model, Piece.USER_DEFINED)
     features = {
-        f"model type {protobuf.TrainerSpec.ModelType.Name(trainer.model_type)}": trainer.model_type
-        not in _TYPES,
+        f"model type {model_type}": model_type not in ("UNIGRAM", "BPE"),
         "treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
         "escape_whitespaces = false": not normalizer.escape_whitespaces,
-        "a denormalizer": bool(model.denormalizer_spec.precompiled_charsmap),
-        "user-defined symbols with spaces": any(
-            " " in s for s in _texts(model, Piece.USER_DEFINED)
-        ),
-        "unused pieces": any(p.type == Piece.UNUSED for p in model.pieces),
+        "a denormalizer": model.denormalizer_spec.precompiled_charsmap,
+        "user-defined symbols with spaces": " " in "".join(symbols),
+        "unused pieces": _pieces(model, Piece.UNUSED),
     }
-    if unsupported := [name for name, used in features.items() if used]:
+    unsupported = [name for name, is_used in features.items() if is_used]
+    if unsupported:
         raise ConfigError(
             f"the SentencePiece model {str(file)!r} has {', '.join(unsupported)}, "
             "which a Hugging Face tokenizer cannot express; name a Hugging Face "
@@ -70,12 +68,18 @@ def read_model(file: str | Path) -> Any:
     return model
 
 
-def _texts(model: Any, *types: int) -> list[str]:
-    return [p.piece for p in model.pieces if p.type in types]
+def _is_unigram(model: Any) -> bool:
+    """Return whether a model is unigram; otherwise, it is BPE."""
+    return model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
+
+
+def _pieces(model: Any, *types: int) -> list[str]:
+    """Return the texts of a model's pieces of these types, by their ids."""
+    return [piece.piece for piece in model.pieces if piece.type in types]
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """Return the merges, best first.
+    """Return the merges of a BPE model, best first.
 
     SentencePiece merges the neighbours whose concatenation is the piece of the highest
     score, leftmost first. All ways to split a piece have the same rank there, but
@@ -83,17 +87,17 @@ def _merges(model: Any) -> list[tuple[str, str]]:
     "leftmost first" makes of a run of one character.
     """
     scores = {p.piece: p.score for p in model.pieces if p.type == Piece.NORMAL}
-    ranked = [
-        (-score, -cut, piece)
-        for piece, score in scores.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in scores and piece[cut:] in scores
-    ]
-    return [(piece[:-cut], piece[-cut:]) for _, cut, piece in sorted(ranked)]
+    ranked = []
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            pair = (piece[:cut], piece[cut:])
+            if scores.keys() >= {*pair}:
+                ranked.append((-score, -cut, pair))
+    return [pair for *_, pair in sorted(ranked)]
 
 
 def _scores(model: Any) -> list[tuple[str, float]]:
-    """Return the pieces and their scores, for unigram.
+    """Return the pieces of a unigram model and their scores.
 
     Text that spells a control symbol or a byte (``<0x41>``) must not become it. These
     score so low that ordinary pieces, at worst one per character, score better.
@@ -105,12 +109,13 @@ def _scores(model: Any) -> list[tuple[str, float]]:
 
 
 def _model(model: Any) -> models.Model:
+    """Return how a SentencePiece model makes pieces of a text, without special tokens."""
     fallback = model.trainer_spec.byte_fallback
     unknown = model.trainer_spec.unk_id
-    if model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM:
+    if _is_unigram(model):
         return models.Unigram(_scores(model), unk_id=unknown, byte_fallback=fallback)
     return models.BPE(
-        {p.piece: i for i, p in enumerate(model.pieces)},
+        {piece.piece: i for i, piece in enumerate(model.pieces)},
         _merges(model),
         unk_token=model.pieces[unknown].piece,
         fuse_unk=True,
@@ -122,77 +127,55 @@ def _model(model: Any) -> models.Model:
 
 
 def _has_long_symbols(model: Any) -> bool:
-    return any(len(symbol) > 1 for symbol in _texts(model, Piece.USER_DEFINED))
+    """Return whether a user-defined symbol has several characters."""
+    return any(len(symbol) > 1 for symbol in _pieces(model, Piece.USER_DEFINED))
 
 
 def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
-    steps = []
-    if symbols := sorted(_texts(model, Piece.USER_DEFINED), key=len, reverse=True):
-        steps.append(
-            pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated")
-        )
-    if cuts := list(_cuts(model)):
-        steps.append(
-            pre_tokenizers.Split(Regex("|".join(cuts)), "merged_with_previous")
-        )
-    return pre_tokenizers.Sequence(steps)
+    """Return the steps that split a text before it becomes pieces."""
+    symbols = sorted(_pieces(model, Piece.USER_DEFINED), key=len, reverse=True)
+    patterns = {
+        "isolated": [re.escape(symbol) for symbol in symbols],
+        "merged_with_previous": list(_cuts(model)),
+    }
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("|".join(alternatives)), behaviour)
+            for behaviour, alternatives in patterns.items()
+            if alternatives
+        ]
+    )
 
 
 def _cuts(model: Any) -> Iterator[str]:
     """Yield patterns that end where text that spells a control symbol or a byte is cut,
     so as not to become one.
     """
-    known = set(_texts(model, Piece.NORMAL))
-    unigram = model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
-    for name in _texts(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
-        if not unigram:
+    characters = set(_pieces(model, Piece.NORMAL))
+    for name in _pieces(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
+        if _is_unigram(model):
+            # A character that is no piece scores even less than the symbol
+            # (``_scores``). A cut beside such characters changes nothing else, because
+            # a run of them is one unknown token.
+            for i in range(1, len(name)):
+                if (name[i - 1] in characters) != (name[i] in characters):
+                    yield f"{re.escape(name[:i])}(?={re.escape(name[i:])})"
+                    break
+        elif _has_long_symbols(model):
             # then a text between two symbols is taken whole too
-            if _has_long_symbols(model):
-                yield rf"\A{re.escape(name[0])}(?={re.escape(name[1:])}\z)"
-            continue
-        # A character that is no piece scores even less than the symbol (``_scores``). A
-        # cut beside such characters changes nothing else, because a run of them is one
-        # unknown token.
-        at = next(
-            (
-                i
-                for i in range(1, len(name))
-                if (name[i - 1] in known) != (name[i] in known)
-            ),
-            None,
-        )
-        if at is not None:
-            yield f"{re.escape(name[:at])}(?={re.escape(name[at:])})"
+            yield rf"\A{re.escape(name[0])}(?={re.escape(name[1:])}\z)"
 
 
 @functools.cache
-def _normalization(charsmap: bytes) -> dict[str, str]:
-    """Return a model's normalization map: the texts that SentencePiece replaces, of
-    which it takes the longest at each place, and what replaces them.
-
-    ``charsmap`` holds a trie in a double array (Darts), after its size in bytes, and
-    then the replacements: src/normalizer.cc and third_party/darts_clone/darts.h of
-    SentencePiece.
+def _normalization(spec: bytes) -> dict[str, str]:
+    """Return what a serialized NormalizerSpec of SentencePiece replaces: the texts, of
+    which SentencePiece takes the longest at each place, and what replaces them.
     """
-    size = int.from_bytes(charsmap[:4], "little")
-    units = np.frombuffer(charsmap, "<u4", size // 4, offset=4).astype(np.int64)
-    offsets = units >> 10 << ((units & 512) >> 6)
-    labels = np.arange(1, 256)
-    replacements = {}
-    pending = [(b"", int(offsets[0]))]
-    while pending:
-        prefix, base = pending.pop()
-        nodes = base ^ labels
-        nodes = nodes[nodes < len(units)]
-        for node in nodes[units[nodes] & 0x800000FF == nodes ^ base].tolist():
-            text = prefix + bytes([node ^ base])
-            below = node ^ int(offsets[node])
-            pending.append((text, below))
-            if units[node] & 256:
-                begin = 4 + size + int(units[below] & 0x7FFFFFFF)
-                end = charsmap.index(b"\0", begin)
-                replacements[text.decode()] = charsmap[begin:end].decode()
-    return replacements
+    normalizer = protobuf.NormalizerSpec.FromString(spec)
+    if not normalizer.precompiled_charsmap:
+        return {}
+    model = protobuf.ModelProto(normalizer_spec=normalizer).SerializeToString()
+    return dict(SentencePieceNormalizer(model_proto=model).Decompile())
 
 
 def _junctions(texts: Iterable[str]) -> str:
@@ -209,12 +192,10 @@ def _junctions(texts: Iterable[str]) -> str:
     for end, firsts in beginnings.items():
         before = [f"[{re.escape(firsts[m])}]{re.escape(m)}" for m in firsts]
         ends["|".join(before)] += end
-    return "|".join(
-        [
-            rf"(?![{re.escape(''.join(beginnings))}])",
-            *(f"(?=[{re.escape(end)}])(?<!{before})" for before, end in ends.items()),
-        ]
-    )
+    junctions = [rf"(?![{re.escape(''.join(beginnings))}])"]
+    for preceding, end in ends.items():
+        junctions.append(f"(?=[{re.escape(end)}])(?<!{preceding})")
+    return "|".join(junctions)
 
 
 # Noncharacters that stand between characters while these are normalized.
@@ -225,9 +206,9 @@ _MOST_EXCEPTIONS = 100  # each costs a pass over every text
 
 
 @functools.cache
-def _mapping(charsmap: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]:
-    """Return a normalizer of a normalization map, and what it does not replace as the
-    map does.
+def _mapping(serialized: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]:
+    """Return a normalizer that replaces what a serialized NormalizerSpec of
+    SentencePiece does, and the texts for which it is wrong, with what replaces them.
 
     Precompiled looks up whole graphemes, such as a letter with its marks, and drops
     what follows the shortest text of the map in them. Every character is therefore put
@@ -235,9 +216,10 @@ def _mapping(charsmap: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]:
     SentencePiece neither composes others nor reorders marks. (tokenizers fails if
     something is put before the first character.)
     """
-    replacements = _normalization(charsmap)
+    replacements = _normalization(serialized)
     composed = [text for text in replacements if len(text) > 1]
     junctions = rf"(?!\A)(?=[^\x00-\x7f])(?:{_junctions(composed)})"
+    charsmap = protobuf.NormalizerSpec.FromString(serialized).precompiled_charsmap
     steps: list[normalizers.Normalizer] = [
         normalizers.Replace(Regex(junctions), _APART),
         normalizers.Replace(Regex(r"(?!\A)(?=[^\x20-\x7e])"), _ALONE),
@@ -248,20 +230,23 @@ def _mapping(charsmap: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]:
         steps.append(normalizers.NFC())
     steps.append(normalizers.Replace(_APART, ""))
     normalizer = normalizers.Sequence(steps)
-    changed = normalizer.normalize_str(".".join(composed)).split(".")
-    return normalizer, {
-        text: replacements[text]
-        for text, found in zip(composed, changed, strict=True)
-        if found != replacements[text]
-    }
+    results = normalizer.normalize_str(".".join(composed)).split(".")
+    exceptions = {}
+    for text, result in zip(composed, results, strict=True):
+        if result != replacements[text]:
+            exceptions[text] = replacements[text]
+    return normalizer, exceptions
 
 
 def _mapped(model: Any) -> list[normalizers.Normalizer]:
-    """Return the steps that replace what a model's normalization map replaces."""
+    """Return the steps that replace what a model's normalization map replaces.
+
+    ConfigError is raised if there are no such steps.
+    """
     spec = model.normalizer_spec
     if not spec.precompiled_charsmap:
         return []
-    normalizer, exceptions = _mapping(spec.precompiled_charsmap)
+    normalizer, exceptions = _mapping(spec.SerializeToString())
     if len(exceptions) > _MOST_EXCEPTIONS:
         raise ConfigError(
             f"the SentencePiece model normalizes text by {spec.name}, which a Hugging "
@@ -269,21 +254,20 @@ def _mapped(model: Any) -> list[normalizers.Normalizer]:
             "same ids by --tokenizer DIR"
         )
     # SentencePiece does not normalize user-defined symbols.
-    symbols = _texts(model, Piece.USER_DEFINED)
+    symbols = _pieces(model, Piece.USER_DEFINED)
     results = exceptions | {symbol: symbol for symbol in symbols}
-    stand_ins = {
-        text: chr(_STAND_IN + i)
-        for i, text in enumerate(sorted(results, key=len, reverse=True))
-        if normalizer.normalize_str(text) != results[text]
-    }
-    return [
-        *(normalizers.Replace(text, mark) for text, mark in stand_ins.items()),
-        normalizer,
-        *(normalizers.Replace(mark, results[text]) for text, mark in stand_ins.items()),
-    ]
+    before: list[normalizers.Normalizer] = []
+    after: list[normalizers.Normalizer] = []
+    for i, text in enumerate(sorted(results, key=len, reverse=True)):
+        if normalizer.normalize_str(text) != results[text]:
+            stand_in = chr(_STAND_IN + i)
+            before.append(normalizers.Replace(text, stand_in))
+            after.append(normalizers.Replace(stand_in, results[text]))
+    return [*before, normalizer, *after]
 
 
 def _normalizer(model: Any) -> normalizers.Normalizer:
+    """Return the steps that a text takes before it is split."""
     spec = model.normalizer_spec
     steps = _mapped(model)
     if spec.remove_extra_whitespaces:
@@ -296,49 +280,47 @@ def _normalizer(model: Any) -> normalizers.Normalizer:
 
 
 def _decoder(model: Any) -> decoders.Decoder:
+    """Return the steps from pieces to a text."""
+    spec = model.normalizer_spec
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if (
-        model.normalizer_spec.add_dummy_prefix
-        or model.normalizer_spec.remove_extra_whitespaces
-    ):
+    if spec.add_dummy_prefix or spec.remove_extra_whitespaces:
         steps.append(decoders.Strip(" ", 1, 0))
     return decoders.Sequence(steps)
 
 
 def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Convert a SentencePiece model.
+    """Return a SentencePiece model as a Hugging Face tokenizer, and its special tokens
+    by their names in tokenizer_config.json (bos_token, …).
 
     If it has BOS, the tokenizer begins every text with it, as training does.
-
-    It returns the tokenizer, and the names of its special tokens as in
-    tokenizer_config.json (bos_token, …).
+    ConfigError is raised if ``tokenizers`` cannot express the model.
     """
     model = read_model(file)
-    trainer = model.trainer_spec
     tokenizer = tokenizers.Tokenizer(_model(model))
     tokenizer.normalizer = _normalizer(model)
     tokenizer.decoder = _decoder(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(model)
-    special = _texts(model, Piece.CONTROL, Piece.UNKNOWN)
     tokenizer.add_special_tokens(
-        [AddedToken(piece, normalized=False, special=True) for piece in special]
+        [
+            AddedToken(piece, normalized=False, special=True)
+            for piece in _pieces(model, Piece.CONTROL, Piece.UNKNOWN)
+        ]
     )
     # SentencePiece never turns text that spells a control symbol into that symbol.
     tokenizer.encode_special_tokens = True
-    names = {
-        f"{name}_token": getattr(trainer, f"{name}_id")
-        for name in ("unk", "bos", "eos", "pad")
-    }
-    if trainer.bos_id >= 0:
-        bos = model.pieces[trainer.bos_id].piece
+    special = {}
+    for name in ("unk", "bos", "eos", "pad"):
+        token_id = getattr(model.trainer_spec, f"{name}_id")
+        if token_id >= 0:
+            special[f"{name}_token"] = model.pieces[token_id].piece
+    if "bos_token" in special:
+        bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
-            special_tokens=[(bos, trainer.bos_id)],
+            special_tokens=[(bos, model.trainer_spec.bos_id)],
         )
-    return tokenizer, {
-        name: model.pieces[i].piece for name, i in names.items() if i >= 0
-    }
+    return tokenizer, special
 
 
 # fmt: off
@@ -365,12 +347,10 @@ def map_probes(file: str | Path) -> Iterator[str]:
     """Yield texts with all that a SentencePiece model's map replaces, each before a
     combining mark.
     """
-    charsmap = read_model(file).normalizer_spec.precompiled_charsmap
-    texts = list(_normalization(charsmap)) if charsmap else []
+    spec = read_model(file).normalizer_spec.SerializeToString()
+    texts = [f"{text}\N{COMBINING ACUTE ACCENT}" for text in _normalization(spec)]
     for begin in range(0, len(texts), 500):
-        yield " ".join(
-            text + "\N{COMBINING ACUTE ACCENT}" for text in texts[begin : begin + 500]
-        )
+        yield " ".join(texts[begin : begin + 500])
 
 
 def check_same_ids(
@@ -381,16 +361,19 @@ def check_same_ids(
     """Raise ConfigError if two tokenizers give different ids for a text."""
     for text in texts:
         expected = ours(text)
-        got = theirs(text)
-        if expected == got:
+        ids = theirs(text)
+        if expected == ids:
             continue
-        at = len(os.path.commonprefix([expected, got]))
-        shown = text if len(text) <= 200 else text[:200] + "…"
+        at = len(os.path.commonprefix([expected, ids]))
+        beginning = text[:200] + "…" * (len(text) > 200)
         raise ConfigError(
-            f"the exported tokenizer gives other ids than the run's for {shown!r}: "
-            f"{got[at : at + 8]} instead of {expected[at : at + 8]} from token {at} "
+            f"the exported tokenizer gives other ids than the run's for {beginning!r}: "
+            f"{ids[at : at + 8]} instead of {expected[at : at + 8]} from token {at} "
             "on. Name one with the same ids: titan-disp export … --tokenizer DIR"
         )
+
+
+_GENERIC = "PreTrainedTokenizerFast"  # the class that follows tokenizer.json
 
 
 def write_tokenizer(
@@ -407,40 +390,57 @@ def write_tokenizer(
     is raised if the tokenizer of the folder ``source`` cannot be converted, or the
     written one gives other ids.
     """
+    file = find_tokenizer(source)
+    texts = [*PROBES, *documents]
+    if isinstance(tokenizer, TextTokenizer):
+        _copy(source, tokenizer, dest, seq_len)
+        texts.append(" ".join(tokenizer.words()))
+        try:
+            _check_written(dest, tokenizer.plain, texts)
+        except ConfigError:
+            config = _stated(dest)
+            if config.get("tokenizer_class") == _GENERIC:
+                raise
+            # The class may change what tokenizer.json says, as LlamaTokenizer does.
+            _write_config(dest, config | {"tokenizer_class": _GENERIC}, seq_len)
+            _check_written(dest, tokenizer.plain, texts)
+        return
+    converted, special = convert(file)
+    if tokenizer.eos_id is not None:
+        special["eos_token"] = tokenizer.id_to_token(tokenizer.eos_id)
+    # to_str instead of save(), which reports a full disk by a bare Exception.
+    (dest / "tokenizer.json").write_text(converted.to_str(pretty=True))
+    shutil.copyfile(file, dest / "tokenizer.model")  # which llama.cpp reads
+    # split_special_tokens: SentencePiece never turns text that spells a control symbol
+    # into that symbol.
+    settings = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    _write_config(dest, special | settings, seq_len)
+    # Segmentations of a run of one character can be equally probable. Rounding decides
+    # their order: SentencePiece computes in float32, tokenizers in float64.
+    is_unigram = isinstance(converted.model, models.Unigram)
+    _check_written(
+        dest,
+        tokenizer.plain,
+        itertools.chain(texts, map_probes(file)),
+        arranged=sorted if is_unigram else list,
+    )
+
+
+def _check_written(
+    dest: Path,
+    plain: Callable[[str], list[int]],
+    texts: Iterable[str],
+    arranged: Callable[[list[int]], list[int]] = list,
+) -> None:
+    """Raise ConfigError if transformers cannot load the written tokenizer, or it gives
+    other ids than training, after both are ``arranged``.
+    """
     # Takes seconds to import, and training does not need it
     from transformers import AutoTokenizer
 
-    file = find_tokenizer(source)
-    if file.suffix == ".model":
-        unigram = (
-            read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
-        )
-        converted, special = convert(file)
-        if tokenizer.eos_id is not None:
-            special["eos_token"] = tokenizer.id_to_token(tokenizer.eos_id)
-        # to_str instead of save(), which reports a full disk by a bare Exception.
-        (dest / "tokenizer.json").write_text(converted.to_str(pretty=True))
-        shutil.copyfile(file, dest / "tokenizer.model")  # which llama.cpp reads
-        # split_special_tokens: SentencePiece never turns text that spells a control
-        # symbol into that symbol.
-        _write_config(
-            dest,
-            special
-            | {"split_special_tokens": True, "clean_up_tokenization_spaces": False},
-            seq_len,
-        )
-    else:
-        unigram = False
-        assert isinstance(tokenizer, TextTokenizer)
-        _copy(source, tokenizer, dest, seq_len)
     # Several libraries raise their own types, as does code that a folder names.
-    with reported(
-        f"transformers cannot load the tokenizer in {str(source)!r}", Exception
-    ):
+    with reported("transformers cannot load the exported tokenizer", Exception):
         written = AutoTokenizer.from_pretrained(dest)
-    # Segmentations of a run of one character can be equally probable. Rounding decides
-    # their order: SentencePiece computes in float32, tokenizers in float64.
-    arranged: Callable[[list[int]], list[int]] = sorted if unigram else list
     # By default, transformers turns text that spells special tokens into them; training
     # never does.
     as_trained = {
@@ -449,36 +449,38 @@ def write_tokenizer(
         "verbose": False,
     }
     check_same_ids(
-        lambda text: arranged(tokenizer.plain(text)),
+        lambda text: arranged(plain(text)),
         lambda text: arranged(written(text, **as_trained).input_ids),
-        itertools.chain(
-            PROBES, documents, map_probes(file) if file.suffix == ".model" else ()
-        ),
+        texts,
     )
 
 
 def _copy(source: Path, tokenizer: TextTokenizer, dest: Path, seq_len: int) -> None:
+    """Copy a Hugging Face tokenizer, with the EOS of training."""
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, dest / name)
     if not (dest / "tokenizer.json").is_file():
         (dest / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(pretty=True))
-    config = dest / "tokenizer_config.json"
-    stated = json.loads(config.read_text()) if config.is_file() else {}
+    config = _stated(dest)
     eos = tokenizer.eos_token
     # training found it in config.json, or it is stream.separator
-    other_eos = eos != tokenizer._get_token_from_config(stated, "eos_token")
-    if other_eos:
-        stated["eos_token"] = eos
-    # without a class, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
-    has_pad = tokenizer._get_token_from_config(stated, "pad_token") is not None
-    if other_eos or not has_pad or "tokenizer_class" not in stated:
-        _write_config(dest, stated, seq_len)
+    if eos != tokenizer._get_token_from_config(config, "eos_token"):
+        config["eos_token"] = eos
+    _write_config(dest, config, seq_len)
+
+
+def _stated(folder: Path) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json; nothing if there is none."""
+    config = folder / "tokenizer_config.json"
+    return json.loads(config.read_text()) if config.is_file() else {}
 
 
 def _write_config(dest: Path, stated: dict[str, Any], seq_len: int) -> None:
+    """Write tokenizer_config.json, with defaults for what is not ``stated``."""
     content = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        # without a class, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
+        "tokenizer_class": _GENERIC,
         # transformers 4 would add token_type_ids
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": seq_len,

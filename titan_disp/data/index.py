@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_disp.data import formats, megatron
+from titan_disp.data import formats, token_ids
 from titan_disp.data.blocks import Blocks
 from titan_disp.data.documents import Documents
 from titan_disp.data.listing import DataFile
@@ -63,7 +63,7 @@ def content_sample(file: DataFile) -> str:
     if file.remote:
         return ""
     digest = hashlib.sha256()
-    for path in megatron.paths_of(file):
+    for path in token_ids.paths_of(file):
         size = os.path.getsize(path)
         with open(path, "rb") as content:
             for place in (0, size // 2, max(0, size - _SAMPLED)):
@@ -73,7 +73,7 @@ def content_sample(file: DataFile) -> str:
 
 
 def _about(file: DataFile) -> dict[str, Any]:
-    changed = [os.stat(path).st_mtime_ns for path in megatron.paths_of(file)]
+    changed = [os.stat(path).st_mtime_ns for path in token_ids.paths_of(file)]
     return {
         "version": VERSION,
         "size": file.size,
@@ -124,7 +124,7 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
     """Read a whole file."""
     # before the content, so that a change in the meantime is noticed
     about = _about(file)
-    file = replace(file, blocks=megatron.blocks_of(file))
+    file = replace(file, blocks=token_ids.blocks_of(file))
     documents = Documents(file, options)
     least = max(_LEAST, file.size // _MOST)
     hashes: list[int] = []
@@ -158,7 +158,7 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
         end = file.size * count // max(int(rows[-1]), 1)
     elif _is_one_block(file, options):
         table_of_blocks = np.zeros((2, 0), np.int64)
-    about["sha256"] = sha256_of(*megatron.paths_of(file))
+    about["sha256"] = sha256_of(*token_ids.paths_of(file))
     return FileIndex(
         about=about,
         text=text,
@@ -252,7 +252,7 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
     if (  # a copy
         index
         and reasons.keys() == {"changed"}
-        and index.about["sha256"] == sha256_of(*megatron.paths_of(file))
+        and index.about["sha256"] == sha256_of(*token_ids.paths_of(file))
     ):
         index = replace(index, about=index.about | about)
     else:

@@ -9,7 +9,6 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -20,15 +19,15 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from titan_disp.errors import ConfigError, DataError, did_you_mean, reported
 
 _GPT2_EOS = "<|endoftext|>"
-HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+_HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 NONE = "none"  # as stream.separator: no token separates the documents
 NO_SEPARATOR = -1  # then the id of EOS
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """Give a SentencePiece model TorchTitan's tokenizer interface.
+    """A SentencePiece model with the interface of TorchTitan's tokenizers.
 
-    ``bos_id`` and ``eos_id`` are None without such a token.
+    ``bos_id`` and ``eos_id`` are None if the model has no such token.
     """
 
     def __init__(self, model_file: str | Path) -> None:
@@ -42,9 +41,13 @@ class SentencePieceTokenizer(BaseTokenizer):
     def encode(
         self, text: str, add_bos: bool = False, add_eos: bool = False
     ) -> list[int]:
-        begin = add_bos and self.bos_id is not None
-        ids = self.processor.encode(text, add_bos=begin)
-        return ids + _end(self) if add_eos else ids
+        """Return the ids of a text, with BOS and EOS as far as the model has them."""
+        ids = self.plain(text)
+        if add_bos:
+            ids = [*_present(self.bos_id), *ids]
+        if add_eos:
+            ids = [*ids, *_present(self.eos_id)]
+        return ids
 
     def plain(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS."""
@@ -57,14 +60,15 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self.processor.get_piece_size()
 
     def token_to_id(self, token: str) -> int | None:
-        piece = self.processor.piece_to_id(token)  # that of <unk> for another text
-        return piece if self.processor.id_to_piece(piece) == token else None
+        """Return the id of a token, or None if the model has no such token."""
+        token_id = self.processor.piece_to_id(token)  # of <unk> if there is none
+        return token_id if self.id_to_token(token_id) == token else None
 
     def id_to_token(self, token_id: int) -> str:
         return self.processor.id_to_piece(token_id)
 
     def added_tokens(self) -> list[str]:
-        """Return the tokens that no text produces."""
+        """Return the tokens that text never becomes: control symbols and <unk>."""
         processor = self.processor
         return [
             processor.id_to_piece(i)
@@ -78,7 +82,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 class TextTokenizer(HuggingFaceTokenizer):
-    """This is TorchTitan's tokenizer, changed so that text never becomes a special
+    """TorchTitan's Hugging Face tokenizer, changed so that text never becomes a special
     token, as with SentencePiece.
 
     EOS within a document would end the document, and any author of a corpus could write
@@ -101,8 +105,11 @@ class TextTokenizer(HuggingFaceTokenizer):
             self._find_eos(Path(folder) / "config.json")
 
     def _load_tokenizer_from_path(self, tokenizer_path: str) -> Tokenizer:
-        """Load GPT-2's vocab.json and merges.txt as transformers does, and other files
-        as TorchTitan does, which takes merges that begin with # for comments.
+        """Return the tokenizer of a folder: of GPT-2's vocab.json and merges.txt as
+        transformers loads it, and of other files as TorchTitan does.
+
+        TorchTitan takes merges that begin with # for comments. ConfigError is raised if
+        the files are of another class than GPT-2's, which splits text otherwise.
         """
         folder = Path(tokenizer_path)
         merges = folder / "merges.txt"
@@ -122,12 +129,17 @@ class TextTokenizer(HuggingFaceTokenizer):
         return Tokenizer.from_str(loaded.to_str())
 
     def _infer_special_tokens(self) -> None:
+        """Set BOS and EOS as TorchTitan does, and let the added tokens that are not
+        special be words.
+
+        ConfigError is raised if tokenizer_config.json names a BOS or EOS that the
+        tokenizer does not have.
+        """
         config = self.config or {}
-        added = {
-            token["content"]: token.get("special")
-            for token in config.get("added_tokens_decoder", {}).values()
-            if isinstance(token, dict)
-        }
+        added = {}  # the tokens that the file adds: whether they are special, or None
+        for token in config.get("added_tokens_decoder", {}).values():
+            if isinstance(token, dict):
+                added[token["content"]] = token.get("special")
         for key in ("bos_token", "eos_token"):
             token = self._get_token_from_config(config, key)
             if token not in (None, *added) and self.token_to_id(token) is None:
@@ -137,20 +149,19 @@ class TextTokenizer(HuggingFaceTokenizer):
                     + did_you_mean(token, self.added_tokens())
                 )
         super()._infer_special_tokens()
-        words = [token for token, special in added.items() if special is False]
-        if words:
+        if False in added.values():
             content = json.loads(self.tokenizer.to_str())
             for token in content["added_tokens"]:
-                token["special"] &= token["content"] not in words
+                token["special"] &= added.get(token["content"]) is not False
             self.tokenizer = Tokenizer.from_str(json.dumps(content))
 
     def _find_eos(self, model: Path) -> None:
-        """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
+        """Set EOS where TorchTitan finds none, if the tokenizer has one.
 
-        TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS
-        alone, so that one token separates two documents. The hub's
-        tokenizer_config.json of GPT-2 names no token; config.json (``model``) has the
-        id.
+        TorchTitan takes a token that is both BOS and EOS, such as GPT-2's
+        <|endoftext|>, for BOS alone. Here it is EOS alone, so that one token separates
+        two documents. If tokenizer_config.json names no token, as that of GPT-2 on the
+        hub, the id in config.json (``model``) counts.
         """
         eos = self._get_token_from_config(self.config or {}, "eos_token")
         added = self.tokenizer.get_added_tokens_decoder()
@@ -166,7 +177,7 @@ class TextTokenizer(HuggingFaceTokenizer):
                 self.end_with(token.content)
 
     def end_with(self, separator: str) -> None:
-        """Let documents end with a token, in place of EOS as TorchTitan finds it."""
+        """Let documents end with a token in place of EOS as TorchTitan finds it."""
         self.eos_token = separator
         self.eos_id = self.tokenizer.token_to_id(separator)
         self._infer_should_add_bos_eos()  # which depends on EOS
@@ -176,46 +187,63 @@ class TextTokenizer(HuggingFaceTokenizer):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def added_tokens(self) -> list[str]:
-        """Return the tokens that are not of the model of words."""
+        """Return the tokens that the file adds to those of the model: special tokens,
+        and words such as Qwen's <think>.
+        """
         decoder = self.tokenizer.get_added_tokens_decoder()
         return [token.content for token in decoder.values()]
+
+    def words(self) -> list[str]:
+        """Return the added tokens that are not special: text that spells one becomes
+        it.
+        """
+        decoder = self.tokenizer.get_added_tokens_decoder()
+        return [token.content for token in decoder.values() if not token.special]
 
 
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* 0\n")  # the first token, in base64
 AnyTokenizer = SentencePieceTokenizer | TextTokenizer
 
 
-def _end(tokenizer: BaseTokenizer) -> list[int]:
-    """Return the ids that end a document: of EOS, or none."""
-    eos_id = tokenizer.eos_id
-    return [] if eos_id is None or eos_id == NO_SEPARATOR else [eos_id]
+def _present(token_id: int | None) -> list[int]:
+    """Return a list of the id of BOS or EOS, which is empty if there is no such token."""
+    if token_id is None or token_id == NO_SEPARATOR:
+        return []
+    return [token_id]
 
 
-# of models on the hub, by the beginnings of their names
-_OWNERS = {
-    "Qwen": "Qwen",
-    "gpt2": "openai-community",
-    "Llama": "meta-llama",
-    "SmolLM": "HuggingFaceTB",
-    "TinyLlama": "TinyLlama",
+# of models on the hub, by the beginnings of their names; the last one of all others
+_REPOSITORIES = {
+    "Qwen": "Qwen/{}",
+    "gpt2": "openai-community/{}",
+    "Llama": "meta-llama/{}",
+    "SmolLM": "HuggingFaceTB/{}",
+    "TinyLlama": "TinyLlama/{}",
+    "": "OWNER/NAME",
 }
 _EXPECTED = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
 
 
 def find_tokenizer(folder: str | Path) -> Path:
-    """Find the tokenizer's file in a folder: a Hugging Face tokenizer, else the only
-    SentencePiece model.
+    """Return the tokenizer's file in a folder: of a Hugging Face tokenizer, or else the
+    only SentencePiece model.
+
+    ConfigError is raised if there is no such file, or several models.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        sample = folder.parent if folder.name == "tokenizer" else "DIR"
+        sample = "DIR"
+        if folder.name == "tokenizer":
+            sample = str(folder.parent)
+        beginning = next(filter(folder.name.startswith, _REPOSITORIES))
+        repository = _REPOSITORIES[beginning].format(folder.name)
         raise ConfigError(
             f"model.hf_assets_path is {str(folder)!r}, which is not a folder; "
-            f"expected {_EXPECTED}. A model's: hf download {_repository(folder.name)} "
+            f"expected {_EXPECTED}. A model's: hf download {repository} "
             f"--include 'tokenizer*' --local-dir {folder}. The sample corpus's: "
             f"titan-disp sample-data {sample}, then {sample}/tokenizer"
         )
-    for name in HUGGING_FACE_FILES:
+    for name in _HUGGING_FACE_FILES:
         if (folder / name).is_file():
             return folder / name
     models = sorted(folder.glob("*.model"))
@@ -227,35 +255,28 @@ def find_tokenizer(folder: str | Path) -> Path:
     return models[0]
 
 
-def _repository(model: str) -> str:
-    """Return the name of a model on the hub, as far as it can be guessed."""
-    for beginning, owner in _OWNERS.items():
-        if model.startswith(beginning):
-            return f"{owner}/{model}"
-    return "OWNER/NAME"
-
-
 def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
-    """Load the tokenizer of a folder.
+    """Return the tokenizer of a folder.
 
     It treats text that spells a special token (</s>) as text. Its EOS is the token
     ``separator`` (stream.separator), by default its own; with "none", it is
-    ``NO_SEPARATOR``.
+    ``NO_SEPARATOR``. ConfigError is raised if there is no such tokenizer or token.
     """
     file = find_tokenizer(folder)
-    if file.suffix == ".model" and _TIKTOKEN.match(file.read_bytes()):
+    is_sentencepiece = file.suffix == ".model"
+    if is_sentencepiece and _TIKTOKEN.match(file.read_bytes()):
         raise ConfigError(
             f"{str(file)!r} is a file of tiktoken, as in Meta's own releases of Llama "
             "3; expected tokenizer.json of the release on the hub: hf download "
             f"meta-llama/… --include 'tokenizer*' --local-dir {folder}"
         )
+    tokenizer: AnyTokenizer
     # the libraries raise bare RuntimeError
     with reported(f"cannot load the tokenizer {str(file)!r}", Exception):
-        tokenizer = (
-            SentencePieceTokenizer(file)
-            if file.suffix == ".model"
-            else TextTokenizer(folder)
-        )
+        if is_sentencepiece:
+            tokenizer = SentencePieceTokenizer(file)
+        else:
+            tokenizer = TextTokenizer(folder)
     if separator == NONE:
         tokenizer.eos_id = NO_SEPARATOR
     elif separator:
@@ -265,7 +286,7 @@ def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
 
 
 def tokenizer_of_export(folder: str | Path, separator: str) -> AnyTokenizer:
-    """Load a run's tokenizer with the EOS that its model learned: ``separator``, or the
+    """Return a run's tokenizer with the EOS that its model learned: ``separator``, or the
     tokenizer's own if that is "none".
     """
     return load_tokenizer(folder, "" if separator == NONE else separator)
@@ -275,17 +296,17 @@ def _check_separator(
     tokenizer: AnyTokenizer, separator: str, folder: str | Path
 ) -> None:
     """Raise ConfigError unless a token of the tokenizer can end documents."""
-    found = f"stream.separator is {separator!r}, which"
+    subject = f"stream.separator is {separator!r}, which"
     separator_id = tokenizer.token_to_id(separator)
     if separator_id is None:
         names = tokenizer.added_tokens()
         raise ConfigError(
-            f"{found} is no token of the tokenizer in {str(folder)!r}"
+            f"{subject} is no token of the tokenizer in {str(folder)!r}"
             + did_you_mean(separator, names, f"; expected one such as {names[:5]}")
         )
     if separator_id in tokenizer.plain(separator):
         raise ConfigError(
-            f"{found} text can spell, so that it would end documents in their middle: "
+            f"{subject} text can spell, so that it would end documents in their middle: "
             "expected a special token"
         )
 
@@ -305,7 +326,9 @@ def check_fits(
 
 def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     """Return a function from a text to token ids, with BOS (if there is one) and EOS
-    (required) as TorchTitan adds them.
+    as TorchTitan adds them.
+
+    ConfigError is raised if the tokenizer has no EOS.
     """
     if tokenizer.eos_id is None:
         raise ConfigError(
@@ -315,26 +338,28 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     # The stream has its own threads. The tokenizer would start one for every core of
     # the node.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        # Without offsets, which are not needed, this is a third faster than
-        # Tokenizer.encode.
-        fast = tokenizer.tokenizer.encode_batch_fast
-        begin = (
-            [tokenizer.bos_id]
-            if tokenizer.bos_id is not None and not tokenizer.hf_adds_bos
-            else []
-        )
-        end = [] if tokenizer.hf_adds_eos else _end(tokenizer)
-        return lambda text: [*begin, *fast([text])[0].ids, *end]
-    return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
+    # Without offsets, which are not needed, this is a third faster than
+    # Tokenizer.encode.
+    fast = tokenizer.tokenizer.encode_batch_fast
+    begin = _present(tokenizer.bos_id)
+    end = _present(tokenizer.eos_id)
+    if tokenizer.hf_adds_bos:
+        begin = []
+    if tokenizer.hf_adds_eos:
+        end = []
+    return lambda text: [*begin, *fast([text])[0].ids, *end]
 
 
 CHECK_EVERY = 1000  # documents: checking costs about a tenth of gigatoken's own time
 _OFF = "set stream.fast_tokenizer = false"
 # `data digest` makes a loader for every rank with the same tokenizer
 _agreed: WeakSet[BaseTokenizer] = WeakSet()
-
-
+_SUPPORTED_MODELS = (
+    "it supports SentencePiece models of type BPE with byte fallback, without "
+    "user-defined symbols, normalization and removal of spaces"
+)
 _ODD_CHARACTERS = (
     "\u0300\u0301\u0323\u200d\U0001f600\U0001f468\u4e2d\uac00\u1100\u1161\ufb01"
     "\u2028\ufeff\ue000\U0010ffff\u212b\u1e9b\u0e33\u0915\u094d"
@@ -352,29 +377,6 @@ def odd_texts(tokenizer: AnyTokenizer, count: int = 3000) -> list[str]:
     return ["".join(rng.choices(pool, k=rng.randint(0, 40))) for _ in range(count)]
 
 
-def _not_supported(model_file: Path) -> str:
-    """Say what a SentencePiece model has that gigatoken treats differently, or return
-    an empty text.
-    """
-    from sentencepiece import sentencepiece_model_pb2
-
-    protobuf: Any = sentencepiece_model_pb2  # generated code without types
-    model = protobuf.ModelProto.FromString(model_file.read_bytes())
-    user_defined = protobuf.ModelProto.SentencePiece.USER_DEFINED
-    symbols = [piece.piece for piece in model.pieces if piece.type == user_defined]
-    trainer = model.trainer_spec
-    normalizer = model.normalizer_spec
-    features = {
-        f"user-defined symbols ({', '.join(map(repr, symbols[:3]))})": symbols,
-        "another type than BPE": trainer.model_type != protobuf.TrainerSpec.BPE,
-        "no byte fallback": not trainer.byte_fallback,
-        "a normalization": normalizer.name != "identity",
-        "spaces that it removes": normalizer.remove_extra_whitespaces,
-    }
-    has = ", ".join(feature for feature, present in features.items() if present)
-    return f", because it does not support what this model has: {has}" if has else ""
-
-
 def fast_encoder(
     tokenizer: AnyTokenizer, folder: str, reference: Callable[[str], list[int]]
 ) -> Callable[[str], np.ndarray]:
@@ -383,8 +385,8 @@ def fast_encoder(
 
     gigatoken gives the same ids many times as fast. It is young, so its ids are
     compared with those of the tokenizer's own library (``reference``), at the start and
-    during the run. It supports byte-level BPE (GPT-2, Qwen), and SentencePiece models
-    unless ``_not_supported``.
+    during the run. It supports byte-level BPE (GPT-2, Qwen), and some SentencePiece
+    models (``_SUPPORTED_MODELS``).
 
     ConfigError is raised if gigatoken is missing, does not support this tokenizer, or
     gives other ids at the start; DataError by the returned function if it gives other
@@ -392,9 +394,9 @@ def fast_encoder(
     """
     file = find_tokenizer(folder)
     encode = _gigatoken(tokenizer, file)
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    end = _end(tokenizer)
-    others = "gigatoken gives other ids than the tokenizer's own library for"
+    begin = _present(tokenizer.bos_id)
+    end = _present(tokenizer.eos_id)
+    difference = "gigatoken gives other ids than the tokenizer's own library for"
 
     def whole(text: str) -> np.ndarray:
         return np.concatenate(
@@ -404,15 +406,15 @@ def fast_encoder(
     if tokenizer not in _agreed:
         for text in odd_texts(tokenizer):
             if whole(text).tolist() != reference(text):
-                why = _not_supported(file) if file.suffix == ".model" else ""
-                raise ConfigError(f"{others} {text!r}{why}: {_OFF}")
+                why = f" ({_SUPPORTED_MODELS})" if file.suffix == ".model" else ""
+                raise ConfigError(f"{difference} {text!r}{why}: {_OFF}")
         _agreed.add(tokenizer)
     documents = itertools.count(1)
 
     def checked(text: str) -> np.ndarray:
         ids = whole(text)
         if next(documents) % CHECK_EVERY == 0 and ids.tolist() != reference(text):
-            raise DataError(f"{others} {text[:200]!r} …: {_OFF}")
+            raise DataError(f"{difference} {text[:200]!r} …: {_OFF}")
         return ids
 
     return checked
@@ -432,12 +434,12 @@ def _gigatoken(tokenizer: AnyTokenizer, file: Path) -> Callable[[str], np.ndarra
         else:
             # gigatoken's conversion of the model
             content = str(Tokenizer.from_sentencepiece(str(file))._hf_json)
-        described = json.loads(content)
+        parsed = json.loads(content)
         # Without the special tokens, gigatoken treats text that spells one as text.
-        described["added_tokens"] = [
-            token for token in described["added_tokens"] if not token["special"]
+        parsed["added_tokens"] = [
+            token for token in parsed["added_tokens"] if not token["special"]
         ]
-        return Tokenizer.from_json(json.dumps(described)).encode
+        return Tokenizer.from_json(json.dumps(parsed)).encode
     except Exception as error:  # the Rust library raises types of its own
         raise ConfigError(
             f"gigatoken cannot read {str(file)!r} ({error}): {_OFF}"

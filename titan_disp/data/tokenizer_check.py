@@ -7,17 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from typing import Any
 
 import numpy as np
 
 from titan_disp.data.documents import Documents
-from titan_disp.data.formats import (
-    TOKEN_IDS,
-    BadDocument,
-    DamagedFile,
-    Record,
-    text_of,
-)
+from titan_disp.data.formats import TOKEN_IDS, BadDocument, DamagedFile, text_of
 from titan_disp.data.listing import DataFile, sample_of
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.token_ids import LONGEST
@@ -50,27 +45,29 @@ def tokenizer_warnings(
     or the attention depends on their ends.
     """
     local = [file for file in files if not file.remote]
-    ids = [file for file in local if file.name.endswith(TOKEN_IDS)]
-    texts = [file for file in local if not file.name.endswith(TOKEN_IDS)]
-    lacking = _without_separator(ids, options)
+    of_ids = [file for file in local if file.name.endswith(TOKEN_IDS)]
+    of_text = [file for file in local if not file.name.endswith(TOKEN_IDS)]
+    no_separator = ""
+    lacking = _without_separator(of_ids, options)
+    if lacking:
+        no_separator = _no_separator(tokenizer, lacking, len(of_ids), options)
+        if options.segments:
+            raise ConfigError(
+                f"{no_separator}. stream.document_mask and dispersion.within_documents "
+                "need the ends of documents"
+            )
     warnings = [
         _chat_token(tokenizer, options.format.separator),
-        _no_separator(tokenizer, lacking, len(ids), options),
-        _lost_characters(tokenizer, texts, options),
+        no_separator,
+        _lost_characters(tokenizer, of_text, options),
     ]
-    if options.segments and lacking:
-        raise ConfigError(
-            f"{warnings[1]}. stream.document_mask and dispersion.within_documents "
-            "need the ends of documents"
-        )
     return [warning for warning in warnings if warning]
 
 
 def _chat_token(tokenizer: AnyTokenizer, separator: str) -> str:
-    if separator:
-        return ""
+    """Return a sentence about an EOS that ends turns of a chat, or an empty text."""
     assert tokenizer.eos_id is not None
-    eos = tokenizer.id_to_token(tokenizer.eos_id)
+    eos = "" if separator else tokenizer.id_to_token(tokenizer.eos_id)
     ends = [end for end in _ENDS_OF_TEXT if tokenizer.token_to_id(end) is not None]
     if eos not in _ENDS_OF_TURN or not ends:
         return ""
@@ -90,12 +87,9 @@ def _without_separator(
         return []
 
     def lacks_separator(file: DataFile) -> bool:
-        documents = 0  # none in a damaged file
-        for ids in _first_ids(file, options):
-            if ids[-1] == eos_id:
-                return False
-            documents += 1
-        return documents > 0
+        last_ids = {int(ids[-1]) for ids in _beginning(file, options, LOOK)}
+        # A damaged file has none.
+        return bool(last_ids) and eos_id not in last_ids
 
     with ThreadPoolExecutor(16) as pool:
         lack = list(pool.map(lacks_separator, files))
@@ -112,28 +106,24 @@ def _no_separator(
     options: StreamOptions,
 ) -> str:
     """Return a sentence about the ``lacking`` of so many ``files`` of token ids."""
-    if not lacking:
-        return ""
-    eos_id = tokenizer.eos_id
-    assert eos_id is not None
+    assert tokenizer.eos_id is not None
     file = lacking[0]
-    candidates = _ids_at_intervals(tokenizer, [*_first_ids(file, options)])
+    ids = np.concatenate(list(_beginning(file, options, LOOK)))
     return (
-        f"{file.url}: no separator of documents, {eos_id} "
-        f"{tokenizer.id_to_token(eos_id)!r}, is among the first {LOOK:,} ids (the same "
-        f"holds for {counted(len(lacking), 'file')} of {files}). Such a file is read "
-        f"as one document, which is cut after every {LONGEST:,} ids. {candidates}Set "
-        "stream.separator to the token that ends documents, or to "
-        '"none" if each file is one document'
+        f"{file.url}: no separator of documents, {tokenizer.eos_id} "
+        f"{tokenizer.id_to_token(tokenizer.eos_id)!r}, is among the first {LOOK:,} ids "
+        f"(the same holds for {counted(len(lacking), 'file')} of {files}). Such a file "
+        f"is read as one document, which is cut after every {LONGEST:,} ids. "
+        f"{_ids_at_intervals(tokenizer, ids)}Set stream.separator to the token that "
+        'ends documents, or to "none" if each file is one document'
     )
 
 
-def _ids_at_intervals(tokenizer: AnyTokenizer, beginning: list[np.ndarray]) -> str:
+def _ids_at_intervals(tokenizer: AnyTokenizer, ids: np.ndarray) -> str:
     """Return a sentence about ids that may be separators: those of special tokens, and
     the largest.
     """
-    ids = np.concatenate(beginning)
-    counts = Counter(dict(enumerate(np.bincount(ids).tolist())))
+    counts = Counter(ids.tolist())
     candidates = {*map(tokenizer.token_to_id, tokenizer.added_tokens()), max(counts)}
     intervals = [
         f"{token_id} {tokenizer.id_to_token(token_id)!r} ({count:,} times, every "
@@ -148,51 +138,36 @@ def _lost_characters(
     tokenizer: AnyTokenizer, files: Sequence[DataFile], options: StreamOptions
 ) -> str:
     """Return a sentence about the characters that do not survive encoding and decoding
-    of a sample.
+    of a sample, or an empty text if nearly all do.
     """
     lost = Counter[str]()
     characters = 0
     for file in sample_of(files):
-        for text in _first_texts(file, options):
+        for text in _beginning(file, options, _SAMPLE):
             decoded = tokenizer.decode(tokenizer.plain(text))
             lost += Counter(text) - Counter(decoded)
             characters += len(text)
-    share = lost.total() / max(characters, 1)
-    if share <= _LOST:
+    if lost.total() <= _LOST * characters:
         return ""
     most = ", ".join(f"{character!r}" for character, _ in lost.most_common(5))
     return (
-        f"the tokenizer loses {share:.1%} of the characters in a sample of the texts, "
-        f"most of all {most}: it normalizes text, or has no tokens for them. Use "
-        "another tokenizer, unless this is wanted (docs/data.md)"
+        f"the tokenizer loses {lost.total() / characters:.1%} of the characters in a "
+        f"sample of the texts, most of all {most}: it normalizes text, or has no "
+        "tokens for them. Use another tokenizer, unless this is wanted (docs/data.md)"
     )
 
 
-def _first_texts(file: DataFile, options: StreamOptions) -> Iterator[str]:
-    """Yield documents of about ``_SAMPLE`` characters, of which the last is cut."""
-    left = _SAMPLE
-    for record in _records(file, options):
-        with suppress(BadDocument):
-            text = text_of(record, options.format.text_field)[:left]
-            left -= len(text)
-            yield text
-        if left <= 0:
-            return
-
-
-def _first_ids(file: DataFile, options: StreamOptions) -> Iterator[np.ndarray]:
-    """Yield the ids of the documents among the first ``LOOK`` ids."""
-    left = LOOK
-    for record in _records(file, options):
-        if isinstance(record, np.ndarray):
-            left -= len(record)
-            yield record
-        if left <= 0:
-            return
-
-
-def _records(file: DataFile, options: StreamOptions) -> Iterator[Record]:
-    """Yield the documents of a file, unparsed, up to its end or damage."""
+def _beginning(file: DataFile, options: StreamOptions, size: int) -> Iterator[Any]:
+    """Yield the first documents of a file, texts or arrays of ids, until they have
+    ``size`` characters or ids together. The last text is cut there.
+    """
     with closing(Documents(file, options)) as documents, suppress(DamagedFile):
-        while (record := documents.read()) is not None:
-            yield record
+        while size > 0 and (record := documents.read()) is not None:
+            if isinstance(record, np.ndarray):
+                size -= len(record)
+                yield record
+                continue
+            with suppress(BadDocument):
+                text = text_of(record, options.format.text_field)[:size]
+                size -= len(text)
+                yield text
