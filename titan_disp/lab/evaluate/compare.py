@@ -297,7 +297,7 @@ def table(comparison: ModelComparison) -> list[list[str]]:
             statistics.with_error(score, line.seed_errors[model])
             for model, score in line.scores.items()
         ]
-        row += [_with_p(found, several) for found in line.differences.values()]
+        row += [_with_p(cell, several) for cell in line.differences.values()]
         row += [_with_p(line.over_seeds[other], several) for other in over_seeds]
         rows.append(row)
     if others:

@@ -177,7 +177,7 @@ def _metadata(saved: SavedModel, name: str, cross_entropy: float | None) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["dispersion-loss", "titan-disp"],
-        datasets=sorted({id for id in ids if id}) or None,
+        datasets=sorted(set(filter(None, ids))) or None,
         base_model=_start(config)
         if config["checkpoint"]["initial_load_in_hf"]
         else None,

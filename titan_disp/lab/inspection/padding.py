@@ -57,8 +57,8 @@ class PaddedCosines:
             papers = _bound(sequence, cosines, added - 1)
             upper = _bound(sequence, cosines, added - 2)
             # For a negative cosine, the bounds change places.
-            both = torch.stack([lower, upper]).sort(0).values
-            columns = (cosines, _cosines(padded), both[0], papers, both[1])
+            bounds = torch.stack([lower, upper]).sort(0).values
+            columns = (cosines, _cosines(padded), bounds[0], papers, bounds[1])
             self.rows[layer].append(torch.stack([_mean(c) for c in columns]))
 
     def result(self) -> np.ndarray:

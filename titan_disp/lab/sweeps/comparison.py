@@ -260,12 +260,12 @@ def with_differences(
     if against is None:
         return list(conditions)
     by_seed = {condition.name: condition.values for condition in conditions}
-    found = differences_over_seeds(by_seed, against)
+    differences = differences_over_seeds(by_seed, against)
     # A single pair is no test: its p would be 1, whatever was measured.
-    tests = {name: test for name, test in found.items() if test.pairs != 1}
-    found |= zip(tests, with_holm(list(tests.values())), strict=True)
+    tests = {name: test for name, test in differences.items() if test.pairs != 1}
+    differences |= zip(tests, with_holm(list(tests.values())), strict=True)
     return [
-        replace(condition, difference=found.get(condition.name))
+        replace(condition, difference=differences.get(condition.name))
         for condition in conditions
     ]
 

@@ -101,11 +101,11 @@ def dry_run(sweep: Sweep, nproc: int = 1) -> int:
     """
     if nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1")
-    for one in prepare(sweep, nproc, write=False):
-        word, detail = state(one.point.folder)
-        print(f"{one.point.name}: {word}: {detail}")
+    for point in (prepared.point for prepared in prepare(sweep, nproc, write=False)):
+        word, detail = state(point.folder)
+        print(f"{point.name}: {word}: {detail}")
         if word != "finished":
-            argv = [*one.point.argv(), "--nproc", str(nproc)]
+            argv = [*point.argv(), "--nproc", str(nproc)]
             print(f"  titan-disp train {shlex.join(argv)}")
     return 0
 
