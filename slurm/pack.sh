@@ -1,6 +1,6 @@
 #!/bin/bash
 # Pack what earlier starts of a run have left, because each of 640 ranks leaves three files and folders: `pack.sh RUN START`
-# makes RUN/logs/OLD.tar of RUN/logs/OLD, and so in RUN/nodes and RUN/launch. The newest five of each stay, and so does what
+# makes RUN/logs/OLD.tar of RUN/logs/OLD, and so in RUN/launch. The newest five of each stay, and so does what
 # a job uses that runs or waits: START, this script's own folder, and those of other jobs. To read one: tar -xf OLD.tar
 set -u
 run=$1
@@ -16,7 +16,7 @@ in_use() {
     { [ "${1%%.*}" != "${start%%.*}" ] && grep -q "^${1%%.*} " <<<"$jobs"; }
 }
 
-for folder in logs nodes launch; do
+for folder in logs launch; do
   [ $folder != launch ] || umask 077 # only its owner may read what a job runs
   cd "$run/$folder" 2>/dev/null || continue
   # JOB.RESTARTS.ID, or DATE-TIME-PID of `submit`; the newest first
