@@ -1,7 +1,8 @@
 #!/bin/bash
 # Pack what earlier starts of a run have left, because each of 640 ranks leaves three files and folders: `pack.sh RUN START`
-# makes RUN/logs/OLD.tar of RUN/logs/OLD, and so in RUN/nodes and RUN/launch. The newest five of each stay, and so does what
+# makes RUN/logs/OLD.tar of RUN/logs/OLD, and so in RUN/launch. The newest five of each stay, and so does what
 # a job uses that runs or waits: START, this script's own folder, and those of other jobs. To read one: tar -xf OLD.tar
+# A launch folder also stays for 30 days, because another cluster may have a job that waits and uses it.
 set -u
 run=$1
 start=$2
@@ -16,11 +17,15 @@ in_use() {
     { [ "${1%%.*}" != "${start%%.*}" ] && grep -q "^${1%%.*} " <<<"$jobs"; }
 }
 
-for folder in logs nodes launch; do
-  [ $folder != launch ] || umask 077 # only its owner may read what a job runs
+for folder in logs launch; do
+  age=()
+  if [ $folder = launch ]; then
+    umask 077 # only its owner may read what a job runs
+    age=(-mtime +30)
+  fi
   cd "$run/$folder" 2>/dev/null || continue
   # JOB.RESTARTS.ID, or DATE-TIME-PID of `submit`; the newest first
-  mapfile -t names < <(find . -maxdepth 1 -type d -user "$(id -un)" -printf '%T@ %f\n' | sort -rn | cut -d ' ' -f 2- |
+  mapfile -t names < <(find . -maxdepth 1 -type d -user "$(id -un)" "${age[@]+"${age[@]}"}" -printf '%T@ %f\n' | sort -rn | cut -d ' ' -f 2- |
     grep -xE '[0-9]+\.[0-9]+\.[0-9a-f]{6}|[0-9]{8}-[0-9]{6}-[0-9]+')
   for name in "${names[@]:$keep}"; do
     in_use "$name" && continue

@@ -57,6 +57,7 @@ LAUNCH = "titan-disp-launch: "
 INTENDED = 64
 # minutes before a requeue, or a retry in the same job, after so many failures in a row
 RETRIES = "now,10,30,60,60,60"
+UNITS = (1, 60, 3600, 86400)  # seconds
 NOW_OR_LATER = 2  # minutes before a requeue instead of a retry "now"
 LEAD = 300  # seconds of sbatch --signal in the batch scripts
 # of a job whose failures cannot be counted (also in the batch scripts)
@@ -64,7 +65,6 @@ MOST_RESTARTS = 50
 # These fields of scontrol take a whole line, and may contain anything, even the name of
 # another field.
 WHOLE_LINES = "JobName Command SubmitLine WorkDir Comment AdminComment SystemComment Extra StdErr StdIn StdOut"
-LOCK_LIFE = 30.0  # seconds in which a start that lives renews its lock
 REQUEUED = "SLURM has requeued the job itself"
 HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is
@@ -156,11 +156,10 @@ def seconds_of(limit):
     """Convert SLURM's [DAYS-][HOURS:]MINUTES:SECONDS to seconds; None means a word,
     such as UNLIMITED.
     """
-    parts = re.match(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)$", limit)
-    if not parts:
+    numbers = re.findall(r"\d+", limit)
+    if not numbers:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    return sum(unit * int(numbers.pop()) for unit in UNITS[: len(numbers)])
 
 
 def events(run, start, *names):
@@ -531,7 +530,7 @@ class Supervisor:
         return restarts.isdigit() and int(restarts) > self.restart
 
     def hear(self, number, _):
-        self.heard.append(signal.Signals(number).name[len("SIG") :])
+        self.heard.append(signal.Signals(number).name[3:])  # without SIG
 
     def signalled(self):
         """Return all signals that the batch script or this process received, in
@@ -609,6 +608,7 @@ class Supervisor:
         """Return the first state, or the end if the time limit is so short that no
         start could train.
         """
+        problem = ""
         limit = seconds_of(self.show_job().get("TimeLimit", ""))
         if limit is not None and limit <= self.lead:
             problem = (
@@ -617,11 +617,11 @@ class Supervisor:
                 "for a longer --time, or for a later signal with "
                 "SBATCH_SIGNAL=B:USR1@SECONDS"
             )
-            return Outcome(END, problem, 2)
-        if self.needed() < 1:
+        elif self.needed() < 1:
             problem = (
                 f"TITAN_DISP_SPARES is {self.spares}, and no node is left to train"
             )
+        if problem:
             return Outcome(END, problem, 2)
         nodes = self.environment["SLURM_JOB_NODELIST"]
         return Outcome(UNPACK, f"start {self.start} on {nodes}")
@@ -754,10 +754,8 @@ class Supervisor:
             if isinstance(report, dict) and isinstance(report.get("node"), str)
         }
         with contextlib.suppress(OSError):  # keep the reports for later
-            os.makedirs(self.file("nodes", self.start), exist_ok=True)
-            for node, report in reports.items():
-                path = self.file("nodes", self.start, node + ".json")
-                write(path, json.dumps(report))
+            os.makedirs(self.file("nodes"), exist_ok=True)
+            write(self.file("nodes", self.start + ".json"), json.dumps(reports))
         return reports, process.returncode
 
     def _await(self, process, end):
@@ -863,19 +861,13 @@ class Supervisor:
 
     def owner(self):
         """Return which other job holds the run folder's lock (run/lock.py) and thus
-        owns its state: "job 6", or None. Of a lock that was left, SLURM knows it.
+        owns its state: "job 6", or None. Whether that job still runs, SLURM knows.
         """
-        path = self.file(".lock")
-        holder = read_json(path)
-        job = str(holder.get("job")).split(".")[0]
-        lives = False
-        if job.isdigit() and job != self.job:
-            _, state = self.call("squeue", "--noheader", "--job=" + job, "--format=%T")
-            lives = state.strip() in ("RUNNING", "SUSPENDED")
-        elif holder and not job:  # outside of SLURM
-            with contextlib.suppress(OSError):
-                lives = abs(time.time() - os.stat(path).st_mtime) < LOCK_LIFE
-        return f"job {job or 'none'}" if lives else None
+        job = str(read_json(self.file(".lock")).get("job")).split(".")[0]
+        if not job.isdigit() or job == self.job:
+            return None
+        _, state = self.call("squeue", "--noheader", "--job=" + job, "--format=%T")
+        return f"job {job}" if state.strip() in ("RUNNING", "SUSPENDED") else None
 
     def held(self):
         """Tell whether a user has asked the run to stop.
@@ -906,15 +898,15 @@ class Supervisor:
         # Two jobs on one node must not use the same port, such as tasks of an array,
         # whose numbers are neighbours. Linux's ephemeral ports begin at 32768.
         number = int(self.job) + 1009 * self.restart + 101 * (self.starts - 1)
-        first = 20000 + number % 10000
-        ports = [int(self.port)] if self.port else range(first, first + 100)
-        port = next(filter(is_free, ports), None)
-        if port is None:
-            raise Failure(
-                f"another process on this node uses port {ports[0]}, on which the ranks "
-                "would meet (TITAN_DISP_ENDPOINT)"
-            )
-        return f"{self.head or self.used[0]}:{port}"
+        first = int(self.port or 20000 + number % 10000)
+        tries = 1 if self.port else 100
+        for port in range(first, first + tries):
+            if is_free(port):
+                return f"{self.head or self.used[0]}:{port}"
+        raise Failure(
+            f"another process on this node uses port {first}, on which the ranks would "
+            "meet (TITAN_DISP_ENDPOINT)"
+        )
 
     def train(self):
         """Run torchrun on every node until it ends, or until the run is silent for

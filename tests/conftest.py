@@ -127,7 +127,7 @@ def _runs_keep_their_promises(request):
         return
     for environment in folder.rglob("environment.json"):
         # stand-ins of a run have no variables
-        real = "variables" in environment.read_text()
+        real = "variables" in environment.read_text(errors="replace")
         if real and (environment.parent / "events.jsonl").exists():
             from tests.run_invariants import check_run
 

@@ -51,7 +51,7 @@ FILES = {
         for name in ("profile_traces", "memory_snapshot", "memory_budget_pareto")
     },
     "comm_traces/": r"comm_traces/rank_\d+",
-    "nodes/START/NODE.json": r"nodes/.+",
+    "nodes/START.json": r"nodes/.+",
     "node_check/JOB.RESTARTS/": r"node_check/.+",
     "launch/NAME/": r"launch/.+",
     "condensation/step-N.npz": r"condensation/step-\d+\.npz",

@@ -434,7 +434,9 @@ def test_a_rank_that_has_stopped_and_rank_0_itself_are_named(clock, ranks, names
     first, second, third = ranks
     pass_time(clock, ranks, 5)
     pass_time(clock, [first, third], 50)
-    said = "all ranks wait for rank 1 on n2, which does not answer: reading data at"
+    said = (
+        "all ranks wait for rank 1 on n2: reading data at step 4, for 5 s; it does not"
+    )
     assert first.heartbeat.waits_for.startswith(said)
     second.heartbeat.go_on("step", 4)
     third.heartbeat.go_on("step", 4)
@@ -453,7 +455,7 @@ def test_slow_steps_are_usual_and_a_store_that_has_ended_is_no_error(
     pass_time(clock, ranks, 100)
     assert first.heartbeat.waits_for == ""
     pass_time(clock, ranks, 30)
-    assert " and 1 other" not in first.heartbeat.waits_for != ""
+    assert first.heartbeat.waits_for.startswith("all ranks wait for rank 2 on n2: ")
     monkeypatch.setattr(
         first, "_store", Mock(set=Mock(side_effect=RuntimeError("Connection reset")))
     )

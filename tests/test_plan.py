@@ -569,11 +569,11 @@ def test_checkpoint_counts():
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        ({"nodes": 0}, "at least 1"),
+        ({"nodes": 0}, "--nodes is 0, expected at least 1"),
         ({"mfu": 0.0}, "mfu is 0.0"),
         ({"mfu": 1.5}, "mfu is 1.5, expected a number in"),
         *(
-            ({f"{what}_bandwidth": 0.0}, f"{what} bandwidth is 0 GB/s")
+            ({f"{what}_bandwidth": 0.0}, f"--{what}-bandwidth is 0 GB/s")
             for what in ("node", "network", "storage")
         ),
     ],
@@ -851,7 +851,7 @@ def test_a_gpu_is_this_computers_with_its_own_memory(
     assert gpu_name("") == (name or device)
     plan = make_plan(loaded(DEMO), Machine(1, 2))
     assert plan.machine.gpu_memory == pytest.approx(memory / 1e9)
-    said = f"{device} is not in the table of GPUs: what you do not give is a guess, as of an {similar} "
+    said = f"{device} is not in the table of GPUs: what you do not give is a guess, as of {similar} ("
     assert sum(warning.startswith(said) for warning in plan.warnings) == (name is None)
     # Of another one that is asked for, the device says nothing.
     assert find_gpu(Machine(gpu="H200")).memory == 141e9

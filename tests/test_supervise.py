@@ -44,7 +44,7 @@ def report(node, gpus, problems):
     return {"node": node, "gpus": ["H100"] * gpus, "problems": problems}
 
 
-RUNS_6 = 'case "$*" in *job=6\\ *) echo RUNNING;;'  # job 6 runs, and job 5 has ended
+RUNS_6 = 'case "$*" in *job=[67]\\ --format=%T) echo RUNNING;;'  # job 5 has ended
 
 
 class Cluster:
@@ -1207,18 +1207,19 @@ class TestNodes:
     CAN = Outcome("prepare", "4 of 4 nodes can train")
 
     def test_all_can_train(self, cluster):
-        nodes = cluster.run / "nodes" / "7.0"
+        nodes = cluster.run / "nodes"
         cluster.reports(FOUR)
         assert (
             cluster.supervisor(NPROC="gpu", SLURM_GPUS_PER_NODE="h100:8").check_nodes()
             == self.CAN
         )
-        kept = {path.stem: json.loads(path.read_text()) for path in nodes.iterdir()}
-        assert kept == {n: report(n, 8, []) for n in FOUR}
+        (kept,) = nodes.iterdir()
+        assert kept.name == "7.0.json"
+        assert json.loads(kept.read_text()) == {n: report(n, 8, []) for n in FOUR}
         assert cluster.calls("srun") == [
             f"{STEP.format(0)} bash {ROOT}/slurm/node.sh check"
         ]
-        nodes.rename(cluster.run / "nodes" / "6.0")
+        nodes.rename(cluster.run / "others")
         nodes.write_text("no folder")
         assert cluster.supervisor().check_nodes() == self.CAN
 
@@ -2029,7 +2030,6 @@ class TestPack:
         """Eight starts, of which that of job 7 runs and that of job 1 was the first."""
         for folder, names in (
             ("logs", self.STARTS),
-            ("nodes", self.STARTS),
             ("launch", self.SUBMITTED),
         ):
             for i, name in enumerate([*names, "something else"]):
@@ -2053,8 +2053,7 @@ class TestPack:
 
     def test_the_newest_stay_and_so_does_what_is_in_use(self, cluster, run):
         self.pack(cluster, self.JOBS)
-        for name in ("logs", "nodes"):
-            assert self.folders(run, name) == {*self.STARTS[3:], "something else"}
+        assert self.folders(run, "logs") == {*self.STARTS[3:], "something else"}
         launch = {*self.SUBMITTED[3:], "something else"}
         # of a job that waits, and of this script
         launch |= {"20260101-000000-8", "20260101-000001-9"}

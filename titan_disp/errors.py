@@ -1,6 +1,7 @@
 """Exceptions for problems that the user can fix, and parts of their messages."""
 
 import difflib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -155,6 +156,20 @@ def fits(value: Any, type_: type) -> bool:
     if type_ is float:
         return isinstance(value, (int, float))
     return isinstance(value, type_)
+
+
+@contextmanager
+def one_line_at_the_end() -> Iterator[None]:
+    """End the process at a UserError of this context, with one line on stderr instead
+    of a traceback.
+    """
+    try:
+        yield
+    except UserError as error:
+        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, InUseError):
+            sys.exit(IN_USE_EXIT_CODE)
+        sys.exit(EXIT_CODE)
 
 
 @contextmanager

@@ -62,17 +62,17 @@ def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
     """Return the dtype of products and block outputs."""
     t = job_config.training
     # FSDP or autocast sets it. TorchTitan 0.2.2 uses neither for TP without FSDP.
-    mixed = fsdp_degree > 1 or job_config.parallelism.tensor_parallel_degree == 1
-    return TORCH_DTYPE_MAP[t.mixed_precision_param if mixed else t.dtype]
+    if fsdp_degree > 1 or job_config.parallelism.tensor_parallel_degree == 1:
+        return TORCH_DTYPE_MAP[t.mixed_precision_param]
+    return TORCH_DTYPE_MAP[t.dtype]
 
 
 def elements(module: torch.nn.Module, tp: int) -> int:
     """Count a rank's elements before FSDP: TP shards matrices and replicates the
     vectors of norms.
     """
-    return sum(
-        w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters()
-    )
+    vectors = sum(w.numel() for w in module.parameters() if w.ndim < 2)
+    return vectors + (sum(w.numel() for w in module.parameters()) - vectors) // tp
 
 
 def fsdp_groups(model: DispModel, tp: int) -> tuple[int, int, int]:
@@ -80,8 +80,9 @@ def fsdp_groups(model: DispModel, tp: int) -> tuple[int, int, int]:
     untied embeddings, and the rest.
     """
     blocks = sum(elements(block, tp) for block in model.layers.values())
-    untied = [] if model.model_args.enable_weight_tying else model.embeddings
-    embeddings = sum(elements(table, tp) for table in untied)
+    embeddings = 0
+    if not model.model_args.enable_weight_tying:
+        embeddings = sum(elements(table, tp) for table in model.embeddings)
     return blocks, embeddings, elements(model, tp) - blocks - embeddings
 
 
@@ -128,7 +129,9 @@ def _lower(itemsize: int) -> int:
     """Return the bytes per number of a second copy in a lower precision, which float32
     itself does not need.
     """
-    return itemsize if itemsize < 4 else 0
+    if itemsize < 4:
+        return itemsize
+    return 0
 
 
 def logit_bytes(
@@ -146,23 +149,21 @@ def logit_bytes(
         and not loss_parallel
     )
     chunk = min(job_config.training.head_chunk_tokens, tokens)
+    lower = _lower(itemsize)
+    # A compiled loss holds the logits and their gradient. An eager loss holds three
+    # tensors in fp32: the log-probabilities, their gradient, and the gradient of the
+    # logits.
+    number = 12
+    if compiled:
+        number = 2 * itemsize
     if not chunk:
-        # A compiled loss holds the logits and their gradient. An eager loss holds three
-        # tensors in fp32: the log-probabilities, their gradient, and the gradient of
-        # the logits.
-        return (
-            tokens
-            * args.vocab_size
-            // (tp if loss_parallel else 1)
-            * (2 * itemsize if compiled else 12)
-        )
+        shards = tp if loss_parallel else 1
+        return tokens * args.vocab_size // shards * number
     # The weight's gradient is added up in fp32. In bf16, a chunk's part of it is a
     # tensor of its own, and the logits of an eager loss are also in fp32.
-    lower = _lower(itemsize)
-    of_chunk = max(
-        chunk * (2 * itemsize if compiled and tp == 1 else 4 + lower),
-        lower * (chunk + args.dim),
-    )
+    if not compiled or tp > 1:
+        number = 4 + lower
+    of_chunk = max(chunk * number, lower * (chunk + args.dim))
     return (
         args.vocab_size // tp * (of_chunk + args.dim * 4) + tokens * args.dim * itemsize
     )
@@ -183,49 +184,57 @@ def estimate(
     tp = p.tensor_parallel_degree
     ac = job_config.activation_checkpoint.mode
     dtype = compute_dtype(job_config, fsdp_degree)
-    parameter_bytes = 0 if t.enable_cpu_offload else TORCH_DTYPE_MAP[t.dtype].itemsize
+    weights_dtype = TORCH_DTYPE_MAP[t.dtype]
     whole = elements(model, tp)
     (blocks, _, rest) = fsdp_groups(model, tp)
-    shard = -(-whole // fsdp_degree) * parameter_bytes
-    # Autocast keeps the cast weights for backward; they have no gradients of their own
+    shard = 0
+    if not t.enable_cpu_offload:
+        shard = -(-whole // fsdp_degree) * weights_dtype.itemsize
+    # The final norm, the output and a tied model's embeddings stay gathered until their
+    # backward. Of the blocks, the current and the next one are gathered. Untied
+    # embeddings are not gathered while the output is.
+    gathered = rest + 2 * blocks // args.n_layers
+    if p.fsdp_reshard_after_forward == "never":
+        gathered = whole
+    unsharded = gathered * dtype.itemsize * 2
     if fsdp_degree == 1:
-        unsharded = whole * dtype.itemsize if dtype != TORCH_DTYPE_MAP[t.dtype] else 0
-    else:
-        # The final norm, the output and a tied model's embeddings stay gathered until
-        # their backward. Of the blocks, the current and the next one are gathered.
-        # Untied embeddings are not gathered while the output is.
-        gathered = (
-            whole
-            if p.fsdp_reshard_after_forward == "never"
-            else rest + 2 * blocks // args.n_layers
-        )
-        unsharded = gathered * dtype.itemsize * 2
+        # Autocast keeps the cast weights for backward; they have no gradients of their
+        # own.
+        unsharded = whole * dtype.itemsize * (dtype != weights_dtype)
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
     token = tokens * dtype.itemsize
     saved = block_elements(job_config, args) * token
     block = args.saved_elements(tp)
-    working = (block["gradients"] + (0 if ac == "none" else block["none"])) * token
+    working = block["gradients"] * token
+    if ac != "none":
+        working += block["none"] * token
     head = (args.dim / tp + args.dim) * token  # the final norm's input and output
     # Autocast leaves the outputs of blocks, and so their gradients, in the dtype of the
     # weights.
-    output = (TORCH_DTYPE_MAP[t.dtype] if fsdp_degree == 1 else dtype).itemsize
+    output = dtype.itemsize
+    if fsdp_degree == 1:
+        output = weights_dtype.itemsize
     dispersed = saved_gradients(job_config, args) * output
     # of all layers, before backward comes to the head
     spread = saved_gradients(job_config, args, spread=True) * output
     logits = logit_bytes(job_config, args, dtype.itemsize, tokens)
-    chunked = t.head_chunk_tokens > 0
     matrix = args.vocab_size * args.dim // tp
     # by a chunked head, in forward
-    computed = args.dim * token + matrix * 4 if chunked else 0
-    cast = matrix * _lower(dtype.itemsize) if chunked else 0
+    computed = 0
+    cast = 0
+    spread_in_loss = spread
+    if t.head_chunk_tokens > 0:
+        computed = args.dim * token + matrix * 4
+        cast = matrix * _lower(dtype.itemsize)
+        spread_in_loss = 0
     # layers, their units and products
     together = 3 * min(dispersed, GPU_BATCH_ELEMENTS * output)
-    tied = matrix * dtype.itemsize if args.enable_weight_tying else 0
-    before = shard if accumulating else 0
+    tied = matrix * dtype.itemsize * args.enable_weight_tying
+    before = shard * accumulating
     # Outputs of blocks are counted as saved inputs of the next blocks.
     moments = [
         # the loss; with a chunked head, in its forward
-        (before, saved + head, 0 if chunked else spread, logits),
+        (before, saved + head, spread_in_loss, logits),
         # the loss of dispersion
         (before, saved + head, dispersed, computed + together),
         # backward begins with the head
@@ -422,11 +431,10 @@ def guessed_gpu(machine: Machine) -> str | None:
     """Return a sentence that says what of a machine's GPU is a guess, or None."""
     if machine.gpu in GPUS:
         return None
-    similar = similar_gpu(machine.gpu)
-    source = f"an {similar}" if similar else "a desktop GPU"
     return (
         f"{machine.gpu} is not in the table of GPUs: what you do not give is a guess, "
-        f"as of {source} (--gpu-flops, --node-bandwidth, --network-bandwidth)"
+        f"as of {similar_gpu(machine.gpu) or 'a desktop GPU'} (--gpu-flops, "
+        "--node-bandwidth, --network-bandwidth)"
     )
 
 
@@ -524,9 +532,11 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
     """
     sent = (size - 1) / size * count
     together = max(1, min(size, gpus_per_node // stride))
-    return Sent(
-        sent if together > 1 else 0.0, sent / together if together < size else 0.0
-    )
+    if together == 1:
+        return Sent(between=sent)
+    if together == size:
+        return Sent(within=sent)
+    return Sent(sent, sent / together)
 
 
 def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
@@ -606,7 +616,9 @@ def traffic(
     # All sequences of a microbatch share one lookup of positions. With context
     # parallelism, each sequence has its own.
     tables = len(model.embeddings) - 1
-    positions = 2 * tables / (t.local_batch_size if cp == 1 else 1)
+    positions = 2 * tables
+    if cp == 1:
+        positions /= t.local_batch_size
     tensor = ring(tp, 1, gpus_per_node, activation / cp) * (
         (8 + recomputed) * args.n_layers + 4 + positions
     )
@@ -618,7 +630,7 @@ def traffic(
     # their fp32 gradients to the next rank as many times as there are ranks.
     heads = 2 * tokens * args.n_kv_heads * args.head_dim // tp * args.n_layers
     gathers = 2 if job_config.activation_checkpoint.mode in ("none", "selective") else 3
-    passed = heads * 4 * (cp / (cp - 1) if cp > 1 else 0)
+    passed = heads * 4 * cp / max(1, cp - 1)  # 0 bytes in a ring of one rank
     context = ring(cp, tp, gpus_per_node, gathers * heads * itemsize + passed)
     return Traffic(
         at_the_ends=(sharded(outer_bytes), tensor * microbatches, replicated(outer)),

@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_disp.config.load import expanded, load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import EXIT_CODE, ConfigError, UserError
+from titan_disp.errors import ConfigError, one_line_at_the_end
 from titan_disp.run.folder import versions, writing
 
 # Marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
@@ -131,11 +131,9 @@ def earlier(run: Path, name: str) -> Path | None:
         if ".partial-" not in file.parent.name
         and file.parent.lstat().st_uid == os.geteuid()
     ]
-    return (
-        max(files, key=lambda file: file.stat().st_mtime).parent
-        if files and restarts != "0"
-        else None
-    )
+    if not files or restarts == "0":
+        return None
+    return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
 def installed() -> dict[str, Any]:
@@ -157,21 +155,19 @@ def installation_changes(config: str | Path) -> list[str]:
         for name, version in now["packages"].items()
         if then["packages"].get(name) != version
     ]
-    return changed + (["the code of titan_disp"] if then["code"] != now["code"] else [])
+    if then["code"] != now["code"]:
+        changed.append("the code of titan_disp")
+    return changed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", required=True)
     args, rest = parser.parse_known_args()
-    try:
+    with one_line_at_the_end():
         job_config = load_config(rest)
-        folder = earlier(
-            Path(job_config.job.dump_folder).absolute(), args.name
-        ) or freeze(job_config, rest, args.name)
-    except UserError as error:
-        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CODE)
+        run = Path(job_config.job.dump_folder).absolute()
+        folder = earlier(run, args.name) or freeze(job_config, rest, args.name)
     # As the bytes of the path, because Python 3.6 in the locale C could not write its
     # letters.
     sys.stdout.buffer.write(

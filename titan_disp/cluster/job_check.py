@@ -7,7 +7,6 @@ status 2, or with status 3 if another job uses the run folder.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,13 +19,7 @@ from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.data.sources import training_sets
 from titan_disp.data.stores import is_hub_name, parse_name
-from titan_disp.errors import (
-    EXIT_CODE,
-    IN_USE_EXIT_CODE,
-    ConfigError,
-    InUseError,
-    UserError,
-)
+from titan_disp.errors import ConfigError, one_line_at_the_end
 from titan_disp.run.folder import writing
 from titan_disp.run.lock import abandoned
 from titan_disp.run.reader import LOCK
@@ -49,7 +42,7 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
         raise ConfigError(
             f"TITAN_DISP_NPROC is {nproc!r}, expected gpu or a number of ranks per node"
         )
-    per_node = torch.accelerator.device_count() if nproc == "gpu" else int(nproc)
+    per_node = ranks_per_node(nproc, torch.accelerator.device_count())
     if per_node < 1:
         raise ConfigError(
             "no GPU is visible on this node: request GPUs from SLURM (--gpus-per-node "
@@ -68,6 +61,13 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
             f"titan-disp: warning: the job was submitted with another installation: {changed}",
             flush=True,
         )
+
+
+def ranks_per_node(nproc: str, gpus: int) -> int:
+    """Return the ranks of a node that has so many GPUs. ``nproc``: a number or "gpu"."""
+    if nproc == "gpu":
+        return gpus
+    return int(nproc)
 
 
 def hub_warnings(
@@ -109,11 +109,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--nproc", default="gpu")
     args, rest = parser.parse_known_args()
-    try:
+    with one_line_at_the_end():
         prepare(rest, args.nodes, args.nproc)
-    except UserError as error:
-        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(IN_USE_EXIT_CODE if isinstance(error, InUseError) else EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -128,12 +129,9 @@ def _start_ranks(
         signals_to_handle="SIGQUIT",
     )
     stop = StopRanks()
-    begins = "resumes from the newest checkpoint, or begins anew if there is none"
-    then = (
-        begins
-        if job_config.checkpoint.enable
-        else "begins anew, because checkpoint.enable is false"
-    )
+    then = "begins anew, because checkpoint.enable is false"
+    if job_config.checkpoint.enable:
+        then = "resumes from the newest checkpoint, or begins anew if there is none"
     try:
         with stop_signals(stop.heard):
             elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
@@ -197,17 +195,23 @@ class StopRanks:
         ranks = _ranks()
         if not ranks:  # they have not started, or have ended
             raise SystemExit(128 + (self.number or number))
-        first = not self.number
-        self.number = self.number or number
-        stop, sent = (os.kill, signal.SIGTERM) if first else (os.killpg, signal.SIGKILL)
-        for rank in ranks:
-            with contextlib.suppress(OSError):  # it has ended
-                stop(rank, sent)
-        if first:
-            _say(
-                f"titan-disp: {self.name}: the ranks finish their step, save and end. "
-                "A second signal kills them."
-            )
+        if self.number:
+            _signal(os.killpg, ranks, signal.SIGKILL)
+            return
+        self.number = number
+        _signal(os.kill, ranks, signal.SIGTERM)
+        _say(
+            f"titan-disp: {self.name}: the ranks finish their step, save and end. A "
+            "second signal kills them."
+        )
+
+
+def _signal(
+    send: Callable[[int, int], None], processes: Iterable[int], number: int
+) -> None:
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            send(process, number)
 
 
 def _say(text: str) -> None:
@@ -236,10 +240,12 @@ def _last_error(logs: str, rank: int) -> str | None:
         Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"),
         key=lambda p: p.stat().st_mtime,
     )
-    lines = files[-1].read_text(errors="replace").splitlines() if files else []
-    return next(
-        (line for line in reversed(lines) if line.startswith("titan-disp: error")), None
+    if not files:
+        return None
+    errors = re.findall(
+        r"(?m)^titan-disp: error.*$", files[-1].read_text(errors="replace")
     )
+    return errors[-1] if errors else None
 
 
 SCRIPT = "pretrain.sbatch"
@@ -308,9 +314,11 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
                 f"{name} is {value!r}, and sbatch ends the value at the comma: use a "
                 "path without one"
             )
-    gpus = [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
-    given = [f"--{option.lstrip('-')}" for option in (*more, *options.sbatch)]
-    return [f"--nodes={options.nodes}", *gpus, *given, f"--export={','.join(exported)}"]
+    words = [f"nodes={options.nodes}"]
+    if options.gpus_per_node:
+        words.append(f"gpus-per-node={options.gpus_per_node}")
+    words += [*more, *options.sbatch, f"export={','.join(exported)}"]
+    return [f"--{word.lstrip('-')}" for word in words]
 
 
 def site_file(site: str) -> Path:

@@ -94,8 +94,9 @@ def gpu_problems() -> list[str]:
         return [f"{error.cmd[0]} does not answer within {LIMIT} s"]
     # Newer drivers report the action that they require. With older ones, only the
     # kernel log has Xids.
-    told = [value for value in nvidia[RECOVERY].values() if value not in UNKNOWN]
-    return problems if told else problems + list(dict.fromkeys(_xids()))
+    if all(value in UNKNOWN for value in nvidia[RECOVERY].values()):
+        problems += dict.fromkeys(_xids())
+    return problems
 
 
 def _output(*command: str) -> str:
@@ -109,7 +110,9 @@ def _output(*command: str) -> str:
         )
     except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode:
+        return ""
+    return done.stdout
 
 
 def _nvidia(field: str) -> dict[str, str]:

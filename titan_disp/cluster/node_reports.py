@@ -24,10 +24,10 @@ from titan_disp.cluster.bandwidth import (
     slow_nodes,
     usual_bandwidth,
 )
-from titan_disp.cluster.job_check import hub_warnings
+from titan_disp.cluster.job_check import hub_warnings, ranks_per_node
 from titan_disp.cluster.node_health import in_order, writable
 from titan_disp.config.load import load_config
-from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted
+from titan_disp.errors import ConfigError, counted, one_line_at_the_end
 from titan_disp.templates import templates
 
 # seconds: users compare logs and file times of different nodes, and credentials expire
@@ -131,19 +131,17 @@ def config_problem(
     """Return the config's problems and notes, for so many nodes with the most common
     number of GPUs.
     """
-    counts = Counter(len(report["gpus"]) for report in reports.values())
-    per_node = (
-        int(nproc) if nproc != "gpu" else (counts.most_common(1)[0][0] if counts else 0)
-    )
-    if not per_node:
+    counts = [len(report["gpus"]) for report in reports.values()]
+    ranks = nodes * ranks_per_node(nproc, max(counts, key=counts.count, default=0))
+    if not ranks:
         return [], []
     try:
         job_config = load_config(argv)
-        check_config(job_config, nodes * per_node)
+        check_config(job_config, ranks)
         check_device(job_config)
     except ConfigError as error:
         return [str(error)], []
-    return [], hub_warnings(job_config, nodes * per_node, nodes)
+    return [], hub_warnings(job_config, ranks, nodes)
 
 
 def make_report(
@@ -189,8 +187,10 @@ def make_report(
 
 
 def _named(nodes: Sequence[str]) -> str:
-    more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
-    return ", ".join(nodes[:NAMED]) + more
+    text = ", ".join(nodes[:NAMED])
+    if len(nodes) > NAMED:
+        text += f" and {len(nodes) - NAMED} more"
+    return text
 
 
 def render(report: Report, expected: Sequence[str]) -> list[str]:
@@ -216,14 +216,11 @@ def main() -> None:
     parser.add_argument("--expected", type=str.split, default=[])
     args, titan = parser.parse_known_args()
     if args.what == "folder":
-        try:
+        with one_line_at_the_end():
             run = Path(load_config(titan).job.dump_folder).absolute()
             if problem := writable(str(run)):  # this creates it
                 raise ConfigError(f"job.dump_folder: {problem}")
-            print(run)
-        except UserError as error:
-            print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
-            sys.exit(EXIT_CODE)
+        print(run)
     elif args.what == "able":
         reports, _ = collect(args.out / "nodes", args.expected)
         print(",".join(able_nodes(reports, args.nproc)))
@@ -231,7 +228,7 @@ def main() -> None:
         report = make_report(args.out, args.expected, args.nproc, titan)
         (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
         print("\n".join(render(report, args.expected)))
-        sys.exit(1 if report["problems"] else 0)
+        sys.exit(int(bool(report["problems"])))
 
 
 if __name__ == "__main__":

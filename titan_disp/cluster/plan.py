@@ -8,6 +8,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from titan_disp.config.batch import (
     slot_count,
     tokens_per_step,
 )
-from titan_disp.config.command_options import Machine
+from titan_disp.config.command_options import Machine, check_least
 from titan_disp.config.types import JobConfig
 from titan_disp.data.assignment import (
     Assignment,
@@ -364,35 +365,29 @@ def find_machine(machine: Machine) -> Machine:
     Raises ConfigError if one of its numbers is out of range.
     """
     gpu = cost.find_gpu(machine)
-    if machine.nodes < 1 or machine.gpus_per_node < 1:
-        raise ConfigError(
-            f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}, "
-            "expected at least 1 of both"
-        )
+    check_least(machine, nodes=1, gpus_per_node=1)
     if not 0 < machine.mfu <= 1:
         raise ConfigError(f"mfu is {machine.mfu}, expected a number in (0, 1]")
-    node_bandwidth = machine.node_bandwidth
-    if node_bandwidth is None:
-        node_bandwidth = gpu.node_bandwidth / 1e9
-    network_bandwidth = machine.network_bandwidth
-    if network_bandwidth is None:
-        network_bandwidth = gpu.network_bandwidth / 1e9
-    for link, bandwidth in {
-        "node": node_bandwidth,
-        "network": network_bandwidth,
-        "storage": machine.storage_bandwidth,
-    }.items():
-        if not bandwidth > 0:
+    bandwidths: dict[str, Any] = {
+        "node_bandwidth": gpu.node_bandwidth / 1e9,
+        "network_bandwidth": gpu.network_bandwidth / 1e9,
+        "storage_bandwidth": machine.storage_bandwidth,
+    }
+    for name in bandwidths:
+        asked = getattr(machine, name)
+        if asked is not None:
+            bandwidths[name] = asked
+        if not bandwidths[name] > 0:
             raise ConfigError(
-                f"{link} bandwidth is {bandwidth:g} GB/s, expected a number > 0"
+                f"--{name.replace('_', '-')} is {bandwidths[name]:g} GB/s, expected a "
+                "number > 0"
             )
     return replace(
         machine,
         gpu=cost.gpu_name(machine.gpu),
         gpu_memory=gpu.memory / 1e9,
         gpu_flops=gpu.bf16_flops / 1e12,
-        node_bandwidth=node_bandwidth,
-        network_bandwidth=network_bandwidth,
+        **bandwidths,
     )
 
 
@@ -628,7 +623,9 @@ SHOWN = 24  # most node counts on the line
 
 def _size(count: float) -> str:
     # GB wherever they show two digits, so that the lines of a plan compare at a glance
-    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
+    if count >= 1e7:
+        return f"{count / 1e9:.2f} GB"
+    return f"{count / 1e6:.2f} MB"
 
 
 def _days(days: float) -> str:
@@ -652,7 +649,7 @@ def _node_counts(counts: list[NodeCount]) -> str:
         numbers = [f"{count.nodes} ({count.replicate})" for count in counts]
     if len(numbers) > SHOWN:
         numbers[SHOWN - 1 : -1] = ["…"]
-    nodes = "node" if [count.nodes for count in counts] == [1] else "nodes"
+    nodes = "node" if numbers == ["1"] else "nodes"
     return (
         f"{', '.join(numbers)} {nodes}; data_parallel_replicate_degree {degree} "
         f"(tried up to {MAX_NODES})"

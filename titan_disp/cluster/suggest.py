@@ -9,8 +9,10 @@ nothing of kernels that are slow for small sizes.
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from titan_disp.checks import check_config
@@ -32,16 +34,16 @@ CHUNK = 2048  # of training.head_chunk_tokens
 # Mode → the part of the forward pass that backward computes again. "op" keeps every
 # second product and the attention.
 AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
-BATCH, GLOBAL, TENSOR, SHARD, REPLICATE, MODE, OPTION, HEAD = KEYS = (
-    "training.local_batch_size",
-    "training.global_batch_size",
-    "parallelism.tensor_parallel_degree",
-    "parallelism.data_parallel_shard_degree",
-    "parallelism.data_parallel_replicate_degree",
-    "activation_checkpoint.mode",
-    "activation_checkpoint.selective_ac_option",
-    "training.head_chunk_tokens",
-)
+BATCH = "training.local_batch_size"
+GLOBAL = "training.global_batch_size"
+TENSOR = "parallelism.tensor_parallel_degree"
+SHARD = "parallelism.data_parallel_shard_degree"
+REPLICATE = "parallelism.data_parallel_replicate_degree"
+MODE = "activation_checkpoint.mode"
+OPTION = "activation_checkpoint.selective_ac_option"
+HEAD = "training.head_chunk_tokens"
+KEYS = (BATCH, GLOBAL, TENSOR, SHARD, REPLICATE, MODE, OPTION, HEAD)
+Values = dict[str, Any]  # of ``KEYS``
 
 
 @dataclass(frozen=True)
@@ -66,52 +68,50 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
     machine = find_machine(machine)
     module = meta_model(job_config)
     memory = FILLED * find_gpu(machine).memory
-    own = {key: value_of(job_config, key) for key in KEYS}
-    found: dict[tuple[str, ...], tuple[Suggestion, dict[str, Any]]] = {}
-    for values in [own, *_tries(job_config, machine, own)]:
+    as_is = {key: value_of(job_config, key) for key in KEYS}
+    fitting: dict[tuple[str, ...], tuple[Suggestion, Values]] = {}
+    for values in [as_is, *_tries(job_config, machine, as_is)]:
         trial = copy.deepcopy(job_config)
         for key, value in values.items():
             set_value(trial, key, value)
-        try:
+        # ``_tries`` has raised an error that is about the config as it is.
+        with suppress(ConfigError):
             check_config(trial, machine.nodes * machine.gpus_per_node)
-        except ConfigError:  # _tries has raised it if it is about the config as it is
-            continue
-        prediction = predict(trial, module, machine)
-        # Forward is a third of the computing
-        time = prediction.time
-        memory_needed = prediction.memory.total
-        seconds = time.step_seconds + time.computing_seconds * _again(trial) / 3
-        options = [
-            f"--{key}={value}" for key, value in values.items() if value != own[key]
-        ]
-        if values is own or memory_needed <= memory:
-            found.setdefault(
-                tuple(options), (Suggestion(options, seconds, memory_needed), values)
+            prediction = predict(trial, module, machine)
+            # Forward is a third of the computing
+            again = prediction.time.computing_seconds * _again(trial) / 3
+            suggestion = Suggestion(
+                options=[f"--{k}={v}" for k, v in values.items() if v != as_is[k]],
+                step_seconds=prediction.time.step_seconds + again,
+                memory=prediction.memory.total,
             )
-    (now, _), *others = found.values()
-    least = min((one.step_seconds for one, _ in others), default=1.0)
-    others.sort(
-        key=lambda it: (
-            int(it[0].step_seconds / least / EQUAL),
-            len(it[0].options),
-            -it[1][BATCH],
-            it[0].memory,
-        )
-    )
-    same_tensor = [values for _, values in others if values[TENSOR] == own[TENSOR]]
-    largest = max((values[BATCH] for values in same_tensor), default=0)
-    chosen: dict[Any, Suggestion] = {}
-    for one, values in others:
-        chosen.setdefault(values[MODE], one)
-        if values in same_tensor and values[BATCH] == largest:
-            chosen.setdefault(BATCH, one)
-    return [
-        now,
-        *sorted(
-            {id(one): one for one in chosen.values()}.values(),
-            key=lambda one: one.step_seconds,
-        ),
-    ]
+            if values is as_is or suggestion.memory <= memory:
+                fitting.setdefault(tuple(suggestion.options), (suggestion, values))
+    (current, _), *others = fitting.values()
+    return [current, *_best(others, as_is[TENSOR])]
+
+
+def _best(trials: list[tuple[Suggestion, Values]], tensor: int) -> list[Suggestion]:
+    """Return the best trial of each mode of checkpointing, and the best of those with
+    this degree of tensor parallelism that have the largest local batch, by step time.
+    """
+    least = min((trial.step_seconds for trial, _ in trials), default=1.0)
+
+    def order(trial: tuple[Suggestion, Values]) -> tuple[float, ...]:
+        suggestion, values = trial
+        times = suggestion.step_seconds / least // EQUAL
+        changes = len(suggestion.options)
+        return times, changes, -values[BATCH], suggestion.memory
+
+    batches = [values[BATCH] for _, values in trials if values[TENSOR] == tensor]
+    largest = (tensor, max(batches, default=0))
+    best: dict[str, Suggestion] = {}
+    for suggestion, values in sorted(trials, key=order):
+        best.setdefault(values[MODE], suggestion)
+        if (values[TENSOR], values[BATCH]) == largest:
+            best.setdefault(BATCH, suggestion)
+    unique = {id(suggestion): suggestion for suggestion in best.values()}
+    return sorted(unique.values(), key=attrgetter("step_seconds"))
 
 
 def _again(job_config: JobConfig) -> float:
@@ -122,32 +122,30 @@ def _again(job_config: JobConfig) -> float:
     return AGAIN.get(checkpointing.mode, 1 - checkpointing.memory_budget)
 
 
-def _tries(
-    job_config: JobConfig, machine: Machine, own: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _tries(job_config: JobConfig, machine: Machine, as_is: Values) -> Iterator[Values]:
+    """Yield other values with the same global batch."""
     trial = copy.deepcopy(job_config)
     world = machine.nodes * machine.gpus_per_node
-    p = job_config.parallelism
     check_config(trial, world)
+    context = job_config.parallelism.context_parallel_degree
     sequences = global_batch_size(trial, data_parallel_degree(trial, world))
-    powers = [2**i for i in range(20)]
-    tensor = [n for n in powers if machine.gpus_per_node % n == 0]
-    # Not over all nodes: the plan ignores latencies
-    shards = {p.data_parallel_shard_degree, machine.gpus_per_node}
-    batches = [n for n in range(1, sequences + 1) if sequences % n == 0]
-    modes = [("none", own[OPTION]), ("selective", "op"), ("full", own[OPTION])]
-    for n, tp, shard, (mode, option), head in product(
-        batches, tensor, shards, modes, {own[HEAD], 0, CHUNK}
-    ):
-        replicate = -1 if shard > 0 else own[REPLICATE]
-        together = n * world // (tp * p.context_parallel_degree)
-        if together <= sequences:
-            # −1 is that of a microbatch
-            whole = own[GLOBAL] if together == sequences else sequences
-            yield dict(
-                zip(
-                    KEYS,
-                    (n, whole, tp, shard, replicate, mode, option, head),
-                    strict=True,
-                )
-            )
+    option = as_is[OPTION]
+    choices = {
+        BATCH: [n for n in range(1, sequences + 1) if sequences % n == 0],
+        TENSOR: [2**i for i in range(20) if machine.gpus_per_node % 2**i == 0],
+        # Not over all nodes: the plan ignores latencies
+        SHARD: {as_is[SHARD], machine.gpus_per_node},
+        MODE: [("none", option), ("selective", "op"), ("full", option)],
+        HEAD: {as_is[HEAD], 0, CHUNK},
+    }
+    for choice in product(*choices.values()):
+        values = {**as_is, **dict(zip(choices, choice, strict=True))}
+        values[MODE], values[OPTION] = values[MODE]
+        if values[SHARD] > 0:
+            values[REPLICATE] = -1
+        microbatch = values[BATCH] * world // (values[TENSOR] * context)
+        # −1 is the global batch of one microbatch.
+        if microbatch != sequences:
+            values[GLOBAL] = sequences
+        if microbatch <= sequences:
+            yield values

@@ -6,18 +6,18 @@ import json
 import socket
 import time
 from contextlib import suppress
-from typing import Any
+from operator import itemgetter
 
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from titan_disp.errors import counted
 from titan_disp.run.liveness import Heartbeat
 
 INTERVAL = 5.0  # seconds between two notes of a rank
 # Seconds in which rank 0 makes no progress until it asks for whom; our choice. The
 # collective operations' time-out, 100 s by default, should not be over by then.
 WAITING = 20.0
+KEY = "titan-disp rank {}"
 SILENT = 4 * INTERVAL  # seconds without a note after which a rank does not answer
 
 
@@ -36,8 +36,8 @@ class Peers:
         self._rank = rank
         self._ranks = ranks
         self._next = 0.0
-        # of each rank, its last note, and when rank 0 has read it for the first time
-        self._read: dict[int, tuple[bytes, float]] = {}
+        # of each key, its last note, and when rank 0 has read it for the first time
+        self._read: dict[str, tuple[bytes, float]] = {}
 
     def exchange(self) -> None:
         """Tell what this rank does, at most once per ``INTERVAL``. On rank 0, keep for
@@ -47,16 +47,17 @@ class Peers:
         if now < self._next:
             return
         self._next = now + INTERVAL
+        note = self.heartbeat.note()
+        text = (
+            f"rank {self._rank} on {socket.gethostname()}: {note['doing']} at step "
+            f"{note['step']}, for {note['seconds']:.0f} s"
+        )
         # The process that holds the store may have ended.
         with suppress(RuntimeError):
-            note = {**self.heartbeat.note(), "host": socket.gethostname()}
-            self._store.set(self._key(self._rank), json.dumps(note))
+            content = json.dumps({"turn": note["turn"], "text": text})
+            self._store.set(KEY.format(self._rank), content)
             if self._rank == 0:
                 self._keep(self._waited_for())
-
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"titan-disp rank {rank}"
 
     def _keep(self, text: str) -> None:
         if text and not self.heartbeat.waits_for:
@@ -68,41 +69,28 @@ class Peers:
         wait, or for all ranks alike.
         """
         usual = max(WAITING, 2 * self.heartbeat.slowest)
-        if self.heartbeat.note()["seconds"] < usual:
+        keys = [KEY.format(rank) for rank in range(self._ranks)]
+        if self.heartbeat.note()["seconds"] < usual or not self._store.check(keys):
             return ""
-        notes = [self._note_of(rank) for rank in range(self._ranks)]
-        if not all(notes):  # a rank has not told anything yet
+        notes = [json.loads(self._text_of(key)) for key in keys]
+        silent = [
+            note for key, note in zip(keys, notes, strict=True) if self._is_silent(key)
+        ]
+        latest = min(silent or notes, key=itemgetter("turn"))
+        text = f"all ranks wait for {latest['text']}"
+        if silent:
+            return f"{text}; it does not answer any more"
+        if all(note["turn"] == latest["turn"] for note in notes):
             return ""
-        turns = [note["turn"] for note in notes]
-        late = [rank for rank, turn in enumerate(turns) if turn < max(turns)]
-        silent = [rank for rank in range(self._ranks) if self._is_silent(rank)]
-        if not late and not silent:
-            return ""
-        rank = min(late, key=turns.__getitem__) if late else silent[0]
-        note = notes[rank]
-        more = len(set(late + silent)) - 1
-        text = f"all ranks wait for rank {rank} on {note['host']}"
-        if more:
-            text += f" and {counted(more, 'other')}"
-        if rank in silent:
-            return (
-                f"{text}, which does not answer: {note['doing']} at step {note['step']}"
-            )
-        return (
-            f"{text}: {note['doing']} at step {note['step']}, for "
-            f"{note['seconds']:.0f} s"
-        )
+        return text
 
-    def _note_of(self, rank: int) -> dict[str, Any]:
-        """Return the last note of a rank, {} if there is none."""
-        key = self._key(rank)
-        if not self._store.check([key]):
-            return {}
+    def _text_of(self, key: str) -> bytes:
+        """Return the last note of a rank, and remember when it was read first."""
         text = self._store.get(key)
-        if self._read.get(rank, (b"", 0.0))[0] != text:
-            self._read[rank] = (text, time.monotonic())
-        return json.loads(text)
+        if self._read.get(key, (b"", 0.0))[0] != text:
+            self._read[key] = (text, time.monotonic())
+        return text
 
-    def _is_silent(self, rank: int) -> bool:
-        _, since = self._read[rank]
+    def _is_silent(self, key: str) -> bool:
+        _, since = self._read[key]
         return time.monotonic() - since > SILENT
