@@ -40,6 +40,7 @@ from titan_disp.errors import (
 )
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
 from titan_disp.run import identity, integrity, storage
+from titan_disp.run.save_plan import SavePlanner
 from titan_disp.run.storage import write_json
 
 T = TypeVar("T")
@@ -316,7 +317,10 @@ class DispCheckpointManager(CheckpointManager):
         writer = integrity.HashingWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             saved = torch_dcp.save(
-                state_dict, storage_writer=writer, process_group=self.pg
+                state_dict,
+                storage_writer=writer,
+                planner=SavePlanner(),
+                process_group=self.pg,
             )
         else:
             pinned = {
@@ -325,7 +329,11 @@ class DispCheckpointManager(CheckpointManager):
             }
             how = {} if async_mode == AsyncMode.ASYNC else pinned
             saved = torch_dcp.async_save(
-                state_dict, storage_writer=writer, process_group=self.pg, **how
+                state_dict,
+                storage_writer=writer,
+                planner=SavePlanner(),
+                process_group=self.pg,
+                **how,
             )
         if enable_garbage_collection:
             utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
