@@ -25,8 +25,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 import titan_disp.plugin  # noqa: F401
 from tests.distributed import spawn
 from titan_disp import safe_dcp
+from titan_disp.cluster.cost import PLANNED_BYTES, checkpoint_parts
 from titan_disp.models.registry import MODELS, model_args
-from titan_disp.run.save_plan import SavePlanner
+from titan_disp.run import save_plan
+from titan_disp.run.save_plan import SavePlanner, written_here
 
 
 @pytest.fixture
@@ -40,10 +42,14 @@ def fake_ranks():
     dist.destroy_process_group()
 
 
+def meta_model(flavor):
+    with torch.device("meta"):
+        return MODELS["qwen3_disp"].model_cls(model_args("qwen3_disp", flavor, {}))
+
+
 def state_of(mesh, flavor):
     """The model and the optimizer of one rank, on the meta device."""
-    with torch.device("meta"):
-        model = MODELS["qwen3_disp"].model_cls(model_args("qwen3_disp", flavor, {}))
+    model = meta_model(flavor)
     for block in model.layers.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -89,6 +95,9 @@ def test_a_save_of_640_ranks(fake_ranks):
     scattered = sum(len(pickle.dumps(plan)) for plan in plans)
     assert time.process_time() - began < 1
     assert scattered < 4e6
+    parts = sum(len(plan.items) for plan in plans)
+    assert parts == checkpoint_parts(meta_model("0.6B"), shards=8)
+    assert sum(map(len, sent)) == pytest.approx(parts * PLANNED_BYTES, rel=0.1)
     flat, _ = flatten_state_dict(state)
     assert metadata.state_dict_metadata.keys() == flat.keys()
 
@@ -104,9 +113,10 @@ def test_a_plan_is_that_of_dcp(fake_ranks):
         ),
         "fingerprint": "{}",
     }
-    state["one"] = DTensor.from_local(
-        torch.zeros(3), mesh, [Replicate(), Replicate()], run_check=False
-    )
+    for number in range(13):
+        state[f"on all ranks {number}"] = DTensor.from_local(
+            torch.zeros(3), mesh, [Replicate(), Replicate()], run_check=False
+        )
     results = []
     for planner_class in (DefaultSavePlanner, SavePlanner):
         sent = pickled_plans(planner_class, state, mesh)
@@ -122,6 +132,8 @@ def test_a_plan_is_that_of_dcp(fake_ranks):
         results.append(
             (set(items), chunks, metadata.planner_data, len(plans), len(sent))
         )
+    of_ranks = [len(pickle.loads(plan).items) for plan in sent]
+    assert sum(of_ranks) == len(items)  # rank 0 has no duplicates to drop
     dcp, ours = results
     assert ours == dcp
     assert len(ours[1]["loader.positions"]) == 12
@@ -153,6 +165,20 @@ def test_entries_that_only_some_ranks_hold(fake_ranks):
     other = pickled_plans(SavePlanner, {"a": 1, "c": 2}, mesh)
     with pytest.raises(ValueError, match="different names"):
         global_plan(SavePlanner, {"a": 1, "b": 2}, [sent[0], other[1]])
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_run_plans_so(start, async_mode):
+    run = start(async_mode=async_mode)
+    with mock.patch.object(save_plan, "written_here", wraps=written_here) as planned:
+        run.save(7)
+        run.manager.wait()
+    planned.assert_called_once()
+
+
+def test_a_planner_sent_to_another_process():
+    """checkpoint.async_mode = "async_with_pinned_mem" pickles the planner."""
+    assert isinstance(pickle.loads(pickle.dumps(SavePlanner())), SavePlanner)
 
 
 def save_and_load(folder):

@@ -314,27 +314,22 @@ class DispCheckpointManager(CheckpointManager):
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
-        writer = integrity.HashingWriter(checkpoint_id)
-        if async_mode == AsyncMode.DISABLED:
-            saved = torch_dcp.save(
-                state_dict,
-                storage_writer=writer,
-                planner=SavePlanner(),
-                process_group=self.pg,
-            )
-        else:
-            pinned = {
+        dcp_save = torch_dcp.save
+        how: dict[str, Any] = {}
+        if async_mode != AsyncMode.DISABLED:
+            dcp_save = torch_dcp.async_save
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            how = {
                 "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
                 "async_stager": self.stager,
             }
-            how = {} if async_mode == AsyncMode.ASYNC else pinned
-            saved = torch_dcp.async_save(
-                state_dict,
-                storage_writer=writer,
-                planner=SavePlanner(),
-                process_group=self.pg,
-                **how,
-            )
+        saved = dcp_save(
+            state_dict,
+            storage_writer=integrity.HashingWriter(checkpoint_id),
+            planner=SavePlanner(),
+            process_group=self.pg,
+            **how,
+        )
         if enable_garbage_collection:
             utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
