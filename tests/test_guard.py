@@ -324,6 +324,7 @@ def trainer(monkeypatch):
         condensation=condensation, comm=comm, training=training
     )
     trainer.parallel_dims = None
+    trainer.loss_fn = SimpleNamespace(group=None)
     trainer.clock = Clock(0.0)
     trainer.heartbeat = SimpleNamespace(
         begin=lambda doing, step: None, step=lambda step: None
@@ -369,6 +370,24 @@ def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
     assert trainer.should_continue_training() == goes_on
     trainer.train_step(iter(()))
     assert trainer.calls == ["wake", 77, *calls, "wake", *calls]
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_the_time_out_of_a_group_that_torchtitan_does_not_know(
+    trainer, monkeypatch, step
+):
+    """That of CP×TP, over which the loss communicates."""
+    times = {}
+    monkeypatch.setattr(
+        train,
+        "_set_pg_timeout",
+        lambda time, group: times.update({group: time.total_seconds()}),
+    )
+    monkeypatch.setattr(train, "process_group", lambda group: group)
+    trainer.step = step
+    trainer.loss_fn.group = "CP×TP"
+    trainer.train_step(iter(()))
+    assert times == {"CP×TP": 77}
 
 
 def test_what_went_wrong_in_a_step(trainer):

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools import utils
@@ -43,7 +44,7 @@ from titan_disp.data.passes import Progress
 from titan_disp.data.tokenizer import tokenizer_of_export
 from titan_disp.data.validation import StreamValidator
 from titan_disp.dispersion import kernels
-from titan_disp.dispersion.autograd import of_ranks
+from titan_disp.dispersion.autograd import of_ranks, process_group
 from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
@@ -51,6 +52,7 @@ from titan_disp.errors import (
     RefusedError,
     UserError,
 )
+from titan_disp.files import allow_open_files
 from titan_disp.objective import DispersionObjective
 from titan_disp.run import console, dry, held_out, identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager, Hooks
@@ -114,6 +116,7 @@ class DispTrainer(Start, Trainer):
         check_config(job_config, world_size)
         check_device(job_config)
         check_launched(job_config)
+        allow_open_files(1 if dry.is_dry(job_config) else world_size)
         path = None
         if dry.is_dry(job_config):
             dry.write_nothing(job_config)
@@ -367,11 +370,12 @@ class DispTrainer(Start, Trainer):
             self._record_kernels()
             # TorchTitan shortens time-outs after step 1 only, and so never after a
             # resume.
+            seconds = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             if self.step != 1 and not dry.is_dry(self.job_config):
-                seconds = self.job_config.comm.train_timeout_seconds
-                set_pg_timeouts(
-                    timeout=timedelta(seconds=seconds), parallel_dims=self.parallel_dims
-                )
+                set_pg_timeouts(timeout=seconds, parallel_dims=self.parallel_dims)
+            # TorchTitan does not know the group of CP×TP
+            if (group := process_group(self.loss_fn.group)) is not None:
+                _set_pg_timeout(seconds, group)
         # a log has waited for the device as well
         if self._ends() or self.metrics_processor.should_log(self.step):
             self.optimizers.settle()

@@ -164,11 +164,13 @@ class DispCheckpointManager(CheckpointManager):
         self.pg: Any = None
         super().__init__(**kwargs)
         # A rank may write for minutes, and the time-outs of training are shorter.
-        # TorchTitan makes a group for asynchronous saves only, with gloo's time-out.
+        # TorchTitan makes a group for asynchronous saves only, with gloo's time-out. A
+        # second one would hold as many sockets again as there are ranks.
         # gloo takes no infinite time
         self._time = timedelta(seconds=min(save_seconds, 1e8))
         if self.enable and dist.get_backend() != "fake":
-            self.pg = dist.new_group(backend="gloo", timeout=self._time)
+            self.pg = self.pg or dist.new_group(backend="gloo", timeout=self._time)
+            set_timeout(self._time, self.pg)
         self.hooks = hooks
         # TorchTitan does not set it if checkpoints are disabled
         self.sd_adapter = kwargs["sd_adapter"]
