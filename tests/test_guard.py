@@ -390,6 +390,32 @@ def test_the_time_out_of_a_group_that_torchtitan_does_not_know(
     assert times == {"CP×TP": 77}
 
 
+def test_replicas_meet_once_in_every_step(trainer, monkeypatch):
+    """In the last of three microbatches, in the second step as in the first."""
+    reduced = []
+    model = Mock()
+    model.parameters.return_value = []
+    trainer.model_parts = [model]
+    trainer.gradient_accumulation_steps = 3
+    trainer.parallel_dims = SimpleNamespace(dp_replicate_enabled=True)
+    trainer.loss_fn.take_late = lambda: None
+
+    def microbatch(self, **arguments):
+        (last_call,) = model.set_requires_all_reduce.call_args.args
+        reduced.append(last_call)
+        return 0.0
+
+    def step(self, data):
+        for _ in range(3):
+            self.forward_backward_step()
+
+    monkeypatch.setattr(Trainer, "forward_backward_step", microbatch)
+    monkeypatch.setattr(Trainer, "train_step", step)
+    for _ in range(2):
+        trainer.train_step(iter(()))
+    assert reduced == [False, False, True] * 2
+
+
 def test_what_went_wrong_in_a_step(trainer):
     trainer.optimizers.bad_terms = ["dispersion"]
     trainer.optimizers.in_a_row = 2

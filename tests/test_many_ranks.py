@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import titan_disp.plugin  # noqa: F401
-from tests.command_line import environment
+from tests.command_line import ROOT, environment
 from tests.distributed import spawn
 from tests.mesh import build
 from titan_disp import files
@@ -74,3 +74,19 @@ def groups_of_gloo(sample, folder, async_mode):
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_one_group_of_gloo_for_saves(sample, tmp_path, async_mode):
     spawn(2, groups_of_gloo, str(sample), str(tmp_path), async_mode)
+
+
+def test_both_batch_scripts_ask_slurm_for_the_same():
+    """Both hold the same supervisor: a signal before the end, requeues, one log."""
+    asked = [
+        {
+            line.removeprefix("#SBATCH --")
+            for line in (ROOT / "slurm" / name).read_text().splitlines()
+            if line.startswith(
+                ("#SBATCH --signal", "#SBATCH --requeue", "#SBATCH --open")
+            )
+        }
+        for name in ("pretrain.sbatch", "sweep.sbatch")
+    ]
+    expected = {"signal=B:USR1@300", "requeue", "open-mode=append"}
+    assert asked == [expected, expected]

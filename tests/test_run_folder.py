@@ -2,9 +2,11 @@
 changes of the config are named.
 """
 
+import contextlib
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -138,6 +140,22 @@ def test_a_garbled_config_is_one_error(tmp_path):
         with pytest.raises(ConfigError, match=f"{reason}.*To continue, move it away"):
             RunFolder(job_config(file.parent), 1)
         assert file.read_bytes() == content
+
+
+def test_a_fork_does_not_hold_the_lock(tmp_path):
+    """As the prefetch worker, which outlives a killed rank by some seconds."""
+    first = RunFolder(job_config(tmp_path), 1)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        os.close(first._lock.fileno())  # as if this process had been killed
+        RunFolder(job_config(tmp_path), 1).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with contextlib.suppress(OSError):
+            first.close()
 
 
 def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
