@@ -673,6 +673,8 @@ class DispCheckpointManager(CheckpointManager):
         """
         if reason := on_rank_0(_readable, integrity.problem, folder):
             return reason
+        # Of many shards, it is large, and rank 0 has parsed it
+        safe_dcp.accept(on_rank_0(_readable, safe_dcp.metadata_digest, folder))
         if dist.get_rank() == 0:
             integrity.warn_without_hashes(folder)
         share = (
