@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
@@ -425,11 +426,24 @@ class DispTrainer(Start, Trainer):
         if self.parallel_dims.dp_replicate_enabled and (last or self._microbatch == 1):
             self.model_parts[0].set_requires_all_reduce(last)
         loss = super().forward_backward_step(**kwargs)
+        if last:
+            self._reduce_partial_gradients()
         # λ · dispersion, summed over tokens, if the backward pass computed it
         late = self.loss_fn.take_late()
         if late is not None:
             loss = loss + late / kwargs["global_valid_tokens"]
         return loss
+
+    def _reduce_partial_gradients(self) -> None:
+        """Sum the gradients of the norms over the ranks of TP, which without FSDP no
+        backward pass does. Clipping, and then the optimizer, would each do it again.
+        """
+        for weight in self.model_parts[0].parameters():
+            gradient = weight.grad
+            if isinstance(gradient, DTensor) and any(
+                placement.is_partial() for placement in gradient.placements
+            ):
+                weight.grad = gradient.redistribute(placements=weight.placements)
 
     # ---- condensation
 
