@@ -26,7 +26,7 @@ if [ -n "${TITAN_DISP_PREFIX:-}" ]; then
   # script are passed on, but no secrets, because others on this node may read the command line.
   settings=()
   while read -r name; do settings+=("$name=${!name}"); done < <(compgen -e | grep -E \
-    '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|GLOO_|FI_|MIOPEN_|OMP_|HF_|WANDB_|[A-Z]+_VISIBLE_DEVICES)' |
+    '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|RCCL_|GLOO_|FI_|CXI_|IBV_|RDMAV_|HSA_|MIOPEN_|OMP_|HF_|WANDB_|CUDA_DEVICE_MAX_CONNECTIONS|[A-Z]+_VISIBLE_DEVICES)' |
     grep -Ev 'KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK')
   mapfile -t prefix < <(xargs -r printf '%s\n' <<<"$TITAN_DISP_PREFIX")
   python=("${prefix[@]}" env "${settings[@]}" "${python[@]}")

@@ -211,6 +211,20 @@ def test_a_save_is_due_forced_or_put_off(start):
     assert run.events == [("checkpoint", step) for step in (2, 5, 9, 15)]
 
 
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("stop", [None, "forced", "last"])
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_stop_saves_whatever_was_skipped(start, step, stop, skipped):
+    """Every 2 steps. A skipped step puts off a save that is only due."""
+    run = start(interval=2)
+    run.hooks.healthy = lambda: not skipped
+    if stop == "forced":
+        run.manager.force()
+    run.save(step, last_step=stop == "last")
+    is_due = step == 2 and not skipped
+    assert checkpoints(run.folder) == [step] * (is_due or stop is not None)
+
+
 @pytest.mark.parametrize("with_tokenizer", [True, False])
 def test_the_last_save_for_hugging_face(
     start, sample, tmp_path, caplog, with_tokenizer

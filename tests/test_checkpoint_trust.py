@@ -4,11 +4,13 @@ Code that somebody has put into them is never run.
 """
 
 import builtins
+import io
 import os
 import pickle
 import re
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from titan_disp import safe_dcp
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
+from titan_disp.run import integrity
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import problem
 
@@ -262,3 +265,49 @@ def test_what_torch_writes_is_read(tmp_path):
     assert safe_dcp.read_metadata(tmp_path) == pickle.loads(
         (tmp_path / ".metadata").read_bytes()
     )
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Calls of C's unpickler. What was accepted before does not count."""
+    safe_dcp.parse_metadata.cache_clear()
+    monkeypatch.setattr(safe_dcp, "_accepted", set())
+    fast = mock.Mock(wraps=safe_dcp._FastUnpickler)
+    monkeypatch.setattr(safe_dcp, "_FastUnpickler", fast)
+    yield fast
+    safe_dcp.parse_metadata.cache_clear()
+
+
+def test_what_another_rank_has_parsed_is_parsed_fast(tmp_path, fast):
+    state = {"a": torch.arange(3.0), "b": 1, "c": {"d": "text"}}
+    torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    slow = safe_dcp.read_metadata(tmp_path)
+    fast.assert_not_called()
+    safe_dcp.accept(safe_dcp.metadata_digest(tmp_path))
+    safe_dcp.parse_metadata.cache_clear()
+    assert safe_dcp.read_metadata(tmp_path) == slow
+    fast.assert_called_once()
+    # any other content is parsed as before, and C's unpickler has the same list
+    for content in crafted(f"touch {tmp_path / 'ran'}"):
+        with pytest.raises(Exception, match="no checkpoint needs"):
+            safe_dcp.parse_metadata(content)
+        with pytest.raises(Exception, match="no checkpoint needs"):
+            fast(io.BytesIO(content)).load()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_resume_parses_fast_after_rank_0(start, fast):
+    run = start()
+    run.save(3)
+    on_rank_0 = []
+
+    def problem_of(folder):
+        on_rank_0.append(fast.call_count)
+        found = problem(folder)
+        safe_dcp.parse_metadata.cache_clear()  # as on another rank
+        return found
+
+    with mock.patch.object(integrity, "problem", problem_of):
+        assert start().manager.load()
+    assert on_rank_0 == [0]
+    assert fast.called

@@ -325,6 +325,7 @@ def trainer(monkeypatch):
         condensation=condensation, comm=comm, training=training
     )
     trainer.parallel_dims = None
+    trainer.loss_fn = SimpleNamespace(group=None)
     trainer.clock = Clock(0.0)
     trainer.heartbeat = SimpleNamespace(
         begin=lambda doing, step: None, step=lambda step: None
@@ -370,6 +371,50 @@ def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
     assert trainer.should_continue_training() == goes_on
     trainer.train_step(iter(()))
     assert trainer.calls == ["wake", 77, *calls, "wake", *calls]
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_the_time_out_of_a_group_that_torchtitan_does_not_know(
+    trainer, monkeypatch, step
+):
+    """That of CP×TP, over which the loss communicates."""
+    times = {}
+    monkeypatch.setattr(
+        train,
+        "_set_pg_timeout",
+        lambda time, group: times.update({group: time.total_seconds()}),
+    )
+    monkeypatch.setattr(train, "process_group", lambda group: group)
+    trainer.step = step
+    trainer.loss_fn.group = "CP×TP"
+    trainer.train_step(iter(()))
+    assert times == {"CP×TP": 77}
+
+
+def test_replicas_meet_once_in_every_step(trainer, monkeypatch):
+    """In the last of three microbatches, in the second step as in the first."""
+    reduced = []
+    model = Mock()
+    model.parameters.return_value = []
+    trainer.model_parts = [model]
+    trainer.gradient_accumulation_steps = 3
+    trainer.parallel_dims = SimpleNamespace(dp_replicate_enabled=True)
+    trainer.loss_fn.take_late = lambda: None
+
+    def microbatch(self, **arguments):
+        (last_call,) = model.set_requires_all_reduce.call_args.args
+        reduced.append(last_call)
+        return 0.0
+
+    def step(self, data):
+        for _ in range(3):
+            self.forward_backward_step()
+
+    monkeypatch.setattr(Trainer, "forward_backward_step", microbatch)
+    monkeypatch.setattr(Trainer, "train_step", step)
+    for _ in range(2):
+        trainer.train_step(iter(()))
+    assert reduced == [False, False, True] * 2
 
 
 def test_what_went_wrong_in_a_step(trainer):

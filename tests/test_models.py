@@ -6,6 +6,7 @@ The ways to write a model's files: ``test_hf_import``. On meshes: ``test_meshes`
 
 import copy
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -521,3 +522,21 @@ def test_text_and_card_of_an_exported_gpt2(hf_tokenizer, tmp_path):
     assert texts[0] == texts[1]
     config = transformers.AutoConfig.from_pretrained(dest)
     assert longest_sequence(config) == SEQ_LEN < config.n_positions
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"), [("tensorwise", True), ("rowwise", False), (None, False)]
+)
+def test_tensor_parallelism_in_float8(monkeypatch, recipe, expected):
+    """By the name of TorchTitan's own converter."""
+    asked = {}
+    monkeypatch.setattr(
+        qwen3, "apply_non_moe_tp", lambda *_, **options: asked.update(options)
+    )
+    words = ["--model.name", "qwen3_disp"]
+    if recipe is not None:
+        words += ["--model.converters", "quantize.linear.float8"]
+        words += ["--quantize.linear.float8.recipe_name", recipe]
+    model = mock.Mock(model_args=mock.Mock(restart_positions=False))
+    qwen3.apply_tp(model, mock.Mock(cp_enabled=False), load_config(words))
+    assert asked["enable_float8_tensorwise_tp"] == expected

@@ -2111,6 +2111,12 @@ class TestNode:
             "SLURM_JOB_ID": "7",
             "NCCL_NET": "AWS Libfabric",
             "TITAN_DISP_SITE": "/a site",
+            "CXI_FORK_SAFE": "1",
+            "RDMAV_FORK_SAFE": "2",
+            "IBV_FORK_SAFE": "3",
+            "HSA_FORCE_FINE_GRAIN_PCIE": "4",
+            "RCCL_MSCCL_ENABLE": "5",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "6",
         }
         others = {
             "LD_LIBRARY_PATH": "/of/the/host",
@@ -2131,7 +2137,10 @@ class TestNode:
         told = cluster.node(
             script, what, "/run", "--an", "argument", **passed, **others, **needed
         )
-        assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a site|my image.sif|||"
+        assert (
+            told.splitlines()[0]
+            == "n7|7|AWS Libfabric|/a site|1|2|3|4|5|6|my image.sif|||"
+        )
         assert told.rstrip().endswith("--an argument")
 
     def test_options_of_torchrun_from_the_users_shell_do_not_count(self, cluster):

@@ -1,4 +1,5 @@
-"""Atomic files and folders, hashes of files, and the tools of long commands.
+"""Atomic files and folders, hashes of files, how many may be open, and the tools of
+long commands.
 
 A reader finds a whole file or folder, the one before it, or none. Long commands work in
 parallel and show progress bars.
@@ -8,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import resource
 import shutil
 import sys
 import tempfile
@@ -22,6 +24,38 @@ from titan_disp.errors import ConfigError, reported
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+OTHER_FILES = 512  # that a rank has open besides sockets to other ranks
+
+
+def open_files_problem(ranks: int) -> str | None:
+    """Return why a run of so many ranks does not fit the hard limit on open files, or
+    None.
+
+    A group of gloo holds a socket to every other rank, and a rank has up to two: one
+    for tensors on the CPU, and one for saves.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    needed = 2 * ranks + OTHER_FILES
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        return None
+    return (
+        f"a process may have {hard:,} files and sockets open (ulimit -Hn), but one of "
+        f"{ranks:,} ranks needs {needed:,}: raise LimitNOFILE of slurmd, nofile in "
+        f"/etc/security/limits.conf, or --ulimit nofile={needed} of the container"
+    )
+
+
+def allow_open_files(ranks: int = 1) -> None:
+    """Raise the soft limit on open files, often 1024, to the hard one.
+
+    Raises ConfigError if the hard one is too low for a run of so many ranks.
+    """
+    if problem := open_files_problem(ranks):
+        raise ConfigError(problem)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager

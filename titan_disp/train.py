@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
@@ -44,7 +46,7 @@ from titan_disp.data.passes import Progress
 from titan_disp.data.tokenizer import tokenizer_of_export
 from titan_disp.data.validation import StreamValidator
 from titan_disp.dispersion import kernels
-from titan_disp.dispersion.autograd import of_ranks
+from titan_disp.dispersion.autograd import of_ranks, process_group
 from titan_disp.errors import (
     EXIT_CODE,
     CheckpointError,
@@ -55,6 +57,7 @@ from titan_disp.errors import (
     UserError,
     counted,
 )
+from titan_disp.files import allow_open_files
 from titan_disp.objective import DispersionObjective
 from titan_disp.run import console, dry, held_out, identity, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager, Hooks
@@ -121,6 +124,7 @@ class DispTrainer(Start, Trainer):
         check_config(job_config, world_size)
         check_device(job_config)
         check_launched(job_config)
+        allow_open_files(1 if dry.is_dry(job_config) else world_size)
         path = None
         if dry.is_dry(job_config):
             dry.write_nothing(job_config)
@@ -411,11 +415,12 @@ class DispTrainer(Start, Trainer):
             self._record_kernels()
             # TorchTitan shortens time-outs after step 1 only, and so never after a
             # resume.
+            seconds = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             if self.step != 1 and not dry.is_dry(self.job_config):
-                seconds = self.job_config.comm.train_timeout_seconds
-                set_pg_timeouts(
-                    timeout=timedelta(seconds=seconds), parallel_dims=self.parallel_dims
-                )
+                set_pg_timeouts(timeout=seconds, parallel_dims=self.parallel_dims)
+            # TorchTitan does not know the group of CP×TP
+            if (group := process_group(self.loss_fn.group)) is not None:
+                _set_pg_timeout(seconds, group)
         # a log has waited for the device as well
         if self._ends() or self.metrics_processor.should_log(self.step):
             self.optimizers.settle()
@@ -519,11 +524,24 @@ class DispTrainer(Start, Trainer):
         if self.parallel_dims.dp_replicate_enabled and (last or self._microbatch == 1):
             self.model_parts[0].set_requires_all_reduce(last)
         loss = super().forward_backward_step(**kwargs)
+        if last:
+            self._reduce_partial_gradients()
         # λ · dispersion, summed over tokens, if the backward pass computed it
         late = self.loss_fn.take_late()
         if late is not None:
             loss = loss + late / kwargs["global_valid_tokens"]
         return loss
+
+    def _reduce_partial_gradients(self) -> None:
+        """Sum the gradients of the norms over the ranks of TP, which without FSDP no
+        backward pass does. Clipping, and then the optimizer, would each do it again.
+        """
+        for weight in self.model_parts[0].parameters():
+            gradient = weight.grad
+            if isinstance(gradient, DTensor) and any(
+                placement.is_partial() for placement in gradient.placements
+            ):
+                weight.grad = gradient.redistribute(placements=weight.placements)
 
     # ---- condensation
 

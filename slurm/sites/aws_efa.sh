@@ -1,8 +1,6 @@
 # shellcheck shell=bash
 # AWS with Elastic Fabric Adapter (p4d, p5, …). The image must have aws-ofi-nccl.
 
-# A failed GPU or link ends the job with an error instead of a hang.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 # Use libfabric's EFA provider. Without it NCCL falls back to TCP at a fraction of the speed.

@@ -2,8 +2,6 @@
 # OLCF Frontier has 4 × MI250X per node, which are 8 GPUs (GCDs) of 64 GB, with Slingshot and ROCm.
 # Use sbatch -A … --gpus-per-node=8, and -C nvme for a node-local disk. LD_LIBRARY_PATH must have aws-ofi-rccl.
 
-# A failed GPU or link ends the job with an error instead of a hang.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # Run RCCL over Slingshot with libfabric. If it is named, RCCL fails instead of falling back to TCP unnoticed.
 export NCCL_NET="AWS Libfabric"
@@ -14,6 +12,9 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-hsn0}
 export NCCL_CROSS_NIC=1
 # Choose libfabric's memory monitor: the default one deadlocks with PyTorch's allocator.
 export FI_MR_CACHE_MONITOR=userfaultfd
+# Make registered memory safe with fork(), with huge pages too: the prefetch worker of the data is a fork of the rank.
+# (Both variables are those of libfabric's provider, prov/cxi.)
+export CXI_FORK_SAFE=${CXI_FORK_SAFE:-1} CXI_FORK_SAFE_HP=${CXI_FORK_SAFE_HP:-1}
 # Large jobs overflow the default completion and transmit queues.
 export FI_CXI_DEFAULT_CQ_SIZE=131072
 export FI_CXI_DEFAULT_TX_SIZE=2048

@@ -1,8 +1,6 @@
 # shellcheck shell=bash
 # NERSC Perlmutter has 4 × A100 per node, with Slingshot. Use sbatch -C gpu --gpus-per-node=4 -A … -q regular.
 
-# A failed GPU or link ends the job with an error instead of a hang.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 # Load NCCL's plugin for Slingshot, without which everything goes over TCP.
@@ -14,5 +12,8 @@ export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-hsn}
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-hsn0}
 # Choose libfabric's memory monitor: the default one sometimes deadlocks with PyTorch's allocator.
 export FI_MR_CACHE_MONITOR=userfaultfd
+# Make registered memory safe with fork(), with huge pages too: the prefetch worker of the data is a fork of the rank.
+# (Both variables are those of libfabric's provider, prov/cxi.)
+export CXI_FORK_SAFE=${CXI_FORK_SAFE:-1} CXI_FORK_SAFE_HP=${CXI_FORK_SAFE_HP:-1}
 # The node's own disk is in memory. $SCRATCH is on Lustre, which compile caches would overload.
 export TITAN_DISP_LOCAL=${TITAN_DISP_LOCAL:-/tmp}

@@ -30,6 +30,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.data.sources import DataSet, data_sets
 from titan_disp.data.stores import check_hub
 from titan_disp.errors import ConfigError
+from titan_disp.files import open_files_problem
 from titan_disp.run.storage import write_json
 
 # bytes on the node's own disk: compiled kernels take hundreds of MB, an environment
@@ -282,6 +283,8 @@ def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any
     checked = [check_gpu(i) for i in range(count)]
     problems += [problem for _, problem in checked if problem]
     problems += gpu_problems() if count else []
+    if few_files := open_files_problem(_ranks(count)):
+        problems.append(few_files)
     if job_config is not None:
         problems += input_problems(job_config)
     return {
@@ -295,6 +298,14 @@ def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any
         "clock": time.time(),
         "problems": problems,
     }
+
+
+def _ranks(gpus: int) -> int:
+    """Return the number of ranks of this job, on nodes with so many GPUs."""
+    per_node = os.environ.get("TITAN_DISP_NPROC", "gpu")
+    if per_node == "gpu":
+        per_node = str(gpus)
+    return int(os.environ.get("SLURM_NNODES", "1")) * int(per_node)
 
 
 def _free_disk(folder: str) -> int:

@@ -56,6 +56,8 @@ from titan_disp.text import estimated_duration
 
 MAX_NODES = 1024  # largest number of nodes that is tried
 NOTICED = 0.1  # a plan warns if communication or checkpoints take a larger part
+LONG = 3600.0  # it warns of more seconds between two checkpoints
+GATHERED = 20e6  # it warns of more bytes that rank 0 gathers in a save
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,26 @@ class Checkpoints:
         interval_seconds: between two of them; 0 without checkpoints.
         seconds: to write one at the machine's storage_bandwidth. Asynchronous modes
             hide most of this time.
+        parts: entries of its .metadata. Rank 0 gathers the plan of each in every save.
     """
 
     size: int
+    parts: int
     saved: int
     kept: int
     disk: int
     interval_seconds: float
     seconds: float
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of plans, which rank 0 gathers in every save."""
+        return self.parts * cost.PLANNED_BYTES
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Of .metadata."""
+        return self.parts * cost.METADATA_BYTES
 
 
 @dataclass(frozen=True)
@@ -421,7 +435,7 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     problems.refuse(end)
     module = meta_model(job_config)
     prediction = predict(job_config, module, machine)
-    checkpoints = _checkpoints(job_config, module, machine, prediction.time)
+    checkpoints = _checkpoints(job_config, module, machine, prediction)
     mesh = prediction.mesh
     slots = slot_count(job_config, mesh.data_parallel)
     sources = source_shares(job_config, slots)
@@ -467,13 +481,18 @@ def _asked_size(job_config: JobConfig, machine: Machine) -> str:
 
 
 def _checkpoints(
-    job_config: JobConfig, module: DispModel, machine: Machine, time: Time
+    job_config: JobConfig,
+    module: DispModel,
+    machine: Machine,
+    prediction: Prediction,
 ) -> Checkpoints:
     size = cost.checkpoint_bytes(job_config, module)
     saved, kept, on_disk = cost.checkpoint_counts(job_config)
-    interval = job_config.checkpoint.interval * time.step_seconds
+    interval = job_config.checkpoint.interval * prediction.time.step_seconds
+    mesh = prediction.mesh
     return Checkpoints(
         size=size,
+        parts=cost.checkpoint_parts(module, mesh.shard * mesh.context * mesh.tensor),
         saved=saved,
         kept=kept,
         disk=on_disk * size,
@@ -514,6 +533,19 @@ def _warnings(
         yield (
             f"a checkpoint is saved every {interval:.1f} s and takes about "
             f"{checkpoints.seconds:.1f} s to write: raise checkpoint.interval"
+        )
+    if interval > LONG:
+        yield (
+            f"a crash loses up to {estimated_duration(interval)} of training, the time "
+            "between two checkpoints: 20 minutes are checkpoint.interval = "
+            f"{round(1200 / time.step_seconds):,}"
+        )
+    if checkpoints.saved and checkpoints.gathered_bytes > GATHERED:
+        yield (
+            f"a checkpoint has {checkpoints.parts:,} parts, so that rank 0 gathers "
+            f"{_size(checkpoints.gathered_bytes)} of plans in every save, while training is slower, and "
+            "every rank parses as many at a resume: lower data_parallel_shard_degree, "
+            "and raise data_parallel_replicate_degree as much"
         )
 
 

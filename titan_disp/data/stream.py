@@ -14,7 +14,6 @@ works ahead of training.
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import threading
 from collections import Counter, deque
@@ -38,6 +37,7 @@ from titan_disp.data.position import Field, Position, in_document
 from titan_disp.data.shuffle import Shuffle
 from titan_disp.data.tokenizer import NO_SEPARATOR
 from titan_disp.errors import ConfigError, DataError
+from titan_disp.files import allow_open_files
 
 # of text that a rank tokenizes ahead, in all its slots together …
 AHEAD_BYTES = 1 << 17
@@ -293,7 +293,7 @@ class Sequences(IterableDataset):
         self.group = group
 
     def __iter__(self) -> Iterator[Progress | Microbatches | ConfigError]:
-        _allow_many_files()
+        allow_open_files()  # a rank may hold a file open for each slot
         try:
             yield from self.streams.seek()
             yield from self._groups()
@@ -335,15 +335,6 @@ class Sequences(IterableDataset):
 
 
 _WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
-
-
-def _allow_many_files() -> None:
-    """Raise the soft limit on open files (often 1024) to the hard one: a rank may hold
-    a file open for each slot.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def worker_signals(worker: int) -> None:

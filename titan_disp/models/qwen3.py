@@ -133,7 +133,9 @@ def apply_tp(
         parallel_dims.get_mesh("tp"),
         loss_parallel=not job_config.parallelism.disable_loss_parallel,
         # Rowwise float8 recipes all-gather in high precision, so they use ordinary TP.
-        enable_float8_tensorwise_tp="float8" in job_config.model.converters
+        # TorchTitan 0.2.2 looks for "float8", which no converter is called
+        enable_float8_tensorwise_tp="quantize.linear.float8"
+        in job_config.model.converters
         and recipe not in ("rowwise", "rowwise_with_gw_hp"),
         enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
         # Whether there are positions

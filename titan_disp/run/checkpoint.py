@@ -40,6 +40,7 @@ from titan_disp.errors import (
 )
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
 from titan_disp.run import identity, integrity, storage
+from titan_disp.run.save_plan import SavePlanner
 from titan_disp.run.storage import write_json
 
 T = TypeVar("T")
@@ -166,11 +167,13 @@ class DispCheckpointManager(CheckpointManager):
         self.pg: Any = None
         super().__init__(**kwargs)
         # A rank may write for minutes, and the time-outs of training are shorter.
-        # TorchTitan makes a group for asynchronous saves only, with gloo's time-out.
+        # TorchTitan makes a group for asynchronous saves only, with gloo's time-out. A
+        # second one would hold as many sockets again as there are ranks.
         # gloo takes no infinite time
         self._time = timedelta(seconds=min(save_seconds, 1e8))
         if self.enable and dist.get_backend() != "fake":
-            self.pg = dist.new_group(backend="gloo", timeout=self._time)
+            self.pg = self.pg or dist.new_group(backend="gloo", timeout=self._time)
+            set_timeout(self._time, self.pg)
         self.hooks = hooks
         # TorchTitan does not set it if checkpoints are disabled
         self.sd_adapter = kwargs["sd_adapter"]
@@ -316,20 +319,22 @@ class DispCheckpointManager(CheckpointManager):
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
-        writer = integrity.HashingWriter(checkpoint_id)
-        if async_mode == AsyncMode.DISABLED:
-            saved = torch_dcp.save(
-                state_dict, storage_writer=writer, process_group=self.pg
-            )
-        else:
-            pinned = {
+        dcp_save = torch_dcp.save
+        how: dict[str, Any] = {}
+        if async_mode != AsyncMode.DISABLED:
+            dcp_save = torch_dcp.async_save
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            how = {
                 "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
                 "async_stager": self.stager,
             }
-            how = {} if async_mode == AsyncMode.ASYNC else pinned
-            saved = torch_dcp.async_save(
-                state_dict, storage_writer=writer, process_group=self.pg, **how
-            )
+        saved = dcp_save(
+            state_dict,
+            storage_writer=integrity.HashingWriter(checkpoint_id),
+            planner=SavePlanner(),
+            process_group=self.pg,
+            **how,
+        )
         if enable_garbage_collection:
             utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
@@ -687,6 +692,8 @@ class DispCheckpointManager(CheckpointManager):
         """
         if reason := on_rank_0(_readable, integrity.problem, folder):
             return reason
+        # Of many shards, it is large, and rank 0 has parsed it
+        safe_dcp.accept(on_rank_0(_readable, safe_dcp.metadata_digest, folder))
         if dist.get_rank() == 0:
             integrity.warn_without_hashes(folder)
         share = (
