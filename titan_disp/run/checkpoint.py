@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
+from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -48,7 +49,9 @@ T = TypeVar("T")
 GO_ON = ["dataloader", "lr_scheduler", "train_state"]
 
 
-def check_initial_load(checkpoint: Any, assets: str | None, adapter: HfAdapter) -> None:
+def check_initial_load(
+    checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter
+) -> None:
     """Check the weights that a new run begins with, if [checkpoint] names any.
 
     ``assets`` is ``model.hf_assets_path``.
