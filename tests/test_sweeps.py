@@ -631,6 +631,26 @@ def test_first_error(tmp_path):
         assert first_error(tmp_path / "log", len(earlier)) == error
 
 
+def test_a_dry_run_checks_and_lists_the_points(sample, tmp_path):
+    command = [sys.executable, "-m", "titan_disp.cli", "sweep", "--dry-run"]
+    for overrides, status, last in (
+        (nano(sample), 0, "coeff-0.1_seed-2: 4 steps, not started"),
+        (("--training.steps=0",), 1, "training.steps"),
+    ):
+        file = write(tmp_path / "sweep.toml", GRID, overrides=overrides)
+        done = subprocess.run(
+            [*command, str(file)],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=SECONDS,
+        )
+        assert bool(done.returncode) == bool(status), done.stderr
+        assert last in (done.stdout + done.stderr)
+        assert done.stdout.count("not started") == (0 if status else 4)
+        assert list(tmp_path.iterdir()) == [file]
+
+
 def test_submit(sweep, sample, monkeypatch, capsys):
     assert ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3,7,9-10"
     monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)

@@ -161,6 +161,11 @@ def sweep_run(options: opts.SweepOptions) -> int:
         from titan_disp.lab.sweeps.preparation import submit
 
         return submit(sweep, options)
+    if options.dry_run:
+        from titan_disp.lab.sweeps.preparation import preview
+
+        print("\n".join(preview(sweep, options.nproc)))
+        return 0
     from titan_disp.lab.sweeps.runner import run, summary
 
     results = run(sweep, options.jobs, options.nproc)

@@ -145,6 +145,17 @@ def prepare(
     ]
 
 
+def preview(sweep: Sweep, world_size: int) -> list[str]:
+    """Return a line for each point with its steps and its state.
+
+    Everything is checked as for a start on this machine, and nothing is written.
+    """
+    return [
+        f"{one.point.name}: {one.steps} steps, {state(one.point.folder)[0]}"
+        for one in prepare(sweep, world_size, write=False)
+    ]
+
+
 class _Preparation:
     def __init__(self, world_size: int, inputs: bool) -> None:
         self.world_size = world_size
