@@ -6,8 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
 DATA := data/sample
-PART ?= all
-JOBS ?= 2
 # Worker processes of the tests: one more than there are cores is good, because tests wait for processes that they start.
 # Each takes 2 GB of memory. The tests of one file stay in one worker. Whole training runs keep more cores busy.
 WORKERS ?= 3
@@ -49,12 +47,12 @@ gpu: setup $(DATA)/README.md
 figure: setup $(DATA)/README.md
 	$(BIN)/python -m benchmarks.figure --nproc $(NPROC) --data $(DATA)
 
-# Writes docs/evidence.md. It trains the missing runs of docs/evidence_design.md, JOBS at a time with one core each.
-# This takes hours, and can be interrupted and resumed.
-evidence: setup data/evidence/README.md
-	$(BIN)/python -m benchmarks.evidence --part $(PART) --jobs $(JOBS)
+# Checks every number of docs/evidence.md, and writes its pictures and docs/evidence.csv, from docs/evidence.jsonl.
+evidence: setup
+	$(BIN)/python -m benchmarks.evidence
+	$(BIN)/python -m benchmarks.evidence_pictures
 
-# Downloads 70 MB of Debian's packages with apt-get.
+# The text of train_configs/evidence.toml. Downloads 70 MB of Debian's packages with apt-get.
 data/evidence/README.md: | setup
 	$(BIN)/python -m benchmarks.corpus data/evidence
 

@@ -35,7 +35,6 @@ from typing import Any
 import tyro
 
 from benchmarks.corpus_text import DICTIONARY, clean, dictionary_pages, documents_of
-from benchmarks.templates import render
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.files import atomic_folder, progress
 from titan_disp.lab.sample import (
@@ -44,6 +43,7 @@ from titan_disp.lab.sample import (
     train_tokenizer,
     write_shard,
 )
+from titan_disp.templates import templates
 
 # NAME=VERSION of Debian 12's last point release, which the archive keeps. Security
 # updates are replaced within weeks.
@@ -383,7 +383,8 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
     # of all texts that models are trained and measured on
     facts["sha256"] = digest.hexdigest()
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (folder / "README.md").write_text(render("corpus.md.j2", facts))
+    page = templates(__file__, number=format).get_template("corpus.md.j2")
+    (folder / "README.md").write_text(page.render(facts))
     return facts
 
 

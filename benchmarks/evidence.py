@@ -1,353 +1,251 @@
-"""Run the experiment of docs/evidence_design.md: train all runs that are missing, and
-write the page about them.
+"""Recompute every number of docs/evidence.md, and of the paragraph about it in
+README.md, from docs/evidence.jsonl, which has a row for each run of the experiments of
+docs/evidence_design.md.
 
-    make evidence                        # all parts in their order; finished runs are not repeated
-    make evidence PART=main JOBS=2       # one part of benchmarks/evidence_parts.py
-    python -m benchmarks.evidence --part page    # only the pages and their pictures, from docs/evidence.jsonl
+    python -m benchmarks.evidence    # lists what differs; the exit status is then 1
 
-This needs data/evidence (python -m benchmarks.corpus data/evidence). An interrupted run
-resumes from its newest checkpoint. Each run that has ended, finished or failed, adds a
-row to docs/evidence.jsonl. Each call tries a failed run once more, and adds another
-row.
+The pages are written by hand. A phrase ties a number on them to its computation: the
+number with the words around it, formatted from the rows. The check fails if a phrase is
+not on its page, and if a number is left on the page when all phrases are taken out.
+Only ``SETTINGS`` may stand there uncomputed.
 """
 
-import json
-import math
-import subprocess
+import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import cache
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
+from itertools import product
 
-import torch
-import tyro
+import numpy as np
+from numpy.polynomial.polynomial import polyfit
+from scipy import stats
 
-from benchmarks.evidence_page import missing, write_pages
-from benchmarks.evidence_parts import (
-    CONFIG,
-    PARTS,
-    RESTORED,
-    STEPS,
-    Job,
-    Row,
-    jobs,
-    key_of,
-    newest,
+from benchmarks.evidence_runs import (
+    ROOT,
+    Key,
+    Runs,
+    Value,
+    blocks_cosine,
+    depth_order,
+    development_loss,
+    ends,
+    interval,
+    last_word,
+    loss,
+    new_text_loss,
+    paired,
+    read_runs,
+    seconds,
+    sign_flip,
 )
-from benchmarks.evidence_score import HeldOut, held_out, history, score
-from benchmarks.templates import Refused
-from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import counted
-from titan_disp.files import in_parallel
-from titan_disp.lab.export.saved import find_saved, load_model
-from titan_disp.lab.sweeps.definition import Listed, Sweep
-from titan_disp.lab.sweeps.runner import Result, run
-from titan_disp.run.reader import read_json_lines
-from titan_disp.run.storage import append_json
+from titan_disp.lab.statistics import holm
 
-ROOT = Path(__file__).parent.parent
-# the folders of the corpus
-TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}
-
-
-@dataclass
-class Options:
-    part: str = "all"
-    """all, page, or one or more parts, separated by commas."""
-    jobs: int = 2
-    """Number of runs at a time."""
-    data: Path = Path("data/evidence")
-    runs: Path = Path("outputs/evidence")
-    rows: Path = Path("docs/evidence.jsonl")
-    docs: Path = Path("docs")
-    config: Path = Path(CONFIG)
+PAGE = "docs/evidence.md"
+README = "README.md"
+LOW_RATES = (0.001, 0.002)  # of the first experiment's tuning
+RATES = (*LOW_RATES, 0.004, 0.008, 0.016)
+CURVES = tuple(product((0.05, 0.2), (0, 1)))  # its warm-ups, and places of its seeds
+WIDTHS = (16, 192, 768)
+# The six comparisons of the first experiment over which Holm's method adjusts p
+OTHERS = ("on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")
+FAMILY = (("main", "on"), ("width", "on"), *(("main", name) for name in OTHERS))
+# What may stand on a page without a computation: what was run, what others report, names
+SETTINGS = {
+    PAGE: """
+        Qwen3 of 0.4 M parameters; 2.5 M tokens; 600 steps; 2,400 steps; 12 layers
+        rate 0.016; rate 0.032; λ 0.1; MLP width 16; MLP width 768; From width 16 to 768
+        95 %; 97.5 %; 90 %; ±0.01; by less than 0.02; a gain of 0.02; a change of 0.03
+        60 to 90 %; +1.17 points; 0.6 B parameters and 156 B tokens; two experiments
+        evidence_124m.toml; 124 M parameters; 44 hours on an H100
+    """,
+    README: "0.4 M parameters; 95 %; +1.17 points; 0.6 B parameters; 156 B tokens",
+}
+NUMBER = (
+    r"\d[\d.,]*|\b(two|three|four|five|six|seven|eight|nine|ten|twelve|half|twice)\b"
+)
 
 
-def commit() -> str:
-    """Return the checkout's commit, with + if code that runs has changed since."""
-    paths = ("titan_disp", "benchmarks", "train_configs")
-    head = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", *paths],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout
-    return (head.strip() or "unknown") + ("+" if changed.strip() else "")
+def power(effect: float, deviation: float, level: float, seeds: int = 8) -> float:
+    """Return how often the sign-flip test's p is below the level and Student's 95 %
+    interval excludes 0, in 20,000 simulated experiments with a true effect.
 
-
-def current(rows: Sequence[Row], config: Path) -> list[Row]:
-    """Return the rows that count, by the design: those of the last corpus and with the
-    present recipe of their run.
+    ``deviation`` is the differences' standard deviation over the seeds.
     """
-    corpora = [row["sha256"][:12] for row in rows if row["part"] == "corpus"]
-    own = [
-        row for row in rows if row["part"] == "corpus" or row["corpus"] in corpora[-1:]
-    ]
-    recipes = {job.key: job.recipe(config) for part in PARTS for job in jobs(part, own)}
-    return [
-        row
-        for row in own
-        if row["part"] == "corpus" or recipes.get(key_of(row)) == row["recipe"]
-    ]
+    draws = np.random.default_rng(0).normal(effect, deviation, (20_000, seeds))
+    excluded = stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05
+    return float((excluded & (sign_flip(draws) < level)).mean())
 
 
-@cache
-def _text(folder: Path, tokenizer: Path, length: int) -> HeldOut:
-    loaded = load_tokenizer(tokenizer)
-    assert loaded.eos_id is not None
-    return held_out(folder, loaded.encode, loaded.eos_id, length)
+def tuning_curves(runs: Runs) -> np.ndarray:
+    """Return on − off of the first experiment's tuning, [curves, rates]."""
+
+    def cell(rate: float, warmup: float, place: int) -> float:
+        end = f"_lr-{rate:g}_warmup-{warmup:g}"
+        pairs = runs.on_off("tuning", end, development_loss)
+        return float(pairs[place])
+
+    return np.array([[cell(rate, *curve) for rate in RATES] for curve in CURVES])
 
 
-class Experiment:
-    """Trains and measures runs, and writes their rows."""
+def changes_by_loss(runs: Runs) -> dict[str, tuple[float, float]]:
+    """Return by loss the change of the blocks' cosine and of cross-entropy, means over
+    the seeds of the part "losses".
+    """
+    keys = [("widths", "on-192"), *(key for key in runs.rows if key[0] == "losses")]
+    seeds = runs.rows[keys[-1]]
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.corpus = json.loads((options.data / "corpus.json").read_text())
-        self.common = (
-            f"--training.dataset_path={options.data}",
-            f"--model.hf_assets_path={options.data}/tokenizer",
-        )
-        if not any(
-            row["part"] == "corpus" and row["sha256"] == self.corpus["sha256"]
-            for row in self.rows
-        ):
-            append_json(options.rows, {"part": "corpus", **self.corpus})
+    def change(key: Key, value: Value) -> float:
+        off = runs.values("widths", "off-192", value)
+        of_seeds = {seed: off[seed] for seed in seeds}
+        return float(paired(runs.values(*key, value), of_seeds).mean())
 
-    @property
-    def rows(self) -> list[Row]:
-        return read_json_lines(self.options.rows)
-
-    def folder(self, job: Job) -> Path:
-        part, condition, seed = (
-            job.key if job.trained or job.parent is None else job.parent
-        )
-        return self.options.runs / part / f"{condition}_seed-{seed}"
-
-    def missing(self, part: str) -> list[Job]:
-        """Return the runs that have no finished row with their recipe and corpus."""
-        known = newest(self.rows)
-        config = self.options.config
-        corpus = self.corpus["sha256"][:12]
-        finished = {
-            key: (row["recipe"], row["corpus"])
-            for key, row in known.items()
-            if row["status"] == "finished"
-        }
-        return [
-            job
-            for job in jobs(part, self.rows)
-            if finished.get(job.key) != (job.recipe(config), corpus)
-        ]
-
-    def _ready(self, job: Job) -> bool:
-        return (
-            job.parent is None
-            or newest(self.rows).get(job.parent, {}).get("status") == "finished"
-        )
-
-    def part(self, name: str) -> None:
-        """Do all missing runs of a part. A run that fails is not tried again."""
-        tried: set[tuple[str, str, int]] = set()
-        while todo := [
-            job
-            for job in self.missing(name)
-            if job.key not in tried and self._ready(job)
-        ]:
-            print(f"{name}: {counted(len(todo), 'run')} to do", flush=True)
-            tried |= {job.key for job in todo}
-            self._restore_parents(todo)
-            for ranks in sorted({job.ranks for job in todo}):
-                self._train(
-                    name,
-                    [job for job in todo if job.ranks == ranks and job.trained],
-                    ranks,
-                )
-            self._measure([job for job in todo if not job.trained])
-
-    def _restore_parents(self, todo: Sequence[Job]) -> None:
-        """Train parents again whose checkpoints are gone.
-
-        Their rows stay, and a row says how close the new models are.
-        """
-        parents = {job.parent for job in todo}  # all of main
-        gone = [
-            job
-            for job in jobs("main", self.rows)
-            if job.key in parents and not self._checkpoint(job).is_dir()
-        ]
-        if not gone:
-            return
-        count = counted(len(gone), "model")
-        print(
-            f"training again what other runs start from: {count} without a checkpoint here",
-            flush=True,
-        )
-        self._run("main", gone, 1)
-        if lost := [
-            self.folder(job) for job in gone if not self._checkpoint(job).is_dir()
-        ]:
-            raise SystemExit(
-                f"{lost[0]} has no checkpoint of step {STEPS}; delete the folder to "
-                "train the run again"
-            )
-        for job, numbers in self._numbers(gone):
-            row = {
-                "part": RESTORED,
-                "of": list(job.key),
-                "recipe": job.recipe(self.options.config),
-                "commit": commit(),
-            }
-            self._append(row, numbers=numbers, history=history(self.folder(job)))
-
-    def _checkpoint(self, job: Job) -> Path:
-        return self.folder(job) / "checkpoint" / f"step-{STEPS}"
-
-    def _run(self, part: str, todo: Sequence[Job], ranks: int) -> dict[str, Result]:
-        """Train, and return the results by the jobs' names."""
-        paths = {"data": self.options.data, "runs": self.options.runs}
-        sweep = Sweep(
-            str(self.options.config),
-            self.options.runs / part,
-            self.common,
-            tuple(
-                Listed(
-                    job.name, (*(p.format(**paths) for p in job.paths), *job.options)
-                )
-                for job in todo
-            ),
-        )
-        return {
-            result.name: result
-            for result in run(sweep, max(1, self.options.jobs // ranks), ranks)
-        }
-
-    def _train(self, part: str, todo: Sequence[Job], ranks: int) -> None:
-        """Train in groups, so that a part whose process dies keeps the rows of finished
-        groups.
-        """
-        size = self.options.jobs * (1 if part == "long" else 8)
-        for some in (todo[i : i + size] for i in range(0, len(todo), size)):
-            results = self._run(part, some, ranks)
-            for job in some:
-                if results[job.name].outcome == "failed":
-                    self._write(job, status="failed", error=results[job.name].detail)
-            self._measure(
-                [job for job in some if results[job.name].outcome == "finished"]
-            )
-            if stopped := [
-                result
-                for result in results.values()
-                if result.outcome not in ("finished", "failed")
-            ]:
-                count = counted(len(stopped), "run")
-                raise SystemExit(
-                    f"{part}: {count} did not finish (stopped or in use); run the "
-                    "same command again to continue"
-                )
-
-    def _numbers(self, done: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
-        """Measure runs in processes of their own, and yield them with their numbers in
-        the order in which they end.
-        """
-        with ProcessPoolExecutor(
-            self.options.jobs, mp_context=get_context("spawn")
-        ) as pool:
-            yield from in_parallel(pool, self._score, done)
-
-    def _score(self, job: Job) -> dict[str, Any]:
-        """Return the numbers of a run's last checkpoint by text.
-
-        It is called in a process of its own, on one core.
-        """
-        torch.set_num_threads(1)
-        saved = find_saved(self.folder(job))
-        data = self.options.data
-        model = load_model(saved)
-        length = saved.config["training"]["seq_len"]
-        return {
-            name: score(
-                model, _text(data / TEXTS[name], data / "tokenizer", length), length
-            )
-            for name in job.texts
-        }
-
-    def _measure(self, done: Sequence[Job]) -> None:
-        for job, numbers in self._numbers(done):
-            how = {"history": history(self.folder(job))} if job.trained else {}
-            if all(math.isfinite(found["cross_entropy"]) for found in numbers.values()):
-                self._write(job, status="finished", numbers=numbers, **how)
-            else:
-                self._write(
-                    job,
-                    status="failed",
-                    error="its cross-entropy on held-out text is not finite",
-                    **how,
-                )
-
-    def _write(self, job: Job, **content: Any) -> None:
-        row = {"part": job.part, "condition": job.condition, "seed": job.seed}
-        row |= {
-            "recipe": job.recipe(self.options.config),
-            "options": list(job.options),
-            "commit": commit(),
-        }
-        self._append(row, **content)
-
-    def _append(self, row: Row, **content: Any) -> None:
-        append_json(
-            self.options.rows, {**row, "corpus": self.corpus["sha256"][:12], **content}
-        )
+    return {key[1]: (change(key, blocks_cosine), change(key, loss)) for key in keys}
 
 
-def main(options: Options) -> None:
-    parts = (
-        tuple(PARTS)
-        if options.part == "all"
-        else tuple(p for p in options.part.split(",") if p != "page")
+def comparisons(runs: Runs) -> dict[str, np.ndarray]:
+    """Return on − off in the cross-entropy of test text, by the page's names."""
+    off, again = (runs.values(part, "off") for part in ("main", "restored"))
+    on = runs.values("main", "on")
+    new = [runs.on_off(part, "-192") for part in ("widths", "widths-again")]
+    mean_off = {seed: (off[seed] + again[seed]) / 2 for seed in again}
+    return {
+        "first experiment, rate 0.016": paired(on, off),
+        "the same, off trained again (not planned)": paired(on, again),
+        "the mean of both (not planned)": paired(on, mean_off),
+        "second experiment, rate 0.032": np.concatenate(new),
+        "MLP width 16, not retuned": runs.on_off("width"),
+        "MLP width 16, tuned": runs.on_off("widths", "-16"),
+        "MLP width 768, tuned": runs.on_off("widths", "-768"),
+        "12 layers, not retuned": runs.on_off("depth"),
+        "2,400 steps, not retuned": runs.on_off("long"),
+    }
+
+
+def change_over_widths(runs: Runs) -> np.ndarray:
+    """Return the second experiment's outcome, [seeds]: the change of on − off from the
+    narrowest to the widest MLP, on a line over the logarithm of the width.
+    """
+    pairs = np.array([runs.on_off("widths", f"-{width}") for width in WIDTHS])
+    return polyfit(np.log(WIDTHS), pairs, 1)[1] * np.log(WIDTHS[-1] / WIDTHS[0])
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
+
+
+def phrases(runs: Runs) -> Iterator[tuple[str, str]]:
+    """Yield a page's name with each phrase that has numbers of the runs."""
+    table = comparisons(runs)
+    first, again, both, new, *_ = table.values()
+    low, high = interval(new)
+    bounds = "{:.4f} to {:.4f}".format
+    yield README, f"by {first.mean():.4f} nats"
+    yield README, f"interval {bounds(*interval(first))}, {len(first)} seeds"
+    yield README, f"(p {sign_flip(both):.2f})"
+    yield README, f"by {new.mean():.4f} ({bounds(low, high)}, {len(new)} seeds)"
+    yield README, f"more than {-low:.4f} nats"
+    for name, row in table.items():
+        yield PAGE, f"| {name} | {len(row)} | {row.mean():+.4f} | {ends(row)} |"
+    yield PAGE, f"Over {len(new)} seeds"
+    yield PAGE, f"is {new.mean():+.4f} nats (95 % interval {ends(new)})"
+    yield PAGE, f"a gain of more than {-low:.4f} nats"
+    yield PAGE, f"is {ends(new, 0.9)} over the {len(new)} seeds"
+    yield PAGE, f"(p {sign_flip(again):.2f} and {sign_flip(both):.2f})"
+    yield from of_the_rules(runs, float(new.std(ddof=1)))
+    yield from of_post_hoc(runs)
+    yield from of_the_models(runs)
+
+
+def of_the_rules(runs: Runs, deviation: float) -> Iterator[tuple[str, str]]:
+    """Yield phrases about what the two designs' rules say, and how often they see an
+    effect if differences have this standard deviation over the seeds.
+    """
+    pairs = [paired(runs.values(*key), runs.values(key[0], "off")) for key in FAMILY]
+    main_p, width_p, *_ = holm([float(sign_flip(one)) for one in pairs])
+    yield PAGE, f"(p {main_p:.3f} after Holm)"
+    yield PAGE, f"(p {width_p:.2f} after Holm)"
+    widths = change_over_widths(runs)
+    yield PAGE, f"changes by {widths.mean():+.4f} ({ends(widths)})"
+    # Holm's smallest p is below 0.05 if the test's is below 0.05 / 6
+    gain = power(0.02, deviation, 0.05 / len(FAMILY))
+    yield PAGE, f"a gain of 0.02 in {percent(gain)} of cases"
+    change = power(0.03, float(widths.std(ddof=1)), 0.05)
+    yield PAGE, f"a change of 0.03 in {percent(change)},"
+
+
+def of_post_hoc(runs: Runs) -> Iterator[tuple[str, str]]:
+    """Yield phrases about what was noticed after the runs."""
+    curves = tuning_curves(runs)
+    lowest = curves[:, : len(LOW_RATES)]
+    slopes = polyfit(np.log2(RATES), curves.T, 1)[1]
+    yield PAGE, f"at most {LOW_RATES[-1]:g}"
+    yield PAGE, f"below zero in {(lowest < 0).sum()} of {lowest.size} cells"
+    yield PAGE, f"mean {lowest.mean():.3f})"
+    yield PAGE, f"all {len(curves)} curves"
+    yield PAGE, f"by {slopes.min():.3f} to {slopes.max():.3f} per doubling"
+    yield PAGE, f"only {len(runs.rows['tuning', 'on_lr-0.001_warmup-0.2'])} seeds"
+    changes = changes_by_loss(runs)
+    rank = stats.spearmanr([*changes.values()])
+    yield PAGE, f"Over {len(changes)} losses"
+    yield PAGE, f"correlation of {rank.statistic:.2f} (p {rank.pvalue:.3f})"
+    yield PAGE, f"share {len(runs.rows['losses', 'koleo-192'])} seeds"
+    weights = sum("@" in name for name in changes)
+    yield PAGE, f"{weights} of them are second weights"
+
+
+def of_the_models(runs: Runs) -> Iterator[tuple[str, str]]:
+    """Yield phrases about condensation, repeated runs and other outcomes."""
+    cosine = runs.on_off("main", value=blocks_cosine)
+    means = [runs.mean("main", state, blocks_cosine) for state in ("off", "on")]
+    yield PAGE, f"blocks is {means[0]:.2f}"
+    yield PAGE, f"is {runs.mean('main', 'off', depth_order):.2f}."
+    fallen = f"in {(cosine < 0).sum()} of {len(cosine)} seeds"
+    yield PAGE, f"from {means[0]:.2f} to {means[1]:.2f}, {fallen}"
+    off = runs.values("main", "off")
+    reruns = abs(paired(runs.values("restored", "off"), off))
+    yield PAGE, f"by up to {reruns.max():.3f} (on average {reruns.mean():.3f})"
+    sums, ranks = (
+        abs(paired(runs.values("noise", name), off)).mean()
+        for name in ("accumulation-4", "2-ranks")
     )
-    if unknown := set(parts) - set(PARTS):
-        raise SystemExit(
-            f"there is no part {', '.join(sorted(unknown))}; expected all, page, "
-            f"{', '.join(PARTS)}"
-        )
-    if parts:
-        experiment = Experiment(options)
-        for part in parts:
-            experiment.part(part)
-            left = experiment.missing(part)
-            state = (
-                f"{counted(len(left), 'run')} missing or failed" if left else "complete"
-            )
-            print(f"{part}: {state}", flush=True)
-            if not jobs(part, experiment.rows):
-                raise SystemExit(
-                    f"{part} needs what tuning finds: run --part tuning first"
-                )
-    rows = current(read_json_lines(options.rows), options.config)
-    page = options.docs / "evidence.md"
-    if parts and (left := missing(rows)):
-        print(
-            f"{page} is not written before all runs have ended; missing:",
-            *left,
-            sep="\n  ",
-            flush=True,
-        )
-        return
-    try:
-        write_pages(rows, options.docs)
-    except Refused as error:
-        raise SystemExit(f"{page} is not written: {error}") from error
+    yield PAGE, f"by {sums:.4f} on average with gradient accumulation"
+    yield PAGE, f"by {ranks:.4f} on several ranks"
+    words = runs.mean("main", "off", last_word)
+    yield PAGE, f"last words is {100 * words:.1f} %"
+    states = ("on-0.1", "off")
+    further = paired(*(runs.values("midtraining", s, new_text_loss) for s in states))
+    yield PAGE, f"gives {further.mean():+.4f} ({ends(further)})"
+    longer = runs.mean("main", "on", seconds) / runs.mean("main", "off", seconds) - 1
+    yield PAGE, f"took {percent(longer)} longer"
+
+
+def problems(page: str, text: str, expected: Sequence[str]) -> Iterator[str]:
+    """Yield the phrases that a page lacks, and what is left on it with a number."""
+    rest = " ".join(text.split())
+    for phrase in expected:
+        if phrase not in rest:
+            yield f"{page} does not have: {phrase}"
+    settings = re.split(r"\s*[;\n]\s*", SETTINGS[page].strip())
+    for phrase in sorted((*expected, *settings), key=len, reverse=True):
+        rest = rest.replace(phrase, " ")
+    for match in re.finditer(NUMBER, rest):
+        around = rest[max(0, match.start() - 40) : match.end() + 40]
+        yield f"{page} has a number that nothing computes: {around}"
+
+
+def main() -> None:
+    texts = {page: (ROOT / page).read_text() for page in SETTINGS}
+    (texts[README],) = re.findall(
+        r"^\*\*Does it help\?.*?\n\n", texts[README], re.M | re.S
+    )
+    computed = list(phrases(read_runs()))
+    wrong = [
+        problem
+        for page, text in texts.items()
+        for problem in problems(page, text, [one for of, one in computed if of == page])
+    ]
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+    print(f"all numbers agree ({len(computed)} phrases)")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main()

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
+from torch.nn.functional import cross_entropy
 
-from benchmarks.evidence_score import token_losses
-from benchmarks.templates import render
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.condensation.record import Measurement, blocks_mean
 from titan_disp.files import atomic_write
@@ -45,12 +44,14 @@ from titan_disp.lab.report.series import measured
 from titan_disp.lab.statistics import paired_difference
 from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points
 from titan_disp.lab.sweeps.runner import run, summary
+from titan_disp.templates import templates
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "measurements.md"
 MARKER = "<!-- make figure writes what follows -->\n"
 STATES = ("off", "on")
 COEFF = 0.1  # λ
+BATCH = 16  # sequences whose logits are in memory together
 # the sample corpus is the documentation of this version
 PYTHON = ".".join(platform.python_version_tuple()[:2])
 
@@ -112,8 +113,17 @@ def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Measurem
         tokens,
         CondensationOptions((), run),
     )
-    sums, _, number = token_losses(load_model(find_saved(run)), tokens.tolist())
-    return replace(found, cross_entropy=float(sums.sum() / number.sum()))
+    return replace(found, cross_entropy=mean_loss(load_model(find_saved(run)), tokens))
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, sequences: torch.Tensor) -> float:
+    """Return the mean cross-entropy of the next token, in nats, of ids, [B, T]."""
+    losses = [
+        cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
+        for ids in sequences.split(BATCH)
+    ]
+    return float(torch.cat(losses).double().mean())
 
 
 def results(
@@ -273,7 +283,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     facts |= {"shown": shown, "after": _compared(content["after_training"])}
     written_by_hand, marker, _ = PAGE.read_text(encoding="utf-8").partition(MARKER)
     assert marker, f"{PAGE} has no line {MARKER!r}"
-    return written_by_hand + MARKER + render("condensation.md.j2", {**content, **facts})
+    page = templates(__file__, number=format).get_template("condensation.md.j2")
+    return written_by_hand + MARKER + page.render({**content, **facts})
 
 
 def _compared(after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -30,7 +30,6 @@ LONGEST = (
     "stream",
     "supervise",
     "sweeps",
-    "evidence",
     "evaluate",
     "assembly",
     "head",

@@ -83,6 +83,17 @@ def test_the_page_is_made_of_the_numbers_beside_it():
     )
 
 
+def test_the_loss_after_training_is_the_mean_over_all_tokens():
+    torch.manual_seed(0)
+    bigrams = torch.nn.Embedding(10, 10)  # logits of the next token
+    sequences = torch.randint(0, 10, (20, 7))
+    p = np.exp(bigrams.weight.detach().double().numpy())
+    p /= p.sum(1, keepdims=True)
+    ids = sequences.numpy()
+    expected = -np.log(p[ids[:, :-1], ids[:, 1:]]).mean()
+    assert figure.mean_loss(bigrams, sequences) == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_picture(tmp_path, monkeypatch):
     levels = {"off": (0.4, 0.6), "on": (0.1, 0.3)}
     folders = {

@@ -635,6 +635,11 @@ class SweepOptions(SlurmOptions, _Sweep):
     are finished or submitted.
     """
 
+    dry_run: bool = False
+    """check all points and print them with their states, or, with --submit, print the
+    plan and the sbatch command. Nothing is written.
+    """
+
 
 @dataclass(frozen=True)
 class SweepTableOptions:
