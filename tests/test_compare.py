@@ -71,6 +71,12 @@ def test_paired_difference_is_the_paired_t_test():
     ) == pytest.approx(expected)
     assert paired_difference(baseline, baseline).p_value is None
     assert paired_difference(np.ones(1), np.zeros(1)).standard_error is None
+    # Equal differences have no standard error, and so no t-test, also if they are equal
+    # up to rounding only.
+    for shift in (1.0, 0.1):
+        found = paired_difference(baseline + shift, baseline)
+        assert found.mean == pytest.approx(shift)
+        assert (found.standard_error, found.low, found.p_value) == (None, None, None)
 
 
 def test_ranks_and_means():

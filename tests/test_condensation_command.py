@@ -419,6 +419,10 @@ def test_what_the_cache_lacks_is_told_with_the_command(
         in told
     )
     assert (of_step20 in told, ".bin'" in told) == (True, False)
+    for content in ("{", "{}", "[]"):
+        (folder / "model.safetensors.index.json").write_text(content)
+        told = refused(command, capsys, "lab/tiny@step20", *rest)
+        assert "is no index of weights" in told
     for file in folder.glob("*model*"):
         file.unlink()
     told = refused(command, capsys, "lab/tiny@step20", *rest)

@@ -578,7 +578,7 @@ def test_arguments_and_models_are_refused(models, tmp_path, monkeypatch):
             )
     assert not Path("out").exists()
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
-    with pytest.raises(ConfigError, match=r"pip install 'titan-disp\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"pip install lm-eval accelerate"):
         evaluate(EvaluateOptions(models))
 
 

@@ -79,7 +79,7 @@ def test_layers_are_transformers_hidden_states(name):
     layers = targets.hugging_face_layers(model)
     got = {}
     layers(tokens(), lambda layer, z: got.update({layer: z.clone()}))
-    assert list(got) == list(range(layers.count)) == list(range(BLOCKS + 2))
+    assert list(got) == list(range(layers.layer_count)) == list(range(BLOCKS + 2))
     assert not any(
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     )

@@ -14,6 +14,7 @@ from titan_disp.text import NOTHING
 
 # Most differences of which all sign patterns are counted, within three seconds
 EXACT = 18
+EQUAL = 1e-12  # relative; below it, numbers differ only by rounding errors
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -22,8 +23,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Difference:
     """Mean difference of a condition to the baseline, over documents or over seeds.
 
-    Fields are None if they are undefined, with a single pair or if all differences are
-    equal.
+    Of a single pair, or where all differences are equal, only the mean is defined, and
+    the p value of the sign-flip test. All other fields are then None.
     """
 
     mean: float
@@ -50,7 +51,7 @@ class Difference:
 COLUMNS = ("mean", "standard_error", "low", "high", "p_value", "holm")
 
 
-def numbers(difference: Difference | None) -> list[float | None]:
+def csv_cells(difference: Difference | None) -> list[float | None]:
     """Return the cells of ``COLUMNS`` in a CSV file."""
     return [getattr(difference, name, None) for name in COLUMNS]
 
@@ -71,15 +72,15 @@ def with_error(mean: float, error: float | None, sign: str = "") -> str:
 def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
     """Run a paired t-test of two models' values, each [pairs]."""
     differences = values - baseline
-    with warnings.catch_warnings():
-        # a single pair or equal differences give NaN, which becomes None
-        warnings.simplefilter("ignore")
-        test = stats.ttest_1samp(differences, 0.0)
-        low, high = test.confidence_interval(0.95)
-        error = stats.sem(differences)
+    mean = float(differences.mean())
+    # Equal differences may differ by rounding errors.
+    if np.ptp(differences) <= EQUAL * np.abs(differences).max():
+        return Difference(mean, None, None, None, p_value=None, pairs=len(differences))
+    test = stats.ttest_1samp(differences, 0.0)
+    low, high = test.confidence_interval(0.95)
     return Difference(
-        mean=float(differences.mean()),
-        standard_error=_defined(error),
+        mean=mean,
+        standard_error=_defined(stats.sem(differences)),
         low=_defined(low),
         high=_defined(high),
         p_value=_defined(test.pvalue),
@@ -120,7 +121,7 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
     d = np.asarray(differences, dtype=np.float64)
     if len(d) < 2 or not np.isfinite(d).all():
         return None
-    d = d / (np.abs(d).sum() or 1.0)
+    d = d / (np.abs(d).sum() or 1.0)  # so that round is relative to their size
 
     def total(signed: np.ndarray, axis: int) -> np.ndarray:
         # Sums that differ only by rounding errors are equal
@@ -135,11 +136,11 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
 def unpaired_difference(
     values: Sequence[float], baseline: Sequence[float]
 ) -> Difference | None:
-    """Run Welch's t-test. Return None if either side has a single number."""
+    """Run Welch's t-test. Return None if either side has fewer than two numbers."""
     if min(len(values), len(baseline)) < 2:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # equal scores give NaN, which becomes None
+        warnings.simplefilter("ignore")  # two constants give NaN, which becomes None
         test: Any = stats.ttest_ind(values, baseline, equal_var=False)
         interval = test.confidence_interval(0.95)
     return Difference(
@@ -155,11 +156,13 @@ def unpaired_difference(
 def differences_over_seeds(
     conditions: Mapping[str, Mapping[Any, float]], baseline: str
 ) -> dict[str, Difference]:
-    """Return the difference of each condition to the baseline, where there is one.
+    """Return the difference of each condition to the baseline. Conditions without one
+    are left out, and so is the baseline.
 
     Runs of one seed share their initial weights and the order of their data, so that
     their scores are correlated. Conditions are compared over the seeds that they share.
-    If they share none, or seeds are unknown, Welch's t-test compares them.
+    If they share none, Welch's t-test compares them. (Where seeds are unknown, the
+    caller gives each run a key of its own.)
 
     Args:
         conditions: each condition's score by seed.

@@ -11,10 +11,11 @@ from scipy import stats
 
 from titan_disp.errors import counted
 from titan_disp.lab import statistics
-from titan_disp.lab.statistics import Difference, numbers
+from titan_disp.lab.statistics import Difference, csv_cells
 from titan_disp.text import csv_text
 
 # Ends of the columns of table.csv
+DESCRIPTION = ("task", "metric", "shots", "documents")
 OF_MODEL = ("", " standard error", " seed error", " rank")
 OF_DIFFERENCE = (
     *("", " standard error", " low", " high", " p", " holm"),
@@ -96,12 +97,12 @@ class TaskComparison:
             cells += [column.get(model) for column in columns]
         for other, difference in self.differences.items():
             if isinstance(difference, Difference):
-                cells += numbers(difference)
+                cells += csv_cells(difference)
             else:
                 cells += [difference.mean, difference.standard_error_documents]
                 cells += [None] * 4
             over_seeds = self.over_seeds.get(other)
-            cells += [over_seeds and over_seeds.pairs, *numbers(over_seeds)]
+            cells += [over_seeds and over_seeds.pairs, *csv_cells(over_seeds)]
         return cells
 
 
@@ -202,7 +203,7 @@ def compare(
 
 def _mean_by_model(tasks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
-        model: float(np.mean([numbers[model] for numbers in tasks]))
+        model: float(np.mean([of_task[model] for of_task in tasks]))
         for model in tasks[0]
     }
 
@@ -214,12 +215,14 @@ def _mean_by_seed(tasks: Sequence[Scores]) -> dict[Any, float]:
     }
 
 
-def _adjust(tasks: Sequence[dict[str, Difference]], model: str) -> None:
-    """Add Holm's p values over tasks to the differences of one model."""
-    compared = [differences for differences in tasks if model in differences]
-    adjusted = statistics.with_holm([task[model] for task in compared])
-    for differences, difference in zip(compared, adjusted, strict=True):
-        differences[model] = difference
+def _adjust(by_task: Sequence[dict[str, Difference]], model: str) -> None:
+    """Replace the differences of one model, in place, by ones with Holm's p over the
+    tasks.
+    """
+    with_model = [of_task for of_task in by_task if model in of_task]
+    adjusted = statistics.with_holm([of_task[model] for of_task in with_model])
+    for of_task, difference in zip(with_model, adjusted, strict=True):
+        of_task[model] = difference
 
 
 def _over_documents(
@@ -275,12 +278,12 @@ def _mean_difference(tasks: Sequence[Difference]) -> MeanDifference:
 
 
 def table(comparison: ModelComparison) -> list[list[str]]:
-    """Return the cells of tasks × models, differences, standard errors and p values.
-    The first row is the header.
+    """Return the cells of tasks × models: scores ± standard errors over seeds,
+    differences ± standard errors, and p values. The first row is the header.
     """
     first, *others = comparison.seeds
     over_seeds = comparison.mean.over_seeds
-    header = ["task", "metric", "shots", "documents"]
+    header = [*DESCRIPTION]
     for model, count in comparison.seeds.items():
         header.append(f"{model} ({count} seeds)" if count > 1 else model)
     header += [f"{other} − {first}" for other in others]
@@ -302,7 +305,7 @@ def table(comparison: ModelComparison) -> list[list[str]]:
         rows.append(row)
     if others:
         ranks = [f"{rank:.2f}" for rank in comparison.mean.ranks.values()]
-        rest = len(header) - len(ranks) - 4
+        rest = len(header) - len(ranks) - len(DESCRIPTION)
         rows.append(["mean rank", "", "", "", *ranks, *[""] * rest])
     return rows
 
@@ -319,13 +322,13 @@ def explanation(comparison: ModelComparison) -> list[str]:
     )
     if any(count > 1 for count in comparison.seeds.values()):
         text += " Scores of several seeds are means ± standard errors over seeds. A document's score is their mean."
-    pairs = {difference.pairs > 0 for difference in comparison.mean.over_seeds.values()}
-    if True in pairs:
+    paired = [bool(test.pairs) for test in comparison.mean.over_seeds.values()]
+    if any(paired):
         text += (
             "\nOver pairs of runs with equal seeds: mean difference ± standard error, "
             "with p of the sign-flip test, as in titan-disp sweep table."
         )
-    if False in pairs:
+    if not all(paired):
         text += (
             "\nOver seeds that are not paired: the difference ± its standard error, "
             "with p of Welch's t-test. Runs with equal seeds would be paired."

@@ -235,7 +235,7 @@ def measure(
     logits.
     """
     logits = options.logits
-    pooled = Accumulator(layers.count + logits, layers.device)
+    pooled = Accumulator(layers.layer_count + logits, layers.device)
     averaged = AveragedCosines()
     covariance = Covariance()
     root = targets.logits_root(layers.head) if logits else None
@@ -248,11 +248,12 @@ def measure(
             )
         for sums in (pooled, averaged, covariance):
             sums.add(layer, z)
-        if padded is not None and layer < layers.count:
+        if padded is not None and layer < layers.layer_count:
             padded.add(layer, z)
-        if root is not None and layer == layers.count - 1:
+        if root is not None and layer == layers.layer_count - 1:
             take_in(
-                layers.count, pad(z.double(), (0, 1), value=1.0) @ root.to(z.device)
+                layers.layer_count,
+                pad(z.double(), (0, 1), value=1.0) @ root.to(z.device),
             )
 
     with progress(name, "sequence", total=len(tokens)) as bar:
@@ -261,7 +262,7 @@ def measure(
             bar.update(len(batch))
     found = pooled.result(tokens.shape[1])
     features = [
-        *[found.features] * layers.count,
+        *[found.features] * layers.layer_count,
         *([layers.head.out_features] if logits else []),
     ]
     numbers = np.array(

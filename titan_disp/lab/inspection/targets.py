@@ -23,7 +23,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.dispersion.hooks import collect, outermost_lists
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, counted, reported
 from titan_disp.lab.export.saved import (
     SavedModel,
     find_saved,
@@ -40,6 +40,8 @@ from titan_disp.run.reader import is_run
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
 # weights of models that were never converted to safetensors
 PICKLES = "pytorch_model*.bin"
+# what a JSON file raises whose content is not what is expected
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 CHUNK = 8192  # rows of an output layer in float64 at a time
 Consume = Callable[[int, Tensor], None]
@@ -217,7 +219,7 @@ class LoadedModel:
         self.blocks = blocks
         self.head: Any = None
         self.untrain: Callable[[int], None] = partial(draw_weights, model)
-        self.count = len(blocks) + 2
+        self.layer_count = len(blocks) + 2
         # a tied embedding counts once
         self.parameters = _weights(model)
         first = next(model.parameters()).device
@@ -227,6 +229,7 @@ class LoadedModel:
 
     def __call__(self, tokens: Tensor, consume: Consume) -> None:
         """Run [B, N] token ids through the model, and call ``consume`` for each layer.
+        The caller turns gradients off.
 
         ConfigError is raised if a layer is not [B, N, F], as of XLNet, whose layers are
         [N, B, F].
@@ -252,7 +255,7 @@ class LoadedModel:
             collect(dict(enumerate(self.blocks, start=1)), take),
         ):
             normed = self.forward(tokens.to(self.device))
-        take(self.count - 1, normed)
+        take(self.layer_count - 1, normed)
 
 
 def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
@@ -338,9 +341,8 @@ def find_targets(
     tokenizer: Path | None,
     trust_remote_code: bool = False,
 ) -> dict[str, Target]:
-    """Find models.
-
-    The keys of the result name files. Each model comes once, in the order of ``names``.
+    """Return targets, by the stems of the names of their files. A model that is named
+    twice comes once, at its first place.
 
     ``names`` are RUN (all its checkpoints, or the newest one), RUN/STEP, a Hugging Face
     folder, or MODEL or MODEL@REVISION of the Hugging Face hub. ``tokenizer`` is a
@@ -415,7 +417,12 @@ def name_of(called: str, targets: Mapping[str, Target]) -> str:
     """Return the key of ``find_targets`` for the model that the user called ``called``,
     or of its newest step.
     """
-    return [name for name, target in targets.items() if called in target.called][-1]
+    steps = {
+        name: target.step or 0
+        for name, target in targets.items()
+        if called in target.called
+    }
+    return max(steps, key=lambda name: steps[name])
 
 
 def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
@@ -486,7 +493,7 @@ def _hugging_face_target(
         ).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(folder)!r} is no model of transformers: {error}{_about_code(error)}"
+            f"{str(folder)!r} is no model of transformers: {error}{_advice_on_custom_code(error)}"
         ) from error
     if tokenizer_folder is not None:
         tokenizer = load_tokenizer(tokenizer_folder)
@@ -494,10 +501,10 @@ def _hugging_face_target(
         tokens = tokenizer.get_vocab_size()
         special_tokens = _bos(tokenizer)
     else:
-        tokenizer = _their_tokenizer(folder, trust_remote_code)
-        encode = partial(_encode_theirs, tokenizer)
+        tokenizer = _hf_tokenizer(folder, trust_remote_code)
+        encode = partial(_hf_encode, tokenizer)
         tokens = len(tokenizer)
-        special_tokens = _their_special_tokens(tokenizer)
+        special_tokens = _hf_special_tokens(tokenizer)
     check_fits(
         tokens,
         tokenizer_folder or folder,
@@ -532,7 +539,8 @@ def _hugging_face_target(
 
 
 def _missing_weights(folder: Path) -> str:
-    """Describe missing files of weights, or return "".
+    """Return what weights are missing, as the end of a sentence that begins with the
+    folder, or "". Raises ConfigError if their index cannot be read.
 
     A download may have been interrupted.
     """
@@ -540,7 +548,8 @@ def _missing_weights(folder: Path) -> str:
     index = folder / (INDEX if has_safetensors else "pytorch_model.bin.index.json")
     has_single_file = (folder / index.name.removesuffix(".index.json")).is_file()
     if index.is_file() and not has_single_file:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        with reported(f"{str(index)!r} is no index of weights", *UNREADABLE):
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         missing = [file for file in files if not (folder / file).is_file()]
         if not missing:
             return ""
@@ -551,7 +560,7 @@ def _missing_weights(folder: Path) -> str:
     return "has a config.json but no weights (*.safetensors or pytorch_model*.bin)"
 
 
-def _about_code(error: Exception) -> str:
+def _advice_on_custom_code(error: Exception) -> str:
     """Return advice if an error says that a model needs its own code, else ""."""
     if "trust_remote_code" not in str(error):
         return ""
@@ -560,7 +569,7 @@ def _about_code(error: Exception) -> str:
     )
 
 
-def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def _hf_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     hint = "Name another folder with --tokenizer DIR"
@@ -570,7 +579,7 @@ def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         )
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ConfigError(
-            f"{str(folder)!r} has no usable tokenizer: {error}.{_about_code(error)} "
+            f"{str(folder)!r} has no usable tokenizer: {error}.{_advice_on_custom_code(error)} "
             f"{hint}"
         ) from error
     # Without files, transformers 5 creates a tokenizer that has only special tokens.
@@ -579,13 +588,13 @@ def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
+def _hf_encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _their_special_tokens(tokenizer: Any) -> SpecialTokens:
+def _hf_special_tokens(tokenizer: Any) -> SpecialTokens:
     """Return the tokens before and after those of a text with one letter."""
-    bare = _encode_theirs(tokenizer, "a")
+    bare = _hf_encode(tokenizer, "a")
     with_special_tokens = tokenizer("a", verbose=False)["input_ids"]
     for start in range(len(with_special_tokens) - len(bare) + 1):
         end = start + len(bare)

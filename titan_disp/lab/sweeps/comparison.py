@@ -26,8 +26,8 @@ from titan_disp.lab.plots import OKABE_ITO, picture_formats
 from titan_disp.lab.statistics import (
     EXACT,
     Difference,
+    csv_cells,
     differences_over_seeds,
-    numbers,
     standard_error,
     with_error,
     with_holm,
@@ -91,7 +91,8 @@ def final_metric(run: Path, name: str) -> float | None:
     """Return a number at the end of a run, or None if the run has not measured it or it
     is not finite.
 
-    Raises ConfigError if a file of the run cannot be read.
+    Raises ConfigError if there is no such metric, or a file of the run cannot be read.
+    Cross-entropies are in nats, and angles are fractions of π.
 
     ``validation`` is TorchTitan's validation loss. The run measures ``cross_entropy``
     and everything about cosines on held-out text after its last step
@@ -99,7 +100,7 @@ def final_metric(run: Path, name: str) -> float | None:
     """
     check_metric(name)
     row = last_row(run)
-    # the last step may not be logged
+    # Events, such as complete, know later steps than the last logged row.
     last = max([row.get("step", 0), *(event["step"] for event in read_events(run))])
     if name in TRAINING:
         value = row.get(name)
@@ -261,9 +262,11 @@ def with_differences(
         return list(conditions)
     by_seed = {condition.name: condition.values for condition in conditions}
     differences = differences_over_seeds(by_seed, against)
-    # A single pair is no test: its p would be 1, whatever was measured.
-    tests = {name: test for name, test in differences.items() if test.pairs != 1}
-    differences |= zip(tests, with_holm(list(tests.values())), strict=True)
+    # A single pair has no p value, and Holm would count it as a comparison. (Without
+    # pairs, Welch's t-test has one.)
+    comparable = {name: test for name, test in differences.items() if test.pairs != 1}
+    adjusted = with_holm(list(comparable.values()))
+    differences |= dict(zip(comparable, adjusted, strict=True))
     return [
         replace(condition, difference=differences.get(condition.name))
         for condition in conditions
@@ -395,7 +398,7 @@ def to_csv(comparison: SweepComparison) -> str:
                 condition.standard_error,
                 difference and comparison.against,
                 difference and difference.pairs,
-                *numbers(difference),
+                *csv_cells(difference),
             ]
         )
     return csv_text(rows)
