@@ -179,14 +179,15 @@ def test_completes_and_refuses_a_second_job(jobs, whole, run):
     assert refused["Restarts"] == "0"
     log = jobs.slurm.log(second)
     assert re.search(
-        r"titan-disp: error: the run folder .* is in use by another job \(host .*SLURM job \d+\)",
+        r"titan-disp: error: the run folder .* is in use by another job \(host .*SLURM job \d+\.0\.\w+\)",
         log,
     )
     log = jobs.completed(first, restarts=0)
     assert f"the run is complete: step {STEPS}" in log
     assert f"  step {STEPS}/{STEPS}  loss " in log
     assert values(run) == values(whole)
-    assert {p.name for p in run.glob(f"nodes/{first}.0.*/*")} == {"n1.json", "n2.json"}
+    (reports,) = run.glob(f"nodes/{first}.0.*.json")
+    assert json.loads(reports.read_text()).keys() == {"n1", "n2"}
     assert (
         len(list(run.glob(f"logs/{first}.0.*/node-[01]/*/attempt_0/0/std*.log"))) == 4
     )
