@@ -138,8 +138,9 @@ def write(path, text):
 
 
 def marked(lines, mark):
-    """Return the JSON values after a mark, whatever srun or other nodes print around
-    them; print all other lines.
+    """Return the JSON values after a mark, and print the lines without it.
+
+    The rest of a marked line, and JSON that cannot be read, are dropped.
     """
     values = []
     for line in lines:
@@ -362,15 +363,18 @@ class Supervisor:
         self.heard = []  # the signals that this process received itself
         self.fields = {}  # scontrol's, of the job
         self.hosts = []  # the job's nodes
-        self.dropped = set()  # those of them that have failed
+        # those of them that SLURM called down after a failed start: the job goes on
+        # without them
+        self.dropped = set()
         self.starts = 0
         self.trained = False
-        # Seconds between two looks at signals, heartbeat and step; between calls of
-        # scontrol, because slurmctld may be busy or failing over; that a step may take
-        # to end; that SLURM may take to end this script after a requeue.
+        # seconds between two looks at signals, heartbeat and step
         self.pause = 0.5
+        # between calls of scontrol, because slurmctld may be busy or failing over
         self.requeue_pauses = (1, 2, 4, 8, 16)
+        # that a step may take to end
         self.kill_wait = 60.0
+        # that SLURM may take to end this script after a requeue
         self.last_wait = 60.0
         # seconds without a heartbeat while Python and torchrun start or end
         self.quiet = 1800.0
@@ -401,7 +405,7 @@ class Supervisor:
         endpoint = self._checked(
             name="ENDPOINT",
             default="",
-            pattern=r"(\[.+\]|[^:]*)(?::([1-9]\d{0,4}))?",
+            pattern=r"(\[.+\]|[^:]*)(?::([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?",
             expected="HOST, :PORT or HOST:PORT",
         )
         self.head, self.port = endpoint.groups()
@@ -551,7 +555,7 @@ class Supervisor:
         return text.split()
 
     def nodes(self):
-        """Return the job's nodes in SLURM's order, without those that have failed."""
+        """Return the job's nodes in SLURM's order, without those that were dropped."""
         self.hosts = self.hosts or self.hostnames(
             self.environment["SLURM_JOB_NODELIST"]
         )
@@ -589,8 +593,8 @@ class Supervisor:
         return ["bash", os.path.join(self.here, name), *arguments]
 
     def end_step(self, process):
-        """End a step whose processes may hang: kill them, and then srun if it has not
-        ended.
+        """Kill all steps of this job, whose processes may hang, and then srun if it has
+        not ended.
         """
         steps = self.squeue("--steps", "--format=%i")
         # without .batch, which is this process
@@ -894,7 +898,9 @@ class Supervisor:
             )
 
     def endpoint(self):
-        """Return HOST:PORT on the first node, where the ranks of this start meet."""
+        """Return HOST:PORT on the first node that trains, where the ranks of this start
+        meet. The port is tried on this script's node, which is usually the same one.
+        """
         # Two jobs on one node must not use the same port, such as tasks of an array,
         # whose numbers are neighbours. Linux's ephemeral ports begin at 32768.
         number = int(self.job) + 1009 * self.restart + 101 * (self.starts - 1)

@@ -298,7 +298,7 @@ def test_a_failed_save(start, monkeypatch):
         (RuntimeError("y" * 600), f"RuntimeError: {'y' * 586}"),
         (MemoryError(), "MemoryError:"),
     ):
-        assert f"{run.folder}: {reason}. The" in str(run.manager._failed(5, error))
+        assert f"{run.folder}: {reason}. The" in str(run.manager._save_error(5, error))
     with pytest.raises(CheckpointError) as first:
         start("new").save(1)
     monkeypatch.setattr(os, "listdir", fails(5, "Input/output error"))

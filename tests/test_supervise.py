@@ -1480,7 +1480,14 @@ def test_a_setting_that_is_no_number(cluster):
     for name, (expected, *values) in {
         "RETRIES": (f"none or minutes such as {supervise.RETRIES}", "2 10", "2,", "-1"),
         "SPARES": ("a whole number", "abc", "-1", "1.5"),
-        "ENDPOINT": ("HOST, :PORT or HOST:PORT", "n1:high", "n1:0", "fe80::1"),
+        "ENDPOINT": (
+            "HOST, :PORT or HOST:PORT",
+            "n1:high",
+            "n1:0",
+            "n1:65536",
+            "n1:70000",
+            "fe80::1",
+        ),
         "CHECK_SECONDS": ("a number", "nan", "inf", "-1"),
     }.items():
         for value in values:

@@ -460,7 +460,7 @@ class DispTrainer(Start, Trainer):
             )
         restored = None
         if self.step < self.last_step:
-            restored = self.optimizers.during(self.checkpointer.step_back)
+            restored = self.optimizers.keeping_counts(self.checkpointer.step_back)
         if restored is None:
             raise NonFiniteError(self._limit)
         self._use_configured_options()

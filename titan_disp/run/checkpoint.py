@@ -57,8 +57,9 @@ def check_initial_load(
     ``assets`` is ``model.hf_assets_path``.
 
     Raises ConfigError if the keys contradict each other, or the weights are missing,
-    incomplete, or (in Hugging Face's format) another model's. Hashes are not compared
-    here.
+    incomplete, or (in Hugging Face's format) another model's; CheckpointError or OSError
+    if a file cannot be read. The files' hashes are not compared here, but a lost
+    hashes.json is refused.
     """
     path = checkpoint.initial_load_path
     if not checkpoint.enable:
@@ -228,7 +229,7 @@ class DispCheckpointManager(CheckpointManager):
                 raise
             # DCP's CheckpointException is not an Exception
             except BaseException as error:
-                raise self._failed(curr_step, error) from error
+                raise self._save_error(curr_step, error) from error
             self._forced = self._due = self.saves_again = False
             if self.save_future is not None and not last_step:
                 self._saving = curr_step
@@ -241,7 +242,8 @@ class DispCheckpointManager(CheckpointManager):
         super().save(curr_step, last_step)
 
     def _save_last_step(self, curr_step: int) -> None:
-        """Save as TorchTitan does; in Hugging Face's format, add the files that
+        """Save all states, or with last_save_model_only the model in export_dtype, as
+        TorchTitan does; in Hugging Face's format, add the files that
         ``from_pretrained`` needs.
         """
         super()._save_last_step(curr_step)
@@ -284,7 +286,8 @@ class DispCheckpointManager(CheckpointManager):
                 moved = integrity.rename_step(folder, "damaged")
                 logger.error(f"{folder} has no .metadata and was moved to {moved}")
 
-    def _failed(self, step: int, error: BaseException) -> CheckpointError:
+    def _save_error(self, step: int, error: BaseException) -> CheckpointError:
+        """Record that a save failed, and return the error to raise."""
         reason = storage.one_line(error)
         kept: list[int] = []
         with suppress(OSError):  # what made the save fail may make these fail too
@@ -313,8 +316,8 @@ class DispCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save as TorchTitan does, and hash the files, except in Hugging Face's
-        format.
+        """Save as TorchTitan does, and hash the files, except in Hugging Face's format.
+        Returns DCP's Future or AsyncSaveResponse if ``async_mode`` is asynchronous.
         """
         if to_hf:
             # TorchTitan saves in the default group. This save is the last one
@@ -372,7 +375,9 @@ class DispCheckpointManager(CheckpointManager):
             future.result()
         except BaseException as error:
             if not storage.may_pass(error) or self._failures == len(storage.PAUSES):
-                raise self._failed(step if step is not None else -1, error) from error
+                raise self._save_error(
+                    step if step is not None else -1, error
+                ) from error
             pause = storage.PAUSES[self._failures]
             logger.warning(
                 f"the asynchronous save of step {step} failed: "
@@ -521,7 +526,7 @@ class DispCheckpointManager(CheckpointManager):
                 # than that all checkpoints are.
                 for other, why in failed.items():
                     self.hooks.event("checkpoint_damaged", other, reason=why)
-                    # then another run may be training in the folder
+                    # with load_only, another run may be training in the folder
                     if dist.get_rank() == 0 and not self.load_only:
                         self._move_aside(other)
                 return True
@@ -550,6 +555,7 @@ class DispCheckpointManager(CheckpointManager):
                 f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}"
             )
         folder = self.folder
+        # a folder that does not exist: TorchTitan then takes the initial weights
         self.folder = os.path.join(self.folder, ".none")
         try:
             return super().load(-1)

@@ -42,7 +42,7 @@ ADVICE_ZERO = (
 
 
 def _end(message: str) -> None:
-    """End the run, as it ends under TorchTitan's own trainer."""
+    """Raise NonFiniteError: what ``at_limit`` does under TorchTitan's own trainer."""
     raise NonFiniteError(message)
 
 
@@ -94,7 +94,8 @@ class GuardedOptimizers(OptimizersContainer):
         self.on_skip: Callable[[bool], None] = lambda late: None
         # Called in its place, with the reason, after ``max_skipped_steps`` in a row.
         self.at_limit: Callable[[str], None] = _end
-        # on the CPU, and when it has arrived there
+        # the newest step's message, copied to the CPU, and the event of its arrival
+        # (None: it is there)
         self._unread: tuple[Tensor, torch.Event | None] | None = None
         self._warned = False
 
@@ -105,8 +106,10 @@ class GuardedOptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def _message(self) -> Tensor:
-        """Return [4 + flags] float32 on the device, each 0 or 1, as ``settle`` reads
-        them. This waits for nothing.
+        """Return this rank's [4 + flags] float32 on the device, each 0 or 1: whether a
+        gradient is not 0, the gradient norm is not finite, the cross-entropy is not,
+        the dispersion is not, and the answers of ``flags``. The MAX over the ranks is
+        what ``settle`` reads. This waits for nothing.
         """
         gradients = []
         for parameter in self._parameters:
@@ -122,7 +125,7 @@ class GuardedOptimizers(OptimizersContainer):
         terms = self.non_finite_terms()
         if terms is None:
             terms = torch.zeros(2, dtype=torch.bool, device=self._parameters[0].device)
-        # From other memory of the host, a copy to the GPU would wait.
+        # Pinned, because a copy from pageable memory would wait.
         answers = torch.tensor(
             [float(ask()) for ask in self.flags.values()],
             pin_memory=torch.accelerator.is_available(),
@@ -178,14 +181,15 @@ class GuardedOptimizers(OptimizersContainer):
     def healthy(self) -> bool:
         """Return whether the newest step was good, so that its state may be saved.
 
+        This may be a step of an earlier start: checkpoints hold the count in a row.
         Settles the step, and raises as ``settle`` does.
         """
         self.settle()
         return self.in_a_row == 0
 
-    def during(self, load: Callable[[], T]) -> T:
-        """Return what ``load`` returns, which loads other weights: the counts go on, and
-        the next step is the first in a row.
+    def keeping_counts(self, load: Callable[[], T]) -> T:
+        """Return what ``load`` returns, which loads other weights. The counts go on, and
+        a row of skipped steps begins anew.
         """
         self.settle()
         steps, skipped, _ = self._counts.tolist()
@@ -214,8 +218,7 @@ class GuardedOptimizers(OptimizersContainer):
         self._unread = message.to("cpu", non_blocking=True), arrived
         if arrived is not None:
             arrived.record()
-        # A checkpoint may have brought ``fused`` back, so that it is asked for in every
-        # step.
+        # A checkpoint may have brought ``fused`` back, so it is looked up in every step.
         fused = all(
             group.get("fused")
             for optimizer in self.optimizers

@@ -47,7 +47,7 @@ def job_id() -> str:
 
 
 def machine() -> str:
-    """Return what processes have in common that see each other's process ids: the
+    """Return a name that two processes share if they see each other's process ids: the
     machine's boot and the namespace of the ids; "" outside of Linux.
     """
     with suppress(OSError):
@@ -67,8 +67,8 @@ def process_fields(pid: int | str) -> list[str]:
 
 
 def lives(pid: int, began: str) -> bool:
-    """Return whether the process of this machine still runs that has this id and began
-    at this tick.
+    """Return whether this machine runs a process with this id that began at this tick;
+    True if /proc does not tell.
     """
     try:
         os.kill(pid, 0)
@@ -102,9 +102,9 @@ def described(holder: dict[str, Any]) -> str:
     )
 
 
-def _written(path: Path) -> list[float]:
-    """Return when a lock and the heartbeat beside it were written, by the clock of the
-    file system, as far as they exist.
+def _times_written(path: Path) -> list[float]:
+    """Return when a lock and the heartbeat beside it were written, of those that exist,
+    by the clock of the file system.
     """
     times = []
     for file in (path, path.with_name(HEARTBEAT)):
@@ -118,7 +118,7 @@ def _is_renewed(path: Path) -> bool:
     """Watch a lock that is not too old for ``LIFE`` seconds, and return whether its
     holder shows life.
     """
-    times = _written(path)
+    times = _times_written(path)
     with tempfile.TemporaryFile(dir=path.parent) as file:
         now = os.fstat(file.fileno()).st_mtime
     if max(times, default=0.0) < now - LEFT:
@@ -127,21 +127,24 @@ def _is_renewed(path: Path) -> bool:
     end = time.monotonic() + LIFE
     while time.monotonic() < end:
         time.sleep(PAUSE)
-        if _written(path) != times:
+        if _times_written(path) != times:
             return path.exists()
     return False
 
 
-def _is_earlier(job: str, now: str) -> bool:
+def _of_same_job(start: str, other: str) -> bool:
     """Return whether two names of starts (``job_id``) are different ones of one job."""
-    return job.split(".")[0] == now.split(".")[0] != "" and job != now
+    job, _, _ = start.partition(".")
+    other_job, _, _ = other.partition(".")
+    return bool(job) and job == other_job and start != other
 
 
 def abandoned(path: Path) -> bytes | None:
     """Return the content of a lock that nobody holds any more, or None if there is no
     lock.
 
-    Raises InUseError if another start holds it.
+    Raises InUseError if another start holds it, and ConfigError if it is no regular
+    file.
     """
     check_regular(path)
     try:
@@ -151,8 +154,8 @@ def abandoned(path: Path) -> bytes | None:
     holder = holder_of(content)
     if holder.get("machine") and holder["machine"] == machine():
         living = lives(holder["pid"], holder["began"])
-    elif _is_earlier(str(holder.get("job")), job_id()):
-        living = False
+    elif _of_same_job(str(holder.get("job")), job_id()):
+        living = False  # SLURM has ended the earlier start
     else:
         living = _is_renewed(path)
     if living:
@@ -216,7 +219,7 @@ class Lock:
         self.close = weakref.finalize(self, _release, self.path, self.holder)
 
     def _create(self) -> bool:
-        """Return whether there was no such file, so that the lock is this start's."""
+        """Create the file, or return False if there is one."""
         try:
             file = open(self.path, "x")  # noqa: SIM115
         except FileExistsError:

@@ -50,20 +50,20 @@ MOST_LINES = 100_000
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether an error, or one that it was raised from, may pass by itself, as
-    an UnreadableError always may.
+    """Return whether an error may pass by itself: an UnreadableError, or an OSError in
+    ``PASSING``, also if the error was raised from one.
 
-    DCP's CheckpointException has ``failures``: {rank: (error, traceback)}. One rank's
-    error suffices.
+    DCP's CheckpointException has ``failures``: {rank: (error, traceback)}. If there are
+    any, they alone decide, and one rank's suffices.
     """
     if isinstance(error, UnreadableError):
         return True
     failures = getattr(error, "failures", {})
     causes = [cause for cause, _ in failures.values()] or [error]
-    return any(_passes(cause) for cause in causes)
+    return any(map(_has_passing_cause, causes))
 
 
-def _passes(error: BaseException) -> bool:
+def _has_passing_cause(error: BaseException) -> bool:
     return any(
         isinstance(cause, OSError) and cause.errno in PASSING for cause in chain(error)
     )
@@ -129,8 +129,8 @@ def to_line(record: dict[str, Any]) -> bytes:
 def append_line(path: Path, line: bytes) -> None:
     """Append a line to a file.
 
-    A line that an earlier failure has left unfinished is ended first. Raises OSError:
-    the line may then be written, in part or as a whole.
+    A line that an earlier failure has left unfinished is ended first. After an OSError,
+    the line may have been written, in part or as a whole.
     """
     with open(path, "ab+", buffering=0) as file:
         if file.tell():
@@ -155,7 +155,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lost = 0
+        self._lost = 0  # lines since the file could last be written
         self._waiting: deque[bytes] = deque()
         self._writing = threading.Lock()
         self._failing = False
@@ -193,14 +193,14 @@ class JsonLines:
         self._failing = True
         while len(self._waiting) > MOST_LINES:
             self._waiting.popleft()
-            self.lost += 1
+            self._lost += 1
 
     def _recovered(self) -> None:
         if not self._failing:
             return
         self._failing = False
-        lost = f", but {counted(self.lost, 'line')} were lost" if self.lost else ""
-        self.lost = 0
+        lost = f", but {counted(self._lost, 'line')} were lost" if self._lost else ""
+        self._lost = 0
         logger.info(f"{self.path} can be written again{lost}")
 
     def close(self) -> None:
