@@ -386,7 +386,7 @@ def named(heading=None, page="run_folder.md"):
 
 def test_the_page_names_every_file(run):
     assert FILES.keys() <= named()
-    assert len({*pages_names(run).values()}) == 13
+    assert len({*pages_names(run).values()}) == 11
 
 
 def test_the_page_names_every_field(run):

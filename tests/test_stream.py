@@ -1047,7 +1047,7 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(
     section.enable = False
     job.training.dataset_path = None
     beside = (
-        Source(1.0, other),
+        Source(1.0, str(other)),
         Source(1.0, str(write_texts(tmp_path / "train" / "train.json", ["a"]).parent)),
     )
     # no validation split is beside a file, or in the folder

@@ -1499,7 +1499,9 @@ def test_a_setting_that_is_no_number(cluster):
 
 
 class TestTrain:
-    def test_how_it_is_started(self, cluster):
+    def test_how_it_is_started(self, cluster, monkeypatch):
+        # A local SLURM may run beside the tests.
+        monkeypatch.setattr(supervise, "is_free", lambda port: True)
         cluster.write("srun", "env > FOLDER/environment")
 
         def seen(**given):
@@ -1868,7 +1870,8 @@ def test_time_left(cluster):
         assert cluster.supervisor().time_left(300) == left
 
 
-def test_names_and_ports_do_not_come_again(cluster):
+def test_names_and_ports_do_not_come_again(cluster, monkeypatch):
+    monkeypatch.setattr(supervise, "is_free", lambda port: True)
     first, second = (
         supervise.Supervisor([], "", "", environment=cluster.environment())
         for _ in range(2)
@@ -1883,18 +1886,22 @@ def test_names_and_ports_do_not_come_again(cluster):
     assert first.endpoint() == "n1:20108"
 
 
-def test_a_port_that_another_process_uses(cluster):
+def test_a_port_that_another_process_uses(cluster, monkeypatch):
     supervisor = cluster.supervisor()
     supervisor.used = ["n1"]
     with socket.socket() as other:
-        other.bind(("", int(supervisor.endpoint().partition(":")[2])))
+        other.bind(("", 0))
         other.listen()
-        assert supervisor.endpoint() == "n1:20008"
-        supervisor.port = "20007"
+        _, port = other.getsockname()
+        supervisor.port = str(port)
         with pytest.raises(
-            supervise.Failure, match="uses port 20007, on which the ran"
+            supervise.Failure, match=f"uses port {port}, on which the ran"
         ):
             supervisor.endpoint()
+    supervisor.port = None
+    # A local SLURM may run beside the tests, so no fixed port is taken here.
+    monkeypatch.setattr(supervise, "is_free", lambda port: port != 20007)
+    assert supervisor.endpoint() == "n1:20008"
 
 
 class TestSupervise:
