@@ -5,6 +5,7 @@ encodings, and names in upper case.
 import csv
 import io
 import json
+import time
 
 import numpy as np
 import pyarrow
@@ -14,7 +15,7 @@ from tests.streams import json_lines, read_all
 from titan_disp.data.documents import Documents
 from titan_disp.data.findings import check_content
 from titan_disp.data.formats import BadDocument, encoding_of, text_of
-from titan_disp.data.listing import list_files
+from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError
 
@@ -127,6 +128,8 @@ ENCODED = {
     "utf-16": "utf-16",
     "utf-16-le": "utf-16-le",
     "utf-16-be": "utf-16-be",
+    # Its byte-order mark begins with that of UTF-16.
+    "utf-32": "utf-32",
     "cp1252": "cp1252",
 }
 
@@ -141,6 +144,20 @@ def test_western_encodings_are_converted(encoding, split, tmp_path):
     if split == "blank_lines":
         expected = FRENCH.split("\n\n")
     assert read(tmp_path, text_split=split) == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
+def test_a_converted_text_takes_time_in_proportion_to_its_length(encoding, tmp_path):
+    def seconds(lines):
+        path = tmp_path / "a.txt"
+        path.write_bytes(("Ça y est.\n\n" * lines).encode(encoding))
+        file = DataFile(path.name, str(path), path.stat().st_size, encoding=encoding)
+        how = StreamOptions(format=Format(text_split="blank_lines"))
+        began = time.process_time()
+        assert len(read_all(Documents(file, how))) == lines
+        return time.process_time() - began
+
+    assert seconds(160_000) < 20 * seconds(20_000)  # 8 times as many
 
 
 def test_what_cannot_be_told_is_not_converted():

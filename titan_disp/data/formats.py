@@ -97,6 +97,7 @@ _UTF_16 = (
     "UTF-16 text, which its name does not say: convert it, for example with iconv -f "
     "UTF-16 -t UTF-8"
 )
+_UTF_32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 # A file of documents whose name does not say this does not begin so; but token ids may.
 _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     _GZIP: "gzip-compressed, which its name does not say: name it *.gz",
@@ -114,6 +115,8 @@ _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     b"%PDF-": (
         "PDF, which its name does not say: extract its text, for example with pdftotext"
     ),
+    # before UTF-16, whose mark may be its beginning
+    _UTF_32_MARKS: _UTF_16.replace("16", "32"),
     codecs.BOM_UTF16_LE: _UTF_16,
     codecs.BOM_UTF16_BE: _UTF_16,
 }
@@ -155,7 +158,7 @@ LOOKED_AT = 1 << 18  # bytes at the beginning of a plain text
 
 def encoding_of(head: bytes) -> str:
     """Return Python's name of the encoding of a plain text, from its first bytes:
-    UTF-16, or Windows-1252, which includes ISO 8859-1. Return "" for UTF-8, and for what
+    UTF-16, UTF-32, or Windows-1252, which includes ISO 8859-1. Return "" for UTF-8, and for what
     cannot be told, such as other encodings.
 
     Without a byte-order mark, a text is taken for UTF-16 if most of its characters are
@@ -164,6 +167,9 @@ def encoding_of(head: bytes) -> str:
     files, few bytes outside ASCII, and between two ASCII letters only bytes that are
     letters there. Polish and Czech words have others, and Cyrillic has many.
     """
+    # first, because that of UTF-16 may be its beginning
+    if head.startswith(_UTF_32_MARKS):
+        return "utf-32"
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     for encoding, first in (("utf-16-le", 1), ("utf-16-be", 0)):
