@@ -33,7 +33,7 @@ from tests.streams import (
 from titan_disp.config.command_options import IndexOptions
 from titan_disp.config.load import load_config
 from titan_disp.data import index
-from titan_disp.data.findings import measured
+from titan_disp.data.findings import check_content, measured
 from titan_disp.data.fingerprint import check_fingerprint
 from titan_disp.data.index import FOLDER
 from titan_disp.data.listing import list_files
@@ -282,6 +282,25 @@ class TestOnDisk:
         assert "held-out" not in "".join(
             self.run(corpus / "*.jsonl", index=f"{tmp_path}/index")
         )
+
+    def test_a_converted_text(self, tmp_path):
+        folder = tmp_path / "texts"
+        folder.mkdir()
+        text = "un café et un thé, s'il vous plaît\n\n" * 50
+        for name in ("a.txt", "b.txt", "validation.txt"):
+            (folder / name).write_bytes(text.encode("cp1252"))
+        lines = self.run(folder, text_split="blank_lines")
+        assert lines[1].startswith("0 of them")
+        assert "50 of 50 held-out documents" in "".join(lines)
+        how = StreamOptions(
+            index=str(folder / FOLDER), format=Format(text_split="blank_lines")
+        )
+        for file in measured(
+            check_content(list_files("text", str(folder)), how, "training"), how
+        ):
+            assert file.documents == 50
+            assert file.density * file.size == len(text.replace("\n\n", "").encode())
+            assert file.blocks is None
 
     def test_it_is_what_memory_holds(self, corpus):
         self.run(corpus)
