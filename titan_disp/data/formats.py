@@ -260,8 +260,10 @@ def text_of(raw: Record, field: str = "text") -> str:
         raise Empty("empty text")
     try:
         text.encode()
-    # JSON can escape half of a surrogate pair, which no tokenizer accepts
     except UnicodeEncodeError as error:
+        if isinstance(raw, str):  # of a table
+            raise Garbage(f"invalid UTF-8 at character {error.start}") from error
+        # JSON can escape half of a surrogate pair, which no tokenizer accepts
         raise BadDocument(
             f"invalid Unicode: {error.reason} at character {error.start}"
         ) from error
@@ -419,32 +421,60 @@ def reader_of(
     return text_blocks if how.text_split == "blank_lines" else whole_text
 
 
+# A longer row of a table is not in memory as a whole: so many times as long as the
+# longest document, because it has other columns, too.
+_LONGEST_ROW = 8
+
+
 def table_rows(
     stream: Any, max_bytes: int, field: str, delimiter: str
 ) -> Iterator[str | BadDocument]:
     """Yield the texts of a column of a table in CSV or TSV.
 
-    OtherContent is raised if it has no such column.
+    OtherContent is raised if it has no such column, and DamagedFile where it is no table
+    any more.
     """
-    csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
-    lines = iter(partial(stream.readline, max_bytes + 1), b"")
-    # Invalid bytes are left to ``text_of``.
-    decoded = codecs.iterdecode(lines, "utf-8-sig", errors="surrogateescape")
-    rows = csv.DictReader(decoded, delimiter=delimiter)
-    columns = list(rows.fieldnames or ())
-    if field not in columns:
-        raise OtherContent(
-            f'it has no column "{field}", only {_listed(columns)}: {_COLUMN}'
-        )
-    for row in rows:
-        text = row[field]
-        if text is None:
-            yield Garbage(
-                "the row has too few columns; expected one for every column that the "
-                "first row names"
+    most = _LONGEST_ROW * max_bytes
+    csv.field_size_limit(max(most, csv.field_size_limit()))
+    long_lines: list[BadDocument] = []  # of the current row
+
+    def lines() -> Iterator[str]:
+        for line in _lines(stream, most):
+            if isinstance(line, BadDocument):
+                long_lines.append(line)
+                yield "a row that is not used\n"
+            else:
+                # Invalid bytes are left to ``text_of``.
+                yield line.decode(errors="surrogateescape")
+
+    rows = csv.DictReader(lines(), delimiter=delimiter)
+    columns: list[str] = []
+    try:
+        columns += rows.fieldnames or ()
+        if field not in columns:
+            raise OtherContent(
+                f'it has no column "{field}", only {_listed(columns)}: {_COLUMN}'
             )
-        else:
-            yield _bounded(text, max_bytes)
+        for row in rows:
+            text = row[field]
+            if long_lines:
+                yield long_lines.pop()
+                long_lines.clear()
+            elif text is None:
+                size = sum(len(value) for value in row.values() if value)
+                yield Garbage(
+                    "the row has too few columns; expected one for every column that "
+                    "the first row names",
+                    size,
+                )
+            else:
+                yield _bounded(text, max_bytes)
+    except csv.Error as error:
+        damage = DamagedFile if columns else OtherContent
+        raise damage(
+            f"no row of a table can be read from line {rows.line_num} on ({error}): a "
+            "quotation mark is not closed, or lines do not end in \\n"
+        ) from error
 
 
 def arrow_rows(stream: Any, max_bytes: int, field: str) -> Iterator[str | BadDocument]:
