@@ -133,3 +133,20 @@ def test_a_new_run_does_not_begin_with_what_is_left_out(tmp_path):
             "4.jsonl.gz",
             "5.parquet",
         ]
+
+
+def test_a_run_keeps_some_file(tmp_path):
+    data = write(tmp_path / "corpus")
+    names = [file.name for file in data[0].files()]
+    with pytest.raises(ConfigError, match="stream.left_out names all 6 files"):
+        after(data, tmp_path, names)
+    after(data, tmp_path)
+    with pytest.raises(ConfigError, match="stream.left_out names all 6 files"):
+        after(data, tmp_path, names)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"version": 1, "files": [], "looks": []}'])
+def test_a_file_about_the_data_that_is_not_ours(content, tmp_path):
+    data = write(tmp_path / "corpus")
+    (tmp_path / "data.json").write_text(content)
+    assert len(after(data, tmp_path)) == FILES

@@ -94,7 +94,7 @@ def of_run(folder: str | Path) -> RunData:
 @lru_cache(maxsize=1)
 def _parsed(path: Path, version: tuple[int, int]) -> RunData:
     """Return the content of a file, which ``version`` changes with."""
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(path.read_text())
         if content["version"] == VERSION:
             return RunData(
@@ -450,6 +450,7 @@ def after_left_out(
 
     A file with which the run began stays, as one without documents, so that the
     positions in all others stay. It need not exist any more. Other files disappear.
+    ConfigError is raised if no file is left.
     """
     names = {name for name in options.left_out if name.startswith(prefix)}
     former = {
@@ -458,4 +459,10 @@ def after_left_out(
         if file.name in names
     }
     present = {file.name: file for file in files if file.name not in names}
-    return sorted((present | former).values(), key=lambda file: file.name)
+    result = sorted((present | former).values(), key=lambda file: file.name)
+    if all(file.left_out for file in result):
+        raise ConfigError(
+            f"stream.left_out names all {counted(len(names), 'file')} of a data set: "
+            "leave out fewer, or add files"
+        )
+    return result
