@@ -262,7 +262,9 @@ def text_of(raw: Record, field: str = "text") -> str:
         text.encode()
     except UnicodeEncodeError as error:
         if isinstance(raw, str):  # of a table
-            raise Garbage(f"invalid UTF-8 at character {error.start}") from error
+            raise Garbage(
+                f"invalid UTF-8: a byte at character {error.start}"
+            ) from error
         # JSON can escape half of a surrogate pair, which no tokenizer accepts
         raise BadDocument(
             f"invalid Unicode: {error.reason} at character {error.start}"
@@ -461,7 +463,7 @@ def table_rows(
                 yield long_lines.pop()
                 long_lines.clear()
             elif text is None:
-                size = sum(len(value) for value in row.values() if value)
+                size = 1 + sum(len(value) for value in row.values() if value)
                 yield Garbage(
                     "the row has too few columns; expected one for every column that "
                     "the first row names",
