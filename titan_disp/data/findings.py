@@ -144,10 +144,11 @@ _looks: dict[str, Look] = {}
 
 def _key(file: DataFile, options: StreamOptions) -> str:
     """Return a text that changes when another look may find something else."""
-    times = None
+    times = []
     if not file.remote:
-        status = os.stat(file.url)
-        times = (status.st_mtime_ns, status.st_ctime_ns)
+        for path in token_ids.paths_of(file):
+            status = os.stat(path)
+            times.append((status.st_mtime_ns, status.st_ctime_ns))
     identity = (file.name, file.url, file.size, file.etag, times)
     return repr((identity, options.format, options.max_document_bytes))
 
