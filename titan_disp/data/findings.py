@@ -42,7 +42,7 @@ from titan_disp.data.ledger import (
 from titan_disp.data.listing import DataFile, sample_of, warn_once
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import opened
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, counted, reported
 from titan_disp.files import atomic_write
 
 VERSION = 1
@@ -146,9 +146,10 @@ def _key(file: DataFile, options: StreamOptions) -> str:
     """Return a text that changes when another look may find something else."""
     times = []
     if not file.remote:
-        for path in token_ids.paths_of(file):
-            status = os.stat(path)
-            times.append((status.st_mtime_ns, status.st_ctime_ns))
+        with reported(f"cannot look at {file.url!r}", OSError):
+            for path in token_ids.paths_of(file):
+                status = os.stat(path)
+                times.append((status.st_mtime_ns, status.st_ctime_ns))
     identity = (file.name, file.url, file.size, file.etag, times)
     return repr((identity, options.format, options.max_document_bytes))
 
