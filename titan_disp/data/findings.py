@@ -462,7 +462,7 @@ def after_left_out(
     }
     present = {file.name: file for file in files if file.name not in names}
     result = sorted((present | former).values(), key=lambda file: file.name)
-    if all(file.left_out for file in result):
+    if names and all(file.left_out for file in result):
         raise ConfigError(
             f"stream.left_out names all {counted(len(names), 'file')} of a data set: "
             "leave out fewer, or add files"
