@@ -33,7 +33,7 @@ from tests.streams import (
 from titan_disp.config.command_options import IndexOptions
 from titan_disp.config.load import load_config
 from titan_disp.data import index
-from titan_disp.data.findings import measured
+from titan_disp.data.findings import check_content, entries_of, measured
 from titan_disp.data.fingerprint import check_fingerprint
 from titan_disp.data.index import FOLDER
 from titan_disp.data.listing import list_files
@@ -131,6 +131,19 @@ def test_files_of_megatrons_library(tmp_path):
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_a_look_at_megatrons_ids_depends_on_both_files(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(ids_as(IDS))
+    idx = base64.b64decode(IDX)
+    path.with_suffix(".idx").write_bytes(idx[:40])
+    how = replace(OPTIONS, max_skipped_fraction=1.0)
+    (entry,) = entries_of(list_files("text", str(tmp_path)), how)
+    assert "at least" in entry.reason
+    path.with_suffix(".idx").write_bytes(idx)
+    (entry,) = entries_of(list_files("text", str(tmp_path)), how)
+    assert (entry.fate, entry.reason) == ("used", "")
+
+
 def test_every_epoch_has_an_order_of_its_own(tmp_path):
     words = lambda i: 1 + i % 5 + (i == 1000) * 250_000  # noqa: E731  # one is longer than a block that is read at once
     files = measured(write_files(tmp_path, (2000,), words, "jsonl"), OPTIONS)
@@ -282,6 +295,27 @@ class TestOnDisk:
         assert "held-out" not in "".join(
             self.run(corpus / "*.jsonl", index=f"{tmp_path}/index")
         )
+
+    def test_a_converted_text(self, tmp_path):
+        folder = tmp_path / "texts"
+        folder.mkdir()
+        text = "un café et un thé, s'il vous plaît\n\n" * 50
+        for name in ("a.txt", "b.txt", "validation.txt"):
+            (folder / name).write_bytes(text.encode("cp1252"))
+        lines = self.run(folder, text_split="blank_lines")
+        assert lines[1].startswith("0 of them")
+        assert "50 of 50 held-out documents" in "".join(lines)
+        how = StreamOptions(
+            index=str(folder / FOLDER), format=Format(text_split="blank_lines")
+        )
+        for file in measured(
+            check_content(list_files("text", str(folder)), how, "training"), how
+        ):
+            assert file.documents == 50
+            assert round(file.density * file.size) == 50 * len(
+                text[: text.index("\n")].encode()
+            )
+            assert file.blocks is None
 
     def test_it_is_what_memory_holds(self, corpus):
         self.run(corpus)

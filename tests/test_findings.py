@@ -13,9 +13,11 @@ from tests.command_line import DEMO, typed
 from tests.streams import config, write_texts
 from titan_disp.data.assignment import Share, one_share
 from titan_disp.data.blocks import Blocks
-from titan_disp.data.listing import DataFile
+from titan_disp.data.findings import check_content
+from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.sources import DataSet, list_and_check, reading, readings
+from titan_disp.errors import ConfigError
 
 GB = 10**9
 
@@ -145,3 +147,11 @@ def test_the_command(sample, tmp_path, monkeypatch, capsys):
     assert (
         "a start refuses the data: stream.sources.web data: " in capsys.readouterr().out
     )
+
+
+def test_a_file_that_was_removed_since_it_was_listed(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    files = list_files("text", str(tmp_path))
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"cannot look at '.*a\.jsonl': .*No such"):
+        check_content(files, StreamOptions(), "training")

@@ -5,7 +5,14 @@ all slots keep their places in the others.
 import numpy as np
 import pytest
 
-from tests.streams import first_epoch, loader, streams_of, write_texts
+from tests.streams import (
+    epochs_of,
+    first_epoch,
+    loader,
+    number_of,
+    streams_of,
+    write_texts,
+)
 from titan_disp.data.index import index_file
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.sources import DataSet, list_for_run
@@ -77,6 +84,31 @@ def test_a_run_goes_on_without_a_removed_file(slots, indexed, tmp_path):
     assert {*later} <= left
 
 
+@pytest.mark.parametrize(("window", "used"), [(8, 40), (64, 40), (64, 17)])
+def test_a_removed_file_within_a_window(window, used, tmp_path):
+    """The window that a slot was in is another one without the file. Only its documents
+    may come twice, or not at all.
+    """
+    data = write(tmp_path / "corpus")
+    slots = 3
+    how = {"slots": slots, "shuffle_window": window}
+    (before,) = streams_of(after(data, tmp_path), ranks=1, **how)
+    taken = []
+    positions = []
+    for slot in before.slots.values():
+        documents = [slot.source.next() for _ in range(used)]
+        taken += [number_of(document.content) for document in documents]
+        positions.append(documents[-1].end)
+    (tmp_path / "corpus/2.jsonl.gz").unlink()
+    read = after(data, tmp_path, ["2.jsonl.gz"])
+    (later,) = streams_of(read, ranks=1, positions=np.stack(positions), **how)
+    (numbers,) = epochs_of(later.slots.values(), 1)
+    rest = numbers_of(0, 1, 3, 4, 5)
+    assert {*numbers} <= rest
+    assert len({*taken} & {*numbers}) < window
+    assert len(rest - {*taken, *numbers}) < window
+
+
 def test_what_a_resume_accepts(sample, tmp_path):
     data = write(tmp_path / "corpus")
     saved = loader(after(data, tmp_path), sample).state_dict()
@@ -101,3 +133,20 @@ def test_a_new_run_does_not_begin_with_what_is_left_out(tmp_path):
             "4.jsonl.gz",
             "5.parquet",
         ]
+
+
+def test_a_run_keeps_some_file(tmp_path):
+    data = write(tmp_path / "corpus")
+    names = [file.name for file in data[0].files()]
+    with pytest.raises(ConfigError, match="stream.left_out names all 6 files"):
+        after(data, tmp_path, names)
+    after(data, tmp_path)
+    with pytest.raises(ConfigError, match="stream.left_out names all 6 files"):
+        after(data, tmp_path, names)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"version": 1, "files": [], "looks": []}'])
+def test_a_file_about_the_data_that_is_not_ours(content, tmp_path):
+    data = write(tmp_path / "corpus")
+    (tmp_path / "data.json").write_text(content)
+    assert len(after(data, tmp_path)) == FILES

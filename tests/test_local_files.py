@@ -306,3 +306,10 @@ def test_names_that_are_not_utf_8(sample, tmp_path):
         sample, "--training.dataset", "text", "--training.dataset_path", str(tmp_path)
     )
     assert len(digest(job, 2, [(0, 1), (1, 2)]).hashes) == 2
+
+
+def test_names_that_differ_only_in_the_case_of_their_suffix(tmp_path):
+    for name in ("a.txt", "a.TXT"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ConfigError, match=r"a.TXT' and '.*a.txt' .*rename one"):
+        list_files("text", str(tmp_path))

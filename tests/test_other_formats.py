@@ -5,16 +5,17 @@ encodings, and names in upper case.
 import csv
 import io
 import json
+import time
 
 import numpy as np
 import pyarrow
 import pytest
 
-from tests.streams import json_lines, read_all
+from tests.streams import json_lines, read_all, records_of
 from titan_disp.data.documents import Documents
 from titan_disp.data.findings import check_content
-from titan_disp.data.formats import BadDocument, encoding_of, text_of
-from titan_disp.data.listing import list_files
+from titan_disp.data.formats import BadDocument, Garbage, encoding_of, text_of
+from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError
 
@@ -96,13 +97,51 @@ def test_tables_beside_documents_are_about_them(tmp_path):
 
 
 def test_a_table_with_damaged_rows(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"url,text\na,one\nb\nc,caf\xe9\nd,two\n")
-    one, short, invalid, two = read(tmp_path)
+    (tmp_path / "a.csv").write_bytes(b"url,text\na,one\nbcd\nc,caf\xe9\nd,two\n")
+    path = tmp_path / "a.csv"
+    one, short, invalid, two = records_of(path)
     assert (one, two) == ("one", "two")
     # and not that each line is a document
     assert short.startswith("the row has too few columns; expected one for every")
-    with pytest.raises(BadDocument, match="invalid Unicode"):
+    with pytest.raises(Garbage, match="invalid UTF-8: .* at character 3"):
         text_of(invalid)
+
+
+def test_a_short_row_of_a_table_has_a_size(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'url,text\nabc\n""\n')
+    file = DataFile(path.name, str(path), path.stat().st_size)
+    documents = Documents(file, StreamOptions())
+    assert [documents.read().size, documents.read().size] == [4, 1]
+
+
+def test_a_table_in_another_encoding_is_refused(tmp_path):
+    rows = "".join(f"{i},ça et là {i}\n" for i in range(30))
+    (tmp_path / "a.csv").write_bytes(f"url,text\n{rows}".encode("cp1252"))
+    with pytest.raises(ConfigError, match="invalid UTF-8: .*expected UTF-8: convert"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+@pytest.mark.parametrize("break_", [" ", "\n"])
+@pytest.mark.parametrize("size", [70_000, 500_000])
+def test_a_long_text_of_a_table_is_skipped_as_a_whole(quote, break_, size, tmp_path):
+    if break_ == "\n" and not quote:
+        return
+    long = f"word{break_}" * (size // 5)
+    (tmp_path / "a.csv").write_text(f"text\none\n{quote}{long}{quote}\ntwo\n")
+    one, skipped, two = records_of(tmp_path / "a.csv", max_bytes=1 << 16)
+    assert (one, two) == ("one", "two")
+    assert "more than stream.max_document_mb allows" in skipped
+
+
+@pytest.mark.parametrize("content", ["text\rone\rtwo\r", 'text\n"' + "a\n" * 300_000])
+def test_what_is_no_csv_says_so(content, tmp_path):
+    csv.field_size_limit(1 << 17)
+    (tmp_path / "a.csv").write_text(content, newline="")
+    (damage,) = records_of(tmp_path / "a.csv", max_bytes=1 << 16)
+    assert damage.startswith("damaged: no row of a table can be read from line")
+    assert "quotation mark" in damage
 
 
 @pytest.mark.parametrize(
@@ -127,6 +166,8 @@ ENCODED = {
     "utf-16": "utf-16",
     "utf-16-le": "utf-16-le",
     "utf-16-be": "utf-16-be",
+    # Its byte-order mark begins with that of UTF-16.
+    "utf-32": "utf-32",
     "cp1252": "cp1252",
 }
 
@@ -141,6 +182,20 @@ def test_western_encodings_are_converted(encoding, split, tmp_path):
     if split == "blank_lines":
         expected = FRENCH.split("\n\n")
     assert read(tmp_path, text_split=split) == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
+def test_a_converted_text_takes_time_in_proportion_to_its_length(encoding, tmp_path):
+    def seconds(lines):
+        path = tmp_path / "a.txt"
+        path.write_bytes(("Ça y est.\n\n" * lines).encode(encoding))
+        file = DataFile(path.name, str(path), path.stat().st_size, encoding=encoding)
+        how = StreamOptions(format=Format(text_split="blank_lines"))
+        began = time.process_time()
+        assert len(read_all(Documents(file, how))) == lines
+        return time.process_time() - began
+
+    assert seconds(160_000) < 20 * seconds(20_000)  # 8 times as many
 
 
 def test_what_cannot_be_told_is_not_converted():

@@ -78,6 +78,29 @@ class _Zstd(io.RawIOBase):
         return len(data)
 
 
+class _AsUtf8(io.RawIOBase):
+    """Give a text in UTF-8 that a stream holds in another encoding.
+
+    (The readers of ``codecs`` take a time that grows with the square of the lines.)
+    """
+
+    def __init__(self, stream: Any, encoding: str) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
+        self._rest = io.BytesIO()  # converted, and not read yet
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        is_end = False
+        while not (size := self._rest.readinto(buffer)) and not is_end:
+            data = self._stream.read(_READ)
+            is_end = not data
+            self._rest = io.BytesIO(self._decoder.decode(data, is_end).encode())
+        return size
+
+
 class Documents:
     """Read the documents of one file.
 
@@ -320,7 +343,7 @@ class Documents:
             else:
                 stream = _decompressed(stored, name)
             if encoding:
-                stream = codecs.EncodedFile(stream, "utf-8", encoding, "replace")
+                stream = io.BufferedReader(_AsUtf8(stream, encoding), _READ)
             return read(stream, self.options.max_document_bytes)
 
         return at

@@ -42,7 +42,7 @@ from titan_disp.data.ledger import (
 from titan_disp.data.listing import DataFile, sample_of, warn_once
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import opened
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, counted, reported
 from titan_disp.files import atomic_write
 
 VERSION = 1
@@ -94,7 +94,7 @@ def of_run(folder: str | Path) -> RunData:
 @lru_cache(maxsize=1)
 def _parsed(path: Path, version: tuple[int, int]) -> RunData:
     """Return the content of a file, which ``version`` changes with."""
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(path.read_text())
         if content["version"] == VERSION:
             return RunData(
@@ -144,10 +144,12 @@ _looks: dict[str, Look] = {}
 
 def _key(file: DataFile, options: StreamOptions) -> str:
     """Return a text that changes when another look may find something else."""
-    times = None
+    times = []
     if not file.remote:
-        status = os.stat(file.url)
-        times = (status.st_mtime_ns, status.st_ctime_ns)
+        with reported(f"cannot look at {file.url!r}", OSError):
+            for path in token_ids.paths_of(file):
+                status = os.stat(path)
+                times.append((status.st_mtime_ns, status.st_ctime_ns))
     identity = (file.name, file.url, file.size, file.etag, times)
     return repr((identity, options.format, options.max_document_bytes))
 
@@ -450,6 +452,7 @@ def after_left_out(
 
     A file with which the run began stays, as one without documents, so that the
     positions in all others stay. It need not exist any more. Other files disappear.
+    ConfigError is raised if no file is left.
     """
     names = {name for name in options.left_out if name.startswith(prefix)}
     former = {
@@ -458,4 +461,10 @@ def after_left_out(
         if file.name in names
     }
     present = {file.name: file for file in files if file.name not in names}
-    return sorted((present | former).values(), key=lambda file: file.name)
+    result = sorted((present | former).values(), key=lambda file: file.name)
+    if names and all(file.left_out for file in result):
+        raise ConfigError(
+            f"stream.left_out names all {counted(len(names), 'file')} of a data set: "
+            "leave out fewer, or add files"
+        )
+    return result

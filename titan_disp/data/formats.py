@@ -97,6 +97,7 @@ _UTF_16 = (
     "UTF-16 text, which its name does not say: convert it, for example with iconv -f "
     "UTF-16 -t UTF-8"
 )
+_UTF_32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 # A file of documents whose name does not say this does not begin so; but token ids may.
 _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     _GZIP: "gzip-compressed, which its name does not say: name it *.gz",
@@ -114,6 +115,8 @@ _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     b"%PDF-": (
         "PDF, which its name does not say: extract its text, for example with pdftotext"
     ),
+    # before UTF-16, whose mark may be its beginning
+    _UTF_32_MARKS: _UTF_16.replace("16", "32"),
     codecs.BOM_UTF16_LE: _UTF_16,
     codecs.BOM_UTF16_BE: _UTF_16,
 }
@@ -155,7 +158,7 @@ LOOKED_AT = 1 << 18  # bytes at the beginning of a plain text
 
 def encoding_of(head: bytes) -> str:
     """Return Python's name of the encoding of a plain text, from its first bytes:
-    UTF-16, or Windows-1252, which includes ISO 8859-1. Return "" for UTF-8, and for what
+    UTF-16, UTF-32, or Windows-1252, which includes ISO 8859-1. Return "" for UTF-8, and for what
     cannot be told, such as other encodings.
 
     Without a byte-order mark, a text is taken for UTF-16 if most of its characters are
@@ -164,6 +167,9 @@ def encoding_of(head: bytes) -> str:
     files, few bytes outside ASCII, and between two ASCII letters only bytes that are
     letters there. Polish and Czech words have others, and Cyrillic has many.
     """
+    # first, because that of UTF-16 may be its beginning
+    if head.startswith(_UTF_32_MARKS):
+        return "utf-32"
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     for encoding, first in (("utf-16-le", 1), ("utf-16-be", 0)):
@@ -254,8 +260,12 @@ def text_of(raw: Record, field: str = "text") -> str:
         raise Empty("empty text")
     try:
         text.encode()
-    # JSON can escape half of a surrogate pair, which no tokenizer accepts
     except UnicodeEncodeError as error:
+        if isinstance(raw, str):  # of a table
+            raise Garbage(
+                f"invalid UTF-8: a byte at character {error.start}"
+            ) from error
+        # JSON can escape half of a surrogate pair, which no tokenizer accepts
         raise BadDocument(
             f"invalid Unicode: {error.reason} at character {error.start}"
         ) from error
@@ -413,32 +423,60 @@ def reader_of(
     return text_blocks if how.text_split == "blank_lines" else whole_text
 
 
+# A longer row of a table is not in memory as a whole: so many times as long as the
+# longest document, because it has other columns, too.
+_LONGEST_ROW = 8
+
+
 def table_rows(
     stream: Any, max_bytes: int, field: str, delimiter: str
 ) -> Iterator[str | BadDocument]:
     """Yield the texts of a column of a table in CSV or TSV.
 
-    OtherContent is raised if it has no such column.
+    OtherContent is raised if it has no such column, and DamagedFile where it is no table
+    any more.
     """
-    csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
-    lines = iter(partial(stream.readline, max_bytes + 1), b"")
-    # Invalid bytes are left to ``text_of``.
-    decoded = codecs.iterdecode(lines, "utf-8-sig", errors="surrogateescape")
-    rows = csv.DictReader(decoded, delimiter=delimiter)
-    columns = list(rows.fieldnames or ())
-    if field not in columns:
-        raise OtherContent(
-            f'it has no column "{field}", only {_listed(columns)}: {_COLUMN}'
-        )
-    for row in rows:
-        text = row[field]
-        if text is None:
-            yield Garbage(
-                "the row has too few columns; expected one for every column that the "
-                "first row names"
+    most = _LONGEST_ROW * max_bytes
+    csv.field_size_limit(max(most, csv.field_size_limit()))
+    long_lines: list[BadDocument] = []  # of the current row
+
+    def lines() -> Iterator[str]:
+        for line in _lines(stream, most):
+            if isinstance(line, BadDocument):
+                long_lines.append(line)
+                yield "a row that is not used\n"
+            else:
+                # Invalid bytes are left to ``text_of``.
+                yield line.decode(errors="surrogateescape")
+
+    rows = csv.DictReader(lines(), delimiter=delimiter)
+    columns: list[str] = []
+    try:
+        columns += rows.fieldnames or ()
+        if field not in columns:
+            raise OtherContent(
+                f'it has no column "{field}", only {_listed(columns)}: {_COLUMN}'
             )
-        else:
-            yield _bounded(text, max_bytes)
+        for row in rows:
+            text = row[field]
+            if long_lines:
+                yield long_lines.pop()
+                long_lines.clear()
+            elif text is None:
+                size = 1 + sum(len(value) for value in row.values() if value)
+                yield Garbage(
+                    "the row has too few columns; expected one for every column that "
+                    "the first row names",
+                    size,
+                )
+            else:
+                yield _bounded(text, max_bytes)
+    except csv.Error as error:
+        damage = DamagedFile if columns else OtherContent
+        raise damage(
+            f"no row of a table can be read from line {rows.line_num} on ({error}): a "
+            "quotation mark is not closed, or lines do not end in \\n"
+        ) from error
 
 
 def arrow_rows(stream: Any, max_bytes: int, field: str) -> Iterator[str | BadDocument]:

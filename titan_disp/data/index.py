@@ -187,8 +187,10 @@ def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:
     """
     relative = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder))
     how = options.format
-    key: tuple[object, object] = (how.text_field, how.text_split)
-    if file.holds_ids:
+    key: tuple[object, ...] = (how.text_field, how.text_split)
+    if file.encoding:
+        key = (*key, file.encoding)
+    elif file.holds_ids:
         key = (how.token_dtype, how.eos_id)
     # Links of several names may lead to one file
     name = f"{relative}/{formats.suffix_of(file.name)}/{key}"

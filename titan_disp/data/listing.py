@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from glob import escape as glob_escape
 from glob import glob
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -169,7 +170,14 @@ def listing_of(
         )
     root = os.path.commonpath([os.path.dirname(file.name) for file in files])
     files = [replace(file, name=_name_in(root, file.name)) for file in files]
-    return Listing(sorted(files, key=lambda file: file.name), selection.left_out)
+    files.sort(key=lambda file: file.name)
+    for file, next_file in pairwise(files):
+        if file.name == next_file.name:
+            raise ConfigError(
+                f"{selection.where}: {file.url!r} and {next_file.url!r} differ only in "
+                "the case of their suffix: rename one"
+            )
+    return Listing(files, selection.left_out)
 
 
 def _name_in(root: str, path: str) -> str:

@@ -48,7 +48,7 @@ class Shuffle:
 
         Raises DataError as ``Cursor.next`` does, and if the data has changed.
         """
-        if not self._documents:
+        while not self._documents:
             self._fill()
         start = self._start
         stored = self._documents.pop()
@@ -63,7 +63,7 @@ class Shuffle:
 
     def _fill(self) -> None:
         """Read the next window that has documents, and leave out those that were used
-        before a resume.
+        before a resume. These are all if a file of the window is left out since.
         """
         position = self.cursor.position
         begin = position.values.copy()
@@ -74,7 +74,10 @@ class Shuffle:
         order = permutation(_hash(position.assignment.seed, *place), len(documents))
         used = self._used
         self._used = 0
-        if used >= len(documents):
+        # Without the files that are left out, the window is another one. Fewer of its
+        # documents than a window are then lost, or come twice.
+        is_other = any(file.left_out for file in self.cursor.passes.files)
+        if used >= len(documents) and not is_other:
             raise DataError(
                 f"slot {position.slot} had used {used} documents of window "
                 f"{position.window} in epoch {position.epoch} when the checkpoint was "

@@ -147,7 +147,7 @@ class LocalFile(RetryingFile):
         data = file.read(size)
         # a reader would take this for the end of the documents, or for damage
         if not data:
-            raise self._changed(f"{self._place} bytes", self._size)
+            raise self._changed(f"at most {self._place} bytes", self._size)
         return data
 
     def may_pass(self, error: Exception) -> bool:

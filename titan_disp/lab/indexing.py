@@ -5,6 +5,7 @@ twice.
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_disp.config.types import JobConfig
-from titan_disp.data.findings import check_content
+from titan_disp.data.findings import check_content, encoding_of
 from titan_disp.data.formats import TOKEN_IDS
 from titan_disp.data.index import FOLDER, IN_MEMORY, FileIndex, current, index_file
 from titan_disp.data.listing import DataFile
@@ -47,8 +48,10 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
             job_config.model.hf_assets_path, job_config.stream.separator
         )
         how = stream_options(job_config, tokenizer=tokenizer)
+    training = []
     for one, files in zip(sets, listed, strict=True):
-        check_content(files, how, one.key)
+        training += check_content(files, how, one.key)
+    others = [replace(file, encoding=encoding_of(file, how)) for file in others]
     named = "" if how.index == IN_MEMORY else how.index
     folder = out or Path(named or _beside(sets))
     found = write_index([*training, *others], folder, how, workers)
