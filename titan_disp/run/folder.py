@@ -116,7 +116,7 @@ class RunFolder:
         with writing(self.path):
             patiently(partial(self.path.mkdir, parents=True, exist_ok=True))
             self.config_changes = patiently(self._changes)
-            self.lock = patiently(Lock, self.path)
+            self.lock = Lock(self.path)
             self.events = JsonLines(self.path / reader.EVENTS)
 
     def taken_by(self) -> str | None:
