@@ -142,3 +142,7 @@ def test_a_step_back_counts_once_it_is_saved():
     assert step_back(events) is None
     again = {"event": "step_back", "step": 8}
     assert step_back([*events, again, {"event": "checkpoint", "step": 8}]) == 8
+    assert step_back([*events, {**again, "event": "resume"}]) == 7
+    # from an earlier checkpoint, where the weights were good after all
+    resumed = [{"event": "resume", "step": 4}, {"event": "checkpoint", "step": 8}]
+    assert step_back(events + resumed) is None
