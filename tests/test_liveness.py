@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace as Section
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from tests.distributed import spawn
 from tests.mesh import build
+from titan_disp import retry
 from titan_disp.run import liveness, peers
 from titan_disp.run.liveness import Aside, Heartbeat, StopRequest, Stragglers, straggler
 from titan_disp.run.peers import Peers
@@ -367,6 +369,55 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_step(
         )
         asked = request()
     assert (asked, request()) == (False, True)
+
+
+def failing(number=errno.EIO):
+    return Mock(side_effect=OSError(number, os.strerror(number)))
+
+
+def test_a_job_s_stop_file_that_cannot_be_read_for_a_moment_is_no_users(
+    tmp_path, start, monkeypatch
+):
+    """A user's file would hold the run for good."""
+    read_text = Path.read_text
+    file = tmp_path / "stop"
+    outages = [1, 1]
+
+    def sometimes(path, **options):
+        if outages:
+            outages.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_text(path, **options)
+
+    monkeypatch.setattr(retry, "sleep", lambda _: None)
+    monkeypatch.setattr(Path, "read_text", sometimes)
+    file.write_text("7.1")
+    request = start()  # removes it
+    assert not file.exists()
+    outages.append(1)
+    file.write_text("7.2")
+    assert (request(), request.signalled()) == (False, False)
+    assert (request(), request.signalled()) == (True, True)
+    outages.append(1)
+    assert not request.held()
+    outages.append(1)
+    request.done()
+    assert not file.exists()
+    file.touch()
+    monkeypatch.setattr(Path, "read_text", failing(errno.EACCES))
+    assert request.held()  # of another user
+
+
+def test_a_heartbeat_that_fails_is_written_again(tmp_path, heartbeat, monkeypatch):
+    """Otherwise, a long save would end as a step that has taken too long."""
+    beat = heartbeat(tmp_path)
+    beat.begin("step", 3)
+    assert read(tmp_path, beat)["doing"] == "step"
+    beat.begin("save", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing())
+        beat.write()
+    assert read(tmp_path, beat)["doing"] == "save"
 
 
 @pytest.fixture
