@@ -163,8 +163,9 @@ def abandoned(path: Path) -> bytes | None:
         raise InUseError(
             f"the run folder {str(path.parent)!r} is in use by another job "
             f"({described(holder)}): two jobs in one run folder would corrupt it. Stop "
-            "the other job, or use another run folder (--job.dump_folder, or "
-            "sweep.folder of a sweep)"
+            "the other job, use another run folder (--job.dump_folder, or "
+            "sweep.folder of a sweep), or if it is a copy of the other job's folder, "
+            f"delete its {path.name}"
         )
     return content
 
