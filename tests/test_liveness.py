@@ -486,7 +486,7 @@ def test_a_rank_that_has_stopped_and_rank_0_itself_are_named(clock, ranks, names
     pass_time(clock, ranks, 5)
     pass_time(clock, [first, third], 50)
     said = (
-        "all ranks wait for rank 1 on n2: reading data at step 4, for 5 s; it does not"
+        "all ranks wait for rank 1 on n2: reading data at step 4, for 55 s; it does not"
     )
     assert first.heartbeat.waits_for.startswith(said)
     second.heartbeat.go_on("step", 4)
@@ -494,6 +494,19 @@ def test_a_rank_that_has_stopped_and_rank_0_itself_are_named(clock, ranks, names
     pass_time(clock, ranks, 10)
     said = "all ranks wait for rank 0 on n2: reading data at step 4, for 65 s"
     assert first.heartbeat.waits_for == said
+
+
+def test_the_log_says_that_a_rank_does_not_answer(clock, ranks, names, caplog):
+    """It is known after the first warning."""
+    first, _, third = ranks
+    for peer in (first, third):
+        peer.heartbeat.go_on("step", 4)
+    pass_time(clock, ranks, 5)
+    pass_time(clock, [first, third], 50)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"all ranks wait for rank 1 on n2: reading data at step 4, for {text}"
+        for text in ("20 s", "30 s; it does not answer any more")
+    ]
 
 
 def test_slow_steps_are_usual_and_a_store_that_has_ended_is_no_error(
